@@ -1,0 +1,49 @@
+# make demo   train the example model on a sphere, on a CPU, and draw the forecast
+# make test   run every test; ERA5_PATH=FILE adds those on real weather data
+# make lint, make docs, make format
+# Each command makes .venv by itself; PYTHON chooses the interpreter (3.11 to 3.13).
+
+PYTHON ?= python3
+ERA5_PATH ?=
+WORKERS ?= $(shell nproc 2>/dev/null || echo 2)
+
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+INSTALLED := .venv/.installed
+
+.PHONY: demo test lint format docs clean
+
+demo: $(INSTALLED)-train
+	$(BIN)/python -m anemoi_gt.train
+
+test: $(INSTALLED)-test
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(if $(ERA5_PATH),--era5-path=$(ERA5_PATH))
+
+lint: $(INSTALLED)-lint
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(INSTALLED)-lint
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+docs: $(INSTALLED)-docs
+	$(BIN)/python -m sphinx -W --keep-going -b html docs docs/_build/html
+
+.venv/bin/python:
+	$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13) and f"Python 3.11 to 3.13 is needed, {sys.executable} is {sys.version.split()[0]}; set PYTHON=")'
+	$(PYTHON) -m venv .venv
+
+# torch comes first: its pinned build satisfies every range that the other packages name.
+$(INSTALLED)-torch: constraints.txt | .venv/bin/python
+	$(PIP) torch
+	touch $@
+
+$(INSTALLED)-%: pyproject.toml constraints.txt $(INSTALLED)-torch
+	$(PIP) --editable '.[$*]'
+	touch $@
+
+.PRECIOUS: $(INSTALLED)-%
+
+clean:
+	rm -rf .venv build dist docs/_build outputs src/*.egg-info
