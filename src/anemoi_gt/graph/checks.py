@@ -1,0 +1,73 @@
+"""What an index tensor must be. The only place that words these errors; metadata first, values where they are asked for."""
+
+import torch
+from torch import Tensor
+
+INDEX_DTYPES = (torch.int32, torch.int64)
+
+
+def check_index(name: str, index: Tensor, like: Tensor, dtypes: tuple[torch.dtype, ...] | None = None) -> None:
+    """Raise unless `index` is one-dimensional, of one of `dtypes` (default: the dtype of `like`), on the device of `like`."""
+    if not isinstance(index, Tensor):
+        raise ValueError(f"{name} must be a tensor, got {type(index).__name__}")
+    if index.dim() != 1:
+        raise ValueError(f"{name} must be one-dimensional, got shape {tuple(index.shape)}")
+    dtypes = dtypes or ((like.dtype,) if like.dtype in INDEX_DTYPES else INDEX_DTYPES)
+    if index.dtype not in dtypes:
+        raise ValueError(f"{name} must have dtype {' or '.join(map(str, dtypes))}, got {index.dtype}")
+    check_device(name, index, like)
+
+
+def check_edge_index(edge_index: Tensor) -> None:
+    """Raise unless `edge_index` is an integer tensor [2, E]."""
+    if edge_index.dim() != 2 or edge_index.shape[0] != 2:
+        raise ValueError(f"edge_index must have shape [2, E] (sources, destinations), got {tuple(edge_index.shape)}")
+    if edge_index.dtype not in INDEX_DTYPES:
+        raise ValueError(f"edge_index must have dtype int32 or int64, got {edge_index.dtype}")
+
+
+def check_device(name: str, tensor: Tensor, like: Tensor) -> None:
+    """Raise unless `tensor` is where `like` is."""
+    if tensor.device != like.device:
+        raise ValueError(
+            f"all tensors must be on one device, got {name} on {tensor.device} and others on {like.device}"
+        )
+
+
+def check_size(name: str, size: int) -> None:
+    """Raise unless `size` counts nodes."""
+    if isinstance(size, bool) or not isinstance(size, (int, torch.SymInt)) or size < 0:
+        raise ValueError(f"{name} must be a number of nodes >= 0, got {size!r}")
+
+
+def check_range(name: str, index: Tensor, size: int) -> None:
+    """Raise unless every value is in 0 .. size - 1; waits for the device."""
+    if index.shape[0] == 0:
+        return
+    low, high = (int(bound) for bound in torch.aminmax(index))
+    if low < 0 or high >= size:
+        raise ValueError(
+            f"{name} must hold values in 0 .. {size - 1}, one for each of {size} nodes, got values from {low} to {high}; "
+            "check the order (sources, destinations) of the indices and of the sizes"
+        )
+
+
+def check_pointers(name: str, pointers: Tensor, num_edges: int) -> None:
+    """Raise unless `pointers` rises from 0 to `num_edges`; waits for the device."""
+    first, last = int(pointers[0]), int(pointers[-1])
+    if first != 0 or last != num_edges:
+        raise ValueError(f"{name} must start at 0 and end at the number of edges {num_edges}, got {first} and {last}")
+    falls = (pointers.diff() < 0).nonzero()
+    if falls.shape[0]:
+        at = int(falls[0])
+        raise ValueError(f"{name} must not decrease, got {int(pointers[at])}, {int(pointers[at + 1])} at position {at}")
+
+
+def check_permutation(name: str, index: Tensor, size: int) -> None:
+    """Raise unless `index` holds each of 0 .. size - 1 once; waits for the device."""
+    check_range(name, index, size)
+    missing = size - int(
+        torch.zeros(size, dtype=torch.bool, device=index.device).index_fill_(0, index.long(), True).sum()
+    )
+    if missing:
+        raise ValueError(f"{name} must be a permutation of 0 .. {size - 1}, got {missing} values missing")

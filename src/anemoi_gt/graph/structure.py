@@ -1,0 +1,428 @@
+"""GraphStructure: the edges of a bipartite graph, sorted once for both directions of traversal.
+
+The only place that sorts edges. A weather model's graph never changes, so whatever follows from the edges alone is made
+here once and handed down; layers read it and never sort. The caller's edge features are never permuted: they are read
+through `perm`.
+
+    edge_index = [[2, 0, 2, 1],     src      4 edges, 3 sources, 3 destinations
+                  [0, 2, 2, 0]]     dst
+
+    perm       = [0, 3, 1, 2]       caller's edge at each CSC position: edges by dst, the caller's order inside
+    row        = [2, 1, 0, 2]       src of each edge, CSC order
+    colptr     = [0, 2, 2, 4]       in-edges of dst i are colptr[i] : colptr[i + 1]; dst 1 has none
+
+    rowptr     = [0, 1, 2, 4]       out-edges of src j are rowptr[j] : rowptr[j + 1]
+    col        = [2, 0, 0, 2]       dst of each edge, CSR order
+    csr_to_csc = [2, 1, 0, 3]       CSC position of each CSR edge
+
+Sizes travel as shapes (`colptr` holds N_dst, `row` holds E, the empty `sources` holds N_src), so torch.compile and
+torch.export see them as dynamic; an int attribute would be burnt into the program.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from anemoi_gt.graph import order
+from anemoi_gt.graph.checks import (
+    INDEX_DTYPES,
+    check_edge_index,
+    check_index,
+    check_permutation,
+    check_pointers,
+    check_range,
+    check_size,
+)
+
+
+@dataclass(frozen=True, eq=False)
+class GraphStructure:
+    """The edges of a bipartite graph by destination (CSC) and, after `with_reverse`, by source (CSR).
+
+    Make one with `from_edge_index`, `from_csc`, `from_adj_t` or `disjoint`, once for a graph, and pass it to every
+    layer. It is a value: nothing in it changes, and every method that adds something returns a new one.
+
+    Parameters
+    ----------
+    colptr : Tensor [N_dst + 1], int32 or int64
+        In-edges of destination i are the CSC positions `colptr[i] : colptr[i + 1]`.
+    row : Tensor [E], dtype of colptr
+        Source of each edge, CSC order.
+    sources : Tensor [N_src, 0]
+        Holds no element: its shape is the number of sources.
+    perm : Tensor [E], dtype of colptr, or None
+        Caller's edge at each CSC position; None when the caller's order is the CSC order.
+    edge_id : Tensor [E], int64, or None
+        Number of each edge in the whole graph, CSC order; the key of dropout, so that a part of a graph drops what the
+        whole would. None: this is the whole graph and `perm` holds the numbers.
+    rowptr : Tensor [N_src + 1], dtype of colptr, or None
+        Out-edges of source j are the CSR positions `rowptr[j] : rowptr[j + 1]`; None before `with_reverse`.
+    col : Tensor [E], dtype of colptr, or None
+        Destination of each edge, CSR order.
+    csr_to_csc : Tensor [E], dtype of colptr, or None
+        CSC position of each edge, CSR order.
+    program_order : Tensor [N_dst], dtype of colptr, or None
+        The order in which GPU programs take the destinations; None is 0, 1, 2, ... It changes speed, not results.
+
+    Raises
+    ------
+    ValueError
+        When ranks, dtypes, lengths or devices do not fit together. Values are checked by `validate`.
+    """
+
+    colptr: Tensor
+    row: Tensor
+    sources: Tensor
+    perm: Tensor | None = None
+    edge_id: Tensor | None = None
+    rowptr: Tensor | None = None
+    col: Tensor | None = None
+    csr_to_csc: Tensor | None = None
+    program_order: Tensor | None = None
+
+    def __post_init__(self):
+        check_index("colptr", self.colptr, like=self.colptr)
+        check_index("row", self.row, like=self.colptr)
+        if self.colptr.shape[0] < 1:
+            raise ValueError("colptr must have num_dst + 1 >= 1 entries, got an empty tensor")
+        if self.sources.dim() != 2 or self.sources.shape[1] != 0:
+            raise ValueError(f"sources must have shape [num_src, 0], got {tuple(self.sources.shape)}")
+        present = [self.rowptr is None, self.col is None, self.csr_to_csc is None]
+        if any(present) != all(present):
+            raise ValueError(
+                "rowptr, col and csr_to_csc come together: pass all three, or none and call with_reverse()"
+            )
+        lengths = {
+            "perm": self.num_edges,
+            "edge_id": self.num_edges,
+            "rowptr": self.num_src + 1,
+            "col": self.num_edges,
+            "csr_to_csc": self.num_edges,
+            "program_order": self.num_dst,
+        }
+        for name, length in lengths.items():
+            index = getattr(self, name)
+            if index is not None:
+                check_index(name, index, like=self.colptr, dtypes=(torch.int64,) if name == "edge_id" else None)
+                if index.shape[0] != length:
+                    raise ValueError(f"{name} must have {length} entries, got {index.shape[0]}")
+
+    @property
+    def num_src(self) -> int:
+        """Number of source nodes."""
+        return self.sources.shape[0]
+
+    @property
+    def num_dst(self) -> int:
+        """Number of destination nodes."""
+        return self.colptr.shape[0] - 1
+
+    @property
+    def num_edges(self) -> int:
+        """Number of edges."""
+        return self.row.shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the index tensors are."""
+        return self.colptr.device
+
+    @property
+    def has_reverse(self) -> bool:
+        """Whether the source side (`rowptr`, `col`, `csr_to_csc`) is there."""
+        return self.rowptr is not None
+
+    @classmethod
+    def from_edge_index(
+        cls,
+        edge_index: Tensor,
+        num_nodes: tuple[int, int] | int | None = None,
+        *,
+        edge_id: Tensor | None = None,
+        validate: bool = True,
+    ) -> "GraphStructure":
+        """Sort the edges of a COO `edge_index` by destination; inside a destination the caller's order stays.
+
+        Parameters
+        ----------
+        edge_index : Tensor [2, E], int32 or int64, or torch_geometric.EdgeIndex
+            Row 0 holds sources, row 1 destinations.
+        num_nodes : (num_src, num_dst), int or None
+            An int means the same nodes on both sides. None is allowed only for an EdgeIndex that knows its sizes.
+        edge_id : Tensor [E], int64, optional
+            Number of each edge in the graph that these edges are a part of, caller's order.
+        validate : bool
+            Check the values, which waits for the device. Layers that convert an edge_index in passing leave it out.
+
+        Returns
+        -------
+        GraphStructure
+            Without its source side; index dtype int32 when sizes and E are below 2^31, else int64.
+
+        Raises
+        ------
+        ValueError
+            Wrong rank, dtype or device; an index that is negative or not below its side's size.
+
+        Examples
+        --------
+        >>> graph = GraphStructure.from_edge_index(torch.tensor([[2, 0, 2, 1], [0, 2, 2, 0]]), (3, 3))
+        >>> graph.colptr.tolist(), graph.row.tolist(), graph.perm.tolist()
+        ([0, 2, 2, 4], [2, 1, 0, 2], [0, 3, 1, 2])
+        """
+        num_src, num_dst = _sizes(edge_index, num_nodes)
+        edge_index = _plain(edge_index)
+        check_edge_index(edge_index)
+        if validate:
+            check_range("source (row 0 of edge_index)", edge_index[0], num_src)
+            check_range("destination (row 1 of edge_index)", edge_index[1], num_dst)
+        dtype = _index_dtype(num_src, num_dst, edge_index.shape[1])
+        src, dst = edge_index.to(dtype).unbind(0)
+        perm = None
+        if not (validate and _is_sorted(dst)):
+            dst, perm = torch.sort(dst, stable=True)
+            src, perm = src[perm], perm.to(dtype)
+        if edge_id is not None:
+            check_index("edge_id", edge_id, like=edge_index, dtypes=(torch.int64,))
+            edge_id = edge_id if perm is None else edge_id[perm]
+        sources = torch.empty(num_src, 0, device=dst.device)
+        return cls(_pointers(dst, num_dst), src.contiguous(), sources, perm=perm, edge_id=edge_id)
+
+    @classmethod
+    def from_csc(
+        cls, colptr: Tensor, row: Tensor, num_src: int, perm: Tensor | None = None, *, validate: bool = True
+    ) -> "GraphStructure":
+        """Take a structure that is sorted by destination already.
+
+        Parameters
+        ----------
+        colptr : Tensor [N_dst + 1], int32 or int64
+        row : Tensor [E], int32 or int64
+        num_src : int
+        perm : Tensor [E], int32 or int64, optional
+            Caller's edge at each CSC position, when edge features come in another order than `row`.
+        validate : bool
+            Check the values, which waits for the device.
+
+        Raises
+        ------
+        ValueError
+            Wrong rank, dtype, length or device; colptr not from 0 to E or decreasing; a source out of range.
+        """
+        for name, index in (("colptr", colptr), ("row", row)):
+            check_index(name, index, like=colptr, dtypes=INDEX_DTYPES)
+        check_size("num_src", num_src)
+        dtype = _index_dtype(num_src, colptr.shape[0] - 1, row.shape[0])
+        if perm is not None:
+            check_index("perm", perm, like=colptr, dtypes=INDEX_DTYPES)
+            perm = perm.to(dtype).contiguous()
+        sources = torch.empty(num_src, 0, device=colptr.device)
+        graph = cls(colptr.to(dtype).contiguous(), row.to(dtype).contiguous(), sources, perm=perm)
+        return graph.validate() if validate else graph
+
+    @classmethod
+    def from_adj_t(cls, adj_t, *, validate: bool = True) -> "GraphStructure":
+        """Take PyG's transposed adjacency matrix: row i holds the in-edges of destination i.
+
+        Parameters
+        ----------
+        adj_t : torch.sparse tensor [N_dst, N_src] (COO, CSR or CSC layout), or torch_sparse.SparseTensor
+            The order of its stored values is the caller's edge order.
+        validate : bool
+            Check the values, which waits for the device.
+        """
+        if hasattr(adj_t, "sparse_sizes"):  # torch_sparse.SparseTensor, whose package has no wheel for every platform
+            rowptr, col, _ = adj_t.csr()
+            return cls.from_csc(rowptr, col, adj_t.sparse_size(1), validate=validate)
+        if adj_t.layout == torch.sparse_csr:
+            return cls.from_csc(adj_t.crow_indices(), adj_t.col_indices(), adj_t.shape[1], validate=validate)
+        num_dst, num_src = adj_t.shape
+        if adj_t.layout == torch.sparse_csc:
+            dst, lengths = adj_t.row_indices(), adj_t.ccol_indices().diff()
+            src = torch.arange(num_src, device=dst.device).repeat_interleave(lengths, output_size=dst.shape[0])
+        elif adj_t.layout == torch.sparse_coo:
+            dst, src = adj_t._indices()
+        else:
+            raise ValueError(
+                f"adj_t must have a sparse COO, CSR or CSC layout, got {adj_t.layout}; use from_edge_index"
+            )
+        return cls.from_edge_index(torch.stack([src, dst.to(src.dtype)]), (num_src, num_dst), validate=validate)
+
+    @classmethod
+    def disjoint(cls, graphs: Sequence["GraphStructure"]) -> "GraphStructure":
+        """One structure of several graphs side by side, as PyG's Batch concatenates their nodes and edges.
+
+        Parameters
+        ----------
+        graphs : sequence of GraphStructure, at least one, all on one device
+            Nodes of graph b follow those of graph b - 1 on both sides, and so do its edges.
+
+        Returns
+        -------
+        GraphStructure
+            Without its source side.
+        """
+        if not graphs:
+            raise ValueError("disjoint must get at least one graph, got none")
+        if len({graph.device for graph in graphs}) > 1:
+            raise ValueError(f"graphs must be on one device, got {[str(graph.device) for graph in graphs]}")
+        if any(graph.edge_id is not None for graph in graphs):
+            raise ValueError("graphs must be whole, got one that carries edge_id: join the parts of a graph first")
+        src_begin = _offsets(graph.num_src for graph in graphs)
+        edge_begin = _offsets(graph.num_edges for graph in graphs)
+        dtype = _index_dtype(src_begin[-1], sum(graph.num_dst for graph in graphs), edge_begin[-1])
+        begins = list(zip(graphs, src_begin, edge_begin, strict=False))
+        colptr = [graph.colptr[:-1].to(dtype) + first for graph, _, first in begins]
+        colptr.append(colptr[0].new_full((1,), edge_begin[-1]))
+        row = [graph.row.to(dtype) + first for graph, first, _ in begins]
+        perm = None
+        if any(graph.perm is not None for graph in graphs):
+            perm = torch.cat([graph.edge_order().to(dtype) + first for graph, _, first in begins])
+        sources = torch.empty(src_begin[-1], 0, device=graphs[0].device)
+        return cls(torch.cat(colptr), torch.cat(row), sources, perm=perm)
+
+    def with_reverse(self) -> "GraphStructure":
+        """Return this structure with its source side, which gradients of key and value need; itself if it has it."""
+        if self.has_reverse:
+            return self
+        src, csr_to_csc = torch.sort(self.row, stable=True)
+        return replace(
+            self,
+            rowptr=_pointers(src, self.num_src),
+            col=self.dst[csr_to_csc],
+            csr_to_csc=csr_to_csc.to(self.row.dtype),
+        )
+
+    def with_program_order(self, positions: Tensor | None = None) -> "GraphStructure":
+        """Return this structure with an order of destinations in which neighbours in space come together.
+
+        Destinations that are near share sources, so programs that run at the same time share rows in the cache.
+
+        Parameters
+        ----------
+        positions : Tensor [N_dst, 1 to 3], optional
+            Any coordinates of the destinations. None: coordinates are made from the edges (distances to landmarks).
+        """
+        if positions is None:
+            positions = order.landmark_distances(self.row.long(), self.dst.long(), self.num_src, self.num_dst)
+        if positions.dim() != 2 or positions.shape[0] != self.num_dst or not 1 <= positions.shape[1] <= 3:
+            raise ValueError(
+                f"positions must have shape [{self.num_dst}, 1 to 3], one row per destination, got {tuple(positions.shape)}"
+            )
+        morton = order.morton_order(positions)
+        return replace(self, program_order=morton.to(device=self.device, dtype=self.colptr.dtype))
+
+    @property
+    def dst(self) -> Tensor:
+        """Destination of each edge [E], CSC order; computed from colptr."""
+        nodes = torch.arange(self.num_dst, dtype=self.colptr.dtype, device=self.device)
+        return nodes.repeat_interleave(self.colptr.diff(), output_size=self.num_edges)
+
+    def edge_index(self) -> Tensor:
+        """Return the edges as COO [2, E], int64, in the caller's order."""
+        coo = torch.stack([self.row, self.dst]).long()
+        return coo if self.perm is None else torch.empty_like(coo).index_copy_(1, self.perm.long(), coo)
+
+    def edge_numbers(self) -> Tensor:
+        """Return the number of each edge in the whole graph [E], int64, CSC order."""
+        return self.edge_order().long() if self.edge_id is None else self.edge_id
+
+    def to(self, device: torch.device | str) -> "GraphStructure":
+        """Return this structure on `device`."""
+        return self._map(lambda tensor: tensor.to(device))
+
+    def validate(self) -> "GraphStructure":
+        """Check every value, waiting for the device, and return this structure.
+
+        Raises
+        ------
+        ValueError
+            colptr or rowptr not from 0 to E or decreasing; an index out of range; perm, csr_to_csc or program_order not
+            a permutation; the two sides not the same edges.
+        """
+        check_pointers("colptr", self.colptr, self.num_edges)
+        check_range("row", self.row, self.num_src)
+        for name, length in (("perm", self.num_edges), ("program_order", self.num_dst)):
+            if getattr(self, name) is not None:
+                check_permutation(name, getattr(self, name), length)
+        if self.has_reverse:
+            check_pointers("rowptr", self.rowptr, self.num_edges)
+            check_range("col", self.col, self.num_dst)
+            check_permutation("csr_to_csc", self.csr_to_csc, self.num_edges)
+            src = torch.arange(self.num_src, dtype=self.row.dtype, device=self.device)
+            src = src.repeat_interleave(self.rowptr.diff(), output_size=self.num_edges)
+            position = self.csr_to_csc.long()
+            if not (torch.equal(self.dst[position], self.col) and torch.equal(self.row[position], src)):
+                raise ValueError(
+                    "rowptr, col must hold the edges of colptr, row: leave them out and call with_reverse()"
+                )
+        return self
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the tensors by name, without those that are None: safe for `torch.load(weights_only=True)`."""
+        state = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: tensor for name, tensor in state.items() if tensor is not None}
+
+    @classmethod
+    def from_state(cls, state: dict[str, Tensor]) -> "GraphStructure":
+        """Make a structure from `state_dict()`, checking metadata only."""
+        unknown = set(state) - {field.name for field in fields(cls)}
+        if unknown:
+            raise ValueError(f"state must hold the fields of a GraphStructure, got also {sorted(unknown)}")
+        return cls(**state)
+
+    def edge_order(self) -> Tensor:
+        """Return the caller's edge at each CSC position [E]: `perm`, or 0, 1, 2, ..."""
+        if self.perm is not None:
+            return self.perm
+        return torch.arange(self.num_edges, dtype=self.row.dtype, device=self.device)
+
+    def _map(self, function) -> "GraphStructure":
+        return replace(self, **{name: function(tensor) for name, tensor in self.state_dict().items()})
+
+
+def _plain(edge_index: Tensor) -> Tensor:
+    return edge_index.as_tensor() if hasattr(edge_index, "as_tensor") else edge_index
+
+
+def _sizes(edge_index: Tensor, num_nodes: tuple[int, int] | int | None) -> tuple[int, int]:
+    """(num_src, num_dst), from the caller or from an EdgeIndex that knows them; never guessed from the indices."""
+    known = tuple(edge_index.sparse_size()) if hasattr(edge_index, "sparse_size") else (None, None)
+    if num_nodes is None:
+        if None in known:
+            raise ValueError("num_nodes must be given as (num_src, num_dst): the edge_index does not know its sizes")
+        num_nodes = known
+    sizes = (num_nodes, num_nodes) if isinstance(num_nodes, (int, torch.SymInt)) else tuple(num_nodes)
+    if len(sizes) != 2:
+        raise ValueError(f"num_nodes must be (num_src, num_dst) or one number for both, got {num_nodes!r}")
+    for name, size, expected in zip(("num_src", "num_dst"), sizes, known, strict=True):
+        check_size(name, size)
+        if expected is not None and expected != size:
+            raise ValueError(f"{name} must be {expected}, which the EdgeIndex holds, got {size}")
+    return sizes
+
+
+def _index_dtype(*sizes: int) -> torch.dtype:
+    return torch.int32 if max(sizes) < 2**31 else torch.int64
+
+
+def _is_sorted(index: Tensor) -> bool:
+    return bool((index.diff() >= 0).all())
+
+
+def _pointers(index: Tensor, num_nodes: int) -> Tensor:
+    """Where each node's run begins in a sorted `index`, and the end: [num_nodes + 1]."""
+    counts = torch.zeros(num_nodes + 1, dtype=index.dtype, device=index.device)
+    counts.scatter_add_(0, index.long() + 1, torch.ones_like(index))
+    return counts.cumsum(0, dtype=index.dtype)
+
+
+def _offsets(sizes: Iterable[int]) -> list[int]:
+    """Running sums from 0 to the total."""
+    return [0, *accumulate(sizes)]
+
+
+torch.serialization.add_safe_globals([GraphStructure])

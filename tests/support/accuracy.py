@@ -1,0 +1,59 @@
+"""The accuracy criterion: judged against a float64 oracle by what plain PyTorch loses in the same dtype.
+
+Over a corpus the RMS error is at most 2x (forward) or 3x (gradients) that of plain PyTorch. In a single case it is at most
+that plus 16 eps times the RMS of the same expression on absolute values.
+"""
+
+import torch
+
+from support.oracle import magnitude, oracle, plain
+
+FACTOR = {"out": 2.0, "lse": 2.0}
+GRADIENT_FACTOR = 3.0
+FLOOR = 16
+
+
+def _rms(tensor):
+    return tensor.double().square().mean().sqrt().item() if tensor.numel() else 0.0
+
+
+def _errors(result, exact):
+    finite = torch.isfinite(exact)
+    assert torch.equal(torch.isneginf(result), torch.isneginf(exact)), "-inf must stand exactly where no edge arrives"
+    return (result.double() - exact)[finite]
+
+
+def assert_accurate(result, problem, dtype):
+    """Assert that every tensor of `result` is as accurate as the criterion asks in a single case."""
+    __tracebackhide__ = True
+    exact, baseline, size = oracle(problem), plain(problem), magnitude(problem)
+    assert set(result) == set(exact), f"results must be {sorted(exact)}, got {sorted(result)}"
+    for name in exact:
+        assert result[name].shape == exact[name].shape, f"{name}: shape {tuple(result[name].shape)}"
+        error, lost = _rms(_errors(result[name], exact[name])), _rms(_errors(baseline[name], exact[name]))
+        floor = FLOOR * torch.finfo(dtype).eps * _rms(size[name])
+        allowed = FACTOR.get(name, GRADIENT_FACTOR) * lost + floor
+        assert error <= allowed, f"{name}: RMS error {error:.2e}, plain PyTorch {lost:.2e}, floor {floor:.2e}"
+
+
+class Corpus:
+    """Squared errors of many cases, ours and plain PyTorch's, judged together."""
+
+    def __init__(self):
+        self.ours, self.plain, self.count = {}, {}, {}
+
+    def add(self, result, problem):
+        """Add one case."""
+        exact, baseline = oracle(problem), plain(problem)
+        for name in exact:
+            for sums, tensor in ((self.ours, result[name]), (self.plain, baseline[name])):
+                error = _errors(tensor, exact[name]).double().square().sum().item()
+                sums[name] = sums.get(name, 0.0) + error
+
+    def assert_accurate(self):
+        """Assert the criterion over all cases."""
+        __tracebackhide__ = True
+        for name in self.ours:
+            ratio = (self.ours[name] / max(self.plain[name], 1e-300)) ** 0.5
+            limit = FACTOR.get(name, GRADIENT_FACTOR)
+            assert ratio <= limit, f"{name}: RMS error is {ratio:.2f} times that of plain PyTorch, allowed {limit}"

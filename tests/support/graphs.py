@@ -1,0 +1,37 @@
+"""Small graphs by name, each with one property that breaks wrong code."""
+
+import torch
+
+SEED = 20190301
+
+
+def _random(num_src, num_dst, num_edges):
+    generator = torch.Generator().manual_seed(SEED)
+    src = torch.randint(num_src, (num_edges,), generator=generator)
+    dst = torch.randint(num_dst, (num_edges,), generator=generator)
+    return torch.stack([src, dst]), (num_src, num_dst)
+
+
+def _edges(pairs, num_src, num_dst):
+    return torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2).T.contiguous(), (num_src, num_dst)
+
+
+def _sorted(edge_index, sizes):
+    return edge_index[:, torch.sort(edge_index[1], stable=True).indices], sizes
+
+
+GRAPHS = {
+    "no_edges": _edges([], 3, 4),
+    "no_destinations": _edges([], 3, 0),
+    "no_sources": _edges([], 0, 2),
+    "one_edge": _edges([(2, 1)], 3, 2),
+    "isolated": _edges([(0, 1), (2, 1), (1, 4)], 4, 6),
+    "hub": _edges([(j % 5, 2) for j in range(40)], 5, 4),
+    "source_hub": _edges([(1, i % 7) for i in range(30)], 3, 7),
+    "duplicates": _edges([(0, 0), (0, 0), (1, 0), (0, 0), (1, 1), (1, 1)], 2, 2),
+    "self_loops": _edges([(i, i) for i in range(5)] + [(0, 1), (3, 2)], 5, 5),
+    "many_to_few": _random(23, 4, 60),
+    "few_to_many": _random(3, 21, 50),
+    "shuffled": _random(11, 13, 64),
+    "sorted": _sorted(*_random(11, 13, 64)),
+}  # name: (edge_index [2, E], (num_src, num_dst))
