@@ -1,0 +1,97 @@
+"""What the operands of edge attention must be. The only place that words these errors; metadata only, no device sync."""
+
+from torch import Tensor
+
+from anemoi_gt.graph import GraphStructure
+
+
+def check_operands(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    graph: GraphStructure,
+    edge_attr: Tensor | None,
+    edge_weight: Tensor | None,
+    edge_bias: Tensor | None,
+) -> None:
+    """Raise ValueError unless all operands of `edge_attention` fit together (`value` None: there is none)."""
+    if not isinstance(graph, GraphStructure):
+        raise ValueError(
+            f"graph must be a GraphStructure, got {type(graph).__name__}; make one, once, with "
+            "GraphStructure.from_edge_index(edge_index, (num_src, num_dst))"
+        )
+    named = {"query": query, "key": key, "value": value}
+    named |= {"edge_attr": edge_attr, "edge_weight": edge_weight, "edge_bias": edge_bias}
+    for name, operand in named.items():
+        if operand is not None:
+            _check_tensor(name, operand, graph)
+    _check_nodes(query, key, value, graph)
+    _check_edges(query, graph, edge_attr, edge_weight, edge_bias)
+
+
+def check_dropout(dropout_p: float) -> None:
+    """Raise ValueError unless `dropout_p` is a probability."""
+    if not 0.0 <= dropout_p <= 1.0:
+        raise ValueError(f"dropout_p must be a probability in 0 .. 1, got {dropout_p}")
+
+
+def _check_tensor(name: str, operand: Tensor, graph: GraphStructure) -> None:
+    if not isinstance(operand, Tensor):
+        raise ValueError(f"{name} must be a tensor, got {type(operand).__name__}")
+    if not operand.is_floating_point():
+        raise ValueError(f"{name} must be floating point, got {operand.dtype}; cast it first")
+    if operand.device != graph.device:
+        raise ValueError(
+            f"{name} must be on the device of the graph, {graph.device}, got {operand.device}; "
+            "move the graph once with graph.to(device)"
+        )
+
+
+def _check_nodes(query: Tensor, key: Tensor, value: Tensor | None, graph: GraphStructure) -> None:
+    if query.dim() not in (3, 4):
+        raise ValueError(f"query must have shape [N_dst, H, C] or [B, N_dst, H, C], got {tuple(query.shape)}")
+    for name, operand in (("key", key), ("value", value)):
+        if operand is None:
+            continue
+        if operand.dim() != query.dim():
+            raise ValueError(f"{name} must have the {query.dim()} dimensions of query, got {tuple(operand.shape)}")
+        if operand.shape[-2:] != query.shape[-2:] or operand.shape[:-3] != query.shape[:-3]:
+            raise ValueError(
+                f"{name} must have the batch, heads and channels of query {tuple(query.shape)}, got {tuple(operand.shape)}"
+            )
+        if operand.shape[-3] != graph.num_src:
+            raise ValueError(f"{name} must have {graph.num_src} rows, one per source node, got {tuple(operand.shape)}")
+    if query.shape[-3] != graph.num_dst:
+        raise ValueError(f"query must have {graph.num_dst} rows, one per destination node, got {tuple(query.shape)}")
+    if query.shape[-2] == 0 or query.shape[-1] == 0:
+        raise ValueError(f"heads and channels must be at least 1, got query of shape {tuple(query.shape)}")
+
+
+def _check_edges(
+    query: Tensor, graph: GraphStructure, edge_attr: Tensor | None, edge_weight: Tensor | None, edge_bias: Tensor | None
+) -> None:
+    heads, channels = query.shape[-2:]
+    if edge_bias is not None and edge_weight is None:
+        raise ValueError("edge_bias must come with edge_weight: embedded edge features hold their bias already")
+    if edge_attr is None:
+        if edge_weight is not None:
+            raise ValueError("edge_weight must come with edge_attr [E, D], got edge_attr None")
+        return
+    if edge_weight is None:
+        feature, wanted, remedy = (
+            (heads, channels),
+            "[E, H, C] or [B, E, H, C]",
+            "raw attributes [E, D] need edge_weight",
+        )
+    else:
+        if edge_weight.dim() != 2 or edge_weight.shape[0] != heads * channels or edge_weight.shape[1] == 0:
+            raise ValueError(
+                f"edge_weight must have shape [heads * channels, D] = [{heads * channels}, D >= 1], "
+                f"got {tuple(edge_weight.shape)}"
+            )
+        feature, wanted, remedy = (edge_weight.shape[1],), "[E, D] or [B, E, D]", "D is edge_weight.shape[1]"
+    shared, per_sample = (graph.num_edges, *feature), (*query.shape[:-3], graph.num_edges, *feature)
+    if tuple(edge_attr.shape) not in (shared, per_sample):
+        raise ValueError(f"edge_attr must have shape {wanted} = {shared}, got {tuple(edge_attr.shape)}; {remedy}")
+    if edge_bias is not None and tuple(edge_bias.shape) != (heads * channels,):
+        raise ValueError(f"edge_bias must have shape [{heads * channels}], got {tuple(edge_bias.shape)}")

@@ -1,0 +1,31 @@
+"""The one rule for dtypes: precision, else autocast, else the dtype of query."""
+
+import torch
+from torch import Tensor
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def cast_operands(
+    precision: str | None, query: Tensor, *others: Tensor | None
+) -> tuple[list[Tensor | None], torch.dtype]:
+    """Bring all operands to one dtype.
+
+    Returns
+    -------
+    operands : list of Tensor or None
+        query and `others` in the dtype in which they are read.
+    out_dtype : torch.dtype
+        What the caller gets back: the dtype of query, or autocast's when autocast made the choice.
+    """
+    dtype = out_dtype = query.dtype
+    if precision is not None:
+        dtype = DTYPES[precision]
+    elif torch.is_autocast_enabled(query.device.type) and query.dtype != torch.float64:
+        dtype = out_dtype = torch.get_autocast_dtype(query.device.type)
+    return [None if operand is None else operand.to(dtype) for operand in (query, *others)], out_dtype
+
+
+def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of sums, softmax and lse for operands of `dtype`."""
+    return torch.float64 if dtype == torch.float64 else torch.float32

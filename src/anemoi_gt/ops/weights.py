@@ -1,0 +1,71 @@
+"""Attention weights, for looking at them: plain PyTorch, with gradients."""
+
+import torch
+from torch import Tensor
+
+from anemoi_gt.config import AttentionConfig
+from anemoi_gt.graph import GraphStructure
+from anemoi_gt.ops.checks import check_operands
+from anemoi_gt.ops.dtypes import accumulator_dtype, cast_operands
+
+
+def attention_weights(
+    query: Tensor,
+    key: Tensor,
+    graph: GraphStructure,
+    edge_attr: Tensor | None = None,
+    edge_weight: Tensor | None = None,
+    edge_bias: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    config: AttentionConfig = AttentionConfig(),  # noqa: B008  frozen, hence one value for all calls
+) -> Tensor:
+    """Return p_e = exp(s_e - lse_i), the weight of each edge before dropout; see `edge_attention` for the formulas.
+
+    Parameters
+    ----------
+    query, key, graph, edge_attr, edge_weight, edge_bias, scale, config
+        As in `edge_attention`; `config.precision` applies, the backend is always plain PyTorch, which gathers rows of
+        [E, H, C]: for inspection, not for training steps.
+
+    Returns
+    -------
+    Tensor [E, H] or [B, E, H]
+        In the caller's edge order, float32 (float64 for float64 inputs); the in-edges of a destination sum to 1.
+
+    Raises
+    ------
+    ValueError
+        When shapes, dtypes or devices do not fit.
+
+    Examples
+    --------
+    >>> graph = GraphStructure.from_edge_index(torch.tensor([[0, 1, 1], [0, 0, 1]]), (2, 2))
+    >>> attention_weights(torch.zeros(2, 1, 4), torch.zeros(2, 1, 4), graph).flatten().tolist()
+    [0.5, 0.5, 1.0]
+    """
+    check_operands(query, key, None, graph, edge_attr, edge_weight, edge_bias)
+    operands, _ = cast_operands(config.precision, query, key, edge_attr, edge_weight, None)
+    dtype = accumulator_dtype(operands[0].dtype)
+    q, k, attr, weight, _ = (None if operand is None else operand.to(dtype) for operand in operands)
+    src, dst = graph.edge_index()
+    heads, channels = query.shape[-2:]
+    score = (q[..., dst, :, :] * k[..., src, :, :]).sum(-1)  # [.., E, H]
+    if weight is not None:
+        projected = torch.einsum("...nhc,hcd->...nhd", q, weight.reshape(heads, channels, -1))
+        score = score + torch.einsum("...ehd,...ed->...eh", projected[..., dst, :, :], attr)
+    elif attr is not None:
+        score = score + (q[..., dst, :, :] * attr).sum(-1)
+    score = score * (channels**-0.5 if scale is None else scale)
+    return _softmax(score, dst, graph.num_dst)
+
+
+def _softmax(score: Tensor, dst: Tensor, num_dst: int) -> Tensor:
+    """Softmax of score [.., E, H] over the edges that share a destination."""
+    shape = (*score.shape[:-2], num_dst, score.shape[-1])
+    index = dst[:, None].expand(score.shape)
+    high = score.new_full(shape, -torch.inf).scatter_reduce(-2, index, score.detach(), "amax")
+    pivot = torch.where(torch.isneginf(high), 0.0, high)
+    p = torch.exp(score - pivot[..., dst, :])
+    total = p.new_zeros(shape).index_add(-2, dst, p)
+    return p / torch.where(total == 0, 1.0, total)[..., dst, :]

@@ -1,0 +1,133 @@
+"""The house: imports go one way, and what the package promises about its dependencies holds."""
+
+import ast
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import anemoi_gt
+
+SOURCE = Path(anemoi_gt.__file__).parent
+MAY_IMPORT = {  # room: the rooms of ours it may read
+    "version": set(),
+    "config": set(),
+    "extras": set(),
+    "kernels": set(),
+    "graph": set(),
+    "ops": {"config", "graph", "kernels"},
+    "nn": {"config", "graph", "ops"},
+    "data": {"extras"},
+    "training": {"config", "graph", "ops", "nn", "data", "extras"},
+    "train": {"config", "graph", "ops", "nn", "data", "training", "extras"},
+}
+FOREIGN = {  # room: the packages beyond the standard library that it may import at its top level
+    "version": set(),
+    "config": set(),
+    "extras": set(),
+    "kernels": {"triton"},
+    "graph": {"torch"},
+    "ops": {"torch"},
+    "nn": {"torch", "torch_geometric", "einops"},
+}
+
+
+def modules():
+    return sorted(path for path in SOURCE.rglob("*.py") if path != SOURCE / "__init__.py")
+
+
+def room(path):
+    return path.relative_to(SOURCE).with_suffix("").parts[0]
+
+
+def imports(path, top_level_only=False):
+    """Absolute names of what a module imports."""
+    tree = ast.parse(path.read_text())
+    for node in tree.body if top_level_only else ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: imports are absolute"
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(SOURCE)))
+def test_imports_go_one_way(path):
+    here = room(path)
+    read = {name.split(".")[1] for name in imports(path) if name.startswith("anemoi_gt.")}
+    assert read <= MAY_IMPORT[here] | {here}
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(SOURCE)))
+def test_foreign_packages_stay_in_their_rooms(path):
+    if room(path) in FOREIGN:
+        foreign = {name.split(".")[0] for name in imports(path, top_level_only=True)} - {"anemoi_gt"}
+        assert foreign - sys.stdlib_module_names <= FOREIGN[room(path)]
+
+
+def run_without(blocked, code):
+    """Run code in a process where importing any of `blocked` fails."""
+    guard = (
+        "import sys\n"
+        "class Block:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        f"        if name.split('.')[0] in {blocked!r}:\n"
+        "            raise ModuleNotFoundError(f'No module named {name!r}', name=name)\n"
+        "sys.meta_path.insert(0, Block())\n"
+    )
+    return subprocess.run([sys.executable, "-c", guard + code], capture_output=True, text=True, timeout=120)
+
+
+OPTIONAL = {"hydra", "omegaconf", "matplotlib", "xarray", "cfgrib", "eccodes", "scipy", "tqdm", "anemoi", "triton"}
+USE_OPERATION = """
+import torch, anemoi_gt
+graph = anemoi_gt.GraphStructure.from_edge_index(torch.tensor([[0, 1], [1, 0]]), 2)
+x = torch.ones(2, 1, 4, requires_grad=True)
+out, lse = anemoi_gt.edge_attention(x, x, x, graph)
+out.sum().backward()
+print(tuple(x.grad.shape))
+"""
+
+
+def test_structure_and_operation_need_torch_alone():
+    result = run_without(OPTIONAL | {"torch_geometric", "einops"}, USE_OPERATION)
+    assert result.stdout == "(2, 1, 4)\n", result.stderr
+
+
+def test_modules_need_torch_geometric_and_einops_only():
+    code = "import torch, anemoi_gt\nprint(anemoi_gt.GraphTransformerConv(4, 4, heads=2, edge_dim=3))"
+    result = run_without(OPTIONAL, code)
+    assert result.stdout.startswith("GraphTransformerConv("), result.stderr
+
+
+def test_every_public_name_is_there_and_documented():
+    for name in anemoi_gt.__all__:
+        thing = getattr(anemoi_gt, name)
+        assert name.startswith("__") or (thing.__doc__ and len(thing.__doc__) > 40), name
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(SOURCE)))
+def test_every_module_says_what_it_is_for(path):
+    assert ast.get_docstring(ast.parse(path.read_text())) or path.name == "version.py"
+
+
+def test_unknown_attribute_of_the_package_raises():
+    with pytest.raises(AttributeError, match="has no attribute 'GraphTransformer'"):
+        _ = anemoi_gt.GraphTransformer
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(SOURCE)))
+def test_docstring_examples_run(path):
+    import doctest
+
+    import torch
+
+    name = ".".join(("anemoi_gt", *path.relative_to(SOURCE).with_suffix("").parts)).removesuffix(".__init__")
+    if ">>>" not in path.read_text():
+        return
+    module = importlib.import_module(name)
+    result = doctest.testmod(module, extraglobs={"torch": torch, **vars(anemoi_gt)})
+    assert result.attempted > 0 and result.failed == 0
