@@ -1,0 +1,56 @@
+"""Every way in which PyG writes edges, read into a GraphStructure: the only place of the layers that tells them apart."""
+
+from torch import Tensor
+from torch_geometric.utils import is_torch_sparse_tensor
+
+from anemoi_gt.graph import GraphStructure
+
+
+def read_edges(edges, edge_attr: Tensor | None, num_nodes: tuple[int, int]) -> tuple[GraphStructure, Tensor | None]:
+    """Return the structure of `edges` and the attributes in the order in which the edges came.
+
+    Parameters
+    ----------
+    edges : GraphStructure, Tensor [2, E], EdgeIndex, torch.sparse tensor or SparseTensor [N_dst, N_src]
+    edge_attr : Tensor, optional
+        None takes the values of a sparse `edges`, unless they are one number per edge: those are weights, which
+        attention does not know. PyG does the same.
+    num_nodes : (int, int)
+        Sources and destinations; a sparse `edges` and a GraphStructure bring their own.
+
+    Returns
+    -------
+    graph : GraphStructure
+        Metadata is checked, indices are not: a layer does not wait for the device.
+    edge_attr : Tensor or None
+    """
+    if isinstance(edges, GraphStructure):
+        return edges, edge_attr
+    if is_adjacency(edges):
+        values = _values(edges)
+        if edge_attr is None and values is not None and values.dim() > 1:
+            edge_attr = values
+        return GraphStructure.from_adj_t(edges, validate=False), edge_attr
+    if not isinstance(edges, Tensor):
+        raise ValueError(
+            "edge_index must be a GraphStructure, a tensor [2, E], an EdgeIndex or a sparse adj_t [N_dst, N_src], "
+            f"got {type(edges).__name__}"
+        )
+    return GraphStructure.from_edge_index(edges, num_nodes, validate=False), edge_attr
+
+
+def is_adjacency(edges) -> bool:
+    """Tell whether `edges` is a sparse matrix."""
+    return is_sparse_tensor(edges) or is_torch_sparse_tensor(edges)
+
+
+def is_sparse_tensor(edges) -> bool:
+    """Tell whether `edges` is a torch_sparse.SparseTensor, by its methods: its package is not needed."""
+    return hasattr(edges, "sparse_sizes") and hasattr(edges, "csr")
+
+
+def _values(adj_t) -> Tensor | None:
+    """The stored values, in the order in which `GraphStructure.from_adj_t` takes the edges."""
+    if is_sparse_tensor(adj_t):
+        return adj_t.csr()[2]
+    return adj_t._values() if adj_t.is_sparse else adj_t.values()  # is_sparse says COO, which may be uncoalesced

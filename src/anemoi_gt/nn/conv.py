@@ -1,0 +1,301 @@
+"""GraphTransformerConv: the one layer that turns node features into query, key and value of edge attention."""
+
+import warnings
+from typing import Optional
+
+import torch
+from einops import rearrange
+from torch import Tensor
+from torch.nn.functional import dropout
+from torch.nn.parameter import UninitializedParameter
+from torch_geometric.nn import Linear
+from torch_geometric.nn.conv import MessagePassing
+from torch_geometric.typing import OptTensor
+from torch_geometric.utils import softmax
+
+from anemoi_gt.config import AttentionConfig
+from anemoi_gt.graph import GraphStructure
+from anemoi_gt.nn.adjacency import is_adjacency, is_sparse_tensor, read_edges
+from anemoi_gt.ops import attention_weights, edge_attention
+
+
+class GraphTransformerConv(MessagePassing):
+    """Multi-head attention of each destination over its in-edges, with the state dict of PyG's `TransformerConv`.
+
+    For destination i, source j, edge e = (j -> i) and each head of C = `out_channels` channels:
+
+        p_e   = softmax over the in-edges of i of  < W_query x_i , W_key x_j + W_edge a_e > / sqrt(C)
+        out_i = sum_e p_e (W_value x_j + W_edge a_e)
+        y_i   = out_i + W_skip x_i                                                       root_weight
+        y_i   = g W_skip x_i + (1 - g) out_i,  g = sigmoid(W_beta [out_i, W_skip x_i, out_i - W_skip x_i])      beta
+
+    W_query, W_key, W_value and W_skip carry a bias when `bias` is set. The attributes a_e are never embedded one edge at a
+    time: nothing of size [E, heads * C] is made.
+
+    Parameters
+    ----------
+    in_channels : int or (int, int)
+        Features of a node, or of a source and of a destination; -1 takes the number from the first input.
+    out_channels : int
+        Channels of each head.
+    heads : int
+    concat : bool
+        Join the heads, heads * out_channels features come out; or else average them, out_channels come out.
+    beta : bool
+        Weigh attention and the destination's own features by a learned gate; without `root_weight` there is none.
+    dropout : float
+        Probability with which each attention weight is dropped in training.
+    edge_dim : int, optional
+        Number of attributes of an edge, D; -1 takes it from the first input; None when edges have none.
+    bias : bool
+    root_weight : bool
+        Add the transformed features of the destination itself.
+    config : AttentionConfig
+        Backend and precision of the attention.
+    **kwargs
+        Of PyG's `MessagePassing`, of which `flow` is of use.
+
+    Raises
+    ------
+    ValueError
+        For sizes below 1, a dropout outside 0 .. 1, or an aggregation other than the sum.
+
+    Notes
+    -----
+    A destination without in-edge gets 0 from the attention. While one of PyG's explainers watches (`explain` mode, hooks
+    on messages) the layer computes with one message per edge, as PyG does, and warns about it once.
+
+    Examples
+    --------
+    >>> conv = GraphTransformerConv(4, 8, heads=2, edge_dim=3)
+    >>> graph = GraphStructure.from_edge_index(torch.tensor([[0, 1, 1], [0, 0, 1]]), (2, 2))
+    >>> conv(torch.randn(2, 4), graph, torch.randn(3, 3)).shape
+    torch.Size([2, 16])
+
+    References
+    ----------
+    Shi et al. (2021), Masked Label Prediction: Unified Message Passing Model for Semi-Supervised Classification, section
+    3.1.
+    """
+
+    def __init__(
+        self,
+        in_channels: int | tuple[int, int],
+        out_channels: int,
+        heads: int = 1,
+        concat: bool = True,
+        beta: bool = False,
+        dropout: float = 0.0,
+        edge_dim: int | None = None,
+        bias: bool = True,
+        root_weight: bool = True,
+        *,
+        config: AttentionConfig = AttentionConfig(),  # noqa: B008  frozen, hence one value for all layers
+        **kwargs,
+    ):
+        kwargs.setdefault("aggr", "add")
+        super().__init__(node_dim=0, **kwargs)
+        self.in_channels = in_channels
+        self.out_channels = out_channels
+        self.heads = heads
+        self.concat = concat
+        self.beta = beta and root_weight
+        self.dropout = dropout
+        self.edge_dim = edge_dim
+        self.root_weight = root_weight
+        self.config = config
+        self._alpha = None  # where PyG's AttentionExplainer reads the weights, while messages are computed
+        self._check_options()
+
+        src_channels, dst_channels = (in_channels, in_channels) if isinstance(in_channels, int) else in_channels
+        inner = heads * out_channels
+        outer = inner if concat else out_channels
+        self.lin_key = Linear(src_channels, inner, bias=bias)
+        self.lin_query = Linear(dst_channels, inner, bias=bias)
+        self.lin_value = Linear(src_channels, inner, bias=bias)
+        self.lin_edge = None if edge_dim is None else Linear(edge_dim, inner, bias=False)
+        self.lin_skip = Linear(dst_channels, outer, bias=bias)  # without root_weight too: PyG's state dict has it
+        self.lin_beta = Linear(3 * outer, 1, bias=False) if self.beta else None
+        self.reset_parameters()
+
+    def reset_parameters(self):
+        """Draw all parameters anew, in PyG's order, so that one seed gives both layers the same."""
+        super().reset_parameters()
+        for linear in (self.lin_key, self.lin_query, self.lin_value, self.lin_edge, self.lin_skip, self.lin_beta):
+            if linear is not None:
+                linear.reset_parameters()
+
+    def forward(
+        self,
+        x: Tensor | tuple[Tensor, Tensor],
+        edge_index,
+        edge_attr: Tensor | None = None,
+        return_attention_weights: bool | None = None,
+    ):
+        """Attend over the in-edges of every destination.
+
+        Parameters
+        ----------
+        x : Tensor [N, F] or [B, N, F], or a pair (x_src, x_dst) of them
+            B samples share the graph; samples with different graphs come as one graph, as PyG's `Batch` joins them.
+        edge_index : GraphStructure, Tensor [2, E], EdgeIndex, or adjacency adj_t
+            adj_t is a `torch.sparse` tensor or `SparseTensor` [N_dst, N_src]; its values, where they have a dimension of
+            attributes, stand in for a missing `edge_attr`. All but a GraphStructure are sorted anew in every call, and
+            their indices are not checked.
+        edge_attr : Tensor [E, D] or [B, E, D], optional
+            Raw attributes in the order in which the edges came.
+        return_attention_weights : bool, optional
+            Any value but None asks for the weights, as in PyG.
+
+        Returns
+        -------
+        Tensor [N_dst, F_out] or [B, N_dst, F_out]
+            F_out = heads * out_channels, or out_channels without `concat`. With `return_attention_weights` a pair: this
+            tensor, and (edge_index, weights [E, heads] or [B, E, heads]), before dropout, in the order in which the edges
+            came; for a SparseTensor, itself with the weights as values.
+
+        Raises
+        ------
+        ValueError
+            When x, edges and attributes do not fit together.
+        """
+        x_src, x_dst = self._sides(x)
+        query, key, value = self.lin_query(x_dst), self.lin_key(x_src), self.lin_value(x_src)
+        query, key, value = (self._split_heads(features) for features in (query, key, value))
+        graph, edge_attr = self._edges(edge_index, edge_attr, (x_src.shape[-2], x_dst.shape[-2]))
+
+        if self._is_watched():
+            out = self._attend_by_messages(query, key, value, graph, edge_attr)
+        else:
+            edges = (graph, edge_attr, self._edge_weight(edge_attr))
+            dropout_p = self.dropout if self.training else 0.0
+            out, _ = edge_attention(query, key, value, *edges, dropout_p=dropout_p, config=self.config)
+        out = self._add_skip(self._join_heads(out), x_dst)
+
+        if return_attention_weights is None:
+            return out
+        alpha = attention_weights(query, key, graph, edge_attr, self._edge_weight(edge_attr), config=self.config)
+        if is_sparse_tensor(edge_index):
+            return out, edge_index.set_value(alpha, layout="coo")
+        return out, (edge_index, alpha)
+
+    def message(
+        self,
+        query_i: Tensor,
+        key_j: Tensor,
+        value_j: Tensor,
+        edge_attr: OptTensor,
+        index: Tensor,
+        ptr: OptTensor,
+        size_i: Optional[int],  # noqa: UP045  PyG reads the annotations and knows no other spelling
+    ) -> Tensor:
+        """What each edge contributes [E, heads, C], edge by edge; only PyG's explainers need it."""
+        if self.lin_edge is not None:
+            embedded = self._split_heads(self.lin_edge(edge_attr))
+            key_j, value_j = key_j + embedded, value_j + embedded
+        score = (query_i * key_j).sum(-1) * self.out_channels**-0.5
+        self._alpha = softmax(score, index, ptr, size_i)
+        return value_j * dropout(self._alpha, self.dropout, self.training).unsqueeze(-1)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.in_channels}, {self.out_channels}, heads={self.heads})"
+
+    def _check_options(self):
+        for name in ("out_channels", "heads"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.edge_dim == 0:
+            raise ValueError("edge_dim must be at least 1, or None when edges have no attributes, got 0")
+        if not 0.0 <= self.dropout <= 1.0:
+            raise ValueError(f"dropout must be a probability in 0 .. 1, got {self.dropout}")
+        if self.aggr not in ("add", "sum"):
+            raise ValueError(f"aggr must be 'add', attention is a weighted sum, got {self.aggr!r}")
+        if self.decomposed_layers != 1:
+            raise ValueError(f"decomposed_layers must be 1, heads cannot be cut, got {self.decomposed_layers}")
+
+    def _sides(self, x: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """(x_src, x_dst)."""
+        sides = (x, x) if isinstance(x, Tensor) else tuple(x)
+        if len(sides) != 2 or not all(isinstance(side, Tensor) for side in sides):
+            got = ", ".join(type(side).__name__ for side in sides)
+            raise ValueError(f"x must be a tensor or a pair of tensors (x_src, x_dst), got ({got})")
+        for name, side in zip(("x_src", "x_dst"), sides, strict=True):
+            if side.dim() not in (2, 3):
+                raise ValueError(f"{name} must have shape [N, F] or [B, N, F], got {tuple(side.shape)}")
+        return sides
+
+    def _edges(
+        self, edge_index, edge_attr: Tensor | None, num_nodes: tuple[int, int]
+    ) -> tuple[GraphStructure, Tensor | None]:
+        """The structure, and the attributes in the order in which the edges came."""
+        graph, edge_attr = read_edges(self._along_flow(edge_index), edge_attr, num_nodes)
+        if (edge_attr is None) != (self.lin_edge is None):
+            got = "none" if edge_attr is None else f"shape {tuple(edge_attr.shape)}"
+            raise ValueError(
+                f"edge_attr must come exactly when the layer has an edge_dim, got {got} and edge_dim={self.edge_dim}"
+            )
+        return graph, edge_attr
+
+    def _along_flow(self, edge_index):
+        """`edge_index` with sources in row 0."""
+        if self.flow == "source_to_target":
+            return edge_index
+        if isinstance(edge_index, GraphStructure) or is_adjacency(edge_index):
+            raise ValueError(
+                "flow 'target_to_source' must come with an edge_index [2, E], got "
+                f"{type(edge_index).__name__}, which has a direction of its own; build it the other way round"
+            )
+        return edge_index.flip(0)
+
+    def _edge_weight(self, edge_attr: Tensor | None) -> Tensor | None:
+        """W_edge [heads * C, D]."""
+        if self.lin_edge is None:
+            return None
+        if isinstance(
+            self.lin_edge.weight, UninitializedParameter
+        ):  # it is never called, so the hook that would do this never runs
+            self.lin_edge.initialize_parameters(self.lin_edge, (edge_attr,))
+        return self.lin_edge.weight
+
+    def _split_heads(self, features: Tensor) -> Tensor:
+        return rearrange(features, "... nodes (heads channels) -> ... nodes heads channels", heads=self.heads)
+
+    def _join_heads(self, out: Tensor) -> Tensor:
+        if self.concat:
+            return rearrange(out, "... nodes heads channels -> ... nodes (heads channels)")
+        return out.mean(dim=-2)
+
+    def _add_skip(self, out: Tensor, x_dst: Tensor) -> Tensor:
+        if not self.root_weight:
+            return out
+        skip = self.lin_skip(x_dst)
+        if self.lin_beta is None:
+            return out + skip
+        gate = self.lin_beta(torch.cat([out, skip, out - skip], dim=-1)).sigmoid()
+        return gate * skip + (1 - gate) * out
+
+    def _is_watched(self) -> bool:
+        """Whether one of PyG's tools wants to see single messages."""
+        hooks = (self._propagate_forward_pre_hooks, self._propagate_forward_hooks)
+        hooks += (self._message_forward_pre_hooks, self._message_forward_hooks)
+        hooks += (self._aggregate_forward_pre_hooks, self._aggregate_forward_hooks)
+        return self.explain is True or any(hooks)
+
+    def _attend_by_messages(
+        self, query: Tensor, key: Tensor, value: Tensor, graph: GraphStructure, edge_attr: Tensor | None
+    ) -> Tensor:
+        if query.dim() == 4:
+            raise ValueError(
+                f"x must have shape [N, F] while an explainer or a hook watches the messages, got {query.shape[0]} samples"
+            )
+        warnings.warn(
+            "GraphTransformerConv computes one message per edge while an explainer or a hook watches", stacklevel=2
+        )
+        size = (graph.num_src, graph.num_dst)
+        edge_index = graph.edge_index()
+        if self.flow == "target_to_source":
+            size, edge_index = size[::-1], edge_index.flip(0)
+        # propagate_type: (query: Tensor, key: Tensor, value: Tensor, edge_attr: OptTensor)
+        out = self.propagate(edge_index, size=size, query=query, key=key, value=value, edge_attr=edge_attr)
+        self._alpha = None
+        return out

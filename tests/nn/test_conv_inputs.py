@@ -1,0 +1,253 @@
+"""GraphTransformerConv takes edges in every form that PyG writes them, and samples in every form that batches have."""
+
+import pytest
+import torch
+from torch_geometric import EdgeIndex
+from torch_geometric.data import Batch, Data
+from torch_geometric.nn import TransformerConv
+
+from anemoi_gt import GraphStructure, GraphTransformerConv
+
+SRC, DST, EDGES, DIM = 9, 7, 30, 5
+
+
+@pytest.fixture
+def conv():
+    torch.manual_seed(0)
+    return GraphTransformerConv((6, 4), 8, heads=3, edge_dim=DIM).double()
+
+
+@pytest.fixture
+def x():
+    generator = torch.Generator().manual_seed(1)
+    return tuple(torch.randn(n, f, generator=generator, dtype=torch.float64) for n, f in ((SRC, 6), (DST, 4)))
+
+
+@pytest.fixture
+def edge_index():
+    """Edges without duplicates, which a sparse matrix cannot hold, in no order; the last destination has none."""
+    generator = torch.Generator().manual_seed(2)
+    cells = torch.randperm(SRC * (DST - 1), generator=generator)[:EDGES]
+    return torch.stack([cells % SRC, cells // SRC])
+
+
+@pytest.fixture
+def edge_attr():
+    return torch.randn(EDGES, DIM, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+
+
+def assert_same(actual, expected):
+    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
+
+
+class FakeSparseTensor:
+    """What torch_sparse.SparseTensor offers of itself, without its package: rows are destinations."""
+
+    def __init__(self, edge_index, value, sizes):
+        self.order = torch.argsort(edge_index[1] * sizes[1] + edge_index[0])
+        self.src, dst = edge_index[:, self.order]
+        self.rowptr = torch.searchsorted(dst.contiguous(), torch.arange(sizes[0] + 1))
+        self.value, self.sizes = None if value is None else value[self.order], sizes
+
+    def csr(self):
+        return self.rowptr, self.src, self.value
+
+    def sparse_sizes(self):
+        return self.sizes
+
+    def sparse_size(self, dim):
+        return self.sizes[dim]
+
+    def set_value(self, value, layout):
+        assert layout == "coo"
+        return value
+
+
+def make_adj_t(layout, edge_index, values):
+    coo = torch.sparse_coo_tensor(edge_index.flip(0), values, (DST, SRC, *values.shape[1:]), check_invariants=True)
+    convert = {"COO": coo.coalesce, "uncoalesced COO": lambda: coo, "CSR": coo.to_sparse_csr, "CSC": coo.to_sparse_csc}
+    return convert[layout]()
+
+
+def stored_order(adj_t):
+    """The caller's edge at each stored value of an adj_t whose values number the edges from 1."""
+    values = adj_t._values() if adj_t.layout == torch.sparse_coo else adj_t.values()
+    return values.long() - 1
+
+
+@pytest.mark.parametrize("sort_order", (None, "row", "col"))
+def test_edge_index_of_pyg_gives_what_a_tensor_gives(conv, x, edge_index, edge_attr, sort_order):
+    if sort_order is not None:
+        edges, order = EdgeIndex(edge_index, sparse_size=(SRC, DST)).sort_by(sort_order)
+        assert edges.sort_order == sort_order
+    else:
+        edges, order = EdgeIndex(edge_index, sparse_size=(SRC, DST)), torch.arange(EDGES)
+    assert_same(conv(x, edges, edge_attr[order]), conv(x, edge_index, edge_attr))
+
+
+def test_edge_index_of_pyg_with_other_sizes_than_x_is_refused(conv, x, edge_index, edge_attr):
+    with pytest.raises(ValueError, match="num_src must be 12, which the EdgeIndex holds, got 9"):
+        conv(x, EdgeIndex(edge_index, sparse_size=(12, DST)), edge_attr)
+
+
+def test_graph_structure_gives_what_a_tensor_gives(conv, x, edge_index, edge_attr):
+    graph = GraphStructure.from_edge_index(edge_index, (SRC, DST))
+    assert_same(conv(x, graph, edge_attr), conv(x, edge_index, edge_attr))
+    assert_same(conv(x, graph.with_reverse(), edge_attr), conv(x, edge_index, edge_attr))
+
+
+@pytest.mark.parametrize("layout", ("COO", "uncoalesced COO", "CSR", "CSC"))
+def test_sparse_adjacency_gives_what_a_tensor_gives(conv, x, edge_index, edge_attr, layout):
+    adj_t = make_adj_t(layout, edge_index, torch.arange(1.0, EDGES + 1))
+    order = stored_order(adj_t)
+    assert_same(conv(x, adj_t, edge_attr[order]), conv(x, edge_index, edge_attr))
+
+
+@pytest.mark.parametrize("layout", ("COO", "uncoalesced COO", "CSR"))
+def test_values_of_a_sparse_adjacency_are_its_edge_attributes(conv, x, edge_index, edge_attr, layout):
+    adj_t = make_adj_t(layout, edge_index, edge_attr)
+    assert_same(conv(x, adj_t), conv(x, edge_index, edge_attr))
+
+
+def test_weights_of_a_sparse_adjacency_are_not_attributes_as_in_pyg(x, edge_index):
+    theirs, ours = TransformerConv((6, 4), 8).double(), GraphTransformerConv((6, 4), 8).double()
+    ours.load_state_dict(theirs.state_dict())
+    adj_t = make_adj_t("CSR", edge_index, torch.rand(EDGES, dtype=torch.float64))
+    assert_same(ours(x, adj_t), theirs(x, adj_t))
+
+
+def test_attention_weights_of_a_sparse_adjacency_come_in_its_order_as_in_pyg(x, edge_index, edge_attr):
+    theirs, ours = (
+        layer((6, 4), 8, heads=3, edge_dim=DIM).double() for layer in (TransformerConv, GraphTransformerConv)
+    )
+    ours.load_state_dict(theirs.state_dict())
+    adj_t = make_adj_t("COO", edge_index, edge_attr)
+    _, (same, weights) = ours(x, adj_t, return_attention_weights=True)
+    _, (_, expected) = theirs(x, adj_t, return_attention_weights=True)
+    assert same is adj_t
+    assert_same(weights, expected)
+
+
+def test_sparse_tensor_gives_what_a_tensor_gives_and_holds_the_weights(conv, x, edge_index, edge_attr):
+    adj_t = FakeSparseTensor(edge_index, edge_attr, (DST, SRC))
+    out, weights = conv(x, adj_t, return_attention_weights=True)
+    expected, (_, expected_weights) = conv(x, edge_index, edge_attr, return_attention_weights=True)
+    assert_same(out, expected)
+    assert_same(weights, expected_weights[adj_t.order])
+    empty = FakeSparseTensor(edge_index, None, (DST, SRC))
+    assert_same(conv(x, empty, edge_attr[adj_t.order]), expected)
+
+
+def test_attention_weights_of_a_structure_come_in_the_callers_order(conv, x, edge_index, edge_attr):
+    graph = GraphStructure.from_edge_index(edge_index, (SRC, DST))
+    _, (same, weights) = conv(x, graph, edge_attr, return_attention_weights=True)
+    _, (_, expected) = conv(x, edge_index, edge_attr, return_attention_weights=True)
+    assert same is graph
+    assert_same(weights, expected)
+
+
+def test_order_of_edges_does_not_matter(conv, x, edge_index, edge_attr):
+    order = torch.randperm(EDGES, generator=torch.Generator().manual_seed(4))
+    out, (_, weights) = conv(x, edge_index, edge_attr, return_attention_weights=True)
+    shuffled, (_, shuffled_weights) = conv(x, edge_index[:, order], edge_attr[order], return_attention_weights=True)
+    assert_same(shuffled, out)
+    assert_same(shuffled_weights, weights[order])
+
+
+def test_names_of_nodes_do_not_matter(conv, x, edge_index, edge_attr):
+    generator = torch.Generator().manual_seed(5)
+    src, dst = (torch.randperm(n, generator=generator) for n in (SRC, DST))
+    renamed = torch.stack([src.argsort()[edge_index[0]], dst.argsort()[edge_index[1]]])
+    assert_same(conv((x[0][src], x[1][dst]), renamed, edge_attr), conv(x, edge_index, edge_attr)[dst])
+
+
+@pytest.mark.parametrize("shared", (True, False), ids=("one edge_attr", "edge_attr per sample"))
+def test_samples_on_one_graph_give_what_each_gives_alone(conv, edge_index, shared):
+    x = (torch.randn(3, SRC, 6, dtype=torch.float64), torch.randn(3, DST, 4, dtype=torch.float64))
+    edge_attr = torch.randn(3, EDGES, DIM, dtype=torch.float64)
+    edge_attr = edge_attr[:1].expand(3, -1, -1) if shared else edge_attr
+    out, (_, weights) = conv(x, edge_index, edge_attr[0] if shared else edge_attr, return_attention_weights=True)
+    for b in range(3):
+        alone, (_, alone_weights) = conv((x[0][b], x[1][b]), edge_index, edge_attr[b], return_attention_weights=True)
+        assert_same(out[b], alone)
+        assert_same(weights[b], alone_weights)
+
+
+def make_graphs(*sizes):
+    torch.manual_seed(6)
+    return [
+        Data(
+            x=torch.randn(nodes, 6, dtype=torch.float64),
+            edge_index=torch.randint(nodes, (2, edges)),
+            edge_attr=torch.randn(edges, DIM, dtype=torch.float64),
+        )
+        for nodes, edges in sizes
+    ]
+
+
+def test_samples_on_one_graph_give_what_pygs_block_diagonal_batch_gives():
+    conv = GraphTransformerConv(6, 8, heads=3, edge_dim=DIM).double()
+    (data,) = make_graphs((7, 20))
+    x = torch.randn(3, 7, 6, dtype=torch.float64)
+    batch = Batch.from_data_list([Data(x=x[b], edge_index=data.edge_index, edge_attr=data.edge_attr) for b in range(3)])
+    expected = conv(batch.x, batch.edge_index, batch.edge_attr)
+    assert_same(conv(x, data.edge_index, data.edge_attr).flatten(0, 1), expected)
+
+
+def test_batch_of_different_graphs_gives_what_each_gives_alone():
+    conv = GraphTransformerConv(6, 8, heads=3, edge_dim=DIM).double()
+    graphs = make_graphs((7, 20), (3, 1), (4, 0), (9, 40))
+    batch = Batch.from_data_list(graphs)
+    out = conv(batch.x, batch.edge_index, batch.edge_attr)
+    alone = [conv(data.x, data.edge_index, data.edge_attr) for data in graphs]
+    assert_same(out, torch.cat(alone))
+    structure = GraphStructure.disjoint([GraphStructure.from_edge_index(g.edge_index, g.num_nodes) for g in graphs])
+    assert torch.equal(conv(batch.x, structure, batch.edge_attr), out)
+
+
+@pytest.mark.parametrize("edges", (0, 1))
+def test_graph_with_hardly_an_edge_works(conv, x, edges):
+    edge_index = torch.zeros(2, edges, dtype=torch.int64)
+    out = conv(x, edge_index, torch.randn(edges, DIM, dtype=torch.float64))
+    assert_same(out[1:], conv.lin_skip(x[1])[1:])
+
+
+def test_autocast_computes_in_its_dtype_with_gradients_in_that_of_the_parameters(conv, x, edge_index, edge_attr):
+    conv, x = conv.float(), tuple(side.float() for side in x)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = conv(x, edge_index, edge_attr.float())
+    out.float().sum().backward()
+    assert out.dtype == torch.bfloat16
+    assert all(parameter.grad.dtype == torch.float32 for parameter in conv.parameters())
+
+
+def test_wrong_inputs_are_refused_with_what_came(conv, x, edge_index, edge_attr):
+    graph = GraphStructure.from_edge_index(edge_index, (SRC, DST))
+    plain = GraphTransformerConv((6, 4), 8).double()
+    reverse = GraphTransformerConv((6, 4), 8, flow="target_to_source").double()
+    cases = [
+        (
+            lambda: conv((x[0], None), edge_index, edge_attr),
+            r"pair of tensors \(x_src, x_dst\), got \(Tensor, NoneType\)",
+        ),
+        (lambda: conv((x[0], x[1], x[1]), edge_index, edge_attr), r"got \(Tensor, Tensor, Tensor\)"),
+        (lambda: conv((x[0][0], x[1]), edge_index, edge_attr), r"x_src must have shape .* got \(6,\)"),
+        (lambda: conv(x, edge_index), "edge_attr must come exactly when .* got none and edge_dim=5"),
+        (lambda: plain(x, edge_index, edge_attr), r"got shape \(30, 5\) and edge_dim=None"),
+        (lambda: conv(x, edge_index, edge_attr[1:]), r"edge_attr must have shape .* got \(29, 5\)"),
+        (lambda: conv(x, graph, edge_attr[:, 1:]), r"edge_attr must have shape .* got \(30, 4\)"),
+        (lambda: conv(x, edge_index[0], edge_attr), r"edge_index must have shape \[2, E\] .* got \(30,\)"),
+        (
+            lambda: conv(x, edge_index.float(), edge_attr),
+            "edge_index must have dtype int32 or int64, got torch.float32",
+        ),
+        (lambda: conv(x, "edges", edge_attr), "edge_index must be a GraphStructure, .* got str"),
+        (
+            lambda: conv((x[0][1:], x[1]), graph, edge_attr),
+            r"key must have 9 rows, one per source node, got \(8, 3, 8\)",
+        ),
+        (lambda: reverse(x, graph), "'target_to_source' must come with an edge_index .* got GraphStructure"),
+    ]
+    for call, message in cases:
+        with pytest.raises(ValueError, match=message):
+            call()

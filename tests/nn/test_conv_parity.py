@@ -1,0 +1,192 @@
+"""GraphTransformerConv against PyG's TransformerConv: the same parameters give the same numbers."""
+
+from itertools import product
+
+import pytest
+import torch
+from torch_geometric.nn import TransformerConv
+
+from anemoi_gt import GraphTransformerConv
+
+SRC, DST, EDGES = 9, 7, 40
+FLAGS = (False, True)
+OPTIONS = [
+    {
+        "heads": heads,
+        "concat": concat,
+        "beta": beta,
+        "edge_dim": edge_dim,
+        "bias": bias,
+        "root_weight": root_weight,
+        "dropout": 0.4,
+    }
+    for heads, concat, beta, edge_dim, bias, root_weight in product((1, 3), FLAGS, FLAGS, (None, 5), FLAGS, FLAGS)
+]
+
+
+def name_of(options):
+    return "-".join(f"{name}={value}" for name, value in options.items() if name != "dropout")
+
+
+def make_inputs(bipartite, edge_dim):
+    """x, edge_index, edge_attr in float64; the last destination has no in-edge."""
+    generator = torch.Generator().manual_seed(1)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).requires_grad_()
+
+    src = torch.randint(SRC if bipartite else DST, (EDGES,), generator=generator)
+    dst = torch.randint(DST - 1, (EDGES,), generator=generator)
+    x = (draw(SRC, 6), draw(DST, 4)) if bipartite else draw(DST, 6)
+    return x, torch.stack([src, dst]), None if edge_dim is None else draw(EDGES, edge_dim)
+
+
+def make_pair(bipartite, options):
+    """PyG's layer and ours, PyG's parameters loaded into ours, in eval mode."""
+    channels = (6, 4) if bipartite else 6
+    theirs = TransformerConv(channels, 8, **options).double().eval()
+    ours = GraphTransformerConv(channels, 8, **options).double().eval()
+    ours.load_state_dict(theirs.state_dict())
+    return theirs, ours
+
+
+def differentiate(conv, x, edge_index, edge_attr):
+    """Output, and gradients of parameters, nodes and edges by name (None where there is none)."""
+    nodes = {"x": x} if torch.is_tensor(x) else {"x_src": x[0], "x_dst": x[1]}
+    leaves = {**dict(conv.named_parameters()), **nodes, "edge_attr": edge_attr}
+    leaves = {name: leaf for name, leaf in leaves.items() if leaf is not None}
+    out = conv(x, edge_index, edge_attr)
+    loss = (out * torch.linspace(-1, 2, out.numel(), dtype=out.dtype).reshape(out.shape)).sum()
+    gradients = torch.autograd.grad(loss, leaves.values(), allow_unused=True)
+    return out, dict(zip(leaves, gradients, strict=True))
+
+
+def assert_same(actual, expected):
+    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("bipartite", FLAGS, ids=("one set of nodes", "bipartite"))
+@pytest.mark.parametrize("options", OPTIONS, ids=name_of)
+def test_output_and_gradients_are_those_of_pyg(options, bipartite):
+    x, edge_index, edge_attr = make_inputs(bipartite, options["edge_dim"])
+    theirs, ours = make_pair(bipartite, options)
+    expected, expected_gradients = differentiate(theirs, x, edge_index, edge_attr)
+    actual, gradients = differentiate(ours, x, edge_index, edge_attr)
+    assert_same(actual, expected)
+    assert gradients.keys() == expected_gradients.keys()
+    for name, gradient in gradients.items():
+        assert (gradient is None) == (expected_gradients[name] is None), f"gradient of {name}"
+        if gradient is not None:
+            assert_same(gradient, expected_gradients[name])
+
+
+@pytest.mark.parametrize("bipartite", FLAGS, ids=("one set of nodes", "bipartite"))
+@pytest.mark.parametrize("options", OPTIONS, ids=name_of)
+def test_state_dict_is_that_of_pyg_in_both_directions(options, bipartite):
+    theirs, ours = make_pair(bipartite, options)
+    shapes = {name: tensor.shape for name, tensor in theirs.state_dict().items()}
+    assert {name: tensor.shape for name, tensor in ours.state_dict().items()} == shapes
+    ours.reset_parameters()
+    theirs.load_state_dict(ours.state_dict())
+    for name, tensor in ours.state_dict().items():
+        assert torch.equal(theirs.state_dict()[name], tensor), name
+
+
+@pytest.mark.parametrize("asked", FLAGS)
+@pytest.mark.parametrize("edge_dim", (None, 5))
+def test_attention_weights_and_their_gradient_are_those_of_pyg(edge_dim, asked):
+    x, edge_index, edge_attr = make_inputs(True, edge_dim)
+    theirs, ours = make_pair(True, {"heads": 3, "edge_dim": edge_dim})
+    out, (edges, weights) = ours(x, edge_index, edge_attr, return_attention_weights=asked)
+    expected_out, (_, expected) = theirs(x, edge_index, edge_attr, return_attention_weights=asked)
+    assert edges is edge_index
+    assert_same(out, expected_out)
+    assert_same(weights, expected)
+    ramp = torch.linspace(0, 1, weights.numel(), dtype=weights.dtype).reshape(weights.shape)
+    actual = torch.autograd.grad((weights * ramp).sum(), x)
+    assert_same(actual, torch.autograd.grad((expected * ramp).sum(), x))
+
+
+def test_one_seed_gives_both_layers_the_same_parameters():
+    torch.manual_seed(3)
+    theirs = TransformerConv((6, 4), 8, heads=2, beta=True, edge_dim=5)
+    torch.manual_seed(3)
+    ours = GraphTransformerConv((6, 4), 8, heads=2, beta=True, edge_dim=5)
+    for name, tensor in theirs.state_dict().items():
+        assert torch.equal(ours.state_dict()[name], tensor), name
+
+
+def test_options_have_the_names_places_and_defaults_of_pyg():
+    def options(layer):
+        code, defaults = layer.__init__.__code__, layer.__init__.__defaults__
+        return code.co_varnames[: code.co_argcount], defaults
+
+    assert options(GraphTransformerConv) == options(TransformerConv)
+    assert repr(GraphTransformerConv(6, 8)) == repr(TransformerConv(6, 8)).replace("T", "GraphT")
+
+
+@pytest.mark.parametrize("bipartite", FLAGS, ids=("one set of nodes", "bipartite"))
+def test_lazy_sizes_are_taken_from_the_first_input_as_in_pyg(bipartite):
+    x, edge_index, edge_attr = make_inputs(bipartite, 5)
+    lazy = (-1, -1) if bipartite else -1
+    layers = [layer(lazy, 8, heads=3, edge_dim=-1).double() for layer in (TransformerConv, GraphTransformerConv)]
+    theirs, ours = layers
+    expected = theirs(x, edge_index, edge_attr)
+    ours.load_state_dict(theirs.state_dict())
+    assert_same(ours(x, edge_index, edge_attr), expected)
+    fresh = GraphTransformerConv(lazy, 8, heads=3, edge_dim=-1).double()
+    fresh(x, edge_index, edge_attr)
+    shapes = {name: tensor.shape for name, tensor in theirs.state_dict().items()}
+    assert {name: tensor.shape for name, tensor in fresh.state_dict().items()} == shapes
+
+
+def test_flow_from_target_to_source_is_that_of_pyg():
+    x, edge_index, edge_attr = make_inputs(False, 5)
+    options = {"heads": 3, "edge_dim": 5, "flow": "target_to_source"}
+    theirs, ours = make_pair(False, options)
+    assert_same(ours(x, edge_index, edge_attr), theirs(x, edge_index, edge_attr))
+
+
+@pytest.mark.parametrize("rate", (0.1, 0.5, 1.0))
+def test_dropout_drops_weights_at_its_rate_and_scales_the_others(rate):
+    nodes, heads = 5000, 4
+    conv = GraphTransformerConv(1, 1, heads=heads, dropout=rate, root_weight=False)
+    torch.nn.init.zeros_(conv.lin_value.weight)
+    torch.nn.init.ones_(conv.lin_value.bias)  # each value is 1 and each node has one in-edge: out is the kept weight
+    loops = torch.arange(nodes).expand(2, -1)
+    torch.manual_seed(0)
+    out = conv(torch.randn(nodes, 1), loops)
+    dropped = out == 0
+    deviations = abs(int(dropped.sum()) - rate * out.numel()) / max((out.numel() * rate * (1 - rate)) ** 0.5, 1)
+    assert deviations < 5, f"the binomial count of dropped weights is {deviations:.1f} standard deviations off"
+    kept = out[~dropped]
+    torch.testing.assert_close(kept, torch.full_like(kept, 1 / (1 - rate) if rate < 1 else 0))
+
+
+def test_dropout_draws_a_new_mask_in_training_and_none_in_eval():
+    conv = GraphTransformerConv(6, 8, heads=3, dropout=0.5)
+    x, edge_index = torch.randn(DST, 6), make_inputs(False, None)[1]
+    torch.manual_seed(0)
+    first, second = conv(x, edge_index), conv(x, edge_index)
+    torch.manual_seed(0)
+    again = conv(x, edge_index)
+    assert not torch.equal(first, second)
+    assert torch.equal(first, again)
+    conv.eval()
+    assert torch.equal(conv(x, edge_index), conv(x, edge_index))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"heads": 0}, "heads must be at least 1, got 0"),
+        ({"out_channels": 0}, "out_channels must be at least 1, got 0"),
+        ({"edge_dim": 0}, "edge_dim must be at least 1, .* got 0"),
+        ({"dropout": 1.5}, "dropout must be a probability in 0 .. 1, got 1.5"),
+        ({"aggr": "max"}, "aggr must be 'add', .* got 'max'"),
+        ({"decomposed_layers": 2}, "decomposed_layers must be 1, .* got 2"),
+    ],
+)
+def test_wrong_option_is_refused_at_construction(options, message):
+    with pytest.raises(ValueError, match=message):
+        GraphTransformerConv(**{"in_channels": 6, "out_channels": 8, **options})

@@ -1,0 +1,196 @@
+"""PyTorch's and PyG's tools work on GraphTransformerConv."""
+
+import copy
+import pickle
+import sys
+import types
+import warnings
+
+import pytest
+import torch
+from torch_geometric.data import HeteroData
+from torch_geometric.explain import AttentionExplainer, Explainer, GNNExplainer
+from torch_geometric.nn import HeteroConv, Sequential, TransformerConv, summary, to_hetero
+
+from anemoi_gt import GraphStructure, GraphTransformerConv
+
+DIM = 3
+
+
+@pytest.fixture
+def data():
+    """x, edge_index, edge_attr of a small graph."""
+    generator = torch.Generator().manual_seed(0)
+    edge_index = torch.randint(8, (2, 25), generator=generator)
+    return torch.randn(8, 6, generator=generator), edge_index, torch.randn(25, DIM, generator=generator)
+
+
+class TwoLayers(torch.nn.Module):
+    """Two attention layers of a given class, as a user would write them."""
+
+    def __init__(self, layer, in_channels=6, **options):
+        super().__init__()
+        torch.manual_seed(1)
+        self.first = layer(in_channels, 4, heads=2, edge_dim=DIM, **options)
+        self.second = layer(in_channels if in_channels == -1 else 8, 2, edge_dim=DIM, **options)
+
+    def forward(self, x, edge_index, edge_attr):
+        return self.second(self.first(x, edge_index, edge_attr).relu(), edge_index, edge_attr)
+
+
+def test_pygs_sequential_runs_it(data):
+    x, edge_index, edge_attr = data
+    first, second = GraphTransformerConv(6, 4, heads=2, edge_dim=DIM), GraphTransformerConv(8, 2, edge_dim=DIM)
+    names = "x, edge_index, edge_attr"
+    model = Sequential(names, [(first, f"{names} -> x"), torch.nn.ReLU(), (second, f"{names} -> x")])
+    graph = GraphStructure.from_edge_index(edge_index, 8)
+    expected = second(first(x, edge_index, edge_attr).relu(), edge_index, edge_attr)
+    assert torch.equal(model(x, edge_index, edge_attr), expected)
+    assert torch.equal(model(x, graph, edge_attr), expected)
+
+
+def make_hetero():
+    """Two kinds of nodes and three kinds of edges."""
+    generator = torch.Generator().manual_seed(2)
+    graph = HeteroData()
+    sizes = {"data": 9, "hidden": 5}
+    for name, size in sizes.items():
+        graph[name].x = torch.randn(size, 6, generator=generator)
+    for source, target in (("data", "hidden"), ("hidden", "hidden"), ("hidden", "data")):
+        ends = [torch.randint(sizes[name], (20,), generator=generator) for name in (source, target)]
+        graph[source, "to", target].edge_index = torch.stack(ends)
+        graph[source, "to", target].edge_attr = torch.randn(20, DIM, generator=generator)
+    return graph
+
+
+def test_to_hetero_makes_of_it_what_it_makes_of_pygs_layer():
+    graph = make_hetero()
+    inputs = (graph.x_dict, graph.edge_index_dict, graph.edge_attr_dict)
+    theirs, ours = (
+        to_hetero(TwoLayers(layer, (-1, -1)), graph.metadata()) for layer in (TransformerConv, GraphTransformerConv)
+    )
+    theirs(*inputs)  # takes the lazy sizes
+    ours.load_state_dict(theirs.state_dict())
+    expected, actual = theirs(*inputs), ours(*inputs)
+    for name in graph.node_types:
+        torch.testing.assert_close(actual[name], expected[name])
+
+
+def test_hetero_conv_runs_it_on_structures():
+    graph = make_hetero()
+    conv = HeteroConv({kind: GraphTransformerConv((-1, -1), 4, edge_dim=DIM) for kind in graph.edge_types})
+    expected = conv(graph.x_dict, graph.edge_index_dict, edge_attr_dict=graph.edge_attr_dict)
+    structures = {
+        (source, name, target): GraphStructure.from_edge_index(
+            edges, (graph[source].num_nodes, graph[target].num_nodes)
+        )
+        for (source, name, target), edges in graph.edge_index_dict.items()
+    }
+    actual = conv(graph.x_dict, structures, edge_attr_dict=graph.edge_attr_dict)
+    assert all(torch.equal(actual[name], expected[name]) for name in graph.node_types)
+
+
+def test_summary_names_it(data, monkeypatch):
+    writer = types.SimpleNamespace(tabulate=lambda rows, **_: rows)  # the package that PyG draws its table with
+    monkeypatch.setitem(sys.modules, "tabulate", writer)
+    rows = summary(TwoLayers(GraphTransformerConv), *data)
+    first = next(row for row in rows if "(first)GraphTransformerConv" in row[0])
+    assert first[1:] == ["[8, 6], [2, 25], [25, 3]", "[8, 8]", "248"]
+
+
+def explain(model, algorithm, data, **masks):
+    x, edge_index, edge_attr = data
+    mode = {"mode": "regression", "task_level": "node", "return_type": "raw"}
+    explainer = Explainer(model.eval(), algorithm, explanation_type="model", model_config=mode, **masks)
+    torch.manual_seed(3)
+    return explainer(x, edge_index, edge_attr=edge_attr, index=2)
+
+
+@pytest.mark.filterwarnings("ignore:GraphTransformerConv computes one message per edge")
+def test_explainers_find_what_they_find_in_pygs_layer(data):
+    theirs, ours = TwoLayers(TransformerConv), TwoLayers(GraphTransformerConv)
+    ours.load_state_dict(theirs.state_dict())
+    masks = {"edge_mask_type": "object"}
+    for make in (AttentionExplainer, lambda: GNNExplainer(epochs=5)):
+        expected, actual = (explain(model, make(), data, **masks) for model in (theirs, ours))
+        assert actual.edge_mask.count_nonzero() > 0
+        torch.testing.assert_close(actual.edge_mask, expected.edge_mask)
+
+
+def test_layer_warns_that_it_computes_messages_only_while_somebody_watches(data):
+    x, edge_index, edge_attr = data
+    conv = GraphTransformerConv(6, 4, heads=2, edge_dim=DIM, beta=True)
+    seen = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        expected = conv(x, edge_index, edge_attr)
+    hook = conv.register_message_forward_hook(lambda module, inputs, out: seen.append(out.shape))
+    with pytest.warns(UserWarning, match="one message per edge"):
+        watched = conv(x, edge_index, edge_attr)
+    hook.remove()
+    torch.testing.assert_close(watched, expected)
+    assert seen == [(25, 2, 4)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.equal(conv(x, edge_index, edge_attr), expected)
+
+
+@pytest.mark.filterwarnings("ignore:GraphTransformerConv computes one message per edge")
+def test_watched_layer_takes_every_form_of_edges(data):
+    x, edge_index, edge_attr = data
+    sides = (x, torch.randn(5, 4))
+    edge_index = torch.stack([edge_index[0], edge_index[1] % 5])
+    conv = GraphTransformerConv((6, 4), 4, edge_dim=DIM)
+    reverse = GraphTransformerConv((6, 4), 4, edge_dim=DIM, flow="target_to_source")
+    reverse.load_state_dict(conv.state_dict())
+    expected = conv(sides, edge_index, edge_attr)
+    for layer in (conv, reverse):
+        layer.register_propagate_forward_hook(lambda *_: None)
+    torch.testing.assert_close(conv(sides, edge_index, edge_attr), expected)
+    torch.testing.assert_close(conv(sides, GraphStructure.from_edge_index(edge_index, (8, 5)), edge_attr), expected)
+    torch.testing.assert_close(reverse(sides, edge_index.flip(0), edge_attr), expected)
+
+
+def test_watched_layer_refuses_samples(data):
+    x, edge_index, edge_attr = data
+    conv = GraphTransformerConv(6, 4, edge_dim=DIM)
+    conv.register_message_forward_hook(lambda *_: None)
+    with pytest.raises(ValueError, match=r"x must have shape \[N, F\] while .* got 3 samples"):
+        conv(x.expand(3, -1, -1), edge_index, edge_attr)
+
+
+@torch._dynamo.config.patch(error_on_recompile=True)
+@pytest.mark.parametrize("dropout", (0.0, 0.3))
+def test_compiled_layer_takes_other_graphs_without_compiling_again(dropout):
+    torch.compiler.reset()
+    conv = GraphTransformerConv((6, 4), 8, heads=2, beta=True, edge_dim=DIM, dropout=dropout)
+    compiled = torch.compile(conv, fullgraph=True, dynamic=True, backend="aot_eager")
+    generator = torch.Generator().manual_seed(4)
+    for num_src, num_dst, edges in ((9, 7, 30), (11, 13, 50), (40, 5, 77)):
+        edge_index = torch.stack([torch.randint(n, (edges,), generator=generator) for n in (num_src, num_dst)])
+        graph = GraphStructure.from_edge_index(edge_index, (num_src, num_dst)).with_reverse()
+        x = tuple(torch.randn(2, n, f, generator=generator) for n, f in ((num_src, 6), (num_dst, 4)))
+        edge_attr = torch.randn(edges, DIM, generator=generator)
+        results = []
+        for layer in (conv, compiled):
+            conv.zero_grad()
+            torch.manual_seed(num_dst)
+            out = layer(x, graph, edge_attr)
+            out.square().sum().backward()
+            results.append([out.detach()] + [parameter.grad.clone() for parameter in conv.parameters()])
+        for actual, expected in zip(*results, strict=True):
+            torch.testing.assert_close(actual, expected)
+
+
+def test_copies_of_it_are_whole_and_independent(data):
+    conv = GraphTransformerConv(6, 4, heads=2, edge_dim=DIM)
+    with pytest.warns(UserWarning):
+        hook = conv.register_message_forward_hook(lambda *_: None)
+        conv(*data)  # leaves nothing on the layer that a copy would trip over
+        hook.remove()
+    expected = conv(*data)
+    for twin in (copy.deepcopy(conv), pickle.loads(pickle.dumps(conv))):
+        assert torch.equal(twin(*data), expected)
+        twin.reset_parameters()
+        assert not torch.equal(twin(*data), expected)
+    assert torch.equal(conv(*data), expected)

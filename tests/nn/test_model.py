@@ -1,0 +1,278 @@
+"""EncoderProcessorDecoder: shapes, gradients, checkpointing, copies, and graphs that do not fit."""
+
+import copy
+import io
+
+import pytest
+import torch
+from torch_geometric.data import HeteroData
+
+from anemoi_gt import EncoderProcessorDecoder, GraphStructure
+
+NODES = {"data": 30, "hidden": 11}
+KINDS = {("data", "to", "hidden"): 60, ("hidden", "to", "hidden"): 50, ("hidden", "to", "data"): 90}
+SAMPLES, IN, OUT = 2, 5, 3
+
+
+@pytest.fixture
+def graph():
+    """A weather graph of random nodes and edges, laid out as anemoi-graphs does."""
+    generator = torch.Generator().manual_seed(0)
+    graph = HeteroData()
+    for name, size in NODES.items():
+        graph[name].x = torch.rand(size, 2, generator=generator) * torch.tensor([3.0, 6.0]) - torch.tensor([1.5, 0.0])
+    for kind, edges in KINDS.items():
+        ends = [torch.randint(NODES[name], (edges,), generator=generator) for name in (kind[0], kind[2])]
+        graph[kind].edge_index = torch.stack(ends)
+        graph[kind].edge_length = torch.rand(edges, 1, generator=generator)
+        graph[kind].edge_dirs = torch.randn(edges, 2, generator=generator)
+    return graph
+
+
+@pytest.fixture
+def x():
+    return torch.randn(SAMPLES, NODES["data"], IN, generator=torch.Generator().manual_seed(1))
+
+
+def make_model(graph, seed=2, **options):
+    torch.manual_seed(seed)
+    return EncoderProcessorDecoder(graph, IN, OUT, **{"channels": 16, "heads": 4, "num_layers": 2, **options})
+
+
+def randomise(model):
+    """Parameters that begin at zero, or as the identity, would hide what they do not reach."""
+    torch.manual_seed(3)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+def train_step(model, x, seed=4):
+    """Output and gradients by name, after a loss that weighs each output differently."""
+    torch.manual_seed(seed)
+    model.zero_grad()
+    out = model(x)
+    (out * torch.linspace(-1, 1, out.numel()).reshape(out.shape)).sum().backward()
+    return out.detach(), {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def test_fields_on_the_data_grid_come_out(graph, x):
+    assert make_model(graph)(x).shape == (SAMPLES, NODES["data"], OUT)
+
+
+def test_gradient_reaches_every_parameter(graph, x):
+    model = randomise(make_model(graph).double())
+    torch.manual_seed(0)
+    _, gradients = train_step(model, x.double())
+    for name, gradient in gradients.items():
+        reached = gradient is not None and bool(gradient.abs().max() > 1e-6)
+        # A constant on all keys changes no softmax, so that bias never learns.
+        assert reached != name.endswith("lin_key.bias"), name
+
+
+def test_samples_do_not_see_each_other(graph, x):
+    model = make_model(graph)
+    torch.testing.assert_close(model(x)[1:], model(x[1:]))
+
+
+def test_forward_is_encoder_processor_decoder(graph, x):
+    model = randomise(make_model(graph).double())
+    x = x.double()
+
+    def structure(*kind):
+        sizes = (NODES[kind[0]], NODES[kind[2]])
+        part = {("data", "hidden"): model.data_to_hidden, ("hidden", "hidden"): model.hidden_to_hidden}
+        part = part.get((kind[0], kind[2]), model.hidden_to_data)
+        given = torch.cat([graph[kind].edge_length, graph[kind].edge_dirs], dim=1)
+        edge_attr = torch.cat([given.double(), part.trainable], dim=1)
+        return GraphStructure.from_edge_index(graph[kind].edge_index, sizes), edge_attr
+
+    def nodes(name):
+        waves = torch.cat([graph[name].x.sin(), graph[name].x.cos()], dim=1)
+        return torch.cat([waves.double(), model.nodes[name].trainable], dim=1).expand(SAMPLES, -1, -1)
+
+    data = model.embed_data(torch.cat([x, nodes("data")], dim=2))
+    hidden = model.encoder((data, model.embed_hidden(nodes("hidden"))), *structure("data", "to", "hidden"))
+    for block in model.processor:
+        hidden = block(hidden, *structure("hidden", "to", "hidden"))
+    expected = model.output(model.decoder((hidden, data), *structure("hidden", "to", "data")))
+    torch.testing.assert_close(model(x), expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("dropout", (0.0, 0.3))
+def test_checkpointing_changes_no_output_and_no_gradient(graph, x, dropout):
+    kept, recomputed = (make_model(graph, dropout=dropout, checkpoint=flag) for flag in (False, True))
+    (out, gradients), (same_out, same_gradients) = (train_step(model, x) for model in (kept, recomputed))
+    assert torch.equal(same_out, out)
+    for name, gradient in gradients.items():
+        assert torch.equal(same_gradients[name], gradient), name
+
+
+def test_checkpointing_keeps_less_for_backward(graph, x):
+    def kept(model):
+        sizes = []
+
+        def pack(tensor):
+            sizes.append(tensor.numel())
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            model(x)
+        return sum(sizes)
+
+    assert kept(make_model(graph, checkpoint=True)) < 0.5 * kept(make_model(graph))
+
+
+def test_dropout_acts_in_training_only(graph, x):
+    model = make_model(graph, dropout=0.5)
+    assert not torch.equal(model(x), model(x))
+    model.eval()
+    assert torch.equal(model(x), model(x))
+
+
+def test_state_dict_goes_to_another_model_on_the_same_graph(graph, x):
+    model, other = randomise(make_model(graph)), make_model(graph, seed=5)
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    file.seek(0)
+    assert not torch.equal(other(x), model(x))
+    other.load_state_dict(torch.load(file, weights_only=True))
+    assert torch.equal(other(x), model(x))
+
+
+def test_state_dict_holds_parameters_and_no_graph(graph):
+    model = make_model(graph)
+    assert set(model.state_dict()) == {name for name, _ in model.named_parameters()}
+
+
+def test_copy_is_whole_and_independent(graph, x):
+    model = make_model(graph)
+    expected = model(x)
+    twin = copy.deepcopy(model)
+    assert torch.equal(twin(x), expected)
+    randomise(twin)
+    assert not torch.equal(twin(x), expected)
+    assert torch.equal(model(x), expected)
+
+
+def test_whole_model_moves_to_a_device(graph):
+    model = make_model(graph).to("meta")
+    tensors = [*model.parameters(), *model.buffers()]
+    for part in (model.data_to_hidden, model.hidden_to_hidden, model.hidden_to_data):
+        structure, edge_attr = part()
+        tensors += [edge_attr, *structure.state_dict().values()]
+    assert {tensor.device.type for tensor in tensors} == {"meta"}
+
+
+def test_double_precision_is_one_call_away(graph, x):
+    model = make_model(graph)
+    torch.testing.assert_close(copy.deepcopy(model).double()(x.double()).float(), model(x), rtol=1e-4, atol=1e-5)
+
+
+def test_autocast_gives_gradients_in_the_dtype_of_the_parameters(graph, x):
+    model = make_model(graph)
+    with torch.autocast("cpu", torch.bfloat16):
+        out, gradients = train_step(model, x)
+    assert out.dtype == torch.bfloat16 and bool(out.isfinite().all())
+    assert all(gradient.dtype == torch.float32 for gradient in gradients.values())
+
+
+def test_order_of_edges_in_the_graph_does_not_matter(graph, x):
+    expected = make_model(graph)(x)
+    for kind, edges in KINDS.items():
+        order = torch.randperm(edges)
+        graph[kind].edge_index = graph[kind].edge_index[:, order]
+        graph[kind].edge_length, graph[kind].edge_dirs = graph[kind].edge_length[order], graph[kind].edge_dirs[order]
+    torch.testing.assert_close(make_model(graph)(x), expected)
+
+
+@pytest.mark.parametrize("option", ({"trainable_nodes": 0}, {"trainable_edges": 0}))
+def test_trained_attributes_may_be_left_out(graph, x, option):
+    _, gradients = train_step(make_model(graph, **option), x)
+    assert not any(gradient is None for gradient in gradients.values())
+
+
+def test_whole_model_compiles_into_one_graph(graph, x):
+    torch.compiler.reset()
+    model = randomise(make_model(graph, num_layers=1))
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    expected, actual = train_step(model, x), train_step(compiled, x)
+    torch.testing.assert_close(actual[0], expected[0])
+    for name, gradient in expected[1].items():
+        torch.testing.assert_close(actual[1][f"_orig_mod.{name}"], gradient)
+
+
+def test_model_learns_a_field(graph, x):
+    model = make_model(graph)
+    target = x[..., :OUT].flip(0).roll(1, dims=1)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(60):
+        optimizer.zero_grad()
+        loss = (model(x) - target).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.1 * losses[0]
+
+
+def without(graph, kind, name):
+    del graph[kind][name]
+    return graph
+
+
+def with_value(graph, kind, name, value):
+    graph[kind][name] = value
+    return graph
+
+
+DOWN = ("data", "to", "hidden")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda graph: without(graph, "hidden", "x"), "graph must have nodes 'hidden' with positions x"),
+        (lambda graph: HeteroData(), r"graph must have nodes 'data' .* got nodes \[\]"),
+        (
+            lambda graph: graph.edge_type_subgraph([DOWN]),
+            r"graph must have edges \('hidden', 'to', 'hidden'\), got edges",
+        ),
+        (lambda graph: without(graph, DOWN, "edge_dirs"), "edge_length and edge_dirs, missing edge_dirs"),
+        (lambda graph: with_value(graph, "data", "x", torch.full((30, 2), 57.0)), "convert degrees"),
+        (lambda graph: with_value(graph, DOWN, "edge_index", torch.full((2, 60), 11)), "must hold values in 0 .. 10"),
+        (
+            lambda graph: with_value(graph, DOWN, "edge_length", torch.ones(59, 1)),
+            r"edge_length of edges .* must have shape \[60, features\], .* got \(59, 1\)",
+        ),
+    ],
+)
+def test_graph_that_does_not_fit_is_refused_with_what_came(graph, change, message):
+    with pytest.raises(ValueError, match=message):
+        make_model(change(graph))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"channels": 10, "heads": 4}, "channels must be a multiple of heads, got 10 channels and 4 heads"),
+        ({"num_layers": 0}, "num_layers must be at least 1, got 0"),
+        ({"trainable_nodes": -1}, "trainable must be a number of features >= 0, got -1"),
+        ({"trainable_edges": -1}, "trainable must be a number of attributes >= 0, got -1"),
+    ],
+)
+def test_option_that_does_not_fit_is_refused_with_what_came(graph, options, message):
+    with pytest.raises(ValueError, match=message):
+        make_model(graph, **options)
+
+
+@pytest.mark.parametrize("name", ("in_channels", "out_channels"))
+def test_model_without_fields_is_refused(graph, name):
+    with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
+        EncoderProcessorDecoder(graph, **{"in_channels": IN, "out_channels": OUT, name: 0})
+
+
+@pytest.mark.parametrize("shape", ((30, 5), (2, 29, 5), (2, 30, 4), (2, 5, 30)))
+def test_input_of_another_shape_is_refused(graph, shape):
+    with pytest.raises(ValueError, match=r"x must have shape \[B, 30, 5\], got"):
+        make_model(graph)(torch.randn(shape))

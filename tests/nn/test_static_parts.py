@@ -1,0 +1,95 @@
+"""StaticEdges and StaticNodes hold what a graph gives and what is learned about it."""
+
+import math
+
+import pytest
+import torch
+
+from anemoi_gt import GraphStructure
+from anemoi_gt.nn import StaticEdges, StaticNodes
+
+EDGE_INDEX = torch.tensor([[2, 0, 2, 1], [0, 1, 1, 0]])
+
+
+def make_edges(trainable=8):
+    return StaticEdges(EDGE_INDEX, torch.arange(12.0).reshape(4, 3), (3, 2), trainable)
+
+
+def test_edges_give_the_structure_of_both_directions_and_attributes_in_the_callers_order():
+    graph, edge_attr = make_edges()()
+    expected = GraphStructure.from_edge_index(EDGE_INDEX, (3, 2)).with_reverse().state_dict()
+    assert graph.state_dict().keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in graph.state_dict().items())
+    assert torch.equal(edge_attr, torch.cat([torch.arange(12.0).reshape(4, 3), torch.zeros(4, 8)], dim=1))
+
+
+def test_edges_need_no_trained_attributes():
+    edges = make_edges(trainable=0)
+    assert edges.edge_dim == 3 and not list(edges.parameters())
+    assert torch.equal(edges()[1], edges.edge_attr)
+
+
+def test_edges_that_are_sorted_already_have_no_permutation():
+    edges = StaticEdges(EDGE_INDEX[:, [0, 3, 1, 2]], torch.zeros(4, 3), (3, 2))
+    assert edges()[0].perm is None
+
+
+def test_trained_attributes_get_a_gradient():
+    edges = make_edges()
+    edges()[1].sum().backward()
+    assert torch.equal(edges.trainable.grad, torch.ones(4, 8))
+
+
+@pytest.mark.parametrize("part", (make_edges(), StaticNodes(torch.zeros(4, 2), 8)), ids=("edges", "nodes"))
+def test_state_dict_holds_only_what_is_trained(part):
+    assert list(part.state_dict()) == ["trainable"]
+
+
+def test_structure_moves_with_the_module():
+    graph, edge_attr = make_edges().to("meta")()
+    assert graph.device.type == edge_attr.device.type == "meta"
+    assert all(tensor.device.type == "meta" for tensor in graph.state_dict().values())
+
+
+def test_dtype_of_the_module_leaves_indices_alone():
+    graph, edge_attr = make_edges().double()()
+    assert edge_attr.dtype == torch.float64
+    assert graph.row.dtype == torch.int32
+
+
+def test_nodes_give_sines_and_cosines_of_latitude_and_longitude():
+    lat, lon = torch.tensor([0.5, -1.0]), torch.tensor([3.0, 6.0])
+    features = StaticNodes(torch.stack([lat, lon], dim=1), trainable=2)()
+    expected = torch.stack([lat.sin(), lon.sin(), lat.cos(), lon.cos(), torch.zeros(2), torch.zeros(2)], dim=1)
+    torch.testing.assert_close(features, expected)
+
+
+def test_what_is_given_in_double_precision_is_kept_in_the_default_dtype():
+    edges = StaticEdges(EDGE_INDEX, torch.zeros(4, 3, dtype=torch.float64), (3, 2))
+    assert edges()[1].dtype == StaticNodes(torch.zeros(4, 2, dtype=torch.float64))().dtype == torch.float32
+
+
+def test_poles_rounded_to_float32_are_nodes():
+    assert len(StaticNodes(torch.tensor([[math.pi / 2, 0.0], [-math.pi / 2, 0.0]]))) == 2
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: StaticNodes(torch.tensor([[50.0, 10.0]])),
+            "must lie within .* radians, got up to 50; convert degrees",
+        ),
+        (lambda: StaticNodes(torch.tensor([[math.nan, 0.0]])), "must lie within .* radians, got up to nan"),
+        (lambda: StaticNodes(torch.zeros(4, 3)), r"shape \[N, 2\], .* got torch.float32 \(4, 3\)"),
+        (lambda: StaticNodes(torch.zeros(4, 2, dtype=torch.int64)), r"floating point .* got torch.int64 \(4, 2\)"),
+        (lambda: StaticNodes(torch.zeros(4, 2), -1), "trainable must be a number of features >= 0, got -1"),
+        (lambda: make_edges(-1), "trainable must be a number of attributes >= 0, got -1"),
+        (lambda: StaticEdges(EDGE_INDEX, torch.zeros(5, 3), (3, 2)), r"shape \[4, D\], .* got torch.float32 \(5, 3\)"),
+        (lambda: StaticEdges(EDGE_INDEX, torch.zeros(4), (3, 2)), r"got torch.float32 \(4,\)"),
+        (lambda: StaticEdges(EDGE_INDEX, torch.zeros(4, 3), (2, 3)), "source .* must hold values in 0 .. 1"),
+    ],
+)
+def test_wrong_part_is_refused_with_what_came(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
