@@ -239,7 +239,7 @@ class GraphStructure:
             return cls.from_csc(rowptr, col, adj_t.sparse_size(1), validate=validate)
         if adj_t.layout == torch.sparse_csr:
             return cls.from_csc(adj_t.crow_indices(), adj_t.col_indices(), adj_t.shape[1], validate=validate)
-        num_dst, num_src = adj_t.shape
+        num_dst, num_src = adj_t.shape[:2]  # behind them the values may carry attributes
         if adj_t.layout == torch.sparse_csc:
             dst, lengths = adj_t.row_indices(), adj_t.ccol_indices().diff()
             src = torch.arange(num_src, device=dst.device).repeat_interleave(lengths, output_size=dst.shape[0])

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from anemoi_gt.ops import torch_backend
+from anemoi_gt.ops import torch_backend, triton_backend
 
 log = logging.getLogger(__name__)
 
@@ -15,20 +15,18 @@ log = logging.getLogger(__name__)
 class Backend(NamedTuple):
     """One way to compute edge attention.
 
-    `attend` has the arguments of `torch_backend.attend`; `why_not(query)` says why it cannot serve, or None.
+    `attend` has the arguments of `torch_backend.attend`. `why_not(query)` says why it cannot serve, or None;
+    `why_not_auto(query)` why `auto` passes it over, be it that it could run.
     """
 
-    attend: Callable[..., tuple[Tensor, Tensor]] | None
+    attend: Callable[..., tuple[Tensor, Tensor]]
     why_not: Callable[[Tensor], str | None]
-
-
-def _no_triton(query: Tensor) -> str:
-    return "the Triton kernels are not part of this version; choose 'torch' or 'auto'"
+    why_not_auto: Callable[[Tensor], str | None]
 
 
 BACKENDS = {  # in the order in which `auto` tries them
-    "triton": Backend(None, _no_triton),
-    "torch": Backend(torch_backend.attend, torch_backend.why_not),
+    "triton": Backend(triton_backend.attend, triton_backend.why_not, triton_backend.why_not_auto),
+    "torch": Backend(torch_backend.attend, torch_backend.why_not, torch_backend.why_not),
 }
 
 
@@ -52,7 +50,7 @@ def choose_backend(name: str, query: Tensor) -> Backend:
         return BACKENDS[name]
     reasons = {}
     for candidate, backend in BACKENDS.items():
-        reason = backend.why_not(query)
+        reason = backend.why_not_auto(query)
         if reason is None:
             if not torch.compiler.is_compiling():
                 log.debug("attention backend auto: %s; passed over: %s", candidate, reasons or "none")

@@ -21,11 +21,20 @@ def cast_operands(
     dtype = out_dtype = query.dtype
     if precision is not None:
         dtype = DTYPES[precision]
-    elif torch.is_autocast_enabled(query.device.type) and query.dtype != torch.float64:
+    elif _autocast_is_active(query.device.type) and query.dtype != torch.float64:
         dtype = out_dtype = torch.get_autocast_dtype(query.device.type)
     return [None if operand is None else operand.to(dtype) for operand in (query, *others)], out_dtype
+
+
+def _autocast_is_active(device_type: str) -> bool:
+    return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of sums, softmax and lse for operands of `dtype`."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def scratch_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What passes between kernels: bfloat16 for bfloat16, else float32; never float16, whose range ends at 65504."""
+    return torch.bfloat16 if dtype == torch.bfloat16 else torch.float32

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from anemoi_gt.graph import GraphStructure
+from anemoi_gt.ops.derivative import refuse_second_derivative
 from anemoi_gt.ops.dropout import keep_factor
 from anemoi_gt.ops.dtypes import accumulator_dtype
 from anemoi_gt.ops.torch_backend.head import (
@@ -187,15 +188,8 @@ def _backward(ctx, grad_out, grad_lse):
     return *(next(gradients) if need else None for need in needs), *((None,) * 10)
 
 
-def _refuse_second_derivative(ctx, *_):
-    raise RuntimeError(
-        "edge_attention has a first derivative only, got a backward through its backward (create_graph=True); "
-        "use plain PyTorch operations where a second derivative is needed"
-    )
-
-
 edge_attention_torch.register_autograd(_backward, setup_context=_setup_context)
-edge_attention_torch_backward.register_autograd(_refuse_second_derivative)
+edge_attention_torch_backward.register_autograd(refuse_second_derivative)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,202 @@
+"""Edge attention: the kernels that contract over the D edge attributes.
+
+W [H * C, D] is the embedding, b [H * C] its bias; with BIAS the bias is one more column of W, for an attribute that is
+always 1, so that all below holds with D + 1 attributes:
+
+    project           u_i = W_h^T q_i                            rows [.., H, C] to [.., H, D]
+    embed             o_i += W_h A_i                             [.., H, D] into rows [.., H, C]
+    attribute_bwd     A_i = sum_e w_e a_e,   B_i = sum_e ds_e a_e,   da_e = sum_h (w_e g_i + ds_e u_i)
+    weight_bwd        dW_h = sum_i (do_i A_i^T + q_i B_i^T)      partial sums over programs, added up by the caller
+
+Each reads and writes its rows once, at the speed of the memory: batched matrix products with an inner size of D = 11 are
+what they stand for, and far slower. 16-bit operands are multiplied as tf32, which holds them exactly.
+"""
+
+import triton
+import triton.language as tl
+
+from anemoi_gt.kernels.naming import row_kernel_name
+from anemoi_gt.kernels.primitives import caller_edge, load_attributes, load_row, row_offsets, wide
+
+
+@triton.jit
+def _load_weight(
+    edge_weight, edge_bias, head, channel, H: tl.constexpr, C: tl.constexpr, D: tl.constexpr,
+    CHANNELS: tl.constexpr, ATTRIBUTES: tl.constexpr,
+):  # fmt: skip
+    """W_h with the bias as column D: float32 [CHANNELS, ATTRIBUTES] from channel `channel` on."""
+    c = channel + tl.arange(0, CHANNELS)
+    d = tl.arange(0, ATTRIBUTES)
+    at = head * C + c
+    inside = (c < C)[:, None] & (d < D)[None, :]
+    w = tl.load(edge_weight + at[:, None] * D + d[None, :], mask=inside, other=0.0).to(tl.float32)
+    if edge_bias is not None:
+        b = tl.load(edge_bias + at, mask=c < C, other=0.0).to(tl.float32)
+        w = tl.where((d == D)[None, :], b[:, None], w)
+    return w
+
+
+@triton.jit
+def _tile_offsets(node, head, column, num_nodes, H: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
+    """Offsets and mask of [nodes, columns] of one head in a tensor [N, H, WIDTH], from column `column` on."""
+    x = column + tl.arange(0, COLUMNS)
+    offsets = (node * H + head)[:, None] * WIDTH + x[None, :]
+    return offsets, (node < num_nodes)[:, None] & (x < WIDTH)[None, :]
+
+
+@triton.jit(repr=row_kernel_name("edge_attention_project", "rows"))
+def project(
+    rows,  # [N, H, C], N nodes of all samples
+    edge_weight,  # [H * C, D]
+    edge_bias,  # [H * C] or None
+    projected,  # [N, H, D + BIAS]
+    num_nodes,
+    H: tl.constexpr,
+    C: tl.constexpr,
+    D: tl.constexpr,
+    BIAS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    ATTRIBUTES: tl.constexpr,
+    NODES: tl.constexpr,
+    PRECISION: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """Grid (ceil(N / NODES), H): a program owns one head of NODES nodes; writes their rows of `projected`."""
+    node = wide(tl.program_id(0), WIDE) * NODES + tl.arange(0, NODES)
+    head = tl.program_id(1)
+    u = tl.zeros((NODES, ATTRIBUTES), tl.float32)
+    for channel in range(0, C, CHANNELS):
+        offsets, mask = _tile_offsets(node, head, channel, num_nodes, H, C, CHANNELS)
+        x = tl.load(rows + offsets, mask=mask, other=0.0).to(tl.float32)  # [NODES, CHANNELS]
+        w = _load_weight(edge_weight, edge_bias, head, channel, H, C, D, CHANNELS, ATTRIBUTES)
+        u = tl.dot(x, w, u, input_precision=PRECISION)
+    at, inside = _tile_offsets(node, head, 0, num_nodes, H, D + BIAS, ATTRIBUTES)
+    tl.store(projected + at, u.to(projected.dtype.element_ty), mask=inside)
+
+
+@triton.jit(repr=row_kernel_name("edge_attention_embed", "rows"))
+def embed(
+    sums,  # [N, H, D + BIAS], N nodes of all samples
+    edge_weight,  # [H * C, D]
+    edge_bias,  # [H * C] or None
+    rows,  # [N, H, C], read and written
+    num_nodes,
+    H: tl.constexpr,
+    C: tl.constexpr,
+    D: tl.constexpr,
+    BIAS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    ATTRIBUTES: tl.constexpr,
+    NODES: tl.constexpr,
+    PRECISION: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """Grid (ceil(N / NODES), H): a program owns one head of NODES nodes; adds W sums to their rows."""
+    node = wide(tl.program_id(0), WIDE) * NODES + tl.arange(0, NODES)
+    head = tl.program_id(1)
+    at, inside = _tile_offsets(node, head, 0, num_nodes, H, D + BIAS, ATTRIBUTES)
+    s = tl.load(sums + at, mask=inside, other=0.0).to(tl.float32)  # [NODES, ATTRIBUTES]
+    for channel in range(0, C, CHANNELS):
+        w = _load_weight(edge_weight, edge_bias, head, channel, H, C, D, CHANNELS, ATTRIBUTES)
+        offsets, mask = _tile_offsets(node, head, channel, num_nodes, H, C, CHANNELS)
+        x = tl.load(rows + offsets, mask=mask, other=0.0).to(tl.float32)
+        x = tl.dot(s, tl.trans(w), x, input_precision=PRECISION)
+        tl.store(rows + offsets, x.to(rows.dtype.element_ty), mask=mask)
+
+
+@triton.jit(repr=row_kernel_name("edge_attention_bwd_attributes", "edge_attr"))
+def attribute_bwd(
+    weights,  # [B, E, 2, H]
+    edge_attr,  # [1 or B, E, D]
+    projected,  # [B, N_dst, H, D + BIAS] u, or None
+    projected_grad,  # [B, N_dst, H, D + BIAS] g, or None
+    colptr,  # [N_dst + 1]
+    perm,  # [E] or None
+    attr_sums,  # [B, N_dst, H, D + BIAS] A
+    dscore_sums,  # [B, N_dst, H, D + BIAS] B
+    dedge_attr,  # [B, E, D] or None
+    num_dst,
+    num_edges,
+    attr_stride,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    BIAS: tl.constexpr,
+    HEADS: tl.constexpr,
+    ATTRIBUTES: tl.constexpr,
+    NODES: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """Grid (B * ceil(N_dst / NODES),): a program owns NODES destinations of a sample, all heads.
+
+    Writes their A and B, and da of their in-edges at the caller's place.
+    """
+    DB: tl.constexpr = D + BIAS
+    programs = (num_dst + NODES - 1) // NODES
+    sample = tl.program_id(0) // programs
+    place = (tl.program_id(0) % programs) * NODES
+    h = tl.arange(0, HEADS)
+    d = tl.arange(0, ATTRIBUTES)
+    offsets, mask = row_offsets(0, H, DB, HEADS, ATTRIBUTES)
+    first_edge = wide(sample, WIDE) * num_edges
+    attr_first = wide(sample, WIDE) * attr_stride
+    for n in range(NODES):
+        if place + n < num_dst:
+            i = place + n
+            node = wide(sample, WIDE) * num_dst + i
+            if dedge_attr is not None:
+                u = load_row(projected, node, offsets, mask, H * DB, WIDE)
+                g = load_row(projected_grad, node, offsets, mask, H * DB, WIDE)
+            value_sums = tl.zeros((HEADS, ATTRIBUTES), tl.float32)
+            score_sums = tl.zeros((HEADS, ATTRIBUTES), tl.float32)
+            for e in range(tl.load(colptr + i), tl.load(colptr + i + 1)):
+                edge = caller_edge(perm, e)
+                a = load_attributes(edge_attr, attr_first + edge, D, BIAS, ATTRIBUTES, WIDE)
+                pair = weights + wide(first_edge + e, WIDE) * (2 * H) + h
+                w = tl.load(pair, mask=h < H, other=0.0).to(tl.float32)
+                ds = tl.load(pair + H, mask=h < H, other=0.0).to(tl.float32)
+                value_sums += w[:, None] * a[None, :]
+                score_sums += ds[:, None] * a[None, :]
+                if dedge_attr is not None:
+                    da = tl.sum(w[:, None] * g + ds[:, None] * u, axis=0)
+                    at = wide(first_edge + edge, WIDE) * D + d
+                    tl.store(dedge_attr + at, da.to(dedge_attr.dtype.element_ty), mask=d < D)
+            tl.store(attr_sums + node * (H * DB) + offsets, value_sums.to(attr_sums.dtype.element_ty), mask=mask)
+            tl.store(dscore_sums + node * (H * DB) + offsets, score_sums.to(dscore_sums.dtype.element_ty), mask=mask)
+
+
+@triton.jit(repr=row_kernel_name("edge_attention_bwd_weight", "query"))
+def weight_bwd(
+    query,  # [N, H, C], N destinations of all samples
+    grad_out,  # [N, H, C]
+    attr_sums,  # [N, H, D + BIAS] A
+    dscore_sums,  # [N, H, D + BIAS] B
+    partial,  # [P, H, C, D + BIAS] float32
+    num_nodes,
+    H: tl.constexpr,
+    C: tl.constexpr,
+    D: tl.constexpr,
+    BIAS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    ATTRIBUTES: tl.constexpr,
+    NODES: tl.constexpr,
+    PRECISION: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """Grid (P, H, ceil(C / CHANNELS)): a program sums every P-th tile of NODES nodes for one head; writes its partial dW."""
+    head = tl.program_id(1)
+    channel = tl.program_id(2) * CHANNELS
+    dw = tl.zeros((CHANNELS, ATTRIBUTES), tl.float32)
+    for first in range(tl.program_id(0) * NODES, num_nodes, tl.num_programs(0) * NODES):
+        node = wide(first, WIDE) + tl.arange(0, NODES)
+        offsets, mask = _tile_offsets(node, head, channel, num_nodes, H, C, CHANNELS)
+        q = tl.load(query + offsets, mask=mask, other=0.0).to(tl.float32)  # [NODES, CHANNELS]
+        do = tl.load(grad_out + offsets, mask=mask, other=0.0).to(tl.float32)
+        at, inside = _tile_offsets(node, head, 0, num_nodes, H, D + BIAS, ATTRIBUTES)
+        value_sums = tl.load(attr_sums + at, mask=inside, other=0.0).to(tl.float32)
+        score_sums = tl.load(dscore_sums + at, mask=inside, other=0.0).to(tl.float32)
+        dw = tl.dot(tl.trans(do), value_sums, dw, input_precision=PRECISION)
+        dw = tl.dot(tl.trans(q), score_sums, dw, input_precision=PRECISION)
+    c = channel + tl.arange(0, CHANNELS)
+    d = tl.arange(0, ATTRIBUTES)
+    place = ((tl.program_id(0) * H + head) * C + c)[:, None] * (D + BIAS) + d[None, :]
+    tl.store(partial + place, dw, mask=(c < C)[:, None] & (d < D + BIAS)[None, :])

@@ -1,0 +1,69 @@
+"""What the kernels share: offsets, loads of rows and attributes, the softmax weight, the dropout factor.
+
+Letters: i destination, j source, e edge in CSC order, h head, c channel, d attribute, b sample.
+Pointers carry the tensor's name. Every load is masked with `other=`; sums are float32.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def wide(index, WIDE: tl.constexpr):
+    """`index` as the integer type in which products with it cannot overflow."""
+    if WIDE:
+        return index + tl.full((), 0, tl.int64)
+    else:
+        return index + tl.full((), 0, tl.int32)
+
+
+@triton.jit
+def row_offsets(head, H: tl.constexpr, C: tl.constexpr, HEADS: tl.constexpr, CHANNELS: tl.constexpr):
+    """Offsets and mask [HEADS, CHANNELS] of heads head .. head + HEADS - 1 in a row [H, C]."""
+    h = head + tl.arange(0, HEADS)
+    c = tl.arange(0, CHANNELS)
+    return h[:, None] * C + c[None, :], (h < H)[:, None] & (c < C)[None, :]
+
+
+@triton.jit
+def load_row(rows, node, offsets, mask, WIDTH: tl.constexpr, WIDE: tl.constexpr):
+    """rows[node] of a tensor [.., H, C] with WIDTH = H * C, as float32 [HEADS, CHANNELS]."""
+    return tl.load(rows + wide(node, WIDE) * WIDTH + offsets, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def caller_edge(perm, e):
+    """Where edge e stands in the caller's order."""
+    if perm is None:
+        return e
+    else:
+        return tl.load(perm + e)
+
+
+@triton.jit
+def load_attributes(edge_attr, edge, D: tl.constexpr, BIAS: tl.constexpr, ATTRIBUTES: tl.constexpr, WIDE: tl.constexpr):
+    """a_e as float32 [ATTRIBUTES]; with BIAS the attribute after the last is 1, so that its weight is the bias."""
+    d = tl.arange(0, ATTRIBUTES)
+    a = tl.load(edge_attr + wide(edge, WIDE) * D + d, mask=d < D, other=0.0).to(tl.float32)
+    if BIAS:
+        a = tl.where(d == D, 1.0, a)
+    return a
+
+
+@triton.jit
+def softmax_weight(score, pivot, inverse):
+    """p_e = 2^(s_e - pivot) / sum; scores are in base 2, so that log2(e) is folded into their scale."""
+    return tl.exp2(score - pivot) * inverse
+
+
+@triton.jit
+def keep_factor(seed, number, sample, h, drop_below, survivor):
+    """Dropout factor [HEADS] of an edge: 0, or 1 / (1 - rate); see `anemoi_gt.ops.dropout` for the definition."""
+    number = number + tl.full((), 0, tl.int64)
+    zero = h.to(tl.uint32) * 0
+    low = (number & 0xFFFFFFFF).to(tl.uint32) + zero
+    high = (number >> 32).to(tl.uint32) + zero
+    bits, _, _, _ = tl.philox(
+        tl.load(seed), low, high, zero + (sample + zero.to(tl.int32)).to(tl.uint32), h.to(tl.uint32)
+    )
+    return tl.where(bits.to(tl.int64) >= drop_below, survivor, 0.0)

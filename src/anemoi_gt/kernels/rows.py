@@ -1,0 +1,358 @@
+"""Edge attention: the kernels that walk edges and gather rows of heads x channels.
+
+For destination i, source j, edge e = (j -> i), with attributes a_e and u_i = W^T q_i, g_i = W^T do_i ready from
+`anemoi_gt.kernels.attributes` (the bias is one more attribute that is always 1):
+
+    forward, one program a few destinations:
+        s_e   = (<q_i, k_j> + <u_i, a_e>) * scale * log2(e)        stored [E, H]
+        p_e   = 2^(s_e - pivot_i) * inverse_i                      pivot = max s, inverse = 1 / sum 2^(s - pivot)
+        lse_i = (pivot_i + log2 sum 2^(s - pivot)) / log2(e)
+        o_i   = sum_e m_e p_e v_j,     A_i = sum_e m_e p_e a_e     W A_i joins o_i in `attributes`
+
+    backward over destinations:
+        dp_e    = m_e (<do_i, v_j> + <g_i, a_e>)
+        delta_i = sum_e p_e dp_e / sum_e p_e                       with the same p, so that sum_e ds_e vanishes
+        ds_e    = scale * p_e (dp_e - delta_i + dlse_i)
+        dq_i    = sum_e ds_e k_j                                   W B_i joins dq_i in `attributes`
+
+    backward over sources:
+        dk_j = sum_e ds_e q_i,     dv_j = sum_e m_e p_e do_i
+
+m_e is the dropout factor. Embedded features x_e [H, C] stand for W a_e: k_j + x_e, v_j + x_e, and dx_e = m_e p_e do_i + ds_e q_i.
+
+Work on D numbers an edge and work on a row of C numbers an edge are separate loops over the same edges: in one loop the
+layouts of [heads, D] and [heads, C] meet at every edge. What a loop hands to the next goes through [E, H] arrays, which
+stay in the cache; the barrier between them makes it visible to all threads of the program.
+"""
+
+import triton
+import triton.language as tl
+
+from anemoi_gt.kernels.naming import launch_facts, row_kernel_name
+from anemoi_gt.kernels.primitives import (
+    caller_edge,
+    keep_factor,
+    load_attributes,
+    load_row,
+    row_offsets,
+    softmax_weight,
+    wide,
+)
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _project_edges(
+    projected, edge_attr, perm, scores, node, first_edge, attr_first, begin, end, head, factor,
+    H: tl.constexpr, D: tl.constexpr, BIAS: tl.constexpr, HEADS: tl.constexpr, ATTRIBUTES: tl.constexpr,
+    WIDE: tl.constexpr,
+):  # fmt: skip
+    """scores[e, h] = factor * <projected[node, h], a_e> for the edges begin .. end - 1."""
+    DB: tl.constexpr = D + BIAS
+    h = head + tl.arange(0, HEADS)
+    offsets, mask = row_offsets(head, H, DB, HEADS, ATTRIBUTES)
+    u = load_row(projected, node, offsets, mask, H * DB, WIDE)  # [HEADS, ATTRIBUTES]
+    for e in range(begin, end):
+        a = load_attributes(edge_attr, attr_first + caller_edge(perm, e), D, BIAS, ATTRIBUTES, WIDE)
+        t = tl.sum(u * a[None, :], axis=1) * factor
+        tl.store(scores + wide(first_edge + e, WIDE) * H + h, t, mask=h < H)
+
+
+@triton.jit(repr=row_kernel_name("edge_attention_fwd", "query"), launch_metadata=launch_facts)
+def edge_attention_fwd(
+    query,  # [B, N_dst, H, C]
+    key,  # [B, N_src, H, C]
+    value,  # [B, N_src, H, C]
+    edge_attr,  # [1 or B, E, D] or [1 or B, E, H, C] or None
+    projected,  # [B, N_dst, H, D + BIAS] u, or None
+    colptr,  # [N_dst + 1]
+    row,  # [E]
+    perm,  # [E] or None
+    edge_id,  # [E] int64, or None
+    order,  # [N_dst] or None
+    seed,  # [1] int64, or None
+    out,  # [B, N_dst, H, C]
+    lse,  # [B, N_dst, H]
+    pivot,  # [B, N_dst, H]
+    inverse,  # [B, N_dst, H]
+    scores,  # [B, E, H]
+    attr_sums,  # [B, N_dst, H, D + BIAS] A, or None
+    num_dst,
+    num_src,
+    num_edges,
+    attr_stride,  # edges between the attributes of two samples: E, or 0 when they share them
+    score_scale,  # scale * log2(e)
+    drop_below,
+    survivor,
+    H: tl.constexpr,
+    C: tl.constexpr,
+    D: tl.constexpr,  # 0 without raw attributes
+    BIAS: tl.constexpr,
+    EMBEDDED: tl.constexpr,
+    HEADS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    ATTRIBUTES: tl.constexpr,
+    NODES: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """Grid (B * ceil(N_dst / NODES), ceil(H / HEADS)): a program owns NODES destinations of a sample, HEADS heads of them.
+
+    Writes their rows of out (without W A), lse, pivot, inverse and A, and the scores of their in-edges.
+    """
+    programs = (num_dst + NODES - 1) // NODES
+    sample = tl.program_id(0) // programs
+    place = (tl.program_id(0) % programs) * NODES
+    head = tl.program_id(1) * HEADS
+    h = head + tl.arange(0, HEADS)
+    offsets, mask = row_offsets(head, H, C, HEADS, CHANNELS)
+    first_edge = wide(sample, WIDE) * num_edges
+    first_src = wide(sample, WIDE) * num_src
+    attr_first = wide(sample, WIDE) * attr_stride
+    for n in range(NODES):
+        if place + n < num_dst:
+            i = place + n if order is None else tl.load(order + place + n)
+            node = wide(sample, WIDE) * num_dst + i
+            begin, end = tl.load(colptr + i), tl.load(colptr + i + 1)
+            if D > 0:
+                _project_edges(
+                    projected, edge_attr, perm, scores, node, first_edge, attr_first, begin, end, head, score_scale,
+                    H, D, BIAS, HEADS, ATTRIBUTES, WIDE,
+                )  # fmt: skip
+                tl.debug_barrier()
+
+            q = load_row(query, node, offsets, mask, H * C, WIDE) * score_scale  # [HEADS, CHANNELS]
+            high = tl.full((HEADS,), -float("inf"), tl.float32)
+            for e in range(begin, end):
+                k = load_row(key, first_src + tl.load(row + e), offsets, mask, H * C, WIDE)
+                if EMBEDDED:
+                    k += load_row(edge_attr, attr_first + caller_edge(perm, e), offsets, mask, H * C, WIDE)
+                s = tl.sum(q * k, axis=1)
+                at = wide(first_edge + e, WIDE) * H + h
+                if D > 0:
+                    s += tl.load(scores + at, mask=h < H, other=0.0)
+                tl.store(scores + at, s, mask=h < H)
+                high = tl.maximum(high, s, propagate_nan=tl.PropagateNan.ALL)
+            high = tl.where(high == -float("inf"), 0.0, high)  # -inf minus -inf would be NaN
+            tl.debug_barrier()
+
+            total = tl.zeros((HEADS,), tl.float32)
+            o = tl.zeros((HEADS, CHANNELS), tl.float32)
+            for e in range(begin, end):
+                v = load_row(value, first_src + tl.load(row + e), offsets, mask, H * C, WIDE)
+                if EMBEDDED:
+                    v += load_row(edge_attr, attr_first + caller_edge(perm, e), offsets, mask, H * C, WIDE)
+                s = tl.load(scores + wide(first_edge + e, WIDE) * H + h, mask=h < H, other=-float("inf"))
+                p = tl.exp2(s - high)
+                total += p
+                if seed is not None:
+                    number = caller_edge(perm, e) if edge_id is None else tl.load(edge_id + e)
+                    p *= keep_factor(seed, number, sample, h, drop_below, survivor)
+                o += p[:, None] * v
+            share = 1.0 / tl.where(total == 0.0, 1.0, total)
+            tl.store(out + node * (H * C) + offsets, (o * share[:, None]).to(out.dtype.element_ty), mask=mask)
+            at = node * H + h
+            tl.store(lse + at, (high + tl.log2(total)) / LOG2_E, mask=h < H)
+            tl.store(pivot + at, high, mask=h < H)
+            tl.store(inverse + at, tl.where(total == 0.0, 0.0, share), mask=h < H)
+            if D > 0:
+                _sum_attributes(
+                    edge_attr, perm, edge_id, seed, scores, attr_sums, sample, node, first_edge, attr_first, begin, end,
+                    head, pivot, inverse, drop_below, survivor, H, D, BIAS, HEADS, ATTRIBUTES, WIDE,
+                )  # fmt: skip
+
+
+@triton.jit
+def _sum_attributes(
+    edge_attr, perm, edge_id, seed, scores, attr_sums, sample, node, first_edge, attr_first, begin, end,
+    head, pivot, inverse, drop_below, survivor,
+    H: tl.constexpr, D: tl.constexpr, BIAS: tl.constexpr, HEADS: tl.constexpr, ATTRIBUTES: tl.constexpr,
+    WIDE: tl.constexpr,
+):  # fmt: skip
+    """attr_sums[node, h] = sum_e m_e p_e a_e over the edges begin .. end - 1."""
+    DB: tl.constexpr = D + BIAS
+    h = head + tl.arange(0, HEADS)
+    offsets, mask = row_offsets(head, H, DB, HEADS, ATTRIBUTES)
+    tl.debug_barrier()
+    high = tl.load(pivot + node * H + h, mask=h < H, other=0.0)
+    share = tl.load(inverse + node * H + h, mask=h < H, other=0.0)
+    sums = tl.zeros((HEADS, ATTRIBUTES), tl.float32)
+    for e in range(begin, end):
+        a = load_attributes(edge_attr, attr_first + caller_edge(perm, e), D, BIAS, ATTRIBUTES, WIDE)
+        s = tl.load(scores + wide(first_edge + e, WIDE) * H + h, mask=h < H, other=-float("inf"))
+        p = softmax_weight(s, high, share)
+        if seed is not None:
+            number = caller_edge(perm, e) if edge_id is None else tl.load(edge_id + e)
+            p *= keep_factor(seed, number, sample, h, drop_below, survivor)
+        sums += p[:, None] * a[None, :]
+    tl.store(attr_sums + node * (H * DB) + offsets, sums.to(attr_sums.dtype.element_ty), mask=mask)
+
+
+@triton.jit(repr=row_kernel_name("edge_attention_bwd_dst", "query"), launch_metadata=launch_facts)
+def edge_attention_bwd_dst(
+    query,  # [B, N_dst, H, C], read for embedded features only
+    key,  # [B, N_src, H, C]
+    value,  # [B, N_src, H, C]
+    edge_attr,  # [1 or B, E, D] or [1 or B, E, H, C] or None
+    projected,  # [B, N_dst, H, D + BIAS] g, or None
+    grad_out,  # [B, N_dst, H, C]
+    grad_lse,  # [B, N_dst, H] or None
+    pivot,  # [B, N_dst, H]
+    inverse,  # [B, N_dst, H]
+    scores,  # [B, E, H]
+    colptr,  # [N_dst + 1]
+    row,  # [E]
+    perm,  # [E] or None
+    edge_id,  # [E] int64, or None
+    order,  # [N_dst] or None
+    seed,  # [1] int64, or None
+    dquery,  # [B, N_dst, H, C] or None
+    dedge,  # [B, E, H, C] or None
+    weights,  # [B, E, 2, H]
+    dweights,  # [B, E, H] float32
+    num_dst,
+    num_src,
+    num_edges,
+    attr_stride,
+    scale,
+    drop_below,
+    survivor,
+    H: tl.constexpr,
+    C: tl.constexpr,
+    D: tl.constexpr,
+    BIAS: tl.constexpr,
+    EMBEDDED: tl.constexpr,
+    HEADS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    ATTRIBUTES: tl.constexpr,
+    NODES: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """Grid (B * ceil(N_dst / NODES), ceil(H / HEADS)): a program owns NODES destinations of a sample, HEADS heads of them.
+
+    Writes their rows of dquery (without W B), and of their in-edges dx (embedded features), dp in dweights as scratch, and
+    in weights [m p, ds], which the kernels over sources and over attributes read.
+    """
+    programs = (num_dst + NODES - 1) // NODES
+    sample = tl.program_id(0) // programs
+    place = (tl.program_id(0) % programs) * NODES
+    head = tl.program_id(1) * HEADS
+    h = head + tl.arange(0, HEADS)
+    offsets, mask = row_offsets(head, H, C, HEADS, CHANNELS)
+    first_edge = wide(sample, WIDE) * num_edges
+    first_src = wide(sample, WIDE) * num_src
+    attr_first = wide(sample, WIDE) * attr_stride
+    for n in range(NODES):
+        if place + n < num_dst:
+            i = place + n if order is None else tl.load(order + place + n)
+            node = wide(sample, WIDE) * num_dst + i
+            begin, end = tl.load(colptr + i), tl.load(colptr + i + 1)
+            if D > 0:
+                _project_edges(
+                    projected, edge_attr, perm, dweights, node, first_edge, attr_first, begin, end, head, 1.0,
+                    H, D, BIAS, HEADS, ATTRIBUTES, WIDE,
+                )  # fmt: skip
+                tl.debug_barrier()
+
+            do = load_row(grad_out, node, offsets, mask, H * C, WIDE)
+            high = tl.load(pivot + node * H + h, mask=h < H, other=0.0)
+            share = tl.load(inverse + node * H + h, mask=h < H, other=0.0)
+            total = tl.zeros((HEADS,), tl.float32)
+            delta = tl.zeros((HEADS,), tl.float32)
+            for e in range(begin, end):
+                v = load_row(value, first_src + tl.load(row + e), offsets, mask, H * C, WIDE)
+                if EMBEDDED:
+                    v += load_row(edge_attr, attr_first + caller_edge(perm, e), offsets, mask, H * C, WIDE)
+                at = wide(first_edge + e, WIDE) * H + h
+                dp = tl.sum(do * v, axis=1)
+                if D > 0:
+                    dp += tl.load(dweights + at, mask=h < H, other=0.0)
+                if seed is not None:
+                    number = caller_edge(perm, e) if edge_id is None else tl.load(edge_id + e)
+                    dp *= keep_factor(seed, number, sample, h, drop_below, survivor)
+                tl.store(dweights + at, dp, mask=h < H)
+                p = softmax_weight(tl.load(scores + at, mask=h < H, other=-float("inf")), high, share)
+                total += p
+                delta += p * dp
+            delta = delta / tl.where(total == 0.0, 1.0, total)
+            if grad_lse is not None:
+                delta -= tl.load(grad_lse + node * H + h, mask=h < H, other=0.0)
+            tl.debug_barrier()
+
+            dq = tl.zeros((HEADS, CHANNELS), tl.float32)
+            if EMBEDDED:
+                q = load_row(query, node, offsets, mask, H * C, WIDE)
+            for e in range(begin, end):
+                at = wide(first_edge + e, WIDE) * H + h
+                p = softmax_weight(tl.load(scores + at, mask=h < H, other=-float("inf")), high, share)
+                ds = scale * p * (tl.load(dweights + at, mask=h < H, other=0.0) - delta)
+                if seed is not None:
+                    number = caller_edge(perm, e) if edge_id is None else tl.load(edge_id + e)
+                    p *= keep_factor(seed, number, sample, h, drop_below, survivor)
+                pair = weights + wide(first_edge + e, WIDE) * (2 * H) + h
+                tl.store(pair, p.to(weights.dtype.element_ty), mask=h < H)
+                tl.store(pair + H, ds.to(weights.dtype.element_ty), mask=h < H)
+                if dquery is not None:
+                    k = load_row(key, first_src + tl.load(row + e), offsets, mask, H * C, WIDE)
+                    if EMBEDDED:
+                        k += load_row(edge_attr, attr_first + caller_edge(perm, e), offsets, mask, H * C, WIDE)
+                    dq += ds[:, None] * k
+                if dedge is not None:
+                    dx = p[:, None] * do + ds[:, None] * q
+                    edge = wide(first_edge + caller_edge(perm, e), WIDE)
+                    tl.store(dedge + edge * (H * C) + offsets, dx.to(dedge.dtype.element_ty), mask=mask)
+            if dquery is not None:
+                tl.store(dquery + node * (H * C) + offsets, dq.to(dquery.dtype.element_ty), mask=mask)
+
+
+@triton.jit(repr=row_kernel_name("edge_attention_bwd_src", "query"), launch_metadata=launch_facts)
+def edge_attention_bwd_src(
+    query,  # [B, N_dst, H, C]
+    grad_out,  # [B, N_dst, H, C]
+    weights,  # [B, E, 2, H]
+    rowptr,  # [N_src + 1]
+    col,  # [E]
+    csr_to_csc,  # [E]
+    dkey,  # [B, N_src, H, C] or None
+    dvalue,  # [B, N_src, H, C] or None
+    num_dst,
+    num_src,
+    num_edges,
+    H: tl.constexpr,
+    C: tl.constexpr,
+    HEADS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    NODES: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """Grid (B * ceil(N_src / NODES), ceil(H / HEADS)): a program owns NODES sources of a sample, HEADS heads of them.
+
+    Writes their rows of dkey and dvalue.
+    """
+    programs = (num_src + NODES - 1) // NODES
+    sample = tl.program_id(0) // programs
+    place = (tl.program_id(0) % programs) * NODES
+    head = tl.program_id(1) * HEADS
+    h = head + tl.arange(0, HEADS)
+    offsets, mask = row_offsets(head, H, C, HEADS, CHANNELS)
+    first_edge = wide(sample, WIDE) * num_edges
+    first_dst = wide(sample, WIDE) * num_dst
+    for n in range(NODES):
+        if place + n < num_src:
+            j = place + n
+            dk = tl.zeros((HEADS, CHANNELS), tl.float32)
+            dv = tl.zeros((HEADS, CHANNELS), tl.float32)
+            for x in range(tl.load(rowptr + j), tl.load(rowptr + j + 1)):
+                i = first_dst + tl.load(col + x)
+                pair = weights + wide(first_edge + tl.load(csr_to_csc + x), WIDE) * (2 * H) + h
+                if dvalue is not None:
+                    w = tl.load(pair, mask=h < H, other=0.0).to(tl.float32)
+                    dv += w[:, None] * load_row(grad_out, i, offsets, mask, H * C, WIDE)
+                if dkey is not None:
+                    ds = tl.load(pair + H, mask=h < H, other=0.0).to(tl.float32)
+                    dk += ds[:, None] * load_row(query, i, offsets, mask, H * C, WIDE)
+            at = (wide(sample, WIDE) * num_src + j) * (H * C)
+            if dkey is not None:
+                tl.store(dkey + at + offsets, dk.to(dkey.dtype.element_ty), mask=mask)
+            if dvalue is not None:
+                tl.store(dvalue + at + offsets, dv.to(dvalue.dtype.element_ty), mask=mask)

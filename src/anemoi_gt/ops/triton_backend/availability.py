@@ -1,0 +1,37 @@
+"""Where the Triton kernels can run. The only place that answers for them; triton itself is imported where it is used."""
+
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def why_not(query: Tensor) -> str | None:
+    """Return why the Triton kernels cannot serve a query like this one, or None when they can."""
+    if query.dtype not in DTYPES:
+        return f"its kernels take float16, bfloat16 or float32, got {query.dtype}; use backend 'torch' for others"
+    if find_spec("triton") is None:
+        return "the package triton is missing; pip install anemoi-gt[triton]"
+    if query.device.type != "cuda" and not _interpreted():
+        return _needs_gpu(query)
+    return None
+
+
+def why_not_auto(query: Tensor) -> str | None:
+    """Return why `auto` passes the Triton kernels over: the interpreter, slow and for tests, must be asked for."""
+    return why_not(query) or (_needs_gpu(query) if query.device.type != "cuda" else None)
+
+
+def _needs_gpu(query: Tensor) -> str:
+    return f"its kernels run on a GPU, got tensors on {query.device}; move them, or use backend 'torch'"
+
+
+def _interpreted() -> bool:
+    """Whether Triton was imported with its interpreter, which runs kernels on the CPU."""
+    from triton.runtime import JITFunction
+
+    from anemoi_gt.kernels.rows import edge_attention_fwd
+
+    return not isinstance(edge_attention_fwd, JITFunction)

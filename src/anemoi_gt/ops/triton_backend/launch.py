@@ -1,0 +1,236 @@
+"""Launches of the edge attention kernels: grids, tiles, scratch memory. One function per kernel, tensors in and out."""
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from anemoi_gt.kernels import attributes, rows
+from anemoi_gt.kernels.tile import contraction_tile, next_power_of_two, row_tile
+from anemoi_gt.ops.dropout import drop_threshold
+from anemoi_gt.ops.dtypes import scratch_dtype
+
+LOG2_E = 1.4426950408889634
+PARTIALS = 64  # programs that share the sum of dW; fixed, so that its order never changes
+
+
+def on_device(tensor: Tensor) -> AbstractContextManager:
+    """Make the device of `tensor` current while kernels are launched."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Contiguous operands of one call, and the sizes that every launch needs."""
+
+    query: Tensor  # [B, N_dst, H, C]
+    key: Tensor  # [B, N_src, H, C]
+    value: Tensor  # [B, N_src, H, C]
+    edge_attr: Tensor | None  # [1 or B, E, D] or [1 or B, E, H, C]
+    edge_weight: Tensor | None  # [H * C, D]
+    edge_bias: Tensor | None  # [H * C]
+    colptr: Tensor
+    row: Tensor
+    perm: Tensor | None
+    edge_id: Tensor | None
+    order: Tensor | None
+    seed: Tensor | None
+    scale: float
+    dropout_p: float
+
+    @property
+    def embedded(self) -> bool:
+        """Whether edge_attr is [E, H, C]."""
+        return self.edge_attr is not None and self.edge_weight is None
+
+    @property
+    def attributes(self) -> int:
+        """Columns of W, the bias among them; 0 without raw attributes."""
+        return 0 if self.edge_weight is None else self.edge_weight.shape[1] + (self.edge_bias is not None)
+
+    def sizes(self) -> dict:
+        """Sizes and constants that the row kernels over destinations share."""
+        _, num_dst, heads, channels = self.query.shape
+        return {
+            "num_dst": num_dst,
+            "num_src": self.key.shape[1],
+            "num_edges": self.row.shape[0],
+            "H": heads,
+            "C": channels,
+            "WIDE": self.wide(),
+        }
+
+    def edge_sizes(self) -> dict:
+        """What the kernels that read edge attributes share."""
+        raw = self.edge_weight is not None
+        per_sample = self.edge_attr is not None and self.edge_attr.shape[0] > 1
+        return {
+            "attr_stride": self.row.shape[0] if per_sample else 0,
+            "D": self.edge_weight.shape[1] if raw else 0,
+            "BIAS": int(self.edge_bias is not None),
+            "ATTRIBUTES": next_power_of_two(max(1, self.attributes)),
+        }
+
+    def dropout(self) -> dict:
+        """Where the mask drops, and by how much survivors grow."""
+        survivor = 1.0 / (1.0 - self.dropout_p) if self.dropout_p < 1.0 else 0.0
+        return {"drop_below": drop_threshold(self.dropout_p), "survivor": survivor}
+
+    def structure(self) -> dict:
+        """Index tensors that the row kernels over destinations share."""
+        names = ("colptr", "row", "perm", "edge_id", "order", "seed")
+        return {name: getattr(self, name) for name in names}
+
+    def wide(self) -> bool:
+        """Whether an offset passes 2^31, so that 64-bit arithmetic is needed."""
+        samples, num_dst, heads, channels = self.query.shape
+        edges = samples * self.row.shape[0] * heads * (channels if self.embedded else 2)
+        attributes_size = max(self.attributes, 1)
+        nodes = samples * max(num_dst, self.key.shape[1]) * heads * max(channels, attributes_size)
+        return max(edges, nodes, samples * self.row.shape[0] * attributes_size) >= 2**31
+
+
+def _rows_grid(problem: Problem, num_nodes: int):
+    """Grid and tile of a row kernel over `num_nodes` nodes a sample."""
+    samples, _, heads, channels = problem.query.shape
+    tile = row_tile(heads, channels, num_nodes, problem.row.shape[0], problem.attributes)
+    grid = (samples * -(-num_nodes // tile.nodes), -(-heads // tile.heads))
+    return grid, {"HEADS": tile.heads, "CHANNELS": tile.channels, "NODES": tile.nodes, "num_warps": tile.num_warps}
+
+
+def _contraction_grid(problem: Problem, rows_: Tensor):
+    """Grid, tile and sizes of a contraction of rows [B, N, H, C] with W."""
+    samples, num_nodes, heads, channels = rows_.shape
+    tile = contraction_tile(channels, problem.attributes)
+    sizes = problem.edge_sizes() | {"ATTRIBUTES": tile.attributes}
+    del sizes["attr_stride"]
+    shape = {"H": heads, "C": channels, "CHANNELS": tile.channels, "NODES": tile.nodes, "num_warps": tile.num_warps}
+    precision = "ieee" if rows_.dtype == torch.float32 else "tf32"
+    options = sizes | shape | {"num_nodes": samples * num_nodes, "PRECISION": precision, "WIDE": problem.wide()}
+    return (-(-samples * num_nodes // tile.nodes), heads), options
+
+
+def project(problem: Problem, rows_: Tensor) -> Tensor:
+    """W^T of rows [B, N_dst, H, C]: [B, N_dst, H, D + BIAS]."""
+    projected = rows_.new_empty((*rows_.shape[:3], problem.attributes), dtype=scratch_dtype(rows_.dtype))
+    grid, options = _contraction_grid(problem, rows_)
+    if grid[0]:
+        attributes.project[grid](
+            rows=rows_, edge_weight=problem.edge_weight, edge_bias=problem.edge_bias, projected=projected, **options
+        )
+    return projected
+
+
+def embed(problem: Problem, sums: Tensor, rows_: Tensor) -> None:
+    """Add W sums [B, N_dst, H, D + BIAS] to rows [B, N_dst, H, C]."""
+    grid, options = _contraction_grid(problem, rows_)
+    if grid[0]:
+        attributes.embed[grid](
+            sums=sums, edge_weight=problem.edge_weight, edge_bias=problem.edge_bias, rows=rows_, **options
+        )
+
+
+def attend_rows(problem: Problem, projected: Tensor | None) -> tuple[Tensor, ...]:
+    """Forward over destinations: out without W A, lse, pivot, inverse, scores and A."""
+    query = problem.query
+    out, lse = torch.empty_like(query), query.new_empty(query.shape[:3], dtype=torch.float32)
+    pivot, inverse = torch.empty_like(lse), torch.empty_like(lse)
+    scores = lse.new_empty(query.shape[0], problem.row.shape[0], query.shape[2])
+    attr_sums = None if projected is None else torch.empty_like(projected)
+    grid, tile = _rows_grid(problem, query.shape[1])
+    if grid[0]:
+        rows.edge_attention_fwd[grid](
+            query=query, key=problem.key, value=problem.value, edge_attr=problem.edge_attr, projected=projected,
+            **problem.structure(), out=out, lse=lse, pivot=pivot, inverse=inverse, scores=scores, attr_sums=attr_sums,
+            score_scale=problem.scale * LOG2_E, EMBEDDED=problem.embedded,
+            **problem.sizes(), **problem.edge_sizes(), **problem.dropout(), **tile,
+        )  # fmt: skip
+    return out, lse, pivot, inverse, scores, attr_sums
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What the forward keeps for the backward."""
+
+    pivot: Tensor  # [B, N_dst, H]
+    inverse: Tensor  # [B, N_dst, H]
+    scores: Tensor  # [B, E, H]
+    projected: Tensor | None  # [B, N_dst, H, D + BIAS]
+
+
+def differentiate_rows(
+    problem: Problem,
+    saved: Saved,
+    projected_grad: Tensor | None,
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    dquery: Tensor | None,
+    dedge: Tensor | None,
+) -> Tensor:
+    """Backward over destinations: fills dquery (without W B) and dedge; returns [m p, ds] of each edge, [B, E, 2, H]."""
+    samples, num_dst, heads, _ = problem.query.shape
+    num_edges = problem.row.shape[0]
+    weights = grad_out.new_empty((samples, num_edges, 2, heads), dtype=scratch_dtype(grad_out.dtype))
+    dweights = torch.empty_like(saved.scores)
+    grid, tile = _rows_grid(problem, num_dst)
+    if grid[0]:
+        rows.edge_attention_bwd_dst[grid](
+            query=problem.query, key=problem.key, value=problem.value, edge_attr=problem.edge_attr,
+            projected=projected_grad, grad_out=grad_out, grad_lse=grad_lse,
+            pivot=saved.pivot, inverse=saved.inverse, scores=saved.scores, **problem.structure(),
+            dquery=dquery, dedge=dedge, weights=weights, dweights=dweights,
+            scale=problem.scale, EMBEDDED=problem.embedded,
+            **problem.sizes(), **problem.edge_sizes(), **problem.dropout(), **tile,
+        )  # fmt: skip
+    return weights
+
+
+def differentiate_sources(
+    problem: Problem,
+    weights: Tensor,
+    grad_out: Tensor,
+    rowptr: Tensor,
+    col: Tensor,
+    csr_to_csc: Tensor,
+    dkey: Tensor | None,
+    dvalue: Tensor | None,
+) -> None:
+    """Backward over sources: fills dkey and dvalue."""
+    grid, tile = _rows_grid(problem, problem.key.shape[1])
+    if grid[0]:
+        rows.edge_attention_bwd_src[grid](
+            query=problem.query, grad_out=grad_out, weights=weights, rowptr=rowptr, col=col, csr_to_csc=csr_to_csc,
+            dkey=dkey, dvalue=dvalue, **problem.sizes(), **tile,
+        )  # fmt: skip
+
+
+def differentiate_attributes(
+    problem: Problem, weights: Tensor, saved: Saved, projected_grad: Tensor, dedge_attr: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """A and B of each destination [B, N_dst, H, D + BIAS]; fills dedge_attr [B, E, D]."""
+    samples, num_dst, heads, _ = problem.query.shape
+    attr_sums, dscore_sums = torch.empty_like(projected_grad), torch.empty_like(projected_grad)
+    tile = row_tile(heads, problem.attributes, num_dst, problem.row.shape[0])
+    sizes, edge_sizes = problem.sizes(), problem.edge_sizes()
+    padded = next_power_of_two(heads)
+    if samples * num_dst:
+        attributes.attribute_bwd[(samples * -(-num_dst // tile.nodes),)](
+            weights=weights, edge_attr=problem.edge_attr, projected=saved.projected, projected_grad=projected_grad,
+            colptr=problem.colptr, perm=problem.perm, attr_sums=attr_sums, dscore_sums=dscore_sums, dedge_attr=dedge_attr,
+            num_dst=num_dst, num_edges=sizes["num_edges"], H=heads, HEADS=padded, NODES=tile.nodes, WIDE=sizes["WIDE"],
+            num_warps=max(1, min(8, padded * edge_sizes["ATTRIBUTES"] // 512)), **edge_sizes,
+        )  # fmt: skip
+    return attr_sums, dscore_sums
+
+
+def differentiate_weight(problem: Problem, grad_out: Tensor, attr_sums: Tensor, dscore_sums: Tensor) -> Tensor:
+    """Gradient of W with the bias as its last column, [H, C, D + BIAS], float32."""
+    (tiles, heads), options = _contraction_grid(problem, problem.query)
+    channels = problem.query.shape[3]
+    partials = max(1, min(PARTIALS, tiles))
+    partial = grad_out.new_empty((partials, heads, channels, problem.attributes), dtype=torch.float32)
+    attributes.weight_bwd[(partials, heads, -(-channels // options["CHANNELS"]))](
+        query=problem.query, grad_out=grad_out, attr_sums=attr_sums, dscore_sums=dscore_sums, partial=partial, **options
+    )
+    return partial.sum(0)

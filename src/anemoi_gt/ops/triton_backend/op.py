@@ -1,0 +1,186 @@
+"""The `triton` backend as PyTorch custom operators: flat tensors in, kernel launches, flat tensors out."""
+
+import torch
+from torch import Tensor
+
+from anemoi_gt.graph import GraphStructure
+from anemoi_gt.ops.derivative import refuse_second_derivative
+from anemoi_gt.ops.dtypes import scratch_dtype
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    graph: GraphStructure,
+    edge_attr: Tensor | None,
+    edge_weight: Tensor | None,
+    edge_bias: Tensor | None,
+    seed: Tensor | None,
+    scale: float,
+    dropout_p: float,
+) -> tuple[Tensor, Tensor]:
+    """Edge attention of checked operands [B, N, H, C]; the meaning of all is that of `anemoi_gt.edge_attention`."""
+    operands = (query, key, value, edge_attr, edge_weight, edge_bias)
+    save = torch.is_grad_enabled() and any(operand is not None and operand.requires_grad for operand in operands)
+    structure = (graph.colptr, graph.row, graph.perm, graph.edge_id, graph.program_order)
+    reverse = (graph.rowptr, graph.col, graph.csr_to_csc)
+    return edge_attention_triton(*operands, *structure, *reverse, seed, scale, dropout_p, save)[:2]
+
+
+@torch.library.custom_op("anemoi_gt::edge_attention_triton", mutates_args=())
+def edge_attention_triton(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    edge_attr: Tensor | None,
+    edge_weight: Tensor | None,
+    edge_bias: Tensor | None,
+    colptr: Tensor,
+    row: Tensor,
+    perm: Tensor | None,
+    edge_id: Tensor | None,
+    program_order: Tensor | None,
+    rowptr: Tensor | None,
+    col: Tensor | None,
+    csr_to_csc: Tensor | None,
+    seed: Tensor | None,
+    scale: float,
+    dropout_p: float,
+    save: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Forward: out [B, N_dst, H, C], lse [B, N_dst, H], and what backward needs, empty unless `save`."""
+    from anemoi_gt.ops.triton_backend import launch
+
+    nodes = (query, key, value, edge_attr, edge_weight, edge_bias)
+    problem = launch.Problem(
+        *_contiguous(*nodes, colptr, row, perm, edge_id, program_order), seed=seed, scale=scale, dropout_p=dropout_p
+    )
+    with launch.on_device(query):
+        projected = None if edge_weight is None else launch.project(problem, problem.query)
+        out, lse, pivot, inverse, scores, attr_sums = launch.attend_rows(problem, projected)
+        if attr_sums is not None:
+            launch.embed(problem, attr_sums, out)
+    nothing = lse.new_empty(0)
+    if not save:
+        return out, lse, nothing, nothing.clone(), nothing.clone(), nothing.clone()
+    return out, lse, pivot, inverse, scores, nothing if projected is None else projected
+
+
+@edge_attention_triton.register_fake
+def _(query, key, value, edge_attr, edge_weight, edge_bias, colptr, row, *rest):
+    save = rest[-1]
+    statistic = (query.shape[0], query.shape[1], query.shape[2])
+    scores = (query.shape[0], row.shape[0], query.shape[2])
+    out = query.new_empty(query.shape)
+    lse = query.new_empty(statistic, dtype=torch.float32)
+    if not save:
+        return out, lse, *(lse.new_empty(0) for _ in range(4))
+    projected = lse.new_empty(0)
+    if edge_weight is not None:
+        columns = edge_weight.shape[1] + (edge_bias is not None)
+        projected = query.new_empty((*statistic, columns), dtype=scratch_dtype(query.dtype))
+    return out, lse, lse.new_empty(statistic), lse.new_empty(statistic), lse.new_empty(scores), projected
+
+
+def _setup_context(ctx, inputs, output):
+    ctx.set_materialize_grads(False)
+    *tensors, ctx.scale, ctx.dropout_p, _ = inputs
+    _, _, *saved = output
+    ctx.mark_non_differentiable(*saved)
+    ctx.save_for_backward(*tensors, *saved)
+
+
+@torch.library.custom_op("anemoi_gt::edge_attention_triton_backward", mutates_args=())
+def edge_attention_triton_backward(
+    grad_out: Tensor | None,
+    grad_lse: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    edge_attr: Tensor | None,
+    edge_weight: Tensor | None,
+    edge_bias: Tensor | None,
+    colptr: Tensor,
+    row: Tensor,
+    perm: Tensor | None,
+    edge_id: Tensor | None,
+    program_order: Tensor | None,
+    rowptr: Tensor | None,
+    col: Tensor | None,
+    csr_to_csc: Tensor | None,
+    seed: Tensor | None,
+    pivot: Tensor,
+    inverse: Tensor,
+    scores: Tensor,
+    projected: Tensor,
+    scale: float,
+    dropout_p: float,
+    needs: list[bool],
+) -> list[Tensor]:
+    """Backward: the gradients that `needs` asks for, in the order of the first six operands of the forward."""
+    from anemoi_gt.ops.triton_backend import launch
+
+    nodes = (query, key, value, edge_attr, edge_weight, edge_bias)
+    problem = launch.Problem(
+        *_contiguous(*nodes, colptr, row, perm, edge_id, program_order), seed=seed, scale=scale, dropout_p=dropout_p
+    )
+    saved = launch.Saved(pivot, inverse, scores, None if edge_weight is None else projected)
+    grad_out = torch.zeros_like(problem.query) if grad_out is None else grad_out.contiguous()
+    grad_lse = None if grad_lse is None else grad_lse.contiguous()
+    with launch.on_device(query):
+        return _gradients(launch, problem, saved, grad_out, grad_lse, (rowptr, col, csr_to_csc), needs)
+
+
+@edge_attention_triton_backward.register_fake
+def _(grad_out, grad_lse, query, key, value, edge_attr, edge_weight, edge_bias, *rest):
+    operands = (query, key, value, edge_attr, edge_weight, edge_bias)
+    return [operand.new_empty(operand.shape) for operand, need in zip(operands, rest[-1], strict=True) if need]
+
+
+def _backward(ctx, grad_out, grad_lse, *_):
+    if grad_out is None and grad_lse is None:
+        return (None,) * 18
+    needs = list(ctx.needs_input_grad[:6])
+    gradients = iter(
+        edge_attention_triton_backward(grad_out, grad_lse, *ctx.saved_tensors, ctx.scale, ctx.dropout_p, needs)
+    )
+    return *(next(gradients) if need else None for need in needs), *((None,) * 12)
+
+
+edge_attention_triton.register_autograd(_backward, setup_context=_setup_context)
+edge_attention_triton_backward.register_autograd(refuse_second_derivative)
+
+
+def _contiguous(*tensors: Tensor | None) -> list[Tensor | None]:
+    return [None if tensor is None else tensor.contiguous() for tensor in tensors]
+
+
+def _gradients(launch, problem, saved, grad_out, grad_lse, reverse, needs: list[bool]) -> list[Tensor]:
+    need_query, need_key, need_value, need_attr, need_weight, need_bias = needs
+    raw, dattr, dweight = problem.edge_weight is not None, None, None
+    dquery = torch.empty_like(problem.query) if need_query else None
+    if need_attr:
+        shape = (problem.query.shape[0], *problem.edge_attr.shape[1:])
+        dattr = problem.edge_attr.new_empty(shape, dtype=None if shape[0] == 1 else torch.float32)
+    projected_grad = launch.project(problem, grad_out) if raw else None
+    weights = launch.differentiate_rows(
+        problem, saved, projected_grad, grad_out, grad_lse, dquery, None if raw else dattr
+    )
+    if raw and (need_query or need_attr or need_weight or need_bias):
+        sums = launch.differentiate_attributes(problem, weights, saved, projected_grad, dattr)
+        if need_query:
+            launch.embed(problem, sums[1], dquery)
+        if need_weight or need_bias:
+            dweight = launch.differentiate_weight(problem, grad_out, *sums).flatten(0, 1)  # [H * C, D + BIAS]
+    dkey = torch.empty_like(problem.key) if need_key else None
+    dvalue = torch.empty_like(problem.value) if need_value else None
+    if need_key or need_value:
+        launch.differentiate_sources(problem, weights, grad_out, *reverse, dkey, dvalue)
+    if need_attr:
+        dattr = dattr.sum_to_size(problem.edge_attr.shape).to(problem.edge_attr.dtype)
+    edge_dim = problem.edge_weight.shape[1] if raw else 0
+    dweight_only = dweight[:, :edge_dim].to(problem.edge_weight.dtype).contiguous() if need_weight else None
+    dbias = dweight[:, edge_dim].to(problem.edge_bias.dtype).contiguous() if need_bias else None
+    every = (dquery, dkey, dvalue, dattr, dweight_only, dbias)
+    return [gradient for gradient, need in zip(every, needs, strict=True) if need]

@@ -1,0 +1,28 @@
+"""Options of the test run, and the device of the kernels: a GPU where there is one, else Triton's interpreter."""
+
+import os
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read by triton when it is imported, hence before any test module is
+
+
+def pytest_addoption(parser):
+    parser.addoption("--era5-path", default=None, help="GRIB file of hourly ERA5 2 m temperature over the UK, March 2019")
+
+
+@pytest.fixture(scope="session")
+def era5_path(request):
+    """Place of the ERA5 file."""
+    path = request.config.getoption("--era5-path")
+    if path is None:
+        pytest.skip("needs real weather data: pass --era5-path=FILE")
+    return path
+
+
+@pytest.fixture(scope="session")
+def kernel_device():
+    """Where Triton kernels run here."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
