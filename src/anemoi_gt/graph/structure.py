@@ -36,6 +36,7 @@ from anemoi_gt.graph.checks import (
     check_range,
     check_size,
 )
+from anemoi_gt.graph.group import group_edges, pointers
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,6 +143,7 @@ class GraphStructure:
         num_nodes: tuple[int, int] | int | None = None,
         *,
         edge_id: Tensor | None = None,
+        stable: bool = True,
         validate: bool = True,
     ) -> "GraphStructure":
         """Sort the edges of a COO `edge_index` by destination; inside a destination the caller's order stays.
@@ -154,6 +156,10 @@ class GraphStructure:
             An int means the same nodes on both sides. None is allowed only for an EdgeIndex that knows its sizes.
         edge_id : Tensor [E], int64, optional
             Number of each edge in the graph that these edges are a part of, caller's order.
+        stable : bool
+            Keep the caller's order inside a destination. False leaves it open and is faster on a GPU, for graphs that
+            change every step; sums may then differ in the last bit from run to run. It steps aside where PyTorch is
+            asked for deterministic algorithms.
         validate : bool
             Check the values, which waits for the device. Layers that convert an edge_index in passing leave it out.
 
@@ -181,15 +187,14 @@ class GraphStructure:
             check_range("destination (row 1 of edge_index)", edge_index[1], num_dst)
         dtype = _index_dtype(num_src, num_dst, edge_index.shape[1])
         src, dst = edge_index.to(dtype).unbind(0)
-        perm = None
-        if not (validate and _is_sorted(dst)):
-            dst, perm = torch.sort(dst, stable=True)
-            src, perm = src[perm], perm.to(dtype)
+        if validate and _is_sorted(dst):
+            colptr, perm, row = pointers(dst, num_dst), None, src.contiguous()
+        else:
+            colptr, perm, row = group_edges(dst, src, num_dst, stable=stable)
         if edge_id is not None:
             check_index("edge_id", edge_id, like=edge_index, dtypes=(torch.int64,))
             edge_id = edge_id if perm is None else edge_id[perm]
-        sources = torch.empty(num_src, 0, device=dst.device)
-        return cls(_pointers(dst, num_dst), src.contiguous(), sources, perm=perm, edge_id=edge_id)
+        return cls(colptr, row, torch.empty(num_src, 0, device=row.device), perm=perm, edge_id=edge_id)
 
     @classmethod
     def from_csc(
@@ -284,17 +289,18 @@ class GraphStructure:
         sources = torch.empty(src_begin[-1], 0, device=graphs[0].device)
         return cls(torch.cat(colptr), torch.cat(row), sources, perm=perm)
 
-    def with_reverse(self) -> "GraphStructure":
-        """Return this structure with its source side, which gradients of key and value need; itself if it has it."""
+    def with_reverse(self, *, stable: bool = True) -> "GraphStructure":
+        """Return this structure with its source side, which gradients of key and value need; itself if it has it.
+
+        Parameters
+        ----------
+        stable : bool
+            Keep CSC order inside a source; see `from_edge_index`.
+        """
         if self.has_reverse:
             return self
-        src, csr_to_csc = torch.sort(self.row, stable=True)
-        return replace(
-            self,
-            rowptr=_pointers(src, self.num_src),
-            col=self.dst[csr_to_csc],
-            csr_to_csc=csr_to_csc.to(self.row.dtype),
-        )
+        rowptr, csr_to_csc, col = group_edges(self.row, self.dst, self.num_src, stable=stable)
+        return replace(self, rowptr=rowptr, col=col, csr_to_csc=csr_to_csc)
 
     def with_program_order(self, positions: Tensor | None = None) -> "GraphStructure":
         """Return this structure with an order of destinations in which neighbours in space come together.
@@ -411,13 +417,6 @@ def _index_dtype(*sizes: int) -> torch.dtype:
 
 def _is_sorted(index: Tensor) -> bool:
     return bool((index.diff() >= 0).all())
-
-
-def _pointers(index: Tensor, num_nodes: int) -> Tensor:
-    """Where each node's run begins in a sorted `index`, and the end: [num_nodes + 1]."""
-    counts = torch.zeros(num_nodes + 1, dtype=index.dtype, device=index.device)
-    counts.scatter_add_(0, index.long() + 1, torch.ones_like(index))
-    return counts.cumsum(0, dtype=index.dtype)
 
 
 def _offsets(sizes: Iterable[int]) -> list[int]:
