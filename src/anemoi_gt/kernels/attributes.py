@@ -58,20 +58,29 @@ def project(
     CHANNELS: tl.constexpr,
     ATTRIBUTES: tl.constexpr,
     NODES: tl.constexpr,
+    TILES: tl.constexpr,
     PRECISION: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """Grid (ceil(N / NODES), H): a program owns one head of NODES nodes; writes their rows of `projected`."""
-    node = wide(tl.program_id(0), WIDE) * NODES + tl.arange(0, NODES)
-    head = tl.program_id(1)
-    u = tl.zeros((NODES, ATTRIBUTES), tl.float32)
-    for channel in range(0, C, CHANNELS):
-        offsets, mask = _tile_offsets(node, head, channel, num_nodes, H, C, CHANNELS)
-        x = tl.load(rows + offsets, mask=mask, other=0.0).to(tl.float32)  # [NODES, CHANNELS]
-        w = _load_weight(edge_weight, edge_bias, head, channel, H, C, D, CHANNELS, ATTRIBUTES)
-        u = tl.dot(x, w, u, input_precision=PRECISION)
-    at, inside = _tile_offsets(node, head, 0, num_nodes, H, D + BIAS, ATTRIBUTES)
-    tl.store(projected + at, u.to(projected.dtype.element_ty), mask=inside)
+    """Grid (ceil(N / (NODES * TILES)) * H,): a program owns one head of TILES tiles of NODES nodes.
+
+    Writes their rows of `projected`. Heads are the fast axis, so that programs side by side read whole rows.
+    """
+    head = tl.program_id(0) % H
+    first = wide(tl.program_id(0) // H, WIDE) * (NODES * TILES)
+    if CHANNELS >= C:  # the weight is read once for all tiles
+        w = _load_weight(edge_weight, edge_bias, head, 0, H, C, D, CHANNELS, ATTRIBUTES)
+    for tile in range(TILES):
+        node = first + tile * NODES + tl.arange(0, NODES)
+        u = tl.zeros((NODES, ATTRIBUTES), tl.float32)
+        for channel in tl.static_range(0, C, CHANNELS):
+            offsets, mask = _tile_offsets(node, head, channel, num_nodes, H, C, CHANNELS)
+            x = tl.load(rows + offsets, mask=mask, other=0.0).to(tl.float32)  # [NODES, CHANNELS]
+            if CHANNELS < C:
+                w = _load_weight(edge_weight, edge_bias, head, channel, H, C, D, CHANNELS, ATTRIBUTES)
+            u = tl.dot(x, w, u, input_precision=PRECISION)
+        at, inside = _tile_offsets(node, head, 0, num_nodes, H, D + BIAS, ATTRIBUTES)
+        tl.store(projected + at, u.to(projected.dtype.element_ty), mask=inside)
 
 
 @triton.jit(repr=row_kernel_name("edge_attention_embed", "rows"))
@@ -88,20 +97,29 @@ def embed(
     CHANNELS: tl.constexpr,
     ATTRIBUTES: tl.constexpr,
     NODES: tl.constexpr,
+    TILES: tl.constexpr,
     PRECISION: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """Grid (ceil(N / NODES), H): a program owns one head of NODES nodes; adds W sums to their rows."""
-    node = wide(tl.program_id(0), WIDE) * NODES + tl.arange(0, NODES)
-    head = tl.program_id(1)
-    at, inside = _tile_offsets(node, head, 0, num_nodes, H, D + BIAS, ATTRIBUTES)
-    s = tl.load(sums + at, mask=inside, other=0.0).to(tl.float32)  # [NODES, ATTRIBUTES]
-    for channel in range(0, C, CHANNELS):
-        w = _load_weight(edge_weight, edge_bias, head, channel, H, C, D, CHANNELS, ATTRIBUTES)
-        offsets, mask = _tile_offsets(node, head, channel, num_nodes, H, C, CHANNELS)
-        x = tl.load(rows + offsets, mask=mask, other=0.0).to(tl.float32)
-        x = tl.dot(s, tl.trans(w), x, input_precision=PRECISION)
-        tl.store(rows + offsets, x.to(rows.dtype.element_ty), mask=mask)
+    """Grid (ceil(N / (NODES * TILES)) * H,): a program owns one head of TILES tiles of NODES nodes.
+
+    Adds W sums to their rows. Heads are the fast axis, so that programs side by side touch whole rows.
+    """
+    head = tl.program_id(0) % H
+    first = wide(tl.program_id(0) // H, WIDE) * (NODES * TILES)
+    if CHANNELS >= C:  # the weight is read once for all tiles
+        w = _load_weight(edge_weight, edge_bias, head, 0, H, C, D, CHANNELS, ATTRIBUTES)
+    for tile in range(TILES):
+        node = first + tile * NODES + tl.arange(0, NODES)
+        at, inside = _tile_offsets(node, head, 0, num_nodes, H, D + BIAS, ATTRIBUTES)
+        s = tl.load(sums + at, mask=inside, other=0.0).to(tl.float32)  # [NODES, ATTRIBUTES]
+        for channel in tl.static_range(0, C, CHANNELS):
+            if CHANNELS < C:
+                w = _load_weight(edge_weight, edge_bias, head, channel, H, C, D, CHANNELS, ATTRIBUTES)
+            offsets, mask = _tile_offsets(node, head, channel, num_nodes, H, C, CHANNELS)
+            x = tl.load(rows + offsets, mask=mask, other=0.0).to(tl.float32)
+            x = tl.dot(s, tl.trans(w), x, input_precision=PRECISION)
+            tl.store(rows + offsets, x.to(rows.dtype.element_ty), mask=mask)
 
 
 @triton.jit(repr=row_kernel_name("edge_attention_bwd_attributes", "edge_attr"))
@@ -123,45 +141,40 @@ def attribute_bwd(
     BIAS: tl.constexpr,
     HEADS: tl.constexpr,
     ATTRIBUTES: tl.constexpr,
-    NODES: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """Grid (B * ceil(N_dst / NODES),): a program owns NODES destinations of a sample, all heads.
+    """Grid (B * N_dst,): a program owns a destination of a sample, all heads.
 
-    Writes their A and B, and da of their in-edges at the caller's place.
+    Writes its A and B, and da of its in-edges at the caller's place.
     """
     DB: tl.constexpr = D + BIAS
-    programs = (num_dst + NODES - 1) // NODES
-    sample = tl.program_id(0) // programs
-    place = (tl.program_id(0) % programs) * NODES
+    sample = tl.program_id(0) // num_dst
+    i = tl.program_id(0) % num_dst
+    node = wide(tl.program_id(0), WIDE)
     h = tl.arange(0, HEADS)
     d = tl.arange(0, ATTRIBUTES)
     offsets, mask = row_offsets(0, H, DB, HEADS, ATTRIBUTES)
     first_edge = wide(sample, WIDE) * num_edges
     attr_first = wide(sample, WIDE) * attr_stride
-    for n in range(NODES):
-        if place + n < num_dst:
-            i = place + n
-            node = wide(sample, WIDE) * num_dst + i
-            if dedge_attr is not None:
-                u = load_row(projected, node, offsets, mask, H * DB, WIDE)
-                g = load_row(projected_grad, node, offsets, mask, H * DB, WIDE)
-            value_sums = tl.zeros((HEADS, ATTRIBUTES), tl.float32)
-            score_sums = tl.zeros((HEADS, ATTRIBUTES), tl.float32)
-            for e in range(tl.load(colptr + i), tl.load(colptr + i + 1)):
-                edge = caller_edge(perm, e)
-                a = load_attributes(edge_attr, attr_first + edge, D, BIAS, ATTRIBUTES, WIDE)
-                pair = weights + wide(first_edge + e, WIDE) * (2 * H) + h
-                w = tl.load(pair, mask=h < H, other=0.0).to(tl.float32)
-                ds = tl.load(pair + H, mask=h < H, other=0.0).to(tl.float32)
-                value_sums += w[:, None] * a[None, :]
-                score_sums += ds[:, None] * a[None, :]
-                if dedge_attr is not None:
-                    da = tl.sum(w[:, None] * g + ds[:, None] * u, axis=0)
-                    at = wide(first_edge + edge, WIDE) * D + d
-                    tl.store(dedge_attr + at, da.to(dedge_attr.dtype.element_ty), mask=d < D)
-            tl.store(attr_sums + node * (H * DB) + offsets, value_sums.to(attr_sums.dtype.element_ty), mask=mask)
-            tl.store(dscore_sums + node * (H * DB) + offsets, score_sums.to(dscore_sums.dtype.element_ty), mask=mask)
+    if dedge_attr is not None:
+        u = load_row(projected, node, offsets, mask, H * DB, WIDE)
+        g = load_row(projected_grad, node, offsets, mask, H * DB, WIDE)
+    value_sums = tl.zeros((HEADS, ATTRIBUTES), tl.float32)
+    score_sums = tl.zeros((HEADS, ATTRIBUTES), tl.float32)
+    for e in range(tl.load(colptr + i), tl.load(colptr + i + 1)):
+        edge = caller_edge(perm, e)
+        a = load_attributes(edge_attr, attr_first + edge, D, BIAS, ATTRIBUTES, WIDE)
+        pair = weights + wide(first_edge + e, WIDE) * (2 * H) + h
+        w = tl.load(pair, mask=h < H, other=0.0).to(tl.float32)
+        ds = tl.load(pair + H, mask=h < H, other=0.0).to(tl.float32)
+        value_sums += w[:, None] * a[None, :]
+        score_sums += ds[:, None] * a[None, :]
+        if dedge_attr is not None:
+            da = tl.sum(w[:, None] * g + ds[:, None] * u, axis=0)
+            at = wide(first_edge + edge, WIDE) * D + d
+            tl.store(dedge_attr + at, da.to(dedge_attr.dtype.element_ty), mask=d < D)
+    tl.store(attr_sums + node * (H * DB) + offsets, value_sums.to(attr_sums.dtype.element_ty), mask=mask)
+    tl.store(dscore_sums + node * (H * DB) + offsets, score_sums.to(dscore_sums.dtype.element_ty), mask=mask)
 
 
 @triton.jit(repr=row_kernel_name("edge_attention_bwd_weight", "query"))

@@ -17,12 +17,8 @@ def row_kernel_name(base: str, tensor: str):
 def launch_facts(grid, kernel, args) -> dict:
     """Launch metadata: the name, bytes that gathered rows and edge arrays move at least, and the flops on rows."""
     heads, channels = args["H"], args["C"]
-    samples = grid[0] // max(1, -(-_programs(args) // args["NODES"]))
+    samples = args["query"].shape[0]
     size = args["query"].element_size()
     rows = samples * args["num_edges"] * heads * channels
     nodes = samples * (args["num_dst"] + args["num_src"]) * heads * channels
     return {"name": kernel.name, "bytes": 2 * (rows + nodes) * size, f"flops{8 * size}": 4 * rows}
-
-
-def _programs(args) -> int:
-    return args["num_src"] if "csr_to_csc" in args else args["num_dst"]

@@ -3,7 +3,7 @@
 For destination i, source j, edge e = (j -> i), with attributes a_e and u_i = W^T q_i, g_i = W^T do_i ready from
 `anemoi_gt.kernels.attributes` (the bias is one more attribute that is always 1):
 
-    forward, one program a few destinations:
+    forward:
         s_e   = (<q_i, k_j> + <u_i, a_e>) * scale * log2(e)        stored [E, H]
         p_e   = 2^(s_e - pivot_i) * inverse_i                      pivot = max s, inverse = 1 / sum 2^(s - pivot)
         lse_i = (pivot_i + log2 sum 2^(s - pivot)) / log2(e)
@@ -93,73 +93,70 @@ def edge_attention_fwd(
     HEADS: tl.constexpr,
     CHANNELS: tl.constexpr,
     ATTRIBUTES: tl.constexpr,
-    NODES: tl.constexpr,
+    UNROLL: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """Grid (B * ceil(N_dst / NODES), ceil(H / HEADS)): a program owns NODES destinations of a sample, HEADS heads of them.
+    """Grid (B * N_dst, ceil(H / HEADS)): a program owns HEADS heads of one destination of a sample.
 
-    Writes their rows of out (without W A), lse, pivot, inverse and A, and the scores of their in-edges.
+    Writes its rows of out (without W A), lse, pivot, inverse and A, and the scores of its in-edges.
     """
-    programs = (num_dst + NODES - 1) // NODES
-    sample = tl.program_id(0) // programs
-    place = (tl.program_id(0) % programs) * NODES
+    sample, i = tl.program_id(0) // num_dst, tl.program_id(0) % num_dst
+    if order is not None:
+        i = tl.load(order + i)
+    node = wide(sample, WIDE) * num_dst + i
+    begin, end = tl.load(colptr + i), tl.load(colptr + i + 1)
     head = tl.program_id(1) * HEADS
     h = head + tl.arange(0, HEADS)
     offsets, mask = row_offsets(head, H, C, HEADS, CHANNELS)
     first_edge = wide(sample, WIDE) * num_edges
     first_src = wide(sample, WIDE) * num_src
     attr_first = wide(sample, WIDE) * attr_stride
-    for n in range(NODES):
-        if place + n < num_dst:
-            i = place + n if order is None else tl.load(order + place + n)
-            node = wide(sample, WIDE) * num_dst + i
-            begin, end = tl.load(colptr + i), tl.load(colptr + i + 1)
-            if D > 0:
-                _project_edges(
-                    projected, edge_attr, perm, scores, node, first_edge, attr_first, begin, end, head, score_scale,
-                    H, D, BIAS, HEADS, ATTRIBUTES, WIDE,
-                )  # fmt: skip
-                tl.debug_barrier()
+    if D > 0:
+        _project_edges(
+            projected, edge_attr, perm, scores, node, first_edge, attr_first, begin, end, head, score_scale,
+            H, D, BIAS, HEADS, ATTRIBUTES, WIDE,
+        )  # fmt: skip
+        tl.debug_barrier()
 
-            q = load_row(query, node, offsets, mask, H * C, WIDE) * score_scale  # [HEADS, CHANNELS]
-            high = tl.full((HEADS,), -float("inf"), tl.float32)
-            for e in range(begin, end):
-                k = load_row(key, first_src + tl.load(row + e), offsets, mask, H * C, WIDE)
-                if EMBEDDED:
-                    k += load_row(edge_attr, attr_first + caller_edge(perm, e), offsets, mask, H * C, WIDE)
-                s = tl.sum(q * k, axis=1)
-                at = wide(first_edge + e, WIDE) * H + h
-                if D > 0:
-                    s += tl.load(scores + at, mask=h < H, other=0.0)
-                tl.store(scores + at, s, mask=h < H)
-                high = tl.maximum(high, s, propagate_nan=tl.PropagateNan.ALL)
-            high = tl.where(high == -float("inf"), 0.0, high)  # -inf minus -inf would be NaN
-            tl.debug_barrier()
+    q = load_row(query, node, offsets, mask, H * C, WIDE) * score_scale  # [HEADS, CHANNELS]
+    high = tl.full((HEADS,), -float("inf"), tl.float32)
+    for e in tl.range(begin, end, loop_unroll_factor=UNROLL):
+        k = load_row(key, first_src + tl.load(row + e), offsets, mask, H * C, WIDE)
+        if EMBEDDED:
+            k += load_row(edge_attr, attr_first + caller_edge(perm, e), offsets, mask, H * C, WIDE)
+        s = tl.sum(q * k, axis=1)
+        at = wide(first_edge + e, WIDE) * H + h
+        if D > 0:
+            s += tl.load(scores + at, mask=h < H, other=0.0)
+        tl.store(scores + at, s, mask=h < H)
+        high = tl.maximum(high, s, propagate_nan=tl.PropagateNan.ALL)
+    high = tl.where(high == -float("inf"), 0.0, high)  # -inf minus -inf would be NaN
+    tl.debug_barrier()
 
-            total = tl.zeros((HEADS,), tl.float32)
-            o = tl.zeros((HEADS, CHANNELS), tl.float32)
-            for e in range(begin, end):
-                v = load_row(value, first_src + tl.load(row + e), offsets, mask, H * C, WIDE)
-                if EMBEDDED:
-                    v += load_row(edge_attr, attr_first + caller_edge(perm, e), offsets, mask, H * C, WIDE)
-                s = tl.load(scores + wide(first_edge + e, WIDE) * H + h, mask=h < H, other=-float("inf"))
-                p = tl.exp2(s - high)
-                total += p
-                if seed is not None:
-                    number = caller_edge(perm, e) if edge_id is None else tl.load(edge_id + e)
-                    p *= keep_factor(seed, number, sample, h, drop_below, survivor)
-                o += p[:, None] * v
-            share = 1.0 / tl.where(total == 0.0, 1.0, total)
-            tl.store(out + node * (H * C) + offsets, (o * share[:, None]).to(out.dtype.element_ty), mask=mask)
-            at = node * H + h
-            tl.store(lse + at, (high + tl.log2(total)) / LOG2_E, mask=h < H)
-            tl.store(pivot + at, high, mask=h < H)
-            tl.store(inverse + at, tl.where(total == 0.0, 0.0, share), mask=h < H)
-            if D > 0:
-                _sum_attributes(
-                    edge_attr, perm, edge_id, seed, scores, attr_sums, sample, node, first_edge, attr_first, begin, end,
-                    head, pivot, inverse, drop_below, survivor, H, D, BIAS, HEADS, ATTRIBUTES, WIDE,
-                )  # fmt: skip
+    total = tl.zeros((HEADS,), tl.float32)
+    o = tl.zeros((HEADS, CHANNELS), tl.float32)
+    for e in tl.range(begin, end, loop_unroll_factor=UNROLL):
+        v = load_row(value, first_src + tl.load(row + e), offsets, mask, H * C, WIDE)
+        if EMBEDDED:
+            v += load_row(edge_attr, attr_first + caller_edge(perm, e), offsets, mask, H * C, WIDE)
+        s = tl.load(scores + wide(first_edge + e, WIDE) * H + h, mask=h < H, other=-float("inf"))
+        p = tl.exp2(s - high)
+        total += p
+        if seed is not None:
+            number = caller_edge(perm, e) if edge_id is None else tl.load(edge_id + e)
+            p *= keep_factor(seed, number, sample, h, drop_below, survivor)
+        o += p[:, None] * v
+    share = 1.0 / tl.where(total == 0.0, 1.0, total)
+    tl.store(out + node * (H * C) + offsets, (o * share[:, None]).to(out.dtype.element_ty), mask=mask)
+    at = node * H + h
+    tl.store(lse + at, (high + tl.log2(total)) / LOG2_E, mask=h < H)
+    tl.store(pivot + at, high, mask=h < H)
+    tl.store(inverse + at, tl.where(total == 0.0, 0.0, share), mask=h < H)
+    if D > 0:
+        _sum_attributes(
+            edge_attr, perm, edge_id, seed, scores, attr_sums, sample, node, first_edge, attr_first, begin, end,
+            head, pivot, inverse, drop_below, survivor, H, D, BIAS, HEADS, ATTRIBUTES, WIDE,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -225,84 +222,81 @@ def edge_attention_bwd_dst(
     HEADS: tl.constexpr,
     CHANNELS: tl.constexpr,
     ATTRIBUTES: tl.constexpr,
-    NODES: tl.constexpr,
+    UNROLL: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """Grid (B * ceil(N_dst / NODES), ceil(H / HEADS)): a program owns NODES destinations of a sample, HEADS heads of them.
+    """Grid (B * N_dst, ceil(H / HEADS)): a program owns HEADS heads of one destination of a sample.
 
-    Writes their rows of dquery (without W B), and of their in-edges dx (embedded features), dp in dweights as scratch, and
+    Writes its row of dquery (without W B), and of its in-edges dx (embedded features), dp in dweights as scratch, and
     in weights [m p, ds], which the kernels over sources and over attributes read.
     """
-    programs = (num_dst + NODES - 1) // NODES
-    sample = tl.program_id(0) // programs
-    place = (tl.program_id(0) % programs) * NODES
+    sample, i = tl.program_id(0) // num_dst, tl.program_id(0) % num_dst
+    if order is not None:
+        i = tl.load(order + i)
+    node = wide(sample, WIDE) * num_dst + i
+    begin, end = tl.load(colptr + i), tl.load(colptr + i + 1)
     head = tl.program_id(1) * HEADS
     h = head + tl.arange(0, HEADS)
     offsets, mask = row_offsets(head, H, C, HEADS, CHANNELS)
     first_edge = wide(sample, WIDE) * num_edges
     first_src = wide(sample, WIDE) * num_src
     attr_first = wide(sample, WIDE) * attr_stride
-    for n in range(NODES):
-        if place + n < num_dst:
-            i = place + n if order is None else tl.load(order + place + n)
-            node = wide(sample, WIDE) * num_dst + i
-            begin, end = tl.load(colptr + i), tl.load(colptr + i + 1)
-            if D > 0:
-                _project_edges(
-                    projected, edge_attr, perm, dweights, node, first_edge, attr_first, begin, end, head, 1.0,
-                    H, D, BIAS, HEADS, ATTRIBUTES, WIDE,
-                )  # fmt: skip
-                tl.debug_barrier()
+    if D > 0:
+        _project_edges(
+            projected, edge_attr, perm, dweights, node, first_edge, attr_first, begin, end, head, 1.0,
+            H, D, BIAS, HEADS, ATTRIBUTES, WIDE,
+        )  # fmt: skip
+        tl.debug_barrier()
 
-            do = load_row(grad_out, node, offsets, mask, H * C, WIDE)
-            high = tl.load(pivot + node * H + h, mask=h < H, other=0.0)
-            share = tl.load(inverse + node * H + h, mask=h < H, other=0.0)
-            total = tl.zeros((HEADS,), tl.float32)
-            delta = tl.zeros((HEADS,), tl.float32)
-            for e in range(begin, end):
-                v = load_row(value, first_src + tl.load(row + e), offsets, mask, H * C, WIDE)
-                if EMBEDDED:
-                    v += load_row(edge_attr, attr_first + caller_edge(perm, e), offsets, mask, H * C, WIDE)
-                at = wide(first_edge + e, WIDE) * H + h
-                dp = tl.sum(do * v, axis=1)
-                if D > 0:
-                    dp += tl.load(dweights + at, mask=h < H, other=0.0)
-                if seed is not None:
-                    number = caller_edge(perm, e) if edge_id is None else tl.load(edge_id + e)
-                    dp *= keep_factor(seed, number, sample, h, drop_below, survivor)
-                tl.store(dweights + at, dp, mask=h < H)
-                p = softmax_weight(tl.load(scores + at, mask=h < H, other=-float("inf")), high, share)
-                total += p
-                delta += p * dp
-            delta = delta / tl.where(total == 0.0, 1.0, total)
-            if grad_lse is not None:
-                delta -= tl.load(grad_lse + node * H + h, mask=h < H, other=0.0)
-            tl.debug_barrier()
+    do = load_row(grad_out, node, offsets, mask, H * C, WIDE)
+    high = tl.load(pivot + node * H + h, mask=h < H, other=0.0)
+    share = tl.load(inverse + node * H + h, mask=h < H, other=0.0)
+    total = tl.zeros((HEADS,), tl.float32)
+    delta = tl.zeros((HEADS,), tl.float32)
+    for e in tl.range(begin, end, loop_unroll_factor=UNROLL):
+        v = load_row(value, first_src + tl.load(row + e), offsets, mask, H * C, WIDE)
+        if EMBEDDED:
+            v += load_row(edge_attr, attr_first + caller_edge(perm, e), offsets, mask, H * C, WIDE)
+        at = wide(first_edge + e, WIDE) * H + h
+        dp = tl.sum(do * v, axis=1)
+        if D > 0:
+            dp += tl.load(dweights + at, mask=h < H, other=0.0)
+        if seed is not None:
+            number = caller_edge(perm, e) if edge_id is None else tl.load(edge_id + e)
+            dp *= keep_factor(seed, number, sample, h, drop_below, survivor)
+        tl.store(dweights + at, dp, mask=h < H)
+        p = softmax_weight(tl.load(scores + at, mask=h < H, other=-float("inf")), high, share)
+        total += p
+        delta += p * dp
+    delta = delta / tl.where(total == 0.0, 1.0, total)
+    if grad_lse is not None:
+        delta -= tl.load(grad_lse + node * H + h, mask=h < H, other=0.0)
+    tl.debug_barrier()
 
-            dq = tl.zeros((HEADS, CHANNELS), tl.float32)
+    dq = tl.zeros((HEADS, CHANNELS), tl.float32)
+    if EMBEDDED:
+        q = load_row(query, node, offsets, mask, H * C, WIDE)
+    for e in tl.range(begin, end, loop_unroll_factor=UNROLL):
+        at = wide(first_edge + e, WIDE) * H + h
+        p = softmax_weight(tl.load(scores + at, mask=h < H, other=-float("inf")), high, share)
+        ds = scale * p * (tl.load(dweights + at, mask=h < H, other=0.0) - delta)
+        if seed is not None:
+            number = caller_edge(perm, e) if edge_id is None else tl.load(edge_id + e)
+            p *= keep_factor(seed, number, sample, h, drop_below, survivor)
+        pair = weights + wide(first_edge + e, WIDE) * (2 * H) + h
+        tl.store(pair, p.to(weights.dtype.element_ty), mask=h < H)
+        tl.store(pair + H, ds.to(weights.dtype.element_ty), mask=h < H)
+        if dquery is not None:
+            k = load_row(key, first_src + tl.load(row + e), offsets, mask, H * C, WIDE)
             if EMBEDDED:
-                q = load_row(query, node, offsets, mask, H * C, WIDE)
-            for e in range(begin, end):
-                at = wide(first_edge + e, WIDE) * H + h
-                p = softmax_weight(tl.load(scores + at, mask=h < H, other=-float("inf")), high, share)
-                ds = scale * p * (tl.load(dweights + at, mask=h < H, other=0.0) - delta)
-                if seed is not None:
-                    number = caller_edge(perm, e) if edge_id is None else tl.load(edge_id + e)
-                    p *= keep_factor(seed, number, sample, h, drop_below, survivor)
-                pair = weights + wide(first_edge + e, WIDE) * (2 * H) + h
-                tl.store(pair, p.to(weights.dtype.element_ty), mask=h < H)
-                tl.store(pair + H, ds.to(weights.dtype.element_ty), mask=h < H)
-                if dquery is not None:
-                    k = load_row(key, first_src + tl.load(row + e), offsets, mask, H * C, WIDE)
-                    if EMBEDDED:
-                        k += load_row(edge_attr, attr_first + caller_edge(perm, e), offsets, mask, H * C, WIDE)
-                    dq += ds[:, None] * k
-                if dedge is not None:
-                    dx = p[:, None] * do + ds[:, None] * q
-                    edge = wide(first_edge + caller_edge(perm, e), WIDE)
-                    tl.store(dedge + edge * (H * C) + offsets, dx.to(dedge.dtype.element_ty), mask=mask)
-            if dquery is not None:
-                tl.store(dquery + node * (H * C) + offsets, dq.to(dquery.dtype.element_ty), mask=mask)
+                k += load_row(edge_attr, attr_first + caller_edge(perm, e), offsets, mask, H * C, WIDE)
+            dq += ds[:, None] * k
+        if dedge is not None:
+            dx = p[:, None] * do + ds[:, None] * q
+            edge = wide(first_edge + caller_edge(perm, e), WIDE)
+            tl.store(dedge + edge * (H * C) + offsets, dx.to(dedge.dtype.element_ty), mask=mask)
+    if dquery is not None:
+        tl.store(dquery + node * (H * C) + offsets, dq.to(dquery.dtype.element_ty), mask=mask)
 
 
 @triton.jit(repr=row_kernel_name("edge_attention_bwd_src", "query"), launch_metadata=launch_facts)
@@ -323,6 +317,7 @@ def edge_attention_bwd_src(
     HEADS: tl.constexpr,
     CHANNELS: tl.constexpr,
     NODES: tl.constexpr,
+    UNROLL: tl.constexpr,
     WIDE: tl.constexpr,
 ):
     """Grid (B * ceil(N_src / NODES), ceil(H / HEADS)): a program owns NODES sources of a sample, HEADS heads of them.
@@ -342,7 +337,7 @@ def edge_attention_bwd_src(
             j = place + n
             dk = tl.zeros((HEADS, CHANNELS), tl.float32)
             dv = tl.zeros((HEADS, CHANNELS), tl.float32)
-            for x in range(tl.load(rowptr + j), tl.load(rowptr + j + 1)):
+            for x in tl.range(tl.load(rowptr + j), tl.load(rowptr + j + 1), loop_unroll_factor=UNROLL):
                 i = first_dst + tl.load(col + x)
                 pair = weights + wide(first_edge + tl.load(csr_to_csc + x), WIDE) * (2 * H) + h
                 if dvalue is not None:

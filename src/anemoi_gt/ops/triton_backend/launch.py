@@ -7,7 +7,16 @@ import torch
 from torch import Tensor
 
 from anemoi_gt.kernels import attributes, rows
-from anemoi_gt.kernels.tile import contraction_tile, next_power_of_two, row_tile
+from anemoi_gt.kernels.tile import (
+    ContractionTile,
+    RowTile,
+    attribute_warps,
+    contraction_tile,
+    destination_tile,
+    forward_tile,
+    next_power_of_two,
+    source_tile,
+)
 from anemoi_gt.ops.dropout import drop_threshold
 from anemoi_gt.ops.dtypes import scratch_dtype
 
@@ -72,6 +81,14 @@ class Problem:
             "ATTRIBUTES": next_power_of_two(max(1, self.attributes)),
         }
 
+    def row_shape(self) -> tuple[int, int]:
+        """Heads and channels."""
+        return self.query.shape[2], self.query.shape[3]
+
+    def degree(self, num_nodes: int) -> float:
+        """Mean number of edges of `num_nodes` nodes of a sample."""
+        return self.row.shape[0] / max(num_nodes, 1)
+
     def dropout(self) -> dict:
         """Where the mask drops, and by how much survivors grow."""
         survivor = 1.0 / (1.0 - self.dropout_p) if self.dropout_p < 1.0 else 0.0
@@ -91,44 +108,52 @@ class Problem:
         return max(edges, nodes, samples * self.row.shape[0] * attributes_size) >= 2**31
 
 
-def _rows_grid(problem: Problem, num_nodes: int):
-    """Grid and tile of a row kernel over `num_nodes` nodes a sample."""
-    samples, _, heads, channels = problem.query.shape
-    tile = row_tile(heads, channels, num_nodes, problem.row.shape[0], problem.attributes)
+def _grid(problem: Problem, num_nodes: int, tile: RowTile) -> tuple[tuple[int, int], dict]:
+    """Grid and constants of a row kernel over `num_nodes` nodes a sample."""
+    samples, _, heads, _ = problem.query.shape
     grid = (samples * -(-num_nodes // tile.nodes), -(-heads // tile.heads))
-    return grid, {"HEADS": tile.heads, "CHANNELS": tile.channels, "NODES": tile.nodes, "num_warps": tile.num_warps}
+    constants = {"HEADS": tile.heads, "CHANNELS": tile.channels, "UNROLL": tile.unroll, "num_warps": tile.num_warps}
+    return grid, constants
 
 
-def _contraction_grid(problem: Problem, rows_: Tensor):
-    """Grid, tile and sizes of a contraction of rows [B, N, H, C] with W."""
+def _contraction(problem: Problem, rows_: Tensor) -> tuple[ContractionTile, dict]:
+    """Tile and sizes of a contraction of rows [B, N, H, C] with W."""
     samples, num_nodes, heads, channels = rows_.shape
     tile = contraction_tile(channels, problem.attributes)
-    sizes = problem.edge_sizes() | {"ATTRIBUTES": tile.attributes}
-    del sizes["attr_stride"]
-    shape = {"H": heads, "C": channels, "CHANNELS": tile.channels, "NODES": tile.nodes, "num_warps": tile.num_warps}
-    precision = "ieee" if rows_.dtype == torch.float32 else "tf32"
-    options = sizes | shape | {"num_nodes": samples * num_nodes, "PRECISION": precision, "WIDE": problem.wide()}
-    return (-(-samples * num_nodes // tile.nodes), heads), options
+    return tile, {
+        "num_nodes": samples * num_nodes,
+        "H": heads,
+        "C": channels,
+        "D": problem.edge_weight.shape[1],
+        "BIAS": int(problem.edge_bias is not None),
+        "CHANNELS": tile.channels,
+        "ATTRIBUTES": tile.attributes,
+        "NODES": tile.nodes,
+        "PRECISION": "ieee" if rows_.dtype == torch.float32 else "tf32",
+        "WIDE": problem.wide(),
+        "num_warps": tile.num_warps,
+    }
+
+
+def _map_nodes(kernel, problem: Problem, rows_: Tensor, other: dict[str, Tensor]) -> None:
+    """Launch a contraction that maps the rows of each node."""
+    tile, options = _contraction(problem, rows_)
+    programs = -(-options["num_nodes"] // (tile.nodes * tile.tiles)) * options["H"]
+    if programs:
+        weight = {"edge_weight": problem.edge_weight, "edge_bias": problem.edge_bias}
+        kernel[(programs,)](rows=rows_, **other, **weight, TILES=tile.tiles, **options)
 
 
 def project(problem: Problem, rows_: Tensor) -> Tensor:
     """W^T of rows [B, N_dst, H, C]: [B, N_dst, H, D + BIAS]."""
     projected = rows_.new_empty((*rows_.shape[:3], problem.attributes), dtype=scratch_dtype(rows_.dtype))
-    grid, options = _contraction_grid(problem, rows_)
-    if grid[0]:
-        attributes.project[grid](
-            rows=rows_, edge_weight=problem.edge_weight, edge_bias=problem.edge_bias, projected=projected, **options
-        )
+    _map_nodes(attributes.project, problem, rows_, {"projected": projected})
     return projected
 
 
 def embed(problem: Problem, sums: Tensor, rows_: Tensor) -> None:
     """Add W sums [B, N_dst, H, D + BIAS] to rows [B, N_dst, H, C]."""
-    grid, options = _contraction_grid(problem, rows_)
-    if grid[0]:
-        attributes.embed[grid](
-            sums=sums, edge_weight=problem.edge_weight, edge_bias=problem.edge_bias, rows=rows_, **options
-        )
+    _map_nodes(attributes.embed, problem, rows_, {"sums": sums})
 
 
 def attend_rows(problem: Problem, projected: Tensor | None) -> tuple[Tensor, ...]:
@@ -138,13 +163,14 @@ def attend_rows(problem: Problem, projected: Tensor | None) -> tuple[Tensor, ...
     pivot, inverse = torch.empty_like(lse), torch.empty_like(lse)
     scores = lse.new_empty(query.shape[0], problem.row.shape[0], query.shape[2])
     attr_sums = None if projected is None else torch.empty_like(projected)
-    grid, tile = _rows_grid(problem, query.shape[1])
+    tile = forward_tile(*problem.row_shape(), problem.degree(query.shape[1]), problem.attributes)
+    grid, constants = _grid(problem, query.shape[1], tile)
     if grid[0]:
         rows.edge_attention_fwd[grid](
             query=query, key=problem.key, value=problem.value, edge_attr=problem.edge_attr, projected=projected,
             **problem.structure(), out=out, lse=lse, pivot=pivot, inverse=inverse, scores=scores, attr_sums=attr_sums,
             score_scale=problem.scale * LOG2_E, EMBEDDED=problem.embedded,
-            **problem.sizes(), **problem.edge_sizes(), **problem.dropout(), **tile,
+            **problem.sizes(), **problem.edge_sizes(), **problem.dropout(), **constants,
         )  # fmt: skip
     return out, lse, pivot, inverse, scores, attr_sums
 
@@ -173,7 +199,8 @@ def differentiate_rows(
     num_edges = problem.row.shape[0]
     weights = grad_out.new_empty((samples, num_edges, 2, heads), dtype=scratch_dtype(grad_out.dtype))
     dweights = torch.empty_like(saved.scores)
-    grid, tile = _rows_grid(problem, num_dst)
+    tile = destination_tile(*problem.row_shape(), problem.degree(num_dst), problem.attributes)
+    grid, constants = _grid(problem, num_dst, tile)
     if grid[0]:
         rows.edge_attention_bwd_dst[grid](
             query=problem.query, key=problem.key, value=problem.value, edge_attr=problem.edge_attr,
@@ -181,7 +208,7 @@ def differentiate_rows(
             pivot=saved.pivot, inverse=saved.inverse, scores=saved.scores, **problem.structure(),
             dquery=dquery, dedge=dedge, weights=weights, dweights=dweights,
             scale=problem.scale, EMBEDDED=problem.embedded,
-            **problem.sizes(), **problem.edge_sizes(), **problem.dropout(), **tile,
+            **problem.sizes(), **problem.edge_sizes(), **problem.dropout(), **constants,
         )  # fmt: skip
     return weights
 
@@ -197,11 +224,13 @@ def differentiate_sources(
     dvalue: Tensor | None,
 ) -> None:
     """Backward over sources: fills dkey and dvalue."""
-    grid, tile = _rows_grid(problem, problem.key.shape[1])
+    num_src = problem.key.shape[1]
+    tile = source_tile(*problem.row_shape(), problem.degree(num_src))
+    grid, constants = _grid(problem, num_src, tile)
     if grid[0]:
         rows.edge_attention_bwd_src[grid](
             query=problem.query, grad_out=grad_out, weights=weights, rowptr=rowptr, col=col, csr_to_csc=csr_to_csc,
-            dkey=dkey, dvalue=dvalue, **problem.sizes(), **tile,
+            dkey=dkey, dvalue=dvalue, NODES=tile.nodes, **problem.sizes(), **constants,
         )  # fmt: skip
 
 
@@ -211,26 +240,24 @@ def differentiate_attributes(
     """A and B of each destination [B, N_dst, H, D + BIAS]; fills dedge_attr [B, E, D]."""
     samples, num_dst, heads, _ = problem.query.shape
     attr_sums, dscore_sums = torch.empty_like(projected_grad), torch.empty_like(projected_grad)
-    tile = row_tile(heads, problem.attributes, num_dst, problem.row.shape[0])
     sizes, edge_sizes = problem.sizes(), problem.edge_sizes()
-    padded = next_power_of_two(heads)
     if samples * num_dst:
-        attributes.attribute_bwd[(samples * -(-num_dst // tile.nodes),)](
+        attributes.attribute_bwd[(samples * num_dst,)](
             weights=weights, edge_attr=problem.edge_attr, projected=saved.projected, projected_grad=projected_grad,
             colptr=problem.colptr, perm=problem.perm, attr_sums=attr_sums, dscore_sums=dscore_sums, dedge_attr=dedge_attr,
-            num_dst=num_dst, num_edges=sizes["num_edges"], H=heads, HEADS=padded, NODES=tile.nodes, WIDE=sizes["WIDE"],
-            num_warps=max(1, min(8, padded * edge_sizes["ATTRIBUTES"] // 512)), **edge_sizes,
+            num_dst=num_dst, num_edges=sizes["num_edges"], H=heads, HEADS=next_power_of_two(heads), WIDE=sizes["WIDE"],
+            num_warps=attribute_warps(heads, problem.attributes), **edge_sizes,
         )  # fmt: skip
     return attr_sums, dscore_sums
 
 
 def differentiate_weight(problem: Problem, grad_out: Tensor, attr_sums: Tensor, dscore_sums: Tensor) -> Tensor:
     """Gradient of W with the bias as its last column, [H, C, D + BIAS], float32."""
-    (tiles, heads), options = _contraction_grid(problem, problem.query)
-    channels = problem.query.shape[3]
-    partials = max(1, min(PARTIALS, tiles))
+    tile, options = _contraction(problem, problem.query)
+    heads, channels = options["H"], options["C"]
+    partials = max(1, min(PARTIALS, -(-options["num_nodes"] // tile.nodes)))
     partial = grad_out.new_empty((partials, heads, channels, problem.attributes), dtype=torch.float32)
-    attributes.weight_bwd[(partials, heads, -(-channels // options["CHANNELS"]))](
+    attributes.weight_bwd[(partials, heads, -(-channels // tile.channels))](
         query=problem.query, grad_out=grad_out, attr_sums=attr_sums, dscore_sums=dscore_sums, partial=partial, **options
     )
     return partial.sum(0)
