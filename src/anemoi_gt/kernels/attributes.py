@@ -1,7 +1,8 @@
 """Edge attention: the kernels that contract over the D edge attributes.
 
 W [H * C, D] is the embedding, b [H * C] its bias; with BIAS the bias is one more column of W, for an attribute that is
-always 1, so that all below holds with D + 1 attributes:
+always 1, so that all below holds with D + 1 attributes. What passes between kernels has ATTRIBUTES columns, a power of two,
+zero behind D + BIAS:
 
     project           u_i = W_h^T q_i                            rows [.., H, C] to [.., H, D]
     embed             o_i += W_h A_i                             [.., H, D] into rows [.., H, C]
@@ -49,7 +50,7 @@ def project(
     rows,  # [N, H, C], N nodes of all samples
     edge_weight,  # [H * C, D]
     edge_bias,  # [H * C] or None
-    projected,  # [N, H, D + BIAS]
+    projected,  # [N, H, ATTRIBUTES]
     num_nodes,
     H: tl.constexpr,
     C: tl.constexpr,
@@ -79,13 +80,13 @@ def project(
             if CHANNELS < C:
                 w = _load_weight(edge_weight, edge_bias, head, channel, H, C, D, CHANNELS, ATTRIBUTES)
             u = tl.dot(x, w, u, input_precision=PRECISION)
-        at, inside = _tile_offsets(node, head, 0, num_nodes, H, D + BIAS, ATTRIBUTES)
+        at, inside = _tile_offsets(node, head, 0, num_nodes, H, ATTRIBUTES, ATTRIBUTES)
         tl.store(projected + at, u.to(projected.dtype.element_ty), mask=inside)
 
 
 @triton.jit(repr=row_kernel_name("edge_attention_embed", "rows"))
 def embed(
-    sums,  # [N, H, D + BIAS], N nodes of all samples
+    sums,  # [N, H, ATTRIBUTES], N nodes of all samples
     edge_weight,  # [H * C, D]
     edge_bias,  # [H * C] or None
     rows,  # [N, H, C], read and written
@@ -111,7 +112,7 @@ def embed(
         w = _load_weight(edge_weight, edge_bias, head, 0, H, C, D, CHANNELS, ATTRIBUTES)
     for tile in range(TILES):
         node = first + tile * NODES + tl.arange(0, NODES)
-        at, inside = _tile_offsets(node, head, 0, num_nodes, H, D + BIAS, ATTRIBUTES)
+        at, inside = _tile_offsets(node, head, 0, num_nodes, H, ATTRIBUTES, ATTRIBUTES)
         s = tl.load(sums + at, mask=inside, other=0.0).to(tl.float32)  # [NODES, ATTRIBUTES]
         for channel in tl.static_range(0, C, CHANNELS):
             if CHANNELS < C:
@@ -126,12 +127,12 @@ def embed(
 def attribute_bwd(
     weights,  # [B, E, 2, H]
     edge_attr,  # [1 or B, E, D]
-    projected,  # [B, N_dst, H, D + BIAS] u, or None
-    projected_grad,  # [B, N_dst, H, D + BIAS] g, or None
+    projected,  # [B, N_dst, H, ATTRIBUTES] u, or None
+    projected_grad,  # [B, N_dst, H, ATTRIBUTES] g, or None
     colptr,  # [N_dst + 1]
     perm,  # [E] or None
-    attr_sums,  # [B, N_dst, H, D + BIAS] A
-    dscore_sums,  # [B, N_dst, H, D + BIAS] B
+    attr_sums,  # [B, N_dst, H, ATTRIBUTES] A
+    dscore_sums,  # [B, N_dst, H, ATTRIBUTES] B
     dedge_attr,  # [B, E, D] or None
     num_dst,
     num_edges,
@@ -147,18 +148,17 @@ def attribute_bwd(
 
     Writes its A and B, and da of its in-edges at the caller's place.
     """
-    DB: tl.constexpr = D + BIAS
     sample = tl.program_id(0) // num_dst
     i = tl.program_id(0) % num_dst
     node = wide(tl.program_id(0), WIDE)
     h = tl.arange(0, HEADS)
     d = tl.arange(0, ATTRIBUTES)
-    offsets, mask = row_offsets(0, H, DB, HEADS, ATTRIBUTES)
+    offsets, mask = row_offsets(0, H, ATTRIBUTES, HEADS, ATTRIBUTES)
     first_edge = wide(sample, WIDE) * num_edges
     attr_first = wide(sample, WIDE) * attr_stride
     if dedge_attr is not None:
-        u = load_row(projected, node, offsets, mask, H * DB, WIDE)
-        g = load_row(projected_grad, node, offsets, mask, H * DB, WIDE)
+        u = load_row(projected, node, offsets, mask, H * ATTRIBUTES, WIDE)
+        g = load_row(projected_grad, node, offsets, mask, H * ATTRIBUTES, WIDE)
     value_sums = tl.zeros((HEADS, ATTRIBUTES), tl.float32)
     score_sums = tl.zeros((HEADS, ATTRIBUTES), tl.float32)
     for e in range(tl.load(colptr + i), tl.load(colptr + i + 1)):
@@ -173,16 +173,16 @@ def attribute_bwd(
             da = tl.sum(w[:, None] * g + ds[:, None] * u, axis=0)
             at = wide(first_edge + edge, WIDE) * D + d
             tl.store(dedge_attr + at, da.to(dedge_attr.dtype.element_ty), mask=d < D)
-    tl.store(attr_sums + node * (H * DB) + offsets, value_sums.to(attr_sums.dtype.element_ty), mask=mask)
-    tl.store(dscore_sums + node * (H * DB) + offsets, score_sums.to(dscore_sums.dtype.element_ty), mask=mask)
+    tl.store(attr_sums + node * (H * ATTRIBUTES) + offsets, value_sums.to(attr_sums.dtype.element_ty), mask=mask)
+    tl.store(dscore_sums + node * (H * ATTRIBUTES) + offsets, score_sums.to(dscore_sums.dtype.element_ty), mask=mask)
 
 
 @triton.jit(repr=row_kernel_name("edge_attention_bwd_weight", "query"))
 def weight_bwd(
     query,  # [N, H, C], N destinations of all samples
     grad_out,  # [N, H, C]
-    attr_sums,  # [N, H, D + BIAS] A
-    dscore_sums,  # [N, H, D + BIAS] B
+    attr_sums,  # [N, H, ATTRIBUTES] A
+    dscore_sums,  # [N, H, ATTRIBUTES] B
     partial,  # [P, H, C, D + BIAS] float32
     num_nodes,
     H: tl.constexpr,
@@ -204,7 +204,7 @@ def weight_bwd(
         offsets, mask = _tile_offsets(node, head, channel, num_nodes, H, C, CHANNELS)
         q = tl.load(query + offsets, mask=mask, other=0.0).to(tl.float32)  # [NODES, CHANNELS]
         do = tl.load(grad_out + offsets, mask=mask, other=0.0).to(tl.float32)
-        at, inside = _tile_offsets(node, head, 0, num_nodes, H, D + BIAS, ATTRIBUTES)
+        at, inside = _tile_offsets(node, head, 0, num_nodes, H, ATTRIBUTES, ATTRIBUTES)
         value_sums = tl.load(attr_sums + at, mask=inside, other=0.0).to(tl.float32)
         score_sums = tl.load(dscore_sums + at, mask=inside, other=0.0).to(tl.float32)
         dw = tl.dot(tl.trans(do), value_sums, dw, input_precision=PRECISION)

@@ -1,4 +1,4 @@
-"""What the kernels share: offsets, loads of rows and attributes, the softmax weight, the dropout factor.
+"""What the kernels share: offsets, loads of rows and attributes, the dropout factor.
 
 Letters: i destination, j source, e edge in CSC order, h head, c channel, d attribute, b sample.
 Pointers carry the tensor's name. Every load is masked with `other=`; sums are float32.
@@ -22,7 +22,11 @@ def row_offsets(head, H: tl.constexpr, C: tl.constexpr, HEADS: tl.constexpr, CHA
     """Offsets and mask [HEADS, CHANNELS] of heads head .. head + HEADS - 1 in a row [H, C]."""
     h = head + tl.arange(0, HEADS)
     c = tl.arange(0, CHANNELS)
-    return h[:, None] * C + c[None, :], (h < H)[:, None] & (c < C)[None, :]
+    if H % HEADS == 0 and C == CHANNELS:  # known when compiled: nothing to mask, and loads need no zeros
+        mask = tl.full((HEADS, CHANNELS), 1, tl.int1)
+    else:
+        mask = (h < H)[:, None] & (c < C)[None, :]
+    return h[:, None] * C + c[None, :], mask
 
 
 @triton.jit
@@ -48,12 +52,6 @@ def load_attributes(edge_attr, edge, D: tl.constexpr, BIAS: tl.constexpr, ATTRIB
     if BIAS:
         a = tl.where(d == D, 1.0, a)
     return a
-
-
-@triton.jit
-def softmax_weight(score, pivot, inverse):
-    """p_e = 2^(s_e - pivot) / sum; scores are in base 2, so that log2(e) is folded into their scale."""
-    return tl.exp2(score - pivot) * inverse
 
 
 @triton.jit

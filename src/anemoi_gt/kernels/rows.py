@@ -4,14 +4,15 @@ For destination i, source j, edge e = (j -> i), with attributes a_e and u_i = W^
 `anemoi_gt.kernels.attributes` (the bias is one more attribute that is always 1):
 
     forward:
-        s_e   = (<q_i, k_j> + <u_i, a_e>) * scale * log2(e)        stored [E, H]
-        p_e   = 2^(s_e - pivot_i) * inverse_i                      pivot = max s, inverse = 1 / sum 2^(s - pivot)
-        lse_i = (pivot_i + log2 sum 2^(s - pivot)) / log2(e)
+        s_e   = (<q_i, k_j> + <u_i, a_e>) * scale * log2(e)
+        r_e   = 2^(s_e - max s)                                    the numerator, stored [E, H]
+        p_e   = r_e * inverse_i,       inverse = 1 / sum_e r_e     stored [N_dst, H]
+        lse_i = (max s + log2 sum_e r_e) / log2(e)
         o_i   = sum_e m_e p_e v_j,     A_i = sum_e m_e p_e a_e     W A_i joins o_i in `attributes`
 
     backward over destinations:
         dp_e    = m_e (<do_i, v_j> + <g_i, a_e>)
-        delta_i = sum_e p_e dp_e / sum_e p_e                       with the same p, so that sum_e ds_e vanishes
+        delta_i = sum_e p_e dp_e / sum_e p_e                       with the forward's p, so that sum_e ds_e vanishes
         ds_e    = scale * p_e (dp_e - delta_i + dlse_i)
         dq_i    = sum_e ds_e k_j                                   W B_i joins dq_i in `attributes`
 
@@ -22,7 +23,8 @@ m_e is the dropout factor. Embedded features x_e [H, C] stand for W a_e: k_j + x
 
 Work on D numbers an edge and work on a row of C numbers an edge are separate loops over the same edges: in one loop the
 layouts of [heads, D] and [heads, C] meet at every edge. What a loop hands to the next goes through [E, H] arrays, which
-stay in the cache; the barrier between them makes it visible to all threads of the program.
+stay in the cache; the barrier between them makes it visible to all threads of the program. Arrays of D numbers a node have
+ATTRIBUTES columns, a power of two, zero behind D + BIAS: whole rows, no mask.
 """
 
 import triton
@@ -35,28 +37,26 @@ from anemoi_gt.kernels.primitives import (
     load_attributes,
     load_row,
     row_offsets,
-    softmax_weight,
     wide,
 )
 
-LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
 def _project_edges(
-    projected, edge_attr, perm, scores, node, first_edge, attr_first, begin, end, head, factor,
+    projected, edge_attr, perm, edges, node, first_edge, attr_first, begin, end, head, factor,
     H: tl.constexpr, D: tl.constexpr, BIAS: tl.constexpr, HEADS: tl.constexpr, ATTRIBUTES: tl.constexpr,
     WIDE: tl.constexpr,
 ):  # fmt: skip
-    """scores[e, h] = factor * <projected[node, h], a_e> for the edges begin .. end - 1."""
-    DB: tl.constexpr = D + BIAS
+    """edges[e, h] = factor * <projected[node, h], a_e> for the edges begin .. end - 1."""
     h = head + tl.arange(0, HEADS)
-    offsets, mask = row_offsets(head, H, DB, HEADS, ATTRIBUTES)
-    u = load_row(projected, node, offsets, mask, H * DB, WIDE)  # [HEADS, ATTRIBUTES]
+    offsets, mask = row_offsets(head, H, ATTRIBUTES, HEADS, ATTRIBUTES)
+    u = load_row(projected, node, offsets, mask, H * ATTRIBUTES, WIDE)  # [HEADS, ATTRIBUTES]
     for e in range(begin, end):
         a = load_attributes(edge_attr, attr_first + caller_edge(perm, e), D, BIAS, ATTRIBUTES, WIDE)
         t = tl.sum(u * a[None, :], axis=1) * factor
-        tl.store(scores + wide(first_edge + e, WIDE) * H + h, t, mask=h < H)
+        tl.store(edges + wide(first_edge + e, WIDE) * H + h, t, mask=h < H)
 
 
 @triton.jit(repr=row_kernel_name("edge_attention_fwd", "query"), launch_metadata=launch_facts)
@@ -65,7 +65,7 @@ def edge_attention_fwd(
     key,  # [B, N_src, H, C]
     value,  # [B, N_src, H, C]
     edge_attr,  # [1 or B, E, D] or [1 or B, E, H, C] or None
-    projected,  # [B, N_dst, H, D + BIAS] u, or None
+    projected,  # [B, N_dst, H, ATTRIBUTES] u, or None
     colptr,  # [N_dst + 1]
     row,  # [E]
     perm,  # [E] or None
@@ -74,10 +74,9 @@ def edge_attention_fwd(
     seed,  # [1] int64, or None
     out,  # [B, N_dst, H, C]
     lse,  # [B, N_dst, H]
-    pivot,  # [B, N_dst, H]
     inverse,  # [B, N_dst, H]
-    scores,  # [B, E, H]
-    attr_sums,  # [B, N_dst, H, D + BIAS] A, or None
+    numerators,  # [B, E, H] r
+    attr_sums,  # [B, N_dst, H, ATTRIBUTES] A, or None
     num_dst,
     num_src,
     num_edges,
@@ -98,7 +97,7 @@ def edge_attention_fwd(
 ):
     """Grid (B * N_dst, ceil(H / HEADS)): a program owns HEADS heads of one destination of a sample.
 
-    Writes its rows of out (without W A), lse, pivot, inverse and A, and the scores of its in-edges.
+    Writes its rows of out (without W A), lse, inverse and A, and the numerators of its in-edges.
     """
     sample, i = tl.program_id(0) // num_dst, tl.program_id(0) % num_dst
     if order is not None:
@@ -113,7 +112,7 @@ def edge_attention_fwd(
     attr_first = wide(sample, WIDE) * attr_stride
     if D > 0:
         _project_edges(
-            projected, edge_attr, perm, scores, node, first_edge, attr_first, begin, end, head, score_scale,
+            projected, edge_attr, perm, numerators, node, first_edge, attr_first, begin, end, head, score_scale,
             H, D, BIAS, HEADS, ATTRIBUTES, WIDE,
         )  # fmt: skip
         tl.debug_barrier()
@@ -127,8 +126,8 @@ def edge_attention_fwd(
         s = tl.sum(q * k, axis=1)
         at = wide(first_edge + e, WIDE) * H + h
         if D > 0:
-            s += tl.load(scores + at, mask=h < H, other=0.0)
-        tl.store(scores + at, s, mask=h < H)
+            s += tl.load(numerators + at, mask=h < H, other=0.0)
+        tl.store(numerators + at, s, mask=h < H)
         high = tl.maximum(high, s, propagate_nan=tl.PropagateNan.ALL)
     high = tl.where(high == -float("inf"), 0.0, high)  # -inf minus -inf would be NaN
     tl.debug_barrier()
@@ -139,50 +138,47 @@ def edge_attention_fwd(
         v = load_row(value, first_src + tl.load(row + e), offsets, mask, H * C, WIDE)
         if EMBEDDED:
             v += load_row(edge_attr, attr_first + caller_edge(perm, e), offsets, mask, H * C, WIDE)
-        s = tl.load(scores + wide(first_edge + e, WIDE) * H + h, mask=h < H, other=-float("inf"))
-        p = tl.exp2(s - high)
-        total += p
+        at = wide(first_edge + e, WIDE) * H + h
+        r = tl.exp2(tl.load(numerators + at, mask=h < H, other=0.0) - high)
+        tl.store(numerators + at, r, mask=h < H)
+        total += r
         if seed is not None:
             number = caller_edge(perm, e) if edge_id is None else tl.load(edge_id + e)
-            p *= keep_factor(seed, number, sample, h, drop_below, survivor)
-        o += p[:, None] * v
+            r *= keep_factor(seed, number, sample, h, drop_below, survivor)
+        o += r[:, None] * v
     share = 1.0 / tl.where(total == 0.0, 1.0, total)
     tl.store(out + node * (H * C) + offsets, (o * share[:, None]).to(out.dtype.element_ty), mask=mask)
     at = node * H + h
-    tl.store(lse + at, (high + tl.log2(total)) / LOG2_E, mask=h < H)
-    tl.store(pivot + at, high, mask=h < H)
+    tl.store(lse + at, (high + tl.log2(total)) * LN_2, mask=h < H)
     tl.store(inverse + at, tl.where(total == 0.0, 0.0, share), mask=h < H)
     if D > 0:
         _sum_attributes(
-            edge_attr, perm, edge_id, seed, scores, attr_sums, sample, node, first_edge, attr_first, begin, end,
-            head, pivot, inverse, drop_below, survivor, H, D, BIAS, HEADS, ATTRIBUTES, WIDE,
+            edge_attr, perm, edge_id, seed, numerators, attr_sums, sample, node, first_edge, attr_first, begin, end,
+            head, inverse, drop_below, survivor, H, D, BIAS, HEADS, ATTRIBUTES, WIDE,
         )  # fmt: skip
 
 
 @triton.jit
 def _sum_attributes(
-    edge_attr, perm, edge_id, seed, scores, attr_sums, sample, node, first_edge, attr_first, begin, end,
-    head, pivot, inverse, drop_below, survivor,
+    edge_attr, perm, edge_id, seed, numerators, attr_sums, sample, node, first_edge, attr_first, begin, end,
+    head, inverse, drop_below, survivor,
     H: tl.constexpr, D: tl.constexpr, BIAS: tl.constexpr, HEADS: tl.constexpr, ATTRIBUTES: tl.constexpr,
     WIDE: tl.constexpr,
 ):  # fmt: skip
     """attr_sums[node, h] = sum_e m_e p_e a_e over the edges begin .. end - 1."""
-    DB: tl.constexpr = D + BIAS
     h = head + tl.arange(0, HEADS)
-    offsets, mask = row_offsets(head, H, DB, HEADS, ATTRIBUTES)
+    offsets, mask = row_offsets(head, H, ATTRIBUTES, HEADS, ATTRIBUTES)
     tl.debug_barrier()
-    high = tl.load(pivot + node * H + h, mask=h < H, other=0.0)
-    share = tl.load(inverse + node * H + h, mask=h < H, other=0.0)
     sums = tl.zeros((HEADS, ATTRIBUTES), tl.float32)
     for e in range(begin, end):
         a = load_attributes(edge_attr, attr_first + caller_edge(perm, e), D, BIAS, ATTRIBUTES, WIDE)
-        s = tl.load(scores + wide(first_edge + e, WIDE) * H + h, mask=h < H, other=-float("inf"))
-        p = softmax_weight(s, high, share)
+        r = tl.load(numerators + wide(first_edge + e, WIDE) * H + h, mask=h < H, other=0.0)
         if seed is not None:
             number = caller_edge(perm, e) if edge_id is None else tl.load(edge_id + e)
-            p *= keep_factor(seed, number, sample, h, drop_below, survivor)
-        sums += p[:, None] * a[None, :]
-    tl.store(attr_sums + node * (H * DB) + offsets, sums.to(attr_sums.dtype.element_ty), mask=mask)
+            r *= keep_factor(seed, number, sample, h, drop_below, survivor)
+        sums += r[:, None] * a[None, :]
+    sums *= tl.load(inverse + node * H + h, mask=h < H, other=0.0)[:, None]
+    tl.store(attr_sums + node * (H * ATTRIBUTES) + offsets, sums.to(attr_sums.dtype.element_ty), mask=mask)
 
 
 @triton.jit(repr=row_kernel_name("edge_attention_bwd_dst", "query"), launch_metadata=launch_facts)
@@ -191,12 +187,11 @@ def edge_attention_bwd_dst(
     key,  # [B, N_src, H, C]
     value,  # [B, N_src, H, C]
     edge_attr,  # [1 or B, E, D] or [1 or B, E, H, C] or None
-    projected,  # [B, N_dst, H, D + BIAS] g, or None
+    projected,  # [B, N_dst, H, ATTRIBUTES] g, or None
     grad_out,  # [B, N_dst, H, C]
     grad_lse,  # [B, N_dst, H] or None
-    pivot,  # [B, N_dst, H]
     inverse,  # [B, N_dst, H]
-    scores,  # [B, E, H]
+    numerators,  # [B, E, H] r
     colptr,  # [N_dst + 1]
     row,  # [E]
     perm,  # [E] or None
@@ -249,7 +244,6 @@ def edge_attention_bwd_dst(
         tl.debug_barrier()
 
     do = load_row(grad_out, node, offsets, mask, H * C, WIDE)
-    high = tl.load(pivot + node * H + h, mask=h < H, other=0.0)
     share = tl.load(inverse + node * H + h, mask=h < H, other=0.0)
     total = tl.zeros((HEADS,), tl.float32)
     delta = tl.zeros((HEADS,), tl.float32)
@@ -265,7 +259,7 @@ def edge_attention_bwd_dst(
             number = caller_edge(perm, e) if edge_id is None else tl.load(edge_id + e)
             dp *= keep_factor(seed, number, sample, h, drop_below, survivor)
         tl.store(dweights + at, dp, mask=h < H)
-        p = softmax_weight(tl.load(scores + at, mask=h < H, other=-float("inf")), high, share)
+        p = share * tl.load(numerators + at, mask=h < H, other=0.0)
         total += p
         delta += p * dp
     delta = delta / tl.where(total == 0.0, 1.0, total)
@@ -278,7 +272,7 @@ def edge_attention_bwd_dst(
         q = load_row(query, node, offsets, mask, H * C, WIDE)
     for e in tl.range(begin, end, loop_unroll_factor=UNROLL):
         at = wide(first_edge + e, WIDE) * H + h
-        p = softmax_weight(tl.load(scores + at, mask=h < H, other=-float("inf")), high, share)
+        p = share * tl.load(numerators + at, mask=h < H, other=0.0)
         ds = scale * p * (tl.load(dweights + at, mask=h < H, other=0.0) - delta)
         if seed is not None:
             number = caller_edge(perm, e) if edge_id is None else tl.load(edge_id + e)

@@ -42,7 +42,7 @@ def next_power_of_two(n: int) -> int:
 def _row(heads: int, channels: int, attributes: int) -> tuple[int, int]:
     """Heads of a program and padded channels, so that neither array of it passes ROW_ELEMENTS."""
     padded = next_power_of_two(channels)
-    widest = max(padded, next_power_of_two(max(1, attributes)))
+    widest = max(padded, attribute_columns(attributes) if attributes else 1)
     return min(next_power_of_two(heads), max(1, ROW_ELEMENTS // widest)), padded
 
 
@@ -77,9 +77,14 @@ def source_tile(heads: int, channels: int, degree: float) -> RowTile:
     return RowTile(group, padded, unroll, _warps(group * padded, group * padded // 256), nodes)
 
 
+def attribute_columns(attributes: int) -> int:
+    """Columns of the arrays of a node's attributes: a power of two, at least the 16 of a matrix product."""
+    return max(16, next_power_of_two(max(1, attributes)))
+
+
 def attribute_warps(heads: int, attributes: int) -> int:
     """Warps of the backward pass over attributes, which holds four arrays [heads, attributes]."""
-    return _warps(next_power_of_two(heads) * next_power_of_two(attributes), 1)
+    return _warps(next_power_of_two(heads) * attribute_columns(attributes), 1)
 
 
 def _warps(elements: int, wanted: int) -> int:
@@ -92,6 +97,6 @@ def contraction_tile(channels: int, attributes: int) -> ContractionTile:
 
     Measured, decoder at C = 64: project 0.27, embed 0.51 ms (0.59, 0.66 with the weight read for every tile).
     """
-    columns = max(16, next_power_of_two(attributes))
+    columns = attribute_columns(attributes)
     padded = max(16, min(next_power_of_two(channels), 64, 4096 // columns))
     return ContractionTile(nodes=32, tiles=4, channels=padded, attributes=columns, num_warps=2 if columns <= 32 else 4)

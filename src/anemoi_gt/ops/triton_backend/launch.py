@@ -10,6 +10,7 @@ from anemoi_gt.kernels import attributes, rows
 from anemoi_gt.kernels.tile import (
     ContractionTile,
     RowTile,
+    attribute_columns,
     attribute_warps,
     contraction_tile,
     destination_tile,
@@ -58,6 +59,11 @@ class Problem:
         """Columns of W, the bias among them; 0 without raw attributes."""
         return 0 if self.edge_weight is None else self.edge_weight.shape[1] + (self.edge_bias is not None)
 
+    @property
+    def columns(self) -> int:
+        """Columns of what passes between kernels: `attributes` padded, at least the 16 of a matrix product."""
+        return attribute_columns(self.attributes)
+
     def sizes(self) -> dict:
         """Sizes and constants that the row kernels over destinations share."""
         _, num_dst, heads, channels = self.query.shape
@@ -78,7 +84,7 @@ class Problem:
             "attr_stride": self.row.shape[0] if per_sample else 0,
             "D": self.edge_weight.shape[1] if raw else 0,
             "BIAS": int(self.edge_bias is not None),
-            "ATTRIBUTES": next_power_of_two(max(1, self.attributes)),
+            "ATTRIBUTES": self.columns,
         }
 
     def row_shape(self) -> tuple[int, int]:
@@ -103,7 +109,7 @@ class Problem:
         """Whether an offset passes 2^31, so that 64-bit arithmetic is needed."""
         samples, num_dst, heads, channels = self.query.shape
         edges = samples * self.row.shape[0] * heads * (channels if self.embedded else 2)
-        attributes_size = max(self.attributes, 1)
+        attributes_size = self.columns
         nodes = samples * max(num_dst, self.key.shape[1]) * heads * max(channels, attributes_size)
         return max(edges, nodes, samples * self.row.shape[0] * attributes_size) >= 2**31
 
@@ -145,44 +151,43 @@ def _map_nodes(kernel, problem: Problem, rows_: Tensor, other: dict[str, Tensor]
 
 
 def project(problem: Problem, rows_: Tensor) -> Tensor:
-    """W^T of rows [B, N_dst, H, C]: [B, N_dst, H, D + BIAS]."""
-    projected = rows_.new_empty((*rows_.shape[:3], problem.attributes), dtype=scratch_dtype(rows_.dtype))
+    """W^T of rows [B, N_dst, H, C]: [B, N_dst, H, columns]."""
+    projected = rows_.new_empty((*rows_.shape[:3], problem.columns), dtype=scratch_dtype(rows_.dtype))
     _map_nodes(attributes.project, problem, rows_, {"projected": projected})
     return projected
 
 
 def embed(problem: Problem, sums: Tensor, rows_: Tensor) -> None:
-    """Add W sums [B, N_dst, H, D + BIAS] to rows [B, N_dst, H, C]."""
+    """Add W sums [B, N_dst, H, columns] to rows [B, N_dst, H, C]."""
     _map_nodes(attributes.embed, problem, rows_, {"sums": sums})
 
 
 def attend_rows(problem: Problem, projected: Tensor | None) -> tuple[Tensor, ...]:
-    """Forward over destinations: out without W A, lse, pivot, inverse, scores and A."""
+    """Forward over destinations: out without W A, lse, inverse, numerators and A."""
     query = problem.query
     out, lse = torch.empty_like(query), query.new_empty(query.shape[:3], dtype=torch.float32)
-    pivot, inverse = torch.empty_like(lse), torch.empty_like(lse)
-    scores = lse.new_empty(query.shape[0], problem.row.shape[0], query.shape[2])
+    inverse = torch.empty_like(lse)
+    numerators = lse.new_empty(query.shape[0], problem.row.shape[0], query.shape[2])
     attr_sums = None if projected is None else torch.empty_like(projected)
     tile = forward_tile(*problem.row_shape(), problem.degree(query.shape[1]), problem.attributes)
     grid, constants = _grid(problem, query.shape[1], tile)
     if grid[0]:
         rows.edge_attention_fwd[grid](
             query=query, key=problem.key, value=problem.value, edge_attr=problem.edge_attr, projected=projected,
-            **problem.structure(), out=out, lse=lse, pivot=pivot, inverse=inverse, scores=scores, attr_sums=attr_sums,
+            **problem.structure(), out=out, lse=lse,  inverse=inverse, numerators=numerators, attr_sums=attr_sums,
             score_scale=problem.scale * LOG2_E, EMBEDDED=problem.embedded,
             **problem.sizes(), **problem.edge_sizes(), **problem.dropout(), **constants,
         )  # fmt: skip
-    return out, lse, pivot, inverse, scores, attr_sums
+    return out, lse, inverse, numerators, attr_sums
 
 
 @dataclass(frozen=True)
 class Saved:
     """What the forward keeps for the backward."""
 
-    pivot: Tensor  # [B, N_dst, H]
     inverse: Tensor  # [B, N_dst, H]
-    scores: Tensor  # [B, E, H]
-    projected: Tensor | None  # [B, N_dst, H, D + BIAS]
+    numerators: Tensor  # [B, E, H]
+    projected: Tensor | None  # [B, N_dst, H, columns]
 
 
 def differentiate_rows(
@@ -198,14 +203,14 @@ def differentiate_rows(
     samples, num_dst, heads, _ = problem.query.shape
     num_edges = problem.row.shape[0]
     weights = grad_out.new_empty((samples, num_edges, 2, heads), dtype=scratch_dtype(grad_out.dtype))
-    dweights = torch.empty_like(saved.scores)
+    dweights = torch.empty_like(saved.numerators)
     tile = destination_tile(*problem.row_shape(), problem.degree(num_dst), problem.attributes)
     grid, constants = _grid(problem, num_dst, tile)
     if grid[0]:
         rows.edge_attention_bwd_dst[grid](
             query=problem.query, key=problem.key, value=problem.value, edge_attr=problem.edge_attr,
             projected=projected_grad, grad_out=grad_out, grad_lse=grad_lse,
-            pivot=saved.pivot, inverse=saved.inverse, scores=saved.scores, **problem.structure(),
+             inverse=saved.inverse, numerators=saved.numerators, **problem.structure(),
             dquery=dquery, dedge=dedge, weights=weights, dweights=dweights,
             scale=problem.scale, EMBEDDED=problem.embedded,
             **problem.sizes(), **problem.edge_sizes(), **problem.dropout(), **constants,
@@ -237,7 +242,7 @@ def differentiate_sources(
 def differentiate_attributes(
     problem: Problem, weights: Tensor, saved: Saved, projected_grad: Tensor, dedge_attr: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """A and B of each destination [B, N_dst, H, D + BIAS]; fills dedge_attr [B, E, D]."""
+    """A and B of each destination [B, N_dst, H, columns]; fills dedge_attr [B, E, D]."""
     samples, num_dst, heads, _ = problem.query.shape
     attr_sums, dscore_sums = torch.empty_like(projected_grad), torch.empty_like(projected_grad)
     sizes, edge_sizes = problem.sizes(), problem.edge_sizes()

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from anemoi_gt.graph import GraphStructure
+from anemoi_gt.kernels.tile import attribute_columns
 from anemoi_gt.ops.derivative import refuse_second_derivative
 from anemoi_gt.ops.dtypes import scratch_dtype
 
@@ -48,7 +49,7 @@ def edge_attention_triton(
     scale: float,
     dropout_p: float,
     save: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Forward: out [B, N_dst, H, C], lse [B, N_dst, H], and what backward needs, empty unless `save`."""
     from anemoi_gt.ops.triton_backend import launch
 
@@ -58,29 +59,29 @@ def edge_attention_triton(
     )
     with launch.on_device(query):
         projected = None if edge_weight is None else launch.project(problem, problem.query)
-        out, lse, pivot, inverse, scores, attr_sums = launch.attend_rows(problem, projected)
+        out, lse, inverse, numerators, attr_sums = launch.attend_rows(problem, projected)
         if attr_sums is not None:
             launch.embed(problem, attr_sums, out)
     nothing = lse.new_empty(0)
     if not save:
-        return out, lse, nothing, nothing.clone(), nothing.clone(), nothing.clone()
-    return out, lse, pivot, inverse, scores, nothing if projected is None else projected
+        return out, lse, nothing, nothing.clone(), nothing.clone()
+    return out, lse, inverse, numerators, nothing if projected is None else projected
 
 
 @edge_attention_triton.register_fake
 def _(query, key, value, edge_attr, edge_weight, edge_bias, colptr, row, *rest):
     save = rest[-1]
     statistic = (query.shape[0], query.shape[1], query.shape[2])
-    scores = (query.shape[0], row.shape[0], query.shape[2])
+    edges = (query.shape[0], row.shape[0], query.shape[2])
     out = query.new_empty(query.shape)
     lse = query.new_empty(statistic, dtype=torch.float32)
     if not save:
-        return out, lse, *(lse.new_empty(0) for _ in range(4))
+        return out, lse, *(lse.new_empty(0) for _ in range(3))
     projected = lse.new_empty(0)
     if edge_weight is not None:
-        columns = edge_weight.shape[1] + (edge_bias is not None)
+        columns = attribute_columns(edge_weight.shape[1] + (edge_bias is not None))
         projected = query.new_empty((*statistic, columns), dtype=scratch_dtype(query.dtype))
-    return out, lse, lse.new_empty(statistic), lse.new_empty(statistic), lse.new_empty(scores), projected
+    return out, lse, lse.new_empty(statistic), lse.new_empty(edges), projected
 
 
 def _setup_context(ctx, inputs, output):
@@ -110,9 +111,8 @@ def edge_attention_triton_backward(
     col: Tensor | None,
     csr_to_csc: Tensor | None,
     seed: Tensor | None,
-    pivot: Tensor,
     inverse: Tensor,
-    scores: Tensor,
+    numerators: Tensor,
     projected: Tensor,
     scale: float,
     dropout_p: float,
@@ -125,7 +125,7 @@ def edge_attention_triton_backward(
     problem = launch.Problem(
         *_contiguous(*nodes, colptr, row, perm, edge_id, program_order), seed=seed, scale=scale, dropout_p=dropout_p
     )
-    saved = launch.Saved(pivot, inverse, scores, None if edge_weight is None else projected)
+    saved = launch.Saved(inverse, numerators, None if edge_weight is None else projected)
     grad_out = torch.zeros_like(problem.query) if grad_out is None else grad_out.contiguous()
     grad_lse = None if grad_lse is None else grad_lse.contiguous()
     with launch.on_device(query):
@@ -180,7 +180,10 @@ def _gradients(launch, problem, saved, grad_out, grad_lse, reverse, needs: list[
     if need_attr:
         dattr = dattr.sum_to_size(problem.edge_attr.shape).to(problem.edge_attr.dtype)
     edge_dim = problem.edge_weight.shape[1] if raw else 0
-    dweight_only = dweight[:, :edge_dim].to(problem.edge_weight.dtype).contiguous() if need_weight else None
-    dbias = dweight[:, edge_dim].to(problem.edge_bias.dtype).contiguous() if need_bias else None
+    dtype, dweight_only, dbias = problem.query.dtype, None, None
+    if need_weight:  # copies: outputs of an operator share no memory
+        dweight_only = dweight[:, :edge_dim].to(dtype, copy=True, memory_format=torch.contiguous_format)
+    if need_bias:
+        dbias = dweight[:, edge_dim].to(dtype, copy=True, memory_format=torch.contiguous_format)
     every = (dquery, dkey, dvalue, dattr, dweight_only, dbias)
     return [gradient for gradient, need in zip(every, needs, strict=True) if need]
