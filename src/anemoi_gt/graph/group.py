@@ -5,6 +5,8 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
+from anemoi_gt.operators import define_operator
+
 EDGES_PER_PROGRAM = 512
 
 
@@ -44,7 +46,7 @@ def pointers(node: Tensor, num_nodes: int) -> Tensor:
     return counts.cumsum(0, dtype=node.dtype)
 
 
-@torch.library.custom_op("anemoi_gt::group_edges_unordered", mutates_args=())
+@define_operator
 def group_edges_unordered(node: Tensor, neighbour: Tensor, num_nodes: int) -> tuple[Tensor, Tensor, Tensor]:
     """`group_edges` without order, by the kernels of `anemoi_gt.kernels.group`; nothing waits for the device."""
     from anemoi_gt.kernels import group
@@ -65,6 +67,6 @@ def group_edges_unordered(node: Tensor, neighbour: Tensor, num_nodes: int) -> tu
     return begins, order, neighbours
 
 
-@group_edges_unordered.register_fake
+@torch.library.register_fake("anemoi_gt::group_edges_unordered")
 def _(node, neighbour, num_nodes):
     return node.new_empty(num_nodes + 1), torch.empty_like(node), torch.empty_like(neighbour)

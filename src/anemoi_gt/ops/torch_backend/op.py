@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from anemoi_gt.graph import GraphStructure
+from anemoi_gt.operators import define_operator
 from anemoi_gt.ops.derivative import refuse_second_derivative
 from anemoi_gt.ops.dropout import keep_factor
 from anemoi_gt.ops.dtypes import accumulator_dtype
@@ -92,7 +93,7 @@ def attend(
     )  # fmt: skip
 
 
-@torch.library.custom_op("anemoi_gt::edge_attention_torch", mutates_args=())
+@define_operator
 def edge_attention_torch(
     query: Tensor,
     key: Tensor,
@@ -122,7 +123,7 @@ def edge_attention_torch(
     return _nodes_first(out, query.dtype), lse.transpose(1, 2).contiguous()
 
 
-@edge_attention_torch.register_fake
+@torch.library.register_fake("anemoi_gt::edge_attention_torch")
 def _(query, key, value, edge_attr, edge_weight, edge_bias, colptr, row, perm, edge_id, *_):
     lse = query.new_empty(query.shape[:3], dtype=accumulator_dtype(query.dtype))
     return query.new_empty(query.shape), lse
@@ -134,7 +135,7 @@ def _setup_context(ctx, inputs, output):
     ctx.save_for_backward(*tensors)
 
 
-@torch.library.custom_op("anemoi_gt::edge_attention_torch_backward", mutates_args=())
+@define_operator
 def edge_attention_torch_backward(
     grad_out: Tensor | None,
     grad_lse: Tensor | None,
@@ -173,7 +174,7 @@ def edge_attention_torch_backward(
     return gradients.results(query.dtype, perm)
 
 
-@edge_attention_torch_backward.register_fake
+@torch.library.register_fake("anemoi_gt::edge_attention_torch_backward")
 def _(grad_out, grad_lse, query, key, value, edge_attr, edge_weight, edge_bias, *rest):
     operands = (query, key, value, edge_attr, edge_weight, edge_bias)
     return [operand.new_empty(operand.shape) for operand, need in zip(operands, rest[-1], strict=True) if need]
@@ -188,8 +189,8 @@ def _backward(ctx, grad_out, grad_lse):
     return *(next(gradients) if need else None for need in needs), *((None,) * 10)
 
 
-edge_attention_torch.register_autograd(_backward, setup_context=_setup_context)
-edge_attention_torch_backward.register_autograd(refuse_second_derivative)
+torch.library.register_autograd("anemoi_gt::edge_attention_torch", _backward, setup_context=_setup_context)
+torch.library.register_autograd("anemoi_gt::edge_attention_torch_backward", refuse_second_derivative)
 
 
 @dataclass(frozen=True)

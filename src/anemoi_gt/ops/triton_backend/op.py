@@ -5,6 +5,7 @@ from torch import Tensor
 
 from anemoi_gt.graph import GraphStructure
 from anemoi_gt.kernels.tile import attribute_columns
+from anemoi_gt.operators import define_operator
 from anemoi_gt.ops.derivative import refuse_second_derivative
 from anemoi_gt.ops.dtypes import scratch_dtype
 
@@ -29,7 +30,7 @@ def attend(
     return edge_attention_triton(*operands, *structure, *reverse, seed, scale, dropout_p, save)[:2]
 
 
-@torch.library.custom_op("anemoi_gt::edge_attention_triton", mutates_args=())
+@define_operator
 def edge_attention_triton(
     query: Tensor,
     key: Tensor,
@@ -68,7 +69,7 @@ def edge_attention_triton(
     return out, lse, inverse, numerators, nothing if projected is None else projected
 
 
-@edge_attention_triton.register_fake
+@torch.library.register_fake("anemoi_gt::edge_attention_triton")
 def _(query, key, value, edge_attr, edge_weight, edge_bias, colptr, row, *rest):
     save = rest[-1]
     statistic = (query.shape[0], query.shape[1], query.shape[2])
@@ -92,7 +93,7 @@ def _setup_context(ctx, inputs, output):
     ctx.save_for_backward(*tensors, *saved)
 
 
-@torch.library.custom_op("anemoi_gt::edge_attention_triton_backward", mutates_args=())
+@define_operator
 def edge_attention_triton_backward(
     grad_out: Tensor | None,
     grad_lse: Tensor | None,
@@ -132,7 +133,7 @@ def edge_attention_triton_backward(
         return _gradients(launch, problem, saved, grad_out, grad_lse, (rowptr, col, csr_to_csc), needs)
 
 
-@edge_attention_triton_backward.register_fake
+@torch.library.register_fake("anemoi_gt::edge_attention_triton_backward")
 def _(grad_out, grad_lse, query, key, value, edge_attr, edge_weight, edge_bias, *rest):
     operands = (query, key, value, edge_attr, edge_weight, edge_bias)
     return [operand.new_empty(operand.shape) for operand, need in zip(operands, rest[-1], strict=True) if need]
@@ -148,8 +149,8 @@ def _backward(ctx, grad_out, grad_lse, *_):
     return *(next(gradients) if need else None for need in needs), *((None,) * 12)
 
 
-edge_attention_triton.register_autograd(_backward, setup_context=_setup_context)
-edge_attention_triton_backward.register_autograd(refuse_second_derivative)
+torch.library.register_autograd("anemoi_gt::edge_attention_triton", _backward, setup_context=_setup_context)
+torch.library.register_autograd("anemoi_gt::edge_attention_triton_backward", refuse_second_derivative)
 
 
 def _contiguous(*tensors: Tensor | None) -> list[Tensor | None]:
