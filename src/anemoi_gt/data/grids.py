@@ -1,0 +1,165 @@
+"""Grids on which fields are given: reduced Gaussian grids of the globe and regional latitude-longitude grids.
+
+A reduced Gaussian grid is its row lengths: row i of n lies on the i-th Gaussian latitude, north first, and holds
+lengths[i] points at equal steps of longitude from 0 degrees eastwards. Octahedral grids (Malardel et al. 2016) and the
+classic ones differ in the lengths alone.
+
+References
+----------
+Malardel, S. et al. (2016), A new grid for the IFS, ECMWF Newsletter 146, 23-28.
+Hortal, M. and Simmons, A. J. (1991), Use of reduced Gaussian grids in spectral models, Mon. Wea. Rev. 119, 1057-1074.
+"""
+
+import re
+
+import numpy as np
+
+from anemoi_gt.data.nodes import Nodes
+
+
+def gaussian_latitudes(n: int) -> np.ndarray:
+    """Return the n Gaussian latitudes: arcsines of the roots of the Legendre polynomial P_n.
+
+    Newton's iteration on all roots at once, from Tricomi's asymptotic estimate; the recurrence
+    k P_k = (2k - 1) x P_(k-1) - (k - 1) P_(k-2) gives the values, n (P_(n-1) - x P_n) / (1 - x^2) the slope.
+
+    Parameters
+    ----------
+    n : int
+        How many, at least 1.
+
+    Returns
+    -------
+    numpy.ndarray
+        [n] float64, degrees, north to south.
+
+    Raises
+    ------
+    ValueError
+        If n is not positive.
+
+    Examples
+    --------
+    >>> gaussian_latitudes(2).round(4)
+    array([ 35.2644, -35.2644])
+    """
+    if n < 1:
+        raise ValueError(f"n must be at least 1, the number of latitudes, got {n}")
+    k = np.arange(1, n + 1)
+    root = (1 - (n - 1) / (8 * n**3)) * np.cos(np.pi * (4 * k - 1) / (4 * n + 2))
+    for _ in range(4):  # the estimate is good to n^-4 and each step squares the error
+        value, before = _legendre(n, root)
+        root = root - value * (1 - root**2) / (n * (before - root * value))
+    return np.rad2deg(np.arcsin(0.5 * (root - root[::-1])))  # exactly antisymmetric about the equator
+
+
+def _legendre(n: int, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return P_n(x) and P_(n-1)(x)."""
+    before, value = np.zeros_like(x), np.ones_like(x)
+    for k in range(1, n + 1):
+        before, value = value, ((2 * k - 1) * x * value - (k - 1) * before) / k
+    return value, before
+
+
+def reduced_gaussian(lengths: np.ndarray) -> Nodes:
+    """Return the nodes of the reduced Gaussian grid with these row lengths.
+
+    Parameters
+    ----------
+    lengths : numpy.ndarray
+        Points in each row, north first; the number of rows is the order of the Gaussian latitudes.
+
+    Returns
+    -------
+    Nodes
+        Row by row, north to south; within a row from longitude 0 eastwards.
+
+    Raises
+    ------
+    ValueError
+        If a row is empty, or there is none.
+    """
+    lengths = np.asarray(lengths)
+    if lengths.ndim != 1 or len(lengths) == 0 or lengths.min() < 1:
+        raise ValueError(f"lengths must give at least one point for each row, got {lengths}")
+    row_starts = np.repeat(np.cumsum(lengths) - lengths, lengths)
+    position = np.arange(lengths.sum()) - row_starts
+    return Nodes(np.repeat(gaussian_latitudes(len(lengths)), lengths), 360 * position / np.repeat(lengths, lengths))
+
+
+def octahedral(n: int) -> Nodes:
+    """Return the octahedral reduced Gaussian grid O<n>: 2n rows of 20, 24, ..., 4n + 16 points and back.
+
+    Parameters
+    ----------
+    n : int
+        Rows between a pole and the equator, at least 1.
+
+    Returns
+    -------
+    Nodes
+        4n (n + 9) of them.
+
+    Raises
+    ------
+    ValueError
+        If n is not positive.
+
+    Examples
+    --------
+    >>> len(octahedral(96))
+    40320
+    """
+    if n < 1:
+        raise ValueError(f"n must be at least 1, the number of rows between a pole and the equator, got {n}")
+    half = 16 + 4 * np.arange(1, n + 1)
+    return reduced_gaussian(np.concatenate([half, half[::-1]]))
+
+
+def grid(name: str) -> Nodes:
+    """Return a global grid by its name.
+
+    Parameters
+    ----------
+    name : str
+        "O<n>", an octahedral reduced Gaussian grid, such as "O96".
+
+    Returns
+    -------
+    Nodes
+        The grid's points.
+
+    Raises
+    ------
+    ValueError
+        For a name that means no grid.
+    """
+    match = re.fullmatch(r"O([1-9]\d*)", name)
+    if match is None:
+        raise ValueError(f'grid must be "O" and a number of rows, such as "O96", got {name!r}')
+    return octahedral(int(match[1]))
+
+
+def regional(lat: np.ndarray, lon: np.ndarray) -> Nodes:
+    """Return the latitude-longitude grid over these axes.
+
+    Parameters
+    ----------
+    lat, lon : numpy.ndarray
+        Degrees, [n_lat] and [n_lon]; the order is kept.
+
+    Returns
+    -------
+    Nodes
+        n_lat * n_lon of them, row by row: node i * n_lon + j is (lat[i], lon[j]), as a field [n_lat, n_lon] flattens.
+
+    Raises
+    ------
+    ValueError
+        If an axis is not a vector.
+    """
+    lat, lon = np.asarray(lat), np.asarray(lon)
+    if lat.ndim != 1 or lon.ndim != 1:
+        raise ValueError(f"lat and lon must be vectors, the axes of the grid, got {lat.shape} and {lon.shape}")
+    lat2d, lon2d = np.meshgrid(lat, lon, indexing="ij")
+    return Nodes(lat2d.ravel(), lon2d.ravel())

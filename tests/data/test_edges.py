@@ -1,0 +1,117 @@
+"""Edge builders against brute force over all pairs."""
+
+import numpy as np
+import pytest
+
+from anemoi_gt.data.edges import cutoff, grid_spacing, nearest, within
+from anemoi_gt.data.grids import octahedral, regional
+from anemoi_gt.data.icosphere import icosphere
+from anemoi_gt.data.nodes import Nodes
+
+
+def random_nodes(n, seed):
+    return Nodes.from_xyz(np.random.default_rng(seed).standard_normal((n, 3)))
+
+
+def distances(source, destination):
+    """Chords between all pairs, [destinations, sources]."""
+    return np.linalg.norm(destination.xyz[:, None] - source.xyz, axis=-1)
+
+
+def as_set(edge_index):
+    pairs = set(map(tuple, edge_index.T))
+    assert len(pairs) == edge_index.shape[1], "an edge is there twice"
+    return pairs
+
+
+def brute_force(chosen):
+    """Edges of a [destinations, sources] mask."""
+    return {(source, destination) for destination, source in zip(*np.nonzero(chosen), strict=True)}
+
+
+@pytest.mark.parametrize("k", [1, 3, 17, 60])
+def test_destination_reads_its_k_nearest_sources(k):
+    source, destination = random_nodes(60, 0), random_nodes(40, 1)
+    rank = distances(source, destination).argsort(axis=1).argsort(axis=1)
+    assert as_set(nearest(source, destination, k)) == brute_force(rank < k)
+
+
+@pytest.mark.parametrize("factor", [0.05, 0.3, 0.6, 1.5])
+def test_destination_reads_every_source_within_the_radius(factor):
+    source, destination = random_nodes(150, 2), random_nodes(30, 3)
+    radius = factor * grid_spacing(destination)
+    assert as_set(cutoff(source, destination, factor, 150)) == brute_force(distances(source, destination) <= radius)
+
+
+def test_spacing_is_the_largest_distance_to_a_nearest_neighbour():
+    nodes = random_nodes(80, 4)
+    distance = distances(nodes, nodes)
+    np.fill_diagonal(distance, np.inf)
+    assert grid_spacing(nodes) == pytest.approx(distance.min(axis=1).max(), rel=1e-12)
+
+
+def test_crowded_destination_keeps_the_nearest_sources():
+    source, destination = random_nodes(300, 5), random_nodes(12, 6)
+    distance = distances(source, destination)
+    chosen = (distance <= 0.6 * grid_spacing(destination)) & (distance.argsort(axis=1).argsort(axis=1) < 5)
+    assert as_set(cutoff(source, destination, 0.6, max_neighbours=5)) == brute_force(chosen)
+    assert np.bincount(cutoff(source, destination, 3.0)[1]).max() == 64
+
+
+def test_source_at_the_radius_is_in():
+    destination = Nodes([0.0, 0.0], [0.0, 10.0])
+    source = Nodes([0.0, 0.0], [-10.0, 20.0])
+    assert as_set(cutoff(source, destination, 1.0)) == {(0, 0), (1, 1)}
+
+
+def test_equally_far_sources_are_taken_by_number():
+    ring = Nodes(np.full(12, 80.0), np.arange(0, 360, 30))
+    pole = Nodes([90.0], [0.0])
+    np.testing.assert_array_equal(nearest(ring, pole, 4), [[0, 1, 2, 3], [0, 0, 0, 0]])
+
+
+def test_counts_of_the_o96_graph_are_those_of_anemoi():
+    data, hidden = octahedral(96), icosphere(5)
+    assert cutoff(data, hidden.nodes, 0.6).shape[1] == 62_980
+    assert hidden.edge_index.shape[1] == 81_840
+    assert nearest(hidden.nodes, data, 3).shape[1] == 120_960
+
+
+@pytest.mark.parametrize("build", [lambda s, d: cutoff(s, d, 0.6), lambda s, d: nearest(s, d, 3)])
+def test_edges_are_sorted_by_destination_then_source_and_repeat(build):
+    source, destination = octahedral(12), icosphere(2).nodes
+    edge_index = build(source, destination)
+    assert edge_index.dtype == np.int64
+    assert (np.diff(edge_index[1] * len(source) + edge_index[0]) > 0).all()
+    np.testing.assert_array_equal(edge_index, build(source, destination))
+
+
+def test_every_point_of_o32_is_read_by_icosphere_4():
+    data = octahedral(32)
+    assert len(np.unique(cutoff(data, icosphere(4).nodes, 0.6)[0])) == len(data)
+
+
+def test_within_is_the_distance_to_the_nearest_reference():
+    reference, nodes = regional([50.0, 51.0], [0.0, 1.0]), random_nodes(500, 7)
+    expected = distances(reference, nodes).min(axis=1) <= 0.4
+    np.testing.assert_array_equal(within(reference, nodes, 0.4), expected)
+    assert expected.any() and not expected.all()
+
+
+@pytest.mark.parametrize("k", [0, -1, 11])
+def test_impossible_k_raises(k):
+    with pytest.raises(ValueError, match=rf"k must be in \[1, 10\], the number of sources, got {k}"):
+        nearest(random_nodes(10, 0), random_nodes(5, 1), k)
+
+
+@pytest.mark.parametrize(
+    "options", [{"factor": 0.0}, {"factor": -1.0}, {"factor": np.nan}, {"factor": 1, "max_neighbours": 0}]
+)
+def test_impossible_cutoff_raises(options):
+    with pytest.raises(ValueError, match="must be positive"):
+        cutoff(random_nodes(10, 0), random_nodes(5, 1), **options)
+
+
+def test_single_node_has_no_spacing():
+    with pytest.raises(ValueError, match="at least two nodes, got 1"):
+        grid_spacing(Nodes([0.0], [0.0]))
