@@ -1,0 +1,139 @@
+"""Tables of the Hydra configs, read from their YAML files. Needs nothing but Hydra and the package.
+
+What an option means is said once, in the docstring of the function or class that takes it; the table takes it from there.
+"""
+
+import inspect
+import json
+import re
+from importlib.resources import files
+from itertools import pairwise
+
+from hydra import compose, initialize_config_module
+from hydra.utils import get_object
+from omegaconf import OmegaConf
+
+import anemoi_gt
+
+CONFIGS = files("anemoi_gt.configs")
+ABSENT = object()
+
+
+def group_reference(group: str) -> str:
+    """Return the reference of a config group as Markdown.
+
+    Parameters
+    ----------
+    group : str
+        Such as "model", or "attention/backend".
+
+    Raises
+    ------
+    LookupError
+        When there is no such group, or the docstring of a target does not list an option.
+    """
+    names = choices(group)
+    if not names:
+        raise LookupError(f"no config group {group!r}")
+    parts = [_list_of_choices(group, names)]
+    if "/" not in group:
+        values = {name: composed(group, name) for name in names}
+        targets = dict.fromkeys(options["_target_"] for options in values.values())
+        for target in targets:
+            parts.append(_options_table(target, {n: v for n, v in values.items() if v["_target_"] == target}))
+    return "\n\n".join(parts) + "\n"
+
+
+def groups() -> list[str]:
+    """Return the names of all groups, those inside others included."""
+    top = sorted(entry.name for entry in CONFIGS.iterdir() if entry.is_dir() and choices(entry.name))
+    inside = (f"{group}/{entry.name}" for group in top for entry in (CONFIGS / group).iterdir() if entry.is_dir())
+    return top + sorted(inside)
+
+
+def choices(group: str) -> list[str]:
+    """Return the names of a group's choices, the one that others begin with first."""
+    folder = CONFIGS.joinpath(*group.split("/"))
+    names = sorted(entry.name.removesuffix(".yaml") for entry in folder.iterdir() if entry.name.endswith(".yaml"))
+    return sorted(names, key=lambda name: bool(_parent(group, name)))
+
+
+def composed(group: str, choice: str) -> dict:
+    """Return the options of a choice with their values."""
+    with initialize_config_module("anemoi_gt.configs", version_base="1.3"):
+        return OmegaConf.to_container(compose("train", [f"{group}={choice}"])[group], resolve=True)
+
+
+def meanings(target: str) -> dict[str, str]:
+    """Return type and description of each parameter of a function or class, from its NumPy docstring."""
+    lines = inspect.getdoc(get_object(target)).splitlines()
+    described, names = {}, []
+    for line, below in pairwise([*lines[lines.index("Parameters") + 2 :], ""]):
+        if below.startswith("---"):  # the heading of the next section
+            break
+        if line and not line.startswith(" "):
+            name, _, kind = line.partition(" : ")
+            names = name.split(", ")
+            described |= dict.fromkeys(names, f"*{kind}.*".replace('"', "") if kind else "")
+        elif line:
+            described |= {name: f"{described[name]} {line.strip()}".strip() for name in names}
+    return described
+
+
+def _list_of_choices(group: str, names: list[str]) -> str:
+    about = {name: (_parent(group, name), _heading_comment(group, name)) for name in names}
+    if not any(parent or comment for parent, comment in about.values()):
+        return "Choices of `" + group + "`: " + ", ".join(f"`{name}`" for name in names) + "."
+    lines = []
+    for name, (parent, comment) in about.items():
+        origin = f", made from {parent}" if parent else ""
+        lines.append(f"- `{group}={name}`{origin}. {comment}".rstrip())
+    return "\n".join(lines)
+
+
+def _options_table(target: str, values: dict[str, dict]) -> str:
+    described = meanings(target)
+    names = [name for name in next(iter(values.values())) if not name.startswith("_")]
+    missing = [name for name in names if name not in described]
+    if missing:
+        raise LookupError(f"the docstring of {target} does not list {missing}")
+    rows = [["option", *(f"`{choice}`" for choice in values), "meaning"], ["---"] * (len(values) + 2)]
+    for name in names:
+        cells = [_yaml(options.get(name, ABSENT)) for options in values.values()]
+        rows.append([f"`{name}`", *cells, described[name].replace("|", r"\|")])
+    table = "\n".join("| " + " | ".join(row) + " |" for row in rows)
+    return f"Options of {{py:obj}}`{_public_name(target)}`:\n\n{table}"
+
+
+def _public_name(target: str) -> str:
+    """The name under which the API reference knows a target."""
+    name = target.rpartition(".")[2]
+    return f"anemoi_gt.{name}" if name in anemoi_gt.__all__ else target
+
+
+def _yaml(value) -> str:
+    if value is ABSENT:
+        return ""
+    if isinstance(value, list):
+        return f"`[{', '.join(map(str, value))}]`"
+    return f"`{value if isinstance(value, str) else json.dumps(value)}`"
+
+
+def _text(group: str, choice: str) -> str:
+    return CONFIGS.joinpath(*group.split("/"), f"{choice}.yaml").read_text()
+
+
+def _heading_comment(group: str, choice: str) -> str:
+    """The comment at the top of the file, up to the first line that is indented or says where the config goes."""
+    lines = []
+    for line in _text(group, choice).splitlines():
+        if not line.startswith("# ") or line.startswith(("#   ", "# @")):
+            break
+        lines.append(line.removeprefix("# "))
+    return " ".join(lines)
+
+
+def _parent(group: str, choice: str) -> str:
+    """The choice of the same group that this one begins with, or nothing."""
+    match = re.search(r"^defaults:\n  - ([a-z]\w*)$", _text(group, choice), re.MULTILINE)
+    return f"`{match[1]}`" if match else ""

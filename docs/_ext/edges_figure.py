@@ -1,0 +1,109 @@
+"""Sphinx extension: the picture of encoder, processor and decoder edges, drawn from the library when the page is built.
+
+    ```{edges-figure}
+    ```
+
+One destination in each of three maps, with all its in-edges: on the sphere seen from above it, in inline SVG that takes its
+colours from the theme.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from docutils import nodes
+from sphinx.util.docutils import SphinxDirective
+
+from anemoi_gt.data.graphs import icosphere_graph
+from anemoi_gt.data.grids import octahedral
+from anemoi_gt.data.icosphere import icosphere
+from anemoi_gt.data.nodes import Nodes
+
+SIDE = 240  # of a map, in SVG units
+NEAR, FAR = 0.30, 0.75  # half the width of a map: sine of the angle from its centre
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One map: which edges, into which destination, seen how wide."""
+
+    title: str
+    source: str
+    destination: str
+    half_width: float
+
+
+PANELS = (
+    Panel("encoder", "data", "hidden", NEAR),
+    Panel("processor", "hidden", "hidden", FAR),
+    Panel("decoder", "hidden", "data", NEAR),
+)
+
+
+def figure() -> str:
+    """Return the picture as HTML."""
+    members = {"data": octahedral(24), "hidden": icosphere(3).nodes}
+    graph = icosphere_graph(members["data"], refinement=3)
+    centre = middle_of_europe(graph, members)
+    maps = "\n".join(draw(panel, graph, members, centre[panel.destination]) for panel in PANELS)
+    return f'<div class="figure-svg edges-figure">\n{maps}\n</div>'
+
+
+def middle_of_europe(graph, members: dict[str, Nodes]) -> dict[str, int]:
+    """Return a node of each set near 50 N, 10 E; on the mesh one where edges of all levels arrive."""
+    place = Nodes([50.0], [10.0]).xyz[0]
+    degree = graph["hidden", "to", "hidden"].edge_index[1].bincount().numpy()
+    coarse = np.where(degree == degree.max(), 0.0, -2.0)
+    return {
+        "data": int((members["data"].xyz @ place).argmax()),
+        "hidden": int((members["hidden"].xyz @ place + coarse).argmax()),
+    }
+
+
+def draw(panel: Panel, graph, members: dict[str, Nodes], centre: int) -> str:
+    """Return one map as SVG."""
+    middle = members[panel.destination][[centre]]
+    source, destination = graph[panel.source, "to", panel.destination].edge_index.numpy()
+    ends = project(members[panel.source].xyz[source[destination == centre]], middle, panel.half_width)
+    arrows = "".join(
+        f'<path class="edges" d="M{x:.1f},{y:.1f} L{SIDE / 2},{SIDE / 2}" stroke-width="1.6"/>'
+        f'<circle class="edges" cx="{x:.1f}" cy="{y:.1f}" r="3"/>'
+        for x, y in ends[np.linalg.norm(ends - SIDE / 2, axis=1) > 1]
+    )
+    dots = "".join(
+        f'<circle class="{name}-node" cx="{x:.1f}" cy="{y:.1f}" r="{radius}"/>'
+        for name, radius in (("data", 2.2), ("hidden", 4.2))
+        if name in (panel.source, panel.destination)
+        for x, y in project(visible(members[name].xyz, middle), middle, panel.half_width)
+    )
+    goal = f'<circle class="goal" cx="{SIDE / 2}" cy="{SIDE / 2}" r="8"/>'
+    text = f"{panel.title}: one {panel.destination} node and the {panel.source} nodes that it reads, {len(ends)} edges"
+    return (
+        f'<figure><svg viewBox="0 0 {SIDE} {SIDE}" role="img" aria-label="{text}">'
+        f'<rect class="box" x="0.5" y="0.5" width="{SIDE - 1}" height="{SIDE - 1}" rx="4"/>{dots}{arrows}{goal}</svg>'
+        f"<figcaption>{text}</figcaption></figure>"
+    )
+
+
+def visible(xyz: np.ndarray, middle: Nodes) -> np.ndarray:
+    """Return the points [M, 3] on this side of the globe."""
+    return xyz[xyz @ middle.xyz[0] > 0]
+
+
+def project(xyz: np.ndarray, middle: Nodes, half_width: float) -> np.ndarray:
+    """Return where points [M, 3] are on a map around `middle`, north up, [M, 2] in SVG units."""
+    x, y = xyz @ middle.east[0], xyz @ middle.north[0]
+    return SIDE / 2 * (1 + np.stack([x, -y], axis=1) / half_width)
+
+
+class EdgesFigure(SphinxDirective):
+    """`edges-figure`: the picture."""
+
+    def run(self):
+        """Put the picture in place of the directive."""
+        return [nodes.raw("", figure(), format="html")]
+
+
+def setup(app):
+    """Register the directive."""
+    app.add_directive("edges-figure", EdgesFigure)
+    return {"parallel_read_safe": True}

@@ -1,0 +1,49 @@
+"""Sphinx configuration. The build reads the installed package and the configs beside it, and needs no network."""
+
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+from anemoi_gt import __version__
+
+sys.path.insert(0, str(Path(__file__).parent / "_ext"))
+
+project = "anemoi_gt"
+author = "the authors of anemoi_gt"
+project_copyright = author
+version = release = __version__
+
+extensions = [
+    "sphinx.ext.autodoc",
+    "sphinx.ext.viewcode",
+    "numpydoc",
+    "myst_parser",
+    "plain_docstrings",
+    "config_reference",
+    "edges_figure",
+]
+exclude_patterns = ["_build"]
+default_role = "py:obj"  # `name` in a docstring links where the name is documented, and is code where it is not
+
+myst_enable_extensions = ["attrs_inline", "colon_fence", "deflist"]
+myst_heading_anchors = 3
+
+highlight_language = "none"  # a literal block in a docstring is a formula
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "none"  # the docstrings say types with their shapes
+autodoc_default_options = {"members": True}
+autodoc_preserve_defaults = True
+autodoc_mock_imports = [] if find_spec("triton") else ["triton"]  # only the docstrings of the kernels are shown
+numpydoc_show_class_members = False
+viewcode_line_numbers = True
+viewcode_follow_imported_members = True
+
+html_theme = "furo"
+html_title = f"anemoi_gt {release}"
+html_static_path = ["_static"]
+html_css_files = ["anemoi_gt.css"]
+html_theme_options = {
+    "light_css_variables": {"color-brand-primary": "#0072B2", "color-brand-content": "#0072B2"},
+    "dark_css_variables": {"color-brand-primary": "#56B4E9", "color-brand-content": "#56B4E9"},
+}
