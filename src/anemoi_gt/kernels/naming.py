@@ -15,10 +15,9 @@ def row_kernel_name(base: str, tensor: str):
 
 
 def launch_facts(grid, kernel, args) -> dict:
-    """Launch metadata: the name, bytes that gathered rows and edge arrays move at least, and the flops on rows."""
-    heads, channels = args["H"], args["C"]
-    samples = args["query"].shape[0]
-    size = args["query"].element_size()
-    rows = samples * args["num_edges"] * heads * channels
-    nodes = samples * (args["num_dst"] + args["num_src"]) * heads * channels
-    return {"name": kernel.name, "bytes": 2 * (rows + nodes) * size, f"flops{8 * size}": 4 * rows}
+    """Launch metadata: the name, the bytes of all rows [H, C] that are read or written, and the flops on them."""
+    size, numbers = args["query"].element_size(), args["query"].shape[0] * args["H"] * args["C"]
+    nodes = args["num_src"] if "csr_to_csc" in args else args["num_dst"]  # two rows in or out at each
+    edges = args["num_edges"]  # two rows gathered for each, and with embedded features its own beside either
+    rows = 2 * (edges * (2 if args.get("EMBEDDED") else 1) + nodes)
+    return {"name": kernel.name, "bytes": rows * numbers * size, f"flops{8 * size}": 4 * edges * numbers}

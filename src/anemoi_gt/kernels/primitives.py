@@ -1,4 +1,4 @@
-"""What the kernels share: offsets, loads of rows and attributes, the dropout factor.
+"""What the kernels share: offsets, loads of rows and attributes, the dropout factor, the attributes' share of a score.
 
 Letters: i destination, j source, e edge in CSC order, h head, c channel, d attribute, b sample.
 Pointers carry the tensor's name. Every load is masked with `other=`; sums are float32.
@@ -65,3 +65,19 @@ def keep_factor(seed, number, sample, h, drop_below, survivor):
         tl.load(seed), low, high, zero + (sample + zero.to(tl.int32)).to(tl.uint32), h.to(tl.uint32)
     )
     return tl.where(bits.to(tl.int64) >= drop_below, survivor, 0.0)
+
+
+@triton.jit
+def project_edges(
+    projected, edge_attr, perm, edges, node, first_edge, attr_first, begin, end, head, factor,
+    H: tl.constexpr, D: tl.constexpr, BIAS: tl.constexpr, HEADS: tl.constexpr, ATTRIBUTES: tl.constexpr,
+    WIDE: tl.constexpr,
+):  # fmt: skip
+    """edges[e, h] = factor * <projected[node, h], a_e> for the edges begin .. end - 1."""
+    h = head + tl.arange(0, HEADS)
+    offsets, mask = row_offsets(head, H, ATTRIBUTES, HEADS, ATTRIBUTES)
+    u = load_row(projected, node, offsets, mask, H * ATTRIBUTES, WIDE)  # [HEADS, ATTRIBUTES]
+    for e in range(begin, end):
+        a = load_attributes(edge_attr, attr_first + caller_edge(perm, e), D, BIAS, ATTRIBUTES, WIDE)
+        t = tl.sum(u * a[None, :], axis=1) * factor
+        tl.store(edges + wide(first_edge + e, WIDE) * H + h, t, mask=h < H)

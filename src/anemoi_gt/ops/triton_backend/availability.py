@@ -32,6 +32,6 @@ def _interpreted() -> bool:
     """Whether Triton was imported with its interpreter, which runs kernels on the CPU."""
     from triton.runtime import JITFunction
 
-    from anemoi_gt.kernels.rows import edge_attention_fwd
+    from anemoi_gt.kernels.forward import edge_attention_fwd
 
     return not isinstance(edge_attention_fwd, JITFunction)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from anemoi_gt.kernels import attributes, rows
+from anemoi_gt.kernels import attributes, backward, forward
 from anemoi_gt.kernels.tile import (
     ContractionTile,
     RowTile,
@@ -135,10 +135,15 @@ def _contraction(problem: Problem, rows_: Tensor) -> tuple[ContractionTile, dict
         "CHANNELS": tile.channels,
         "ATTRIBUTES": tile.attributes,
         "NODES": tile.nodes,
-        "PRECISION": "ieee" if rows_.dtype == torch.float32 else "tf32",
+        "PRECISION": _precision(rows_.dtype),
         "WIDE": problem.wide(),
         "num_warps": tile.num_warps,
     }
+
+
+def _precision(dtype: torch.dtype) -> str:
+    """How products are rounded: not at all for float32; tf32 holds 16-bit numbers exactly, but not every AMD GPU has it."""
+    return "ieee" if dtype == torch.float32 or torch.version.hip else "tf32"
 
 
 def _map_nodes(kernel, problem: Problem, rows_: Tensor, other: dict[str, Tensor]) -> None:
@@ -172,9 +177,9 @@ def attend_rows(problem: Problem, projected: Tensor | None) -> tuple[Tensor, ...
     tile = forward_tile(*problem.row_shape(), problem.degree(query.shape[1]), problem.attributes)
     grid, constants = _grid(problem, query.shape[1], tile)
     if grid[0]:
-        rows.edge_attention_fwd[grid](
+        forward.edge_attention_fwd[grid](
             query=query, key=problem.key, value=problem.value, edge_attr=problem.edge_attr, projected=projected,
-            **problem.structure(), out=out, lse=lse,  inverse=inverse, numerators=numerators, attr_sums=attr_sums,
+            **problem.structure(), out=out, lse=lse, inverse=inverse, scores=torch.empty_like(numerators), numerators=numerators, attr_sums=attr_sums,
             score_scale=problem.scale * LOG2_E, EMBEDDED=problem.embedded,
             **problem.sizes(), **problem.edge_sizes(), **problem.dropout(), **constants,
         )  # fmt: skip
@@ -207,11 +212,11 @@ def differentiate_rows(
     tile = destination_tile(*problem.row_shape(), problem.degree(num_dst), problem.attributes)
     grid, constants = _grid(problem, num_dst, tile)
     if grid[0]:
-        rows.edge_attention_bwd_dst[grid](
+        backward.edge_attention_bwd_dst[grid](
             query=problem.query, key=problem.key, value=problem.value, edge_attr=problem.edge_attr,
             projected=projected_grad, grad_out=grad_out, grad_lse=grad_lse,
-             inverse=saved.inverse, numerators=saved.numerators, **problem.structure(),
-            dquery=dquery, dedge=dedge, weights=weights, dweights=dweights,
+            inverse=saved.inverse, numerators=saved.numerators, **problem.structure(),
+            dquery=dquery, dedge=dedge, weights=weights, products=torch.empty_like(dweights), dweights=dweights,
             scale=problem.scale, EMBEDDED=problem.embedded,
             **problem.sizes(), **problem.edge_sizes(), **problem.dropout(), **constants,
         )  # fmt: skip
@@ -233,7 +238,7 @@ def differentiate_sources(
     tile = source_tile(*problem.row_shape(), problem.degree(num_src))
     grid, constants = _grid(problem, num_src, tile)
     if grid[0]:
-        rows.edge_attention_bwd_src[grid](
+        backward.edge_attention_bwd_src[grid](
             query=problem.query, grad_out=grad_out, weights=weights, rowptr=rowptr, col=col, csr_to_csc=csr_to_csc,
             dkey=dkey, dvalue=dvalue, NODES=tile.nodes, **problem.sizes(), **constants,
         )  # fmt: skip

@@ -80,7 +80,7 @@ def _(query, key, value, edge_attr, edge_weight, edge_bias, colptr, row, *rest):
         return out, lse, *(lse.new_empty(0) for _ in range(3))
     projected = lse.new_empty(0)
     if edge_weight is not None:
-        columns = attribute_columns(edge_weight.shape[1] + (edge_bias is not None))
+        columns = attribute_columns(int(edge_weight.shape[1]) + (edge_bias is not None))  # D never changes: a constant
         projected = query.new_empty((*statistic, columns), dtype=scratch_dtype(query.dtype))
     return out, lse, lse.new_empty(statistic), lse.new_empty(edges), projected
 

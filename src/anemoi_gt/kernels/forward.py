@@ -1,0 +1,158 @@
+"""Edge attention, forward: the kernel that walks the in-edges of each destination and gathers rows of heads x channels.
+
+For destination i, source j, edge e = (j -> i), with attributes a_e and u_i = W^T q_i ready from
+`anemoi_gt.kernels.attributes` (the bias is one more attribute that is always 1):
+
+    s_e   = (<q_i, k_j> + <u_i, a_e>) * scale * log2(e)
+    r_e   = 2^(s_e - max s)                                    the numerator, stored [E, H]
+    p_e   = r_e * inverse_i,       inverse = 1 / sum_e r_e     stored [N_dst, H]
+    lse_i = (max s + log2 sum_e r_e) / log2(e)
+    o_i   = sum_e m_e p_e v_j,     A_i = sum_e m_e p_e a_e     W A_i joins o_i in `attributes`
+
+m_e is the dropout factor. Embedded features x_e [H, C] stand for W a_e: k_j + x_e, v_j + x_e.
+
+Work on D numbers an edge and work on a row of C numbers an edge are separate loops over the same edges: in one loop the
+layouts of [heads, D] and [heads, C] meet at every edge. What a loop hands to the next goes through [E, H] arrays, which
+stay in the cache; the barrier between them makes it visible to all threads of the program. No loop reads and writes one
+array: several warps may hold the same number, and one could overwrite it before another has read it. Arrays of D numbers a
+node have ATTRIBUTES columns, a power of two, zero behind D + BIAS: whole rows, no mask.
+"""
+
+import triton
+import triton.language as tl
+
+from anemoi_gt.kernels.naming import launch_facts, row_kernel_name
+from anemoi_gt.kernels.primitives import (
+    caller_edge,
+    keep_factor,
+    load_attributes,
+    load_row,
+    project_edges,
+    row_offsets,
+    wide,
+)
+
+LN_2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit(repr=row_kernel_name("edge_attention_fwd", "query"), launch_metadata=launch_facts)
+def edge_attention_fwd(
+    query,  # [B, N_dst, H, C]
+    key,  # [B, N_src, H, C]
+    value,  # [B, N_src, H, C]
+    edge_attr,  # [1 or B, E, D] or [1 or B, E, H, C] or None
+    projected,  # [B, N_dst, H, ATTRIBUTES] u, or None
+    colptr,  # [N_dst + 1]
+    row,  # [E]
+    perm,  # [E] or None
+    edge_id,  # [E] int64, or None
+    order,  # [N_dst] or None
+    seed,  # [1] int64, or None
+    out,  # [B, N_dst, H, C]
+    lse,  # [B, N_dst, H]
+    inverse,  # [B, N_dst, H]
+    scores,  # [B, E, H] float32, scratch
+    numerators,  # [B, E, H] r
+    attr_sums,  # [B, N_dst, H, ATTRIBUTES] A, or None
+    num_dst,
+    num_src,
+    num_edges,
+    attr_stride,  # edges between the attributes of two samples: E, or 0 when they share them
+    score_scale,  # scale * log2(e)
+    drop_below,
+    survivor,
+    H: tl.constexpr,
+    C: tl.constexpr,
+    D: tl.constexpr,  # 0 without raw attributes
+    BIAS: tl.constexpr,
+    EMBEDDED: tl.constexpr,
+    HEADS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    ATTRIBUTES: tl.constexpr,
+    UNROLL: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """Grid (B * N_dst, ceil(H / HEADS)): a program owns HEADS heads of one destination of a sample.
+
+    Writes its rows of out (without W A), lse, inverse and A, and the numerators of its in-edges.
+    """
+    sample, i = tl.program_id(0) // num_dst, tl.program_id(0) % num_dst
+    if order is not None:
+        i = tl.load(order + i)
+    node = wide(sample, WIDE) * num_dst + i
+    begin, end = tl.load(colptr + i), tl.load(colptr + i + 1)
+    head = tl.program_id(1) * HEADS
+    h = head + tl.arange(0, HEADS)
+    offsets, mask = row_offsets(head, H, C, HEADS, CHANNELS)
+    first_edge = wide(sample, WIDE) * num_edges
+    first_src = wide(sample, WIDE) * num_src
+    attr_first = wide(sample, WIDE) * attr_stride
+    if D > 0:
+        project_edges(
+            projected, edge_attr, perm, numerators, node, first_edge, attr_first, begin, end, head, score_scale,
+            H, D, BIAS, HEADS, ATTRIBUTES, WIDE,
+        )  # fmt: skip
+        tl.debug_barrier()
+
+    q = load_row(query, node, offsets, mask, H * C, WIDE) * score_scale  # [HEADS, CHANNELS]
+    high = tl.full((HEADS,), -float("inf"), tl.float32)
+    for e in tl.range(begin, end, loop_unroll_factor=UNROLL):
+        k = load_row(key, first_src + tl.load(row + e), offsets, mask, H * C, WIDE)
+        if EMBEDDED:
+            k += load_row(edge_attr, attr_first + caller_edge(perm, e), offsets, mask, H * C, WIDE)
+        s = tl.sum(q * k, axis=1)
+        at = wide(first_edge + e, WIDE) * H + h
+        if D > 0:
+            s += tl.load(numerators + at, mask=h < H, other=0.0)
+        tl.store(scores + at, s, mask=h < H)
+        high = tl.maximum(high, s, propagate_nan=tl.PropagateNan.ALL)
+    high = tl.where(high == -float("inf"), 0.0, high)  # -inf minus -inf would be NaN
+    tl.debug_barrier()
+
+    total = tl.zeros((HEADS,), tl.float32)
+    o = tl.zeros((HEADS, CHANNELS), tl.float32)
+    for e in tl.range(begin, end, loop_unroll_factor=UNROLL):
+        v = load_row(value, first_src + tl.load(row + e), offsets, mask, H * C, WIDE)
+        if EMBEDDED:
+            v += load_row(edge_attr, attr_first + caller_edge(perm, e), offsets, mask, H * C, WIDE)
+        at = wide(first_edge + e, WIDE) * H + h
+        r = tl.exp2(tl.load(scores + at, mask=h < H, other=0.0) - high)
+        tl.store(numerators + at, r, mask=h < H)
+        total += r
+        if seed is not None:
+            number = caller_edge(perm, e) if edge_id is None else tl.load(edge_id + e)
+            r *= keep_factor(seed, number, sample, h, drop_below, survivor)
+        o += r[:, None] * v
+    share = 1.0 / tl.where(total == 0.0, 1.0, total)
+    tl.store(out + node * (H * C) + offsets, (o * share[:, None]).to(out.dtype.element_ty), mask=mask)
+    at = node * H + h
+    tl.store(lse + at, (high + tl.log2(total)) * LN_2, mask=h < H)
+    tl.store(inverse + at, tl.where(total == 0.0, 0.0, share), mask=h < H)
+    if D > 0:
+        _sum_attributes(
+            edge_attr, perm, edge_id, seed, numerators, attr_sums, sample, node, first_edge, attr_first, begin, end,
+            head, inverse, drop_below, survivor, H, D, BIAS, HEADS, ATTRIBUTES, WIDE,
+        )  # fmt: skip
+
+
+@triton.jit
+def _sum_attributes(
+    edge_attr, perm, edge_id, seed, numerators, attr_sums, sample, node, first_edge, attr_first, begin, end,
+    head, inverse, drop_below, survivor,
+    H: tl.constexpr, D: tl.constexpr, BIAS: tl.constexpr, HEADS: tl.constexpr, ATTRIBUTES: tl.constexpr,
+    WIDE: tl.constexpr,
+):  # fmt: skip
+    """attr_sums[node, h] = sum_e m_e p_e a_e over the edges begin .. end - 1."""
+    h = head + tl.arange(0, HEADS)
+    offsets, mask = row_offsets(head, H, ATTRIBUTES, HEADS, ATTRIBUTES)
+    tl.debug_barrier()
+    sums = tl.zeros((HEADS, ATTRIBUTES), tl.float32)
+    for e in range(begin, end):
+        a = load_attributes(edge_attr, attr_first + caller_edge(perm, e), D, BIAS, ATTRIBUTES, WIDE)
+        r = tl.load(numerators + wide(first_edge + e, WIDE) * H + h, mask=h < H, other=0.0)
+        if seed is not None:
+            number = caller_edge(perm, e) if edge_id is None else tl.load(edge_id + e)
+            r *= keep_factor(seed, number, sample, h, drop_below, survivor)
+        sums += r[:, None] * a[None, :]
+    sums *= tl.load(inverse + node * H + h, mask=h < H, other=0.0)[:, None]
+    tl.store(attr_sums + node * (H * ATTRIBUTES) + offsets, sums.to(attr_sums.dtype.element_ty), mask=mask)
