@@ -16,7 +16,8 @@ def _edges(pairs, num_src, num_dst):
     return torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2).T.contiguous(), (num_src, num_dst)
 
 
-def _sorted(edge_index, sizes):
+def sort_edges(edge_index, sizes):
+    """The same graph with its edges in order of destination."""
     return edge_index[:, torch.sort(edge_index[1], stable=True).indices], sizes
 
 
@@ -33,5 +34,5 @@ GRAPHS = {
     "many_to_few": _random(23, 4, 60),
     "few_to_many": _random(3, 21, 50),
     "shuffled": _random(11, 13, 64),
-    "sorted": _sorted(*_random(11, 13, 64)),
+    "sorted": sort_edges(*_random(11, 13, 64)),
 }  # name: (edge_index [2, E], (num_src, num_dst))

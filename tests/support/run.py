@@ -5,19 +5,35 @@ import torch
 from anemoi_gt import AttentionConfig, GraphStructure, edge_attention
 
 
-def structure(graph):
-    """GraphStructure of (edge_index, (num_src, num_dst))."""
+def structure(graph, device="cpu"):
+    """GraphStructure of (edge_index, (num_src, num_dst)) on `device`."""
     edge_index, sizes = graph
-    return GraphStructure.from_edge_index(edge_index, sizes)
+    return GraphStructure.from_edge_index(edge_index.to(device), sizes)
 
 
 def attend(problem, graph, backend, **options):
-    """out, lse and the gradients of every operand, by name."""
-    leaves = {name: operand.detach().clone().requires_grad_() for name, operand in problem.operands().items()}
+    """out, lse and the gradients of every operand, by name.
+
+    Runs on the device of `graph` and returns to the CPU. A gradient of the problem that is None does not arrive at all.
+    """
+    leaves = {
+        name: operand.detach().to(graph.device, copy=True).requires_grad_()
+        for name, operand in problem.operands().items()
+    }
     config = AttentionConfig(backend=backend)
     out, lse = edge_attention(graph=graph, config=config, scale=problem.scale, **leaves, **options)
-    finite = torch.isfinite(lse)
-    loss = (out * problem.grad_out).sum() + (lse[finite] * problem.grad_lse.to(lse.dtype)[finite]).sum()
-    gradients = torch.autograd.grad(loss, list(leaves.values()))
+    gradients = torch.autograd.grad(scalar(problem, out, lse), list(leaves.values()))
     result = {"out": out.detach(), "lse": lse.detach()}
-    return result | {"d" + name: gradient for name, gradient in zip(leaves, gradients, strict=True)}
+    result |= {"d" + name: gradient for name, gradient in zip(leaves, gradients, strict=True)}
+    return {name: tensor.cpu() for name, tensor in result.items()}
+
+
+def scalar(problem, out, lse):
+    """The number whose gradient with respect to out and lse is the problem's; destinations without edges are left out."""
+    terms = []
+    if problem.grad_out is not None:
+        terms.append((out * problem.grad_out.to(out.device)).sum())
+    if problem.grad_lse is not None:
+        finite = torch.isfinite(lse)
+        terms.append((lse[finite] * problem.grad_lse.to(lse)[finite]).sum())
+    return sum(terms)

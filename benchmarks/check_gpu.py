@@ -1,0 +1,69 @@
+"""Checks of the Triton kernels that take a real GPU; prints PASS or FAIL for each and leaves a log.
+
+    python benchmarks/check_gpu.py --all --grids O32:3 O320:6 --log benchmarks/results/check_gpu.log
+    python benchmarks/check_gpu.py --random 10000 --processes 14
+    python benchmarks/check_gpu.py --repeat --stream --graph --sync
+
+Where there is no GPU, those that can run do so in small, under Triton's interpreter, to try the checks themselves.
+"""
+
+import argparse
+import os
+import sys
+from functools import partial
+from pathlib import Path
+
+from gpu_checks import DEVICE, execution, large, many, sanitize
+from gpu_checks.report import Report
+
+NEED_GPU = ("stream", "graph", "sync", "sanitize")
+SIMPLE = {
+    "repeat": (execution.repeat, "runs give the same bits 100 times"),
+    "stream": (execution.stream, "a second stream"),
+    "graph": (execution.cuda_graph, "a captured CUDA graph replayed on new inputs"),
+    "sync": (execution.no_synchronisation, "no host synchronisation"),
+    "big": (large.beyond_32_bits, "offsets beyond 2^31; takes about 80 GB"),
+    "sanitize": (sanitize.check, "compute-sanitizer memcheck and racecheck"),
+}
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--all", action="store_true", help="every check but --random and --grids, which need a number")
+    for name, (_, summary) in SIMPLE.items():
+        parser.add_argument(f"--{name}", action="store_true", help=summary)
+    parser.add_argument("--matrix", action="store_true", help="the full products of the test matrix against the oracle")
+    parser.add_argument("--random", type=int, default=0, metavar="N", help="N random graphs against the oracle")
+    parser.add_argument(
+        "--configurations", type=int, default=280, help="of --random: shapes, forms and dtypes to compile"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of --random")
+    parser.add_argument("--grids", nargs="*", default=[], metavar="GRID:REFINEMENT", help='weather graphs, "O32:3"')
+    parser.add_argument("--processes", type=int, default=min(12, os.cpu_count() or 1), help="of --random and --matrix")
+    parser.add_argument("--log", type=Path, help="file for the lines that are printed")
+    parser.add_argument("--commit", help="what to log where git cannot tell")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the checks that were asked for; 1 if any failed."""
+    asked = parse(arguments)
+    report = Report(asked.log, asked.commit)
+    checks = {name: check for name, (check, _) in SIMPLE.items() if asked.all or getattr(asked, name)}
+    if asked.grids:
+        checks["grids"] = partial(large.weather_graphs, asked.grids)
+    if asked.all or asked.matrix:
+        checks["matrix"] = partial(many.matrix, asked.processes)
+    if asked.random:
+        checks["random"] = partial(many.random_graphs, asked.random, asked.configurations, asked.processes, asked.seed)
+    for name, check in checks.items():
+        if name in NEED_GPU and DEVICE.type != "cuda":
+            report.line(f"---- {name}: needs a GPU")
+        else:
+            report.run(name, check)
+    return int(report.failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,149 @@
+"""Problems too large for the oracle: it judges selected destinations and sources, on the part of the graph they depend on."""
+
+from dataclasses import dataclass
+
+import torch
+from support.accuracy import assert_within
+from support.oracle import Problem, magnitude, oracle, plain
+
+from anemoi_gt import AttentionConfig, GraphStructure, edge_attention
+from gpu_checks import DEVICE
+
+TRITON = AttentionConfig(backend="triton")
+LIMIT = 2**31
+SHAPE = (16, 64, 11) if DEVICE.type == "cuda" else (1, 16, 3)  # heads, channels, edge_dim
+EDGES = (("data", "to", "hidden"), ("hidden", "to", "hidden"), ("hidden", "to", "data"))
+
+
+@dataclass
+class Large:
+    """Operands on the device, for edges that the caller sorted by destination."""
+
+    graph: GraphStructure
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    edge_attr: torch.Tensor
+    edge_weight: torch.Tensor
+    edge_bias: torch.Tensor
+    grad_out: torch.Tensor
+
+    @classmethod
+    def random(cls, graph: GraphStructure, heads: int, channels: int, edge_dim: int, dtype: torch.dtype) -> "Large":
+        """Random operands for a graph."""
+        generator = torch.Generator(DEVICE).manual_seed(0)
+
+        def draw(*shape):
+            return torch.randn(*shape, generator=generator, device=DEVICE, dtype=dtype)
+
+        width, source, destination = (
+            heads * channels,
+            (graph.num_src, heads, channels),
+            (graph.num_dst, heads, channels),
+        )
+        weight = draw(width, edge_dim) * edge_dim**-0.5
+        return cls(
+            graph, draw(*destination), draw(*source), draw(*source), draw(graph.num_edges, edge_dim), weight, draw(width),
+            draw(*destination),
+        )  # fmt: skip
+
+    def leaves(self) -> list[torch.Tensor]:
+        """The operands that get gradients."""
+        return [self.query, self.key, self.value, self.edge_attr, self.edge_weight, self.edge_bias]
+
+    def run(self) -> dict[str, torch.Tensor]:
+        """out, lse and the gradients of what belongs to nodes and edges, by name."""
+        query, key, value, *edge_operands = leaves = [leaf.requires_grad_() for leaf in self.leaves()]
+        out, lse = edge_attention(query, key, value, self.graph, *edge_operands, config=TRITON)
+        names = ("dquery", "dkey", "dvalue", "dedge_attr", "dedge_weight", "dedge_bias")
+        gradients = torch.autograd.grad(out, leaves, self.grad_out)
+        return {"out": out.detach(), "lse": lse.detach(), **dict(zip(names, gradients, strict=True))}
+
+
+def judge_rows(large: Large, result: dict[str, torch.Tensor], destinations: list[int], sources: list[int]) -> int:
+    """Judge the rows of some destinations and sources; returns the number of destinations the oracle went through.
+
+    A source's gradients hold terms of the destinations it has edges to, and theirs depend on all their in-edges.
+    """
+    graph = large.graph
+    if graph.perm is not None:
+        raise AssertionError("the edges must be sorted by destination: their rows are looked up by CSC position")
+    ends = [graph.col[graph.rowptr[j] : graph.rowptr[j + 1]].long().cpu() for j in sources]
+    dst = torch.cat([torch.tensor(destinations), *ends]).unique()
+    colptr = graph.colptr.cpu().long()
+    edges = torch.cat([torch.arange(colptr[i], colptr[i + 1]) for i in dst.tolist()])
+    local_dst = torch.arange(len(dst)).repeat_interleave(colptr[dst + 1] - colptr[dst])
+    origin, chosen = graph.row[edges.to(DEVICE)].long().cpu(), torch.tensor(sources)
+    src = torch.cat([origin, chosen]).unique()  # a chosen source may have no edge
+
+    def rows(tensor, index):
+        return tensor.detach()[index.to(DEVICE)].cpu()
+
+    problem = Problem(
+        torch.stack([torch.searchsorted(src, origin), local_dst]), rows(large.query, dst), rows(large.key, src), rows(large.value, src),
+        rows(large.edge_attr, edges), large.edge_weight.detach().cpu(), large.edge_bias.detach().cpu(),
+        rows(large.grad_out, dst), torch.zeros(len(dst), large.query.shape[1]), large.query.shape[2] ** -0.5,
+    )  # fmt: skip
+    whole = {"out": dst, "lse": dst, "dquery": dst, "dedge_attr": edges, "dkey": chosen, "dvalue": chosen}
+    part = {"dkey": torch.searchsorted(src, chosen), "dvalue": torch.searchsorted(src, chosen)}
+    answers = (
+        {n: a[n][part[n]] if n in part else a[n] for n in whole}
+        for a in (f(problem) for f in (oracle, plain, magnitude))
+    )
+    assert_within({name: rows(result[name], index) for name, index in whole.items()}, *answers, large.query.dtype)
+    return len(dst)
+
+
+def beyond_32_bits() -> str:
+    """Nodes x heads x channels, edges x 2 x heads and their like beyond 2^31, where 32-bit offsets would wrap."""
+    num_dst, degree, heads, channels = (2_200_000, 31, 16, 64) if DEVICE.type == "cuda" else (12, 3, 2, 8)
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    row = torch.randint(num_dst, (num_dst * degree,), generator=generator, device=DEVICE, dtype=torch.int32)
+    colptr = torch.arange(0, num_dst * degree + 1, degree, device=DEVICE, dtype=torch.int32)
+    graph = GraphStructure.from_csc(colptr, row, num_dst, validate=False).with_reverse()
+    large = Large.random(graph, heads, channels, 3, torch.bfloat16)
+    rows, pairs = num_dst * heads * channels, graph.num_edges * 2 * heads
+    if DEVICE.type == "cuda" and min(rows, pairs) < LIMIT:
+        raise AssertionError(f"the problem is too small: {rows} numbers in rows, {pairs} in pairs of edges and heads")
+    result = large.run()
+    last = num_dst - 1
+    judged = judge_rows(large, result, [0, 1, num_dst // 2, last - 1, last], [0, int(row[-1]), last])
+    _judge_bias(large, result["dedge_bias"])
+    held = f"{torch.cuda.max_memory_allocated() / 1e9:.0f} GB, " if DEVICE.type == "cuda" else ""
+    return (
+        f"{held}{rows / LIMIT:.2f} x 2^31 numbers in rows, {pairs / LIMIT:.2f} in pairs; {judged} destinations judged"
+    )
+
+
+def _judge_bias(large: Large, dedge_bias: torch.Tensor) -> None:
+    """Judge the sum over all nodes: where every destination has an in-edge its weights sum to 1, so db is the sum of do."""
+    exact = torch.zeros_like(dedge_bias, dtype=torch.float64)
+    for piece in large.grad_out.flatten(1).split(100_000):
+        exact += piece.double().sum(0)
+    error = ((dedge_bias - exact).square().mean() / exact.square().mean()).sqrt().item()
+    if error > 16 * torch.finfo(dedge_bias.dtype).eps:
+        raise AssertionError(f"the RMS error of dedge_bias is {error:.1e} of it")
+
+
+def weather_graphs(names: list[str]) -> str:
+    """Encoder, processor and decoder between a grid and an icosphere, 16 x 64 with 11 attributes, bfloat16 and float32.
+
+    Names are those of `anemoi_gt.data.grids.grid` and the icosphere's refinement: "O32:3".
+    """
+    from anemoi_gt.data.graphs import icosphere_graph
+    from anemoi_gt.data.grids import grid
+
+    seen = []
+    for name in names:
+        points, refinement = name.split(":")
+        graph = icosphere_graph(grid(points), refinement=int(refinement))
+        for edge_type in EDGES:
+            source, _, destination = edge_type
+            sizes = (graph[source].num_nodes, graph[destination].num_nodes)
+            structure = GraphStructure.from_edge_index(graph[edge_type].edge_index.to(DEVICE), sizes).with_reverse()
+            for dtype in (torch.bfloat16, torch.float32):
+                large = Large.random(structure, *SHAPE, dtype)
+                destinations, sources = ([0, size // 3, size // 2, size - 1] for size in reversed(sizes))
+                judge_rows(large, large.run(), destinations, sources)
+            seen.append(f"{name} {source} to {destination} {structure.num_edges} edges")
+    return "; ".join(seen)

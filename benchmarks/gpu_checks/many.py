@@ -1,0 +1,143 @@
+"""Many small problems, spread over processes because compilation is what takes the time: random graphs, the test matrix."""
+
+import multiprocessing
+import random
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import torch
+from support.accuracy import Corpus, assert_within
+from support.batch import run_batch, share
+from support.cases import full_cases, judge, pairwise_cases, run
+from support.oracle import make_problem
+from support.run import structure
+
+from gpu_checks import DEVICE
+
+FORMS = ("raw", "raw", "raw_without_bias", "embedded", "none")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+HEADS, CHANNELS, EDGE_DIMS = (
+    (1, 2, 3, 4, 6, 8, 16, 20),
+    (1, 2, 3, 8, 10, 16, 24, 32, 40, 64, 65, 130),
+    (1, 2, 3, 5, 8, 11, 17, 33),
+)
+NEIGHBOURS = 8  # cases of the matrix that one process takes together, for they share kernels
+SHOWN = 5  # failures that are told in full
+
+
+@dataclass
+class Outcome:
+    """What came of some problems."""
+
+    count: int = 0
+    failures: list[str] = field(default_factory=list)
+    corpora: dict[str, Corpus] = field(default_factory=dict)  # by dtype
+
+    def add(self, other: "Outcome") -> None:
+        """Take in what came of others."""
+        self.count += other.count
+        self.failures += other.failures
+        for dtype, corpus in other.corpora.items():
+            mine = self.corpora.setdefault(dtype, Corpus())
+            for sums, more in ((mine.ours, corpus.ours), (mine.plain, corpus.plain)):
+                for name, value in more.items():
+                    sums[name] = sums.get(name, 0.0) + value
+
+    def verdict(self) -> str:
+        """Raise if anything failed, else say what was seen."""
+        if self.failures:
+            told = "; ".join(self.failures[:SHOWN])
+            raise AssertionError(f"{len(self.failures)} of {self.count} failed: {told}")
+        worst = []
+        for dtype, corpus in sorted(self.corpora.items()):
+            corpus.assert_accurate()
+            ratios = {name: (corpus.ours[name] / max(corpus.plain[name], 1e-300)) ** 0.5 for name in corpus.ours}
+            name = max(ratios, key=ratios.get)
+            worst.append(f"{dtype} {ratios[name]:.2f} ({name})")
+        return f"{self.count} as accurate as plain PyTorch; worst RMS error over its: {', '.join(worst) or 'per case'}"
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """What a kernel is compiled for, and the random graphs that share it."""
+
+    seed: int
+    graphs: int
+
+
+def random_graphs(count: int, configurations: int, processes: int, seed: int) -> str:
+    """`count` random graphs over random sizes, forms, dtypes, batches and dropout, by both rules of accuracy."""
+    configurations = min(configurations, count)
+    shares = [count // configurations + (place < count % configurations) for place in range(configurations)]
+    tasks = [Configuration(seed * 1_000_003 + place, share_) for place, share_ in enumerate(shares)]
+    return _over_processes(_random_configuration, tasks, processes).verdict()
+
+
+def matrix(processes: int) -> str:
+    """The full products of the test matrix (the pairwise table where kernels are interpreted)."""
+    cases = full_cases() if DEVICE.type == "cuda" else pairwise_cases()
+    tasks = [cases[first : first + NEIGHBOURS] for first in range(0, len(cases), NEIGHBOURS)]
+    return _over_processes(_matrix_cases, tasks, processes).verdict()
+
+
+def _over_processes(work: Callable, tasks: Iterable, processes: int) -> Outcome:
+    """Sum of the outcomes of `work` on every task."""
+    total = Outcome()
+    if processes == 1:
+        for task in tasks:
+            total.add(work(task))
+        return total
+    with multiprocessing.get_context("spawn").Pool(processes, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        for outcome in pool.imap_unordered(work, tasks):
+            total.add(outcome)
+    return total
+
+
+def _matrix_cases(cases: list) -> Outcome:
+    outcome = Outcome()
+    for case in cases:
+        outcome.count += 1
+        try:
+            judge(case, run(case, "triton", DEVICE))
+        except Exception as error:
+            outcome.failures.append(f"{case}: {error}")
+    return outcome
+
+
+def _random_configuration(configuration: Configuration) -> Outcome:
+    rng, outcome = random.Random(configuration.seed), Outcome()
+    shape = rng.choice(HEADS), rng.choice(CHANNELS), rng.choice(EDGE_DIMS)
+    form, dtype, dropout_p = rng.choice(FORMS), rng.choice(DTYPES), rng.choice((0.0, 0.0, 0.4))
+    corpus = outcome.corpora.setdefault(str(dtype).removeprefix("torch."), Corpus())
+    for number in range(configuration.graphs):
+        outcome.count += 1
+        try:
+            judged = _random_graph(rng, shape, form, dtype, dropout_p)
+            assert_within(*judged, dtype)
+            corpus.add_errors(*judged[:3])
+        except Exception as error:
+            facts = f"seed {configuration.seed} graph {number} {shape} {form} {dtype} dropout {dropout_p}"
+            outcome.failures.append(f"{facts}: {error}")
+    return outcome
+
+
+def _random_graph(rng: random.Random, shape: tuple, form: str, dtype: torch.dtype, dropout_p: float) -> tuple:
+    edges = _random_edges(rng)
+    samples = [make_problem(edges, *shape, form, dtype, rng.getrandbits(40)) for _ in range(rng.choice((1, 1, 2, 3)))]
+    samples = share(samples, "edge_weight", "edge_bias", *rng.choice(([], ["edge_attr"])))
+    graph = structure(edges, DEVICE)
+    if rng.random() < 0.3:
+        graph = graph.with_program_order()
+    return run_batch(samples, graph, "triton", dropout_p=dropout_p, seed=rng.getrandbits(40))
+
+
+def _random_edges(rng: random.Random) -> tuple:
+    """Up to 24 nodes a side and 120 edges: spread out, in hubs, or few; as they come, or sorted by destination."""
+    num_src, num_dst = rng.randint(1, 24), rng.randint(1, 24)
+    generator = torch.Generator().manual_seed(rng.getrandbits(40))
+    num_edges = rng.choice((0, 1, rng.randint(2, 16), rng.randint(17, 120)))
+    places = torch.rand(2, num_edges, generator=generator) ** rng.choice((1, 1, 4))  # the fourth power crowds into hubs
+    edge_index = (places * torch.tensor([[num_src], [num_dst]])).long()
+    if rng.random() < 0.5:
+        edge_index = edge_index[:, edge_index[1].argsort(stable=True)]
+    return edge_index, (num_src, num_dst)

@@ -1,0 +1,63 @@
+"""Maps of values on nodes: the only place that knows projections and turns scattered nodes into an image."""
+
+import numpy as np
+
+from anemoi_gt.data.nodes import Nodes
+from anemoi_gt.extras import import_extra
+
+IMAGE_ROWS = 240
+NEIGHBOURS = 3  # nodes that make a pixel, each by one over its squared distance
+
+
+class MapImage:
+    """Draws values on some nodes: the globe in Mollweide's equal-area projection, a region as a plane.
+
+    Parameters
+    ----------
+    nodes : Nodes
+        Where the values are. More than a hemisphere of latitudes is the globe.
+
+    Raises
+    ------
+    ImportError
+        If scipy is missing.
+
+    Attributes
+    ----------
+    projection : str
+        What matplotlib calls the projection of the axes to draw on.
+    """
+
+    def __init__(self, nodes: Nodes):
+        self._is_global = np.ptp(nodes.lat) > 90
+        self.projection = "mollweide" if self._is_global else "rectilinear"
+        self._lat, self._lon = _pixels(nodes, self._is_global)
+        lat, lon = np.meshgrid(self._lat, self._lon, indexing="ij")
+        tree = import_extra("scipy.spatial", "train").cKDTree(nodes.xyz)
+        distance, self._node = tree.query(Nodes(lat.ravel(), lon.ravel()).xyz, k=NEIGHBOURS)
+        weight = 1 / (distance**2 + 1e-12)  # a pixel on a node takes its value
+        self._weight = weight / weight.sum(axis=1, keepdims=True)
+
+    def draw(self, axes, values: np.ndarray, **style):
+        """Draw values [N] on axes of this projection; `style` is for `pcolormesh`. Returns the mesh, for a colour bar."""
+        image = (values[self._node] * self._weight).sum(axis=1).reshape(len(self._lat), len(self._lon))
+        if self._is_global:
+            axes.grid(color="white", alpha=0.35, linewidth=0.5)
+            axes.set_xticklabels([])
+            axes.set_yticklabels([])
+            lon, lat = np.deg2rad(self._lon), np.deg2rad(self._lat)
+        else:
+            axes.set_aspect(1 / np.cos(np.deg2rad(self._lat.mean())))
+            axes.set_xlabel("longitude [degrees east]")
+            axes.set_ylabel("latitude [degrees north]")
+            lon, lat = self._lon, self._lat
+        return axes.pcolormesh(lon, lat, image, shading="nearest", rasterized=True, **style)
+
+
+def _pixels(nodes: Nodes, is_global: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Latitudes and longitudes of the image's rows and columns, degrees."""
+    if is_global:
+        step = 180 / IMAGE_ROWS
+        return np.arange(-90 + step / 2, 90, step), np.arange(-180 + step / 2, 180, step)
+    step = np.ptp(nodes.lat) / IMAGE_ROWS
+    return tuple(np.arange(axis.min(), axis.max() + step / 2, step) for axis in (nodes.lat, nodes.lon))

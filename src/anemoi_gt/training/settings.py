@@ -1,0 +1,84 @@
+"""TrainingConfig: the numbers of a training run, checked once."""
+
+from dataclasses import dataclass
+
+DEVICES = ("auto", "cpu", "cuda")
+PRECISIONS = ("32-true", "bf16-mixed", "16-mixed")
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    """How a model is fitted.
+
+    Parameters
+    ----------
+    steps : int
+        Optimiser steps.
+    batch_size : int
+        Samples of a step.
+    learning_rate : float
+        Its highest value, reached after `warmup_steps`.
+    warmup_steps : int
+        Steps of linear growth from nothing; then it falls to nothing as half a cosine.
+    weight_decay : float
+        Of AdamW, on matrices; vectors (biases, norms) do not decay.
+    clip_norm : float
+        Longest gradient, over all parameters, that is not shortened.
+    average_decay : float
+        The forecasts are made with an exponential moving average of the weights, of about 1 / (1 - average_decay) steps;
+        0 takes the last weights.
+    valid_every : int
+        Steps between validations; the weights that validate best are kept.
+    log_every : int
+        Steps whose mean loss makes a record.
+    seed : int
+        Draws the initial weights, the order of the samples and the dropout.
+    device : {"auto", "cpu", "cuda"}
+        `auto` is a GPU where there is one.
+    precision : {"32-true", "bf16-mixed", "16-mixed"}
+        Lightning's names: float32 throughout, or autocast to bfloat16, or to float16 with a scaled loss.
+    threads : int, optional
+        CPU threads of PyTorch while training. None is as many as PyTorch finds cores: good for large models, while small
+        ones spend more time waiting for each other's threads than computing. A run is repeated bit by bit only with the
+        same number.
+
+    Raises
+    ------
+    ValueError
+        For a number out of range.
+    """
+
+    steps: int = 1000
+    batch_size: int = 8
+    learning_rate: float = 1e-3
+    warmup_steps: int = 50
+    weight_decay: float = 0.01
+    clip_norm: float = 1.0
+    average_decay: float = 0.99
+    valid_every: int = 100
+    log_every: int = 10
+    seed: int = 0
+    device: str = "auto"
+    precision: str = "32-true"
+    threads: int | None = None
+
+    def __post_init__(self):
+        for name in ("steps", "batch_size", "valid_every", "log_every"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"training.{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("learning_rate", "clip_norm"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"training.{name} must be positive, got {getattr(self, name)}")
+        for name in ("weight_decay", "seed"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"training.{name} must not be negative, got {getattr(self, name)}")
+        if self.threads is not None and self.threads < 1:
+            raise ValueError(f"training.threads must be at least 1, or null, got {self.threads}")
+        if not 0 <= self.warmup_steps <= self.steps:
+            raise ValueError(f"training.warmup_steps must be 0 to steps ({self.steps}), got {self.warmup_steps}")
+        if not 0 <= self.average_decay < 1:
+            raise ValueError(f"training.average_decay must be in [0, 1), got {self.average_decay}")
+        if self.device not in DEVICES:
+            raise ValueError(f"training.device must be one of {', '.join(DEVICES)}, got {self.device!r}")
+        if self.precision not in PRECISIONS:
+            raise ValueError(f"training.precision must be one of {', '.join(PRECISIONS)}, got {self.precision!r}")

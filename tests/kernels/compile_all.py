@@ -1,0 +1,212 @@
+"""Compile the kernels for a GPU that need not be there, and print what came out as JSON lines.
+
+    python compile_all.py every cuda:90      all kernels: forms, dtypes, with and without what is optional
+    python compile_all.py standard cuda:90   the kernels of the default model's shapes, with the assembler's view of them
+    python compile_all.py offsets cuda:90    kernels with 32-bit and with 64-bit offsets, with their TTIR
+    python compile_all.py updates cuda:90    kernels of rows that lie within one warp or across several, with their TTGIR
+    python compile_all.py facts              what row kernels say of a launch to a profiler; nothing is compiled
+
+The launches are the package's own: they are recorded, not run, so what compiles here is what runs on a GPU. Triton must be
+imported without its interpreter, hence in a process of its own.
+"""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime import JITFunction
+
+from anemoi_gt.graph import GraphStructure
+from anemoi_gt.graph.group import group_edges_unordered
+from anemoi_gt.ops import triton_backend
+from anemoi_gt.ops.triton_backend import launch
+
+WARP = {"cuda": 32, "hip": 64}
+POINTERS = {
+    torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.int32: "*i32", torch.int64: "*i64",
+}  # fmt: skip
+ALIGNED = [["tt.divisibility", 16]]
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of edge attention, of which only sizes, dtypes and what is None matter."""
+
+    heads: int
+    channels: int
+    edge_dim: int
+    form: str = "raw"
+    dtype: torch.dtype = torch.bfloat16
+    dropout_p: float = 0.0
+    graph: GraphStructure = None
+
+
+def bare_graph(edges=400):
+    """A sorted graph of 40 sources and 30 destinations; its mean degree chooses tiles."""
+    numbers = torch.arange(edges)
+    return GraphStructure.from_edge_index(
+        torch.stack([numbers * 7 % 40, numbers * 30 // edges]), (40, 30)
+    ).with_reverse()
+
+
+def full_graph():
+    """The same with everything a structure may carry, and three edges a destination."""
+    graph = replace(bare_graph(90), perm=torch.randperm(90, dtype=torch.int32), edge_id=torch.arange(90))
+    return graph.with_program_order()
+
+
+def run(call):
+    """Forward and backward, with gradients of everything, lse included."""
+    graph, (heads, channels) = call.graph, (call.heads, call.channels)
+
+    def draw(*shape):
+        return torch.zeros(*shape, dtype=call.dtype, requires_grad=True)
+
+    sides = (graph.num_dst, graph.num_src, graph.num_src)
+    query, key, value = (draw(1, nodes, heads, channels) for nodes in sides)
+    attr = weight = bias = None
+    if call.form == "embedded":
+        attr = draw(1, graph.num_edges, heads, channels)
+    elif call.form != "none":
+        attr, weight = draw(1, graph.num_edges, call.edge_dim), draw(heads * channels, call.edge_dim)
+        bias = draw(heads * channels) if call.form == "raw" else None
+    seed = torch.tensor([1]) if call.dropout_p else None
+    out, lse = triton_backend.attend(query, key, value, graph, attr, weight, bias, seed, 0.125, call.dropout_p)
+    (out.float().sum() + lse.sum()).backward()
+
+
+def record(work):
+    """Every (kernel, arguments) that `work` launches; nothing runs on a device."""
+    launches = []
+    with mock.patch.object(JITFunction, "run", lambda kernel, *, grid, warmup, **args: launches.append((kernel, args))):
+        work()
+    return launches
+
+
+def argument_type(value):
+    """The type of a runtime argument in Triton's words."""
+    if torch.is_tensor(value):
+        return POINTERS[value.dtype]
+    if isinstance(value, float):
+        return "fp32"
+    return "i64" if abs(value) >= 2**31 else "i32"
+
+
+def compile_launch(kernel, args, target, alignment):
+    """Compile a recorded launch, with what is known of the alignment of its pointers."""
+    signature, constants, attributes = {}, {}, {}
+    for place, parameter in enumerate(kernel.params):
+        value = args[parameter.name]
+        if parameter.is_constexpr or value is None:
+            signature[parameter.name], constants[parameter.name] = "constexpr", value
+        else:
+            signature[parameter.name] = argument_type(value)
+            if torch.is_tensor(value):
+                attributes[(place,)] = alignment
+    options = {name: value for name, value in args.items() if name not in kernel.arg_names}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+    return triton.compile(source, target=target, options=options)
+
+
+def distinct(launches):
+    """Launches that differ in what is compiled."""
+    seen = {}
+    for kernel, args in launches:
+        key = (kernel.fn.__name__, *((n, str(v.dtype) if torch.is_tensor(v) else v) for n, v in sorted(args.items())))
+        seen.setdefault(key, (kernel, args))
+    return seen.values()
+
+
+def resources(compiled):
+    """Registers and bytes of spilled memory, as the assembler reports them."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as binary:
+        binary.write(compiled.asm["cubin"])
+        binary.flush()
+        text = subprocess.run([tool, "-res-usage", binary.name], capture_output=True, text=True, check=True).stdout
+    usage = re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", text)
+    return dict(zip(("registers", "stack", "shared", "local"), map(int, usage.groups()), strict=True))
+
+
+def recorded(*calls):
+    """Distinct launches of all calls."""
+    return distinct([launched for call in calls for launched in record(lambda call=call: run(call))])
+
+
+def every():
+    """All kernels: every form, dtype and option, on standard and odd shapes."""
+    odd, standard = Call(6, 10, 3, graph=bare_graph()), Call(16, 64, 11, graph=full_graph(), dropout_p=0.1)
+    calls = [odd, replace(odd, form="raw_without_bias", dtype=torch.float16), replace(odd, dtype=torch.float32)]
+    calls += [replace(odd, form="embedded", dtype=torch.float32), replace(odd, form="none", dtype=torch.float16)]
+    calls += [standard, replace(standard, form="embedded"), replace(standard, form="none")]
+    launches = list(recorded(*calls))
+    for dtype in (torch.int32, torch.int64):
+        nodes = torch.zeros(7, dtype=dtype)
+        launches += record(lambda nodes=nodes: group_edges_unordered(nodes, nodes, 3))
+    for kernel, args in launches:
+        yield kernel, args, ALIGNED, lambda compiled: {"binaries": sorted({"cubin", "hsaco"} & set(compiled.asm))}
+
+
+def standard():
+    """The default model's shapes: 16 heads of 64 and 32 channels, 11 attributes, bfloat16, low and high degree."""
+    graphs = (bare_graph(), bare_graph(90))
+    for kernel, args in recorded(*(Call(16, channels, 11, graph=graph) for channels in (64, 32) for graph in graphs)):
+        yield kernel, args, ALIGNED, resources
+
+
+def offsets():
+    """Kernels with narrow and with wide offsets."""
+    for wide in (False, True):
+        calls = [Call(16, 64, 11, form=form, graph=bare_graph()) for form in ("raw", "embedded")]
+        with mock.patch.object(launch.Problem, "wide", lambda _, wide=wide: wide):
+            launches = recorded(*calls)
+        for kernel, args in launches:
+            yield kernel, args, ALIGNED, lambda compiled, wide=wide: {"wide": wide, "ir": compiled.asm["ttir"]}
+
+
+def updates():
+    """Kernels of rows that a warp holds whole, that it shares with others, and that are not aligned."""
+    half, single = torch.bfloat16, torch.float32
+    for heads, channels, dtype, alignment in (
+        (16, 64, half, ALIGNED), (16, 64, half, []), (4, 256, single, ALIGNED), (16, 65, half, ALIGNED), (2, 1100, half, ALIGNED),
+    ):  # fmt: skip
+        for kernel, args in recorded(Call(heads, channels, 11, dtype=dtype, graph=bare_graph())):
+            if args["num_warps"] > 1 and kernel.launch_metadata is not None:  # the kernels that walk edges
+                yield kernel, args, alignment, lambda compiled: {"ir": compiled.asm["ttgir"]}
+
+
+def facts():
+    """Print the launch metadata of row kernels on rows of 2 x 4 bfloat16 numbers, 400 edges, 30 destinations, 40 sources."""
+    for form in ("raw", "embedded"):
+        for kernel, args in recorded(Call(2, 4, 3, form=form, graph=bare_graph())):
+            if kernel.launch_metadata is not None:
+                print(
+                    json.dumps(
+                        kernel.launch_metadata((1,), SimpleNamespace(name=kernel.fn.__name__), args) | {"form": form}
+                    )
+                )
+
+
+def main(what, where):
+    """Compile the launches named `what` for the target `where`, one JSON line each."""
+    backend, _, arch = where.partition(":")
+    target = GPUTarget(backend, int(arch) if arch.isdigit() else arch, WARP[backend])
+    torch.version.hip = "6.0" if backend == "hip" else None  # launches are chosen as PyTorch for that GPU would
+    for kernel, args, alignment, facts in {f.__name__: f for f in (every, standard, offsets, updates)}[what]():
+        compiled = compile_launch(kernel, args, target, alignment)
+        line = {"kernel": kernel.fn.__name__, "name": compiled.metadata.name, **facts(compiled)}
+        print(json.dumps(line), flush=True)
+
+
+if __name__ == "__main__":
+    facts() if sys.argv[1] == "facts" else main(*sys.argv[1:])

@@ -1,0 +1,118 @@
+"""The kernels as compilers see them, on any machine: they compile for every GPU, fit its registers, and count far enough."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+from support.ir import narrow_offsets, unordered_updates
+
+import anemoi_gt
+
+KERNELS = {
+    "project", "embed", "attribute_bwd", "weight_bwd", "edge_attention_fwd", "edge_attention_bwd_dst",
+    "edge_attention_bwd_src", "histogram", "scatter",
+}  # fmt: skip
+GROWING = {  # arguments whose size grows with nodes x channels or edges x heads
+    "query", "key", "value", "edge_attr", "projected", "projected_grad", "grad_out", "out", "numerators", "attr_sums",
+    "dscore_sums", "dquery", "dkey", "dvalue", "dedge", "dedge_attr", "weights", "dweights", "rows", "sums", "scores", "products",
+}  # fmt: skip
+
+
+@cache
+def compile_kernels(what, *target):
+    """The lines that compile_all.py prints; in a process where Triton does not interpret."""
+    source = Path(anemoi_gt.__file__).parents[1]
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(source), environment.get("PYTHONPATH", "")])
+    command = [sys.executable, str(Path(__file__).with_name("compile_all.py")), what, *target]
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
+    assert result.returncode == 0, result.stderr[-4000:]
+    return [json.loads(line) for line in result.stdout.splitlines()]
+
+
+@pytest.mark.parametrize("target", ["cuda:80", "cuda:90", "cuda:100", "hip:gfx90a", "hip:gfx942"])
+def test_every_kernel_compiles(target):
+    compiled = compile_kernels("every", target)
+    assert {line["kernel"] for line in compiled} == KERNELS
+    assert all(line["binaries"] == [{"cuda": "cubin", "hip": "hsaco"}[target.split(":")[0]]] for line in compiled)
+
+
+def test_names_in_a_profile_tell_dtype_and_sizes():
+    compiled = compile_kernels("standard", "cuda:90")
+    names = {
+        line["kernel"]: line["name"] for line in compiled if "c64" in line["name"] or "bwd_attributes" in line["name"]
+    }
+    assert names == {
+        "project": "edge_attention_project_bf16_h16_c64_d11",
+        "embed": "edge_attention_embed_bf16_h16_c64_d11",
+        "edge_attention_fwd": "edge_attention_fwd_bf16_h16_c64_d11",
+        "edge_attention_bwd_dst": "edge_attention_bwd_dst_bf16_h16_c64_d11",
+        "edge_attention_bwd_src": "edge_attention_bwd_src_bf16_h16_c64",
+        "attribute_bwd": "edge_attention_bwd_attributes_bf16_h16_d11",
+        "weight_bwd": "edge_attention_bwd_weight_bf16_h16_c64_d11",
+    }
+
+
+def test_standard_shapes_spill_nothing():
+    compiled = compile_kernels("standard", "cuda:90")
+    assert len({line["name"] for line in compiled}) == 13  # attribute_bwd has no channels, hence one name for both
+    for line in compiled:
+        assert (line["stack"], line["local"]) == (0, 0), line
+
+
+def test_offsets_are_64_bit_where_sizes_can_pass_2_to_31_and_32_bit_where_they_cannot():
+    seen = {False: set(), True: set()}
+    for line in compile_kernels("offsets", "cuda:90"):
+        narrow = narrow_offsets(line["ir"]) & GROWING
+        assert bool(narrow) != line["wide"], f"{line['name']}: {narrow}"
+        if not line["wide"]:
+            assert not re.search(r"\bi64\b", line["ir"]), f"{line['name']} computes in 64 bits without need"
+        seen[line["wide"]].add(line["kernel"])
+    assert seen[False] == seen[True] == KERNELS - {"histogram", "scatter"}
+
+
+def test_no_warp_overwrites_a_number_that_another_has_yet_to_read():
+    compiled = compile_kernels("updates", "cuda:90")
+    assert {"edge_attention_fwd", "edge_attention_bwd_dst"} <= {line["kernel"] for line in compiled}
+    for line in compiled:
+        assert not unordered_updates(line["ir"]), line["name"]
+
+
+UPDATE = """
+#rows = #ttg.blocked<{sizePerThread = [1, 8], threadsPerWarp = [1, 32], warpsPerCTA = [WARPS], order = [1, 0]}>
+tt.func public @kernel(%numbers: !tt.ptr<f32>, %end: i32) {
+  scf.for %e = %c0_i32 to %end step %c1_i32 : i32 {
+    %at = tt.splat %numbers : !tt.ptr<f32> -> tensor<2x!tt.ptr<f32>, #ttg.slice<{dim = 1, parent = #rows}>>
+    %old = tt.load %at : tensor<2x!tt.ptr<f32>, #ttg.slice<{dim = 1, parent = #rows}>>
+    BETWEEN
+    tt.store %at, %old : tensor<2x!tt.ptr<f32>, #ttg.slice<{dim = 1, parent = #rows}>>
+  }
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("warps", "between", "found"),
+    [("1, 2", "", {"numbers"}), ("1, 2", "ttg.barrier all", set()), ("2, 1", "", set())],
+    ids=["row across warps", "with a barrier", "row within a warp"],
+)
+def test_an_update_that_races_would_be_seen(warps, between, found):
+    assert unordered_updates(UPDATE.replace("WARPS", warps).replace("BETWEEN", between)) == found
+
+
+def test_a_profiler_is_told_bytes_and_flops_of_a_launch():
+    told = {(line["name"], line["form"]): (line["bytes"], line["flops16"]) for line in compile_kernels("facts")}
+    row, flops = 2 * 4 * 2, 400 * (2 * 2 * 4) * 2  # bytes of a row; two multiply-adds for each number of an edge
+    assert told == {
+        ("edge_attention_fwd", "raw"): ((2 * 400 + 2 * 30) * row, flops),  # k, v of edges; q, out
+        ("edge_attention_fwd", "embedded"): ((4 * 400 + 2 * 30) * row, flops),  # and x beside k, v
+        ("edge_attention_bwd_dst", "raw"): ((2 * 400 + 2 * 30) * row, flops),  # k, v; do, dq
+        ("edge_attention_bwd_dst", "embedded"): ((4 * 400 + 2 * 30) * row, flops),
+        ("edge_attention_bwd_src", "raw"): ((2 * 400 + 2 * 40) * row, flops),  # q, do; dk, dv
+        ("edge_attention_bwd_src", "embedded"): ((2 * 400 + 2 * 40) * row, flops),
+    }

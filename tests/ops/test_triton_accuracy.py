@@ -1,0 +1,99 @@
+"""The Triton kernels against the float64 oracle, in memory that holds NaN until it is written."""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+from support.accuracy import Corpus, assert_accurate, assert_within
+from support.cases import COLUMNS, Case, full_cases, judge, pairwise_cases, run
+from support.graphs import GRAPHS
+from support.oracle import magnitude, make_problem, oracle
+from support.poison import poisoned_memory
+from support.run import attend, structure
+
+from anemoi_gt.ops.triton_backend import launch
+
+CASES = full_cases() if torch.cuda.is_available() else pairwise_cases()
+ODD_TILES = (  # heads, channels, edge_dim, each beyond a limit of a tile
+    (20, 64, 3),  # heads in two programs, the second not full
+    (3, 130, 5),  # channels of the contractions in three pieces, the last not full
+    (1, 1100, 2),  # a row longer than a program of one warp holds
+    (2, 4, 70),  # attributes that outnumber the channels
+)
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # numpy's, of the interpreter
+
+
+@pytest.fixture(autouse=True)
+def poison(kernel_device):
+    with poisoned_memory():
+        assert bool(torch.empty(3, device=kernel_device).isnan().all())
+        assert bool(torch.ones(3, device=kernel_device).new_empty(2).isnan().all())
+        yield
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_outputs_and_gradients_are_as_accurate_as_plain_pytorch(case, kernel_device):
+    judge(case, run(case, "triton", kernel_device))
+
+
+def test_the_pairwise_table_holds_every_pair_and_every_graph_twice():
+    cases = pairwise_cases()
+    for left in COLUMNS:
+        for right in set(COLUMNS) - {left}:
+            pairs = {(getattr(case, left), getattr(case, right)) for case in cases}
+            assert len(pairs) == len(COLUMNS[left]) * len(COLUMNS[right])
+    assert min(Counter(case.graph for case in cases).values()) >= 2
+    assert {case.graph for case in cases} == set(GRAPHS)
+
+
+@pytest.mark.parametrize("dtype", COLUMNS["dtype"], ids=str)
+def test_over_the_corpus_the_error_is_at_most_twice_that_of_plain_pytorch(dtype, kernel_device):
+    corpus = Corpus()
+    shapes = COLUMNS["shape"] if kernel_device.type == "cuda" else [(6, 10)]
+    graphs = GRAPHS if kernel_device.type == "cuda" else ["shuffled"]
+    for graph in graphs:
+        for form in COLUMNS["form"]:
+            for shape in shapes:
+                corpus.add_errors(*run(Case(shape, 11, dtype, form, "plain", graph), "triton", kernel_device)[:3])
+    assert set(corpus.ours) >= {"out", "lse", "dquery", "dkey", "dvalue", "dedge_attr", "dedge_weight", "dedge_bias"}
+    corpus.assert_accurate()
+
+
+@pytest.mark.parametrize("shape", ODD_TILES, ids=str)
+def test_shapes_beyond_one_tile_are_as_accurate(shape, kernel_device):
+    problem = make_problem(GRAPHS["isolated"], *shape, dtype=torch.bfloat16)
+    result = attend(problem, structure(GRAPHS["isolated"], kernel_device), "triton")
+    assert_accurate(result, problem, torch.bfloat16)
+
+
+@pytest.mark.parametrize("form", ["raw", "embedded"])
+def test_64_bit_offsets_and_indices_give_the_same_bits(form, kernel_device, monkeypatch):
+    problem = make_problem(GRAPHS["isolated"], 3, 5, 4, form)
+    graph = structure(GRAPHS["isolated"], kernel_device).with_reverse()
+    expected = attend(problem, graph, "triton")
+    long = replace(graph, **{name: index.long() for name, index in graph.state_dict().items() if name != "sources"})
+    monkeypatch.setattr(launch.Problem, "wide", lambda _: True)
+    for structured in (graph, long):
+        result = attend(problem, structured, "triton")
+        assert all(torch.equal(result[name], expected[name]) for name in expected)
+
+
+def test_float16_holds_products_that_pass_its_range_between_kernels(kernel_device):
+    problem, largest = make_problem(GRAPHS["isolated"], 2, 16, 3), torch.finfo(torch.float16).max
+    for name, size in {
+        "grad_out": 2e3,
+        "value": 5e2,
+        "query": 1e-2,
+        "key": 1e-2,
+        "edge_attr": 1e-2,
+        "grad_lse": 0.0,
+    }.items():
+        getattr(problem, name).mul_(size)
+    problem = problem.to(torch.float16)
+    exact = oracle(problem)
+    dp = (problem.grad_out[1].double() * problem.value[[0, 2]].double()).sum(-1)  # of the two edges of destination 1
+    ds = problem.scale * (dp[0] - dp[1]).abs() / 4  # logits are small, both weights nearly 1/2
+    assert ds.max() > largest > max(tensor[tensor.isfinite()].abs().max() for tensor in exact.values())
+    result = attend(problem, structure(GRAPHS["isolated"], kernel_device), "triton")
+    assert_within(result, exact, exact, magnitude(problem), torch.float16)  # no more than rounding

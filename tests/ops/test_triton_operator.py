@@ -1,0 +1,223 @@
+"""The Triton backend as an operator of PyTorch: schemas, compilation, and an autograd that does no more than it is asked."""
+
+import sys
+
+import pytest
+import torch
+from support.accuracy import assert_accurate
+from support.graphs import GRAPHS
+from support.oracle import make_problem
+from support.run import attend, scalar, structure
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from anemoi_gt import AttentionConfig, GraphStructure, edge_attention
+from anemoi_gt.ops.triton_backend import launch
+
+TRITON = AttentionConfig(backend="triton")
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # numpy's, of the interpreter
+
+
+@pytest.fixture
+def problem_and_graph(kernel_device):
+    def make(name="isolated", form="raw", dtype=torch.float32, heads=3, channels=4, edge_dim=5):
+        return make_problem(GRAPHS[name], heads, channels, edge_dim, form, dtype), structure(
+            GRAPHS[name], kernel_device
+        )
+
+    return make
+
+
+def leaves_of(problem, graph):
+    return {name: operand.to(graph.device, copy=True).requires_grad_() for name, operand in problem.operands().items()}
+
+
+def operator_arguments(problem, graph):
+    """Arguments of the forward operator, from the problem's operands as they are laid out in memory."""
+    operands = [getattr(problem, name) for name in problem.names]
+    batched = [None if operand is None else operand.to(graph.device)[None] for operand in operands[:4]]
+    embedding = [None if operand is None else operand.to(graph.device) for operand in operands[4:]]
+    leaves = [None if operand is None else operand.requires_grad_() for operand in (*batched, *embedding)]
+    index = [graph.colptr, graph.row, graph.perm, graph.edge_id, graph.program_order]
+    seed = torch.tensor([3], device=graph.device)
+    return [*leaves, *index, graph.rowptr, graph.col, graph.csr_to_csc, seed, 0.5, 0.2, True]
+
+
+def head_major(rows):
+    """The same rows [N, H, C] with strides (C, N * C, 1), as a sharding over heads leaves them."""
+    return rows.transpose(0, 1).contiguous().transpose(0, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "form", "shape"),
+    [
+        ("isolated", "raw", (2, 4, 3)),
+        ("isolated", "embedded", (6, 10, 3)),
+        ("duplicates", "raw_without_bias", (1, 1, 1)),
+        ("one_edge", "none", (3, 5, 1)),
+        ("no_edges", "raw", (2, 2, 2)),
+        ("no_destinations", "raw", (1, 1, 1)),
+    ],
+)
+def test_forward_and_backward_operators_pass_opcheck(problem_and_graph, name, form, shape):
+    problem, graph = problem_and_graph(name, form, torch.float32, *shape)
+    for operand in ("query", "key", "value"):
+        setattr(problem, operand, head_major(getattr(problem, operand)))
+    arguments = operator_arguments(problem, graph.with_reverse().with_program_order())
+    torch.library.opcheck(torch.ops.anemoi_gt.edge_attention_triton.default, arguments)
+
+    detached = [argument.detach() if torch.is_tensor(argument) else argument for argument in arguments]
+    _, _, *saved = torch.ops.anemoi_gt.edge_attention_triton.default(*detached)
+    grad_out = head_major(problem.grad_out).to(graph.device)[None]
+    grad_lse = problem.grad_lse.T.contiguous().T.to(graph.device)[None]
+    *tensors, scale, dropout_p, _ = detached
+    needs = [operand is not None for operand in arguments[:6]]
+    backward = torch.ops.anemoi_gt.edge_attention_triton_backward.default
+    torch.library.opcheck(backward, [grad_out, grad_lse, *tensors, *saved, scale, dropout_p, needs])
+    torch.library.opcheck(backward, [None, grad_lse, *tensors, *saved, scale, dropout_p, [True] + [False] * 5])
+
+
+@pytest.mark.parametrize("form", ["raw", "none"])
+def test_compiled_attention_equals_eager_and_never_recompiles(form, kernel_device):
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+
+    def loss(graph, query, key, value, *edge_operands):
+        out, lse = edge_attention(query, key, value, graph, *edge_operands, config=TRITON)
+        return out.square().sum() + torch.where(torch.isfinite(lse), lse, 0.0).sum()
+
+    step, compilations = torch.compile(loss, fullgraph=True, dynamic=True, backend=counter), []
+    for num_src, num_dst, num_edges in ((7, 11, 29), (13, 5, 37), (19, 17, 23)):  # no two sizes are equal
+        edge_index = torch.stack([torch.arange(num_edges) % num_src, torch.arange(num_edges) * 3 % num_dst])
+        edges = (edge_index, (num_src, num_dst))
+        problem, graph = make_problem(edges, 2, 13, 4, form), structure(edges, kernel_device).with_reverse()
+        compiled, eager = leaves_of(problem, graph), leaves_of(problem, graph)
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            value = step(graph, *compiled.values())
+        compilations.append(counter.frame_count)
+        value.backward()
+        loss(graph, *eager.values()).backward()
+        for name in eager:
+            assert torch.equal(compiled[name].grad, eager[name].grad), name
+    assert compilations == compilations[:1] * 3
+
+
+def test_activation_checkpointing_gives_the_same_bits_with_dropout(problem_and_graph):
+    problem, graph = problem_and_graph()
+    graph, gradients = graph.with_reverse(), []
+    for use in (lambda f, *a: f(*a), lambda f, *a: torch.utils.checkpoint.checkpoint(f, *a, use_reentrant=False)):
+        torch.manual_seed(11)
+        leaves = leaves_of(problem, graph)
+        names = list(leaves)
+
+        def run(*values, names=names):
+            return edge_attention(**dict(zip(names, values, strict=True)), graph=graph, dropout_p=0.5, config=TRITON)[0]
+
+        use(run, *leaves.values()).backward(problem.grad_out.to(graph.device))
+        gradients.append([leaf.grad for leaf in leaves.values()])
+    assert all(torch.equal(left, right) for left, right in zip(*gradients, strict=True))
+
+
+def test_second_derivative_raises_with_the_remedy(problem_and_graph):
+    problem, graph = problem_and_graph()
+    leaves = leaves_of(problem, graph)
+    out, _ = edge_attention(**leaves, graph=graph, config=TRITON)
+    (gradient,) = torch.autograd.grad(out.square().sum(), leaves["query"], create_graph=True)
+    with pytest.raises(RuntimeError, match="first derivative only"):
+        gradient.sum().backward()
+
+
+@pytest.mark.parametrize("form", ["raw", "embedded"])
+def test_only_asked_gradients_are_computed_and_they_are_the_same(problem_and_graph, form):
+    problem, graph = problem_and_graph(form=form)
+    expected = attend(problem, graph, "triton")
+    for wanted in problem.operands():
+        leaves = {name: leaf.requires_grad_(name == wanted) for name, leaf in leaves_of(problem, graph).items()}
+        out, lse = edge_attention(**leaves, graph=graph, scale=problem.scale, config=TRITON)
+        scalar(problem, out, lse).backward()
+        assert [name for name, leaf in leaves.items() if leaf.grad is not None] == [wanted]
+        assert torch.equal(leaves[wanted].grad.cpu(), expected["d" + wanted]), wanted
+
+
+@pytest.mark.parametrize(
+    ("wanted", "launched"),
+    [
+        ({"query"}, {"differentiate_rows", "differentiate_attributes"}),
+        ({"key"}, {"differentiate_rows", "differentiate_sources"}),
+        ({"value"}, {"differentiate_rows", "differentiate_sources"}),
+        ({"edge_attr"}, {"differentiate_rows", "differentiate_attributes"}),
+        ({"edge_bias"}, {"differentiate_rows", "differentiate_attributes", "differentiate_weight"}),
+    ],
+    ids=lambda names: "+".join(sorted(names)),
+)
+def test_kernels_run_only_for_gradients_that_are_asked_for(problem_and_graph, monkeypatch, wanted, launched):
+    problem, graph = problem_and_graph("one_edge")
+    seen = set()
+    for name in [name for name in vars(launch) if name.startswith("differentiate_")]:
+        original = getattr(launch, name)
+        monkeypatch.setattr(launch, name, lambda *a, _n=name, _o=original, **k: seen.add(_n) or _o(*a, **k))
+    leaves = {name: leaf.requires_grad_(name in wanted) for name, leaf in leaves_of(problem, graph).items()}
+    edge_attention(**leaves, graph=graph, config=TRITON)[0].sum().backward()
+    assert seen == launched
+
+
+@pytest.mark.parametrize("why", ["no_grad", "no leaf needs it"])
+def test_nothing_is_saved_and_no_source_side_is_made_without_a_gradient(problem_and_graph, monkeypatch, why):
+    problem, graph = problem_and_graph()
+    module = sys.modules["anemoi_gt.ops.triton_backend.op"]
+    original, seen = module.edge_attention_triton, []
+    monkeypatch.setattr(
+        module, "edge_attention_triton", lambda *args: seen.append((args, original(*args))) or seen[-1][1]
+    )
+    monkeypatch.setattr(GraphStructure, "with_reverse", lambda _: pytest.fail("the source side was made"))
+    leaves = leaves_of(problem, graph)
+    if why == "no_grad":
+        with torch.no_grad():
+            edge_attention(**leaves, graph=graph, config=TRITON)
+    else:
+        edge_attention(**{name: leaf.detach() for name, leaf in leaves.items()}, graph=graph, config=TRITON)
+    ((arguments, (_, _, *saved)),) = seen
+    assert not any(torch.is_tensor(argument) and argument.numel() for argument in arguments[11:14])  # rowptr, col, ..
+    assert [tensor.numel() for tensor in saved] == [0] * len(saved)
+
+
+def test_unused_outputs_get_no_zeros(problem_and_graph, monkeypatch):
+    problem, graph = problem_and_graph("one_edge")
+    seen = []
+    original = launch.differentiate_rows
+    monkeypatch.setattr(launch, "differentiate_rows", lambda *args: seen.append(args) or original(*args))
+    edge_attention(**leaves_of(problem, graph), graph=graph, config=TRITON)[0].sum().backward()
+    assert seen[0][4] is None, "a gradient of lse was made up"
+
+
+def test_extra_outputs_take_no_gradient(problem_and_graph):
+    problem, graph = problem_and_graph("one_edge")
+    outputs = torch.ops.anemoi_gt.edge_attention_triton(*operator_arguments(problem, graph.with_reverse()))
+    assert [output.requires_grad for output in outputs] == [True, True] + [False] * (len(outputs) - 2)
+
+
+def test_one_head_of_one_channel_trains(problem_and_graph):
+    """Gradients of weight and bias are columns of one sum; with one row, a slice of it is contiguous and easily shared."""
+    problem, graph = problem_and_graph(heads=1, channels=1, edge_dim=1)
+    assert_accurate(attend(problem, graph, "triton"), problem, torch.float32)
+
+
+@pytest.mark.parametrize("form", ["raw", "embedded"])
+def test_no_tensor_of_edges_by_heads_by_channels_is_made_from_raw_attributes(form, kernel_device):
+    nodes, edges, heads, channels = (3, 100, 4, 64) if kernel_device.type == "cpu" else (200, 40_000, 16, 64)
+    generator = torch.Generator().manual_seed(0)
+    edge_index = torch.randint(nodes, (2, edges), generator=generator)
+    problem = make_problem((edge_index, (nodes, nodes)), heads, channels, 3, form, torch.bfloat16)
+    graph = structure((edge_index, (nodes, nodes)), kernel_device).with_reverse()
+    bound = edges * heads * channels * 2 / 2
+    if kernel_device.type == "cpu":
+        with torch.profiler.profile(profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            attend(problem, graph, "triton")
+        held = max(event.cpu_memory_usage for event in profile.events())
+    else:
+        leaves = leaves_of(problem, graph)
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        out, lse = edge_attention(**leaves, graph=graph, config=TRITON)
+        scalar(problem, out, lse).backward()
+        held = torch.cuda.max_memory_allocated() - before
+    assert (held < bound) == (form == "raw"), f"{held} bytes were held, bound {bound}"

@@ -1,0 +1,45 @@
+"""Random graphs, dtypes, forms and options, sought out by hypothesis; `benchmarks/check_gpu.py --random` does many more."""
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support.accuracy import assert_within
+from support.batch import run_batch, share
+from support.oracle import make_problem
+from support.poison import poisoned_memory
+from support.run import structure
+
+SHAPES = ((1, 1, 1), (2, 3, 4), (3, 8, 2), (5, 2, 16))  # heads, channels, edge_dim; few, for each is compiled on a GPU
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # numpy's, of the interpreter
+
+
+@st.composite
+def graphs(draw):
+    """Up to 5 nodes a side and 10 edges, in any order."""
+    num_src, num_dst = draw(st.integers(0, 5)), draw(st.integers(0, 5))
+    node = st.tuples(st.integers(0, max(num_src - 1, 0)), st.integers(0, max(num_dst - 1, 0)))
+    pairs = draw(st.lists(node, max_size=10 if num_src and num_dst else 0))
+    return torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2).T.contiguous(), (num_src, num_dst)
+
+
+@given(
+    edges=graphs(),
+    shape=st.sampled_from(SHAPES),
+    form=st.sampled_from(["raw", "raw_without_bias", "embedded", "none"]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    count=st.integers(1, 2),
+    dropout_p=st.sampled_from([0.0, 0.0, 0.5]),
+    seed=st.integers(0, 2**32),
+)
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_random_graphs_are_as_accurate_as_plain_pytorch(
+    kernel_device, edges, shape, form, dtype, count, dropout_p, seed
+):
+    samples = [make_problem(edges, *shape, form, dtype, seed + number) for number in range(count)]
+    with poisoned_memory():
+        judged = run_batch(
+            share(samples, "edge_weight", "edge_bias"), structure(edges, kernel_device), "triton",
+            dropout_p=dropout_p, seed=seed,
+        )  # fmt: skip
+    assert_within(*judged, dtype)

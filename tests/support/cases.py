@@ -1,0 +1,108 @@
+"""Cases of the accuracy matrix: one graph, shape, dtype, form and option each, run and judged.
+
+On a CPU, where the interpreter is slow, the matrix is a pairwise table; on a GPU it is the full product.
+"""
+
+from dataclasses import dataclass
+from itertools import cycle, product
+
+import torch
+
+from support.accuracy import assert_within
+from support.batch import run_batch, share
+from support.graphs import GRAPHS, sort_edges
+from support.oracle import make_problem
+from support.pairwise import pairwise
+from support.run import structure
+
+COLUMNS = {
+    "shape": ((1, 1), (4, 16), (6, 10), (16, 64), (3, 40)),  # heads, channels
+    "edge_dim": (1, 3, 11, 17),
+    "dtype": (torch.float32, torch.bfloat16, torch.float16),
+    "form": ("raw", "raw_without_bias", "embedded", "none"),
+    "option": (
+        "plain",
+        "dropout",
+        "batch_shares_attributes",
+        "batch_of_attributes",
+        "only_out_has_a_gradient",
+        "only_lse_has_a_gradient",
+        "program_order",
+        "sorted_by_caller",
+    ),
+}
+LOSS_SCALE = 256.0  # for float16, as in training
+DROPOUT = 0.3
+SEED = 5
+
+
+@dataclass(frozen=True)
+class Case:
+    """One line of the matrix."""
+
+    shape: tuple[int, int]
+    edge_dim: int
+    dtype: torch.dtype
+    form: str
+    option: str
+    graph: str
+
+    def __str__(self):
+        heads, channels = self.shape
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{self.graph}-{heads}x{channels}-{self.edge_dim}-{self.form}-{dtype}-{self.option}"
+
+
+def pairwise_cases():
+    """Every pair of values of two columns, every graph at least twice."""
+    names = cycle(GRAPHS)
+    return [Case(**row, graph=next(names)) for row in pairwise(**COLUMNS)]
+
+
+def full_cases():
+    """Every shape, attribute count, dtype, form and option, with the graphs in turn; every graph in every form and dtype."""
+    names, cases = cycle(GRAPHS), []
+    for values in product(*COLUMNS.values()):
+        row = dict(zip(COLUMNS, values, strict=True))
+        if row["form"].startswith("raw") or row["edge_dim"] == COLUMNS["edge_dim"][0]:  # other forms have no attributes
+            cases.append(Case(**row, graph=next(names)))
+    for graph, form, dtype in product(GRAPHS, COLUMNS["form"], COLUMNS["dtype"]):
+        cases.append(Case((6, 10), 11, dtype, form, "plain", graph))
+    return cases
+
+
+def run(case, backend, device):
+    """Run a case and everything that it is judged by."""
+    graph = structure(edges(case), device)
+    if case.option == "program_order":
+        graph = graph.with_program_order()
+    arriving = {"only_out_has_a_gradient": ["grad_out"], "only_lse_has_a_gradient": ["grad_lse"]}
+    return run_batch(
+        problems(case), graph, backend, seed=SEED, dropout_p=DROPOUT if case.option == "dropout" else 0.0,
+        arriving=arriving.get(case.option, ["grad_out", "grad_lse"]),
+    )  # fmt: skip
+
+
+def judge(case, judged):
+    """Assert that a case is as accurate as the criterion asks."""
+    __tracebackhide__ = True
+    assert_within(*judged, case.dtype)
+
+
+def edges(case):
+    """The graph of a case: (edge_index, (num_src, num_dst))."""
+    graph = GRAPHS[case.graph]
+    return sort_edges(*graph) if case.option == "sorted_by_caller" else graph
+
+
+def problems(case):
+    """The problems of a case, one for each sample of its batch."""
+    scale = LOSS_SCALE if case.dtype == torch.float16 else 1.0
+    samples = []
+    for seed in range(2 if case.option.startswith("batch") else 1):
+        sample = make_problem(edges(case), *case.shape, case.edge_dim, case.form, case.dtype, seed)
+        sample.grad_out *= 0.0 if case.option == "only_lse_has_a_gradient" else scale
+        sample.grad_lse *= 0.0 if case.option == "only_out_has_a_gradient" else scale
+        samples.append(sample)
+    shared = ("edge_weight", "edge_bias", "edge_attr")
+    return share(samples, *(shared if case.option == "batch_shares_attributes" else shared[:2]))
