@@ -1,0 +1,156 @@
+"""The configs: every one makes what it says, choices compose, and other applications can use the groups."""
+
+from importlib.resources import files
+
+import numpy as np
+import pytest
+import torch
+from hydra import compose, initialize_config_dir, initialize_config_module
+from hydra.errors import ConfigCompositionException
+from hydra.utils import instantiate
+
+import anemoi_gt
+from anemoi_gt import AttentionConfig
+from anemoi_gt.data import era5_uk
+from anemoi_gt.data.grids import regional
+from anemoi_gt.train import build
+
+CONFIGS = files("anemoi_gt.configs")
+TINY_SPHERE = ["data.grid_name=O4", "data.train_size=2", "data.valid_size=1", "data.test_size=1", "data.lead_time=12"]
+COMPANIONS = {
+    "graph=limited_area": ["data=era5_uk"],
+    "data=sphere": TINY_SPHERE,
+}  # what an option needs or is too large without
+
+
+def composed(*overrides):
+    with initialize_config_module("anemoi_gt.configs", version_base="1.3"):
+        return compose("train", list(overrides))
+
+
+def options(folder=CONFIGS, group=""):
+    """Every option of every group, as an override."""
+    for entry in sorted(folder.iterdir(), key=lambda entry: entry.name):
+        if entry.is_dir():
+            yield from options(entry, f"{group}/{entry.name}" if group else entry.name)
+        elif group and entry.name.endswith(".yaml"):
+            yield f"{group}={entry.name.removesuffix('.yaml')}".replace("=null", "='null'")
+
+
+@pytest.fixture
+def weather(monkeypatch):
+    """A month of made-up temperatures in place of the file, on every fourth point of the region."""
+    times = np.datetime64("2019-03-01T00", "h") + np.arange(744)
+    nodes = regional(np.arange(58.0, 49, -1), np.arange(-10.0, 3))
+    values = 280 + 5 * torch.randn(744, len(nodes), generator=torch.Generator().manual_seed(0))
+    field = era5_uk.HourlyField(nodes, times, values)
+    monkeypatch.setattr(era5_uk, "read_era5_uk", lambda path: field)
+
+
+def test_there_are_the_groups_that_the_documentation_names():
+    groups = {option.split("=")[0] for option in options()}
+    assert groups == {"attention", "attention/backend", "attention/precision", "data", "graph", "model", "training"}
+
+
+@pytest.mark.parametrize("option", list(options()))
+def test_every_config_makes_its_object(option, weather):
+    config = composed(
+        *COMPANIONS.get(option, []), *([] if "era5" in option or "limited" in option else TINY_SPHERE), option
+    )
+    if option == "attention/backend=triton":
+        assert instantiate(config.attention) == AttentionConfig(backend="triton")
+        return
+    splits, model, _ = build(config)
+    sample = splits.train[0]
+    assert model(sample.inputs[None])[0].shape == sample.target.shape
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ([], AttentionConfig()),
+        (["attention/backend=triton"], AttentionConfig(backend="triton")),
+        (["attention.backend=triton"], AttentionConfig(backend="triton")),
+        (["attention/backend=torch", "attention/precision=bf16"], AttentionConfig("torch", "bf16")),
+        (["attention.precision=fp16"], AttentionConfig(precision="fp16")),
+        (["attention/precision='null'"], AttentionConfig()),
+        (["attention.precision=null"], AttentionConfig()),
+    ],
+    ids=lambda value: " ".join(value) or "none" if isinstance(value, list) else "",
+)
+def test_attention_is_chosen_by_group_or_by_value(overrides, expected):
+    assert instantiate(composed(*overrides).attention) == expected
+
+
+def test_every_backend_and_precision_is_a_choice():
+    from anemoi_gt.config import BACKENDS, PRECISIONS
+
+    choices = {option.replace("'", "") for option in options(CONFIGS / "attention", "attention")}
+    assert {f"attention/backend={name}" for name in BACKENDS} <= choices
+    assert {f"attention/precision={name or 'null'}" for name in PRECISIONS} <= choices
+
+
+def test_graph_model_and_training_follow_the_data_unless_chosen():
+    config = composed("data=era5_uk")
+    assert config.graph._target_.endswith("limited_area_graph")
+    assert config.training == composed("data=era5_uk", "training=era5_uk").training != composed().training
+    assert composed("data=era5_uk", "model=graph_transformer").model.channels == 128
+
+
+def test_the_attention_config_reaches_every_layer():
+    model = build(composed(*TINY_SPHERE, "attention/backend=torch", "attention/precision=bf16")).model
+    convs = [module for module in model.modules() if isinstance(module, anemoi_gt.GraphTransformerConv)]
+    assert len(convs) > 2 and {conv.config for conv in convs} == {AttentionConfig("torch", "bf16")}
+
+
+def test_the_seed_draws_the_weights():
+    one, same, other = (build(composed(*TINY_SPHERE, f"training.seed={seed}")).model for seed in (1, 1, 2))
+    weights = [model.embed_data.weight for model in (one, same, other)]
+    assert torch.equal(weights[0], weights[1]) and not torch.equal(weights[0], weights[2])
+
+
+def test_a_value_that_is_not_there_is_refused():
+    with pytest.raises(ConfigCompositionException, match="Could not override 'model.chanels'"):
+        composed("model.chanels=3")
+
+
+FOREIGN = """
+defaults:
+  - {attention}
+  - model@networks.small: sphere
+  - graph: icosphere
+  - _self_
+hydra:
+  searchpath: [pkg://anemoi_gt.configs]
+learning: fast
+"""
+
+
+def foreign(tmp_path, attention, *overrides):
+    (tmp_path / "config.yaml").write_text(FOREIGN.format(attention=attention))
+    with initialize_config_dir(str(tmp_path), version_base="1.3"):
+        return compose("config", list(overrides))
+
+
+def test_a_foreign_application_uses_the_groups(tmp_path):
+    config = foreign(tmp_path, "attention: default", "attention/backend=torch", "graph.refinement=1")
+    assert instantiate(config.attention) == AttentionConfig(backend="torch")
+    assert config.learning == "fast" and set(config) == {"attention", "networks", "graph", "learning"}
+    nodes = regional(np.arange(-80.0, 90, 20), np.arange(0.0, 360, 20))
+    model = instantiate(config.networks.small)(
+        instantiate(config.graph)(nodes), 3, 2, config=instantiate(config.attention)
+    )
+    assert model(torch.zeros(1, len(nodes), 3)).shape == (1, len(nodes), 2)
+
+
+def test_a_foreign_application_mounts_attention_elsewhere(tmp_path):
+    config = foreign(tmp_path, "attention@layers.attention: default", "layers.attention.backend=torch")
+    assert instantiate(config.layers.attention) == AttentionConfig(backend="torch")
+    assert set(config) == {"layers", "networks", "graph", "learning"}
+
+
+def test_choices_follow_attention_to_where_it_is_mounted(tmp_path):
+    mounted = "attention@layers.attention: default\n  - attention/precision@layers.attention: fp16"
+    config = foreign(tmp_path, mounted, "+attention/backend@layers.attention=torch")
+    assert instantiate(config.layers.attention) == AttentionConfig("torch", "fp16")
+    assert set(config) == {"layers", "networks", "graph", "learning"}

@@ -1,0 +1,84 @@
+"""The configs ship with the package: another project's Hydra application finds them in a wheel and in an editable install."""
+
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+SHIPPED = ("src", "configs", "pyproject.toml", "README.md", "LICENSE")
+
+APPLICATION = """
+import hydra
+from hydra.utils import instantiate
+
+@hydra.main(version_base="1.3", config_path=".", config_name="config")
+def main(config):
+    import anemoi_gt
+    print(anemoi_gt.__file__)
+    print(instantiate(config.layers.attention))
+    print(instantiate(config.model).keywords["channels"])
+
+main()
+"""
+CONFIG = """
+defaults:
+  - attention@layers.attention: default
+  - attention/precision@layers.attention: bf16
+  - model: graph_transformer
+  - _self_
+model:
+  channels: 24
+hydra:
+  searchpath: [pkg://anemoi_gt.configs]
+"""
+
+
+def execute(*command, cwd):
+    result = subprocess.run(list(map(str, command)), cwd=cwd, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+@pytest.fixture
+def source(tmp_path):
+    """A copy of what a release contains, so that building leaves nothing in the repository."""
+    source = tmp_path / "source"
+    source.mkdir()
+    for name in SHIPPED:
+        copy = shutil.copytree if (REPOSITORY / name).is_dir() else shutil.copy
+        copy(REPOSITORY / name, source / name)
+    return source
+
+
+@pytest.fixture
+def python(tmp_path):
+    """An interpreter with this one's packages, but without its anemoi_gt, and with a place of its own for more."""
+    venv.create(tmp_path / "environment", with_pip=False)
+    python = tmp_path / "environment" / "bin" / "python"
+    packages = execute(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=tmp_path).strip()
+    # Folders named in a .pth file are searched, but their own .pth files, by which an editable install works, are not read.
+    Path(packages, "borrowed.pth").write_text("\n".join(borrowed_packages()))
+    return python
+
+
+def borrowed_packages():
+    return sorted({sysconfig.get_path("purelib"), *(path for path in sys.path if path.endswith("site-packages"))})
+
+
+@pytest.mark.parametrize("mode", ["wheel", "editable"])
+def test_a_foreign_application_finds_the_configs_of_an_installed_package(mode, source, python, tmp_path):
+    options = ["--quiet", "--no-deps", "--no-build-isolation", "--disable-pip-version-check"]
+    target = ["--editable", source] if mode == "editable" else [source]
+    execute(sys.executable, "-m", "pip", "--python", python, "install", *options, *target, cwd=tmp_path)
+    (tmp_path / "application.py").write_text(APPLICATION)
+    (tmp_path / "config.yaml").write_text(CONFIG)
+    lines = execute(python, "application.py", "layers.attention.backend=torch", cwd=tmp_path).splitlines()
+    home = source / "src" if mode == "editable" else tmp_path / "environment"
+    assert Path(lines[0]).is_relative_to(home)
+    assert lines[1:] == ["AttentionConfig(backend='torch', precision='bf16')", "24"]
+    assert "AttentionConfig" in execute(python, "-m", "anemoi_gt.train", "--cfg", "job", cwd=tmp_path)

@@ -1,0 +1,23 @@
+"""Metrics as JSON lines."""
+
+import json
+
+import pytest
+
+from anemoi_gt.training.metrics import MetricsFile, curve
+
+
+def test_a_record_is_on_disk_as_soon_as_it_is_written(tmp_path):
+    with MetricsFile(tmp_path / "metrics.jsonl") as metrics:
+        metrics.write(split="train", step=1, loss=0.5)
+        assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"split": "train", "step": 1, "loss": 0.5}
+
+
+def test_what_json_cannot_say_raises(tmp_path):
+    with MetricsFile(tmp_path / "metrics.jsonl") as metrics, pytest.raises(ValueError, match="not JSON compliant"):
+        metrics.write(split="train", step=1, loss=float("nan"))
+
+
+def test_curve_takes_one_split():
+    records = [{"split": split, "step": step, "loss": 1 / step} for step in (1, 2) for split in ("train", "valid")]
+    assert curve(records, "valid") == ([1, 2], [1.0, 0.5])

@@ -1,0 +1,82 @@
+"""Scores in physical units."""
+
+import math
+
+import pytest
+import torch
+
+from anemoi_gt.data.datasets import ForecastDataset
+from anemoi_gt.data.nodes import Nodes
+from anemoi_gt.training.scores import as_records, as_table, model_forecast, sample_rmse, score
+
+
+class TwoNodes(ForecastDataset):
+    """Two samples of two variables on two nodes, the first of which stands for three quarters of the area."""
+
+    nodes = Nodes([0.0, 10.0], [0.0, 0.0])
+    weights = torch.tensor([1.5, 0.5])
+    variables, units, lead_time = ("temperature", "wind"), ("K", "m/s"), 6.0
+    input_names = ("temperature",)
+    change_mean, change_std = torch.tensor([1.0, 0.0]), torch.tensor([2.0, 4.0])
+
+    def __len__(self):
+        return 2
+
+    def inputs(self, i):
+        return torch.tensor([[float(i)], [1.0]])
+
+    def present(self, i):
+        return torch.tensor([[280.0, 5.0], [290.0, -5.0]])
+
+    def truth(self, i):
+        return self.present(i) + torch.tensor([[1.0, 0.0], [2.0, 4.0]]) * (i + 1)
+
+    def title(self, i):
+        return f"sample {i}"
+
+
+def test_persistence_scores_what_is_computed_by_hand():
+    temperature, wind = score({"persistence": TwoNodes().present}, TwoNodes())
+    assert temperature.rmse == pytest.approx(math.sqrt((0.75 * 1 + 0.25 * 4 + 0.75 * 4 + 0.25 * 16) / 2))
+    assert temperature.bias == pytest.approx(-(0.75 * 1 + 0.25 * 2 + 0.75 * 2 + 0.25 * 4) / 2)
+    assert wind.rmse == pytest.approx(math.sqrt((0.25 * 16 + 0.25 * 64) / 2))
+
+
+def test_scores_come_variable_by_variable_with_the_forecasts_in_order():
+    dataset = TwoNodes()
+    scores = score({"model": dataset.truth, "persistence": dataset.present}, dataset)
+    assert [(s.variable, s.units, s.forecast) for s in scores] == [
+        (variable, units, name)
+        for variable, units in (("temperature", "K"), ("wind", "m/s"))
+        for name in ("model", "persistence")
+    ]
+    assert scores[0].rmse == scores[0].bias == 0
+
+
+def test_error_of_each_sample():
+    assert sample_rmse(TwoNodes().present, TwoNodes()).tolist() == pytest.approx([math.sqrt(1.75), math.sqrt(7.0)])
+
+
+def test_a_model_forecasts_in_physical_units():
+    model = torch.nn.Linear(1, 2)
+    torch.nn.init.constant_(model.weight, 1.0)
+    torch.nn.init.zeros_(model.bias)
+    forecast = model_forecast(model, TwoNodes())(1)
+    assert forecast.tolist() == [[280 + 1 + 2, 5 + 4], [290 + 1 + 2, -5 + 4]]
+    assert not forecast.requires_grad
+
+
+def test_the_table_names_every_forecast_variable_and_unit():
+    dataset = TwoNodes()
+    table = as_table(score({"model": dataset.truth, "persistence": dataset.present}, dataset))
+    names = [line.split()[0] for line in table.splitlines()]
+    assert names == ["temperature", "model", "persistence", "wind", "model", "persistence"]
+    assert "temperature [K]" in table and "wind [m/s]" in table
+    assert len({len(line) for line in table.splitlines()}) == 1
+
+
+def test_records_are_plain_values():
+    (first, *_) = as_records(score({"persistence": TwoNodes().present}, TwoNodes()))
+    assert {name: type(value) for name, value in first.items()} == {
+        "forecast": str, "variable": str, "units": str, "rmse": float, "bias": float,
+    }  # fmt: skip

@@ -1,0 +1,54 @@
+"""The numbers of a training run."""
+
+import pytest
+import torch
+
+from anemoi_gt.training import TrainingConfig
+from anemoi_gt.training.device import choose_device, cpu_threads
+
+
+@pytest.mark.parametrize(
+    ("numbers", "message"),
+    [
+        ({"steps": 0}, "training.steps must be at least 1, got 0"),
+        ({"batch_size": -2}, "training.batch_size must be at least 1, got -2"),
+        ({"learning_rate": 0.0}, "training.learning_rate must be positive, got 0.0"),
+        ({"learning_rate": float("nan")}, "training.learning_rate must be positive, got nan"),
+        ({"weight_decay": -0.1}, "training.weight_decay must not be negative, got -0.1"),
+        ({"warmup_steps": 11, "steps": 10}, r"training.warmup_steps must be 0 to steps \(10\), got 11"),
+        ({"average_decay": 1.0}, r"training.average_decay must be in \[0, 1\), got 1.0"),
+        ({"threads": 0}, "training.threads must be at least 1, or null, got 0"),
+        ({"device": "gpu"}, "training.device must be one of auto, cpu, cuda, got 'gpu'"),
+    ],
+)
+def test_a_number_out_of_range_is_named(numbers, message):
+    with pytest.raises(ValueError, match=message):
+        TrainingConfig(**numbers)
+
+
+def test_asking_for_a_missing_gpu_raises(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="finds no CUDA device"):
+        choose_device("cuda")
+
+
+def test_auto_takes_the_gpu_that_is_there(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert choose_device("auto") == torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert choose_device("auto") == torch.device("cpu")
+
+
+def test_threads_are_set_while_training_and_as_before_afterwards(run, monkeypatch):
+    calls = []
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
+    monkeypatch.setattr(torch, "set_num_threads", calls.append)
+    run("one", threads=1)
+    assert calls == [1, 7]
+
+
+def test_threads_are_as_before_after_an_error():
+    before = torch.get_num_threads()
+    with pytest.raises(KeyError), cpu_threads(before + 1):
+        raise KeyError
+    assert torch.get_num_threads() == before

@@ -1,0 +1,142 @@
+"""The loop: what it minimises, how it steps, what it keeps, and that it can be repeated."""
+
+import json
+
+import pytest
+import torch
+from torch.nn.utils import get_total_norm
+
+from anemoi_gt.training.loss import weighted_mse
+from anemoi_gt.training.trainer import parameter_groups
+
+
+def without_speed(records):
+    return [{name: value for name, value in record.items() if name != "samples_per_second"} for record in records]
+
+
+def gradient_norm(model):
+    return get_total_norm([parameter.grad for parameter in model.parameters()])
+
+
+def test_loss_is_the_mean_square_by_area():
+    output = torch.tensor([[[1.0], [2.0]], [[3.0], [0.0]]])
+    loss = weighted_mse(output, torch.zeros(2, 2, 1), torch.tensor([0.5, 1.5]))
+    assert loss.item() == pytest.approx((0.5 * 1 + 1.5 * 4 + 0.5 * 9) / 4)
+
+
+def test_a_node_of_no_weight_does_not_matter():
+    target, weights = torch.randn(2, 3, 1), torch.tensor([1.5, 0.0, 1.5])
+    changed = target.clone()
+    changed[:, 1] += 100
+    assert weighted_mse(changed, target, weights) == 0
+
+
+def test_two_runs_give_the_same_numbers_bit_by_bit(run):
+    first, records = run("first", seed=3)
+    second, repeated = run("second", seed=3)
+    assert without_speed(repeated) == without_speed(records)
+    for name, value in first.average.state_dict().items():
+        assert torch.equal(value, second.average.state_dict()[name]), name
+
+
+def test_another_seed_gives_other_numbers(run):
+    _, records = run("first", seed=3)
+    _, others = run("second", seed=4)
+    assert records[0]["loss"] != others[0]["loss"]
+
+
+def test_training_lowers_the_loss_on_samples_it_has_seen(run):
+    _, records = run(steps=60, learning_rate=0.02, valid_every=60)
+    losses = [record["loss"] for record in records if record["split"] == "train"]
+    assert sum(losses[-8:]) < 0.7 * sum(losses[:8])
+
+
+def test_a_long_gradient_is_shortened_to_the_given_norm(run):
+    free, _ = run("free", steps=1, warmup_steps=0, clip_norm=1e6)
+    clipped, _ = run("clipped", steps=1, warmup_steps=0, clip_norm=1e-3)
+    assert gradient_norm(free.model) > 0.01
+    assert gradient_norm(clipped.model) == pytest.approx(1e-3, rel=1e-3)
+
+
+def test_a_short_gradient_is_left_alone(run):
+    free, _ = run("free", steps=1, warmup_steps=0, clip_norm=1e6)
+    clipped, _ = run("clipped", steps=1, warmup_steps=0, clip_norm=1e4)
+    assert gradient_norm(clipped.model) == gradient_norm(free.model)
+
+
+def test_matrices_decay_and_vectors_do_not(make_model):
+    decaying, constant = parameter_groups(make_model(), weight_decay=0.1)
+    assert decaying["weight_decay"] == 0.1 and {p.dim() for p in decaying["params"]} == {2}
+    assert constant["weight_decay"] == 0.0 and {p.dim() for p in constant["params"]} == {1}
+
+
+def test_every_sample_comes_once_before_any_comes_twice(run):
+    trainer, _ = run(steps=4, batch_size=2)
+    inputs = torch.cat([batch.inputs for batch in trainer._batches()])
+    expected = torch.stack([trainer.splits.train.inputs(i) for i in range(8)])
+    positions = [int((expected == sample).flatten(1).all(dim=1).nonzero()) for sample in inputs]
+    assert sorted(positions) == list(range(8)) and positions != list(range(8))
+
+
+def test_validation_is_of_the_averaged_weights_in_evaluation_mode(run, splits):
+    trainer, records = run(valid_every=6, average_decay=0.5)
+    model = trainer.best_model()
+    with torch.no_grad():
+        losses = [
+            weighted_mse(model(sample.inputs[None]), sample.target[None], splits.valid.weights)
+            for sample in (splits.valid[i] for i in range(len(splits.valid)))
+        ]
+    (valid,) = (record for record in records if record["split"] == "valid")
+    assert valid["loss"] == pytest.approx(torch.stack(losses).mean().item(), rel=1e-5)
+    assert not all(torch.equal(a, b) for a, b in zip(model.parameters(), trainer.model.parameters(), strict=True))
+
+
+def test_an_average_over_one_step_is_the_weights_themselves(run):
+    trainer, _ = run(average_decay=0.0)
+    for averaged, last in zip(trainer.average.parameters(), trainer.model.parameters(), strict=True):
+        assert torch.equal(averaged, last)
+
+
+def test_the_best_weights_are_those_of_the_lowest_validation_loss(run):
+    trainer, records = run(steps=12, learning_rate=0.3, warmup_steps=0, valid_every=1, average_decay=0.0)
+    losses = {record["step"]: record["loss"] for record in records if record["split"] == "valid"}
+    best = torch.load(trainer.folder / "best.pt", weights_only=True)
+    assert best["step"] == min(losses, key=losses.get) != 12
+    for name, value in trainer.best_model().state_dict().items():
+        assert torch.equal(value, best["average"][name]), name
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_with_one_sentence(run):
+    with pytest.raises(FloatingPointError, match=r"the loss must stay finite, got nan .* lower training.learning_rate"):
+        run(steps=50, learning_rate=1e30, warmup_steps=0)
+
+
+def test_weights_that_are_not_finite_replace_no_checkpoint(run):
+    trainer, _ = run()
+    checkpoints = [trainer.folder / "best.pt", trainer.folder / "last.pt"]
+    before = [path.read_bytes() for path in checkpoints]
+    torch.nn.init.constant_(trainer.average.module.embed_data.weight, float("nan"))
+    with pytest.raises(FloatingPointError, match="the loss must stay finite, got nan at step 6"):
+        trainer._validate()
+    assert [path.read_bytes() for path in checkpoints] == before
+
+
+def test_metrics_are_json_a_line_each(run):
+    trainer, records = run(steps=5, valid_every=2)
+    lines = (trainer.folder / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == records
+    assert [record["step"] for record in records if record["split"] == "train"] == [1, 2, 3, 4, 5]
+    assert [record["step"] for record in records if record["split"] == "valid"] == [2, 4, 5]
+    assert set(records[0]) == {"split", "step", "loss", "learning_rate", "samples_per_second"}
+    assert all(record["samples_per_second"] > 0 for record in records if record["split"] == "train")
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
+def test_mixed_precision_trains_nearly_as_float32_does_and_keeps_float32_weights(run, precision):
+    trainer, mixed = run("mixed", precision=precision, steps=20)
+    _, full = run("full", steps=20)
+    assert {parameter.dtype for parameter in trainer.model.parameters()} == {torch.float32}
+    assert trainer.scaler.is_enabled() == (precision == "16-mixed")
+    last = [records[-1]["loss"] for records in (mixed, full)]
+    assert last[0] != last[1]  # it is not float32 under another name
+    assert last[0] == pytest.approx(last[1], rel=0.05)
