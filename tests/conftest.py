@@ -10,7 +10,9 @@ if not torch.cuda.is_available():
 
 
 def pytest_addoption(parser):
-    parser.addoption("--era5-path", default=None, help="GRIB file of hourly ERA5 2 m temperature over the UK, March 2019")
+    parser.addoption(
+        "--era5-path", default=None, help="GRIB file of hourly ERA5 2 m temperature over the UK, March 2019"
+    )
 
 
 @pytest.fixture(scope="session")
