@@ -49,7 +49,8 @@ def _row(heads: int, channels: int, attributes: int) -> tuple[int, int]:
 def forward_tile(heads: int, channels: int, degree: float, attributes: int) -> RowTile:
     """Tile of the forward pass over destinations of so many in-edges on average.
 
-    Measured: encoder 0.70, processor 0.30 ms with two warps at C = 64 (0.77, 0.31 with one); decoder 1.23 with one.
+    Measured: encoder 0.70, processor 0.30 ms with two warps at C = 64 (0.77, 0.31 with one); decoder 1.23 with one. Before the
+    scores had an array of their own; with it two warps give 0.89 and 0.35 (benchmarks/NOTES.md, 5).
     """
     group, padded = _row(heads, channels, attributes)
     warps = 2 if group * padded >= ROW_ELEMENTS and degree >= BUSY_DEGREE else 1

@@ -67,5 +67,6 @@ def _softmax(score: Tensor, dst: Tensor, num_dst: int) -> Tensor:
     high = score.new_full(shape, -torch.inf).scatter_reduce(-2, index, score.detach(), "amax")
     pivot = torch.where(torch.isneginf(high), 0.0, high)
     p = torch.exp(score - pivot[..., dst, :])
-    total = p.new_zeros(shape).index_add(-2, dst, p)
+    by_edge = p.movedim(-2, 0)  # index_put sums in a fixed order on a GPU too; index_add does not
+    total = by_edge.new_zeros(num_dst, *by_edge.shape[1:]).index_put((dst,), by_edge, accumulate=True).movedim(0, -2)
     return p / torch.where(total == 0, 1.0, total)[..., dst, :]
