@@ -81,3 +81,17 @@ def test_scaled_values_have_standard_deviation_one_and_keep_their_ratios(values)
 @pytest.mark.parametrize("values", [np.ones((5, 1)), np.ones((1, 1)), np.ones((0, 2))])
 def test_values_without_spread_are_left_alone(values):
     np.testing.assert_array_equal(unit_std(values), values)
+
+
+@pytest.mark.parametrize("attribute", [edge_length, edge_direction])
+@pytest.mark.parametrize(
+    ("edge_index", "message"),
+    [
+        (np.zeros((3, 2), dtype=int), r"\[2, E\].*\(3, 2\)"),
+        (np.array([[0, 80], [0, 0]]), r"must name source nodes in \[0, 80\), got 0 to 80"),
+        (np.array([[0, 1], [-1, 3]]), r"must name destination nodes in \[0, 50\), got -1 to 3"),
+    ],
+)
+def test_edges_between_nodes_that_are_not_there_raise(attribute, edge_index, message):
+    with pytest.raises(ValueError, match=message):
+        attribute(random_nodes(80, 0), random_nodes(50, 1), edge_index)

@@ -6,7 +6,7 @@ import pytest
 from anemoi_gt.data.edges import cutoff, grid_spacing, nearest, within
 from anemoi_gt.data.grids import octahedral, regional
 from anemoi_gt.data.icosphere import icosphere
-from anemoi_gt.data.nodes import Nodes
+from anemoi_gt.data.nodes import EARTH_RADIUS, Nodes
 
 
 def random_nodes(n, seed):
@@ -14,8 +14,10 @@ def random_nodes(n, seed):
 
 
 def distances(source, destination):
-    """Chords between all pairs, [destinations, sources]."""
-    return np.linalg.norm(destination.xyz[:, None] - source.xyz, axis=-1)
+    """Chords between all pairs of positions as a graph stores them, [destinations, sources]."""
+    (s_lat, s_lon), (d_lat, d_lon) = (nodes.stored.astype(np.float64).T for nodes in (source, destination))
+    lat, lon = d_lat[:, None] - s_lat, d_lon[:, None] - s_lon
+    return 2 * np.sqrt(np.sin(lat / 2) ** 2 + np.cos(d_lat[:, None]) * np.cos(s_lat) * np.sin(lon / 2) ** 2)
 
 
 def as_set(edge_index):
@@ -65,9 +67,15 @@ def test_source_at_the_radius_is_in():
 
 
 def test_equally_far_sources_are_taken_by_number():
-    ring = Nodes(np.full(12, 80.0), np.arange(0, 360, 30))
-    pole = Nodes([90.0], [0.0])
-    np.testing.assert_array_equal(nearest(ring, pole, 4), [[0, 1, 2, 3], [0, 0, 0, 0]])
+    around = Nodes([10.0, -10.0, 10.0, -10.0], [10.0, -10.0, -10.0, 10.0])
+    np.testing.assert_array_equal(nearest(around, Nodes([0.0], [0.0]), 2), [[0, 1], [0, 0]])
+
+
+def test_distances_are_those_between_positions_as_a_graph_stores_them():
+    """Two longitudes that float32 cannot tell apart are one place; the nearer of the two has the higher number."""
+    source, destination = Nodes([0.0, 0.0], [90.0 + 2e-6, 90.0 + 1e-6]), Nodes([0.0], [90.0])
+    assert source.stored[0, 1] == source.stored[1, 1]
+    np.testing.assert_array_equal(nearest(source, destination, 1), [[0], [0]])
 
 
 def test_counts_of_the_o96_graph_are_those_of_anemoi():
@@ -93,9 +101,26 @@ def test_every_point_of_o32_is_read_by_icosphere_4():
 
 def test_within_is_the_distance_to_the_nearest_reference():
     reference, nodes = regional([50.0, 51.0], [0.0, 1.0]), random_nodes(500, 7)
-    expected = distances(reference, nodes).min(axis=1) <= 0.4
-    np.testing.assert_array_equal(within(reference, nodes, 0.4), expected)
-    assert expected.any() and not expected.all()
+    kilometres = 2 * np.arcsin(distances(reference, nodes).min(axis=1) / 2) * EARTH_RADIUS / 1e3
+    np.testing.assert_array_equal(within(reference, nodes, 2500.0), kilometres <= 2500)
+    assert 0 < (kilometres <= 2500).sum() < 500
+
+
+def test_within_reaches_from_the_place_itself_to_its_antipode():
+    nodes = Nodes([0.0, 0.0, 0.0], [20.0, 21.0, -160.0])
+    np.testing.assert_array_equal(within(nodes[[0]], nodes, 0.0), [True, False, False])
+    np.testing.assert_array_equal(within(nodes[[0]], nodes, 20_010.0), [True, True, False])
+    np.testing.assert_array_equal(within(nodes[[0]], nodes, 1e6), [True, True, True])
+
+
+def test_nothing_lies_near_nowhere():
+    assert not within(Nodes([], []), random_nodes(5, 0), 1e4).any()
+
+
+@pytest.mark.parametrize("margin", [-1.0, np.nan])
+def test_impossible_margin_raises(margin):
+    with pytest.raises(ValueError, match=f"margin must not be negative, in kilometres, got {margin}"):
+        within(random_nodes(5, 0), random_nodes(5, 1), margin)
 
 
 @pytest.mark.parametrize("k", [0, -1, 11])
@@ -110,6 +135,11 @@ def test_impossible_k_raises(k):
 def test_impossible_cutoff_raises(options):
     with pytest.raises(ValueError, match="must be positive"):
         cutoff(random_nodes(10, 0), random_nodes(5, 1), **options)
+
+
+def test_cutoff_without_a_source_raises():
+    with pytest.raises(ValueError, match="at least one source"):
+        cutoff(Nodes([], []), random_nodes(5, 1), 0.6)
 
 
 def test_single_node_has_no_spacing():

@@ -1,18 +1,26 @@
-"""Encoder-processor-decoder graphs: layout, counts, and that a Hydra config can name their builders."""
+"""Encoder-processor-decoder graphs: layout, counts, what reads what."""
 
 import numpy as np
 import pytest
 import torch
 
+from anemoi_gt import EncoderProcessorDecoder
 from anemoi_gt.data import edges
 from anemoi_gt.data.attributes import edge_direction, edge_length
-from anemoi_gt.data.graphs import chord, encoder_processor_decoder, icosphere_graph, limited_area_graph
-from anemoi_gt.data.grids import octahedral, regional
-from anemoi_gt.data.icosphere import icosphere
+from anemoi_gt.data.graphs import (
+    encoder_processor_decoder,
+    hierarchical_graph,
+    icosphere_graph,
+    limited_area_graph,
+    stretched_graph,
+)
+from anemoi_gt.data.grids import classic, octahedral, regional
+from anemoi_gt.data.icosphere import icosphere, stretched_icosphere
 from anemoi_gt.data.nodes import EARTH_RADIUS, Nodes
 
 ENCODER, PROCESSOR, DECODER = ("data", "to", "hidden"), ("hidden", "to", "hidden"), ("hidden", "to", "data")
 UK = regional(np.linspace(58, 50, 33), np.linspace(-10, 2, 49))
+ALPS = (49.0, 4.0, 43.0, 17.0)
 
 
 def nodes_of(graph, name):
@@ -42,6 +50,13 @@ def test_positions_are_latitude_and_longitude_in_radians(graph):
     assert graph["hidden"].x[0, 0] == pytest.approx(np.pi / 2)
 
 
+def test_the_benchmark_graph_has_its_published_counts():
+    graph = icosphere_graph(classic(320), refinement=6)
+    assert {name: graph[name].num_nodes for name in graph.node_types} == {"data": 542_080, "hidden": 40_962}
+    counts = {kind: graph[kind].num_edges for kind in graph.edge_types}
+    assert counts == {ENCODER: 852_840, PROCESSOR: 327_600, DECODER: 1_626_240}
+
+
 def test_each_kind_of_edge_is_built_as_its_builder_says(graph):
     data, mesh = octahedral(16), icosphere(3)
     for kind, expected in (
@@ -69,10 +84,10 @@ def test_options_reach_their_edges():
 
 
 def test_limited_area_mesh_is_the_icosphere_near_the_region():
-    graph = limited_area_graph(UK, refinement=6, margin=150.0)
-    hidden, mesh = nodes_of(graph, "hidden"), icosphere(6)
+    graph = limited_area_graph(UK, refinement=5, margin=350.0)
+    hidden, mesh = nodes_of(graph, "hidden"), icosphere(5)
     angle = np.arccos(np.clip(mesh.nodes.xyz @ UK.xyz.T, -1, 1)).min(axis=1)
-    near = angle * EARTH_RADIUS / 1e3 <= 150
+    near = angle * EARTH_RADIUS / 1e3 <= 350
     np.testing.assert_allclose(hidden.xyz, mesh.nodes.xyz[near], atol=1e-6)
     assert graph[PROCESSOR].num_edges == near[mesh.edge_index].all(axis=0).sum()
 
@@ -91,17 +106,6 @@ def test_any_mesh_will_do():
     assert graph[DECODER].num_edges == 2 * 544
 
 
-def test_a_config_names_the_builder_and_the_data_set_gives_the_nodes():
-    hydra = pytest.importorskip("hydra.utils")
-    config = {"_target_": "anemoi_gt.data.graphs.icosphere_graph", "_partial_": True, "refinement": 2}
-    graph = hydra.instantiate(config)(octahedral(8))
-    assert graph["hidden"].num_nodes == 162
-
-
-def test_chord_of_an_angle():
-    np.testing.assert_allclose([chord(0.0), chord(np.pi / 3), chord(np.pi), chord(9.0)], [0, 1, 2, 2])
-
-
 def test_mesh_too_coarse_for_the_region_raises_and_says_what_to_raise():
     with pytest.raises(ValueError, match=r"at least 3 nodes over the region.*raise refinement or margin"):
         limited_area_graph(UK, refinement=2)
@@ -110,3 +114,104 @@ def test_mesh_too_coarse_for_the_region_raises_and_says_what_to_raise():
 def test_negative_margin_raises():
     with pytest.raises(ValueError, match="margin must not be negative.*-1"):
         limited_area_graph(UK, refinement=6, margin=-1)
+
+
+def test_stretched_graph_joins_the_grid_to_the_mesh_that_is_finer_over_the_area():
+    data = octahedral(32)
+    graph = stretched_graph(data, refinement=3, area_refinement=5, area=ALPS, margin=50)
+    mesh = stretched_icosphere(3, 5, data[data.inside(ALPS)], 50)
+    for kind, expected in (
+        (ENCODER, edges.nearest(data, mesh.nodes, 12)),
+        (PROCESSOR, mesh.edge_index),
+        (DECODER, edges.nearest(mesh.nodes, data, 3)),
+    ):
+        np.testing.assert_array_equal(graph[kind].edge_index, expected)
+
+
+def test_options_reach_the_edges_of_a_stretched_graph():
+    graph = stretched_graph(
+        octahedral(16), refinement=2, area_refinement=3, area=ALPS, margin=200, encoder_nearest=2, nearest=1
+    )
+    assert graph[ENCODER].num_edges == 2 * graph["hidden"].num_nodes
+    assert graph[DECODER].num_edges == 1600
+
+
+@pytest.fixture(scope="module")
+def hierarchy():
+    return hierarchical_graph(
+        octahedral(16), refinements=(3, 2, 1), down_cutoff=1.2, up_nearest=4, cutoff=0.7, nearest=2
+    )
+
+
+def test_hierarchy_has_nodes_for_each_level_and_edges_within_and_between(hierarchy):
+    assert {name: hierarchy[name].num_nodes for name in hierarchy.node_types} == {
+        "data": 1600,
+        "hidden": 642,
+        "hidden_2": 162,
+        "hidden_3": 42,
+    }
+    levels = ["hidden", "hidden_2", "hidden_3"]
+    between = {("hidden", "hidden_2"), ("hidden_2", "hidden_3")}
+    expected = {(a, "to", a) for a in levels} | {(a, "to", b) for a, b in between} | {(b, "to", a) for a, b in between}
+    assert set(hierarchy.edge_types) == expected | {ENCODER, DECODER}
+    assert hierarchy.validate()
+
+
+def test_edges_of_a_hierarchy_go_down_by_cutoff_and_up_from_the_nearest(hierarchy):
+    data, fine, coarse = octahedral(16), icosphere(3).nodes, icosphere(2).nodes
+    for kind, expected in (
+        (ENCODER, edges.cutoff(data, fine, 0.7)),
+        (DECODER, edges.nearest(fine, data, 2)),
+        (("hidden", "to", "hidden_2"), edges.cutoff(fine, coarse, 1.2)),
+        (("hidden_2", "to", "hidden"), edges.nearest(coarse, fine, 4)),
+    ):
+        np.testing.assert_array_equal(hierarchy[kind].edge_index, expected)
+
+
+def test_every_level_of_a_hierarchy_has_the_edges_of_all_coarser_ones(hierarchy):
+    for name, refinement in (("hidden", 3), ("hidden_2", 2), ("hidden_3", 1)):
+        expected = icosphere(refinement, tuple(range(refinement + 1))).edge_index
+        np.testing.assert_array_equal(hierarchy[name, "to", name].edge_index, expected)
+
+
+def test_a_model_reads_data_and_finest_level_of_a_hierarchy(hierarchy):
+    model = EncoderProcessorDecoder(hierarchy, 2, 1, channels=8, heads=2, num_layers=1)
+    assert model(torch.zeros(1, 1600, 2)).shape == (1, 1600, 1)
+
+
+@pytest.mark.parametrize("refinements", [(), (3,), (2, 3), (3, 3), (4, 2, 3)])
+def test_refinements_that_do_not_fall_raise(refinements):
+    with pytest.raises(ValueError, match="two or more, falling from fine to coarse, got"):
+        hierarchical_graph(octahedral(8), refinements=refinements)
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"cutoff": -0.6}, "factor and max_neighbours must be positive, got -0.6"),
+        ({"nearest": 0}, r"k must be in \[1, 642\]"),
+        ({"down_cutoff": 0}, "must be positive, got 0"),
+        ({"up_nearest": 163}, r"k must be in \[1, 162\].*got 163"),
+        ({"refinements": (3, 0)}, "refinement must be at least 1, got 0"),
+    ],
+)
+def test_impossible_options_of_a_hierarchy_raise(option, message):
+    with pytest.raises(ValueError, match=message):
+        hierarchical_graph(octahedral(8), **({"refinements": (3, 2)} | option))
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"area": None}, "area must be four numbers.*got None"),
+        ({"area": (49, 4, 43)}, "area must be four numbers"),
+        ({"area": (43, 4, 49, 17)}, "north above south"),
+        ({"area": (49, 4, 48.9, 4.1)}, r"area must hold data nodes.*\[49, 4, 48.9, 4.1\] holds none"),
+        ({"area_refinement": 2}, "area_refinement must be above refinement.*got 2 and 2"),
+        ({"margin": -1}, "margin must not be negative.*-1"),
+        ({"encoder_nearest": 0}, r"k must be in \[1, 1600\]"),
+    ],
+)
+def test_impossible_options_of_a_stretched_graph_raise(option, message):
+    with pytest.raises(ValueError, match=message):
+        stretched_graph(octahedral(16), **({"refinement": 2, "area_refinement": 3, "area": ALPS} | option))

@@ -3,10 +3,13 @@
 import numpy as np
 import pytest
 
-from anemoi_gt.data.icosphere import icosphere
+from anemoi_gt.data.icosphere import icosphere, limited_area_icosphere, stretched_icosphere
+from anemoi_gt.data.nodes import EARTH_RADIUS, Nodes
+
+BERN, SEATTLE = Nodes([47.0], [7.4]), Nodes([47.6], [-122.3])
 
 
-@pytest.mark.parametrize("refinement", [1, 2, 3, 5, 6])
+@pytest.mark.parametrize("refinement", [1, 2, 3, 5, 6, 7])
 def test_refined_icosahedron_has_its_counts(refinement):
     mesh = icosphere(refinement)
     assert len(mesh.nodes) == 10 * 4**refinement + 2
@@ -93,9 +96,77 @@ def test_restriction_keeps_the_edges_among_the_kept_nodes():
     assert {(numbers[s], numbers[d]) for s, d in part.edge_index.T} == expected
 
 
-def test_refinement_below_one_raises():
+@pytest.mark.parametrize("keep", [np.ones(41, dtype=bool), np.arange(42), np.ones((42, 1), dtype=bool)])
+def test_restriction_needs_a_truth_value_for_each_vertex(keep):
+    with pytest.raises(ValueError, match=r"keep must be bool \[42\], one per vertex"):
+        icosphere(1).restrict(keep)
+
+
+def near(mesh, place, kilometres):
+    """Which vertices lie so near to the one node of `place`."""
+    return np.arccos(mesh.nodes.xyz @ place.xyz[0]) * EARTH_RADIUS / 1e3 <= kilometres
+
+
+def test_limited_area_mesh_is_what_lies_near_the_area():
+    mesh, part = icosphere(5), limited_area_icosphere(5, BERN, 900)
+    expected = mesh.restrict(near(mesh, BERN, 900))
+    np.testing.assert_array_equal(part.nodes.xyz, expected.nodes.xyz)
+    np.testing.assert_array_equal(part.edge_index, expected.edge_index)
+    assert 0 < len(part.nodes) < 100
+
+
+def test_stretched_mesh_is_the_coarse_one_with_the_fine_one_near_the_area():
+    mesh = stretched_icosphere(3, 5, BERN, 1500)
+    coarse, fine = icosphere(3), limited_area_icosphere(5, BERN, 1500)
+    places = {tuple(xyz) for xyz in mesh.nodes.stored}
+    assert places == {tuple(xyz) for part in (coarse, fine) for xyz in part.nodes.stored}
+    assert len(mesh.nodes) == len(places) > len(coarse.nodes)
+
+
+def test_stretched_mesh_has_the_edges_of_all_levels_between_its_nodes():
+    mesh, whole = stretched_icosphere(2, 4, SEATTLE, 2000), icosphere(4)
+    number = {tuple(xyz): i for i, xyz in enumerate(whole.nodes.stored)}
+    chosen = np.array([number[tuple(xyz)] for xyz in mesh.nodes.stored])
+    keep = np.isin(np.arange(len(whole.nodes)), chosen)
+    np.testing.assert_array_equal(chosen, np.flatnonzero(keep))  # in the same order
+    np.testing.assert_array_equal(mesh.edge_index, whole.restrict(keep).edge_index)
+
+
+def test_a_message_crosses_a_stretched_mesh():
+    mesh = stretched_icosphere(2, 5, SEATTLE, 1500)
+    reached = np.zeros(len(mesh.nodes), dtype=bool)
+    reached[mesh.nodes.xyz.dot(SEATTLE.xyz[0]).argmax()] = True
+    for _ in range(12):
+        reached[mesh.edge_index[1, reached[mesh.edge_index[0]]]] = True
+    assert reached.all()
+
+
+@pytest.mark.parametrize(
+    "make", [icosphere, lambda r: limited_area_icosphere(r, BERN), lambda r: stretched_icosphere(r, 3, BERN)]
+)
+def test_refinement_below_one_raises(make):
     with pytest.raises(ValueError, match="refinement must be at least 1, got 0"):
-        icosphere(0)
+        make(0)
+
+
+@pytest.mark.parametrize("area_refinement", [2, 3])
+def test_an_area_that_is_not_finer_raises(area_refinement):
+    with pytest.raises(ValueError, match=f"area_refinement must be above refinement.*got {area_refinement} and 3"):
+        stretched_icosphere(3, area_refinement, BERN)
+
+
+@pytest.mark.parametrize("make", [lambda a: limited_area_icosphere(2, a), lambda a: stretched_icosphere(2, 3, a)])
+def test_an_area_without_nodes_raises(make):
+    with pytest.raises(ValueError, match="area must have at least one node"):
+        make(Nodes([], []))
+
+
+@pytest.mark.parametrize(
+    "make", [lambda m: limited_area_icosphere(2, BERN, m), lambda m: stretched_icosphere(2, 3, BERN, m)]
+)
+def test_negative_margin_raises(make):
+    with pytest.raises(ValueError, match="margin must not be negative, in kilometres, got -5"):
+        make(-5)
 
 
 @pytest.mark.parametrize("levels", [(), (4,), (-1, 2)])

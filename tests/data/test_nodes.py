@@ -64,6 +64,41 @@ def test_coordinates_cannot_be_changed_behind_a_graph():
 
 
 @pytest.mark.parametrize(
+    ("area", "expected"),
+    [
+        ((60, -10, 40, 10), [1, 1, 0, 0, 0, 1]),
+        ((60, 350, 40, 370), [1, 1, 0, 0, 0, 1]),
+        ((60, 170, 40, -170), [0, 0, 1, 0, 0, 0]),
+        ((50, 0, 50 - 1e-9, 10), [1, 1, 0, 0, 0, 0]),
+        ((60, -180, 40, 180), [1, 1, 1, 0, 0, 1]),
+        ((90, 5, -90, 5), [1, 1, 1, 1, 1, 1]),
+        ((90, -170, -90, -10), [0, 0, 0, 0, 1, 1]),
+    ],
+)
+def test_area_is_between_its_parallels_and_from_west_eastwards_to_east(area, expected):
+    nodes = Nodes([50, 50, 50, 70, -60, 50], [0, 10, 180, 0, -90, 350])
+    np.testing.assert_array_equal(nodes.inside(area), np.array(expected, dtype=bool))
+
+
+@pytest.mark.parametrize("area", [None, "europe", (60, 0, 40), (60, 0, np.nan, 10), [[60, 0], [40]]])
+def test_area_that_is_not_four_numbers_raises(area):
+    with pytest.raises(ValueError, match="area must be four numbers, north, west, south and east in degrees, got"):
+        Nodes([50], [0]).inside(area)
+
+
+@pytest.mark.parametrize("area", [(40, 0, 60, 10), (40, 0, 40, 10)])
+def test_area_upside_down_raises(area):
+    with pytest.raises(ValueError, match="north above south, got"):
+        Nodes([50], [0]).inside(area)
+
+
+@pytest.mark.parametrize(("xyz", "message"), [(np.ones(3), r"\[N, 3\].*\(3,\)"), (np.zeros((2, 3)), "direction")])
+def test_vectors_that_are_no_directions_raise(xyz, message):
+    with pytest.raises(ValueError, match=message):
+        Nodes.from_xyz(xyz)
+
+
+@pytest.mark.parametrize(
     ("lat", "lon", "message"),
     [
         ([0.0, 1.0], [0.0], r"one length, got \(2,\) and \(1,\)"),

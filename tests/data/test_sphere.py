@@ -136,7 +136,7 @@ def test_title_names_the_flow_and_the_lead_time(flows):
         ({"flows": []}, "one or more of"),
         ({"lead_time": 0.0}, "must be positive, got 0"),
         ({"test_size": 0}, "must be positive"),
-        ({"grid_name": "N32"}, 'such as "O96"'),
+        ({"grid_name": "F32"}, 'such as "O96"'),
     ],
 )
 def test_impossible_options_raise(options, message):

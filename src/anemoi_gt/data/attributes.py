@@ -35,7 +35,13 @@ def edge_length(source: Nodes, destination: Nodes, edge_index: np.ndarray) -> np
     -------
     numpy.ndarray
         [E, 1] float64, radians.
+
+    Raises
+    ------
+    ValueError
+        If edge_index is not [2, E], or names a node that is not there.
     """
+    _check_edges(source, destination, edge_index)
     s, d = source.xyz[edge_index[0]], destination.xyz[edge_index[1]]
     # the angle by its tangent is exact for short edges and for antipodes, by its cosine for neither
     return np.arctan2(np.linalg.norm(np.cross(s, d), axis=1), (s * d).sum(axis=1))[:, None]
@@ -54,8 +60,15 @@ def edge_direction(source: Nodes, destination: Nodes, edge_index: np.ndarray) ->
     Returns
     -------
     numpy.ndarray
-        [E, 2] float64 of length 1, or 0 where source and destination coincide or are antipodes.
+        [E, 2] float64 of length 1, or 0 where source and destination coincide or are antipodes. (anemoi-graphs gives
+        coinciding nodes, as of two levels of a hierarchy, the direction of a rounding error.)
+
+    Raises
+    ------
+    ValueError
+        If edge_index is not [2, E], or names a node that is not there.
     """
+    _check_edges(source, destination, edge_index)
     xy = np.einsum("eid,ed->ei", destination.frame[edge_index[1]], source.xyz[edge_index[0]])
     norm = np.linalg.norm(xy, axis=1, keepdims=True)
     return np.where(norm > COINCIDENT, xy / np.maximum(norm, COINCIDENT), 0.0)
@@ -65,3 +78,13 @@ def unit_std(values: np.ndarray) -> np.ndarray:
     """Return `values` divided by the standard deviation of them all, or unchanged where that is zero or undefined."""
     std = values.std(ddof=1) if values.size > 1 else 0.0
     return values / std if std > 0 else values
+
+
+def _check_edges(source: Nodes, destination: Nodes, edge_index: np.ndarray) -> None:
+    if edge_index.ndim != 2 or len(edge_index) != 2:
+        raise ValueError(f"edge_index must be [2, E], sources and destinations, got {edge_index.shape}")
+    for name, nodes, numbers in zip(("source", "destination"), (source, destination), edge_index, strict=True):
+        if numbers.size and not 0 <= numbers.min() <= numbers.max() < len(nodes):
+            raise ValueError(
+                f"edge_index must name {name} nodes in [0, {len(nodes)}), got {numbers.min()} to {numbers.max()}"
+            )

@@ -1,4 +1,4 @@
-"""Encoder-processor-decoder graphs: data nodes, a hidden mesh and the edges between them, as `HeteroData`.
+"""Encoder-processor-decoder graphs: data nodes, hidden meshes and the edges between them, as `HeteroData`.
 
 The layout is that of anemoi-graphs, so that either can be given to a model:
 
@@ -7,9 +7,21 @@ The layout is that of anemoi-graphs, so that either can be given to a model:
     graph["hidden", "to", "hidden"]          processor
     graph["hidden", "to", "data"]            decoder
 
+A hierarchy has more hidden levels, "hidden_2", "hidden_3" and so on, each coarser than the one before:
+
+    graph["hidden", "to", "hidden_2"]        down
+    graph["hidden_2", "to", "hidden_2"]      processor of the level
+    graph["hidden_2", "to", "hidden"]        up
+
 A builder takes the data nodes first and its options by keyword, so that a Hydra config names the builder with
 `_partial_: true` and the data set provides the nodes.
+
+References
+----------
+anemoi-training, config/graph: multi_scale, limited_area, stretched_grid and hierarchical_3level (what reads what).
 """
+
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -17,8 +29,8 @@ from torch_geometric.data import HeteroData
 
 from anemoi_gt.data import edges
 from anemoi_gt.data.attributes import edge_direction, edge_length, unit_std
-from anemoi_gt.data.icosphere import Mesh, icosphere
-from anemoi_gt.data.nodes import EARTH_RADIUS, Nodes
+from anemoi_gt.data.icosphere import Mesh, icosphere, limited_area_icosphere, stretched_icosphere
+from anemoi_gt.data.nodes import Nodes
 
 DATA, HIDDEN = "data", "hidden"
 
@@ -84,10 +96,7 @@ def limited_area_graph(
     ValueError
         If an option is out of range, or the mesh is too coarse to have `nearest` nodes over the region.
     """
-    if margin < 0:
-        raise ValueError(f"margin must not be negative, in kilometres, got {margin}")
-    mesh = icosphere(refinement)
-    mesh = mesh.restrict(edges.within(nodes, mesh.nodes, chord(1e3 * margin / EARTH_RADIUS)))
+    mesh = limited_area_icosphere(refinement, nodes, margin)
     if len(mesh.nodes) < max(nearest, 2):
         raise ValueError(
             f"the icosphere must have at least {max(nearest, 2)} nodes over the region, refinement {refinement} has "
@@ -96,9 +105,125 @@ def limited_area_graph(
     return encoder_processor_decoder(nodes, mesh, cutoff=cutoff, nearest=nearest)
 
 
-def chord(angle: float) -> float:
-    """Return the straight distance between two points of the unit sphere that are `angle` radians apart."""
-    return 2 * np.sin(min(angle, np.pi) / 2)
+def stretched_graph(
+    nodes: Nodes,
+    *,
+    refinement: int,
+    area_refinement: int,
+    area: tuple[float, ...],
+    margin: float = 100.0,
+    encoder_nearest: int = 12,
+    nearest: int = 3,
+) -> HeteroData:
+    """Return the graph between a grid and an icosphere that is finer inside an area.
+
+    Spacings differ over the mesh, so each hidden node reads a number of nearest data nodes instead of a radius.
+
+    Parameters
+    ----------
+    nodes : Nodes
+        The data nodes, of one spacing or finer inside the area as well.
+    refinement : int
+        Refinement of the icosphere outside the area.
+    area_refinement : int
+        Refinement inside; the processor has the edges of levels 1 to `area_refinement`.
+    area : tuple of float
+        North, west, south, east in degrees.
+    margin : float
+        The fine mesh ends this many kilometres outside the data nodes of the area.
+    encoder_nearest : int
+        Encoder: a hidden node reads so many nearest data nodes.
+    nearest : int
+        Decoder: a data node reads so many nearest hidden nodes.
+
+    Returns
+    -------
+    HeteroData
+        The graph.
+
+    Raises
+    ------
+    ValueError
+        If an option is out of range, area is not four numbers in that order, or no data node lies inside.
+
+    Examples
+    --------
+    >>> from anemoi_gt.data.grids import octahedral
+    >>> alps = stretched_graph(octahedral(96), refinement=4, area_refinement=6, area=(49, 4, 43, 17))
+    >>> alps["hidden"].num_nodes - icosphere_graph(octahedral(96), refinement=4)["hidden"].num_nodes
+    96
+    """
+    inside = nodes.inside(area)
+    if not inside.any():
+        raise ValueError(f"area must hold data nodes, which say where the fine mesh goes, {list(area)} holds none")
+    mesh = stretched_icosphere(refinement, area_refinement, nodes[inside], margin)
+    return _connect(
+        {DATA: nodes, HIDDEN: mesh.nodes},
+        {
+            (DATA, HIDDEN): edges.nearest(nodes, mesh.nodes, encoder_nearest),
+            (HIDDEN, HIDDEN): mesh.edge_index,
+            (HIDDEN, DATA): edges.nearest(mesh.nodes, nodes, nearest),
+        },
+    )
+
+
+def hierarchical_graph(
+    nodes: Nodes,
+    *,
+    refinements: tuple[int, ...] = (5, 4, 3),
+    cutoff: float = 0.6,
+    nearest: int = 3,
+    down_cutoff: float = 1.5,
+    up_nearest: int = 5,
+) -> HeteroData:
+    """Return the graph between a global grid and a hierarchy of icospheres, fine to coarse.
+
+    Data nodes are joined to the finest level, and each level to the next. On its own level a node has the edges of levels
+    0 to the level's refinement.
+
+    Parameters
+    ----------
+    nodes : Nodes
+        The data nodes.
+    refinements : tuple of int
+        Refinements of the icospheres, falling; the first is called "hidden", the others "hidden_2", "hidden_3", ...
+    cutoff, nearest
+        Between data and the finest level, as for `icosphere_graph`.
+    down_cutoff : float
+        Down: a node reads the nodes of the finer level within this many spacings of its own level, at most 64.
+    up_nearest : int
+        Up: a node reads so many nearest nodes of the coarser level.
+
+    Returns
+    -------
+    HeteroData
+        The graph.
+
+    Raises
+    ------
+    ValueError
+        If refinements are fewer than two or do not fall, or an option is out of range.
+
+    Examples
+    --------
+    >>> from anemoi_gt.data.grids import octahedral
+    >>> graph = hierarchical_graph(octahedral(16), refinements=(3, 2))
+    >>> {name: graph[name].num_nodes for name in graph.node_types}
+    {'data': 1600, 'hidden': 642, 'hidden_2': 162}
+    """
+    if len(refinements) < 2 or any(fine <= coarse for fine, coarse in pairwise(refinements)):
+        raise ValueError(f"refinements must be two or more, falling from fine to coarse, got {list(refinements)}")
+    names = [HIDDEN, *(f"{HIDDEN}_{level}" for level in range(2, len(refinements) + 1))]
+    meshes = {name: icosphere(r, tuple(range(r + 1))) for name, r in zip(names, refinements, strict=True)}
+    sets = {DATA: nodes} | {name: mesh.nodes for name, mesh in meshes.items()}
+    edge_indices = _edges_with_data(nodes, meshes[HIDDEN], cutoff, nearest)
+    for fine, coarse in pairwise(names):
+        edge_indices |= {
+            (fine, coarse): edges.cutoff(sets[fine], sets[coarse], down_cutoff),
+            (coarse, coarse): meshes[coarse].edge_index,
+            (coarse, fine): edges.nearest(sets[coarse], sets[fine], up_nearest),
+        }
+    return _connect(sets, edge_indices)
 
 
 def encoder_processor_decoder(nodes: Nodes, mesh: Mesh, *, cutoff: float = 0.6, nearest: int = 3) -> HeteroData:
@@ -123,18 +248,25 @@ def encoder_processor_decoder(nodes: Nodes, mesh: Mesh, *, cutoff: float = 0.6, 
     ValueError
         If cutoff or nearest is out of range.
     """
-    graph = HeteroData()
-    sets = {DATA: nodes, HIDDEN: mesh.nodes}
-    for name, members in sets.items():
-        graph[name].x = torch.from_numpy(members.radians).float()
-    edge_indices = {
-        (DATA, "to", HIDDEN): edges.cutoff(nodes, mesh.nodes, cutoff),
-        (HIDDEN, "to", HIDDEN): mesh.edge_index,
-        (HIDDEN, "to", DATA): edges.nearest(mesh.nodes, nodes, nearest),
+    return _connect({DATA: nodes, HIDDEN: mesh.nodes}, _edges_with_data(nodes, mesh, cutoff, nearest))
+
+
+def _edges_with_data(nodes: Nodes, mesh: Mesh, cutoff: float, nearest: int) -> dict[tuple[str, str], np.ndarray]:
+    return {
+        (DATA, HIDDEN): edges.cutoff(nodes, mesh.nodes, cutoff),
+        (HIDDEN, HIDDEN): mesh.edge_index,
+        (HIDDEN, DATA): edges.nearest(mesh.nodes, nodes, nearest),
     }
-    for (source, to, destination), edge_index in edge_indices.items():
+
+
+def _connect(sets: dict[str, Nodes], edge_indices: dict[tuple[str, str], np.ndarray]) -> HeteroData:
+    """Return the sets of nodes with these edges from one set to another, and the attributes of the edges."""
+    graph = HeteroData()
+    for name, members in sets.items():
+        graph[name].x = torch.from_numpy(members.stored)
+    for (source, destination), edge_index in edge_indices.items():
         ends = sets[source], sets[destination], edge_index
-        store = graph[source, to, destination]
+        store = graph[source, "to", destination]
         store.edge_index = torch.from_numpy(edge_index)
         store.edge_length = torch.from_numpy(unit_std(edge_length(*ends))).float()
         store.edge_dirs = torch.from_numpy(unit_std(edge_direction(*ends))).float()

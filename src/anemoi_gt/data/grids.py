@@ -2,7 +2,8 @@
 
 A reduced Gaussian grid is its row lengths: row i of n lies on the i-th Gaussian latitude, north first, and holds
 lengths[i] points at equal steps of longitude from 0 degrees eastwards. Octahedral grids (Malardel et al. 2016) and the
-classic ones differ in the lengths alone.
+classic ones (Hortal and Simmons 1991) differ in the lengths alone. Those of octahedral grids follow a rule; those of
+classic grids do not, and come from a table, `classic_grids.txt`.
 
 References
 ----------
@@ -11,6 +12,7 @@ Hortal, M. and Simmons, A. J. (1991), Use of reduced Gaussian grids in spectral 
 """
 
 import re
+from importlib.resources import files
 
 import numpy as np
 
@@ -77,11 +79,11 @@ def reduced_gaussian(lengths: np.ndarray) -> Nodes:
     Raises
     ------
     ValueError
-        If a row is empty, or there is none.
+        If a row is empty or no whole number of points, or there is no row.
     """
     lengths = np.asarray(lengths)
-    if lengths.ndim != 1 or len(lengths) == 0 or lengths.min() < 1:
-        raise ValueError(f"lengths must give at least one point for each row, got {lengths}")
+    if lengths.ndim != 1 or len(lengths) == 0 or lengths.dtype.kind not in "iu" or lengths.min() < 1:
+        raise ValueError(f"lengths must give a whole number of points, at least one, for each row, got {lengths}")
     row_starts = np.repeat(np.cumsum(lengths) - lengths, lengths)
     position = np.arange(lengths.sum()) - row_starts
     return Nodes(np.repeat(gaussian_latitudes(len(lengths)), lengths), 360 * position / np.repeat(lengths, lengths))
@@ -116,13 +118,13 @@ def octahedral(n: int) -> Nodes:
     return reduced_gaussian(np.concatenate([half, half[::-1]]))
 
 
-def grid(name: str) -> Nodes:
-    """Return a global grid by its name.
+def classic(n: int) -> Nodes:
+    """Return the classic reduced Gaussian grid N<n>, on which ECMWF's reanalyses are given: ERA5's is N320.
 
     Parameters
     ----------
-    name : str
-        "O<n>", an octahedral reduced Gaussian grid, such as "O96".
+    n : int
+        Rows between a pole and the equator, such as 320; `classic_grids.txt` has sixteen, from 32 to 2000.
 
     Returns
     -------
@@ -132,12 +134,57 @@ def grid(name: str) -> Nodes:
     Raises
     ------
     ValueError
-        For a name that means no grid.
+        If the table does not have the grid.
+
+    Examples
+    --------
+    >>> len(classic(320))
+    542080
     """
-    match = re.fullmatch(r"O([1-9]\d*)", name)
+    table = _classic_table()
+    if n not in table:
+        raise ValueError(
+            f"the row lengths of N{n} are not known; known are {', '.join(f'N{known}' for known in table)}: "
+            "choose one, or give the row lengths to reduced_gaussian"
+        )
+    half = np.concatenate([np.full(rows, length) for length, rows in table[n]])
+    return reduced_gaussian(np.concatenate([half, half[::-1]]))
+
+
+def _classic_table() -> dict[int, list[tuple[int, int]]]:
+    """Return, for each classic grid, pairs (length, how many rows follow each other with it), pole to equator."""
+    lines = files("anemoi_gt.data").joinpath("classic_grids.txt").read_text().splitlines()
+    table = {}
+    for line in (line for line in lines if not line.startswith("#")):
+        name, _, runs = line.partition(":")
+        pairs = (run.partition("x")[::2] for run in runs.split())
+        table[int(name.removeprefix("N"))] = [(int(length), int(rows or 1)) for length, rows in pairs]
+    return table
+
+
+def grid(name: str) -> Nodes:
+    """Return a global grid by its name.
+
+    Parameters
+    ----------
+    name : str
+        "O<n>", an octahedral reduced Gaussian grid, such as "O96", or "N<n>", a classic one, such as "N320".
+
+    Returns
+    -------
+    Nodes
+        The grid's points.
+
+    Raises
+    ------
+    ValueError
+        For a name that means no grid, or a classic grid whose row lengths are not known.
+    """
+    match = re.fullmatch(r"([ON])([1-9]\d*)", name)
     if match is None:
-        raise ValueError(f'grid must be "O" and a number of rows, such as "O96", got {name!r}')
-    return octahedral(int(match[1]))
+        raise ValueError(f'grid must be "O" or "N" and a number of rows, such as "O96" or "N320", got {name!r}')
+    family = {"O": octahedral, "N": classic}[match[1]]
+    return family(int(match[2]))
 
 
 def regional(lat: np.ndarray, lon: np.ndarray) -> Nodes:

@@ -4,21 +4,23 @@ Refinement r splits every triangle of the icosahedron r times in four and keeps 
 vertices, of which those of level l < r are a subset; 60 * 4^l directed edges at level l. A multi-scale mesh keeps the
 edges of many levels, so that a message crosses the globe in a few steps (Lam et al. 2023).
 
-Vertices are ordered as anemoi-graphs orders its TriNodes: by latitude, north first, and along a parallel by
-longitude, east first, both compared as float32 radians.
+Vertices are ordered by latitude, north first, and along a parallel by longitude, east first, both compared as float32
+radians. anemoi-graphs sorts its TriNodes by latitude likewise, but leaves the order along a parallel to an unstable
+sort, whose result depends on the machine.
 
 References
 ----------
 Lam, R. et al. (2023), Learning skillful medium-range global weather forecasting, Science 382, 1416-1421.
-anemoi-graphs 0.9.8, generate/tri_icosahedron.py and generate/utils.py (definition of levels and order).
+anemoi-graphs 0.9.8, generate/tri_icosahedron.py and generate/utils.py (definition of levels, areas and order).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
 import numpy as np
 
-from anemoi_gt.data.edges import sort_by_destination
+from anemoi_gt.data.edges import sort_by_destination, within
 from anemoi_gt.data.nodes import Nodes
 
 
@@ -38,7 +40,26 @@ class Mesh:
     edge_index: np.ndarray
 
     def restrict(self, keep: np.ndarray) -> "Mesh":
-        """Return the mesh of the vertices where `keep` [N] is True, in the same order, and the edges among them."""
+        """Return a part of the mesh.
+
+        Parameters
+        ----------
+        keep : numpy.ndarray
+            [N] bool: which vertices stay.
+
+        Returns
+        -------
+        Mesh
+            Those vertices, in the same order, and the edges among them.
+
+        Raises
+        ------
+        ValueError
+            If keep is not one truth value for each vertex.
+        """
+        keep = np.asarray(keep)
+        if keep.shape != (len(self.nodes),) or keep.dtype != bool:
+            raise ValueError(f"keep must be bool [{len(self.nodes)}], one per vertex, got {keep.dtype} {keep.shape}")
         new_number = np.cumsum(keep) - 1
         inside = keep[self.edge_index].all(axis=0)
         return Mesh(self.nodes[keep], new_number[self.edge_index[:, inside]])
@@ -70,9 +91,93 @@ def icosphere(refinement: int, levels: tuple[int, ...] | None = None) -> Mesh:
     >>> len(mesh.nodes), mesh.edge_index.shape
     (10242, (2, 81840))
     """
-    if refinement < 1:
-        raise ValueError(f"refinement must be at least 1, got {refinement}")
-    levels = range(1, refinement + 1) if levels is None else levels
+    return _refine(refinement, range(1, refinement + 1) if levels is None else levels)[0]
+
+
+def limited_area_icosphere(refinement: int, area: Nodes, margin: float = 100.0) -> Mesh:
+    """Return the part of a multi-scale icosphere that lies over a region.
+
+    Parameters
+    ----------
+    refinement : int
+        How often each triangle is split in four, at least 1.
+    area : Nodes
+        Points all over the region, such as its data nodes; at least one.
+    margin : float
+        The mesh ends this many kilometres outside those points.
+
+    Returns
+    -------
+    Mesh
+        The vertices near the points, and the edges of levels 1 to `refinement` that have both ends there.
+
+    Raises
+    ------
+    ValueError
+        If refinement is below 1, margin negative, or area empty.
+
+    Examples
+    --------
+    >>> mesh = limited_area_icosphere(5, Nodes(lat=[47.0], lon=[8.0]), margin=500)
+    >>> len(mesh.nodes), mesh.edge_index.shape
+    (15, (2, 82))
+    """
+    mesh = icosphere(refinement)
+    return mesh.restrict(_over(area, mesh.nodes, margin))
+
+
+def stretched_icosphere(refinement: int, area_refinement: int, area: Nodes, margin: float = 100.0) -> Mesh:
+    """Return a multi-scale icosphere that is finer over a region.
+
+    Parameters
+    ----------
+    refinement : int
+        How often each triangle of the globe is split in four, at least 1.
+    area_refinement : int
+        How often over the region; more often.
+    area : Nodes
+        Points all over the region, such as its data nodes; at least one.
+    margin : float
+        The fine part ends this many kilometres outside those points.
+
+    Returns
+    -------
+    Mesh
+        The vertices of the icosphere of `refinement` and, near the points, those of `area_refinement`; the edges of
+        levels 1 to `area_refinement` that have both ends there.
+
+    Raises
+    ------
+    ValueError
+        If refinement is below 1, area_refinement not above it, margin negative, or area empty.
+
+    Examples
+    --------
+    >>> mesh = stretched_icosphere(3, 5, Nodes(lat=[47.0], lon=[8.0]), margin=500)
+    >>> len(icosphere(3).nodes), len(mesh.nodes), len(limited_area_icosphere(5, Nodes([47.0], [8.0]), 500).nodes)
+    (642, 656, 15)
+    """
+    _check(refinement)
+    if area_refinement <= refinement:
+        raise ValueError(
+            f"area_refinement must be above refinement, for a finer mesh over the area, got {area_refinement} and "
+            f"{refinement}"
+        )
+    mesh, number = _refine(area_refinement, range(1, area_refinement + 1))
+    of_the_globe = number < 10 * 4**refinement + 2
+    return mesh.restrict(of_the_globe | _over(area, mesh.nodes, margin))
+
+
+def _over(area: Nodes, nodes: Nodes, margin: float) -> np.ndarray:
+    """Return which nodes lie at most `margin` kilometres outside an area."""
+    if len(area) == 0:
+        raise ValueError("area must have at least one node, or there is no place for its mesh, got none")
+    return within(area, nodes, margin)
+
+
+def _refine(refinement: int, levels: Sequence[int]) -> tuple[Mesh, np.ndarray]:
+    """Return the icosphere and the number of each vertex in the order of splitting: level l has the first 10 4^l + 2."""
+    _check(refinement)
     if len(levels) == 0 or not set(levels) <= set(range(refinement + 1)):
         raise ValueError(f"levels must be one or more of 0 to {refinement}, the refinement, got {tuple(levels)}")
 
@@ -83,11 +188,17 @@ def icosphere(refinement: int, levels: tuple[int, ...] | None = None) -> Mesh:
         sides.append(_sides(faces)[0])
 
     nodes = Nodes.from_xyz(xyz)
-    order = _north_to_south(nodes)
-    rank = np.empty_like(order)
-    rank[order] = np.arange(len(order))
+    number = _north_to_south(nodes)
+    rank = np.empty_like(number)
+    rank[number] = np.arange(len(number))
     one_way = rank[np.concatenate([sides[level] for level in set(levels)])].T
-    return Mesh(nodes[order], sort_by_destination(np.concatenate([one_way, one_way[::-1]], axis=1)))
+    edge_index = sort_by_destination(np.concatenate([one_way, one_way[::-1]], axis=1))
+    return Mesh(nodes[number], edge_index), number
+
+
+def _check(refinement: int) -> None:
+    if refinement < 1:
+        raise ValueError(f"refinement must be at least 1, got {refinement}")
 
 
 def _icosahedron() -> tuple[np.ndarray, np.ndarray]:
@@ -121,5 +232,5 @@ def _split(xyz: np.ndarray, faces: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def _north_to_south(nodes: Nodes) -> np.ndarray:
     """Return the order by falling latitude, then falling longitude."""
-    lat, lon = nodes.radians.astype(np.float32).T  # vertices of one parallel differ in the last bits of a float64
+    lat, lon = nodes.stored.T  # vertices of one parallel differ in the last bits of a float64
     return np.lexsort((lon, lat))[::-1]

@@ -60,8 +60,24 @@ class Nodes:
 
     @classmethod
     def from_xyz(cls, xyz: np.ndarray) -> "Nodes":
-        """Return the nodes in the directions of the vectors `xyz` [N, 3], of any length but zero."""
-        x, y, z = np.asarray(xyz, dtype=np.float64).T
+        """Return the nodes in the directions of some vectors.
+
+        Parameters
+        ----------
+        xyz : numpy.ndarray
+            [N, 3], of any length but zero.
+
+        Raises
+        ------
+        ValueError
+            For another shape, or where a vector has no direction.
+        """
+        xyz = np.asarray(xyz, dtype=np.float64)
+        if xyz.ndim != 2 or xyz.shape[1] != 3:
+            raise ValueError(f"xyz must be [N, 3], one vector per node, got {xyz.shape}")
+        if not xyz.any(axis=1).all():
+            raise ValueError("xyz must be vectors with a direction, got zeros")
+        x, y, z = xyz.T
         return cls(np.rad2deg(np.arctan2(z, np.hypot(x, y))), np.rad2deg(np.arctan2(y, x)))
 
     @property
@@ -70,10 +86,14 @@ class Nodes:
         return np.deg2rad(np.stack([self.lat, self.lon], axis=-1))
 
     @property
+    def stored(self) -> np.ndarray:
+        """Latitude and longitude in radians as a graph stores them, [N, 2] float32."""
+        return self.radians.astype(np.float32)
+
+    @property
     def xyz(self) -> np.ndarray:
         """Unit vectors [N, 3] float64: x to (0 N, 0 E), y to (0 N, 90 E), z to the north pole."""
-        lat, lon = self.radians.T
-        return np.stack([np.cos(lat) * np.cos(lon), np.cos(lat) * np.sin(lon), np.sin(lat)], axis=-1)
+        return unit_vectors(self.radians)
 
     @property
     def east(self) -> np.ndarray:
@@ -96,3 +116,45 @@ class Nodes:
         """
         sin, cos = np.sin(self.radians[:, 1, None]), np.cos(self.radians[:, 1, None])
         return np.stack([-self.east * sin - self.north * cos, self.east * cos - self.north * sin], axis=1)
+
+    def inside(self, area: tuple[float, ...]) -> np.ndarray:
+        """Return which nodes lie in an area between two parallels and two meridians.
+
+        Parameters
+        ----------
+        area : tuple of float
+            North, west, south, east in degrees, as ECMWF's archive orders them. The area runs from west eastwards to
+            east, over the date line if it lies between, and all the way round where the two are one meridian.
+
+        Returns
+        -------
+        numpy.ndarray
+            [N] bool; the borders are inside.
+
+        Raises
+        ------
+        ValueError
+            If area is not four finite numbers, or north does not lie north of south.
+
+        Examples
+        --------
+        >>> Nodes(lat=[50, 50, 50], lon=[170, -170, 0]).inside((60, 160, 40, -160))
+        array([ True,  True, False])
+        """
+        try:
+            borders = np.asarray(area, dtype=np.float64)
+        except (TypeError, ValueError):
+            borders = np.empty(0)  # a name, or a list of lists
+        if borders.shape != (4,) or not np.isfinite(borders).all():
+            raise ValueError(f"area must be four numbers, north, west, south and east in degrees, got {area}")
+        north, west, south, east = borders
+        if north <= south:
+            raise ValueError(f"area must be north, west, south, east with north above south, got {area}")
+        width = (east - west) % 360 or 360.0
+        return (self.lat <= north) & (self.lat >= south) & ((self.lon - west) % 360 <= width)
+
+
+def unit_vectors(radians: np.ndarray) -> np.ndarray:
+    """Return the points of the unit sphere, [N, 3], at latitudes and longitudes in radians, [N, 2]."""
+    lat, lon = radians.T
+    return np.stack([np.cos(lat) * np.cos(lon), np.cos(lat) * np.sin(lon), np.sin(lat)], axis=-1)
