@@ -1,4 +1,4 @@
-"""Edge attention on a CPU, ours and PyG's TransformerConv, same work, same process, alternating.
+"""Whole layers on a CPU, ours and PyG's TransformerConv, same work, same process, alternating; attention alone is run.py's.
 
     python benchmarks/cpu_attention.py --refinement 5 --heads 16 --channels 32 --output benchmarks/results/cpu_attention.json
 
@@ -8,14 +8,12 @@ both do the three node projections and the attention. Times are medians of whole
 
 import argparse
 import json
-import platform
 import statistics
-import subprocess
-import time
 from pathlib import Path
 
 import torch
-import torch_geometric
+from suite import environment
+from suite.timing import Cpu
 from torch_geometric.nn import TransformerConv
 
 from anemoi_gt import AttentionConfig, GraphStructure, GraphTransformerConv
@@ -27,13 +25,8 @@ EDGE_DIM = 11
 
 def median_ms(functions, repeats):
     """Median time of each function, taken in turns so that all see the same machine."""
-    times = {name: [] for name in functions}
-    for _ in range(repeats):
-        for name, function in functions.items():
-            begin = time.perf_counter()
-            function()
-            times[name].append(1e3 * (time.perf_counter() - begin))
-    return {name: statistics.median(values) for name, values in times.items()}
+    rounds = [Cpu.times(list(functions.values())) for _ in range(repeats)]
+    return {name: statistics.median(times) for name, *times in zip(functions, *rounds, strict=True)}
 
 
 def layers(heads, channels):
@@ -75,19 +68,6 @@ def measure(refinement, heads, channels, repeats):
     return result
 
 
-def environment():
-    """What the figures belong to."""
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
-    return {
-        "commit": commit,
-        "torch": torch.__version__,
-        "torch_geometric": torch_geometric.__version__,
-        "threads": torch.get_num_threads(),
-        "machine": platform.machine(),
-        "dtype": "float32",
-    }
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--refinement", type=int, default=5)
@@ -97,7 +77,8 @@ def main():
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     results = [measure(options.refinement, options.heads, c, options.repeats) for c in options.channels]
-    report = json.dumps({"environment": environment(), "results": results}, indent=2)
+    where = environment.describe("cpu", {"torch", "torch-geometric"}, None) | {"dtype": "float32"}
+    report = json.dumps({"environment": where, "results": results}, indent=2)
     print(report)
     if options.output:
         options.output.write_text(report + "\n")

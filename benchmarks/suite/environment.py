@@ -1,0 +1,46 @@
+"""Where, when and with what figures were made."""
+
+import platform
+import subprocess
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+
+from suite import ROOT
+
+
+def describe(device: str, packages: set[str], commit: str | None) -> dict:
+    """Device, versions, commit and date."""
+    return {
+        "device": torch.cuda.get_device_name() if device == "cuda" else _processor(),
+        "versions": {"python": platform.python_version()} | {name: _version(name) for name in sorted(packages)},
+        "commit": commit or current_commit(),
+        "date": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
+    }
+
+
+def current_commit() -> str:
+    """The commit that is checked out, with a mark where files of the package differ from it."""
+    git = ["git", "-C", str(ROOT)]
+    try:
+        head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+        changed = subprocess.run(
+            [*git, "status", "--porcelain", "src"], capture_output=True, text=True, check=True
+        ).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown: no git here, pass --commit"
+    return f"{head} with changes in src" if changed.strip() else head
+
+
+def _processor() -> str:
+    return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+
+
+def _version(package: str) -> str | None:
+    if package == "torch":
+        return torch.__version__  # tells the build for a CPU from those for a GPU
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

@@ -1,0 +1,39 @@
+"""What a pass cannot do without: the bytes that must cross the memory bus, and its floating-point operations.
+
+With s bytes a number, R = s H C a row, and everything read or written once:
+
+    forward             R (2 N_dst + 2 N_src) + 4 H N_dst + E (s D + 4)     q, out, k, v; lse; attributes and source
+    backward            R (3 N_dst + 4 N_src) + 8 H N_dst + E (s D + 8)     q, do, dq, k, v, dk, dv; statistics; edges
+    structure           16 E + 4 (4 E + N_dst + N_src + 2)                  edge_index; row, col, map, order, pointers
+
+A batch repeats what belongs to nodes. Times 1 over the speed of a copy, this is the floor of the run time.
+
+    flops forward       E H (4 C + 4 D) + 4 N_dst H C D                     <q, k>, p v, <u, a>, p a; u and W A
+    flops backward      E H (8 C + 8 D) + 8 N_dst H C D                     four products with rows, four with attributes
+"""
+
+from suite.problems import STRUCTURE, Problem
+
+
+def compulsory_bytes(problem: Problem, sizes: tuple[int, int, int], kind: str) -> int:
+    """Return the bytes of a pass on a graph of sizes (N_src, N_dst, E)."""
+    num_src, num_dst, num_edges = sizes
+    if kind in STRUCTURE:
+        return 16 * num_edges + 4 * (4 * num_edges + num_dst + num_src + 2)
+    size, heads, samples = problem.torch_dtype.itemsize, problem.heads, problem.batch
+    row = size * heads * problem.channels
+    forward = samples * (row * (2 * num_dst + 2 * num_src) + 4 * heads * num_dst)
+    forward += num_edges * (size * problem.edge_dim + 4)
+    backward = samples * (row * (3 * num_dst + 4 * num_src) + 8 * heads * num_dst)
+    backward += num_edges * (size * problem.edge_dim + 8)
+    return forward if kind == "forward" else forward + backward
+
+
+def flops(problem: Problem, sizes: tuple[int, int, int], kind: str) -> int:
+    """Return the floating-point operations of a pass; none where only indices move."""
+    _, num_dst, num_edges = sizes
+    if kind in STRUCTURE:
+        return 0
+    heads, channels, edge_dim = problem.heads, problem.channels, problem.edge_dim
+    forward = num_edges * heads * 4 * (channels + edge_dim) + 4 * num_dst * heads * channels * edge_dim
+    return problem.batch * (forward if kind == "forward" else 3 * forward)

@@ -1,0 +1,70 @@
+"""Graphs of the problems: built once, handed to every process by file."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from suite.problems import PARTS, Random, Weather
+
+
+class Coo(NamedTuple):
+    """Edges in order of destination."""
+
+    edge_index: torch.Tensor  # [2, E] int64, row 0 source, row 1 destination
+    sizes: tuple[int, int]  # N_src, N_dst
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the edges."""
+        return self.edge_index.nbytes
+
+    def to(self, device: str) -> "Coo":
+        """Return the same edges on a device."""
+        return Coo(self.edge_index.to(device), self.sizes)
+
+
+def build(graphs: list[Weather | Random], folder: Path) -> dict[str, tuple[int, int, int]]:
+    """Write each graph to `folder`; return (N_src, N_dst, E) by graph.
+
+    Whatever needs scipy happens here, in the process that starts the others.
+    """
+    counts, models = {}, {}
+    for graph in dict.fromkeys(graphs):
+        coo = _random(graph) if isinstance(graph, Random) else _part(graph, models)
+        torch.save(tuple(coo), _place(graph, folder))
+        counts[str(graph)] = (*coo.sizes, coo.edge_index.shape[1])
+    return counts
+
+
+def load(graph: Weather | Random, folder: Path) -> Coo:
+    """Read a graph that `build` wrote."""
+    return Coo(*torch.load(_place(graph, folder)))
+
+
+def _place(graph: Weather | Random, folder: Path) -> Path:
+    return folder / f"{graph}.pt"
+
+
+def _part(graph: Weather, models: dict) -> Coo:
+    """One of the three parts; a model's three parts are built together and kept in `models`."""
+    from anemoi_gt.data.graphs import icosphere_graph
+    from anemoi_gt.data.grids import grid
+
+    model = graph.grid, graph.refinement
+    if model not in models:
+        models[model] = icosphere_graph(grid(graph.grid), refinement=graph.refinement)
+    source, destination = PARTS[graph.part]
+    whole = models[model]
+    sizes = whole[source].num_nodes, whole[destination].num_nodes
+    return _sorted(whole[source, "to", destination].edge_index, sizes)
+
+
+def _random(graph: Random) -> Coo:
+    generator = torch.Generator().manual_seed(0)
+    ends = [torch.randint(n, (graph.num_edges,), generator=generator) for n in (graph.num_src, graph.num_dst)]
+    return _sorted(torch.stack(ends), (graph.num_src, graph.num_dst))
+
+
+def _sorted(edge_index: torch.Tensor, sizes: tuple[int, int]) -> Coo:
+    return Coo(edge_index[:, edge_index[1].argsort(stable=True)].contiguous(), sizes)

@@ -1,0 +1,39 @@
+"""anemoi_gt: the operation with its structure made once, outside what is timed."""
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from anemoi_gt import GraphStructure, edge_attention
+from suite.graphs import Coo
+from suite.judge import Sides
+from suite.operands import Operands
+from suite.problems import Problem
+
+TITLE = "anemoi_gt"
+PACKAGES = ("torch", "triton")
+
+
+def why_not(problem: Problem, device: str) -> str | None:
+    """It serves every problem."""
+    return None
+
+
+def attention(
+    operands: Operands, order: Callable[[GraphStructure], GraphStructure] = lambda graph: graph
+) -> Callable[[], Tensor]:
+    """Bind the operation; `order` may add to the structure."""
+    o = operands
+    graph = order(GraphStructure.from_edge_index(*o.coo).with_reverse())
+    return lambda: edge_attention(o.query, o.key, o.value, graph, o.edge_attr, o.edge_weight, o.edge_bias)[0]
+
+
+def structure(coo: Coo, kind: str) -> Callable[[], Sides]:
+    """Bind the making of both sides, as a layer does that is handed an edge_index."""
+    stable = kind == "structure"
+
+    def make() -> Sides:
+        graph = GraphStructure.from_edge_index(*coo, stable=stable, validate=False).with_reverse(stable=stable)
+        return Sides(graph.colptr, graph.row, graph.rowptr, graph.csr_to_csc, graph.perm)
+
+    return make

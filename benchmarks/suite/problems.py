@@ -1,0 +1,152 @@
+"""What is measured, as data: graphs, shapes and passes by name. Nothing here computes."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+GRADIENTS = ("query", "key", "value", "edge_attr", "edge_weight", "edge_bias")
+PARTS = {  # part of a model: (source, destination) node sets
+    "encoder": ("data", "hidden"),
+    "processor": ("hidden", "hidden"),
+    "decoder": ("hidden", "data"),
+}
+PASSES = {
+    "forward": "forward without gradients",
+    "forward_backward": "forward and backward",
+    "replay": "forward and backward, replayed from a CUDA graph",
+    "structure": "structure from COO, stable",
+    "structure_unstable": "structure from COO, any order inside a node",
+}
+ATTENTION, STRUCTURE = ("forward", "forward_backward"), ("structure", "structure_unstable")
+
+
+@dataclass(frozen=True)
+class Weather:
+    """One part of an encoder-processor-decoder graph between a global grid and an icosphere."""
+
+    part: str
+    grid: str
+    refinement: int
+
+    def __str__(self) -> str:
+        return f"{self.part}-{self.grid}-{self.refinement}".lower()
+
+
+@dataclass(frozen=True)
+class Random:
+    """Edges between uniformly drawn ends."""
+
+    num_src: int
+    num_dst: int
+    num_edges: int
+
+    def __str__(self) -> str:
+        return f"random-{self.num_src}-{self.num_dst}-{self.num_edges}"
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One line of the benchmark.
+
+    Parameters
+    ----------
+    name, group : str
+        What it is selected by on the command line.
+    graph : Weather or Random
+        Its edges, sorted by destination.
+    heads, channels, edge_dim : int
+        H, C and D.
+    dtype : str
+        Of every operand, a name in torch.
+    batch : int
+        B, samples on the one graph, which share the edge attributes.
+    gradients : tuple of str
+        Operands that backward returns gradients of.
+    passes : tuple of str
+        Keys of `PASSES`.
+    """
+
+    name: str
+    group: str
+    graph: Weather | Random
+    heads: int = 16
+    channels: int = 64
+    edge_dim: int = 11
+    dtype: str = "bfloat16"
+    batch: int = 1
+    gradients: tuple[str, ...] = GRADIENTS
+    passes: tuple[str, ...] = ATTENTION
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The dtype itself."""
+        return getattr(torch, self.dtype)
+
+
+def _model(group: str, grid: str, refinement: int, channels: tuple[int, ...]) -> list[Problem]:
+    """Encoder, processor and decoder of one pair of grid and mesh, and the structure of each."""
+    graphs = {part: Weather(part, grid, refinement) for part in PARTS}
+    attention = [
+        Problem(f"{part}-{group}-c{width}", group, graph, channels=width)
+        for width in channels
+        for part, graph in graphs.items()
+    ]
+    structure = [Problem(f"structure-{part}-{group}", group, graph, passes=STRUCTURE) for part, graph in graphs.items()]
+    return attention + structure
+
+
+def _variants(group: str, grid: str, refinement: int) -> list[Problem]:
+    """The same parts with C = 64, each variant different in one respect."""
+    changes = {
+        "d3": {"edge_dim": 3, "gradients": tuple(name for name in GRADIENTS if name != "edge_attr")},
+        "b4": {"batch": 4},
+        "fp16": {"dtype": "float16"},
+    }
+    return [
+        replace(problem, name=f"{problem.name}-{label}", group=f"{group}-variants", **change)
+        for label, change in changes.items()
+        for problem in _model(group, grid, refinement, (64,))
+        if problem.passes == ATTENTION
+    ]
+
+
+def _small() -> list[Problem]:
+    """Float32 problems that two CPU cores do in seconds."""
+    parts = [
+        Problem(f"{part}-small-c8", "small", Weather(part, "O32", 4), channels=8, dtype="float32") for part in PARTS
+    ]
+    mesh = Weather("processor", "O32", 5)
+    meshes = [Problem(f"processor-small-i5-c{c}", "small", mesh, channels=c, dtype="float32") for c in (8, 32)]
+    structure = Problem("structure-processor-small-i5", "small", mesh, dtype="float32", passes=("structure",))
+    return [*parts, *meshes, structure]
+
+
+PROBLEMS = {
+    problem.name: problem
+    for problem in [
+        *_model("n320", "N320", 6, (64, 32)),
+        *_variants("n320", "N320", 6),
+        *_model("o320", "O320", 6, (64, 32)),
+        *_model("o96", "O96", 5, (64, 32)),
+        *_variants("o96", "O96", 5),
+        Problem("edges1000-c64", "host", Random(512, 256, 1000), passes=(*ATTENTION, "replay")),
+        *_small(),
+    ]
+}
+DEFAULT = {"cuda": ("n320", "host"), "cpu": ("small",)}  # groups that run where nothing is asked for
+
+
+def select(names: Sequence[str]) -> list[Problem]:
+    """Return the problems with these names or groups, each once, in the order of `PROBLEMS`.
+
+    Raises
+    ------
+    ValueError
+        If a name is neither a problem's nor a group's.
+    """
+    groups = sorted({problem.group for problem in PROBLEMS.values()})
+    unknown = [name for name in names if name not in PROBLEMS and name not in groups]
+    if unknown:
+        raise ValueError(f"problems must be groups {groups} or names such as {next(iter(PROBLEMS))!r}, got {unknown}")
+    return [problem for problem in PROBLEMS.values() if problem.name in names or problem.group in names]

@@ -1,0 +1,117 @@
+"""The order of work: graphs, then everything that compiles side by side, then one measurement at a time."""
+
+import os
+import statistics
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from itertools import product
+from pathlib import Path
+
+from suite import floor, graphs
+from suite.calls import Refused
+from suite.problems import Problem
+from suite.timing import CLOCKS
+from suite.worker import Worker
+
+
+def warm(problems: list[Problem], names: tuple[str, ...], device: str, folder: Path, processes: int) -> set[tuple]:
+    """Check every problem with every peer, each in a process of its own; return the pairs of names that are right.
+
+    What is compiled lies on disk afterwards. Whatever fails here, for want of memory perhaps, is tried again alone.
+    """
+
+    def check(pair: tuple[Problem, str]) -> tuple | None:
+        problem, name = pair
+        try:
+            with Worker(name, device, folder) as worker:
+                worker.call("check", problem)
+        except Refused:
+            return None
+        return problem.name, name
+
+    with ThreadPoolExecutor(processes) as pool:
+        return {pair for pair in pool.map(check, product(problems, names)) if pair}
+
+
+class Run:
+    """Measurements of some peers on some problems, on one device, in one go."""
+
+    def __init__(self, sizes: dict[str, tuple], device: str, right: set[tuple]):
+        self.sizes, self.right = sizes, right
+        self.clock = CLOCKS[device]
+        self.results: list[dict] = []
+        self.copy_speeds: list[float] = []
+
+    def measure(self, problems: list[Problem], workers: dict[str, Worker], save: Callable[["Run"], None]) -> None:
+        """Take all measurements, one at a time, and save after each problem."""
+        first = next(iter(workers.values()))
+        self.copy_speeds.append(first.call("copy_speed"))
+        for problem in problems:
+            able = {name: worker for name, worker in workers.items() if self._check(problem, name, worker)}
+            for kind in problem.passes:
+                self._time(problem, kind, able)
+            save(self)
+        self.copy_speeds.append(first.call("copy_speed"))
+        save(self)
+
+    def _check(self, problem: Problem, name: str, worker: Worker) -> bool:
+        """Whether the peer is right on the problem; if not, why."""
+        if (problem.name, name) in self.right:
+            return True
+        try:
+            worker.call("check", problem)
+        except Refused as refusal:
+            for kind in problem.passes:
+                self._add(problem, kind, name, reason=str(refusal))
+            return False
+        return True
+
+    def _time(self, problem: Problem, kind: str, workers: dict[str, Worker]) -> None:
+        """Measure one pass with all peers, in turns."""
+        measured: dict[str, list] = {name: [] for name in workers}
+        peaks, reasons = {}, {}
+        for _ in range(self.clock.ROUNDS):
+            for name in [name for name in measured if name not in reasons]:
+                try:
+                    times, peaks[name] = workers[name].call("time", problem, kind)
+                except Refused as refusal:
+                    reasons[name] = str(refusal)
+                else:
+                    measured[name] += times
+        for name, times in measured.items():
+            if name in reasons:
+                self._add(problem, kind, name, reason=reasons[name])
+            else:
+                self._add(problem, kind, name, **self._summary(problem, kind, times, peaks[name]))
+
+    def _summary(self, problem: Problem, kind: str, times: list[float], peak: int | None) -> dict:
+        low, median, high = statistics.quantiles(times, n=4, method="inclusive")
+        nbytes = floor.compulsory_bytes(problem, self.sizes[str(problem.graph)], kind)
+        return {
+            "median_ms": median, "quartiles_ms": [low, high], "calls": len(times), "peak_bytes": peak,
+            "bytes_per_second": nbytes / (1e-3 * median),
+        }  # fmt: skip
+
+    def _add(self, problem: Problem, kind: str, name: str, **what) -> None:
+        self.results.append({"problem": problem.name, "pass": kind, "peer": name, **what})
+        told = what.get("reason") or f"{what['median_ms']:.3f} ms"
+        print(f"{problem.name:32} {kind:18} {name:14} {told}", flush=True)
+
+
+def run(
+    problems: list[Problem], names: tuple[str, ...], device: str, folder: Path, save: Callable[[Run], None]
+) -> None:
+    """Check and measure; what is there so far is saved after each problem."""
+    pairs = len(problems) * len(names)
+    with ExitStack() as stack:
+        workers = {name: stack.enter_context(Worker(name, device, folder)) for name in names}
+        sizes, right = graphs.build([problem.graph for problem in problems], folder), set()  # while workers start
+        if device == "cuda":
+            begin = time.perf_counter()
+            right = warm(problems, names, device, folder, min(os.cpu_count() or 1, pairs))
+            print(
+                f"{len(right)} of {pairs} pairs checked side by side in {time.perf_counter() - begin:.0f} s", flush=True
+            )
+        Run(sizes, device, right).measure(problems, workers, save)

@@ -1,0 +1,115 @@
+"""Tables of a results file, in Markdown, and the page that holds them."""
+
+import re
+
+from suite.problems import PASSES, STRUCTURE
+
+HEADINGS = {
+    "forward": "Forward, no gradients",
+    "forward_backward": "Forward and backward",
+    "replay": "From a CUDA graph",
+    "structure": "Structure",
+}
+EMPTY = "–"  # noqa: RUF001  a dash, as printers set it
+
+
+def tables(results: dict) -> str:
+    """Return where the figures were made, a table of times for each kind of work, one of memory, and why cells are empty."""
+    found = {(line["problem"], line["pass"], line["peer"]): line for line in results["results"]}
+    parts = [_where(results)]
+    parts += [_times(results, found, (kind,), HEADINGS[kind]) for kind in PASSES if kind not in STRUCTURE]
+    parts += [_times(results, found, STRUCTURE, HEADINGS["structure"]), _memory(results, found), _notes(results)]
+    return "\n\n".join(part for part in parts if part)
+
+
+def put_into(page: str, name: str, text: str) -> str:
+    """Return the page with `text` between the comments that name a results file.
+
+    Raises
+    ------
+    ValueError
+        If the page has no such comments.
+    """
+    begin, end = f"<!-- figures of {name} -->", f"<!-- end of {name} -->"
+    found = re.search(f"{re.escape(begin)}\n.*?{re.escape(end)}", page, re.DOTALL)
+    if not found:
+        raise ValueError(
+            f"the page must hold the lines {begin!r} and {end!r}, got neither: add them where figures belong"
+        )
+    return f"{page[: found.start()]}{begin}\n\n{text}\n\n{end}{page[found.end() :]}"
+
+
+def floor_seconds(results: dict, problem: str, kind: str) -> float:
+    """The time in which the device copies the bytes of a pass; of the copies of the run, the fastest counts."""
+    return results["problems"][problem]["bytes"][kind] / max(results["environment"]["copy_bytes_per_second"])
+
+
+def _where(results: dict) -> str:
+    facts = results["environment"]
+    versions = ", ".join(f"{name} {number}" for name, number in facts["versions"].items() if number)
+    copy = max(facts["copy_bytes_per_second"]) / 1e9
+    return f"{facts['device']}, {facts['date']}, commit {facts['commit']}; {versions}. Copy in the same run: {copy:,.0f} GB/s."
+
+
+def _times(results: dict, found: dict, kinds: tuple[str, ...], heading: str) -> str:
+    """Medians of all peers beside the floor; others also as multiples of the first peer's."""
+    first, *others = results["peers"]
+    rows = []
+    for name, problem in results["problems"].items():
+        for kind in kinds:
+            lines = [found.get((name, kind, peer), {}) for peer in (first, *others)]
+            if kind not in problem["passes"] or not any("median_ms" in line for line in lines):
+                continue
+            floor = 1e3 * floor_seconds(results, name, kind)
+            label = f"`{name}`" if len(kinds) == 1 else f"`{name}`, {PASSES[kind].rpartition(', ')[2]}"
+            mine = lines[0].get("median_ms")
+            share = f"{floor / mine:.0%}" if mine else EMPTY
+            rows.append([label, _figure(floor), _cell(lines[0]), share, *(_cell(line, mine) for line in lines[1:])])
+    if not rows:
+        return ""
+    titles = results["peers"]
+    header = [heading, "floor", titles[first], "of the copy's speed", *(titles[other] for other in others)]
+    return _without_empty_columns(header, rows)
+
+
+def _memory(results: dict, found: dict) -> str:
+    """Peak memory of forward and backward above what is there before the call."""
+    rows = []
+    for name in results["problems"]:
+        peaks = [found.get((name, "forward_backward", peer), {}).get("peak_bytes") for peer in results["peers"]]
+        if any(peaks):
+            rows.append([f"`{name}`", *(EMPTY if peak is None else f"{peak / 1e9:.2f}" for peak in peaks)])
+    return _without_empty_columns(["Peak memory, GB", *results["peers"].values()], rows) if rows else ""
+
+
+def _notes(results: dict) -> str:
+    """Units, the width of the quartiles, and the reasons of empty cells."""
+    timed = [line for line in results["results"] if "median_ms" in line]
+    spread = max((line["quartiles_ms"][1] - line["quartiles_ms"][0]) / line["median_ms"] for line in timed)
+    text = f"Medians in ms, in brackets over those of the first peer; quartiles lie at most {spread:.0%} of the median apart."
+    reasons = {}
+    for line in results["results"]:
+        if "reason" in line and line["pass"] not in STRUCTURE:  # most peers have none, and then no column
+            reasons.setdefault((results["peers"][line["peer"]], line["reason"]), []).append(line["problem"])
+    for (peer, reason), names in reasons.items():
+        text += f"\n- {peer}, {reason}: {', '.join(f'`{name}`' for name in dict.fromkeys(names))}"
+    return text.replace("\n-", "\n\n-", 1)
+
+
+def _cell(line: dict, mine: float | None = None) -> str:
+    if "median_ms" not in line:
+        return EMPTY
+    ratio = f" ({line['median_ms'] / mine:.1f})" if mine else ""
+    return _figure(line["median_ms"]) + ratio
+
+
+def _figure(milliseconds: float) -> str:
+    """Three significant digits."""
+    return f"{milliseconds:.3g}" if milliseconds < 100 else f"{milliseconds:.0f}"
+
+
+def _without_empty_columns(header: list[str], rows: list[list[str]]) -> str:
+    """A Markdown table of the columns that say something."""
+    columns = [column for column in zip(header, *rows, strict=True) if set(column[1:]) != {EMPTY}]
+    header, *rows = zip(*columns, strict=True)
+    return "\n".join(f"| {' | '.join(line)} |" for line in (header, ["---"] * len(header), *rows))

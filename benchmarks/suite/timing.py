@@ -1,0 +1,110 @@
+"""Clocks: how long calls take, how much memory one takes, how fast the device copies. One class for each kind of device."""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from itertools import cycle, islice
+
+import torch
+
+
+class Gpu:
+    """Device events around every call; calls are queued one behind the other, as in training."""
+
+    WARM_UP, FEWEST, MOST = 3, 10, 200  # calls
+    BUDGET, ROUNDS = 0.3, 1  # seconds of one measurement; measurements in turn
+
+    @staticmethod
+    def cache_bytes() -> int:
+        """Bytes of the L2 cache, which a benchmark must not live in."""
+        return torch.cuda.get_device_properties(0).L2_cache_size
+
+    @staticmethod
+    def synchronize() -> None:
+        """Wait for the device."""
+        torch.cuda.synchronize()
+
+    @staticmethod
+    def times(calls: list[Callable]) -> list[float]:
+        """Milliseconds of each call."""
+        pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in calls]
+        for call, (begin, end) in zip(calls, pairs, strict=True):
+            begin.record()
+            call()
+            end.record()
+        torch.cuda.synchronize()
+        return [begin.elapsed_time(end) for begin, end in pairs]
+
+    @staticmethod
+    def peak_bytes(call: Callable) -> int:
+        """Bytes that a call holds at its highest, above what is there before it."""
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        call()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+
+    @staticmethod
+    def free() -> None:
+        """Give the memory that no tensor holds back to the device, for the processes beside this one."""
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+
+
+class Cpu:
+    """The host's clock around every call; peers take turns, so that all see the same machine."""
+
+    WARM_UP, FEWEST, MOST = 1, 2, 50
+    BUDGET, ROUNDS = 0.5, 3
+
+    @staticmethod
+    def cache_bytes() -> int:
+        """Caches of a CPU are left out of account."""
+        return 0
+
+    @staticmethod
+    def synchronize() -> None:
+        """Nothing runs behind the host's back."""
+
+    @staticmethod
+    def times(calls: list[Callable]) -> list[float]:
+        """Milliseconds of each call."""
+        measured = []
+        for call in calls:
+            begin = time.perf_counter()
+            call()
+            measured.append(1e3 * (time.perf_counter() - begin))
+        return measured
+
+    @staticmethod
+    def peak_bytes(call: Callable) -> None:
+        """PyTorch keeps no count of a CPU's memory."""
+
+    @staticmethod
+    def free() -> None:
+        """The allocator of a CPU keeps nothing."""
+
+
+CLOCKS = {"cuda": Gpu, "cpu": Cpu}
+
+
+def measure(clock: type[Gpu] | type[Cpu], calls: Sequence[Callable]) -> list[float]:
+    """Milliseconds of calls that take turns, after some that are not counted; how many, the time they take decides."""
+    for call in islice(cycle(calls), max(clock.WARM_UP, len(calls))):
+        call()
+    clock.synchronize()
+    begin = time.perf_counter()
+    calls[0]()
+    clock.synchronize()
+    fitting = int(clock.BUDGET / max(time.perf_counter() - begin, 1e-6))
+    return clock.times(list(islice(cycle(calls), min(max(fitting, clock.FEWEST), clock.MOST))))
+
+
+def copy_speed(clock: type[Gpu] | type[Cpu], device: str) -> float:
+    """Bytes per second of a copy on the device, bytes read and bytes written counted."""
+    numbers = 2**30 if device == "cuda" else 2**24
+    source = torch.randn(2**20, device=device).repeat(numbers // 2**20)
+    target = torch.empty_like(source)
+    median = statistics.median(measure(clock, [lambda: target.copy_(source)]))
+    return 2 * source.nbytes / (1e-3 * median)

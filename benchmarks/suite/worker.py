@@ -1,0 +1,149 @@
+"""One process for each peer: it checks and times what it is told to, and outlives what goes wrong where it can."""
+
+import gc
+import multiprocessing
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+
+from suite import graphs, judge, peers
+from suite.calls import CALLS, Refused
+from suite.operands import draw, rotation
+from suite.problems import STRUCTURE, Problem
+from suite.timing import CLOCKS, copy_speed, measure
+
+PATIENCE = 10  # seconds that a process has to end by itself
+
+
+class Peer:
+    """A peer on a device: what the process answers to."""
+
+    def __init__(self, name: str, device: str, folder: Path):
+        self.peer, self.device, self.folder = peers.load(name), device, folder
+        self.clock = CLOCKS[device]
+
+    def copy_speed(self) -> float:
+        """Bytes per second of a copy."""
+        return copy_speed(self.clock, self.device)
+
+    def check(self, problem: Problem) -> None:
+        """Compile and judge all passes of a problem."""
+        coo = self._graph(problem)
+        for kind in STRUCTURE:
+            if kind in problem.passes and self.peer.structure:
+                judge.judge_structure(coo, self._structure(coo, kind)())
+        if "forward_backward" in problem.passes:
+            judge.judge_attention(problem, draw(problem, coo), self.peer.attention)
+
+    def time(self, problem: Problem, kind: str) -> tuple[list[float], int | None]:
+        """Milliseconds of the calls of one pass, and the bytes that one of them holds at most."""
+        calls = self._calls(problem, self._graph(problem), kind)
+        times = measure(self.clock, calls)
+        return times, self.clock.peak_bytes(calls[0])
+
+    def _graph(self, problem: Problem) -> graphs.Coo:
+        why_not = self.peer.why_not(problem, self.device)
+        if why_not:
+            raise Refused(why_not)
+        return graphs.load(problem.graph, self.folder).to(self.device)
+
+    def _calls(self, problem: Problem, coo: graphs.Coo, kind: str) -> list[Callable]:
+        """One call for each of the sets of operands that are used in turn."""
+        cache = self.clock.cache_bytes()
+        if kind in STRUCTURE:
+            copies = rotation(lambda _: coo._replace(edge_index=coo.edge_index.clone()), cache)
+            return [self._structure(copy, kind) for copy in copies]
+        sets = rotation(partial(draw, problem, coo), cache)
+        return [CALLS[kind](operands, self.peer.attention(operands)) for operands in sets]
+
+    def _structure(self, coo: graphs.Coo, kind: str) -> Callable:
+        make = self.peer.structure and self.peer.structure(coo, kind)
+        if make is None:
+            raise Refused("it has no such conversion")
+        return make
+
+
+def answer(peer: Peer, method: str, arguments: tuple) -> tuple[str, object]:
+    """Return ("done", what a method of a peer returns), or ("refused", why), or ("broken", the error)."""
+    try:
+        return "done", getattr(peer, method)(*arguments)
+    except Refused as refusal:
+        return "refused", str(refusal)
+    except AssertionError as error:
+        return "refused", f"wrong: {error}"
+    except torch.OutOfMemoryError:
+        return "refused", "out of memory"
+    except Exception as error:  # of the device perhaps, which leaves the process useless: the caller starts another one
+        traceback.print_exc()
+        return "broken", f"{type(error).__name__}: {error}"
+
+
+def _serve(connection: Connection, name: str, device: str, folder: Path) -> None:
+    """Answer requests (method, arguments) until there is a None."""
+    if device == "cuda":
+        torch.set_num_threads(1)  # many processes share the cores while they check
+    peer = Peer(name, device, folder)
+    while (request := connection.recv()) is not None:
+        verdict, value = answer(peer, *request)
+        gc.collect()
+        if verdict != "broken":
+            peer.clock.free()
+        connection.send((verdict, value))
+
+
+class Worker:
+    """A process that serves one peer; a new one is started where one broke. Use as a context."""
+
+    def __init__(self, name: str, device: str, folder: Path):
+        self.arguments = name, device, folder
+        self._start()
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.connection, theirs = context.Pipe()
+        self.process = context.Process(target=_serve, args=(theirs, *self.arguments), daemon=True)
+        self.process.start()
+        theirs.close()  # so that the death of the process ends a wait for its answer
+
+    def call(self, method: str, *arguments):
+        """Return what the method of `Peer` returns.
+
+        Raises
+        ------
+        Refused
+            If the peer does not do it, does it wrongly, or broke.
+        """
+        if self.connection.closed:
+            self._start()
+        try:
+            self.connection.send((method, arguments))
+            verdict, value = self.connection.recv()
+        except (EOFError, ConnectionError):
+            self.process.join()
+            verdict, value = "broken", f"its process ended with exit code {self.process.exitcode}"
+        if verdict == "broken":
+            self._kill()
+            raise Refused(f"broken: {value.strip().splitlines()[0]}")
+        if verdict == "refused":
+            raise Refused(value)
+        return value
+
+    def _kill(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self.connection.close()
+
+    def __enter__(self) -> "Worker":
+        return self
+
+    def __exit__(self, *exception) -> None:
+        if not self.connection.closed:
+            with suppress(ConnectionError):
+                self.connection.send(None)
+                self.process.join(PATIENCE)
+            self._kill()
