@@ -181,10 +181,10 @@ class TestAvailability:
         assert why_not("triton", self.query()) == "the package triton is missing; pip install anemoi-gt[triton]"
 
     def test_tensors_on_a_cpu_are_refused_where_kernels_are_compiled(self, monkeypatch):
-        monkeypatch.setattr(availability, "_interpreted", lambda: False)
+        monkeypatch.setattr(availability, "interpreted", lambda: False)
         assert why_not("triton", self.query()).startswith("its kernels run on a GPU, got tensors on cpu")
 
     def test_the_interpreter_must_be_asked_for(self, monkeypatch):
-        monkeypatch.setattr(availability, "_interpreted", lambda: True)
+        monkeypatch.setattr(availability, "interpreted", lambda: True)
         assert why_not("triton", self.query()) is None
         assert availability.why_not_auto(self.query()).startswith("its kernels run on a GPU")

@@ -37,6 +37,12 @@ def test_gradients_of_sharp_softmax_over_equal_values_are_of_rounding_size(logit
     assert result["dkey"].abs().max() <= bound * problem.query.abs().max()
 
 
+@pytest.mark.parametrize("edge_dim", [255, 256, 300])  # with the bias: all that a program holds, and more
+def test_any_number_of_attributes_is_served(edge_dim, kernel_device):
+    problem = make_problem(GRAPHS["many_to_few"], 2, 8, edge_dim, "raw", torch.float32)
+    assert_accurate(attend(problem, structure(GRAPHS["many_to_few"], kernel_device), "triton"), problem, torch.float32)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_large_offset_in_all_logits_moves_lse_and_nothing_else(dtype, kernel_device):
     problem, graph = make_problem(GRAPHS["hub"], 2, 4, 3, "none", dtype), structure(GRAPHS["hub"], kernel_device)

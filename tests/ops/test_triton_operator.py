@@ -1,6 +1,8 @@
 """The Triton backend as an operator of PyTorch: schemas, compilation, and an autograd that does no more than it is asked."""
 
+import gc
 import sys
+import weakref
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from support.graphs import GRAPHS
 from support.oracle import make_problem
 from support.run import attend, scalar, structure
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from anemoi_gt import AttentionConfig, GraphStructure, edge_attention
 from anemoi_gt.ops.triton_backend import launch
@@ -187,6 +190,29 @@ def test_unused_outputs_get_no_zeros(problem_and_graph, monkeypatch):
     monkeypatch.setattr(launch, "differentiate_rows", lambda *args: seen.append(args) or original(*args))
     edge_attention(**leaves_of(problem, graph), graph=graph, config=TRITON)[0].sum().backward()
     assert seen[0][4] is None, "a gradient of lse was made up"
+
+
+def test_a_dispatch_mode_sees_both_operators(problem_and_graph):
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            seen.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    (problem, graph), seen = problem_and_graph("one_edge"), []
+    with Watch():
+        edge_attention(**leaves_of(problem, graph), graph=graph, config=TRITON)[0].sum().backward()
+    ours = [name for name in seen if name.startswith("anemoi_gt.")]
+    assert ours == ["anemoi_gt.edge_attention_triton.default", "anemoi_gt.edge_attention_triton_backward.default"]
+
+
+def test_what_is_kept_between_calls_holds_no_tensor(problem_and_graph):
+    problem, graph = problem_and_graph("one_edge")
+    leaves = leaves_of(problem, graph)
+    edge_attention(**leaves, graph=graph, config=TRITON)[0].sum().backward()
+    tensors = [weakref.ref(tensor) for tensor in (*leaves.values(), *graph.state_dict().values())]
+    del leaves, graph
+    gc.collect()
+    assert [tensor() for tensor in tensors] == [None] * len(tensors)
 
 
 def test_extra_outputs_take_no_gradient(problem_and_graph):

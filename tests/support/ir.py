@@ -6,7 +6,6 @@ unique where they can be seen and used again elsewhere, so the latest definition
 
 import re
 from dataclasses import dataclass
-from math import prod
 
 SHAPING = {"tt.splat", "tt.broadcast", "tt.expand_dims", "tt.reshape", "ttg.convert_layout"}
 SUMMING = SHAPING | {"tt.addptr", "arith.addi", "arith.subi", "arith.muli"}  # as unbounded as what they are made of
@@ -86,14 +85,24 @@ def _shared_by_warps(load, layouts):
     if tensor is None:
         return True  # a scalar, which every thread reads
     sizes, sliced, layout = [int(size) for size in tensor[1].split("x")[:-1]], tensor[2], layouts[tensor[3]]
-    warps, lanes, numbers = (
-        [int(size) for size in re.search(rf"{name} = \[([\d, ]+)\]", layout)[1].split(",")]
-        for name in ("warpsPerCTA", "threadsPerWarp", "sizePerThread")
-    )
+    if not re.search("ttg.blocked|ttg.nvidia_mma", layout):
+        return True  # nothing is known of it
+    warps, per_warp = _tiling(layout)
     if sliced is not None and warps[int(sliced)] > 1:
         return True
     axes = [axis for axis in range(len(warps)) if str(axis) != sliced]
     return any(
-        warps[axis] > 1 and size < prod((warps[axis], lanes[axis], numbers[axis]))
-        for axis, size in zip(axes, sizes, strict=True)
+        warps[axis] > 1 and size < warps[axis] * per_warp[axis] for axis, size in zip(axes, sizes, strict=True)
     )
+
+
+def _tiling(layout):
+    """How many warps lie along each axis, and how many elements of it a warp holds at a time."""
+
+    def read(name):
+        return [int(size) for size in re.search(rf"{name} = \[([\d, ]+)\]", layout)[1].split(",")]
+
+    if "nvidia_mma" in layout:
+        return read("warpsPerCTA"), read("instrShape")[:2]  # rows and columns, and perhaps the inner size
+    lanes, numbers = read("threadsPerWarp"), read("sizePerThread")
+    return read("warpsPerCTA"), [lane * number for lane, number in zip(lanes, numbers, strict=True)]

@@ -10,14 +10,22 @@ zero behind D + BIAS:
     weight_bwd        dW_h = sum_i (do_i A_i^T + q_i B_i^T)      partial sums over programs, added up by the caller
 
 Each reads and writes its rows once, at the speed of the memory: batched matrix products with an inner size of D = 11 are
-what they stand for, and far slower. 16-bit operands are multiplied as tf32, which holds them exactly.
+what they stand for, and far slower. 16-bit operands stay as they are: they are multiplied as bf16, or as tf32, which holds both.
 """
 
 import triton
 import triton.language as tl
 
 from anemoi_gt.kernels.naming import row_kernel_name
-from anemoi_gt.kernels.primitives import caller_edge, load_attributes, load_row, row_offsets, wide
+from anemoi_gt.kernels.primitives import (
+    caller_edges,
+    head_offsets,
+    load_attributes,
+    load_row,
+    product,
+    row_offsets,
+    wide,
+)
 
 
 @triton.jit
@@ -45,7 +53,7 @@ def _tile_offsets(node, head, column, num_nodes, H: tl.constexpr, WIDTH: tl.cons
     return offsets, (node < num_nodes)[:, None] & (x < WIDTH)[None, :]
 
 
-@triton.jit(repr=row_kernel_name("edge_attention_project", "rows"))
+@triton.jit(repr=row_kernel_name("edge_attention_project", "rows"), do_not_specialize=["num_nodes"])
 def project(
     rows,  # [N, H, C], N nodes of all samples
     edge_weight,  # [H * C, D]
@@ -76,15 +84,15 @@ def project(
         u = tl.zeros((NODES, ATTRIBUTES), tl.float32)
         for channel in tl.static_range(0, C, CHANNELS):
             offsets, mask = _tile_offsets(node, head, channel, num_nodes, H, C, CHANNELS)
-            x = tl.load(rows + offsets, mask=mask, other=0.0).to(tl.float32)  # [NODES, CHANNELS]
+            x = tl.load(rows + offsets, mask=mask, other=0.0)  # [NODES, CHANNELS]
             if CHANNELS < C:
                 w = _load_weight(edge_weight, edge_bias, head, channel, H, C, D, CHANNELS, ATTRIBUTES)
-            u = tl.dot(x, w, u, input_precision=PRECISION)
+            u = product(x, w, u, PRECISION)
         at, inside = _tile_offsets(node, head, 0, num_nodes, H, ATTRIBUTES, ATTRIBUTES)
         tl.store(projected + at, u.to(projected.dtype.element_ty), mask=inside)
 
 
-@triton.jit(repr=row_kernel_name("edge_attention_embed", "rows"))
+@triton.jit(repr=row_kernel_name("edge_attention_embed", "rows"), do_not_specialize=["num_nodes"])
 def embed(
     sums,  # [N, H, ATTRIBUTES], N nodes of all samples
     edge_weight,  # [H * C, D]
@@ -113,17 +121,20 @@ def embed(
     for tile in range(TILES):
         node = first + tile * NODES + tl.arange(0, NODES)
         at, inside = _tile_offsets(node, head, 0, num_nodes, H, ATTRIBUTES, ATTRIBUTES)
-        s = tl.load(sums + at, mask=inside, other=0.0).to(tl.float32)  # [NODES, ATTRIBUTES]
+        s = tl.load(sums + at, mask=inside, other=0.0)  # [NODES, ATTRIBUTES]
         for channel in tl.static_range(0, C, CHANNELS):
             if CHANNELS < C:
                 w = _load_weight(edge_weight, edge_bias, head, channel, H, C, D, CHANNELS, ATTRIBUTES)
             offsets, mask = _tile_offsets(node, head, channel, num_nodes, H, C, CHANNELS)
             x = tl.load(rows + offsets, mask=mask, other=0.0).to(tl.float32)
-            x = tl.dot(s, tl.trans(w), x, input_precision=PRECISION)
+            x = product(s, tl.trans(w), x, PRECISION)
             tl.store(rows + offsets, x.to(rows.dtype.element_ty), mask=mask)
 
 
-@triton.jit(repr=row_kernel_name("edge_attention_bwd_attributes", "edge_attr"))
+@triton.jit(
+    repr=row_kernel_name("edge_attention_bwd_attributes", "edge_attr"),
+    do_not_specialize=["num_dst", "num_edges", "attr_stride"],
+)
 def attribute_bwd(
     weights,  # [B, E, 2, H]
     edge_attr,  # [1 or B, E, D]
@@ -142,6 +153,8 @@ def attribute_bwd(
     BIAS: tl.constexpr,
     HEADS: tl.constexpr,
     ATTRIBUTES: tl.constexpr,
+    EDGES: tl.constexpr,
+    PRECISION: tl.constexpr,
     WIDE: tl.constexpr,
 ):
     """Grid (B * N_dst,): a program owns a destination of a sample, all heads.
@@ -161,23 +174,27 @@ def attribute_bwd(
         g = load_row(projected_grad, node, offsets, mask, H * ATTRIBUTES, WIDE)
     value_sums = tl.zeros((HEADS, ATTRIBUTES), tl.float32)
     score_sums = tl.zeros((HEADS, ATTRIBUTES), tl.float32)
-    for e in range(tl.load(colptr + i), tl.load(colptr + i + 1)):
-        edge = caller_edge(perm, e)
-        a = load_attributes(edge_attr, attr_first + edge, D, BIAS, ATTRIBUTES, WIDE)
-        pair = weights + wide(first_edge + e, WIDE) * (2 * H) + h
-        w = tl.load(pair, mask=h < H, other=0.0).to(tl.float32)
-        ds = tl.load(pair + H, mask=h < H, other=0.0).to(tl.float32)
-        value_sums += w[:, None] * a[None, :]
-        score_sums += ds[:, None] * a[None, :]
+    end = tl.load(colptr + i + 1)
+    for start in range(tl.load(colptr + i), end, EDGES):
+        e = start + tl.arange(0, EDGES)
+        inside = e < end
+        edge = caller_edges(perm, e, inside)
+        a = load_attributes(edge_attr, attr_first + edge, inside, D, BIAS, ATTRIBUTES, WIDE)
+        at, known = head_offsets(first_edge + e, inside, h, H, 2 * H, WIDE)
+        w = tl.load(weights + at, mask=known, other=0.0)  # [EDGES, HEADS]
+        ds = tl.load(weights + at + H, mask=known, other=0.0)
+        value_sums = product(tl.trans(w), a, value_sums, PRECISION)
+        score_sums = product(tl.trans(ds), a, score_sums, PRECISION)
         if dedge_attr is not None:
-            da = tl.sum(w[:, None] * g + ds[:, None] * u, axis=0)
-            at = wide(first_edge + edge, WIDE) * D + d
-            tl.store(dedge_attr + at, da.to(dedge_attr.dtype.element_ty), mask=d < D)
+            da = product(w, g, tl.zeros((EDGES, ATTRIBUTES), tl.float32), PRECISION)
+            da = product(ds, u, da, PRECISION)
+            at, known = head_offsets(first_edge + edge, inside, d, D, D, WIDE)
+            tl.store(dedge_attr + at, da.to(dedge_attr.dtype.element_ty), mask=known)
     tl.store(attr_sums + node * (H * ATTRIBUTES) + offsets, value_sums.to(attr_sums.dtype.element_ty), mask=mask)
     tl.store(dscore_sums + node * (H * ATTRIBUTES) + offsets, score_sums.to(dscore_sums.dtype.element_ty), mask=mask)
 
 
-@triton.jit(repr=row_kernel_name("edge_attention_bwd_weight", "query"))
+@triton.jit(repr=row_kernel_name("edge_attention_bwd_weight", "query"), do_not_specialize=["num_nodes"])
 def weight_bwd(
     query,  # [N, H, C], N destinations of all samples
     grad_out,  # [N, H, C]
@@ -202,13 +219,13 @@ def weight_bwd(
     for first in range(tl.program_id(0) * NODES, num_nodes, tl.num_programs(0) * NODES):
         node = wide(first, WIDE) + tl.arange(0, NODES)
         offsets, mask = _tile_offsets(node, head, channel, num_nodes, H, C, CHANNELS)
-        q = tl.load(query + offsets, mask=mask, other=0.0).to(tl.float32)  # [NODES, CHANNELS]
-        do = tl.load(grad_out + offsets, mask=mask, other=0.0).to(tl.float32)
+        q = tl.load(query + offsets, mask=mask, other=0.0)  # [NODES, CHANNELS]
+        do = tl.load(grad_out + offsets, mask=mask, other=0.0)
         at, inside = _tile_offsets(node, head, 0, num_nodes, H, ATTRIBUTES, ATTRIBUTES)
-        value_sums = tl.load(attr_sums + at, mask=inside, other=0.0).to(tl.float32)
-        score_sums = tl.load(dscore_sums + at, mask=inside, other=0.0).to(tl.float32)
-        dw = tl.dot(tl.trans(do), value_sums, dw, input_precision=PRECISION)
-        dw = tl.dot(tl.trans(q), score_sums, dw, input_precision=PRECISION)
+        value_sums = tl.load(attr_sums + at, mask=inside, other=0.0)
+        score_sums = tl.load(dscore_sums + at, mask=inside, other=0.0)
+        dw = product(tl.trans(do), value_sums, dw, PRECISION)
+        dw = product(tl.trans(q), score_sums, dw, PRECISION)
     c = channel + tl.arange(0, CHANNELS)
     d = tl.arange(0, ATTRIBUTES)
     place = ((tl.program_id(0) * H + head) * C + c)[:, None] * (D + BIAS) + d[None, :]

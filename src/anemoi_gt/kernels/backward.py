@@ -21,7 +21,11 @@ from anemoi_gt.kernels.naming import launch_facts, row_kernel_name
 from anemoi_gt.kernels.primitives import caller_edge, keep_factor, load_row, project_edges, row_offsets, wide
 
 
-@triton.jit(repr=row_kernel_name("edge_attention_bwd_dst", "query"), launch_metadata=launch_facts)
+@triton.jit(
+    repr=row_kernel_name("edge_attention_bwd_dst", "query"),
+    launch_metadata=launch_facts,
+    do_not_specialize=["num_dst", "num_src", "num_edges", "attr_stride", "drop_below"],
+)
 def edge_attention_bwd_dst(
     query,  # [B, N_dst, H, C], read for embedded features only
     key,  # [B, N_src, H, C]
@@ -59,6 +63,8 @@ def edge_attention_bwd_dst(
     CHANNELS: tl.constexpr,
     ATTRIBUTES: tl.constexpr,
     UNROLL: tl.constexpr,
+    EDGES: tl.constexpr,  # of a tile of attributes
+    PRECISION: tl.constexpr,
     WIDE: tl.constexpr,
 ):
     """Grid (B * N_dst, ceil(H / HEADS)): a program owns HEADS heads of one destination of a sample.
@@ -80,7 +86,7 @@ def edge_attention_bwd_dst(
     if D > 0:
         project_edges(
             projected, edge_attr, perm, products, node, first_edge, attr_first, begin, end, head, 1.0,
-            H, D, BIAS, HEADS, ATTRIBUTES, WIDE,
+            H, D, BIAS, HEADS, ATTRIBUTES, EDGES, PRECISION, WIDE,
         )  # fmt: skip
         tl.debug_barrier()
 
@@ -134,7 +140,11 @@ def edge_attention_bwd_dst(
         tl.store(dquery + node * (H * C) + offsets, dq.to(dquery.dtype.element_ty), mask=mask)
 
 
-@triton.jit(repr=row_kernel_name("edge_attention_bwd_src", "query"), launch_metadata=launch_facts)
+@triton.jit(
+    repr=row_kernel_name("edge_attention_bwd_src", "query"),
+    launch_metadata=launch_facts,
+    do_not_specialize=["num_dst", "num_src", "num_edges"],
+)
 def edge_attention_bwd_src(
     query,  # [B, N_dst, H, C]
     grad_out,  # [B, N_dst, H, C]

@@ -12,10 +12,11 @@ For destination i, source j, edge e = (j -> i), with attributes a_e and u_i = W^
 m_e is the dropout factor. Embedded features x_e [H, C] stand for W a_e: k_j + x_e, v_j + x_e.
 
 Work on D numbers an edge and work on a row of C numbers an edge are separate loops over the same edges: in one loop the
-layouts of [heads, D] and [heads, C] meet at every edge. What a loop hands to the next goes through [E, H] arrays, which
-stay in the cache; the barrier between them makes it visible to all threads of the program. No loop reads and writes one
-array: several warps may hold the same number, and one could overwrite it before another has read it. Arrays of D numbers a
-node have ATTRIBUTES columns, a power of two, zero behind D + BIAS: whole rows, no mask.
+layouts of [heads, D] and [heads, C] meet at every edge. The former are small matrix products where a node has edges enough.
+What a loop hands to the next goes through [E, H] arrays, which stay in the cache; the barrier between them makes it visible to
+all threads of the program. No loop reads and writes one array: several warps may hold the same number, and one could
+overwrite it before another has read it. Arrays of D numbers a node have ATTRIBUTES columns, a power of two, zero behind
+D + BIAS: whole rows, no mask.
 """
 
 import triton
@@ -24,9 +25,12 @@ import triton.language as tl
 from anemoi_gt.kernels.naming import launch_facts, row_kernel_name
 from anemoi_gt.kernels.primitives import (
     caller_edge,
+    caller_edges,
+    head_offsets,
     keep_factor,
     load_attributes,
     load_row,
+    product,
     project_edges,
     row_offsets,
     wide,
@@ -35,7 +39,11 @@ from anemoi_gt.kernels.primitives import (
 LN_2 = tl.constexpr(0.6931471805599453)
 
 
-@triton.jit(repr=row_kernel_name("edge_attention_fwd", "query"), launch_metadata=launch_facts)
+@triton.jit(
+    repr=row_kernel_name("edge_attention_fwd", "query"),
+    launch_metadata=launch_facts,
+    do_not_specialize=["num_dst", "num_src", "num_edges", "attr_stride", "drop_below"],
+)
 def edge_attention_fwd(
     query,  # [B, N_dst, H, C]
     key,  # [B, N_src, H, C]
@@ -70,6 +78,8 @@ def edge_attention_fwd(
     CHANNELS: tl.constexpr,
     ATTRIBUTES: tl.constexpr,
     UNROLL: tl.constexpr,
+    EDGES: tl.constexpr,  # of a tile of attributes
+    PRECISION: tl.constexpr,
     WIDE: tl.constexpr,
 ):
     """Grid (B * N_dst, ceil(H / HEADS)): a program owns HEADS heads of one destination of a sample.
@@ -90,17 +100,17 @@ def edge_attention_fwd(
     if D > 0:
         project_edges(
             projected, edge_attr, perm, numerators, node, first_edge, attr_first, begin, end, head, score_scale,
-            H, D, BIAS, HEADS, ATTRIBUTES, WIDE,
+            H, D, BIAS, HEADS, ATTRIBUTES, EDGES, PRECISION, WIDE,
         )  # fmt: skip
         tl.debug_barrier()
 
-    q = load_row(query, node, offsets, mask, H * C, WIDE) * score_scale  # [HEADS, CHANNELS]
+    q = load_row(query, node, offsets, mask, H * C, WIDE)  # [HEADS, CHANNELS]
     high = tl.full((HEADS,), -float("inf"), tl.float32)
     for e in tl.range(begin, end, loop_unroll_factor=UNROLL):
         k = load_row(key, first_src + tl.load(row + e), offsets, mask, H * C, WIDE)
         if EMBEDDED:
             k += load_row(edge_attr, attr_first + caller_edge(perm, e), offsets, mask, H * C, WIDE)
-        s = tl.sum(q * k, axis=1)
+        s = tl.sum(q * k, axis=1) * score_scale
         at = wide(first_edge + e, WIDE) * H + h
         if D > 0:
             s += tl.load(numerators + at, mask=h < H, other=0.0)
@@ -131,7 +141,7 @@ def edge_attention_fwd(
     if D > 0:
         _sum_attributes(
             edge_attr, perm, edge_id, seed, numerators, attr_sums, sample, node, first_edge, attr_first, begin, end,
-            head, inverse, drop_below, survivor, H, D, BIAS, HEADS, ATTRIBUTES, WIDE,
+            head, inverse, drop_below, survivor, H, D, BIAS, HEADS, ATTRIBUTES, EDGES, PRECISION, WIDE,
         )  # fmt: skip
 
 
@@ -140,19 +150,26 @@ def _sum_attributes(
     edge_attr, perm, edge_id, seed, numerators, attr_sums, sample, node, first_edge, attr_first, begin, end,
     head, inverse, drop_below, survivor,
     H: tl.constexpr, D: tl.constexpr, BIAS: tl.constexpr, HEADS: tl.constexpr, ATTRIBUTES: tl.constexpr,
-    WIDE: tl.constexpr,
+    EDGES: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """attr_sums[node, h] = sum_e m_e p_e a_e over the edges begin .. end - 1."""
     h = head + tl.arange(0, HEADS)
     offsets, mask = row_offsets(head, H, ATTRIBUTES, HEADS, ATTRIBUTES)
     tl.debug_barrier()
     sums = tl.zeros((HEADS, ATTRIBUTES), tl.float32)
-    for e in range(begin, end):
-        a = load_attributes(edge_attr, attr_first + caller_edge(perm, e), D, BIAS, ATTRIBUTES, WIDE)
-        r = tl.load(numerators + wide(first_edge + e, WIDE) * H + h, mask=h < H, other=0.0)
+    for start in range(begin, end, EDGES):
+        e = start + tl.arange(0, EDGES)
+        inside = e < end
+        edge = caller_edges(perm, e, inside)
+        a = load_attributes(edge_attr, attr_first + edge, inside, D, BIAS, ATTRIBUTES, WIDE)
+        at, known = head_offsets(first_edge + e, inside, h, H, H, WIDE)
+        r = tl.load(numerators + at, mask=known, other=0.0)  # [EDGES, HEADS]
         if seed is not None:
-            number = caller_edge(perm, e) if edge_id is None else tl.load(edge_id + e)
-            r *= keep_factor(seed, number, sample, h, drop_below, survivor)
-        sums += r[:, None] * a[None, :]
+            number = edge if edge_id is None else tl.load(edge_id + e, mask=inside, other=0)
+            r *= keep_factor(seed, number[:, None], sample, h[None, :], drop_below, survivor)
+        if EDGES == 1:
+            sums += tl.sum(r[:, :, None] * a[:, None, :], axis=0)
+        else:
+            sums = product(tl.trans(r), a, sums, PRECISION)
     sums *= tl.load(inverse + node * H + h, mask=h < H, other=0.0)[:, None]
     tl.store(attr_sums + node * (H * ATTRIBUTES) + offsets, sums.to(attr_sums.dtype.element_ty), mask=mask)

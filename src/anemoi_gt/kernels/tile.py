@@ -1,14 +1,16 @@
 """How much of the problem one program holds on chip. The only place that chooses tile shapes.
 
-Shapes follow from sizes alone, never from a clock, so a program gives the same bits on every run. The rules are what a sweep
+Shapes follow from sizes alone, never from a clock, so a program gives the same bits on every run. The rules are what sweeps
 over heads, nodes, warps and unrolling gave on one H200 (bf16, H = 16, C = 32 and 64, the encoder, processor and decoder of
-O320 with icosphere 6): one node a program and all heads in it; few warps where a row is reduced, more where it is only
+N320 with icosphere 6, where no other graph is named): one node a program and all heads in it; few warps where a row is reduced, more where it is only
 summed; several nodes a program where a node has one or two edges.
 """
 
 from dataclasses import dataclass
 
 ROW_ELEMENTS = 1024  # heads x channels that a program holds: 32 numbers for each thread of a warp
+MOST_ATTRIBUTES = 256  # columns of W for which a program's arrays fit the registers and the shared memory of every GPU
+PRODUCT = 16  # smallest inner size of a matrix product
 BUSY_DEGREE = 4  # mean degree from which the edges of one node keep a program busy
 
 
@@ -49,22 +51,23 @@ def _row(heads: int, channels: int, attributes: int) -> tuple[int, int]:
 def forward_tile(heads: int, channels: int, degree: float, attributes: int) -> RowTile:
     """Tile of the forward pass over destinations of so many in-edges on average.
 
-    Measured: encoder 0.70, processor 0.30 ms with two warps at C = 64 (0.77, 0.31 with one); decoder 1.23 with one. Before the
-    scores had an array of their own; with it two warps give 0.89 and 0.35 (benchmarks/NOTES.md, 5).
+    Measured: encoder 0.91, processor 0.27, decoder 1.55 ms at C = 64 with one warp and one edge in flight (two warps 1.01,
+    0.29, 1.66); at C = 32 two edges in flight give 0.50, 0.16 where degrees are high (one: 0.52, 0.17), decoder 0.97.
     """
     group, padded = _row(heads, channels, attributes)
-    warps = 2 if group * padded >= ROW_ELEMENTS and degree >= BUSY_DEGREE else 1
-    return RowTile(group, padded, 1, _warps(group * padded, warps))
+    unroll = 2 if group * padded < ROW_ELEMENTS and degree >= BUSY_DEGREE else 1
+    return RowTile(group, padded, unroll, _warps(group * padded, 1))
 
 
 def destination_tile(heads: int, channels: int, degree: float, attributes: int) -> RowTile:
     """Tile of the backward pass over destinations.
 
-    Measured: encoder 0.83, processor 0.36 ms with two edges in flight at C = 64 (0.95, 0.40 with one); at C = 32 one edge.
+    Measured: encoder 1.05, processor 0.32 ms at C = 64 with two warps and two edges in flight (one and one: 1.12, 0.33),
+    decoder 1.68 with one and one; at C = 32 encoder 0.64, processor 0.19, decoder 0.98 with one and one.
     """
     group, padded = _row(heads, channels, attributes)
-    unroll = 2 if group * padded >= ROW_ELEMENTS and degree >= BUSY_DEGREE else 1
-    return RowTile(group, padded, unroll, _warps(group * padded, 1))
+    pair = 2 if group * padded >= ROW_ELEMENTS and degree >= BUSY_DEGREE else 1
+    return RowTile(group, padded, pair, _warps(group * padded, pair))
 
 
 def source_tile(heads: int, channels: int, degree: float) -> RowTile:
@@ -80,12 +83,25 @@ def source_tile(heads: int, channels: int, degree: float) -> RowTile:
 
 def attribute_columns(attributes: int) -> int:
     """Columns of the arrays of a node's attributes: a power of two, at least the 16 of a matrix product."""
-    return max(16, next_power_of_two(max(1, attributes)))
+    return max(PRODUCT, next_power_of_two(max(1, attributes)))
+
+
+def attribute_edges(degree: float) -> int:
+    """Edges of a tile of attributes in the passes over destinations: 1, or the inner size of a matrix product.
+
+    Measured: a product takes the forward of the processor from 0.35 to 0.28 ms, that of the decoder from 1.55 to 1.71.
+    """
+    return PRODUCT if degree >= BUSY_DEGREE else 1
+
+
+def attribute_heads(heads: int) -> int:
+    """Heads of a program of the backward pass over attributes: all, and at least the inner size of a matrix product."""
+    return max(PRODUCT, next_power_of_two(heads))
 
 
 def attribute_warps(heads: int, attributes: int) -> int:
     """Warps of the backward pass over attributes, which holds four arrays [heads, attributes]."""
-    return _warps(next_power_of_two(heads) * attribute_columns(attributes), 1)
+    return _warps(attribute_heads(heads) * attribute_columns(attributes), 1)
 
 
 def _warps(elements: int, wanted: int) -> int:
@@ -96,8 +112,12 @@ def _warps(elements: int, wanted: int) -> int:
 def contraction_tile(channels: int, attributes: int) -> ContractionTile:
     """Tile of a product of rows of `channels` with a weight of `attributes` columns; it fits the shared memory.
 
-    Measured, decoder at C = 64: project 0.27, embed 0.51 ms (0.59, 0.66 with the weight read for every tile).
+    Measured, decoder at C = 64, both calls: project 0.64, embed 1.27, weight 0.77 ms (0.65, 1.30, 0.79 with 32 nodes); at
+    C = 32 0.46, 1.12, 0.65 with 32 nodes (0.45, 1.15, 0.69).
     """
     columns = attribute_columns(attributes)
-    padded = max(16, min(next_power_of_two(channels), 64, 4096 // columns))
-    return ContractionTile(nodes=32, tiles=4, channels=padded, attributes=columns, num_warps=2 if columns <= 32 else 4)
+    padded = max(PRODUCT, min(next_power_of_two(channels), 64, 4096 // columns))
+    if padded >= 64 and columns <= 32:
+        return ContractionTile(nodes=64, tiles=2, channels=padded, attributes=columns, num_warps=4)
+    nodes = 32 if columns <= 128 else 16
+    return ContractionTile(nodes, tiles=4, channels=padded, attributes=columns, num_warps=2 if columns <= 32 else 4)

@@ -14,7 +14,7 @@ def why_not(query: Tensor) -> str | None:
         return f"its kernels take float16, bfloat16 or float32, got {query.dtype}; use backend 'torch' for others"
     if find_spec("triton") is None:
         return "the package triton is missing; pip install anemoi-gt[triton]"
-    if query.device.type != "cuda" and not _interpreted():
+    if query.device.type != "cuda" and not interpreted():
         return _needs_gpu(query)
     return None
 
@@ -28,7 +28,7 @@ def _needs_gpu(query: Tensor) -> str:
     return f"its kernels run on a GPU, got tensors on {query.device}; move them, or use backend 'torch'"
 
 
-def _interpreted() -> bool:
+def interpreted() -> bool:
     """Whether Triton was imported with its interpreter, which runs kernels on the CPU."""
     from triton.runtime import JITFunction
 

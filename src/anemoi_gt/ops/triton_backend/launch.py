@@ -1,28 +1,37 @@
-"""Launches of the edge attention kernels: grids, tiles, scratch memory. One function per kernel, tensors in and out."""
+"""Launches of the edge attention kernels: grids, tiles, scratch memory. One function per kernel, tensors in and out.
+
+Beside each stands what its launch is for given sizes, which is worked out once: a graph is static, its sizes come again at
+every step. What is kept holds numbers and compiled kernels, no tensors.
+"""
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from anemoi_gt.kernels import attributes, backward, forward
+from anemoi_gt.kernels.launcher import Launch
 from anemoi_gt.kernels.tile import (
-    ContractionTile,
+    PRODUCT,
     RowTile,
-    attribute_columns,
+    attribute_edges,
+    attribute_heads,
     attribute_warps,
     contraction_tile,
     destination_tile,
     forward_tile,
-    next_power_of_two,
     source_tile,
 )
 from anemoi_gt.ops.dropout import drop_threshold
 from anemoi_gt.ops.dtypes import scratch_dtype
+from anemoi_gt.ops.triton_backend.availability import interpreted
+from anemoi_gt.ops.triton_backend.problem import Problem, Sizes
 
 LOG2_E = 1.4426950408889634
 PARTIALS = 64  # programs that share the sum of dW; fixed, so that its order never changes
+KEPT = 128  # launches of each kernel that are kept: graphs times layers of different sizes in use at a time
 
 
 def on_device(tensor: Tensor) -> AbstractContextManager:
@@ -30,159 +39,96 @@ def on_device(tensor: Tensor) -> AbstractContextManager:
     return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
 
 
-@dataclass(frozen=True)
-class Problem:
-    """Contiguous operands of one call, and the sizes that every launch needs."""
-
-    query: Tensor  # [B, N_dst, H, C]
-    key: Tensor  # [B, N_src, H, C]
-    value: Tensor  # [B, N_src, H, C]
-    edge_attr: Tensor | None  # [1 or B, E, D] or [1 or B, E, H, C]
-    edge_weight: Tensor | None  # [H * C, D]
-    edge_bias: Tensor | None  # [H * C]
-    colptr: Tensor
-    row: Tensor
-    perm: Tensor | None
-    edge_id: Tensor | None
-    order: Tensor | None
-    seed: Tensor | None
-    scale: float
-    dropout_p: float
-
-    @property
-    def embedded(self) -> bool:
-        """Whether edge_attr is [E, H, C]."""
-        return self.edge_attr is not None and self.edge_weight is None
-
-    @property
-    def attributes(self) -> int:
-        """Columns of W, the bias among them; 0 without raw attributes."""
-        return 0 if self.edge_weight is None else self.edge_weight.shape[1] + (self.edge_bias is not None)
-
-    @property
-    def columns(self) -> int:
-        """Columns of what passes between kernels: `attributes` padded, at least the 16 of a matrix product."""
-        return attribute_columns(self.attributes)
-
-    def sizes(self) -> dict:
-        """Sizes and constants that the row kernels over destinations share."""
-        _, num_dst, heads, channels = self.query.shape
-        return {
-            "num_dst": num_dst,
-            "num_src": self.key.shape[1],
-            "num_edges": self.row.shape[0],
-            "H": heads,
-            "C": channels,
-            "WIDE": self.wide(),
-        }
-
-    def edge_sizes(self) -> dict:
-        """What the kernels that read edge attributes share."""
-        raw = self.edge_weight is not None
-        per_sample = self.edge_attr is not None and self.edge_attr.shape[0] > 1
-        return {
-            "attr_stride": self.row.shape[0] if per_sample else 0,
-            "D": self.edge_weight.shape[1] if raw else 0,
-            "BIAS": int(self.edge_bias is not None),
-            "ATTRIBUTES": self.columns,
-        }
-
-    def row_shape(self) -> tuple[int, int]:
-        """Heads and channels."""
-        return self.query.shape[2], self.query.shape[3]
-
-    def degree(self, num_nodes: int) -> float:
-        """Mean number of edges of `num_nodes` nodes of a sample."""
-        return self.row.shape[0] / max(num_nodes, 1)
-
-    def dropout(self) -> dict:
-        """Where the mask drops, and by how much survivors grow."""
-        survivor = 1.0 / (1.0 - self.dropout_p) if self.dropout_p < 1.0 else 0.0
-        return {"drop_below": drop_threshold(self.dropout_p), "survivor": survivor}
-
-    def structure(self) -> dict:
-        """Index tensors that the row kernels over destinations share."""
-        names = ("colptr", "row", "perm", "edge_id", "order", "seed")
-        return {name: getattr(self, name) for name in names}
-
-    def wide(self) -> bool:
-        """Whether an offset passes 2^31, so that 64-bit arithmetic is needed."""
-        samples, num_dst, heads, channels = self.query.shape
-        edges = samples * self.row.shape[0] * heads * (channels if self.embedded else 2)
-        attributes_size = self.columns
-        nodes = samples * max(num_dst, self.key.shape[1]) * heads * max(channels, attributes_size)
-        return max(edges, nodes, samples * self.row.shape[0] * attributes_size) >= 2**31
+def _row_launch(kernel, sizes: Sizes, num_nodes: int, tile: RowTile, scalars: dict, constants: dict) -> Launch:
+    """Launch of a kernel that gathers rows, over `num_nodes` nodes of each sample."""
+    grid = (sizes.samples * -(-num_nodes // tile.nodes), -(-sizes.heads // tile.heads))
+    counts = {"num_dst": sizes.num_dst, "num_src": sizes.num_src, "num_edges": sizes.num_edges}
+    shape = {"H": sizes.heads, "C": sizes.channels, "WIDE": sizes.wide}
+    shape |= {"HEADS": tile.heads, "CHANNELS": tile.channels, "UNROLL": tile.unroll, "num_warps": tile.num_warps}
+    return Launch(kernel, grid, counts | scalars, shape | constants)
 
 
-def _grid(problem: Problem, num_nodes: int, tile: RowTile) -> tuple[tuple[int, int], dict]:
-    """Grid and constants of a row kernel over `num_nodes` nodes a sample."""
-    samples, _, heads, _ = problem.query.shape
-    grid = (samples * -(-num_nodes // tile.nodes), -(-heads // tile.heads))
-    constants = {"HEADS": tile.heads, "CHANNELS": tile.channels, "UNROLL": tile.unroll, "num_warps": tile.num_warps}
-    return grid, constants
+def _attribute_constants(sizes: Sizes) -> dict:
+    """What the kernels that contract over attributes are compiled for."""
+    constants = {"D": sizes.edge_dim, "BIAS": sizes.bias, "ATTRIBUTES": sizes.columns}
+    return constants | {"PRECISION": _precision(sizes.dtype)}
 
 
-def _contraction(problem: Problem, rows_: Tensor) -> tuple[ContractionTile, dict]:
-    """Tile and sizes of a contraction of rows [B, N, H, C] with W."""
-    samples, num_nodes, heads, channels = rows_.shape
-    tile = contraction_tile(channels, problem.attributes)
-    return tile, {
-        "num_nodes": samples * num_nodes,
-        "H": heads,
-        "C": channels,
-        "D": problem.edge_weight.shape[1],
-        "BIAS": int(problem.edge_bias is not None),
-        "CHANNELS": tile.channels,
-        "ATTRIBUTES": tile.attributes,
-        "NODES": tile.nodes,
-        "PRECISION": _precision(rows_.dtype),
-        "WIDE": problem.wide(),
-        "num_warps": tile.num_warps,
-    }
+def _dropout(sizes: Sizes) -> dict:
+    """Where the mask drops, and by how much survivors grow."""
+    survivor = 1.0 / (1.0 - sizes.dropout_p) if sizes.dropout_p < 1.0 else 0.0
+    return {"drop_below": drop_threshold(sizes.dropout_p), "survivor": survivor}
+
+
+def _contraction_launch(kernel, sizes: Sizes, grid: tuple[int, ...], constants: dict) -> Launch:
+    """Launch of a contraction of rows with W, over all destinations."""
+    tile = contraction_tile(sizes.channels, sizes.attributes)
+    shape = {"H": sizes.heads, "C": sizes.channels, "CHANNELS": tile.channels, "NODES": tile.nodes, "WIDE": sizes.wide}
+    shape |= {"num_warps": tile.num_warps, **_attribute_constants(sizes)}
+    return Launch(kernel, grid, {"num_nodes": sizes.destinations}, shape | constants)
 
 
 def _precision(dtype: torch.dtype) -> str:
-    """How products are rounded: not at all for float32; tf32 holds 16-bit numbers exactly, but not every AMD GPU has it."""
-    return "ieee" if dtype == torch.float32 or torch.version.hip else "tf32"
+    """To what the operands of matrix products are rounded; 16-bit numbers stay as they are.
+
+    tf32 holds them exactly, but not every AMD GPU has it. The interpreter knows no bfloat16 products.
+    """
+    if dtype == torch.float32 or torch.version.hip:
+        return "ieee"
+    return "bf16" if dtype == torch.bfloat16 and not interpreted() else "tf32"
 
 
-def _map_nodes(kernel, problem: Problem, rows_: Tensor, other: dict[str, Tensor]) -> None:
-    """Launch a contraction that maps the rows of each node."""
-    tile, options = _contraction(problem, rows_)
-    programs = -(-options["num_nodes"] // (tile.nodes * tile.tiles)) * options["H"]
-    if programs:
-        weight = {"edge_weight": problem.edge_weight, "edge_bias": problem.edge_bias}
-        kernel[(programs,)](rows=rows_, **other, **weight, TILES=tile.tiles, **options)
+def _node_map_launch(kernel, sizes: Sizes) -> Launch:
+    """Launch of a contraction that maps the rows of each node."""
+    tile = contraction_tile(sizes.channels, sizes.attributes)
+    grid = (-(-sizes.destinations // (tile.nodes * tile.tiles)) * sizes.heads,)
+    return _contraction_launch(kernel, sizes, grid, {"TILES": tile.tiles})
 
 
-def project(problem: Problem, rows_: Tensor) -> Tensor:
+@lru_cache(KEPT)
+def _project_launch(sizes: Sizes) -> Launch:
+    return _node_map_launch(attributes.project, sizes)
+
+
+def project(problem: Problem, rows: Tensor) -> Tensor:
     """W^T of rows [B, N_dst, H, C]: [B, N_dst, H, columns]."""
-    projected = rows_.new_empty((*rows_.shape[:3], problem.columns), dtype=scratch_dtype(rows_.dtype))
-    _map_nodes(attributes.project, problem, rows_, {"projected": projected})
+    projected = rows.new_empty((*rows.shape[:3], problem.sizes.columns), dtype=scratch_dtype(rows.dtype))
+    weight = {"edge_weight": problem.edge_weight, "edge_bias": problem.edge_bias}
+    _project_launch(problem.sizes)(rows=rows, **weight, projected=projected)
     return projected
 
 
-def embed(problem: Problem, sums: Tensor, rows_: Tensor) -> None:
+@lru_cache(KEPT)
+def _embed_launch(sizes: Sizes) -> Launch:
+    return _node_map_launch(attributes.embed, sizes)
+
+
+def embed(problem: Problem, sums: Tensor, rows: Tensor) -> None:
     """Add W sums [B, N_dst, H, columns] to rows [B, N_dst, H, C]."""
-    _map_nodes(attributes.embed, problem, rows_, {"sums": sums})
+    weight = {"edge_weight": problem.edge_weight, "edge_bias": problem.edge_bias}
+    _embed_launch(problem.sizes)(sums=sums, **weight, rows=rows)
+
+
+@lru_cache(KEPT)
+def _forward_launch(sizes: Sizes) -> Launch:
+    tile = forward_tile(sizes.heads, sizes.channels, sizes.degree(sizes.num_dst), sizes.attributes)
+    scalars = {"attr_stride": sizes.attr_stride, "score_scale": sizes.scale * LOG2_E, **_dropout(sizes)}
+    constants = {"EMBEDDED": sizes.embedded, **_attribute_constants(sizes)}
+    constants["EDGES"] = attribute_edges(sizes.degree(sizes.num_dst))
+    return _row_launch(forward.edge_attention_fwd, sizes, sizes.num_dst, tile, scalars, constants)
 
 
 def attend_rows(problem: Problem, projected: Tensor | None) -> tuple[Tensor, ...]:
     """Forward over destinations: out without W A, lse, inverse, numerators and A."""
-    query = problem.query
+    query, sizes = problem.query, problem.sizes
     out, lse = torch.empty_like(query), query.new_empty(query.shape[:3], dtype=torch.float32)
-    inverse = torch.empty_like(lse)
-    numerators = lse.new_empty(query.shape[0], problem.row.shape[0], query.shape[2])
+    inverse, numerators = torch.empty_like(lse), lse.new_empty((sizes.samples, sizes.num_edges, sizes.heads))
     attr_sums = None if projected is None else torch.empty_like(projected)
-    tile = forward_tile(*problem.row_shape(), problem.degree(query.shape[1]), problem.attributes)
-    grid, constants = _grid(problem, query.shape[1], tile)
-    if grid[0]:
-        forward.edge_attention_fwd[grid](
-            query=query, key=problem.key, value=problem.value, edge_attr=problem.edge_attr, projected=projected,
-            **problem.structure(), out=out, lse=lse, inverse=inverse, scores=torch.empty_like(numerators), numerators=numerators, attr_sums=attr_sums,
-            score_scale=problem.scale * LOG2_E, EMBEDDED=problem.embedded,
-            **problem.sizes(), **problem.edge_sizes(), **problem.dropout(), **constants,
-        )  # fmt: skip
+    _forward_launch(sizes)(
+        query=query, key=problem.key, value=problem.value, edge_attr=problem.edge_attr, projected=projected,
+        **problem.structure, out=out, lse=lse, inverse=inverse, scores=torch.empty_like(numerators),
+        numerators=numerators, attr_sums=attr_sums,
+    )  # fmt: skip
     return out, lse, inverse, numerators, attr_sums
 
 
@@ -195,6 +141,15 @@ class Saved:
     projected: Tensor | None  # [B, N_dst, H, columns]
 
 
+@lru_cache(KEPT)
+def _destination_launch(sizes: Sizes) -> Launch:
+    tile = destination_tile(sizes.heads, sizes.channels, sizes.degree(sizes.num_dst), sizes.attributes)
+    scalars = {"attr_stride": sizes.attr_stride, "scale": sizes.scale, **_dropout(sizes)}
+    constants = {"EMBEDDED": sizes.embedded, **_attribute_constants(sizes)}
+    constants["EDGES"] = attribute_edges(sizes.degree(sizes.num_dst))
+    return _row_launch(backward.edge_attention_bwd_dst, sizes, sizes.num_dst, tile, scalars, constants)
+
+
 def differentiate_rows(
     problem: Problem,
     saved: Saved,
@@ -205,22 +160,22 @@ def differentiate_rows(
     dedge: Tensor | None,
 ) -> Tensor:
     """Backward over destinations: fills dquery (without W B) and dedge; returns [m p, ds] of each edge, [B, E, 2, H]."""
-    samples, num_dst, heads, _ = problem.query.shape
-    num_edges = problem.row.shape[0]
-    weights = grad_out.new_empty((samples, num_edges, 2, heads), dtype=scratch_dtype(grad_out.dtype))
-    dweights = torch.empty_like(saved.numerators)
-    tile = destination_tile(*problem.row_shape(), problem.degree(num_dst), problem.attributes)
-    grid, constants = _grid(problem, num_dst, tile)
-    if grid[0]:
-        backward.edge_attention_bwd_dst[grid](
-            query=problem.query, key=problem.key, value=problem.value, edge_attr=problem.edge_attr,
-            projected=projected_grad, grad_out=grad_out, grad_lse=grad_lse,
-            inverse=saved.inverse, numerators=saved.numerators, **problem.structure(),
-            dquery=dquery, dedge=dedge, weights=weights, products=torch.empty_like(dweights), dweights=dweights,
-            scale=problem.scale, EMBEDDED=problem.embedded,
-            **problem.sizes(), **problem.edge_sizes(), **problem.dropout(), **constants,
-        )  # fmt: skip
+    sizes = problem.sizes
+    shape = (sizes.samples, sizes.num_edges, 2, sizes.heads)
+    weights = grad_out.new_empty(shape, dtype=scratch_dtype(grad_out.dtype))
+    _destination_launch(sizes)(
+        query=problem.query, key=problem.key, value=problem.value, edge_attr=problem.edge_attr,
+        projected=projected_grad, grad_out=grad_out, grad_lse=grad_lse,
+        inverse=saved.inverse, numerators=saved.numerators, **problem.structure, dquery=dquery, dedge=dedge, weights=weights,
+        products=torch.empty_like(saved.numerators), dweights=torch.empty_like(saved.numerators),
+    )  # fmt: skip
     return weights
+
+
+@lru_cache(KEPT)
+def _source_launch(sizes: Sizes) -> Launch:
+    tile = source_tile(sizes.heads, sizes.channels, sizes.degree(sizes.num_src))
+    return _row_launch(backward.edge_attention_bwd_src, sizes, sizes.num_src, tile, {}, {"NODES": tile.nodes})
 
 
 def differentiate_sources(
@@ -234,40 +189,46 @@ def differentiate_sources(
     dvalue: Tensor | None,
 ) -> None:
     """Backward over sources: fills dkey and dvalue."""
-    num_src = problem.key.shape[1]
-    tile = source_tile(*problem.row_shape(), problem.degree(num_src))
-    grid, constants = _grid(problem, num_src, tile)
-    if grid[0]:
-        backward.edge_attention_bwd_src[grid](
-            query=problem.query, grad_out=grad_out, weights=weights, rowptr=rowptr, col=col, csr_to_csc=csr_to_csc,
-            dkey=dkey, dvalue=dvalue, NODES=tile.nodes, **problem.sizes(), **constants,
-        )  # fmt: skip
+    _source_launch(problem.sizes)(
+        query=problem.query, grad_out=grad_out, weights=weights, rowptr=rowptr, col=col, csr_to_csc=csr_to_csc,
+        dkey=dkey, dvalue=dvalue,
+    )  # fmt: skip
+
+
+@lru_cache(KEPT)
+def _attribute_launch(sizes: Sizes) -> Launch:
+    scalars = {"num_dst": sizes.num_dst, "num_edges": sizes.num_edges, "attr_stride": sizes.attr_stride}
+    constants = {"H": sizes.heads, "HEADS": attribute_heads(sizes.heads), "EDGES": PRODUCT, "WIDE": sizes.wide}
+    constants |= {"num_warps": attribute_warps(sizes.heads, sizes.attributes), **_attribute_constants(sizes)}
+    return Launch(attributes.attribute_bwd, (sizes.destinations,), scalars, constants)
 
 
 def differentiate_attributes(
     problem: Problem, weights: Tensor, saved: Saved, projected_grad: Tensor, dedge_attr: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """A and B of each destination [B, N_dst, H, columns]; fills dedge_attr [B, E, D]."""
-    samples, num_dst, heads, _ = problem.query.shape
     attr_sums, dscore_sums = torch.empty_like(projected_grad), torch.empty_like(projected_grad)
-    sizes, edge_sizes = problem.sizes(), problem.edge_sizes()
-    if samples * num_dst:
-        attributes.attribute_bwd[(samples * num_dst,)](
-            weights=weights, edge_attr=problem.edge_attr, projected=saved.projected, projected_grad=projected_grad,
-            colptr=problem.colptr, perm=problem.perm, attr_sums=attr_sums, dscore_sums=dscore_sums, dedge_attr=dedge_attr,
-            num_dst=num_dst, num_edges=sizes["num_edges"], H=heads, HEADS=next_power_of_two(heads), WIDE=sizes["WIDE"],
-            num_warps=attribute_warps(heads, problem.attributes), **edge_sizes,
-        )  # fmt: skip
+    _attribute_launch(problem.sizes)(
+        weights=weights, edge_attr=problem.edge_attr, projected=saved.projected, projected_grad=projected_grad,
+        colptr=problem.colptr, perm=problem.perm, attr_sums=attr_sums, dscore_sums=dscore_sums, dedge_attr=dedge_attr,
+    )  # fmt: skip
     return attr_sums, dscore_sums
 
 
+@lru_cache(KEPT)
+def _weight_launch(sizes: Sizes) -> tuple[Launch, int]:
+    """The launch, and the number of its partial sums."""
+    tile = contraction_tile(sizes.channels, sizes.attributes)
+    partials = max(1, min(PARTIALS, -(-sizes.destinations // tile.nodes)))
+    grid = (partials, sizes.heads, -(-sizes.channels // tile.channels))
+    return _contraction_launch(attributes.weight_bwd, sizes, grid, {}), partials
+
+
 def differentiate_weight(problem: Problem, grad_out: Tensor, attr_sums: Tensor, dscore_sums: Tensor) -> Tensor:
-    """Gradient of W with the bias as its last column, [H, C, D + BIAS], float32."""
-    tile, options = _contraction(problem, problem.query)
-    heads, channels = options["H"], options["C"]
-    partials = max(1, min(PARTIALS, -(-options["num_nodes"] // tile.nodes)))
-    partial = grad_out.new_empty((partials, heads, channels, problem.attributes), dtype=torch.float32)
-    attributes.weight_bwd[(partials, heads, -(-channels // tile.channels))](
-        query=problem.query, grad_out=grad_out, attr_sums=attr_sums, dscore_sums=dscore_sums, partial=partial, **options
-    )
+    """Gradient of W with the bias as its last column, [H * C, D + BIAS], float32."""
+    sizes = problem.sizes
+    launch, partials = _weight_launch(sizes)
+    shape = (partials, sizes.heads * sizes.channels, sizes.attributes)
+    partial = grad_out.new_empty(shape, dtype=torch.float32)
+    launch(query=problem.query, grad_out=grad_out, attr_sums=attr_sums, dscore_sums=dscore_sums, partial=partial)
     return partial.sum(0)

@@ -2,10 +2,11 @@
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
 from anemoi_gt.graph import GraphStructure
-from anemoi_gt.kernels.tile import attribute_columns
-from anemoi_gt.operators import define_operator
+from anemoi_gt.kernels.tile import MOST_ATTRIBUTES, attribute_columns
+from anemoi_gt.operators import call_unrecorded, define_gradient, define_operator
 from anemoi_gt.ops.derivative import refuse_second_derivative
 from anemoi_gt.ops.dtypes import scratch_dtype
 
@@ -22,7 +23,13 @@ def attend(
     scale: float,
     dropout_p: float,
 ) -> tuple[Tensor, Tensor]:
-    """Edge attention of checked operands [B, N, H, C]; the meaning of all is that of `anemoi_gt.edge_attention`."""
+    """Edge attention of checked operands [B, N, H, C]; the meaning of all is that of `anemoi_gt.edge_attention`.
+
+    More attributes than a program can hold are embedded first: there an edge's own [H, C] is no larger than what it has.
+    """
+    if edge_weight is not None and edge_weight.shape[1] + (edge_bias is not None) > MOST_ATTRIBUTES:
+        edge_attr = linear(edge_attr, edge_weight, edge_bias).unflatten(-1, query.shape[-2:])
+        edge_weight = edge_bias = None
     operands = (query, key, value, edge_attr, edge_weight, edge_bias)
     save = torch.is_grad_enabled() and any(operand is not None and operand.requires_grad for operand in operands)
     structure = (graph.colptr, graph.row, graph.perm, graph.edge_id, graph.program_order)
@@ -63,10 +70,9 @@ def edge_attention_triton(
         out, lse, inverse, numerators, attr_sums = launch.attend_rows(problem, projected)
         if attr_sums is not None:
             launch.embed(problem, attr_sums, out)
-    nothing = lse.new_empty(0)
     if not save:
-        return out, lse, nothing, nothing.clone(), nothing.clone()
-    return out, lse, inverse, numerators, nothing if projected is None else projected
+        return out, lse, *(lse.new_empty(0) for _ in range(3))
+    return out, lse, inverse, numerators, lse.new_empty(0) if projected is None else projected
 
 
 @torch.library.register_fake("anemoi_gt::edge_attention_triton")
@@ -143,13 +149,12 @@ def _backward(ctx, grad_out, grad_lse, *_):
     if grad_out is None and grad_lse is None:
         return (None,) * 18
     needs = list(ctx.needs_input_grad[:6])
-    gradients = iter(
-        edge_attention_triton_backward(grad_out, grad_lse, *ctx.saved_tensors, ctx.scale, ctx.dropout_p, needs)
-    )
+    arguments = (grad_out, grad_lse, *ctx.saved_tensors, ctx.scale, ctx.dropout_p, needs)
+    gradients = iter(call_unrecorded(edge_attention_triton_backward, *arguments))
     return *(next(gradients) if need else None for need in needs), *((None,) * 12)
 
 
-torch.library.register_autograd("anemoi_gt::edge_attention_triton", _backward, setup_context=_setup_context)
+define_gradient(edge_attention_triton, _setup_context, _backward)
 torch.library.register_autograd("anemoi_gt::edge_attention_triton_backward", refuse_second_derivative)
 
 
@@ -159,11 +164,9 @@ def _contiguous(*tensors: Tensor | None) -> list[Tensor | None]:
 
 def _gradients(launch, problem, saved, grad_out, grad_lse, reverse, needs: list[bool]) -> list[Tensor]:
     need_query, need_key, need_value, need_attr, need_weight, need_bias = needs
-    raw, dattr, dweight = problem.edge_weight is not None, None, None
+    raw, dweight, dbias = problem.edge_weight is not None, None, None
     dquery = torch.empty_like(problem.query) if need_query else None
-    if need_attr:
-        shape = (problem.query.shape[0], *problem.edge_attr.shape[1:])
-        dattr = problem.edge_attr.new_empty(shape, dtype=None if shape[0] == 1 else torch.float32)
+    dattr = _attribute_gradient(problem) if need_attr else None
     projected_grad = launch.project(problem, grad_out) if raw else None
     weights = launch.differentiate_rows(
         problem, saved, projected_grad, grad_out, grad_lse, dquery, None if raw else dattr
@@ -173,18 +176,28 @@ def _gradients(launch, problem, saved, grad_out, grad_lse, reverse, needs: list[
         if need_query:
             launch.embed(problem, sums[1], dquery)
         if need_weight or need_bias:
-            dweight = launch.differentiate_weight(problem, grad_out, *sums).flatten(0, 1)  # [H * C, D + BIAS]
+            both = launch.differentiate_weight(problem, grad_out, *sums)
+            dweight, dbias = _weight_and_bias(both, problem, need_weight, need_bias)
     dkey = torch.empty_like(problem.key) if need_key else None
     dvalue = torch.empty_like(problem.value) if need_value else None
     if need_key or need_value:
         launch.differentiate_sources(problem, weights, grad_out, *reverse, dkey, dvalue)
-    if need_attr:
-        dattr = dattr.sum_to_size(problem.edge_attr.shape).to(problem.edge_attr.dtype)
-    edge_dim = problem.edge_weight.shape[1] if raw else 0
-    dtype, dweight_only, dbias = problem.query.dtype, None, None
-    if need_weight:  # copies: outputs of an operator share no memory
-        dweight_only = dweight[:, :edge_dim].to(dtype, copy=True, memory_format=torch.contiguous_format)
-    if need_bias:
-        dbias = dweight[:, edge_dim].to(dtype, copy=True, memory_format=torch.contiguous_format)
-    every = (dquery, dkey, dvalue, dattr, dweight_only, dbias)
+    if need_attr and dattr.shape != problem.edge_attr.shape:
+        dattr = dattr.sum(0, keepdim=True).to(problem.edge_attr.dtype)
+    every = (dquery, dkey, dvalue, dattr, dweight, dbias)
     return [gradient for gradient, need in zip(every, needs, strict=True) if need]
+
+
+def _attribute_gradient(problem) -> Tensor:
+    """Memory for the gradient of edge_attr: [B, E, ..], float32 where the samples' are to be summed."""
+    attr, samples = problem.edge_attr, problem.query.shape[0]
+    if attr.shape[0] == samples:
+        return torch.empty_like(attr)
+    return attr.new_empty((samples, *attr.shape[1:]), dtype=torch.float32)
+
+
+def _weight_and_bias(both: Tensor, problem, need_weight: bool, need_bias: bool) -> tuple[Tensor | None, Tensor | None]:
+    """The columns of [H * C, D + BIAS] that are needed: copies, because outputs of an operator share no memory."""
+    edge_dim, layout = problem.edge_weight.shape[1], {"copy": True, "memory_format": torch.contiguous_format}
+    dweight = both[:, :edge_dim].to(problem.query.dtype, **layout) if need_weight else None
+    return dweight, both[:, edge_dim].to(problem.query.dtype, **layout) if need_bias else None

@@ -1,0 +1,107 @@
+"""The operands of one call of edge attention, and the sizes that decide how its kernels are launched."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from anemoi_gt.kernels.tile import attribute_columns
+
+
+class Sizes(NamedTuple):
+    """All that a launch depends on, but tensors: equal sizes, equal launches."""
+
+    samples: int
+    num_dst: int
+    num_src: int
+    num_edges: int
+    heads: int
+    channels: int
+    edge_dim: int  # 0 without raw attributes
+    bias: int  # 1 with a bias, else 0
+    embedded: bool  # whether edge_attr is [E, H, C]
+    attr_stride: int  # edges between the attributes of two samples: E, or 0 when they share them
+    dtype: torch.dtype
+    wide: bool  # whether an offset passes 2^31
+    scale: float
+    dropout_p: float
+
+    @property
+    def attributes(self) -> int:
+        """Columns of W, the bias among them; 0 without raw attributes."""
+        return self.edge_dim + self.bias
+
+    @property
+    def columns(self) -> int:
+        """Columns of what passes between kernels: `attributes` padded, at least the 16 of a matrix product."""
+        return attribute_columns(self.attributes)
+
+    @property
+    def destinations(self) -> int:
+        """Destinations of all samples."""
+        return self.samples * self.num_dst
+
+    def degree(self, num_nodes: int) -> float:
+        """Mean number of edges of `num_nodes` nodes of a sample."""
+        return self.num_edges / max(num_nodes, 1)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Contiguous operands of one call."""
+
+    query: Tensor  # [B, N_dst, H, C]
+    key: Tensor  # [B, N_src, H, C]
+    value: Tensor  # [B, N_src, H, C]
+    edge_attr: Tensor | None  # [1 or B, E, D] or [1 or B, E, H, C]
+    edge_weight: Tensor | None  # [H * C, D]
+    edge_bias: Tensor | None  # [H * C]
+    colptr: Tensor
+    row: Tensor
+    perm: Tensor | None
+    edge_id: Tensor | None
+    order: Tensor | None
+    seed: Tensor | None
+    scale: float
+    dropout_p: float
+
+    @cached_property
+    def sizes(self) -> Sizes:
+        """Read once from the operands."""
+        samples, num_dst, heads, channels = self.query.shape
+        num_edges = self.row.shape[0]
+        return Sizes(
+            samples, num_dst, self.key.shape[1], num_edges, heads, channels,
+            edge_dim=0 if self.edge_weight is None else self.edge_weight.shape[1],
+            bias=int(self.edge_bias is not None),
+            embedded=self.embedded,
+            attr_stride=num_edges if self.edge_attr is not None and self.edge_attr.shape[0] > 1 else 0,
+            dtype=self.query.dtype,
+            wide=self.wide(),
+            scale=self.scale,
+            dropout_p=self.dropout_p,
+        )  # fmt: skip
+
+    @property
+    def embedded(self) -> bool:
+        """Whether edge_attr is [E, H, C]."""
+        return self.edge_attr is not None and self.edge_weight is None
+
+    @property
+    def structure(self) -> dict[str, Tensor | None]:
+        """Index tensors that the row kernels over destinations share."""
+        return {
+            "colptr": self.colptr, "row": self.row, "perm": self.perm,
+            "edge_id": self.edge_id, "order": self.order, "seed": self.seed,
+        }  # fmt: skip
+
+    def wide(self) -> bool:
+        """Whether an offset passes 2^31, so that 64-bit arithmetic is needed."""
+        samples, num_dst, heads, channels = self.query.shape
+        edges, nodes = samples * self.row.shape[0], samples * max(num_dst, self.key.shape[1])
+        edge_dim = 0 if self.edge_weight is None else self.edge_weight.shape[1]
+        columns = attribute_columns(edge_dim + (self.edge_bias is not None))
+        per_edge = max(heads * (channels if self.embedded else 2), columns)
+        return max(edges * per_edge, nodes * heads * max(channels, columns)) >= 2**31

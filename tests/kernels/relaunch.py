@@ -1,0 +1,120 @@
+"""Launch the kernels of edge attention on a GPU that is not there, and print as JSON lines what reaches its driver.
+
+Triton binds, compiles for sm_90 and launches as ever; only its driver is ours, and runs nothing. Each launch of a forward and a
+backward pass is made twice, so that the second takes what the first has compiled.
+
+    python relaunch.py repeated      both launches of each kernel, arguments in order
+    python relaunch.py sizes         how often each kernel is compiled for graphs of several sizes
+    python relaunch.py unaligned     launches with operands at odd addresses, when aligned ones were compiled before
+    python relaunch.py watched       what a hook of a profiler hears of the second launches
+"""
+
+import json
+import sys
+from types import SimpleNamespace
+from unittest import mock
+
+import torch
+from compile_all import Call, bare_graph, run
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.runtime import JITFunction, driver
+
+from anemoi_gt.graph import GraphStructure
+from anemoi_gt.kernels import attributes, backward, forward
+from anemoi_gt.kernels.launcher import Launch
+
+KERNELS = [kernel for module in (attributes, forward, backward) for kernel in vars(module).values()]
+KERNELS = [kernel for kernel in KERNELS if isinstance(kernel, JITFunction) and "num_warps" not in kernel.arg_names]
+SMALL = Call(2, 16, 3, graph=bare_graph(90))
+
+
+class Driver:
+    """A driver of Triton for one GPU that notes launches."""
+
+    utils = SimpleNamespace(
+        load_binary=lambda *_: (object(), 1, 0, 0, 1024), get_device_properties=lambda _: {"max_shared_mem": 2**17}
+    )
+    get_current_device = staticmethod(lambda: 0)
+    get_current_stream = staticmethod(lambda _: 7)
+    get_current_target = staticmethod(lambda: GPUTarget("cuda", 90, 32))
+
+    def __init__(self):
+        self.launches = []
+
+    def launcher_cls(self, source, metadata):
+        """What Triton calls to launch one compiled kernel."""
+
+        def launch(x, y, z, stream, function, packed, told, enter, leave, *args):
+            if enter is not None:
+                enter(told)
+            self.launches.append((metadata.name, [x, y, z, stream, function, *packed], list(args)))
+
+        return launch
+
+
+def twice(launch, **tensors):
+    """Launch, and launch again."""
+    ONCE(launch, **tensors)
+    ONCE(launch, **tensors)
+
+
+ONCE = Launch.__call__
+DRIVER = Driver()
+
+
+def repeated():
+    """Pairs of launches; a tensor stands as its address, and what is not there as 0."""
+    run(SMALL)
+    pairs = [DRIVER.launches[place : place + 2] for place in range(0, len(DRIVER.launches), 2)]
+    for first, second in pairs:
+        tensors = sum(torch.is_tensor(argument) for argument in first[2])
+        plain = [argument.data_ptr() if torch.is_tensor(argument) else argument or 0 for argument in first[2]]
+        print(json.dumps({"first": [*first[:2], plain], "second": second, "tensors": tensors}))
+
+
+def compilations():
+    """How many compiled forms of each kernel there are."""
+    return {kernel.__name__: len(kernel.device_caches[0][0]) for kernel in KERNELS if kernel.device_caches[0][0]}
+
+
+def sizes():
+    """Sizes that are 1, divisible by 16, and neither, at a mean degree that chooses the same tiles."""
+    for nodes in (1, 16, 23):
+        numbers = torch.arange(nodes * 3)
+        graph = GraphStructure.from_edge_index(torch.stack([numbers % nodes, numbers // 3]), nodes).with_reverse()
+        run(Call(2, 16, 3, graph=graph))
+    print(json.dumps(compilations()))
+
+
+def unaligned():
+    """Operands one number behind an aligned address."""
+    run(SMALL)
+    DRIVER.launches.clear()
+    make = torch.zeros
+
+    def odd(*shape, dtype, requires_grad):
+        rows = make(torch.Size(shape).numel() + 1, dtype=dtype)[1:].view(shape)
+        return rows.requires_grad_(requires_grad)
+
+    with mock.patch.object(torch, "zeros", odd):
+        run(SMALL)
+    for name, _, args in DRIVER.launches:
+        tensors = [argument for argument in args if torch.is_tensor(argument)]
+        print(json.dumps({"name": name, "odd": sum(tensor.data_ptr() % 16 > 0 for tensor in tensors)}))
+
+
+def watched():
+    """Names and metadata, from a hook that is set when all is compiled."""
+    run(SMALL)
+    heard = []
+    knobs.runtime.launch_enter_hook.add(lambda told: heard.append(told.get()))
+    run(SMALL)
+    for told in heard:
+        print(json.dumps({name: told[name] for name in ("name", "bytes") if name in told}))
+
+
+if __name__ == "__main__":
+    driver.set_active(DRIVER)
+    with mock.patch.object(Launch, "__call__", twice):
+        {f.__name__: f for f in (repeated, sizes, unaligned, watched)}[sys.argv[1]]()

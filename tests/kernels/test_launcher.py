@@ -1,0 +1,58 @@
+"""A kernel that is launched again: past Triton's binder, and as Triton would have launched it."""
+
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import anemoi_gt
+
+LAUNCHES = 9  # of a forward and a backward pass with raw attributes
+
+
+@cache
+def relaunch(what):
+    """The lines that relaunch.py prints; in a process where Triton does not interpret."""
+    source = Path(anemoi_gt.__file__).parents[1]
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(source), environment.get("PYTHONPATH", "")])
+    command = [sys.executable, str(Path(__file__).with_name("relaunch.py")), what]
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    assert result.returncode == 0, result.stderr[-4000:]
+    return [json.loads(line) for line in result.stdout.splitlines()]
+
+
+def test_a_second_launch_hands_the_driver_what_triton_hands_it():
+    lines = relaunch("repeated")
+    assert len(lines) == LAUNCHES
+    for line in lines:
+        assert line["second"] == line["first"]
+
+
+def test_a_second_launch_passes_addresses_and_the_first_tensors():
+    lines = relaunch("repeated")
+    first_of_a_kernel = {line["first"][0]: line["tensors"] for line in reversed(lines)}
+    assert all(first_of_a_kernel.values())
+    assert all(isinstance(argument, (int, float, str, type(None))) for line in lines for argument in line["second"][2])
+
+
+def test_a_kernel_is_compiled_once_for_all_sizes_of_a_graph():
+    (compilations,) = relaunch("sizes")
+    assert set(compilations.values()) == {1} and len(compilations) == 7, compilations
+
+
+def test_unaligned_operands_go_to_a_kernel_compiled_for_them():
+    lines = relaunch("unaligned")
+    assert len(lines) == 2 * LAUNCHES
+    assert all(line["odd"] for line in lines), lines
+
+
+def test_a_profiler_hears_of_every_launch_and_is_told_its_bytes():
+    lines = relaunch("watched")
+    assert len(lines) == 2 * LAUNCHES
+    told = {line["name"] for line in lines if line.get("bytes")}
+    assert told == {
+        "edge_attention_fwd_bf16_h2_c16_d3", "edge_attention_bwd_dst_bf16_h2_c16_d3", "edge_attention_bwd_src_bf16_h2_c16",
+    }  # fmt: skip
