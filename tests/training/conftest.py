@@ -56,8 +56,18 @@ def run(splits, make_model, tmp_path):
 
 @pytest.fixture
 def logging_as_before():
-    """Undo what Hydra does to the root logger."""
+    """Undo what the application does to logging."""
     root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
+    handlers, level, raises = root.handlers[:], root.level, logging.raiseExceptions
     yield
-    root.handlers[:], root.level = handlers, level
+    root.handlers[:], root.level, logging.raiseExceptions = handlers, level, raises
+
+
+@pytest.fixture
+def without_speed():
+    """What must repeat of a run's records: all but how fast it was."""
+
+    def without_speed(records):
+        return [{name: value for name, value in record.items() if name != "samples_per_second"} for record in records]
+
+    return without_speed

@@ -10,6 +10,7 @@ import pytest
 
 from anemoi_gt import train
 from anemoi_gt.ops import backends
+from anemoi_gt.training.checkpoint import save_checkpoint
 
 SMALL = [
     *("data.grid_name=O4", "data.train_size=8", "data.valid_size=2", "data.test_size=3", "graph.refinement=1"),
@@ -31,11 +32,19 @@ def application(monkeypatch, logging_as_before, tmp_path):
     return run
 
 
-def refusal(application, *arguments):
-    """What the application exits with."""
-    with pytest.raises(SystemExit) as exit_:
-        application(*SMALL, *arguments)
-    return exit_.value.code
+@pytest.fixture
+def refusal(application, capsys):
+    """Run the application with arguments that it refuses; returns the last line that it says."""
+
+    def refusal(*arguments):
+        with pytest.raises(SystemExit) as exit_:
+            application(*arguments)
+        assert exit_.value.code == 1
+        error = capsys.readouterr().err
+        assert "Traceback" not in error
+        return error.splitlines()[-1]
+
+    return refusal
 
 
 def test_a_run_leaves_checkpoints_metrics_scores_and_a_picture(application, capsys):
@@ -52,12 +61,12 @@ def test_a_run_leaves_checkpoints_metrics_scores_and_a_picture(application, caps
     assert "samples/s" in output.err and "loss=" in output.err
 
 
-def test_a_backend_that_cannot_run_is_refused_with_its_reason_before_training(application, monkeypatch, tmp_path):
+def test_a_backend_that_cannot_run_is_refused_with_its_reason_before_training(refusal, monkeypatch, tmp_path):
     unable = backends.BACKENDS["triton"]._replace(why_not=lambda query: "it is Sunday")
     monkeypatch.setitem(backends.BACKENDS, "triton", unable)
     for choice in ("attention/backend=triton", "attention.backend=triton"):
         message = "anemoi_gt.train: attention backend 'triton' cannot run here: it is Sunday"
-        assert refusal(application, choice) == message
+        assert refusal(*SMALL, choice) == message
     assert not list(tmp_path.rglob("metrics.jsonl"))
 
 
@@ -80,30 +89,82 @@ def test_without_a_gpu_the_triton_kernels_say_why_they_cannot_run(tmp_path):
     [
         ("attention.backend=cuda", "backend must be one of auto, triton, torch, got 'cuda'"),
         ("training.steps=0", "training.steps must be at least 1, got 0"),
+        ("training.steps=many", "training.steps must be a whole number, got 'many'"),
+        ("training.threads=1.5", "training.threads must be a whole number or null, got 1.5"),
+        ("training.learning_rate=true", "training.learning_rate must be a number, got True"),
+        ("graph.refinement=abc", "graph.refinement must be a whole number, got 'abc'"),
+        ("data.grid_name=4", "data.grid_name must be a word, got 4"),
+        ("resume=maybe", "resume must be true or false, got 'maybe'"),
+        ("training.seed=???", "Missing mandatory value: training.seed"),
         ("model.channels=7", "channels must be a multiple of heads, got 7 channels and"),
         ("+model.width=7", "unexpected keyword argument 'width'"),
-        ("data.grid_name=N3", "grid must be"),
+        ("data.grid_name=X3", "grid must be"),
         ("data.flows=[shear]", "flows must be one or more of rotation, deformation, got ['shear']"),
     ],
 )
-def test_a_wrong_value_is_one_sentence(application, argument, message):
-    code = refusal(application, argument)
-    assert code.startswith("anemoi_gt.train: ") and message in code and "\n" not in code
+def test_a_wrong_value_is_one_sentence(refusal, argument, message):
+    sentence = refusal(*SMALL, argument)
+    assert sentence.startswith("anemoi_gt.train: ") and message in sentence
 
 
-def test_a_missing_file_is_one_sentence(application):
+def test_a_missing_file_is_one_sentence(refusal):
+    assert refusal("data=era5_uk", "data.path=nowhere.grib").startswith("anemoi_gt.train: no file nowhere.grib: ")
+
+
+def test_a_folder_that_holds_a_run_is_not_overwritten(application, refusal, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "last.pt").write_bytes(b"a run")
+    sentence = refusal(*SMALL, f"hydra.run.dir={tmp_path / 'run'}")
+    holds = f"{tmp_path / 'run'} holds a run"
+    assert sentence == f"anemoi_gt.train: {holds}: resume=true continues it, another hydra.run.dir begins a new one"
+    assert (tmp_path / "run" / "last.pt").read_bytes() == b"a run"
+
+
+def test_an_interrupt_before_training_is_one_sentence(application, monkeypatch, capsys):
+    def interrupted(config):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(train, "build", interrupted)
     with pytest.raises(SystemExit) as exit_:
-        application("data=era5_uk", "data.path=nowhere.grib")
-    assert re.fullmatch(r"anemoi_gt.train: no file nowhere.grib: [^\n]+", exit_.value.code)
+        application(*SMALL)
+    assert exit_.value.code == 130
+    assert capsys.readouterr().err == "anemoi_gt.train: interrupted\n"
 
 
-def test_a_loss_that_explodes_is_one_sentence(application):
-    code = refusal(application, "training.learning_rate=1e30", "training.steps=50", "training.log_every=50")
-    assert re.fullmatch(r"anemoi_gt.train: the loss must stay finite, got nan at step [^\n]+", code)
+def test_a_mistake_of_ours_keeps_its_traceback(application, monkeypatch, capsys):
+    def broken(trainer):
+        raise ValueError("broken")
+
+    monkeypatch.setattr(train, "train", broken)
+    with pytest.raises(SystemExit):
+        application(*SMALL)
+    assert "Traceback" in capsys.readouterr().err
+
+
+BEGUN = {"training": {"steps": 4, "device": "cuda"}, "data": {"path": "a"}, "attention": {"backend": "triton"}}
+
+
+def test_a_run_goes_on_elsewhere_with_its_own_config(tmp_path):
+    save_checkpoint(tmp_path / "last.pt", {"config": BEGUN})
+    elsewhere = {"training": {"steps": 4, "device": "cpu"}, "data": {"path": "b"}, "attention": {"backend": "torch"}}
+    assert train.former_state(tmp_path, True, elsewhere) == {"config": BEGUN}
+    with pytest.raises(ValueError, match=r"its own config, .*last.pt was written with training.steps=4, not 5$"):
+        train.former_state(tmp_path, True, BEGUN | {"training": {"steps": 5}})
+
+
+def test_a_run_begins_where_there_is_none_to_go_on_with(tmp_path):
+    assert train.former_state(tmp_path, True, BEGUN) is None
+
+
+def test_a_loss_that_explodes_is_one_sentence(refusal):
+    sentence = refusal(*SMALL, "training.learning_rate=1e30", "training.steps=50", "training.log_every=50")
+    assert sentence.startswith("anemoi_gt.train: the loss must stay finite, got nan at step ")
 
 
 def test_an_unknown_option_names_the_known_ones(application, capsys):
-    assert refusal(application, "attention/backend=cuda") == 1
+    with pytest.raises(SystemExit) as exit_:
+        application("attention/backend=cuda")
+    assert exit_.value.code == 1
     error = capsys.readouterr().err
     assert "Could not find 'attention/backend/cuda'" in error and "Traceback" not in error
     for known in ("auto", "torch", "triton"):
@@ -111,12 +172,11 @@ def test_an_unknown_option_names_the_known_ones(application, capsys):
 
 
 @pytest.mark.parametrize("package", ["hydra", "tqdm", "matplotlib", "scipy"])
-def test_a_missing_package_is_named_with_the_extra_that_brings_it(package, monkeypatch):
+def test_a_missing_package_is_named_with_the_extra_that_brings_it(package, monkeypatch, refusal):
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(SystemExit) as exit_:
-        train.main()
-    assert exit_.value.code.startswith(f"anemoi_gt.train: {package} ")
-    assert exit_.value.code.endswith("pip install 'anemoi-gt[train]'")
+    sentence = refusal()
+    assert sentence.startswith(f"anemoi_gt.train: {package} ")
+    assert sentence.endswith("pip install 'anemoi-gt[train]'")
 
 
 def test_a_sweep_leaves_a_folder_for_each_run(application):

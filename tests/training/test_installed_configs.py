@@ -14,14 +14,23 @@ SHIPPED = ("src", "configs", "pyproject.toml", "README.md", "LICENSE")
 
 APPLICATION = """
 import hydra
+import torch
 from hydra.utils import instantiate
 
 @hydra.main(version_base="1.3", config_path=".", config_name="config")
 def main(config):
     import anemoi_gt
+    from anemoi_gt.data.grids import grid
+
     print(anemoi_gt.__file__)
-    print(instantiate(config.layers.attention))
-    print(instantiate(config.model).keywords["channels"])
+    attention = instantiate(config.layers.attention)
+    print(attention)
+    layer = anemoi_gt.GraphTransformerConv(8, config.channels_per_head, heads=2, config=attention)
+    edge_index = torch.tensor([[0, 1, 2], [1, 2, 0]])
+    print(tuple(layer(torch.ones(3, 8), edge_index).shape), layer.config == attention)
+    nodes = grid("O4")
+    model = instantiate(config.model)(instantiate(config.graph)(nodes), 3, 2, config=attention)
+    print(tuple(model(torch.zeros(1, len(nodes), 3)).shape))
 
 main()
 """
@@ -29,10 +38,15 @@ CONFIG = """
 defaults:
   - attention@layers.attention: default
   - attention/precision@layers.attention: bf16
+  - graph: icosphere
   - model: graph_transformer
   - _self_
+channels_per_head: 4
+graph:
+  refinement: 1
 model:
-  channels: 24
+  channels: 32
+  num_layers: 1
 hydra:
   searchpath: [pkg://anemoi_gt.configs]
 """
@@ -80,5 +94,5 @@ def test_a_foreign_application_finds_the_configs_of_an_installed_package(mode, s
     lines = execute(python, "application.py", "layers.attention.backend=torch", cwd=tmp_path).splitlines()
     home = source / "src" if mode == "editable" else tmp_path / "environment"
     assert Path(lines[0]).is_relative_to(home)
-    assert lines[1:] == ["AttentionConfig(backend='torch', precision='bf16')", "24"]
+    assert lines[1:] == ["AttentionConfig(backend='torch', precision='bf16')", "(3, 8) True", "(1, 208, 2)"]
     assert "AttentionConfig" in execute(python, "-m", "anemoi_gt.train", "--cfg", "job", cwd=tmp_path)

@@ -78,5 +78,5 @@ def test_the_table_names_every_forecast_variable_and_unit():
 def test_records_are_plain_values():
     (first, *_) = as_records(score({"persistence": TwoNodes().present}, TwoNodes()))
     assert {name: type(value) for name, value in first.items()} == {
-        "forecast": str, "variable": str, "units": str, "rmse": float, "bias": float,
+        "forecast": str, "variable": str, "units": str, "lead_time": float, "samples": int, "rmse": float, "bias": float,
     }  # fmt: skip

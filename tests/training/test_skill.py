@@ -9,13 +9,15 @@ import pytest
 from hydra import compose, initialize_config_module
 
 from anemoi_gt.train import build, train
+from anemoi_gt.training import Trainer
 
 
 def scores_of_run(folder, *overrides):
     """Train from the configs; returns the RMSE of each forecast on the test samples, by name."""
     with initialize_config_module("anemoi_gt.configs", version_base="1.3"):
         config = compose("train", ["training.device=cpu", "training.valid_every=100", *overrides])
-    train(build(config), folder, {})
+    run = build(config)
+    train(Trainer(run.model, run.splits, run.training, folder, {}))
     return {score["forecast"]: score["rmse"] for score in json.loads((folder / "scores.json").read_text())}
 
 

@@ -6,12 +6,9 @@ import pytest
 import torch
 from torch.nn.utils import get_total_norm
 
+from anemoi_gt.training.learner import parameter_groups
 from anemoi_gt.training.loss import weighted_mse
-from anemoi_gt.training.trainer import parameter_groups
-
-
-def without_speed(records):
-    return [{name: value for name, value in record.items() if name != "samples_per_second"} for record in records]
+from anemoi_gt.training.metrics import MetricsFile
 
 
 def gradient_norm(model):
@@ -31,12 +28,12 @@ def test_a_node_of_no_weight_does_not_matter():
     assert weighted_mse(changed, target, weights) == 0
 
 
-def test_two_runs_give_the_same_numbers_bit_by_bit(run):
+def test_two_runs_give_the_same_numbers_bit_by_bit(run, without_speed):
     first, records = run("first", seed=3)
     second, repeated = run("second", seed=3)
     assert without_speed(repeated) == without_speed(records)
-    for name, value in first.average.state_dict().items():
-        assert torch.equal(value, second.average.state_dict()[name]), name
+    for name, value in first.learner.average.state_dict().items():
+        assert torch.equal(value, second.learner.average.state_dict()[name]), name
 
 
 def test_another_seed_gives_other_numbers(run):
@@ -54,14 +51,14 @@ def test_training_lowers_the_loss_on_samples_it_has_seen(run):
 def test_a_long_gradient_is_shortened_to_the_given_norm(run):
     free, _ = run("free", steps=1, warmup_steps=0, clip_norm=1e6)
     clipped, _ = run("clipped", steps=1, warmup_steps=0, clip_norm=1e-3)
-    assert gradient_norm(free.model) > 0.01
-    assert gradient_norm(clipped.model) == pytest.approx(1e-3, rel=1e-3)
+    assert gradient_norm(free.learner.model) > 0.01
+    assert gradient_norm(clipped.learner.model) == pytest.approx(1e-3, rel=1e-3)
 
 
 def test_a_short_gradient_is_left_alone(run):
     free, _ = run("free", steps=1, warmup_steps=0, clip_norm=1e6)
     clipped, _ = run("clipped", steps=1, warmup_steps=0, clip_norm=1e4)
-    assert gradient_norm(clipped.model) == gradient_norm(free.model)
+    assert gradient_norm(clipped.learner.model) == gradient_norm(free.learner.model)
 
 
 def test_matrices_decay_and_vectors_do_not(make_model):
@@ -72,7 +69,7 @@ def test_matrices_decay_and_vectors_do_not(make_model):
 
 def test_every_sample_comes_once_before_any_comes_twice(run):
     trainer, _ = run(steps=4, batch_size=2)
-    inputs = torch.cat([batch.inputs for batch in trainer._batches()])
+    inputs = torch.cat([batch.inputs for batch in trainer.batches.since(0)])
     expected = torch.stack([trainer.splits.train.inputs(i) for i in range(8)])
     positions = [int((expected == sample).flatten(1).all(dim=1).nonzero()) for sample in inputs]
     assert sorted(positions) == list(range(8)) and positions != list(range(8))
@@ -88,12 +85,14 @@ def test_validation_is_of_the_averaged_weights_in_evaluation_mode(run, splits):
         ]
     (valid,) = (record for record in records if record["split"] == "valid")
     assert valid["loss"] == pytest.approx(torch.stack(losses).mean().item(), rel=1e-5)
-    assert not all(torch.equal(a, b) for a, b in zip(model.parameters(), trainer.model.parameters(), strict=True))
+    assert not all(
+        torch.equal(a, b) for a, b in zip(model.parameters(), trainer.learner.model.parameters(), strict=True)
+    )
 
 
 def test_an_average_over_one_step_is_the_weights_themselves(run):
     trainer, _ = run(average_decay=0.0)
-    for averaged, last in zip(trainer.average.parameters(), trainer.model.parameters(), strict=True):
+    for averaged, last in zip(trainer.learner.average.parameters(), trainer.learner.model.parameters(), strict=True):
         assert torch.equal(averaged, last)
 
 
@@ -111,13 +110,19 @@ def test_a_loss_that_is_not_finite_stops_the_run_with_one_sentence(run):
         run(steps=50, learning_rate=1e30, warmup_steps=0)
 
 
-def test_weights_that_are_not_finite_replace_no_checkpoint(run):
+@pytest.mark.parametrize(
+    ("part", "reason"), [("average", "the loss must stay finite, got nan"), ("model", "the weights must stay finite")]
+)
+def test_weights_that_are_not_finite_replace_no_checkpoint(run, part, reason):
     trainer, _ = run()
     checkpoints = [trainer.folder / "best.pt", trainer.folder / "last.pt"]
     before = [path.read_bytes() for path in checkpoints]
-    torch.nn.init.constant_(trainer.average.module.embed_data.weight, float("nan"))
-    with pytest.raises(FloatingPointError, match="the loss must stay finite, got nan at step 6"):
-        trainer._validate()
+    torch.nn.init.constant_(next(getattr(trainer.learner, part).parameters()), float("nan"))
+    with (
+        MetricsFile(trainer.folder / "metrics.jsonl") as metrics,
+        pytest.raises(FloatingPointError, match=f"{reason}.* at step 6"),
+    ):
+        trainer._validate(metrics)
     assert [path.read_bytes() for path in checkpoints] == before
 
 
@@ -135,8 +140,17 @@ def test_metrics_are_json_a_line_each(run):
 def test_mixed_precision_trains_nearly_as_float32_does_and_keeps_float32_weights(run, precision):
     trainer, mixed = run("mixed", precision=precision, steps=20)
     _, full = run("full", steps=20)
-    assert {parameter.dtype for parameter in trainer.model.parameters()} == {torch.float32}
-    assert trainer.scaler.is_enabled() == (precision == "16-mixed")
+    assert {parameter.dtype for parameter in trainer.learner.model.parameters()} == {torch.float32}
+    assert trainer.learner.scaler.is_enabled() == (precision == "16-mixed")
     last = [records[-1]["loss"] for records in (mixed, full)]
     assert last[0] != last[1]  # it is not float32 under another name
     assert last[0] == pytest.approx(last[1], rel=0.05)
+
+
+def test_a_step_whose_gradients_overflow_is_left_out_and_the_scale_lowered(run):
+    learner = run(precision="16-mixed")[0].learner
+    learner.scaler.load_state_dict(learner.scaler.state_dict() | {"scale": 2.0**60})
+    before = [parameter.detach().clone() for parameter in learner.model.parameters()]
+    learner.learn(next(run("other")[0].batches.since(0)))
+    assert all(torch.equal(now, then) for now, then in zip(learner.model.parameters(), before, strict=True))
+    assert learner.scaler.get_scale() == 2.0**59

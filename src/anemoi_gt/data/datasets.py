@@ -5,7 +5,7 @@ subtracted and divided, so only the data set turns an output back into a forecas
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -30,6 +30,24 @@ class Sample(NamedTuple):
     target: Tensor
 
 
+class Step(NamedTuple):
+    """One step of a rollout, in which a network's forecasts are its own next present.
+
+    Attributes
+    ----------
+    inputs : Tensor
+        [N, in_channels] float32, normalised: what the network sees.
+    reference : Tensor
+        [N, V] float32, physical: what its change is added to.
+    truth : Tensor or None
+        [N, V] float32, physical: the variables at the end of the step; None where the data end before.
+    """
+
+    inputs: Tensor
+    reference: Tensor
+    truth: Tensor | None
+
+
 class ForecastDataset(Dataset, ABC):
     """Forecast problems on one set of nodes.
 
@@ -37,8 +55,8 @@ class ForecastDataset(Dataset, ABC):
 
         forecast = reference + change_mean + output * change_std.
 
-    A subclass gives `__len__`, `inputs`, `present`, `truth` and `title`, all by sample number, and `reference` where
-    the change is better not counted from the present.
+    A subclass gives `__len__`, `inputs`, `present`, `truth` and `title`, all by sample number, `reference` where the
+    change is better not counted from the present, and `advance` where forecasts can go on from forecasts.
 
     Attributes
     ----------
@@ -137,7 +155,35 @@ class ForecastDataset(Dataset, ABC):
             raise ValueError(
                 f"output must be {expected}, one row per node and one column per variable, got {tuple(output.shape)}"
             )
-        return self.reference(i) + self.change_mean + output.to(torch.float32) * self.change_std
+        return self.add_change(self.reference(i), output)
+
+    def add_change(self, reference: Tensor, output: Tensor) -> Tensor:
+        """Return reference + change_mean + output * change_std, [N, V] float32 in physical units."""
+        return reference + self.change_mean + output.to(torch.float32) * self.change_std
+
+    def advance(self, i: int, forecasts: Sequence[Tensor]) -> Step:
+        """Return the step of a rollout that follows some forecasts.
+
+        Parameters
+        ----------
+        i : int
+            Number of the sample that the rollout starts from.
+        forecasts : sequence of Tensor
+            [N, V] each, physical: the forecasts of the steps before, a lead time apart. After none comes sample i itself.
+
+        Returns
+        -------
+        Step
+            The step from `len(forecasts)` to `len(forecasts) + 1` lead times after the start.
+
+        Raises
+        ------
+        ValueError
+            If the data set's inputs do not follow from forecasts.
+        """
+        raise ValueError(
+            f"a rollout needs a data set whose inputs follow from forecasts, {type(self).__name__} has none"
+        )
 
     def baselines(self) -> dict[str, Callable[[int], Tensor]]:
         """Return simple forecasts by name, each a function from sample number to [N, V] in physical units."""

@@ -19,6 +19,7 @@ References
 Hersbach, H. et al. (2020), The ERA5 global reanalysis, Q. J. R. Meteorol. Soc. 146, 1999-2049.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -28,7 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from anemoi_gt.data.datasets import ForecastDataset, Splits
+from anemoi_gt.data.datasets import ForecastDataset, Splits, Step
 from anemoi_gt.data.grids import regional
 from anemoi_gt.data.nodes import Nodes
 from anemoi_gt.data.ridge import Ridge
@@ -162,12 +163,7 @@ class Era5UkDataset(ForecastDataset):
 
     def inputs(self, i: int) -> Tensor:
         """Return the normalised input channels of sample i, [N, in_channels] float32."""
-        values, start = self.field.values, self.starts[i]
-        present = values[start]
-        anomaly = (present - self._mean) / self._anomaly_std
-        changes = (present - values[[start - lag for lag in self.lags]]).T / self._lag_std  # [N, lags]
-        hour = harmonics_of_day(start, 2).expand(len(self.nodes), 4)
-        return torch.cat([anomaly[:, None], changes, hour, self._position], dim=1)
+        return self._channels(self.field.values[: self.starts[i] + 1], self.starts[i])
 
     def reference(self, i: int) -> Tensor:
         """Return the temperature a day before the truth, [N, 1] in K."""
@@ -180,6 +176,25 @@ class Era5UkDataset(ForecastDataset):
     def truth(self, i: int) -> Tensor:
         """Return the temperature after the lead time, [N, 1] in K."""
         return self._at(self.starts[i] + self.lead_time)
+
+    def advance(self, i: int, forecasts: Sequence[Tensor]) -> Step:
+        """Return the step that follows some forecasts, which stand for the hours after the start.
+
+        Raises
+        ------
+        ValueError
+            Unless the lead time is 1 h: the inputs reach back to the hour before the present, which a longer step skips.
+        """
+        if self.lead_time != 1:
+            raise ValueError(
+                f"a rollout of era5_uk needs data.lead_time=1: the inputs name every hour, got {self.lead_time}"
+            )
+        start = self.starts[i]
+        seen = self.field.values[start - HOURS_PER_DAY : start + 1]  # and nothing of the hours to come
+        values = torch.cat([seen, *(forecast.T for forecast in forecasts)])
+        present = start + len(forecasts)
+        truth = self._at(present + 1) if present + 1 < len(self.field.times) else None
+        return Step(self._channels(values, present), values[-HOURS_PER_DAY][:, None], truth)
 
     def title(self, i: int) -> str:
         """Return the start of the forecast and its lead time."""
@@ -201,6 +216,13 @@ class Era5UkDataset(ForecastDataset):
 
     def _ridge_forecast(self, ridge, i):
         return ridge(ridge_predictors(self.field, self.starts[i]))[:, None]
+
+    def _channels(self, values, hour):
+        """The input channels at an hour, when `values` [T, N] are those of the hours up to it."""
+        anomaly = (values[-1] - self._mean) / self._anomaly_std
+        changes = (values[-1] - values[[-1 - lag for lag in self.lags]]).T / self._lag_std  # [N, lags]
+        time_of_day = harmonics_of_day(hour, 2).expand(len(self.nodes), 4)
+        return torch.cat([anomaly[:, None], changes, time_of_day, self._position], dim=1)
 
     def _at(self, hour):
         return self.field.values[hour][:, None]

@@ -150,8 +150,8 @@ def stretched_graph(
     --------
     >>> from anemoi_gt.data.grids import octahedral
     >>> alps = stretched_graph(octahedral(96), refinement=4, area_refinement=6, area=(49, 4, 43, 17))
-    >>> alps["hidden"].num_nodes - icosphere_graph(octahedral(96), refinement=4)["hidden"].num_nodes
-    96
+    >>> len(alps["hidden"].x) - len(icosphere_graph(octahedral(96), refinement=4)["hidden"].x)
+    60
     """
     inside = nodes.inside(area)
     if not inside.any():
@@ -208,7 +208,7 @@ def hierarchical_graph(
     --------
     >>> from anemoi_gt.data.grids import octahedral
     >>> graph = hierarchical_graph(octahedral(16), refinements=(3, 2))
-    >>> {name: graph[name].num_nodes for name in graph.node_types}
+    >>> {name: len(graph[name].x) for name in graph.node_types}
     {'data': 1600, 'hidden': 642, 'hidden_2': 162}
     """
     if len(refinements) < 2 or any(fine <= coarse for fine, coarse in pairwise(refinements)):

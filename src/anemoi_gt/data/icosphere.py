@@ -120,7 +120,7 @@ def limited_area_icosphere(refinement: int, area: Nodes, margin: float = 100.0) 
     --------
     >>> mesh = limited_area_icosphere(5, Nodes(lat=[47.0], lon=[8.0]), margin=500)
     >>> len(mesh.nodes), mesh.edge_index.shape
-    (15, (2, 82))
+    (17, (2, 82))
     """
     mesh = icosphere(refinement)
     return mesh.restrict(_over(area, mesh.nodes, margin))
@@ -155,7 +155,7 @@ def stretched_icosphere(refinement: int, area_refinement: int, area: Nodes, marg
     --------
     >>> mesh = stretched_icosphere(3, 5, Nodes(lat=[47.0], lon=[8.0]), margin=500)
     >>> len(icosphere(3).nodes), len(mesh.nodes), len(limited_area_icosphere(5, Nodes([47.0], [8.0]), 500).nodes)
-    (642, 656, 15)
+    (642, 658, 17)
     """
     _check(refinement)
     if area_refinement <= refinement:

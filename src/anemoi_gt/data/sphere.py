@@ -9,6 +9,7 @@ turned at random on the globe, started at a random phase of the flow's period, w
 flow, so the test samples measure skill on flows never seen.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from anemoi_gt.data.area import area_weights
-from anemoi_gt.data.datasets import ForecastDataset, Splits
+from anemoi_gt.data.datasets import ForecastDataset, Splits, Step
 from anemoi_gt.data.flows import Flow
 from anemoi_gt.data.grids import grid
 
@@ -157,12 +158,8 @@ class SphereDataset(ForecastDataset):
 
     def inputs(self, i: int) -> Tensor:
         """Return the normalised input channels of sample i, [N, 9] float32."""
-        case, statistics = self.case(i), self.statistics
-        tracer = (case.tracer(self._xyz, 0) - statistics.tracer_mean) / statistics.tracer_std
-        winds = [case.flow.wind(self._xyz, case.start + hours) for hours in (0, self.lead_time)]
-        components = [np.einsum("nid,nd->ni", self._frame, wind) / statistics.wind_std for wind in winds]
-        changing = np.concatenate([tracer[:, None], *components], axis=1)
-        return torch.cat([torch.from_numpy(changing), self._position], dim=1).float()
+        case = self.case(i)
+        return self._channels(case, case.tracer(self._xyz, 0), hours=0)
 
     def present(self, i: int) -> Tensor:
         """Return the tracer at the start, [N, 1] in kg/kg."""
@@ -172,10 +169,26 @@ class SphereDataset(ForecastDataset):
         """Return the exact tracer after the lead time, [N, 1] in kg/kg."""
         return self._tracer(i, self.lead_time)
 
+    def advance(self, i: int, forecasts: Sequence[Tensor]) -> Step:
+        """Return the step that follows some forecasts: their last tracer, and the wind of its hours."""
+        if not forecasts:
+            return Step(self.inputs(i), self.present(i), self.truth(i))
+        hours = len(forecasts) * self.lead_time
+        inputs = self._channels(self.case(i), forecasts[-1][:, 0].numpy(), hours)
+        return Step(inputs, forecasts[-1], self._tracer(i, hours + self.lead_time))
+
     def title(self, i: int) -> str:
         """Return the kind of flow and the lead time."""
         kind = "deformational flow" if self.case(i).flow.deformation else "solid-body rotation"
         return f"{kind}, {self.lead_time:g} h"
+
+    def _channels(self, case, tracer, hours):
+        """The input channels for a tracer [N], `hours` after the start of a case."""
+        tracer = (tracer - self.statistics.tracer_mean) / self.statistics.tracer_std
+        winds = [case.flow.wind(self._xyz, case.start + at) for at in (hours, hours + self.lead_time)]
+        components = [np.einsum("nid,nd->ni", self._frame, wind) / self.statistics.wind_std for wind in winds]
+        changing = np.concatenate([tracer[:, None], *components], axis=1)
+        return torch.cat([torch.from_numpy(changing), self._position], dim=1).float()
 
     def _tracer(self, i, hours):
         return torch.from_numpy(self.case(i).tracer(self._xyz, hours)).float()[:, None]

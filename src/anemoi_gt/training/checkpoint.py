@@ -1,10 +1,13 @@
-"""Checkpoints on disk: a file under its name is always a whole one."""
+"""Checkpoints on disk: a file under its name is always a whole one, and reading it executes nothing."""
 
-import os
+import pickle
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
+
+from anemoi_gt.training.files import replacing
 
 
 def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
@@ -15,32 +18,75 @@ def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
     path : Path
         Where to; the folder exists.
     state : dict
-        Tensors, numbers, strings, and dicts and lists of them.
+        Tensors, numbers, strings, and dicts, lists and tuples of them.
+
+    Raises
+    ------
+    OSError
+        If it cannot be written; the former one is whole.
     """
-    partial = path.with_name(path.name + ".partial")
-    try:
-        with partial.open("wb") as file:
-            torch.save(state, file)
-            file.flush()
-            os.fsync(file.fileno())  # else a crash of the machine can leave an empty file under the new name
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+    with replacing(path) as file:
+        torch.save(state, file)
 
 
-def load_checkpoint(path: Path, device: torch.device | str = "cpu") -> dict[str, Any]:
+def load_checkpoint(path: Path) -> dict[str, Any]:
     """Read a checkpoint; nothing in it is executed.
 
     Parameters
     ----------
     path : Path
         What `save_checkpoint` wrote.
-    device : torch.device or str
-        Where its tensors go.
 
     Returns
     -------
     dict
-        The state.
+        The state, its tensors on the CPU.
+
+    Raises
+    ------
+    FileNotFoundError
+        If there is no such file.
+    ValueError
+        If the file is not a checkpoint, or not a whole one.
     """
-    return torch.load(path, map_location=device, weights_only=True)
+    if not path.is_file():
+        raise FileNotFoundError(f"no checkpoint {path}: give the last.pt or best.pt that a run left in its folder")
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError) as error:
+        raise ValueError(f"a checkpoint must be a whole file that training wrote, {path} is none") from error
+    if not isinstance(state, dict):
+        raise ValueError(f"a checkpoint must hold a dict of states, {path} holds a {type(state).__name__}")
+    return state
+
+
+def load_weights(model: nn.Module, state: dict[str, Any], part: str = "average") -> None:
+    """Give a model the weights of a checkpoint.
+
+    Parameters
+    ----------
+    model : nn.Module
+        Gets the weights, on the device where it is.
+    state : dict
+        From `load_checkpoint`.
+    part : {"average", "model"}
+        The averaged weights, which forecast, or those that the optimiser last left.
+
+    Raises
+    ------
+    ValueError
+        If the checkpoint holds none, or they are those of another model.
+    """
+    if part not in state:
+        raise ValueError(f"the checkpoint must hold {part!r}, got {', '.join(map(str, state)) or 'nothing'}")
+    try:
+        model.load_state_dict(state[part])
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(
+            f"the checkpoint's weights must be those of the configured model: {_one_line(error)}"
+        ) from error
+
+
+def _one_line(error: Exception, length: int = 300) -> str:
+    line = " ".join(str(error).split())
+    return line if len(line) <= length else f"{line[:length]} ..."

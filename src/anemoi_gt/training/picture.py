@@ -7,9 +7,10 @@ from torch import Tensor
 
 from anemoi_gt.data.datasets import ForecastDataset
 from anemoi_gt.extras import import_extra
+from anemoi_gt.training.files import replacing
 from anemoi_gt.training.maps import MapImage
 from anemoi_gt.training.metrics import curve
-from anemoi_gt.training.scores import Forecast, Score, sample_rmse
+from anemoi_gt.training.scores import Forecast, Score, place_of_median, sample_rmse
 
 BLUE, ORANGE, GREY = "#0072B2", "#D55E00", "#888888"  # Okabe and Ito: told apart by every kind of colour vision
 FIELD_COLOURS, ERROR_COLOURS = "viridis", "RdBu_r"
@@ -54,38 +55,40 @@ def draw_picture(
     _draw_scores(figure.add_subplot(corner[1]), [score for score in scores if score.variable == dataset.variables[0]])
     name = dataset.variables[0]
     figure.suptitle(f"{name[0].upper()}{name[1:]}, {dataset.title(sample)} (the test sample of median error)")
-    figure.savefig(path)
+    with replacing(path) as file:
+        figure.savefig(file, format="png")
 
 
 def median_sample(forecast: Forecast, dataset: ForecastDataset) -> int:
     """Return the number of the sample whose error is the median: neither the best one nor the worst."""
-    order = sample_rmse(forecast, dataset).argsort()
-    return int(order[(len(order) - 1) // 2])
+    return place_of_median(sample_rmse(forecast, dataset))
 
 
-def _first_variable(field: Tensor) -> np.ndarray:
+def first_variable(field: Tensor) -> np.ndarray:
+    """Return the variable that is drawn, [N]."""
     return field[:, 0].numpy()
 
 
-def _colour_bar(mesh, axes, dataset):
+def colour_bar(mesh, axes, dataset: ForecastDataset) -> None:
+    """Draw the colours of a row of maps, with the units."""
     axes[0].figure.colorbar(mesh, ax=axes, label=f"{dataset.variables[0]} [{dataset.units[0]}]", aspect=15, pad=0.02)
 
 
 def _draw_fields(axes, image, dataset, sample, forecast):
-    present, truth = _first_variable(dataset.present(sample)), _first_variable(dataset.truth(sample))
+    present, truth = first_variable(dataset.present(sample)), first_variable(dataset.truth(sample))
     limits = {"vmin": min(present.min(), truth.min()), "vmax": max(present.max(), truth.max())}
     titles = ("start", f"truth, {dataset.lead_time:g} h later", f"forecast, {dataset.lead_time:g} h")
-    for ax, title, field in zip(axes, titles, (present, truth, _first_variable(forecast(sample))), strict=True):
+    for ax, title, field in zip(axes, titles, (present, truth, first_variable(forecast(sample))), strict=True):
         mesh = image.draw(ax, field, cmap=FIELD_COLOURS, **limits)
         ax.set_title(title)
-    _colour_bar(mesh, axes, dataset)
+    colour_bar(mesh, axes, dataset)
 
 
 def _draw_errors(axes, image, dataset, sample, forecast):
     truth = dataset.truth(sample)
     errors = {
-        "error of persistence": _first_variable(dataset.present(sample) - truth),
-        "error of the forecast": _first_variable(forecast(sample) - truth),
+        "error of persistence": first_variable(dataset.present(sample) - truth),
+        "error of the forecast": first_variable(forecast(sample) - truth),
     }
     limit = max(np.abs(error).max() for error in errors.values())
     weights = dataset.weights.numpy()
@@ -93,7 +96,7 @@ def _draw_errors(axes, image, dataset, sample, forecast):
         rmse = np.sqrt((weights * error**2).mean())
         mesh = image.draw(ax, error, cmap=ERROR_COLOURS, vmin=-limit, vmax=limit)
         ax.set_title(f"{title}\nRMSE {rmse:.3g} {dataset.units[0]}")
-    _colour_bar(mesh, axes, dataset)
+    colour_bar(mesh, axes, dataset)
 
 
 def _draw_loss(axes, records):

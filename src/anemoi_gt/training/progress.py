@@ -18,6 +18,8 @@ class ProgressBar:
     ----------
     samples : int
         How many there will be.
+    done : int
+        How many a continued run has seen already.
 
     Raises
     ------
@@ -25,10 +27,17 @@ class ProgressBar:
         If tqdm is missing.
     """
 
-    def __init__(self, samples: int):
+    def __init__(self, samples: int, done: int = 0):
         tqdm = import_extra("tqdm", "train").tqdm
         interval = 0.1 if sys.stderr.isatty() else SECONDS_BETWEEN_LINES
-        self._bar = tqdm(total=samples, unit=" samples", desc="training", mininterval=interval, maxinterval=interval)
+        self._bar = tqdm(
+            total=samples,
+            initial=done,
+            unit=" samples",
+            desc="training",
+            mininterval=interval,
+            maxinterval=interval,
+        )
         self._shown: dict[str, str] = {}
 
     def __enter__(self):
@@ -48,22 +57,43 @@ class ProgressBar:
 
 
 class Meter:
-    """Mean loss and speed of the steps since it was last read; waits for the device only when it is read."""
+    """Mean loss and speed of the steps since it was last read; waits for the device only when it is asked.
 
-    def __init__(self):
-        self._restart()
+    Parameters
+    ----------
+    device : torch.device
+        Where the losses are.
+    """
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._losses: list[Tensor] = []
+        self.start()
+
+    def start(self) -> None:
+        """Begin to measure speed; the losses that wait to be read stay."""
+        self._samples, self._since = 0, time.perf_counter()
 
     def add(self, loss: Tensor, samples: int) -> None:
         """Count one step."""
         self._losses.append(loss)
         self._samples += samples
 
+    def loss(self) -> float:
+        """Return the mean loss of the steps since it was last read; 0 when there is none."""
+        return torch.stack(self._losses).mean().item() if self._losses else 0.0
+
     def read(self) -> tuple[float, float]:
         """Return the mean loss and the samples per second, and begin anew."""
-        loss = torch.stack(self._losses).mean().item()
-        speed = self._samples / (time.perf_counter() - self._since)
-        self._restart()
+        loss, speed = self.loss(), self._samples / (time.perf_counter() - self._since)
+        self._losses = []
+        self.start()
         return loss, speed
 
-    def _restart(self):
-        self._losses, self._samples, self._since = [], 0, time.perf_counter()
+    def state_dict(self) -> list[float]:
+        """Return the losses that wait to be read: a continued run then records the same mean."""
+        return [loss.item() for loss in self._losses]
+
+    def load_state_dict(self, state: list[float]) -> None:
+        """Take over the losses that waited to be read."""
+        self._losses = list(torch.tensor(state, device=self._device))

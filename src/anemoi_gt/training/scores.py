@@ -13,12 +13,16 @@ Forecast = Callable[[int], Tensor]  # sample number -> [N, V], physical units, o
 
 @dataclass(frozen=True)
 class Score:
-    """How good one way to forecast is, for one variable, over all samples and, by area, all nodes of a data set.
+    """How good one way to forecast is, for one variable, over the samples and, by area, all nodes of a data set.
 
     Attributes
     ----------
     forecast, variable, units : str
         What is forecast by whom.
+    lead_time : float
+        Hours from the present to the truth.
+    samples : int
+        Forecasts that were scored.
     rmse : float
         Root of the mean squared error.
     bias : float
@@ -28,6 +32,8 @@ class Score:
     forecast: str
     variable: str
     units: str
+    lead_time: float
+    samples: int
     rmse: float
     bias: float
 
@@ -59,24 +65,68 @@ def score(forecasts: dict[str, Forecast], dataset: ForecastDataset) -> list[Scor
     list of Score
         Variable by variable, in the order of `forecasts`.
     """
-    errors = {name: [] for name in forecasts}  # for each sample [2, V]: weighted mean of error^2 and of error
+    errors = Errors(dataset)
     for i in range(len(dataset)):
         truth = dataset.truth(i)
         for name, forecast in forecasts.items():
-            error = (forecast(i) - truth).double()
-            errors[name].append((torch.stack([error.square(), error]) * dataset.weights[:, None]).mean(dim=1))
-    means = {name: torch.stack(samples).mean(dim=0) for name, samples in errors.items()}
-    return [
-        Score(name, variable, units, rmse=mean[0, v].sqrt().item(), bias=mean[1, v].item())
-        for v, (variable, units) in enumerate(zip(dataset.variables, dataset.units, strict=True))
-        for name, mean in means.items()
-    ]
+            errors.add(name, forecast(i), truth)
+    return errors.scores(dataset.lead_time)
+
+
+class Errors:
+    """Collects forecasts and truths of one lead time, and scores them.
+
+    Parameters
+    ----------
+    dataset : ForecastDataset
+        Whose variables they are of.
+    """
+
+    def __init__(self, dataset: ForecastDataset):
+        self._dataset = dataset
+        self._moments: dict[str, list[Tensor]] = {}  # for each sample [2, V]: weighted mean of error^2 and of error
+
+    def add(self, name: str, forecast: Tensor, truth: Tensor) -> None:
+        """Count the forecast [N, V] of one sample, made by `name`."""
+        error = (forecast - truth).double()
+        moments = (torch.stack([error.square(), error]) * self._dataset.weights[:, None]).mean(dim=1)
+        self._moments.setdefault(name, []).append(moments)
+
+    def sample_rmse(self, name: str) -> Tensor:
+        """Return the root mean squared errors of the samples forecast by `name`, first variable, [samples] float64."""
+        return torch.stack([moments[0, 0].sqrt() for moments in self._moments[name]])
+
+    def scores(self, lead_time: float) -> list[Score]:
+        """Return the scores over the samples, variable by variable, in the order in which the names came."""
+        means = {name: torch.stack(samples).mean(dim=0) for name, samples in self._moments.items()}
+        variables = zip(self._dataset.variables, self._dataset.units, strict=True)
+        return [
+            Score(
+                name,
+                variable,
+                units,
+                lead_time,
+                samples=len(self._moments[name]),
+                rmse=mean[0, v].sqrt().item(),
+                bias=mean[1, v].item(),
+            )
+            for v, (variable, units) in enumerate(variables)
+            for name, mean in means.items()
+        ]
 
 
 def sample_rmse(forecast: Forecast, dataset: ForecastDataset) -> Tensor:
     """Return the root mean squared error of the first variable in each sample, by area, [samples] float64."""
-    errors = (forecast(i)[:, 0].double() - dataset.truth(i)[:, 0] for i in range(len(dataset)))
-    return torch.stack([(error.square() * dataset.weights).mean().sqrt() for error in errors])
+    errors = Errors(dataset)
+    for i in range(len(dataset)):
+        errors.add("forecast", forecast(i), dataset.truth(i))
+    return errors.sample_rmse("forecast")
+
+
+def place_of_median(errors: Tensor) -> int:
+    """Return where the median of some numbers stands, the lower one of two."""
+    order = errors.argsort()
+    return int(order[(len(order) - 1) // 2])
 
 
 def as_records(scores: list[Score]) -> list[dict]:
@@ -89,8 +139,9 @@ def as_table(scores: list[Score]) -> str:
 
     Examples
     --------
-    >>> model = Score("model", "tracer", "kg/kg", rmse=0.01, bias=0.0)
-    >>> print(as_table([model, Score("persistence", "tracer", "kg/kg", rmse=0.1, bias=-0.002)]))
+    >>> from dataclasses import replace
+    >>> model = Score("model", "tracer", "kg/kg", lead_time=12, samples=64, rmse=0.01, bias=0.0)
+    >>> print(as_table([model, replace(model, forecast="persistence", rmse=0.1, bias=-0.002)]))
     tracer [kg/kg]         RMSE        bias
     model                0.0100      0.0000
     persistence          0.1000     -0.0020

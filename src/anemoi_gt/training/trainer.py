@@ -1,34 +1,32 @@
-"""Trainer: the loop. Draws batches, takes optimiser steps, validates, records, and keeps the weights that validate best."""
+"""Trainer: the loop. Takes steps, validates, records, saves, and stops when it is told to."""
 
 import copy
 import math
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from torch.utils.data import DataLoader, RandomSampler
+from torch import nn
 
-from anemoi_gt.data.datasets import ForecastDataset, Sample, Splits
-from anemoi_gt.training.checkpoint import load_checkpoint, save_checkpoint
+from anemoi_gt.data.datasets import Splits
+from anemoi_gt.training.batches import TrainingBatches, load
+from anemoi_gt.training.checkpoint import load_checkpoint, load_weights, save_checkpoint
 from anemoi_gt.training.device import choose_device, cpu_threads
-from anemoi_gt.training.loss import weighted_mse
+from anemoi_gt.training.learner import Learner
 from anemoi_gt.training.metrics import MetricsFile
 from anemoi_gt.training.progress import Meter, ProgressBar
-from anemoi_gt.training.schedule import warmup_cosine
+from anemoi_gt.training.randomness import generator_states, seed_generators, set_generator_states
 from anemoi_gt.training.settings import TrainingConfig
+from anemoi_gt.training.stop import Stopped, StopRequest
 
 LAST, BEST = "last.pt", "best.pt"
-LOSS_SCALE = 2.0**10  # where float16 begins; losses are about 1, and it grows by itself
-AUTOCAST = {"32-true": None, "bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 
 class Trainer:
     """Fits a model to a data set, and leaves checkpoints in a folder.
 
-    `last.pt` is the state after the latest validation, `best.pt` that of the lowest validation loss. On a CPU two runs
-    with the same config, data and number of threads give the same numbers, bit by bit.
+    `last.pt` is the state after the latest validation, or where the run was stopped; `best.pt` that of the lowest
+    validation loss. On a CPU two runs with the same config, data and number of threads give the same numbers, bit by
+    bit, and so does one that was interrupted and continued from `last.pt`.
 
     Parameters
     ----------
@@ -42,23 +40,37 @@ class Trainer:
         Where the checkpoints go; it exists.
     description : dict
         Plain values kept in the checkpoints: the whole config of the run.
+
+    Attributes
+    ----------
+    learner : Learner
+        Takes the steps: model, averaged weights, optimiser.
+    batches : TrainingBatches
+        Says which samples make which batch.
+    save : callable
+        Writes a checkpoint: `save_checkpoint`.
+    progress : callable
+        Shows how far the run is: `ProgressBar`.
+    best_loss : float
+        The lowest validation loss so far.
+
+    Notes
+    -----
+    The first four are attributes so that a run on several processes can put its own in their place.
     """
 
     def __init__(self, model: nn.Module, splits: Splits, config: TrainingConfig, folder: Path, description: dict):
         self.splits, self.config, self.folder, self.description = splits, config, folder, description
         self.device = choose_device(config.device)
-        self.model = model.to(self.device)
-        self.average = AveragedModel(self.model, multi_avg_fn=get_ema_multi_avg_fn(config.average_decay))
-        self.optimizer = torch.optim.AdamW(parameter_groups(model, config.weight_decay), lr=config.learning_rate)
-        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self._rate)
-        scaled = config.precision == "16-mixed"
-        self.scaler = torch.amp.GradScaler(self.device.type, init_scale=LOSS_SCALE, enabled=scaled)
-        self.weights = splits.train.weights.to(self.device)
-        self.step = 0
+        self.learner = Learner(model, splits.train.weights, config, self.device)
+        self.batches = TrainingBatches(splits.train, config.batch_size, config.steps, config.seed, self.device)
+        self.save, self.progress = save_checkpoint, ProgressBar
         self.best_loss = math.inf
+        self._meter = Meter(self.device)
+        self._generators: dict | None = None  # where a continued run left them
 
     def fit(self, metrics: MetricsFile) -> None:
-        """Take all steps of the run.
+        """Take the steps of the run that are left.
 
         Parameters
         ----------
@@ -67,108 +79,110 @@ class Trainer:
 
         Raises
         ------
+        Stopped
+            On SIGTERM or SIGINT, when the step is finished and `last.pt` is written.
         FloatingPointError
-            If the loss is not finite; the checkpoints stay those of the last validation before.
+            If loss or weights are not finite; the checkpoints stay those of the last time that they were.
+        OSError
+            If a file cannot be written; the checkpoints stay those before.
         """
-        torch.manual_seed(self.config.seed)  # of dropout
-        meter = Meter()
-        with cpu_threads(self.config.threads), ProgressBar(self.config.steps * self.config.batch_size) as bar:
-            for batch in self._batches():
-                meter.add(self._train_step(batch), len(batch.inputs))
+        self._start_generators()
+        self._meter.start()
+        samples = self.config.steps * self.config.batch_size
+        done = self.learner.step * self.config.batch_size
+        with cpu_threads(self.config.threads), self.progress(samples, done) as bar, StopRequest() as stop:
+            for batch in self.batches.since(self.learner.step):
+                self._meter.add(self.learner.learn(batch), len(batch.inputs))
                 bar.advance(len(batch.inputs))
                 if self._is_due(self.config.log_every):
-                    loss = self._record_training(meter, metrics)
-                    bar.show(loss=loss)
+                    bar.show(loss=self._record_training(metrics))
                 if self._is_due(self.config.valid_every):
-                    loss = self._validate()
-                    metrics.write(split="valid", step=self.step, loss=loss)
-                    bar.show(valid=loss)
+                    bar.show(valid=self._validate(metrics))
+                if stop.received is not None:
+                    self._check_finite(self._meter.loss())
+                    self._save(metrics, LAST)
+                    raise Stopped(stop.received, self.learner.step)
 
     def best_model(self) -> nn.Module:
         """Return a model with the averaged weights that validated best, in evaluation mode."""
-        model = copy.deepcopy(self.model)
-        model.load_state_dict(load_checkpoint(self.folder / BEST, self.device)["average"])
+        model = copy.deepcopy(self.learner.model)
+        load_weights(model, load_checkpoint(self.folder / BEST))
         return model.eval()
 
     def state_dict(self) -> dict:
         """Return the state of the run, as a checkpoint holds it."""
-        return {
-            "model": self.model.state_dict(),
-            "average": self.average.module.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "schedule": self.schedule.state_dict(),
-            "scaler": self.scaler.state_dict(),
-            "step": self.step,
+        return self.learner.state_dict() | {
             "best_loss": self.best_loss,
+            "pending": self._meter.state_dict(),
+            "generators": generator_states(self.device),
             "config": self.description,
         }
 
-    def _rate(self, step: int) -> float:
-        """The learning rate of a step over its highest value."""
-        return warmup_cosine(step, self.config.warmup_steps, self.config.steps)
+    def load_state_dict(self, state: dict) -> None:
+        """Continue a run from what `state_dict` returned; the next `fit` takes the steps that are left.
 
-    def _batches(self) -> Iterator[Sample]:
-        """As many batches as the run has steps: the training samples in one random order after another."""
-        order = torch.Generator().manual_seed(self.config.seed)
-        samples = self.config.steps * self.config.batch_size
-        sampler = RandomSampler(self.splits.train, num_samples=samples, generator=order)
-        return self._load(self.splits.train, sampler=sampler)
+        Parameters
+        ----------
+        state : dict
+            From `load_checkpoint`.
 
-    def _load(self, dataset: ForecastDataset, **options) -> Iterator[Sample]:
-        for batch in DataLoader(dataset, batch_size=self.config.batch_size, **options):
-            yield Sample(*(part.to(self.device) for part in batch))
+        Raises
+        ------
+        ValueError
+            If the state lacks a part, or its weights are those of another model.
+        """
+        missing = sorted(self.state_dict().keys() - state.keys())
+        if missing:
+            raise ValueError(f"a run continues from the last.pt of a run, this checkpoint lacks {', '.join(missing)}")
+        self.learner.load_state_dict(state)
+        self.best_loss = state["best_loss"]
+        self._meter.load_state_dict(state["pending"])
+        self._generators = state["generators"]
 
-    def _train_step(self, batch: Sample) -> Tensor:
-        self.model.train()
-        self.optimizer.zero_grad()
-        loss = self._loss(self.model, batch)
-        self.scaler.scale(loss).backward()
-        self.scaler.unscale_(self.optimizer)
-        nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip_norm)
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        self.schedule.step()
-        self.average.update_parameters(self.model)
-        self.step += 1
-        return loss.detach()
-
-    def _loss(self, model: nn.Module, batch: Sample) -> Tensor:
-        dtype = AUTOCAST[self.config.precision]
-        with torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None):
-            return weighted_mse(model(batch.inputs), batch.target, self.weights)
+    def _start_generators(self) -> None:
+        if self._generators is None:
+            seed_generators(self.config.seed)
+        else:
+            set_generator_states(self._generators, self.device)
 
     def _is_due(self, every: int) -> bool:
-        return self.step % every == 0 or self.step == self.config.steps
+        return self.learner.step % every == 0 or self.learner.step == self.config.steps
 
-    def _record_training(self, meter: Meter, metrics: MetricsFile) -> float:
-        loss, speed = meter.read()
+    def _record_training(self, metrics: MetricsFile) -> float:
+        loss, speed = self._meter.read()
         self._check_finite(loss)
-        rate = self.config.learning_rate * self._rate(self.step - 1)
-        metrics.write(split="train", step=self.step, loss=loss, learning_rate=rate, samples_per_second=speed)
+        rate = self.learner.last_rate()
+        metrics.write(split="train", step=self.learner.step, loss=loss, learning_rate=rate, samples_per_second=speed)
         return loss
 
-    @torch.no_grad()
-    def _validate(self) -> float:
+    def _validate(self, metrics: MetricsFile) -> float:
         """Measure the averaged weights on the validation samples and write the checkpoints."""
-        self.average.eval()
-        losses = [self._loss(self.average, batch) * len(batch.inputs) for batch in self._load(self.splits.valid)]
-        loss = torch.stack(losses).sum().item() / len(self.splits.valid)
+        loss = self._validation_loss()
         self._check_finite(loss)  # before the last good checkpoint is replaced
         is_best = loss < self.best_loss
         self.best_loss = min(loss, self.best_loss)
-        for name in (LAST, BEST) if is_best else (LAST,):
-            save_checkpoint(self.folder / name, self.state_dict())
+        metrics.write(split="valid", step=self.learner.step, loss=loss)
+        # last.pt comes second: continued from the one before, a run cut off between the two writes best.pt again.
+        self._save(metrics, *((BEST, LAST) if is_best else (LAST,)))
         return loss
+
+    @torch.no_grad()
+    def _validation_loss(self) -> float:
+        average = self.learner.average.eval()
+        batches = load(self.splits.valid, self.config.batch_size, self.device)
+        losses = [self.learner.loss(average, batch) * len(batch.inputs) for batch in batches]
+        return torch.stack(losses).sum().item() / len(self.splits.valid)
+
+    def _save(self, metrics: MetricsFile, *names: str) -> None:
+        if not self.learner.is_finite():
+            raise self._not_finite("the weights must stay finite, got NaN or infinity")
+        metrics.sync()
+        for name in names:
+            self.save(self.folder / name, self.state_dict())
 
     def _check_finite(self, loss: float) -> None:
         if not math.isfinite(loss):
-            raise FloatingPointError(
-                f"the loss must stay finite, got {loss} at step {self.step}: lower training.learning_rate"
-            )
+            raise self._not_finite(f"the loss must stay finite, got {loss}")
 
-
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
-    """Return the parameters for AdamW: matrices decay, vectors (biases, norms) do not."""
-    matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
-    vectors = [parameter for parameter in model.parameters() if parameter.dim() <= 1]
-    return [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    def _not_finite(self, what: str) -> FloatingPointError:
+        return FloatingPointError(f"{what} at step {self.learner.step}: lower training.learning_rate")

@@ -1,0 +1,191 @@
+"""What the Hydra applications share: objects from configs, the start from a command line, and the end with one sentence.
+
+The only place that reads configs. The groups are in `anemoi_gt.configs`.
+"""
+
+import logging
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import NoneType
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args, get_type_hints
+
+import torch
+from torch import nn
+
+from anemoi_gt.config import AttentionConfig
+from anemoi_gt.data.datasets import Splits
+from anemoi_gt.extras import import_extra
+from anemoi_gt.ops.backends import choose_backend
+from anemoi_gt.training import TrainingConfig
+from anemoi_gt.training.device import choose_device
+from anemoi_gt.training.stop import Stopped
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+log = logging.getLogger(__name__)
+
+NEEDED = ("hydra", "tqdm", "matplotlib", "scipy")  # asked for at the start, not after an hour of training
+GROUPS = ("attention", "data", "graph", "model", "training")
+ERRORS_OF_PREPARATION = (ValueError, TypeError, ImportError, OSError)
+ERRORS_OF_JOB = (FloatingPointError, OSError)  # others are mistakes of ours, and keep their traceback
+PLAIN = {bool: "true or false", int: "a whole number", float: "a number", str: "a word", NoneType: "null"}
+
+
+class Run(NamedTuple):
+    """What a config describes."""
+
+    splits: Splits
+    model: nn.Module
+    training: TrainingConfig
+
+
+def build(config: "DictConfig") -> Run:
+    """Make the objects that a config describes.
+
+    Parameters
+    ----------
+    config : DictConfig
+        With the groups attention, data, graph, model and training.
+
+    Returns
+    -------
+    Run
+        The model is on the CPU, with weights drawn from `training.seed`.
+
+    Raises
+    ------
+    ValueError, TypeError, ImportError, OSError
+        When a part of the config cannot be made; whatever its maker raised.
+    """
+    for group in GROUPS:
+        check_types(group, config[group])
+    training = instantiate(config.training)
+    attention = instantiate(config.attention)
+    check_backend(attention, choose_device(training.device))
+    splits = instantiate(config.data)
+    graph = instantiate(config.graph)(splits.train.nodes)
+    torch.manual_seed(training.seed)
+    make_model = instantiate(config.model)
+    model = make_model(graph, splits.train.in_channels, splits.train.out_channels, config=attention)
+    return Run(splits, model, training)
+
+
+def describe(config: "DictConfig") -> dict[str, Any]:
+    """Return what `build` reads of a config as plain values: what checkpoints keep."""
+    from omegaconf import OmegaConf
+
+    described = OmegaConf.to_container(config, resolve=True)
+    return {group: described[group] for group in GROUPS}
+
+
+def instantiate(config: "DictConfig"):
+    """Make an object from its config, and raise what its maker raises instead of Hydra's wrapping of it."""
+    from hydra.errors import InstantiationException
+    from hydra.utils import instantiate
+
+    try:
+        return instantiate(config)
+    except InstantiationException as error:
+        raise (error.__cause__ or error) from None
+
+
+def check_types(group: str, config: "DictConfig") -> None:
+    """Raise a ValueError for a value whose type is not what its maker's signature says; only plain types are checked."""
+    from hydra.utils import get_object
+
+    maker = get_object(config["_target_"])
+    try:
+        hints = get_type_hints(maker.__init__ if isinstance(maker, type) else maker)
+    except NameError:  # a maker whose annotations are for type checkers only
+        return
+    for name, value in config.items():
+        kinds = get_args(hints.get(name)) or (hints.get(name),)
+        if set(kinds) <= PLAIN.keys() and not fits(value, kinds):
+            wanted = " or ".join(PLAIN[kind] for kind in kinds)
+            raise ValueError(f"{group}.{name} must be {wanted}, got {value!r}")
+
+
+def fits(value: Any, kinds: tuple[type, ...]) -> bool:
+    """Whether a value is of one of some plain types; a whole number is a number, true and false are none."""
+    return type(value) in kinds or (type(value) is int and float in kinds)
+
+
+def check_backend(attention: AttentionConfig, device: torch.device) -> None:
+    """Raise a ValueError now, not in the first step, when the attention backend cannot run on this device."""
+    choose_backend(attention.backend, torch.empty(1, 1, 1, 16, device=device))
+
+
+def output_folder() -> Path:
+    """Return the folder that Hydra made for what this run leaves."""
+    from hydra.core.hydra_config import HydraConfig
+
+    return Path(HydraConfig.get().runtime.output_dir)
+
+
+def launch(name: str, prepare: Callable[["DictConfig"], Callable[[], Any]]) -> None:
+    """Run a Hydra application with the arguments of the command line.
+
+    What the user can mend ends with one sentence on standard error and exit status 1, a signal with 128 and its number.
+
+    Parameters
+    ----------
+    name : str
+        Of the primary config in `anemoi_gt.configs`, and of the module whose application it is.
+    prepare : callable
+        Makes the job from the composed config; whatever it raises is taken for a mistake in the config.
+    """
+    module = f"anemoi_gt.{name}"
+    try:
+        hydra = require_packages()
+    except ImportError as error:
+        stop(module, error)
+
+    from omegaconf.errors import OmegaConfBaseException
+
+    def run(config: "DictConfig"):
+        try:
+            job = prepare(config)
+        except OmegaConfBaseException as error:  # such as a value left at ???
+            stop(module, ValueError(str(error).splitlines()[0]))
+        except ERRORS_OF_PREPARATION as error:
+            stop(module, error)
+        try:
+            return job()
+        except ERRORS_OF_JOB as error:
+            stop(module, error)
+        except Stopped as stopped:
+            go_on = f"resume=true hydra.run.dir={output_folder()} continues from there"
+            end(f"{module}: {stopped}: {go_on}", stopped.exit_status)
+
+    sys.argv[1:] = [quote_null(argument) for argument in sys.argv[1:]]
+    logging.raiseExceptions = False  # a log file on a full disk must not bury the sentence under tracebacks
+    try:
+        hydra.main(version_base="1.3", config_path="pkg://anemoi_gt.configs", config_name=name)(run)()
+    except KeyboardInterrupt:
+        end(f"{module}: interrupted", 130)
+
+
+def require_packages():
+    """Import the packages of the extra `train`; returns Hydra."""
+    hydra, *_ = (import_extra(module, "train") for module in NEEDED)
+    return hydra
+
+
+def stop(module: str, error: Exception) -> None:
+    """Exit with the error as one sentence; the traceback goes to the log at DEBUG level (`hydra.verbose=true`)."""
+    log.debug("where it happened", exc_info=error)
+    end(f"{module}: {error}", 1)
+
+
+def end(sentence: str, status: int) -> None:
+    """Exit with a sentence on standard error."""
+    print(sentence, file=sys.stderr)
+    sys.exit(status)
+
+
+def quote_null(argument: str) -> str:
+    """Quote the null of `attention/precision=null`: Hydra refuses a bare one where it wants the name of a choice."""
+    return re.sub(r"^(\+?attention/precision(?:@[\w.]+)?)=null$", r"\1='null'", argument)

@@ -1,0 +1,92 @@
+"""The evaluation application, `python -m anemoi_gt.evaluate checkpoint=FILE`: scores and draws what was trained.
+
+The config of the run comes from the checkpoint; values on the command line change it.
+"""
+
+import logging
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from anemoi_gt.application import Run, build, launch, output_folder, require_packages, stop
+from anemoi_gt.training.checkpoint import load_checkpoint, load_weights
+from anemoi_gt.training.device import choose_device, cpu_threads
+from anemoi_gt.training.metrics import read_metrics
+from anemoi_gt.training.report import write_report, write_rollout_report
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+log = logging.getLogger(__name__)
+
+
+def prepare(config: "DictConfig") -> Callable[[], None]:
+    """Make the checkpoint's model and data; returns the evaluation of it."""
+    steps = config.rollout
+    if type(steps) is not int or steps < 1:
+        raise ValueError(f"rollout must be a whole number of steps, at least 1, got {steps!r}")
+    path = Path(config.checkpoint)
+    state, run = load_checkpoint(path), build(config)
+    load_weights(run.model, state)
+    if steps > 1:
+        run.splits.test.advance(0, [])  # raises now, not after the scores, where there are no rollouts
+    log.info("%s, after step %s", path, state.get("step"))
+    return partial(evaluate, run, path, output_folder(), steps)
+
+
+def evaluate(run: Run, checkpoint: Path, folder: Path, steps: int) -> None:
+    """Score and draw.
+
+    Parameters
+    ----------
+    run : Run
+        From `build`, the model with the weights of the checkpoint.
+    checkpoint : Path
+        Where they are from: the metrics beside it are drawn.
+    folder : Path
+        Where scores and pictures go; it exists.
+    steps : int
+        Length of the rollouts; 1 is none.
+    """
+    model = run.model.to(choose_device(run.training.device)).eval()
+    with cpu_threads(run.training.threads):
+        write_report(folder, model, run.splits.test, read_metrics(checkpoint.parent / "metrics.jsonl"))
+        if steps > 1:
+            write_rollout_report(folder, model, run.splits.test, steps)
+
+
+def store_config(arguments: list[str]) -> None:
+    """Hand Hydra the config of the checkpoint that the arguments name, under the name by which `evaluate.yaml` takes it.
+
+    Raises
+    ------
+    FileNotFoundError, ValueError
+        If there is no such file, or it is no checkpoint of a run.
+    """
+    from hydra.core.config_store import ConfigStore
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    given = [argument for argument in arguments if argument.startswith("checkpoint=")]
+    if not given:
+        return  # --help needs none; Hydra asks for it otherwise
+    path = OverridesParser.create().parse_override(given[-1]).value()
+    config = load_checkpoint(Path(path)).get("config")
+    if not isinstance(config, dict):
+        raise ValueError(f"a checkpoint must hold the config of its run, {path} holds none")
+    ConfigStore.instance().store("of_checkpoint", config, group="run", package="_global_")
+
+
+def main() -> None:
+    """Run the application with the arguments of the command line."""
+    try:
+        require_packages()
+        store_config(sys.argv[1:])
+    except (ImportError, OSError, ValueError) as error:
+        stop("anemoi_gt.evaluate", error)
+    launch("evaluate", prepare)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""What is installed here, and what would run: the text of `python -m anemoi_gt info`. Needs torch alone."""
+
+import os
+import platform
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+
+import torch
+
+from anemoi_gt.ops.backends import BACKENDS, choose_backend, why_not
+from anemoi_gt.version import __version__
+
+PACKAGES = {  # what is imported: the package that holds it, and the extra that brings it; None comes with the library itself
+    "torch_geometric": ("torch-geometric", None),
+    "einops": ("einops", None),
+    "triton": ("triton", "triton"),
+    "numpy": ("numpy", "graphs"),
+    "scipy": ("scipy", "graphs"),
+    "hydra": ("hydra-core", "hydra"),
+    "tqdm": ("tqdm", "train"),
+    "matplotlib": ("matplotlib", "train"),
+    "xarray": ("xarray", "era5"),
+    "cfgrib": ("cfgrib", "era5"),
+    "eccodes": ("eccodes", "era5"),
+    "pooch": ("pooch", "era5"),
+}
+
+
+def describe() -> str:
+    """Return versions, devices, and for each device and attention backend whether it would run or why not."""
+    sections = {"versions": versions(), "packages": packages(), "devices": devices(), "attention backends": backends()}
+    return "\n\n".join("\n".join([name, *_aligned(rows)]) for name, rows in sections.items())
+
+
+def versions() -> Iterator[tuple[str, str]]:
+    """Yield name and version of this package and of what it stands on."""
+    yield "anemoi_gt", __version__
+    yield "python", f"{platform.python_version()} on {platform.platform()}"
+    yield "torch", f"{torch.__version__}, built {_built_for()}"
+
+
+def packages() -> Iterator[tuple[str, str]]:
+    """Yield the packages that parts of the library need, each with its version or what brings it."""
+    for module, (package, extra) in PACKAGES.items():
+        brought_by = f"anemoi-gt[{extra}]" if extra else "anemoi-gt"
+        yield package, _version_of(package) if find_spec(module) else f"missing: pip install '{brought_by}'"
+
+
+def devices() -> Iterator[tuple[str, str]]:
+    """Yield the devices on which PyTorch can compute."""
+    yield "cpu", f"{os.cpu_count()} cores, {torch.get_num_threads()} threads"
+    for device in _gpus():
+        properties = torch.cuda.get_device_properties(device)
+        capability = ".".join(map(str, torch.cuda.get_device_capability(device)))
+        yield (
+            str(device),
+            f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB, compute capability {capability}",
+        )
+
+
+def backends() -> Iterator[tuple[str, str]]:
+    """Yield for each device and backend whether it would run there, or why not, and which one `auto` takes."""
+    for device in (torch.device("cpu"), *_gpus()):
+        query = torch.empty(1, 1, 1, 16, device=device)
+        chosen = choose_backend("auto", query)
+        for name, backend in BACKENDS.items():
+            reason = why_not(name, query)
+            answer = "runs" if reason is None else f"does not run: {reason}"
+            yield f"{device} {name}", answer + (", auto takes it" if backend is chosen else "")
+
+
+def _gpus() -> list[torch.device]:
+    return [torch.device("cuda", i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+
+
+def _built_for() -> str:
+    if torch.version.cuda:
+        return f"for CUDA {torch.version.cuda}"
+    return f"for ROCm {torch.version.hip}" if torch.version.hip else "without CUDA"
+
+
+def _version_of(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:  # importable without having been installed
+        return "version unknown"
+
+
+def _aligned(rows: Iterator[tuple[str, str]]) -> list[str]:
+    rows = list(rows)
+    width = max(len(name) for name, _ in rows)
+    return [f"  {name:{width}}  {text}" for name, text in rows]

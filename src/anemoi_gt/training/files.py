@@ -1,0 +1,55 @@
+"""Whole files: what stands under a name is either the former content or the new one, never a part of it."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """Open a file that takes the name `path` when the block ends without error, and is gone when it does not.
+
+    Parameters
+    ----------
+    path : Path
+        The name; its folder exists. What stood there stays until all of the new file is on disk.
+
+    Yields
+    ------
+    BinaryIO
+        To write to.
+
+    Raises
+    ------
+    OSError
+        If it cannot be written, a full disk among the reasons; names `path` and the reason.
+    """
+    partial = path.with_name(path.name + ".partial")
+    try:
+        with naming(path), partial.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())  # else a crash of the machine can leave an empty file under the new name
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Name the file in the error when the system refuses to write it.
+
+    Raises
+    ------
+    OSError
+        With `path` and the reason.
+    """
+    try:
+        yield
+    except (OSError, RuntimeError) as error:  # PyTorch's writer wraps the system's refusal in a RuntimeError
+        refusal = error if isinstance(error, OSError) else error.__context__
+        if not isinstance(refusal, OSError):
+            raise
+        raise OSError(f"could not write {path}: {refusal.strerror or refusal}") from error

@@ -1,0 +1,114 @@
+"""Learner: one optimiser step, and all that it changes. The only place that scales losses and moves weights."""
+
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from anemoi_gt.data.datasets import Sample
+from anemoi_gt.training.checkpoint import load_weights
+from anemoi_gt.training.loss import weighted_mse
+from anemoi_gt.training.schedule import warmup_cosine
+from anemoi_gt.training.settings import TrainingConfig
+
+LOSS_SCALE = 2.0**10  # where float16 begins; losses are about 1, and it grows by itself
+AUTOCAST = {"32-true": None, "bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+PARTS = ("optimizer", "schedule", "scaler")  # beside the weights, with state dicts of their own
+
+
+class Learner:
+    """A model, its averaged weights, and what moves them.
+
+    Parameters
+    ----------
+    model : nn.Module
+        Maps [B, N, in_channels] to [B, N, out_channels]. It is moved to the device and trained in place.
+    weights : Tensor
+        [N] of mean 1: each node's share in the loss.
+    config : TrainingConfig
+        The numbers.
+    device : torch.device
+        Where to compute.
+
+    Attributes
+    ----------
+    model : nn.Module
+        With the weights that the optimiser last left.
+    average : torch.optim.swa_utils.AveragedModel
+        With an exponential moving average of them, which forecasts.
+    step : int
+        Steps taken.
+    """
+
+    def __init__(self, model: nn.Module, weights: Tensor, config: TrainingConfig, device: torch.device):
+        self.config, self.device = config, device
+        self.model, self.weights = model.to(device), weights.to(device)
+        self.average = AveragedModel(self.model, multi_avg_fn=get_ema_multi_avg_fn(config.average_decay))
+        self.optimizer = torch.optim.AdamW(parameter_groups(model, config.weight_decay), lr=config.learning_rate)
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self._rate)
+        scaled = config.precision == "16-mixed"
+        self.scaler = torch.amp.GradScaler(device.type, init_scale=LOSS_SCALE, enabled=scaled)
+        self.step = 0
+
+    def learn(self, batch: Sample) -> Tensor:
+        """Take one optimiser step; returns the loss before it, a scalar."""
+        self.model.train()
+        self.optimizer.zero_grad()
+        loss = self.loss(self.model, batch)
+        self.scaler.scale(loss).backward()
+        self.scaler.unscale_(self.optimizer)
+        nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip_norm)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.schedule.step()
+        self.average.update_parameters(self.model)
+        self.step += 1
+        return loss.detach()
+
+    def loss(self, model: nn.Module, batch: Sample) -> Tensor:
+        """Return the loss of a model on a batch, a scalar, in the precision of the run."""
+        dtype = AUTOCAST[self.config.precision]
+        with torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None):
+            return weighted_mse(model(batch.inputs), batch.target, self.weights)
+
+    def last_rate(self) -> float:
+        """Return the learning rate of the last step."""
+        return self.config.learning_rate * self._rate(self.step - 1)
+
+    def is_finite(self) -> bool:
+        """Whether all weights are finite; waits for the device."""
+        return all(bool(parameter.isfinite().all()) for parameter in self.model.parameters())
+
+    def state_dict(self) -> dict:
+        """Return everything that a step changes."""
+        return {
+            "model": self.model.state_dict(),
+            "average": self.average.module.state_dict(),
+            **{name: getattr(self, name).state_dict() for name in PARTS},
+            "step": self.step,
+        }
+
+    def load_state_dict(self, state: dict) -> None:
+        """Continue from what `state_dict` returned.
+
+        Raises
+        ------
+        ValueError
+            If the weights are those of another model.
+        """
+        load_weights(self.model, state, "model")
+        load_weights(self.average.module, state, "average")
+        for name in PARTS:
+            getattr(self, name).load_state_dict(state[name])
+        self.step = state["step"]
+        self.average.n_averaged.fill_(self.step)  # 0 would make the next step overwrite the average
+
+    def _rate(self, step: int) -> float:
+        """The learning rate of a step over its highest value."""
+        return warmup_cosine(step, self.config.warmup_steps, self.config.steps)
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
+    """Return the parameters for AdamW: matrices decay, vectors (biases, norms) do not."""
+    matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
+    vectors = [parameter for parameter in model.parameters() if parameter.dim() <= 1]
+    return [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]

@@ -1,0 +1,34 @@
+"""The random generators that a run draws from without naming one: PyTorch's on CPU and GPU, Python's and NumPy's.
+
+Dropout draws from PyTorch's; the other two are there for data sets that disturb their samples. The only place that seeds,
+reads or sets them.
+"""
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def seed_generators(seed: int) -> None:
+    """Seed all of them."""
+    torch.manual_seed(seed)  # on every device
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002  this is about the global generator
+
+
+def generator_states(device: torch.device) -> dict[str, Any]:
+    """Return the states of all of them, that of the GPU where `device` is one, as a checkpoint can hold them."""
+    name, keys, *numpy_rest = np.random.get_state()  # noqa: NPY002
+    states = {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": (name, keys.tolist(), *numpy_rest)}
+    return states | ({"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {})
+
+
+def set_generator_states(states: dict[str, Any], device: torch.device) -> None:
+    """Set all of them; a GPU's stays as it is when the states were taken without one."""
+    torch.set_rng_state(states["torch"])
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])  # noqa: NPY002
+    if device.type == "cuda" and "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"], device)

@@ -1,0 +1,60 @@
+"""Stopping by signal: a run that is told to end finishes the step it is in, and saves."""
+
+import signal
+import threading
+from types import FrameType
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class Stopped(Exception):
+    """A run ended early because it was told to; its last checkpoint holds everything up to there.
+
+    Parameters
+    ----------
+    received : signal.Signals
+        What told it.
+    step : int
+        Steps taken.
+
+    Attributes
+    ----------
+    exit_status : int
+        128 and the number of the signal, as a shell reports it: 143 for SIGTERM, 130 for SIGINT.
+    """
+
+    def __init__(self, received: signal.Signals, step: int):
+        super().__init__(f"stopped by {received.name} after step {step}, which is saved")
+        self.exit_status = 128 + received
+
+
+class StopRequest:
+    """Notes SIGTERM (as batch queues send it) and SIGINT (Ctrl-C) instead of dying of them, inside its `with` block.
+
+    A second Ctrl-C interrupts at once. A signal that the process ignores, as a shell script's `&` makes it do with SIGINT, stays ignored. Outside the
+    main thread, where Python sets no signal handlers, nothing is noted.
+
+    Attributes
+    ----------
+    received : signal.Signals or None
+        The last signal noted.
+    """
+
+    def __init__(self):
+        self.received: signal.Signals | None = None
+        self._before = {}
+
+    def __enter__(self):
+        if threading.current_thread() is threading.main_thread():
+            heeded = (number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN)
+            self._before = {number: signal.signal(number, self._note) for number in heeded}
+        return self
+
+    def __exit__(self, *_):
+        for number, handler in self._before.items():
+            signal.signal(number, handler or signal.SIG_DFL)  # None: it was not set from Python
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.received = signal.Signals(number)
+        if number == signal.SIGINT:
+            signal.signal(signal.SIGINT, signal.default_int_handler)

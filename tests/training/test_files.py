@@ -1,0 +1,54 @@
+"""Whole files: the former content or the new one, and an error that names the file."""
+
+import pytest
+
+from anemoi_gt.training.files import naming, replacing
+from anemoi_gt.training.metrics import MetricsFile
+
+
+def test_a_file_takes_its_name_when_it_is_whole(tmp_path):
+    path = tmp_path / "a"
+    path.write_bytes(b"former")
+    with replacing(path) as file:
+        file.write(b"new")
+        file.flush()
+        assert path.read_bytes() == b"former"
+    assert path.read_bytes() == b"new" and list(tmp_path.iterdir()) == [path]
+
+
+def test_an_error_inside_leaves_the_former_file(tmp_path):
+    path = tmp_path / "a"
+    path.write_bytes(b"former")
+    with pytest.raises(KeyError), replacing(path) as file:
+        file.write(b"half")
+        raise KeyError
+    assert path.read_bytes() == b"former" and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_full_disk_is_named_with_the_file(tmp_path):
+    path = tmp_path / "a"
+    (tmp_path / "a.partial").symlink_to("/dev/full")
+    with pytest.raises(OSError, match=f"could not write {path}: No space left on device"), replacing(path) as file:
+        file.write(b"new")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_refusal_that_pytorch_wraps_is_named_too(tmp_path):
+    with pytest.raises(OSError, match=r"could not write .*a: File too large"), naming(tmp_path / "a"):
+        try:
+            raise OSError(27, "File too large")
+        except OSError:
+            raise RuntimeError("unexpected pos 704 vs 598")  # noqa: B904  as PyTorch does
+
+
+def test_other_errors_pass_as_they_are(tmp_path):
+    with pytest.raises(RuntimeError, match="^a tensor on meta$"), naming(tmp_path / "a"):
+        raise RuntimeError("a tensor on meta")
+
+
+def test_metrics_that_cannot_be_written_name_their_file(tmp_path):
+    metrics = MetricsFile(tmp_path / "metrics.jsonl")
+    metrics._file.close()
+    metrics._file = open("/dev/full", "w")  # noqa: SIM115  closed by the block below
+    with pytest.raises(OSError, match="could not write .*metrics.jsonl: No space left on device"), metrics:
+        metrics.write(split="train", step=1, loss=0.5)

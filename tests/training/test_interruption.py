@@ -1,0 +1,121 @@
+"""Runs in processes of their own that are terminated, killed, or find the disk full, and go on afterwards."""
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from anemoi_gt.training.checkpoint import load_checkpoint
+
+STEPS, VALID_EVERY = 60, 10
+RUN = [
+    *("data.grid_name=O4", "data.train_size=8", "data.valid_size=2", "data.test_size=3", "graph.refinement=1"),
+    *(
+        "model.num_layers=1",
+        "model.channels=8",
+        "model.dropout=0.1",
+        f"training.steps={STEPS}",
+        f"training.valid_every={VALID_EVERY}",
+    ),
+    *("training.log_every=1", "training.device=cpu", "training.threads=1", "resume=true"),
+]
+DEADLINE = 120  # s, for a run of a few
+
+
+def start(folder, *arguments):
+    """Start the application; runs of one folder are one run."""
+    command = [sys.executable, "-m", "anemoi_gt.train", *RUN, f"hydra.run.dir={folder}", *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=folder.parent)
+
+
+def finish(process):
+    """Wait for a process; returns its exit status and the last line of its standard error."""
+    _, error = process.communicate(timeout=DEADLINE)
+    assert "Traceback" not in error
+    return process.returncode, error.splitlines()[-1]
+
+
+def send(process, number, folder, after):
+    """Send a signal when so many steps have been recorded."""
+    deadline, metrics = time.monotonic() + DEADLINE, folder / "metrics.jsonl"
+    while not metrics.exists() or metrics.read_bytes().count(b"\n") < after:
+        assert process.poll() is None and time.monotonic() < deadline, "it ended before the signal"
+        time.sleep(0.002)
+    process.send_signal(number)
+
+
+def records(folder):
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [{name: value for name, value in json.loads(line).items() if name != "samples_per_second"} for line in lines]
+
+
+def assert_same_run(folder, other):
+    assert records(folder) == records(other)
+    assert (folder / "scores.json").read_text() == (other / "scores.json").read_text()
+    for name in ("last.pt", "best.pt"):
+        states = [load_checkpoint(place / name) for place in (folder, other)]
+        assert states[0]["step"] == states[1]["step"]
+        for part in ("model", "average"):
+            for key, value in states[0][part].items():
+                assert torch.equal(value, states[1][part][key]), f"{name}: {key}"
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The folder of a run that nothing interrupts."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    status, _ = finish(start(folder))
+    assert status == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def terminated(tmp_path_factory):
+    """The folder of a run that got SIGTERM, its exit status and last words."""
+    folder = tmp_path_factory.mktemp("terminated") / "run"
+    process = start(folder)
+    send(process, signal.SIGTERM, folder, after=VALID_EVERY + 5)
+    return folder, *finish(process)
+
+
+def test_a_terminated_run_saves_and_says_how_to_go_on(terminated):
+    folder, status, sentence = terminated
+    step = load_checkpoint(folder / "last.pt")["step"]
+    assert VALID_EVERY + 5 <= step < STEPS
+    assert step == max(record["step"] for record in records(folder))  # nothing that was done is lost
+    assert status == 128 + signal.SIGTERM
+    go_on = f"resume=true hydra.run.dir={folder} continues from there"
+    assert sentence == f"anemoi_gt.train: stopped by SIGTERM after step {step}, which is saved: {go_on}"
+
+
+def test_a_terminated_run_goes_on_to_the_same_bits(terminated, whole, tmp_path):
+    folder = shutil.copytree(terminated[0], tmp_path / "run")
+    assert finish(start(folder))[0] == 0
+    assert_same_run(folder, whole)
+
+
+def test_a_killed_run_goes_on_from_the_last_checkpoint_to_the_same_bits(whole, tmp_path):
+    folder = tmp_path / "run"
+    process = start(folder)
+    send(process, signal.SIGKILL, folder, after=2 * VALID_EVERY + 5)
+    process.communicate(timeout=DEADLINE)
+    assert process.returncode == -signal.SIGKILL
+    assert load_checkpoint(folder / "last.pt")["step"] < max(record["step"] for record in records(folder)) < STEPS
+    assert finish(start(folder))[0] == 0
+    assert_same_run(folder, whole)
+
+
+def test_a_full_disk_ends_the_run_with_one_sentence_and_the_last_checkpoint_whole(terminated, tmp_path):
+    folder = shutil.copytree(terminated[0], tmp_path / "run")
+    before = (folder / "last.pt").read_bytes()
+    (folder / "last.pt.partial").symlink_to("/dev/full")  # where every write finds no space left
+    status, sentence = finish(start(folder))
+    assert status == 1
+    assert sentence == f"anemoi_gt.train: could not write {folder / 'last.pt'}: No space left on device"
+    assert (folder / "last.pt").read_bytes() == before
+    assert not (folder / "last.pt.partial").is_symlink()
