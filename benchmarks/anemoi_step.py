@@ -1,0 +1,287 @@
+"""A training step of an Anemoi model, untouched and with our attention: time, peak memory, kernels by family.
+
+    python benchmarks/anemoi_step.py --output benchmarks/results/anemoi_step.json
+    python benchmarks/anemoi_step.py --grid O32 --refinement 3 --channels 32 --heads 4 --layers 2 --rounds 2 --steps 2 --device cpu
+
+The defaults are the configuration of Anemoi's official benchmark: N320, icosphere 6, 512 channels, 16 processor layers, mappers in two
+chunks, activation checkpointing, 16-mixed, AdamW. All variants share one model and one process; each round takes them in an order drawn
+anew, and after each switch some steps are left out. Before anything is timed, loss and gradients of all variants are compared.
+
+A variant is a function that makes a context in which the model computes its way; add one to `VARIANTS`.
+"""
+
+import argparse
+import json
+import platform
+import random
+import re
+import statistics
+import subprocess
+import sys
+import time
+from collections import Counter
+from contextlib import contextmanager, nullcontext
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
+
+from support.anemoi_model import build, draw, graph_of, make_options  # noqa: E402
+
+from anemoi_gt.integrations import anemoi as integration  # noqa: E402
+
+PRECISIONS = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16, "32": None}
+FAMILIES = {  # the first whose pattern is found in the name of a kernel
+    "attention, ours": r"anemoi_gt|edge_attention|edge_attr",
+    "attention, Anemoi's": r"_gt_fwd|_gt_bwd|graph_transformer",
+    "sort, scan, unique": r"sort|scan|radix|unique|histogram|bincount|DeviceSelect|merge",
+    "matrix products": r"gemm|cutlass|nvjet|cublas|splitK|addmm|aten::mm|aten::bmm",
+    "layer norms": r"layer_norm|LayerNorm|GammaBeta",
+    "optimiser": r"multi_tensor|adam|foreach|amp_",
+    "gather, scatter, index": r"index|gather|scatter|embedding",
+    "copies and casts": r"copy|Memcpy|Memset|_to_copy|cat|fill",
+    "sums": r"reduce|sum",
+    "elementwise": r"elementwise|vectorized|gelu|add|mul",
+}
+
+
+@contextmanager
+def compiled_blocks(model):
+    """Anemoi's blocks under install and torch.compile, as its config `compile` asks for."""
+    blocks = [module for module in model.modules() if type(module).__name__ == "GraphTransformerProcessorBlock"]
+    with integration.install():
+        for block in blocks:
+            block.compile(dynamic=False)
+        try:
+            yield
+        finally:
+            for block in blocks:
+                block._compiled_call_impl = None
+
+
+VARIANTS = {
+    "untouched": lambda model: nullcontext(),
+    "install": lambda model: integration.install(),
+    "install, edges embedded": lambda model: integration.install(fuse_edges=False),
+    "install, blocks compiled": compiled_blocks,
+}
+
+
+class Training:
+    """A model, its optimiser and one batch.
+
+    Parameters
+    ----------
+    options : argparse.Namespace
+        What the command line says.
+    seed : int
+        Of the parameters.
+    """
+
+    def __init__(self, options, seed=0):
+        self.device = torch.device(options.device)
+        self.dtype = PRECISIONS[options.precision]
+        names = tuple(f"field_{i}" for i in range(options.variables))
+        graph = (
+            torch.load(options.graph, weights_only=False)
+            if options.graph
+            else graph_of(options.grid, options.refinement)
+        )
+        changes = {"channels": options.channels, "heads": options.heads, "layers": options.layers}
+        changes |= {"mapper_chunks": options.mapper_chunks, "layer_chunks": min(2, options.layers)}
+        changes |= {"graph_attention_backend": "triton" if self.device.type == "cuda" else "pyg"}
+        self.model = build(graph, make_options(**changes), names, seed).to(self.device)
+        self.x = {"data": draw(graph, batch=options.batch, variables=names)["data"].to(self.device)}
+        self.target = draw(graph, batch=options.batch, seed=4, variables=names)["data"][:, :1, ..., :-1].to(self.device)
+        self.sizes = {"graph": {str(kind): graph[kind].num_edges for kind in graph.edge_types}}
+        self.sizes |= {name: graph[name].num_nodes for name in graph.node_types}
+        self.sizes["parameters"] = sum(parameter.numel() for parameter in self.model.parameters())
+        self.start = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
+        self.restart()
+
+    def restart(self):
+        """Parameters, optimiser and scaler as at the beginning."""
+        self.model.load_state_dict(self.start)
+        self.optimiser = torch.optim.AdamW(self.model.parameters(), lr=1e-4, betas=(0.9, 0.95))
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.dtype == torch.float16)
+
+    def loss(self):
+        """Forward pass under autocast."""
+        context = torch.autocast(self.device.type, self.dtype) if self.dtype else nullcontext()
+        with context:
+            return (self.model(self.x)["data"] - self.target).square().mean()
+
+    def step(self):
+        """One whole step; its loss, which has not been waited for."""
+        loss = self.loss()
+        self.optimiser.zero_grad(set_to_none=True)
+        self.scaler.scale(loss).backward()
+        self.scaler.step(self.optimiser)
+        self.scaler.update()
+        return loss.detach()
+
+    def wait(self):
+        """Wait for the device."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def gradients(self):
+        """Loss and gradient of every parameter, scaled into the range of float16."""
+        self.model.zero_grad(set_to_none=True)
+        loss = self.loss()
+        (4096 * loss).backward()
+        return loss.item(), {name: p.grad.float() for name, p in self.model.named_parameters() if p.grad is not None}
+
+
+def compare(training, variants, reference="untouched"):
+    """Relative difference of loss and of all gradients together from those of the first variant."""
+    results, differences = {}, {}
+    for name in dict.fromkeys([reference, *variants]):
+        training.restart()
+        with VARIANTS[name](training.model):
+            results[name] = training.gradients()
+    loss, gradients = results[reference]
+    norm = torch.stack([gradient.norm() for gradient in gradients.values()]).norm()
+    for name, (other_loss, others) in results.items():
+        off = torch.stack([(others[key] - gradient).norm() for key, gradient in gradients.items()]).norm()
+        differences[name] = {"loss": abs(other_loss - loss) / abs(loss), "gradients": (off / norm).item()}
+    limit = 1e-4 if training.dtype is None else 5e-2
+    wrong = {name: found for name, found in differences.items() if not max(found.values()) < limit}
+    if wrong:
+        raise SystemExit(f"nothing is timed that is not right; allowed {limit}, got {wrong}")
+    return differences
+
+
+def measure(training, name, options):
+    """Times of single steps in ms, and peak memory in GB, of one variant in one round."""
+    training.restart()
+    with VARIANTS[name](training.model):
+        for _ in range(options.warmup):
+            training.step()
+        training.wait()
+        if training.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        times = []
+        for _ in range(options.steps):
+            begin = time.perf_counter()
+            training.step()
+            training.wait()
+            times.append(1e3 * (time.perf_counter() - begin))
+        peak = torch.cuda.max_memory_allocated() / 1e9 if training.device.type == "cuda" else None
+    return times, peak
+
+
+def family_of(kernel):
+    """Which family a kernel belongs to."""
+    return next((name for name, pattern in FAMILIES.items() if re.search(pattern, kernel, re.IGNORECASE)), "other")
+
+
+def profiled(training, name, options):
+    """Milliseconds a step by family, and the longest kernels (on a CPU, operators), from a profile."""
+    on_gpu = training.device.type == "cuda"
+    activities, steps = ([ProfilerActivity.CUDA], 3) if on_gpu else ([ProfilerActivity.CPU], 1)
+    training.restart()
+    with VARIANTS[name](training.model):
+        for _ in range(options.warmup):
+            training.step()
+        training.wait()
+        with profile(activities=activities) as trace:
+            for _ in range(steps):
+                training.step()
+            training.wait()
+    kernels, launches = Counter(), Counter()
+    for event in trace.events():
+        if (
+            on_gpu
+            and event.device_type == torch.autograd.DeviceType.CUDA
+            and not getattr(event, "is_user_annotation", False)
+        ):
+            kernels[event.name] += event.device_time_total / 1e3 / steps
+            launches[event.name] += 1 / steps
+        elif not on_gpu:
+            kernels[event.name] += event.self_cpu_time_total / 1e3 / steps
+            launches[event.name] += 1 / steps
+    families = Counter()
+    for kernel, ms in kernels.items():
+        families[family_of(kernel)] += ms
+    return {
+        "total_ms": sum(kernels.values()),
+        "families_ms": dict(families.most_common()),
+        "kernels": [{"name": k[:160], "ms": ms, "launches": launches[k]} for k, ms in kernels.most_common(25)],
+    }
+
+
+def environment(device):
+    """What the figures belong to."""
+    git = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
+    names = ("torch", "triton", "torch-geometric", "anemoi-models", "anemoi-utils")
+    return {
+        "commit": subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip(),
+        "device": torch.cuda.get_device_name() if device == "cuda" else platform.machine(),
+        "versions": {name: version(name) for name in names} | {"python": platform.python_version()},
+    }
+
+
+def make_parser(description):
+    """The command line of a benchmark of this model."""
+    parser = argparse.ArgumentParser(description=description.split("\n")[0])
+    parser.add_argument("--graph", help="a HeteroData written by torch.save, instead of --grid and --refinement")
+    parser.add_argument("--grid", default="N320")
+    parser.add_argument("--refinement", type=int, default=6)
+    parser.add_argument("--channels", type=int, default=512)
+    parser.add_argument("--heads", type=int, default=16)
+    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--mapper-chunks", type=int, default=2)
+    parser.add_argument("--variables", type=int, default=100)
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--precision", choices=PRECISIONS, default="16-mixed")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=["untouched", "install"])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=10, help="measured steps of a variant in a round")
+    parser.add_argument("--warmup", type=int, default=4, help="steps left out after each switch")
+    parser.add_argument("--seed", type=int, default=0, help="of the order of variants")
+    parser.add_argument("--output", type=Path, help="JSON file")
+    return parser
+
+
+def main(arguments=None):
+    """Compare, measure in random order, profile; write and return the report."""
+    options = make_parser(__doc__).parse_args(arguments)
+    training, shuffle = Training(options), random.Random(options.seed)
+    report = {"environment": environment(training.device.type), "options": vars(options) | {"output": None}}
+    report |= {"sizes": training.sizes, "difference_from_untouched": compare(training, options.variants), "rounds": []}
+    times, peaks = {name: [] for name in options.variants}, {name: [] for name in options.variants}
+    for _ in range(options.rounds):
+        order = shuffle.sample(options.variants, len(options.variants))
+        report["rounds"].append(order)
+        for name in order:
+            measured, peak = measure(training, name, options)
+            times[name] += measured
+            peaks[name].append(peak)
+    report["variants"] = {
+        name: {
+            "median_ms": statistics.median(times[name]),
+            "quartiles_ms": statistics.quantiles(times[name], n=4) if len(times[name]) > 1 else times[name],
+            "peak_gb": None if None in peaks[name] else max(peaks[name]),
+            "profile": profiled(training, name, options),
+        }
+        for name in options.variants
+    }
+    if options.output:
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        options.output.write_text(json.dumps(report, indent=1, default=str) + "\n")
+    for name, found in report["variants"].items():
+        peak = "" if found["peak_gb"] is None else f", {found['peak_gb']:.2f} GB"
+        print(f"{name}: {found['median_ms']:.1f} ms a step{peak}; kernels {found['profile']['total_ms']:.1f} ms")
+        for family, ms in found["profile"]["families_ms"].items():
+            print(f"    {ms:9.2f} ms  {family}")
+    return report
+
+
+if __name__ == "__main__":
+    main()

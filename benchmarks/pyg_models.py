@@ -1,0 +1,120 @@
+"""Three PyG models with `TransformerConv`, untouched and swapped: a step's time and peak memory, on one graph or a new one every step.
+
+    python benchmarks/pyg_models.py --output benchmarks/results/pyg_models.json
+    python benchmarks/pyg_models.py --nodes 2000 --edges 20000 --hidden 8 --repeats 3 --device cpu
+
+The default graph has the size of ogbn-arxiv with edges in both directions: 169,343 nodes, 2,315,598 edges, degrees as unequal. Times are
+medians of forward and backward passes in ms, both models taken in turns. `one graph` passes the swapped model a structure made once,
+`new graph` an edge list that it has to sort, as mini-batches do. Outputs are compared before anything is timed.
+"""
+
+import argparse
+import copy
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
+
+from support.pyg_models import DIM, MODELS  # noqa: E402
+
+from anemoi_gt import GraphStructure  # noqa: E402
+from anemoi_gt.integrations.pyg import swap_layers  # noqa: E402
+
+
+def draw_graph(options, device):
+    """x, edge_index, edge_attr; sources and destinations drawn so that a few nodes have most of the edges."""
+    generator = torch.Generator().manual_seed(0)
+    ends = (torch.rand(2, options.edges, generator=generator).square() * options.nodes).long()
+    x = torch.randn(options.nodes, options.channels, generator=generator)
+    edge_attr = torch.randn(options.edges, DIM, generator=generator)
+    return x.to(device), ends.to(device), edge_attr.to(device)
+
+
+def measure(calls, device, repeats):
+    """Median ms and peak GB of each call, taken in turns so that all see the same machine."""
+    times, peaks = {name: [] for name in calls}, {name: [] for name in calls}
+    for i in range(repeats + 2):  # two rounds to warm up
+        for name, call in calls.items():
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+                torch.cuda.reset_peak_memory_stats()
+            begin = time.perf_counter()
+            call()
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+                peaks[name].append(torch.cuda.max_memory_allocated() / 1e9)
+            if i >= 2:
+                times[name].append(1e3 * (time.perf_counter() - begin))
+    return {
+        name: {"median_ms": statistics.median(times[name]), "peak_gb": max(peaks[name], default=None)} for name in calls
+    }
+
+
+def compare(make, options, device):
+    """Figures of one model class."""
+    torch.manual_seed(0)
+    theirs = make(channels=options.channels, hidden=options.hidden, heads=options.heads).to(device).eval()
+    ours = swap_layers(copy.deepcopy(theirs))
+    x, edge_index, edge_attr = draw_graph(options, device)
+    graph = GraphStructure.from_edge_index(edge_index, options.nodes).with_reverse()
+    with torch.no_grad():
+        expected = theirs(x, edge_index, edge_attr)
+        torch.testing.assert_close(ours(x, edge_index, edge_attr), expected, rtol=1e-2, atol=1e-2)
+
+    def step(model, edges):
+        model.zero_grad(set_to_none=True)
+        model(x, edges, edge_attr).square().mean().backward()
+
+    calls = {
+        "pyg": lambda: step(theirs, edge_index),
+        "new graph": lambda: step(ours, edge_index),
+        "one graph": lambda: step(ours, graph),
+    }
+    return measure(calls, device, options.repeats)
+
+
+def main(arguments=None):
+    """Measure all models; write and return the report."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--nodes", type=int, default=169_343)
+    parser.add_argument("--edges", type=int, default=2_315_598)
+    parser.add_argument("--channels", type=int, default=128)
+    parser.add_argument("--hidden", type=int, default=64, help="channels of a head")
+    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--output", type=Path, help="JSON file")
+    options = parser.parse_args(arguments)
+    device = torch.device(options.device)
+    git = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
+    report = {
+        "commit": subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip(),
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else platform.machine(),
+        "versions": {name: version(name) for name in ("torch", "torch-geometric", "triton")},
+        "options": vars(options) | {"output": None},
+        "models": {},
+    }
+    for make in MODELS:
+        found = report["models"][make.__name__] = compare(make, options, device)
+        print(
+            make.__name__,
+            *(f"{name}: {f['median_ms']:.2f} ms, {f['peak_gb']} GB" for name, f in found.items()),
+            sep="\n  ",
+        )
+    if options.output:
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        options.output.write_text(json.dumps(report, indent=1) + "\n")
+    return report
+
+
+if __name__ == "__main__":
+    main()

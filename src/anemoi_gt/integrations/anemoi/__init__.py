@@ -1,0 +1,18 @@
+"""Anemoi's graph transformers computing with our attention: everywhere (`install`), in one model, or from a config."""
+
+from anemoi_gt.integrations.anemoi.components import (
+    graph_transformer_backward_mapper,
+    graph_transformer_forward_mapper,
+    graph_transformer_processor,
+)
+from anemoi_gt.integrations.anemoi.switch import Installation, install, swap_layers, uninstall
+
+__all__ = [
+    "Installation",
+    "graph_transformer_backward_mapper",
+    "graph_transformer_forward_mapper",
+    "graph_transformer_processor",
+    "install",
+    "swap_layers",
+    "uninstall",
+]

@@ -1,0 +1,113 @@
+"""PyG's `TransformerConv` in models that others wrote, replaced by our layer of the same parameters."""
+
+import logging
+
+import torch
+from torch import nn
+from torch_geometric.nn import Linear, TransformerConv
+
+from anemoi_gt.config import AttentionConfig
+from anemoi_gt.nn import GraphTransformerConv
+
+log = logging.getLogger(__name__)
+
+
+def swap_layers(model: nn.Module, config: AttentionConfig = AttentionConfig()) -> nn.Module:  # noqa: B008  frozen
+    """Replace every `TransformerConv` of a model by a `GraphTransformerConv` that holds its parameters.
+
+    Parameters are moved, not copied: an optimiser that was made before goes on with them. Hooks, the training mode and
+    the state dict stay. A layer that appears twice in the model still does.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        Its layers are replaced in place; a `TransformerConv` itself cannot be, use what is returned.
+    config : AttentionConfig
+        Backend and precision of the attention. With backend "auto" a layer that ours cannot stand for stays PyG's, and the
+        log says so with the reason.
+
+    Returns
+    -------
+    torch.nn.Module
+        `model`, or its replacement when it is a `TransformerConv`.
+
+    Raises
+    ------
+    ValueError
+        If there is no `TransformerConv`, or one that ours cannot stand for while `config` names a backend.
+
+    Examples
+    --------
+    >>> model = torch.nn.ModuleDict({"first": TransformerConv(4, 8), "second": TransformerConv(8, 2)})
+    >>> swap_layers(model)
+    ModuleDict(
+      (first): GraphTransformerConv(4, 8, heads=1)
+      (second): GraphTransformerConv(8, 2, heads=1)
+    )
+    """
+    theirs = {id(module): module for module in model.modules() if isinstance(module, TransformerConv)}
+    if not theirs:
+        raise ValueError(f"model must have a TransformerConv of PyG, got {type(model).__name__} without one")
+    ours = {key: _replacement(layer, config) for key, layer in theirs.items()}  # all, before the model changes
+    for parent in list(model.modules()):
+        for name, child in parent._modules.items():
+            if id(child) in ours:
+                parent.register_module(name, ours[id(child)])
+    return ours.get(id(model), model)
+
+
+def _replacement(theirs: TransformerConv, config: AttentionConfig) -> nn.Module:
+    """Return our layer with the parameters of `theirs`; `theirs` where that is not possible and `config` leaves it open."""
+    reason = _why_not(theirs)
+    if reason is None:
+        try:
+            return _with_parameters_of(theirs, config)
+        except ValueError as error:  # an option that our constructor refuses
+            reason = str(error)
+    if config.backend != "auto":
+        raise ValueError(
+            f"attention backend {config.backend!r} cannot serve {theirs}: {reason}; backend 'auto' leaves it as it is"
+        )
+    log.warning("%s stays PyG's own: %s", theirs, reason)
+    return theirs
+
+
+def _why_not(theirs: TransformerConv) -> str | None:
+    """Return why our layer cannot stand for this one, or None when it can."""
+    if type(theirs) is not TransformerConv:
+        return f"{type(theirs).__qualname__} is a class of its own, which may compute something else"
+    embed = theirs.lin_edge
+    if embed is None:
+        return None
+    if type(embed) is not Linear:
+        return f"its lin_edge is {type(embed).__qualname__}, and PyG's Linear is needed, whose weight is all it does"
+    if embed._forward_hooks:
+        return "hooks watch its lin_edge, which would not be called"
+    return None
+
+
+def _with_parameters_of(theirs: TransformerConv, config: AttentionConfig) -> GraphTransformerConv:
+    with torch.device("meta"):  # parameters that are replaced at once: neither memory nor random numbers
+        ours = GraphTransformerConv(
+            theirs.in_channels,
+            theirs.out_channels,
+            heads=theirs.heads,
+            concat=theirs.concat,
+            beta=theirs.beta,
+            dropout=theirs.dropout,
+            edge_dim=theirs.edge_dim,
+            bias=theirs.lin_key.bias is not None,
+            root_weight=theirs.root_weight,
+            config=config,
+            aggr=theirs.aggr,
+            flow=theirs.flow,
+            decomposed_layers=theirs.decomposed_layers,
+        )
+    for name, child in theirs._modules.items():
+        if name.startswith("lin_"):
+            setattr(ours, name, child)
+    vars(ours).update({name: hooks for name, hooks in vars(theirs).items() if "_hooks" in name})
+    ours.training = theirs.training
+    if theirs.explain is not None:
+        ours.explain = theirs.explain
+    return ours

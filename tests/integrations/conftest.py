@@ -1,0 +1,33 @@
+"""Anemoi computes with its own code before and after every test; a small graph; what our attention was called with."""
+
+import pytest
+from support.anemoi_model import graph_of
+
+from anemoi_gt.integrations import anemoi
+from anemoi_gt.integrations.anemoi import block
+
+
+@pytest.fixture(autouse=True)
+def anemoi_as_it_is():
+    """Whatever a test installs ends with it."""
+    yield
+    anemoi.uninstall()
+
+
+@pytest.fixture(scope="session")
+def graph():
+    """544 data points, 162 hidden nodes."""
+    return graph_of("O8", 2)
+
+
+@pytest.fixture
+def attentions(monkeypatch):
+    """The arguments of every call of our attention by an Anemoi block: query, key, value, graph, edges, and weight, bias of raw edges."""
+    calls, attend = [], block.edge_attention
+
+    def record(*operands, **options):
+        calls.append(operands)
+        return attend(*operands, **options)
+
+    monkeypatch.setattr(block, "edge_attention", record)
+    return calls

@@ -1,0 +1,132 @@
+"""Our attention from a config of Anemoi: as an entry of its layer kernels with validation on, or as targets with it off."""
+
+import pickle
+import warnings
+
+import pytest
+import torch
+from anemoi.models.layers.block import GraphTransformerBaseBlock
+from anemoi.models.layers.mapper import GraphTransformerBackwardMapper, GraphTransformerForwardMapper
+from anemoi.models.layers.processor import GraphTransformerProcessor
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import InstantiationException
+from support.anemoi_model import CONFIG, build, draw, make_options, options_of
+
+from anemoi_gt.integrations import anemoi as integration
+from anemoi_gt.integrations.anemoi.settings import CHOSEN
+
+with warnings.catch_warnings(action="ignore"):  # of pydantic, at every field of the schema
+    from anemoi.models.schemas.models import BaseModelSchema
+
+APPLICATION = f"""
+defaults:
+  - {CONFIG.stem}
+  - anemoi/layer_kernels@model.layer_kernels: anemoi_gt
+  - _self_
+hydra:
+  searchpath: [pkg://anemoi_gt.configs]
+"""
+
+
+@pytest.fixture
+def composed(tmp_path):
+    """Compose the small model with our layer kernels, as anemoi-training would with a config of the user's."""
+
+    def make(*overrides):
+        (tmp_path / "config.yaml").write_text(APPLICATION)
+        (tmp_path / CONFIG.name).write_text(CONFIG.read_text())
+        with initialize_config_dir(str(tmp_path), version_base="1.3"):
+            return options_of(compose("config", list(overrides)))
+
+    yield make
+    GlobalHydra.instance().clear()
+
+
+def validated(options):
+    """What is left of options after Anemoi's schema: it raises for what it does not know."""
+    return BaseModelSchema(**options).model_dump(by_alias=True)
+
+
+def test_the_layer_kernel_passes_the_schema_and_installs_us(composed, graph, attentions):
+    expected = build(graph, make_options())(draw(graph))["data"]
+    options = composed()
+    assert options["processor"]["layer_kernels"]["AnemoiGT"]["_target_"] == "builtins.dict"
+    model = build(graph, validated(options))
+    torch.testing.assert_close(model(draw(graph))["data"], expected, rtol=1e-4, atol=1e-5)
+    assert len(attentions) == 2 + 2 + 2
+
+
+def test_the_layer_kernel_takes_the_options_of_install(composed, graph):
+    kernel = "model.layer_kernels.AnemoiGT.install"
+    build(
+        graph, validated(composed(f"{kernel}.backend=torch", f"{kernel}.precision=bf16", f"{kernel}.fuse_edges=false"))
+    )
+    assert (CHOSEN.everywhere.config.backend, CHOSEN.everywhere.config.precision) == ("torch", "bf16")
+    assert not CHOSEN.everywhere.fuse_edges
+
+
+def causes(error):
+    """An error and those that it was raised for."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def test_a_misspelt_option_stops_the_build(composed, graph):
+    with pytest.raises(InstantiationException) as caught:
+        build(graph, composed("model.layer_kernels.AnemoiGT.install.backend=cuda"))
+    assert "backend must be one of auto, triton, torch, got 'cuda'" in " ".join(map(str, causes(caught.value)))
+
+
+def test_a_model_from_the_config_pickles_without_a_name_of_ours(composed, graph):
+    pickled = pickle.dumps(build(graph, composed()))
+    assert b"anemoi_gt" not in pickled
+
+
+TARGETS = {
+    "processor": ("graph_transformer_processor", GraphTransformerProcessor),
+    "encoder": ("graph_transformer_forward_mapper", GraphTransformerForwardMapper),
+    "decoder": ("graph_transformer_backward_mapper", GraphTransformerBackwardMapper),
+}
+
+
+def component_of(options, name):
+    return options["processor"] if name == "processor" else options[f"{name}s"][name]["mapper"]
+
+
+def test_targets_build_anemois_components_with_our_attention(graph, attentions):
+    expected = build(graph, make_options())(draw(graph))["data"]
+    options = make_options()
+    for name, (target, _) in TARGETS.items():
+        component_of(options, name)["_target_"] = f"anemoi_gt.integrations.anemoi.{target}"
+    model = build(graph, options)
+    torch.testing.assert_close(model(draw(graph))["data"], expected, rtol=1e-4, atol=1e-5)
+    assert len(attentions) == 2 + 2 + 2
+    built = {"processor": model.processor, **model.encoder, **model.decoder}
+    assert {name: type(component) for name, component in built.items()} == {n: kind for n, (_, kind) in TARGETS.items()}
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_a_target_swaps_its_own_blocks_with_its_own_options(graph, name):
+    options = make_options()
+    component_of(options, name).update(_target_=f"anemoi_gt.integrations.anemoi.{TARGETS[name][0]}", precision="bf16")
+    model = build(graph, options)
+    swapped = {
+        path.partition(".")[0]: CHOSEN.of(block).config.precision
+        for path, block in model.named_modules()
+        if isinstance(block, GraphTransformerBaseBlock) and CHOSEN.of(block)
+    }
+    assert swapped == {name: "bf16"}
+
+
+def test_anemois_schema_knows_no_target_of_ours():
+    options = make_options()
+    options["processor"]["_target_"] = "anemoi_gt.integrations.anemoi.graph_transformer_processor"
+    with pytest.raises(ValueError, match="does not match any of the expected tags"):
+        validated(options)
+
+
+def test_what_the_config_installs_is_what_install_returns(composed, graph):
+    model = build(graph, composed())
+    assert isinstance(model.processor.layer_factory.AnemoiGT()["install"], integration.Installation)

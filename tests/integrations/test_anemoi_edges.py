@@ -1,0 +1,254 @@
+"""The structure of a graph is made once, for its own edges and no others, and dies with it."""
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+from anemoi.models.distributed.khop_edges import build_graph_partition
+from support.anemoi_model import build, differentiate, draw, graph_of, make_options
+from torch.library import opcheck
+
+from anemoi_gt import GraphStructure
+from anemoi_gt.integrations import anemoi as integration
+from anemoi_gt.integrations.anemoi import edges, lists
+
+
+@pytest.fixture
+def sorts(monkeypatch):
+    """Shapes of the edge lists that were sorted."""
+    shapes, sort = [], GraphStructure.from_edge_index.__func__
+
+    def record(cls, edge_index, *arguments, **options):
+        shapes.append(tuple(edge_index.shape))
+        return sort(cls, edge_index, *arguments, **options)
+
+    monkeypatch.setattr(GraphStructure, "from_edge_index", classmethod(record))
+    return shapes
+
+
+def remembered():
+    """How many edge lists are remembered."""
+    gc.collect()
+    return len(edges._BY_ADDRESS) + len(edges._BY_TENSOR) + len(lists._BY_PROVIDER)
+
+
+def train(model, x, steps):
+    for _ in range(steps):
+        model(x)["data"].square().mean().backward()
+
+
+@pytest.mark.parametrize("chunks", (1, 3))
+def test_each_graph_is_sorted_once_over_layers_chunks_recompute_and_steps(graph, sorts, chunks):
+    model, x = build(graph, make_options(mapper_chunks=chunks, layers=4)), draw(graph)
+    with integration.install():
+        train(model, x, steps=3)
+    assert len(sorts) == 1 + 2 * chunks
+
+
+def test_each_source_side_is_made_once_and_not_for_inference(graph, monkeypatch):
+    made, with_reverse = [], GraphStructure.with_reverse
+
+    def record(self, **options):
+        made.append(None) if not self.has_reverse else None
+        return with_reverse(self, **options)
+
+    monkeypatch.setattr(GraphStructure, "with_reverse", record)
+    model, x = build(graph, make_options(mapper_chunks=1)), draw(graph)
+    with integration.install():
+        with torch.no_grad():
+            model(x)
+        assert not made
+        train(model, x, steps=2)
+    assert len(made) == 3
+
+
+def test_later_steps_count_and_renumber_nothing(graph, monkeypatch):
+    model, x = build(graph, make_options()), draw(graph)
+    waits, item = [], torch.Tensor.item
+    with integration.install():
+        train(model, x, steps=1)
+        monkeypatch.setattr(torch.Tensor, "item", lambda self: waits.append(None) or item(self))
+        monkeypatch.setattr(torch, "unique", lambda *_, **__: pytest.fail("renumbers a known chunk"))
+        train(model, x, steps=1)
+    assert not waits
+
+
+@pytest.mark.parametrize(("batch", "chunks", "folded"), ((3, 1, True), (4, 2, True), (3, 2, False)))
+def test_a_batch_is_folded_where_chunks_hold_whole_samples(graph, attentions, batch, chunks, folded):
+    model = build(graph, make_options(mapper_chunks=chunks))
+    with integration.install():
+        model(draw(graph, batch=batch))
+    samples = [query.shape[:-3] for query, *_ in attentions]
+    chunk = (batch // chunks,) if folded else ()
+    assert samples == [chunk] * chunks + [(batch,)] * 2 + [chunk] * chunks  # encoder, two processor layers, decoder
+
+
+def test_every_batch_size_has_its_own(graph, sorts):
+    model = build(graph, make_options(mapper_chunks=1))
+    with integration.install():
+        results = {batch: model(draw(graph, batch=batch))["data"] for batch in (1, 2, 1, 2)}
+    assert len(sorts) == 6
+    for batch, out in results.items():
+        torch.testing.assert_close(out, model(draw(graph, batch=batch))["data"], rtol=1e-4, atol=1e-5)
+
+
+def test_everything_dies_with_the_model(graph):
+    assert remembered() == 0
+    model = build(graph, make_options())
+    with integration.install():
+        train(model, draw(graph, batch=2), steps=1)
+        assert remembered() > 0
+        structures = [
+            weakref.ref(folded.graph) for held in edges._BY_ADDRESS.values() for folded in held._structures.values()
+        ]
+        assert len(structures) == 5
+        del model
+        assert remembered() == 0 and not any(structure() for structure in structures)
+
+
+def test_uninstall_forgets_everything(graph):
+    model = build(graph, make_options())
+    with integration.install():
+        model(draw(graph))
+    assert remembered() == 0
+
+
+def test_a_copy_of_a_model_has_structures_of_its_own(graph, sorts):
+    model = build(graph, make_options(mapper_chunks=1))
+    with integration.install():
+        model(draw(graph))
+        copy.deepcopy(model)(draw(graph))
+    assert len(sorts) == 6
+
+
+def rewired(provider):
+    """The edges of a provider with other sources: the same sizes, another graph."""
+    src, dst = provider.edge_index_base
+    return torch.stack([src.roll(1000), dst])
+
+
+@pytest.mark.parametrize("in_place", (False, True), ids=("another tensor", "written into"))
+def test_a_graph_of_the_same_sizes_is_not_taken_for_the_one_before(graph, in_place):
+    model, x = build(graph, make_options()), draw(graph)
+    provider = model.processor_graph_provider
+    with integration.install():
+        before = model(x)["data"]
+        if in_place:
+            provider.edge_index_base.copy_(rewired(provider))
+        else:
+            provider.edge_index_base = rewired(provider)
+        after = model(x)["data"]
+    torch.testing.assert_close(after, model(x)["data"], rtol=1e-4, atol=1e-5)
+    assert (after - before).abs().max() > 1e-3
+
+
+def test_a_list_that_somebody_wrote_into_is_made_anew(graph):
+    model, x = build(graph, make_options()), draw(graph)
+    expected = model(x)["data"]
+    with integration.install():
+        model(x)
+        for held in list(edges._BY_ADDRESS.values()):
+            held.edge_index.zero_()
+        torch.testing.assert_close(model(x)["data"], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_edges_declared_sorted_are_sorted_nevertheless(graph, attentions):
+    model, x = build(graph, make_options()), draw(graph)
+    expected = model(x)["data"]
+    provider = model.processor_graph_provider
+    order = torch.randperm(provider.edge_attr.shape[0], generator=torch.Generator().manual_seed(0))
+    provider.edge_index_base, provider.edge_attr = provider.edge_index_base[:, order], provider.edge_attr[order]
+    with integration.install():
+        torch.testing.assert_close(model(x)["data"], expected, rtol=1e-4, atol=1e-5)
+    assert attentions
+
+
+def test_chunks_of_edges_that_are_declared_sorted_and_are_not_are_refused(graph):
+    model = build(graph, make_options())
+    provider = model.encoder_graph_provider["data"]
+    provider.edge_index_base = provider.edge_index_base.flip(1)
+    with integration.install(), pytest.raises(ValueError, match=r"destination .* must hold values in 0 \.\. 80"):
+        model(draw(graph))
+
+
+def test_training_follows_inference_mode(graph):
+    model, x = build(graph, make_options()), draw(graph, batch=2)
+    expected, gradients = differentiate(model, x)
+    with integration.install():
+        with torch.inference_mode():
+            model(x)
+        out, ours = differentiate(model, x)
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+    name = "processor.proc.0.lin_query.weight"
+    torch.testing.assert_close(ours[name], gradients[name], rtol=1e-3, atol=1e-7)
+
+
+def test_an_unknown_list_is_sorted_once_while_it_lives(sorts):
+    edge_index = torch.tensor([[0, 1, 2], [1, 0, 1]])
+    first = edges.structure_of(edge_index, (3, 2), reverse=False)
+    assert edges.structure_of(edge_index, (3, 2), reverse=False) is first and len(sorts) == 1
+    edge_index[0, 0] = 2
+    assert edges.structure_of(edge_index, (3, 2), reverse=False).graph.row.tolist() == [1, 2, 2]
+    del edge_index, first
+    assert remembered() == 0
+
+
+def test_a_list_that_was_written_into_is_not_recognised():
+    held = edges.HandedOut(torch.tensor([[0, 1], [0, 1]]))
+    assert edges.recognise(held.edge_index.view(2, 2)) is held
+    edges.structure_of(held.edge_index, (3, 2), reverse=False)
+    held.edge_index[0, 0] = 2
+    assert edges.recognise(held.edge_index) is None
+    assert edges.structure_of(held.edge_index, (3, 2), reverse=False).graph.row.tolist() == [2, 1]
+
+
+def test_side_by_side_graphs_that_differ_are_not_folded():
+    copies = torch.tensor([[0, 1, 2, 3], [0, 1, 2, 3]])
+    other = torch.tensor([[0, 1, 3, 2], [0, 1, 2, 3]])
+    for edge_index, samples in ((copies, 2), (other, 1)):
+        held = edges.HandedOut(edge_index, samples=2)
+        assert edges.structure_of(held.edge_index, (4, 4), reverse=False).samples == samples
+
+
+def test_chunks_without_edges_and_lists_without_edges_work():
+    held = edges.HandedOut(torch.zeros(2, 0, dtype=torch.int64))
+    assert edges.recognise(held.edge_index) is None
+    assert edges.structure_of(held.edge_index, (3, 2), reverse=True).graph.num_edges == 0
+
+
+def test_a_chunk_holds_what_anemois_holds():
+    edge_index = torch.tensor([[5, 1, 4, 1, 0], [0, 0, 1, 2, 3]])
+    partition = build_graph_partition(edge_index, 2, (6, 4))
+    pair = (torch.arange(6.0).unsqueeze(1), torch.arange(4.0).unsqueeze(1))
+    edge_attr = torch.arange(5.0).unsqueeze(1)
+    expected = [partition.materialise(i, pair, edge_attr, edge_index, cond=pair) for i in range(2)]
+    held = edges.HandedOut(edge_index)
+    with integration.install():
+        for i, chunk in enumerate(expected):
+            for _ in range(2):
+                ours = partition.materialise(i, pair, edge_attr, held.edge_index, cond=pair)
+                torch.testing.assert_close(ours, chunk)
+
+
+@pytest.mark.parametrize("reverse", (False, True))
+def test_the_operator_for_compiled_code_keeps_the_rules_of_pytorch(reverse):
+    edge_index = torch.tensor([[0, 1, 2], [1, 0, 1]])
+    opcheck(torch.ops.anemoi_gt.edge_structure.default, (edge_index, 3, 2, reverse))
+
+
+def test_compiled_code_may_write_into_the_structure_it_got():
+    edge_index = torch.tensor([[0, 1, 2], [1, 0, 1]])
+    for tensor in edges.edge_structure(edge_index, 3, 2, True):
+        tensor.zero_()
+    assert edges.structure_of(edge_index, (3, 2), reverse=True).graph.validate().row.tolist() == [1, 0, 2]
+
+
+def test_o96_gives_what_anemoi_gives():
+    graph = graph_of("O96", 4)
+    model = build(graph, make_options(channels=8, heads=1, layers=1, layer_chunks=1, checkpointing=False))
+    with torch.no_grad():
+        expected = model(draw(graph))["data"]
+        with integration.install():
+            torch.testing.assert_close(model(draw(graph))["data"], expected, rtol=1e-4, atol=1e-5)

@@ -1,0 +1,195 @@
+"""Models of Anemoi compute the same with our attention, in every mode that they have."""
+
+import anemoi.models.layers.block
+import anemoi.models.layers.mapper
+import pytest
+import torch
+from support.anemoi_model import build, differentiate, draw, graph_of, make_ensemble_options, make_options
+
+from anemoi_gt.integrations import anemoi as integration
+
+TOLERANCE = 2e-5  # of the largest value of a tensor; float32, sums over up to 15,744 edges in another order
+
+
+def assert_close(name, actual, expected, scale=None):
+    scale = expected.abs().max().item() if scale is None else scale
+    error = (actual - expected).abs().max().item()
+    assert error <= TOLERANCE * scale, f"{name}: off by {error:.1e} of {scale:.1e}"
+
+
+def assert_same_gradients(actual, expected):
+    """Gradients that vanish but for rounding, as that of the key's bias, are small against those of their block."""
+    assert actual.keys() == expected.keys()
+    largest = max(gradient.abs().max().item() for gradient in expected.values() if gradient is not None)
+    for name, gradient in expected.items():
+        assert (gradient is None) == (actual[name] is None), name
+        if gradient is not None:
+            assert_close(name, actual[name], gradient, scale=max(gradient.abs().max().item(), 1e-2 * largest))
+
+
+@pytest.fixture
+def assert_same(graph, attentions):
+    """Check that a model of these options computes the same with us, and does compute with us."""
+
+    def check(options, x, fuse_edges=True, **forward):
+        model = build(graph, options)
+        out, gradients = differentiate(model, x, **forward)
+        assert not attentions
+        with integration.install(fuse_edges=fuse_edges):
+            ours, our_gradients = differentiate(model, x, **forward)
+        assert attentions
+        assert_close("output", ours, out)
+        assert_same_gradients(our_gradients, gradients)
+
+    return check
+
+
+@pytest.mark.parametrize(
+    "changes",
+    (
+        {},
+        {"qk_norm": True},
+        {"edge_pre_mlp": True},
+        {"trainable": 0},
+        {"checkpointing": False},
+        {"mapper_chunks": 1},
+        {"mapper_chunks": 5},
+        {"shard_strategy": "heads"},
+        {"heads": 1},
+        {"channels": 24, "heads": 3},
+    ),
+    ids=str,
+)
+def test_output_and_gradients_are_anemois(graph, assert_same, changes):
+    assert_same(make_options(**changes), draw(graph))
+
+
+@pytest.mark.parametrize("strategy", ("edges", "heads"))
+@pytest.mark.parametrize("chunks", (1, 2, 3), ids="{} chunks".format)
+def test_a_batch_gives_what_anemoi_gives(graph, assert_same, chunks, strategy):
+    options = make_options(mapper_chunks=chunks, shard_strategy=strategy)
+    assert_same(options, draw(graph, batch=3 if chunks == 3 else 2))
+
+
+def test_narrow_attention_gives_what_anemoi_gives(graph, assert_same):
+    options = make_options()
+    options["processor"]["attn_channels"] = 16
+    assert_same(options, draw(graph))
+
+
+def test_an_ensemble_with_conditional_layer_norm_gives_what_anemoi_gives(graph, assert_same):
+    assert_same(make_ensemble_options(), draw(graph, batch=2, ensemble=2), fcstep=1)
+
+
+def test_embedded_edges_give_what_anemoi_gives(graph, assert_same):
+    assert_same(make_options(), draw(graph, batch=2), fuse_edges=False)
+
+
+def train(graph, steps):
+    """Losses and parameters of a model with Anemoi's default options, small."""
+    model = build(graph, make_options(layers=4))
+    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    x, target = draw(graph), draw(graph, seed=4)["data"][:, :1, ..., :3]
+    losses = []
+    for _ in range(steps):
+        loss = (model(x)["data"] - target).square().mean()
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+        losses.append(loss.item())
+    return losses, dict(model.named_parameters())
+
+
+def test_ten_steps_of_training_on_o32_are_anemois():
+    graph = graph_of("O32", 3)
+    losses, parameters = train(graph, 10)
+    with integration.install():
+        our_losses, our_parameters = train(graph, 10)
+    torch.testing.assert_close(our_losses, losses, rtol=2e-6, atol=0)
+    assert losses[-1] < 0.9 * losses[0]
+    for name, parameter in parameters.items():
+        if not name.endswith(
+            "lin_key.bias"
+        ):  # the softmax drops it: its gradient is rounding, which AdamW makes a step
+            torch.testing.assert_close(our_parameters[name], parameter, rtol=0, atol=2e-5, msg=lambda m, n=name: n + m)
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=("bf16-mixed", "16-mixed"))
+def test_mixed_precision_is_as_accurate_as_anemois(graph, dtype):
+    model, x = build(graph, make_options()), draw(graph)
+    exact, exact_gradients = differentiate(model, x)
+
+    def errors():
+        with torch.autocast("cpu", dtype):
+            out, gradients = differentiate(model, x)
+        named = {"output": (out, exact)}
+        named |= {name: (gradients[name], gradient) for name, gradient in exact_gradients.items()}
+        return {name: (a - b).norm().item() / b.norm().item() for name, (a, b) in named.items() if b is not None}
+
+    theirs = errors()
+    with integration.install():
+        ours = errors()
+    for name in ours:
+        if not name.endswith("lin_key.bias"):
+            assert ours[name] <= 2 * theirs[name] + torch.finfo(dtype).eps, f"{name}: {ours[name]}, {theirs[name]}"
+
+
+def test_scaled_gradients_of_16_mixed_step_as_in_float32(graph):
+    x, target = draw(graph), draw(graph, seed=4)["data"][:, :1, ..., :3]
+
+    def losses(scaler, context):
+        model = build(graph, make_options())
+        optimiser = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        for _ in range(3):
+            with context():
+                loss = (model(x)["data"] - target).square().mean()
+            optimiser.zero_grad()
+            scaler.scale(loss).backward()
+            scaler.step(optimiser)
+            scaler.update()
+            yield loss.item()
+
+    with integration.install():
+        exact = list(losses(torch.amp.GradScaler("cpu", enabled=False), lambda: torch.autocast("cpu", enabled=False)))
+        mixed = list(losses(torch.amp.GradScaler("cpu"), lambda: torch.autocast("cpu", torch.float16)))
+    assert mixed == pytest.approx(exact, rel=5e-3)
+
+
+@pytest.fixture
+def inference_chunks(monkeypatch):
+    """Set what Anemoi reads from ANEMOI_INFERENCE_NUM_CHUNKS when it is imported."""
+
+    def set_chunks(number):
+        monkeypatch.setattr(anemoi.models.layers.block, "NUM_CHUNKS_INFERENCE_PROCESSOR", number)
+        monkeypatch.setattr(anemoi.models.layers.mapper, "NUM_CHUNKS_INFERENCE_MAPPER", number)
+
+    return set_chunks
+
+
+@pytest.mark.parametrize("strategy", ("edges", "heads"))
+def test_inference_in_chunks_changes_nothing(graph, inference_chunks, strategy):
+    model, x = build(graph, make_options(shard_strategy=strategy)).eval(), draw(graph)
+    with integration.install(), torch.inference_mode():
+        whole = model(x)["data"]
+        inference_chunks(3)
+        assert_close("output", model(x)["data"], whole)
+
+
+@pytest.mark.parametrize("chunks", (1, 3))
+def test_dtype_of_attention_does_not_depend_on_chunks(graph, inference_chunks, chunks):
+    model = build(graph, make_options()).eval()
+    block, seen = model.processor.proc[0], []
+    block.projection.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].dtype))
+    inference_chunks(chunks)
+    with integration.install(), torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
+        model(draw(graph))
+    assert set(seen) == {torch.bfloat16}
+
+
+def test_precision_of_the_attention_can_be_chosen(graph):
+    model, x = build(graph, make_options()), draw(graph)
+    out, _ = differentiate(model, x)
+    with integration.install(precision="bf16"):
+        coarse, _ = differentiate(model, x)
+    error = (coarse - out).norm() / out.norm()
+    assert coarse.dtype == torch.float32 and 1e-6 < error < 1e-2

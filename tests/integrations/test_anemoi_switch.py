@@ -1,0 +1,416 @@
+"""install, uninstall and swap_layers change how blocks compute and nothing else."""
+
+import copy
+import gc
+import logging
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+from anemoi.models.distributed import khop_edges
+from anemoi.models.distributed.khop_edges import GraphPartition
+from anemoi.models.distributed.shapes import GraphShardInfo
+from anemoi.models.layers import mapper
+from anemoi.models.layers.block import GraphTransformerBaseBlock, GraphTransformerProcessorBlock
+from anemoi.models.layers.graph_provider import StaticGraphProvider
+from anemoi.models.layers.mapper import GraphTransformerBaseMapper
+from anemoi.models.layers.utils import load_layer_kernels
+from anemoi.models.triton.gt import graph_transformer_attention_conv
+from support.anemoi_model import build, draw, make_options
+
+from anemoi_gt.integrations import anemoi as integration
+from anemoi_gt.integrations.anemoi import block as our_methods
+from anemoi_gt.integrations.anemoi.settings import CHOSEN
+
+CHANGED = (
+    GraphTransformerBaseBlock,
+    StaticGraphProvider,
+    GraphTransformerBaseMapper,
+    GraphPartition,
+    mapper,
+    khop_edges,
+)
+NODES, EDGES = 30, 150
+
+
+def make_block(**options):
+    """A processor block of 2 heads of 8 channels."""
+    torch.manual_seed(0)
+    sizes = {"in_channels": 16, "hidden_dim": 32, "out_channels": 16, "num_heads": 2, "edge_dim": 5}
+    options = {"layer_kernels": load_layer_kernels(), "graph_attention_backend": "pyg"} | options
+    return GraphTransformerProcessorBlock(**sizes, **options)
+
+
+@pytest.fixture
+def inputs():
+    """x, edge_attr, edge_index of a graph whose edges are not sorted, and the rest of what a block is called with."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(NODES, 16, generator=generator, requires_grad=True)
+    edge_attr = torch.randn(EDGES, 5, generator=generator, requires_grad=True)
+    edge_index = torch.randint(NODES, (2, EDGES), generator=generator)
+    return x, edge_attr, edge_index, GraphShardInfo(), 1, NODES
+
+
+def run(block, inputs):
+    """Output and gradients of nodes, edge attributes and the edges' embedding."""
+    out = block(*inputs)[0]
+    return out, *torch.autograd.grad(out.sin().sum(), [*inputs[:2], block.lin_edge.weight])
+
+
+def assert_close(actual, expected):
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_blocks_built_before_and_after_install_compute_with_us(inputs, attentions):
+    before = make_block()
+    expected = run(before, inputs)
+    integration.install()
+    for block in (before, make_block()):
+        attentions.clear()
+        assert_close(run(block, inputs), expected)
+        assert len(attentions) == 1
+
+
+@pytest.mark.parametrize("owner", CHANGED, ids=lambda owner: owner.__name__)
+def test_uninstall_leaves_anemois_code_as_it_was(owner):
+    before = dict(vars(owner))
+    integration.install()
+    assert dict(vars(owner)) != before
+    integration.uninstall()
+    assert dict(vars(owner)) == before
+
+
+def test_the_context_ends_what_it_began(inputs, attentions):
+    block = make_block()
+    with integration.install():
+        run(block, inputs)
+    assert len(attentions) == 1
+    run(block, inputs)
+    assert len(attentions) == 1
+
+
+def test_an_inner_context_brings_back_the_outer_one():
+    with integration.install(backend="torch"):
+        with integration.install(precision="bf16", fuse_edges=False):
+            assert CHOSEN.everywhere.config.precision == "bf16"
+        assert CHOSEN.everywhere.config.backend == "torch" and CHOSEN.everywhere.fuse_edges
+    assert CHOSEN.is_empty
+
+
+def test_an_outer_context_lasts_though_uninstall_was_called_within(inputs, attentions):
+    with integration.install():
+        with integration.install():
+            integration.uninstall()
+        run(make_block(), inputs)
+    assert len(attentions) == 1
+
+
+def test_swap_layers_swaps_one_model(inputs, attentions):
+    ours, theirs = make_block(), make_block()
+    assert integration.swap_layers(ours) is ours
+    assert_close(run(ours, inputs), run(theirs, inputs))
+    assert len(attentions) == 1
+
+
+def test_a_swapped_model_keeps_its_options_under_install(inputs, attentions):
+    block = integration.swap_layers(make_block(), fuse_edges=False)
+    with integration.install():
+        run(block, inputs)
+    assert len(attentions[0]) == 5
+
+
+def test_a_block_built_for_anemois_kernels_computes_with_us(inputs, attentions):
+    block = make_block()
+    expected = run(block, inputs)
+    del block.conv
+    block.conv, block.graph_attention_backend = graph_transformer_attention_conv, "triton"  # as on a GPU
+    with integration.install():
+        assert_close(run(block, inputs), expected)
+    assert len(attentions) == 1
+
+
+def test_uninstall_ends_swap_layers_too(inputs, attentions):
+    block = integration.swap_layers(make_block())
+    integration.uninstall()
+    run(block, inputs)
+    assert not attentions
+
+
+def test_a_swapped_block_is_forgotten_when_it_dies():
+    block = integration.swap_layers(make_block())
+    assert not CHOSEN.is_empty
+    del block
+    gc.collect()
+    assert CHOSEN.is_empty
+
+
+def test_a_copy_is_not_swapped(inputs, attentions):
+    run(copy.deepcopy(integration.swap_layers(make_block())), inputs)
+    assert not attentions
+
+
+def test_swap_layers_asks_for_blocks_of_anemoi():
+    with pytest.raises(ValueError, match="must have a graph-transformer block of Anemoi, got Linear without one"):
+        integration.swap_layers(torch.nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize(
+    "switch", (integration.install, lambda **options: integration.swap_layers(make_block(), **options))
+)
+def test_a_wrong_option_is_refused_before_anything_changes(switch):
+    with pytest.raises(ValueError, match="backend must be one of auto, triton, torch, got 'pyg'"):
+        switch(backend="pyg")
+    assert CHOSEN.is_empty and GraphTransformerBaseBlock.apply_gt.__code__.co_filename.endswith("block.py")
+    assert not hasattr(GraphTransformerBaseBlock.apply_gt, "__wrapped__")
+
+
+def test_nothing_of_ours_is_in_a_trained_model(graph):
+    model, x = build(graph, make_options()), draw(graph)
+    before = {name: type(module) for name, module in model.named_modules()}
+    conv, keys, pickled = model.processor.proc[0].conv, list(model.state_dict()), pickle.dumps(model)
+    integration.install()
+    integration.swap_layers(model)
+    model(x)["data"].sum().backward()
+    model.zero_grad()
+    assert {name: type(module) for name, module in model.named_modules()} == before
+    assert model.processor.proc[0].conv is conv and list(model.state_dict()) == keys
+    assert pickle.dumps(model) == pickled
+
+
+def test_installation_pickles_as_an_empty_context():
+    loaded = pickle.loads(pickle.dumps(integration.install()))
+    assert type(loaded).__module__ == "contextlib"
+    with loaded:
+        pass
+
+
+def test_missing_anemoi_is_named_with_the_command_that_installs_it():
+    code = (
+        "import sys; sys.modules['anemoi.models'] = None\nfrom anemoi_gt.integrations import anemoi\nanemoi.install()"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert "pip install --no-deps anemoi-models==0.19.0 anemoi-utils anemoi-graphs" in result.stderr
+
+
+OTHER_VERSIONS = {  # of a method that stands for Anemoi's, with one parameter more
+    "get_qkve": lambda theirs: lambda self, x, edge_attr, more=None: theirs(self, x, edge_attr),
+    "attention_block": lambda theirs: lambda self, *operands, more=None, **options: theirs(self, *operands, **options),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_VERSIONS)
+def test_another_version_of_a_method_is_left_alone(inputs, attentions, caplog, monkeypatch, name):
+    expected = run(make_block(), inputs)
+    other = OTHER_VERSIONS[name](getattr(GraphTransformerBaseBlock, name))
+    monkeypatch.setattr(GraphTransformerBaseBlock, name, other)
+    with integration.install():
+        assert getattr(GraphTransformerBaseBlock, name) is other
+        assert_close(run(make_block(), inputs), expected)
+    assert len(attentions[0]) == 5
+    assert said(caplog) == [
+        f"this anemoi-models has another GraphTransformerBaseBlock.{name}: expect less speed, not other results"
+    ]
+
+
+@pytest.mark.parametrize("other", (None, lambda self, everything: everything), ids=("missing", "another"))
+def test_a_version_without_the_apply_gt_that_we_know_is_refused(monkeypatch, other):
+    monkeypatch.delattr(GraphTransformerBaseBlock, "apply_gt")
+    if other is not None:
+        monkeypatch.setattr(GraphTransformerBaseBlock, "apply_gt", other, raising=False)
+    before = [dict(vars(owner)) for owner in CHANGED]
+    with pytest.raises(
+        ImportError, match=r"must have GraphTransformerBaseBlock\.apply_gt as 0\.18\.0 and 0\.19\.0 have it"
+    ):
+        integration.install()
+    assert [dict(vars(owner)) for owner in CHANGED] == before
+
+
+class OwnLinear(torch.nn.Linear):
+    """A linear layer of somebody's own."""
+
+
+class OwnConv(torch.nn.Module):
+    """An attention of somebody's own, which takes what Anemoi's takes."""
+
+    def __init__(self, conv):
+        super().__init__()
+        self.conv = conv
+
+    def forward(self, *operands):
+        return self.conv(*operands)
+
+
+def with_own_conv():
+    block = make_block()
+    block.conv = OwnConv(block.conv)
+    return block
+
+
+def with_watched_conv():
+    block = make_block()
+    block.conv.register_forward_hook(lambda *_: None)
+    return block
+
+
+UNSERVED = {
+    "its conv is .*OwnConv, which is not Anemoi's attention": with_own_conv,
+    "hooks watch its conv, which would not be called": with_watched_conv,
+}
+
+
+def said(caplog):
+    """What we logged, Anemoi's own messages apart."""
+    return [record.message for record in caplog.records if record.name.startswith("anemoi_gt")]
+
+
+@pytest.mark.parametrize("reason", UNSERVED)
+@pytest.mark.parametrize("fuse_edges", (False, True))
+def test_what_we_cannot_serve_runs_anemois_code_and_says_so_once(inputs, attentions, caplog, reason, fuse_edges):
+    block = UNSERVED[reason]()
+    expected = run(block, inputs)
+    our_methods._say_once.cache_clear()
+    with caplog.at_level(logging.WARNING, logger="anemoi_gt"), integration.install(fuse_edges=fuse_edges):
+        for _ in range(2):
+            assert_close(run(block, inputs), expected)
+    assert not attentions
+    (message,) = said(caplog)
+    assert message.startswith("an Anemoi block runs Anemoi's own attention: ")
+    refused = f"backend 'torch' cannot serve this Anemoi block: {reason}; backend 'auto' runs"
+    with integration.install(backend="torch"), pytest.raises(ValueError, match=refused):
+        block(*inputs)
+
+
+def test_a_sparse_adjacency_is_named_as_the_reason(inputs):
+    x, edge_attr, edge_index, *rest = inputs
+    adjacency = torch.sparse_coo_tensor(edge_index, torch.ones(EDGES), (NODES, NODES))
+    with integration.install(backend="torch"), pytest.raises(ValueError, match="its edges came as a sparse adjacency"):
+        make_block()(x, edge_attr, adjacency, *rest)
+
+
+def with_own_linear():
+    kernels = load_layer_kernels()
+    kernels["Linear"] = OwnLinear
+    return make_block(layer_kernels=kernels)
+
+
+def with_watched_linear():
+    block = make_block()
+    block.lin_edge.register_forward_hook(lambda *_: None)
+    return block
+
+
+class OwnSplit(GraphTransformerProcessorBlock):
+    """A block that prepares its heads itself."""
+
+    def prepare_qkve_edge_sharding(self, query, key, value, edges):
+        return super().prepare_qkve_edge_sharding(query, key, value, edges)
+
+
+class OwnProjection(GraphTransformerProcessorBlock):
+    """A block that projects nodes and edges itself."""
+
+    def get_qkve(self, x, edge_attr):
+        x_src, x_dst = x if isinstance(x, tuple) else (x, x)
+        return self.lin_query(x_dst), self.lin_key(x_src), self.lin_value(x_src), self.lin_edge(edge_attr)
+
+
+def of_class(kind):
+    block = make_block()
+    block.__class__ = kind
+    return block
+
+
+UNFUSED = {
+    "its lin_edge is": with_own_linear,
+    "hooks watch its lin_edge": with_watched_linear,
+    "OwnSplit has a prepare_qkve_edge_sharding of its own": lambda: of_class(OwnSplit),
+    "OwnProjection has a get_qkve of its own": lambda: of_class(OwnProjection),
+}
+
+
+@pytest.mark.parametrize("reason", UNFUSED)
+def test_edges_are_embedded_where_their_weight_is_not_all(inputs, attentions, caplog, reason):
+    block = UNFUSED[reason]()
+    expected = run(block, inputs)
+    our_methods._say_once.cache_clear()
+    with caplog.at_level(logging.WARNING, logger="anemoi_gt"), integration.install():
+        for _ in range(2):
+            assert_close(run(block, inputs), expected)
+    assert len(attentions[0]) == 5 and attentions[0][4].shape == (EDGES, 2, 8)
+    (message,) = said(caplog)
+    assert message.startswith(f"an Anemoi block embeds its edges before the attention: {reason}")
+
+
+def test_anemois_variable_for_its_backend_does_not_stop_us(inputs, attentions, monkeypatch):
+    block = make_block()
+    expected = run(block, inputs)
+    monkeypatch.setattr("anemoi.models.layers.block.ATTENTION_BACKEND", "triton")
+    with integration.install():
+        assert_close(run(block, inputs), expected)
+    assert len(attentions) == 1
+
+
+def test_dropout_of_the_attention_drops_in_training_only(inputs):
+    block = make_block()
+    expected = run(block, inputs)
+    block.conv.dropout = 1.0
+    integration.install()
+    attended = []
+    block.projection.register_forward_pre_hook(lambda _, args: attended.append(args[0] - block.lin_self(normed)))
+    normed = block.layer_norm_attention(inputs[0])
+    block(*inputs)
+    assert attended[0].abs().max() < 1e-6
+    assert_close(run(block.eval(), inputs), expected)
+
+
+def compiled_graphs():
+    """A backend of torch.compile that runs what it gets, and our operators in each graph that it got, with arguments."""
+    graphs = []
+
+    def backend(module, inputs):
+        graphs.append({str(n.target): n.args for n in module.graph.nodes if "anemoi_gt" in str(n.target)})
+        return module.forward
+
+    return backend, graphs
+
+
+OPERATORS = {"anemoi_gt.edge_structure.default", "anemoi_gt.edge_attention_torch.default"}
+
+
+def test_blocks_compile_to_one_graph_for_all(inputs):
+    backend, graphs = compiled_graphs()
+    integration.install()
+    for block in (make_block(), make_block()):
+        expected = run(block, inputs)
+        block.compile(fullgraph=True, backend=backend)
+        assert_close(run(block, inputs), expected)
+    assert [set(graph) for graph in graphs] == [OPERATORS]
+
+
+def test_a_swapped_block_compiles(inputs):
+    backend, graphs = compiled_graphs()
+    block = integration.swap_layers(make_block())
+    expected = run(block, inputs)
+    assert_close(run(torch.compile(block, fullgraph=True, backend="aot_eager"), inputs), expected)
+    torch.compile(block, fullgraph=True, backend=backend)(*inputs)
+    assert [set(graph) for graph in graphs] == [OPERATORS]
+
+
+def test_a_compiled_block_without_gradients_makes_no_source_side(inputs):
+    backend, graphs = compiled_graphs()
+    with integration.install(), torch.no_grad():
+        expected = make_block()(*inputs)[0]
+        assert_close(torch.compile(make_block(), fullgraph=True, backend=backend)(*inputs)[0], expected)
+    assert graphs[0]["anemoi_gt.edge_structure.default"][3] is False
+
+
+def test_install_reaches_blocks_that_are_compiled_already(inputs):
+    backend, graphs = compiled_graphs()
+    block = torch.compile(make_block(), fullgraph=True, backend=backend)
+    block(*inputs)
+    with integration.install():
+        block(*inputs)
+    block(*inputs)
+    assert [set(graph) for graph in graphs] == [set(), OPERATORS, set()]

@@ -1,0 +1,320 @@
+"""swap_layers puts our layer in the place of PyG's with everything that hung on it; models compute the same."""
+
+import copy
+import logging
+import pickle
+
+import pytest
+import torch
+from support.pyg_models import DIM, MODELS, TextGraphEncoder, UnifiedMessagePassing
+from torch import nn
+from torch_geometric import EdgeIndex
+from torch_geometric.data import Batch, Data, HeteroData
+from torch_geometric.explain import AttentionExplainer, Explainer, GNNExplainer
+from torch_geometric.nn import HeteroConv, Linear, Sequential, TransformerConv, to_hetero
+from torch_geometric.utils import k_hop_subgraph, to_torch_coo_tensor, to_torch_csr_tensor
+
+from anemoi_gt import AttentionConfig, GraphTransformerConv
+from anemoi_gt.integrations.pyg import swap_layers
+
+NODES, EDGES = 12, 50
+
+
+models = pytest.mark.parametrize("make", MODELS, ids=lambda model: model.__name__)
+
+
+def make_graph(seed=0, nodes=NODES):
+    """x, edge_index, edge_attr."""
+    generator = torch.Generator().manual_seed(seed)
+    edge_index = torch.randint(nodes, (2, EDGES), generator=generator)
+    return torch.randn(nodes, 6, generator=generator), edge_index, torch.randn(EDGES, DIM, generator=generator)
+
+
+def make_pair(make):
+    """A model as PyG has it, and a twin that is swapped; no dropout."""
+    torch.manual_seed(1)
+    theirs = make().eval()
+    return theirs, swap_layers(copy.deepcopy(theirs))
+
+
+def layers_of(model, kind):
+    return [module for module in model.modules() if type(module) is kind]
+
+
+def differentiate(model, *inputs):
+    model.zero_grad(set_to_none=True)
+    out = model(*inputs)
+    out.sin().sum().backward()
+    return out.detach(), {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def assert_same(actual, expected):
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+
+
+@models
+def test_a_model_computes_what_it_did(make):
+    theirs, ours = make_pair(make)
+    assert not layers_of(ours, TransformerConv)
+    assert len(layers_of(ours, GraphTransformerConv)) == len(layers_of(theirs, TransformerConv))
+    for actual, expected in zip(differentiate(ours, *make_graph()), differentiate(theirs, *make_graph()), strict=True):
+        assert_same(actual, expected)
+
+
+@models
+def test_parameters_are_the_same_objects_under_the_same_names(make):
+    model = make()
+    before, keys = dict(model.named_parameters()), list(model.state_dict())
+    swap_layers(model)
+    after = dict(model.named_parameters())
+    assert after.keys() == before.keys() and list(model.state_dict()) == keys
+    assert all(after[name] is parameter for name, parameter in before.items())
+
+
+def test_an_optimiser_made_before_goes_on():
+    def losses(swap):
+        torch.manual_seed(1)
+        model = TextGraphEncoder().eval()
+        optimiser = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        for step in range(6):
+            if step == 3:
+                swap(model)
+            loss = model(*make_graph()).square().mean()
+            optimiser.zero_grad()
+            loss.backward()
+            optimiser.step()
+            yield loss.item()
+
+    assert list(losses(swap_layers)) == pytest.approx(list(losses(lambda model: None)), rel=1e-4)
+
+
+def test_nothing_is_drawn_or_allocated():
+    conv = TransformerConv(6, 4)
+    state = torch.get_rng_state()
+    ours = swap_layers(conv)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not any(parameter.is_meta for parameter in ours.parameters())
+
+
+@pytest.mark.parametrize("training", (False, True))
+def test_the_mode_of_training_stays(training):
+    assert swap_layers(TransformerConv(6, 4).train(training)).training is training
+
+
+def test_a_layer_that_appears_twice_still_does():
+    conv = TransformerConv(6, 6)
+    model = swap_layers(nn.ModuleList([conv, nn.ModuleDict({"again": conv})]))
+    assert model[0] is model[1]["again"] and type(model[0]) is GraphTransformerConv
+
+
+def test_hooks_stay_and_can_be_removed():
+    conv, calls = TransformerConv(6, 4), []
+    handle = conv.register_forward_hook(lambda *_: calls.append(None))
+    ours = swap_layers(conv)
+    ours(*make_graph()[:2])
+    handle.remove()
+    ours(*make_graph()[:2])
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("flow", ("source_to_target", "target_to_source"))
+def test_the_direction_of_flow_stays(flow):
+    conv = TransformerConv(6, 4, flow=flow)
+    x, edge_index, _ = make_graph()
+    expected = conv(x, edge_index)
+    assert_same(swap_layers(conv)(x, edge_index), expected)
+
+
+def test_a_lazy_layer_takes_its_sizes_afterwards():
+    torch.manual_seed(1)
+    ours = swap_layers(TransformerConv(-1, 4, heads=2, edge_dim=-1))
+    ours(*make_graph())
+    theirs = TransformerConv(6, 4, heads=2, edge_dim=DIM)
+    theirs.load_state_dict(ours.state_dict())
+    assert_same(ours(*make_graph()), theirs(*make_graph()))
+
+
+def test_attention_weights_come_as_pygs():
+    conv = TransformerConv(6, 4, heads=2, edge_dim=DIM)
+    expected = conv(*make_graph(), return_attention_weights=True)
+    actual = swap_layers(conv)(*make_graph(), return_attention_weights=True)
+    assert_same(actual, expected)
+
+
+def test_sequential_runs():
+    names = "x, edge_index, edge_attr"
+    layers = [
+        (TransformerConv(6, 4, edge_dim=DIM), f"{names} -> x"),
+        nn.ReLU(),
+        (TransformerConv(4, 2), "x, edge_index -> x"),
+    ]
+    model = Sequential(names, layers)
+    expected = model(*make_graph())
+    assert len(layers_of(swap_layers(model), GraphTransformerConv)) == 2
+    assert_same(model(*make_graph()), expected)
+
+
+def make_hetero():
+    """Two kinds of nodes and three of edges."""
+    generator = torch.Generator().manual_seed(2)
+    graph, sizes = HeteroData(), {"data": 9, "hidden": 5}
+    for name, size in sizes.items():
+        graph[name].x = torch.randn(size, 6, generator=generator)
+    for ends in (("data", "hidden"), ("hidden", "hidden"), ("hidden", "data")):
+        index = torch.stack([torch.randint(sizes[name], (20,), generator=generator) for name in ends])
+        graph[ends[0], "to", ends[1]].edge_index = index
+    return graph
+
+
+class TwoLayers(nn.Module):
+    """Two layers that take their sizes from the first input."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = TransformerConv((-1, -1), 4, heads=2)
+        self.second = TransformerConv((-1, -1), 4)
+
+    def forward(self, x, edge_index):
+        return self.second(self.first(x, edge_index).relu(), edge_index)
+
+
+def test_a_model_made_heterogeneous_by_pyg_is_swapped():
+    graph = make_hetero()
+    torch.manual_seed(1)
+    model = to_hetero(TwoLayers(), graph.metadata())
+    expected = model(graph.x_dict, graph.edge_index_dict)
+    assert len(layers_of(swap_layers(model), GraphTransformerConv)) == 2 * 3
+    assert_same(model(graph.x_dict, graph.edge_index_dict), expected)
+
+
+def test_hetero_conv_is_swapped():
+    graph = make_hetero()
+    conv = HeteroConv({kind: TransformerConv((6, 6), 4) for kind in graph.edge_types})
+    expected = conv(graph.x_dict, graph.edge_index_dict)
+    assert len(layers_of(swap_layers(conv), GraphTransformerConv)) == 3
+    assert_same(conv(graph.x_dict, graph.edge_index_dict), expected)
+
+
+@models
+def test_a_batch_of_graphs_gives_what_pyg_gives(make):
+    theirs, ours = make_pair(make)
+    graphs = [
+        Data(x=x, edge_index=index, edge_attr=attr) for x, index, attr in (make_graph(i, NODES + i) for i in range(3))
+    ]
+    batch = Batch.from_data_list(graphs)
+    inputs = batch.x, batch.edge_index, batch.edge_attr
+    assert_same(ours(*inputs), theirs(*inputs))
+
+
+@pytest.mark.parametrize(
+    "write",
+    (
+        lambda index: EdgeIndex(index, sparse_size=(NODES, NODES)),
+        lambda index: to_torch_csr_tensor(index.flip(0), size=(NODES, NODES)),
+        lambda index: to_torch_coo_tensor(index.flip(0), size=(NODES, NODES)),
+    ),
+    ids=("EdgeIndex", "adj_t in CSR", "adj_t in COO"),
+)
+def test_every_form_of_edges_gives_what_pyg_gives(write):
+    theirs, ours = make_pair(UnifiedMessagePassing)
+    x, edge_index, edge_attr = make_graph()
+    edge_index = edge_index.unique(dim=1).contiguous()  # a sparse matrix joins double edges
+    assert_same(ours(x, write(edge_index), edge_attr), theirs(x, edge_index, edge_attr))
+
+
+@models
+def test_mini_batches_of_neighbourhoods_give_what_pyg_gives(make):
+    theirs, ours = make_pair(make)
+    x, edge_index, edge_attr = make_graph()
+    for seed in ([0], [3, 7], [11]):
+        nodes, edges, _, chosen = k_hop_subgraph(seed, 2, edge_index, relabel_nodes=True, num_nodes=NODES)
+        inputs = x[nodes], edges, edge_attr[chosen]
+        for actual, expected in zip(differentiate(ours, *inputs), differentiate(theirs, *inputs), strict=True):
+            assert_same(actual, expected)
+
+
+@pytest.mark.filterwarnings("ignore:GraphTransformerConv computes one message per edge")
+@pytest.mark.parametrize("algorithm", (AttentionExplainer, lambda: GNNExplainer(epochs=5)), ids=("attention", "mask"))
+def test_explainers_find_what_they_find_in_pygs_model(algorithm):
+    theirs, ours = make_pair(TextGraphEncoder)
+    found = []
+    for model in (theirs, ours):
+        mode = {"mode": "regression", "task_level": "node", "return_type": "raw"}
+        options = {"explanation_type": "model", "edge_mask_type": "object", "model_config": mode}
+        explainer = Explainer(model, algorithm(), **options)
+        x, edge_index, edge_attr = make_graph()
+        torch.manual_seed(3)
+        found.append(explainer(x, edge_index, edge_attr=edge_attr, index=2).edge_mask)
+    assert found[0].count_nonzero() > 0
+    assert_same(found[1], found[0])
+
+
+def test_a_layer_that_is_being_explained_still_is():
+    conv = TransformerConv(6, 4)
+    conv.explain = False
+    assert swap_layers(conv).explain is False
+
+
+def test_a_swapped_model_pickles_and_copies():
+    _, ours = make_pair(TextGraphEncoder)
+    for twin in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
+        assert_same(twin(*make_graph()), ours(*make_graph()))
+
+
+def test_the_config_reaches_every_layer():
+    config = AttentionConfig(backend="torch", precision="bf16")
+    model = swap_layers(TextGraphEncoder(), config)
+    assert [layer.config for layer in layers_of(model, GraphTransformerConv)] == [config, config]
+
+
+class OwnConv(TransformerConv):
+    """A layer of somebody's own."""
+
+
+class OwnLinear(Linear):
+    """A linear layer of somebody's own."""
+
+
+def with_own_linear():
+    conv = TransformerConv(6, 4, edge_dim=DIM)
+    conv.lin_edge = OwnLinear(DIM, 4, bias=False)
+    return conv
+
+
+def with_watched_linear():
+    conv = TransformerConv(6, 4, edge_dim=DIM)
+    conv.lin_edge.register_forward_hook(lambda *_: None)
+    return conv
+
+
+UNSERVED = {
+    "OwnConv is a class of its own": lambda: OwnConv(6, 4, edge_dim=DIM),
+    "aggr must be 'add', attention is a weighted sum, got 'max'": lambda: TransformerConv(
+        6, 4, edge_dim=DIM, aggr="max"
+    ),
+    "its lin_edge is OwnLinear, and PyG's Linear is needed": with_own_linear,
+    "hooks watch its lin_edge": with_watched_linear,
+}
+
+
+@pytest.mark.parametrize("reason", UNSERVED)
+def test_a_layer_that_ours_cannot_stand_for_stays_and_the_log_says_why(reason, caplog):
+    model = nn.ModuleList([UNSERVED[reason](), TransformerConv(6, 4)])
+    first = model[0]
+    with caplog.at_level(logging.WARNING, logger="anemoi_gt"):
+        swap_layers(model)
+    assert model[0] is first and type(model[1]) is GraphTransformerConv
+    assert [reason in record.message for record in caplog.records] == [True]
+
+
+@pytest.mark.parametrize("reason", UNSERVED)
+def test_a_named_backend_refuses_such_a_layer_and_changes_nothing(reason):
+    model = nn.ModuleList([TransformerConv(6, 4), UNSERVED[reason]()])
+    with pytest.raises(ValueError, match=f"attention backend 'torch' cannot serve .*: {reason}"):
+        swap_layers(model, AttentionConfig(backend="torch"))
+    assert type(model[0]) is TransformerConv
+
+
+def test_a_model_without_such_a_layer_is_refused():
+    with pytest.raises(ValueError, match="must have a TransformerConv of PyG, got Linear without one"):
+        swap_layers(nn.Linear(2, 2))

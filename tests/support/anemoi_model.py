@@ -1,0 +1,85 @@
+"""Small models of anemoi-models, their graphs, and what goes in and comes out, for tests and benchmarks."""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from anemoi.models.data_indices.collection import IndexCollection
+from anemoi.models.models import AnemoiModelEncProcDec
+from anemoi.models.models.ens_encoder_processor_decoder import AnemoiEnsModelEncProcDec
+from anemoi.utils.config import DotDict
+from omegaconf import DictConfig, OmegaConf
+
+from anemoi_gt.data.graphs import icosphere_graph
+from anemoi_gt.data.grids import grid
+
+CONFIG = Path(__file__).parent / "anemoi_model.yaml"
+VARIABLES = ("temperature", "wind", "humidity", "insolation")  # the last is a forcing, which is not predicted
+NOISE = 4  # channels of the noise that conditions an ensemble
+
+
+def graph_of(name, refinement):
+    """Encoder, processor and decoder graph between a named grid and an icosphere."""
+    return icosphere_graph(grid(name), refinement=refinement)
+
+
+def options_of(config):
+    """The group `model` of a config as plain values."""
+    return OmegaConf.to_container(config, resolve=True)["model"]
+
+
+def make_options(**changes):
+    """The options of the small model, some of the file's first lines changed."""
+    return options_of(OmegaConf.merge(OmegaConf.load(CONFIG), changes))
+
+
+def make_ensemble_options(**changes):
+    """Options of an ensemble whose processor's layer norms are conditioned on noise."""
+    options = make_options(**changes)
+    norm = {"_target_": "anemoi.models.layers.normalization.ConditionalLayerNorm", "condition_shape": NOISE}
+    norm |= {"zero_init": False}
+    options["processor"]["layer_kernels"] = options["layer_kernels"] | {"LayerNorm": norm}
+    options["noise_injector"] = {
+        "_target_": "anemoi.models.layers.ensemble.NoiseConditioning",
+        "noise_std": 1,
+        "noise_channels_dim": NOISE,
+        "noise_mlp_hidden_dim": 8,
+        "layer_kernels": options["layer_kernels"],
+    }
+    options["condition_on_residual"] = False
+    return options
+
+
+def build(graph, options, variables=VARIABLES, seed=0):
+    """A model of these options, its parameters drawn with this seed."""
+    torch.manual_seed(seed)
+    indices = IndexCollection(
+        DictConfig({"forcing": [variables[-1]], "diagnostic": [], "target": []}),
+        {name: i for i, name in enumerate(variables)},
+    )
+    ones = {name: np.ones(len(variables)) for name in ("mean", "stdev", "minimum", "maximum")}
+    model = AnemoiEnsModelEncProcDec if "noise_injector" in options else AnemoiModelEncProcDec
+    return model(
+        model_config=DotDict({"model": options}),
+        data_indices={"data": indices},
+        statistics={"data": ones},
+        graph_data=graph,
+        n_step_input=2,
+        n_step_output=1,
+    )
+
+
+def draw(graph, batch=1, ensemble=1, seed=1, variables=VARIABLES):
+    """Input of a model: {data: [batch, time, ensemble, grid, variables]}."""
+    shape = (batch, 2, ensemble, graph["data"].x.shape[0], len(variables))
+    return {"data": torch.randn(shape, generator=torch.Generator().manual_seed(seed))}
+
+
+def differentiate(model, x, **options):
+    """Output, and the gradient of every parameter by name (None where there is none), for one random direction."""
+    model.zero_grad(set_to_none=True)
+    torch.manual_seed(2)  # of the noise
+    out = model(x, **options)["data"]
+    direction = torch.randn(out.shape, generator=torch.Generator().manual_seed(3))
+    (out.float() * direction).mean().backward()
+    return out.detach(), {name: parameter.grad for name, parameter in model.named_parameters()}
