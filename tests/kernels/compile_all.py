@@ -27,7 +27,7 @@ from triton.compiler import ASTSource
 from triton.runtime import JITFunction
 
 from anemoi_gt.graph import GraphStructure
-from anemoi_gt.graph.group import group_edges_unordered
+from anemoi_gt.graph.group import group_both_ends_unordered, group_edges_unordered
 from anemoi_gt.ops import triton_backend
 from anemoi_gt.ops.triton_backend import launch
 
@@ -151,8 +151,9 @@ def every():
     calls += [standard, replace(standard, form="embedded"), replace(standard, form="none")]
     launches = list(recorded(*calls))
     for dtype in (torch.int32, torch.int64):
-        nodes = torch.zeros(7, dtype=dtype)
-        launches += record(lambda nodes=nodes: group_edges_unordered(nodes, nodes, 3))
+        edges = torch.zeros(2, 7, dtype=dtype)
+        launches += record(lambda edges=edges: group_edges_unordered(edges, 3, edges.dtype))
+        launches += record(lambda edges=edges: group_both_ends_unordered(edges, 3, 4, torch.int32))
     for kernel, args in launches:
         yield kernel, args, ALIGNED, lambda compiled: {"binaries": sorted({"cubin", "hsaco"} & set(compiled.asm))}
 

@@ -15,7 +15,7 @@ import anemoi_gt
 
 KERNELS = {
     "project", "embed", "attribute_bwd", "weight_bwd", "edge_attention_fwd", "edge_attention_bwd_dst",
-    "edge_attention_bwd_src", "histogram", "scatter",
+    "edge_attention_bwd_src", "group_edges_count", "group_edges_place",
 }  # fmt: skip
 GROWING = {  # arguments whose size grows with nodes x channels or edges x heads
     "query", "key", "value", "edge_attr", "projected", "projected_grad", "grad_out", "out", "numerators", "attr_sums",
@@ -73,7 +73,7 @@ def test_offsets_are_64_bit_where_sizes_can_pass_2_to_31_and_32_bit_where_they_c
         if not line["wide"]:
             assert not re.search(r"\bi64\b", line["ir"]), f"{line['name']} computes in 64 bits without need"
         seen[line["wide"]].add(line["kernel"])
-    assert seen[False] == seen[True] == KERNELS - {"histogram", "scatter"}
+    assert seen[False] == seen[True] == KERNELS - {"group_edges_count", "group_edges_place"}
 
 
 def test_no_warp_overwrites_a_number_that_another_has_yet_to_read():

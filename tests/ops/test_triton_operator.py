@@ -66,17 +66,36 @@ def test_forward_and_backward_operators_pass_opcheck(problem_and_graph, name, fo
     for operand in ("query", "key", "value"):
         setattr(problem, operand, head_major(getattr(problem, operand)))
     arguments = operator_arguments(problem, graph.with_reverse().with_program_order())
-    torch.library.opcheck(torch.ops.anemoi_gt.edge_attention_triton.default, arguments)
-
-    detached = [argument.detach() if torch.is_tensor(argument) else argument for argument in arguments]
-    _, _, *saved = torch.ops.anemoi_gt.edge_attention_triton.default(*detached)
     grad_out = head_major(problem.grad_out).to(graph.device)[None]
     grad_lse = problem.grad_lse.T.contiguous().T.to(graph.device)[None]
+    check_operators(arguments, grad_out, grad_lse)
+
+
+@pytest.mark.parametrize("form", ["raw", "embedded"])
+def test_operators_of_one_sample_without_its_dimension_pass_opcheck(problem_and_graph, form):
+    problem, graph = problem_and_graph("isolated", form)
+    arguments = operator_arguments(problem, graph.with_reverse())
+    arguments[:4] = [operand.detach()[0].requires_grad_() for operand in arguments[:4]]
+    check_operators(arguments, problem.grad_out.to(graph.device), problem.grad_lse.to(graph.device))
+
+
+def check_operators(arguments, grad_out, grad_lse):
+    """opcheck of the forward operator, and of its backward with what it saves."""
+    torch.library.opcheck(torch.ops.anemoi_gt.edge_attention_triton.default, arguments)
+    detached = [argument.detach() if torch.is_tensor(argument) else argument for argument in arguments]
+    _, _, *saved = torch.ops.anemoi_gt.edge_attention_triton.default(*detached)
     *tensors, scale, dropout_p, _ = detached
     needs = [operand is not None for operand in arguments[:6]]
     backward = torch.ops.anemoi_gt.edge_attention_triton_backward.default
     torch.library.opcheck(backward, [grad_out, grad_lse, *tensors, *saved, scale, dropout_p, needs])
     torch.library.opcheck(backward, [None, grad_lse, *tensors, *saved, scale, dropout_p, [True] + [False] * 5])
+
+
+def test_one_sample_costs_autograd_no_node_but_the_operator(problem_and_graph):
+    problem, graph = problem_and_graph()
+    out, lse = edge_attention(**leaves_of(problem, graph), graph=graph, config=TRITON)
+    arriving = [type(node).__name__ for node, _ in out.grad_fn.next_functions if node is not None]
+    assert out.grad_fn is lse.grad_fn and arriving == ["AccumulateGrad"] * 6
 
 
 @pytest.mark.parametrize("form", ["raw", "none"])

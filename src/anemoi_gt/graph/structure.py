@@ -36,7 +36,7 @@ from anemoi_gt.graph.checks import (
     check_range,
     check_size,
 )
-from anemoi_gt.graph.group import group_edges, pointers
+from anemoi_gt.graph.group import group_coo, group_edges, pointers
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,15 +158,17 @@ class GraphStructure:
             Number of each edge in the graph that these edges are a part of, caller's order.
         stable : bool
             Keep the caller's order inside a destination. False leaves it open and is faster on a GPU, for graphs that
-            change every step; sums may then differ in the last bit from run to run. It steps aside where PyTorch is
-            asked for deterministic algorithms.
+            change every step; sums may then differ in the last bit from run to run. While gradients are recorded the
+            source side comes with it, in the same sweep over the edges. It steps aside for the sort on a CPU, and where
+            PyTorch is asked for deterministic algorithms.
         validate : bool
             Check the values, which waits for the device. Layers that convert an edge_index in passing leave it out.
 
         Returns
         -------
         GraphStructure
-            Without its source side; index dtype int32 when sizes and E are below 2^31, else int64.
+            Index dtype int32 when sizes and E are below 2^31, else int64. Without its source side, unless grouping without
+            order brought it; `with_reverse` adds it where it is missing.
 
         Raises
         ------
@@ -186,15 +188,15 @@ class GraphStructure:
             check_range("source (row 0 of edge_index)", edge_index[0], num_src)
             check_range("destination (row 1 of edge_index)", edge_index[1], num_dst)
         dtype = _index_dtype(num_src, num_dst, edge_index.shape[1])
-        src, dst = edge_index.to(dtype).unbind(0)
-        if validate and _is_sorted(dst):
-            colptr, perm, row = pointers(dst, num_dst), None, src.contiguous()
+        if validate and _is_sorted(edge_index[1]):
+            src, dst = edge_index.to(dtype).unbind(0)
+            sides = {"colptr": pointers(dst, num_dst), "row": src.contiguous(), "perm": None}
         else:
-            colptr, perm, row = group_edges(dst, src, num_dst, stable=stable)
+            sides = group_coo(edge_index, num_src, num_dst, dtype, stable=stable)._asdict()
         if edge_id is not None:
             check_index("edge_id", edge_id, like=edge_index, dtypes=(torch.int64,))
-            edge_id = edge_id if perm is None else edge_id[perm]
-        return cls(colptr, row, torch.empty(num_src, 0, device=row.device), perm=perm, edge_id=edge_id)
+            edge_id = edge_id if sides["perm"] is None else edge_id[sides["perm"]]
+        return cls(**sides, sources=torch.empty(num_src, 0, device=edge_index.device), edge_id=edge_id)
 
     @classmethod
     def from_csc(
@@ -324,8 +326,7 @@ class GraphStructure:
     @property
     def dst(self) -> Tensor:
         """Destination of each edge [E], CSC order; computed from colptr."""
-        nodes = torch.arange(self.num_dst, dtype=self.colptr.dtype, device=self.device)
-        return nodes.repeat_interleave(self.colptr.diff(), output_size=self.num_edges)
+        return torch.repeat_interleave(self.colptr.diff(), output_size=self.num_edges)
 
     def edge_index(self) -> Tensor:
         """Return the edges as COO [2, E], int64, in the caller's order."""

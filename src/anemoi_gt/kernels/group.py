@@ -1,44 +1,86 @@
-"""Grouping edges by node without sorting: histogram, scan, scatter.
+"""Grouping edges by node without sorting: count, scan, place.
 
-    histogram   count[n]  = number of edges of node n
-    scan        begin     = exclusive sum of count                 (a library call between the two kernels)
-    scatter     place_e   = begin[node_e] + (edges of that node that came before),  order[place_e] = e,  ...
+    count    number[n] = edges of node n,         rank_e = those of its node that were counted before e
+    scan     begin[n]  = sum of number[m], m < n                    (a library call between the two kernels)
+    place    place_e   = begin[node_e] + rank_e,  order[place_e] = e,  ...
 
-Both kernels use integer atomics: counts are exact, but which edge of a node comes first changes from run to run, so results
-that sum over a node's edges may differ in the last bit. The stable sort is there where that matters.
+Both ends of the edges are grouped in one sweep. The numbers of the sources stand behind those of the destinations, so that
+one scan serves both; it reaches the sources with the E edges of the destinations, which `place` takes off again.
+
+Counting is one integer atomic for each end, and what it returns is the rank. Numbers are exact, but which edge of a node
+comes first changes from run to run, so results that sum over a node's edges may differ in the last bit. The stable sort is
+there where that matters.
 """
 
 import triton
 import triton.language as tl
 
 
-@triton.jit
-def histogram(
-    node,  # [E]
-    count,  # [N], zeros
+def _name(base: str):
+    """Make the `repr` of a kernel: `base` with the dtype of the edges, and what it groups them by."""
+
+    def name(specialization) -> str:
+        signature = specialization.signature
+        ends = "dst" if signature["rank_src"] == "constexpr" else "dst_src"
+        return f"{base}_{signature['edge_index'].lstrip('*')}_by_{ends}"
+
+    return name
+
+
+@triton.jit(repr=_name("group_edges_count"), do_not_specialize=["num_edges", "num_dst"])
+def group_edges_count(
+    edge_index,  # [2, E], sources, then destinations
+    number,  # [1 + N_dst + N_src], zeros; of the destinations alone where rank_src is None
+    rank_dst,  # [E]
+    rank_src,  # [E] or None
     num_edges,
+    num_dst,
     EDGES: tl.constexpr,
 ):
     """Grid (ceil(E / EDGES),): a program counts EDGES edges."""
     e = tl.program_id(0).to(tl.int64) * EDGES + tl.arange(0, EDGES)
     inside = e < num_edges
-    tl.atomic_add(count + tl.load(node + e, mask=inside, other=0), 1, mask=inside, sem="relaxed")
+    src = tl.load(edge_index + e, mask=inside, other=0).to(tl.int64)
+    dst = tl.load(edge_index + num_edges + e, mask=inside, other=0).to(tl.int64)
+    among_dst = tl.atomic_add(number + 1 + dst, 1, mask=inside, sem="relaxed")
+    if rank_src is not None:  # both atomics are on their way before anything waits for one
+        among_src = tl.atomic_add(number + 1 + num_dst + src, 1, mask=inside, sem="relaxed")
+        tl.store(rank_src + e, among_src, mask=inside)
+    tl.store(rank_dst + e, among_dst, mask=inside)
 
 
-@triton.jit
-def scatter(
-    node,  # [E]
-    neighbour,  # [E], the edge's other end
-    cursor,  # [N], where each node's edges begin; moves on
-    order,  # [E] the edge at each place
-    neighbours,  # [E] the other end of the edge at each place
+@triton.jit(repr=_name("group_edges_place"), do_not_specialize=["num_edges", "num_dst", "num_src"])
+def group_edges_place(
+    edge_index,  # [2, E]
+    begin,  # [1 + N_dst + N_src], running sum of `number`
+    rank_dst,  # [E]
+    rank_src,  # [E] or None, and with it all below that belongs to both ends
+    perm,  # [E]
+    row,  # [E]
+    colptr,  # [N_dst + 1] or None
+    rowptr,  # [N_src + 1] or None
+    col,  # [E] or None
+    csr_to_csc,  # [E] or None
     num_edges,
+    num_dst,
+    num_src,
     EDGES: tl.constexpr,
 ):
-    """Grid (ceil(E / EDGES),): a program places EDGES edges."""
+    """Grid (ceil(max(E, N_dst + 1, N_src + 1) / EDGES),): a program places EDGES edges, and writes EDGES pointers a side."""
     e = tl.program_id(0).to(tl.int64) * EDGES + tl.arange(0, EDGES)
     inside = e < num_edges
-    n = tl.load(node + e, mask=inside, other=0)
-    place = tl.atomic_add(cursor + n, 1, mask=inside, sem="relaxed")
-    tl.store(order + place, e.to(order.dtype.element_ty), mask=inside)
-    tl.store(neighbours + place, tl.load(neighbour + e, mask=inside, other=0), mask=inside)
+    src = tl.load(edge_index + e, mask=inside, other=0).to(tl.int64)
+    dst = tl.load(edge_index + num_edges + e, mask=inside, other=0).to(tl.int64)
+    in_csc = tl.load(begin + dst, mask=inside, other=0) + tl.load(rank_dst + e, mask=inside, other=0)
+    if rank_src is not None:
+        in_csr = tl.load(begin + num_dst + src, mask=inside, other=0) + tl.load(rank_src + e, mask=inside, other=0)
+        in_csr -= num_edges
+        node = e
+        to_csc = tl.load(begin + node, mask=node <= num_dst, other=0)
+        to_csr = tl.load(begin + num_dst + node, mask=node <= num_src, other=0) - num_edges
+        tl.store(col + in_csr, dst, mask=inside)
+        tl.store(csr_to_csc + in_csr, in_csc, mask=inside)
+        tl.store(colptr + node, to_csc, mask=node <= num_dst)
+        tl.store(rowptr + node, to_csr, mask=node <= num_src)
+    tl.store(perm + in_csc, e, mask=inside)
+    tl.store(row + in_csc, src, mask=inside)

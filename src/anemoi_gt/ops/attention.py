@@ -92,9 +92,7 @@ def edge_attention(
     check_dropout(dropout_p)
     operands, out_dtype = cast_operands(config.precision, query, key, value, edge_attr, edge_weight, edge_bias)
     q, k, v, attr, weight, bias = operands
-    if query.dim() == 3:
-        q, k, v = q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
-    if attr is not None and attr.dim() == (3 if weight is None else 2):
+    if query.dim() == 4 and attr is not None and attr.dim() == (3 if weight is None else 2):
         attr = attr.unsqueeze(0)  # one set for all samples
     if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
         graph = graph.with_reverse()
@@ -102,8 +100,6 @@ def edge_attention(
     seed = _draw_seed(query.device) if dropout_p > 0 else None
     backend = choose_backend(config.backend, q)
     out, lse = backend.attend(q, k, v, graph, attr, weight, bias, seed, float(scale), float(dropout_p))
-    if query.dim() == 3:
-        out, lse = out.squeeze(0), lse.squeeze(0)
     return out.to(out_dtype), lse
 
 

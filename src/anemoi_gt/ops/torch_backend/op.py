@@ -85,7 +85,14 @@ def attend(
     scale: float,
     dropout_p: float,
 ) -> tuple[Tensor, Tensor]:
-    """Edge attention of checked operands [B, N, H, C]; the meaning of all is that of `anemoi_gt.edge_attention`."""
+    """Edge attention of checked operands; the meaning of all is that of `anemoi_gt.edge_attention`.
+
+    query, key, value [B, N, H, C] come with edge_attr [1 or B, E, ..]. One sample may come without B, in all of them.
+    """
+    if query.dim() == 3:
+        sample = [None if operand is None else operand.unsqueeze(0) for operand in (query, key, value, edge_attr)]
+        out, lse = attend(*sample[:3], graph, sample[3], edge_weight, edge_bias, seed, scale, dropout_p)
+        return out.squeeze(0), lse.squeeze(0)
     reverse = (graph.rowptr, graph.col, graph.csr_to_csc)
     return edge_attention_torch(
         query, key, value, edge_attr, edge_weight, edge_bias,

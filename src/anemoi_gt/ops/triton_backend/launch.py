@@ -92,7 +92,7 @@ def _project_launch(sizes: Sizes) -> Launch:
 
 def project(problem: Problem, rows: Tensor) -> Tensor:
     """W^T of rows [B, N_dst, H, C]: [B, N_dst, H, columns]."""
-    projected = rows.new_empty((*rows.shape[:3], problem.sizes.columns), dtype=scratch_dtype(rows.dtype))
+    projected = rows.new_empty((*rows.shape[:-1], problem.sizes.columns), dtype=scratch_dtype(rows.dtype))
     weight = {"edge_weight": problem.edge_weight, "edge_bias": problem.edge_bias}
     _project_launch(problem.sizes)(rows=rows, **weight, projected=projected)
     return projected
@@ -121,7 +121,7 @@ def _forward_launch(sizes: Sizes) -> Launch:
 def attend_rows(problem: Problem, projected: Tensor | None) -> tuple[Tensor, ...]:
     """Forward over destinations: out without W A, lse, inverse, numerators and A."""
     query, sizes = problem.query, problem.sizes
-    out, lse = torch.empty_like(query), query.new_empty(query.shape[:3], dtype=torch.float32)
+    out, lse = torch.empty_like(query), query.new_empty(query.shape[:-1], dtype=torch.float32)
     inverse, numerators = torch.empty_like(lse), lse.new_empty((sizes.samples, sizes.num_edges, sizes.heads))
     attr_sums = None if projected is None else torch.empty_like(projected)
     _forward_launch(sizes)(

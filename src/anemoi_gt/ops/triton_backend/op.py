@@ -23,7 +23,10 @@ def attend(
     scale: float,
     dropout_p: float,
 ) -> tuple[Tensor, Tensor]:
-    """Edge attention of checked operands [B, N, H, C]; the meaning of all is that of `anemoi_gt.edge_attention`.
+    """Edge attention of checked operands; the meaning of all is that of `anemoi_gt.edge_attention`.
+
+    query, key, value [B, N, H, C] come with edge_attr [1 or B, E, ..]. One sample may come without B, in all of them: to
+    the kernels it is the same memory, and views that add B would be nodes of autograd, which cost as much as a launch.
 
     More attributes than a program can hold are embedded first: there an edge's own [H, C] is no larger than what it has.
     """
@@ -58,7 +61,7 @@ def edge_attention_triton(
     dropout_p: float,
     save: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Forward: out [B, N_dst, H, C], lse [B, N_dst, H], and what backward needs, empty unless `save`."""
+    """Forward: out like query, lse [B, N_dst, H], without B as query, and what backward needs, empty unless `save`."""
     from anemoi_gt.ops.triton_backend import launch
 
     nodes = (query, key, value, edge_attr, edge_weight, edge_bias)
@@ -78,8 +81,8 @@ def edge_attention_triton(
 @torch.library.register_fake("anemoi_gt::edge_attention_triton")
 def _(query, key, value, edge_attr, edge_weight, edge_bias, colptr, row, *rest):
     save = rest[-1]
-    statistic = (query.shape[0], query.shape[1], query.shape[2])
-    edges = (query.shape[0], row.shape[0], query.shape[2])
+    statistic = query.shape[:-1]
+    edges = (query.shape[0] if query.dim() == 4 else 1, row.shape[0], query.shape[-2])
     out = query.new_empty(query.shape)
     lse = query.new_empty(statistic, dtype=torch.float32)
     if not save:
@@ -182,7 +185,7 @@ def _gradients(launch, problem, saved, grad_out, grad_lse, reverse, needs: list[
     dvalue = torch.empty_like(problem.value) if need_value else None
     if need_key or need_value:
         launch.differentiate_sources(problem, weights, grad_out, *reverse, dkey, dvalue)
-    if need_attr and dattr.shape != problem.edge_attr.shape:
+    if need_attr and problem.shares_attributes:
         dattr = dattr.sum(0, keepdim=True).to(problem.edge_attr.dtype)
     every = (dquery, dkey, dvalue, dattr, dweight, dbias)
     return [gradient for gradient, need in zip(every, needs, strict=True) if need]
@@ -190,10 +193,10 @@ def _gradients(launch, problem, saved, grad_out, grad_lse, reverse, needs: list[
 
 def _attribute_gradient(problem) -> Tensor:
     """Memory for the gradient of edge_attr: [B, E, ..], float32 where the samples' are to be summed."""
-    attr, samples = problem.edge_attr, problem.query.shape[0]
-    if attr.shape[0] == samples:
+    attr = problem.edge_attr
+    if not problem.shares_attributes:
         return torch.empty_like(attr)
-    return attr.new_empty((samples, *attr.shape[1:]), dtype=torch.float32)
+    return attr.new_empty((problem.samples, *attr.shape[1:]), dtype=torch.float32)
 
 
 def _weight_and_bias(both: Tensor, problem, need_weight: bool, need_bias: bool) -> tuple[Tensor | None, Tensor | None]:

@@ -50,7 +50,7 @@ class Sizes(NamedTuple):
 
 @dataclass(frozen=True)
 class Problem:
-    """Contiguous operands of one call."""
+    """Contiguous operands of one call. Where query has no B there is one sample, and nothing has a B."""
 
     query: Tensor  # [B, N_dst, H, C]
     key: Tensor  # [B, N_src, H, C]
@@ -70,19 +70,29 @@ class Problem:
     @cached_property
     def sizes(self) -> Sizes:
         """Read once from the operands."""
-        samples, num_dst, heads, channels = self.query.shape
+        num_dst, heads, channels = self.query.shape[-3:]
         num_edges = self.row.shape[0]
         return Sizes(
-            samples, num_dst, self.key.shape[1], num_edges, heads, channels,
+            self.samples, num_dst, self.key.shape[-3], num_edges, heads, channels,
             edge_dim=0 if self.edge_weight is None else self.edge_weight.shape[1],
             bias=int(self.edge_bias is not None),
             embedded=self.embedded,
-            attr_stride=num_edges if self.edge_attr is not None and self.edge_attr.shape[0] > 1 else 0,
+            attr_stride=0 if self.edge_attr is None or self.samples == 1 or self.shares_attributes else num_edges,
             dtype=self.query.dtype,
             wide=self.wide(),
             scale=self.scale,
             dropout_p=self.dropout_p,
         )  # fmt: skip
+
+    @property
+    def samples(self) -> int:
+        """Number of samples."""
+        return self.query.shape[0] if self.query.dim() == 4 else 1
+
+    @property
+    def shares_attributes(self) -> bool:
+        """Whether several samples read one set of edge attributes."""
+        return self.edge_attr is not None and self.samples != 1 and self.edge_attr.shape[0] == 1
 
     @property
     def embedded(self) -> bool:
@@ -99,8 +109,8 @@ class Problem:
 
     def wide(self) -> bool:
         """Whether an offset passes 2^31, so that 64-bit arithmetic is needed."""
-        samples, num_dst, heads, channels = self.query.shape
-        edges, nodes = samples * self.row.shape[0], samples * max(num_dst, self.key.shape[1])
+        num_dst, heads, channels = self.query.shape[-3:]
+        edges, nodes = self.samples * self.row.shape[0], self.samples * max(num_dst, self.key.shape[-3])
         edge_dim = 0 if self.edge_weight is None else self.edge_weight.shape[1]
         columns = attribute_columns(edge_dim + (self.edge_bias is not None))
         per_edge = max(heads * (channels if self.embedded else 2), columns)
