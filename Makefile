@@ -1,5 +1,6 @@
 # make demo   train the example model on a sphere, on a CPU, and draw the forecast
 # make test   run every test; ERA5_PATH=FILE adds those on real weather data
+# make bench  time attention beside PyG's, and anemoi-models' where it is installed, on what this machine has
 # make lint, make docs, make format
 # Each command makes .venv by itself; PYTHON chooses the interpreter (3.11 to 3.13).
 
@@ -11,13 +12,17 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 INSTALLED := .venv/.installed
 
-.PHONY: demo test lint format docs clean
+.PHONY: demo test bench lint format docs clean
 
 demo: $(INSTALLED)-train
 	$(BIN)/python -m anemoi_gt.train
 
 test: $(INSTALLED)-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(if $(ERA5_PATH),--era5-path=$(ERA5_PATH))
+
+bench: $(INSTALLED)-graphs
+	$(BIN)/python benchmarks/run.py --out outputs/bench.json
+	$(BIN)/python benchmarks/report.py outputs/bench.json
 
 lint: $(INSTALLED)-lint
 	$(BIN)/ruff check .
@@ -41,6 +46,13 @@ $(INSTALLED)-torch: constraints.txt | .venv/bin/python
 
 $(INSTALLED)-%: pyproject.toml constraints.txt $(INSTALLED)-torch
 	$(PIP) --editable '.[$*]'
+	touch $@
+
+# Anemoi's packages ask for an older torch than they run on, so what the tests import of them comes without dependencies;
+# those that they need are in the extra `test`.
+$(INSTALLED)-test: pyproject.toml constraints.txt $(INSTALLED)-torch
+	$(PIP) --editable '.[test]'
+	$(PIP) --no-deps anemoi-models anemoi-graphs anemoi-utils
 	touch $@
 
 .PRECIOUS: $(INSTALLED)-%

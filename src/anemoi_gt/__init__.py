@@ -7,7 +7,12 @@ from anemoi_gt.graph import GraphStructure
 from anemoi_gt.ops import attention_weights, edge_attention, merge
 from anemoi_gt.version import __version__
 
-_FROM_NN = ("EncoderProcessorDecoder", "GraphTransformerBlock", "GraphTransformerConv")
+_FROM_NN = (
+    "EncoderProcessorDecoder",
+    "GraphTransformerConv",
+    "GraphTransformerMapperBlock",
+    "GraphTransformerProcessorBlock",
+)
 
 __all__ = [
     "AttentionConfig",

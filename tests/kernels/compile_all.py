@@ -148,14 +148,17 @@ def every():
     odd, standard = Call(6, 10, 3, graph=bare_graph()), Call(16, 64, 11, graph=full_graph(), dropout_p=0.1)
     calls = [odd, replace(odd, form="raw_without_bias", dtype=torch.float16), replace(odd, dtype=torch.float32)]
     calls += [replace(odd, form="embedded", dtype=torch.float32), replace(odd, form="none", dtype=torch.float16)]
-    calls += [standard, replace(standard, form="embedded"), replace(standard, form="none")]
+    calls += [standard, replace(standard, form="embedded"), replace(standard, form="none"), replace(odd, channels=500)]
     launches = list(recorded(*calls))
     for dtype in (torch.int32, torch.int64):
         edges = torch.zeros(2, 7, dtype=dtype)
         launches += record(lambda edges=edges: group_edges_unordered(edges, 3, edges.dtype))
         launches += record(lambda edges=edges: group_both_ends_unordered(edges, 3, 4, torch.int32))
     for kernel, args in launches:
-        yield kernel, args, ALIGNED, lambda compiled: {"binaries": sorted({"cubin", "hsaco"} & set(compiled.asm))}
+        yield (
+            kernel, args, ALIGNED,
+            lambda compiled: {"binaries": sorted({"cubin", "hsaco"} & set(compiled.asm)), "shared": compiled.metadata.shared},
+        )  # fmt: skip
 
 
 def standard():

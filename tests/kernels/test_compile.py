@@ -35,11 +35,17 @@ def compile_kernels(what, *target):
     return [json.loads(line) for line in result.stdout.splitlines()]
 
 
-@pytest.mark.parametrize("target", ["cuda:80", "cuda:90", "cuda:100", "hip:gfx90a", "hip:gfx942"])
+SHARED = {  # bytes of shared memory that a program may have
+    "cuda:80": 166912, "cuda:90": 232448, "cuda:100": 232448, "hip:gfx90a": 65536, "hip:gfx942": 65536,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("target", SHARED)
 def test_every_kernel_compiles(target):
     compiled = compile_kernels("every", target)
     assert {line["kernel"] for line in compiled} == KERNELS
     assert all(line["binaries"] == [{"cuda": "cubin", "hip": "hsaco"}[target.split(":")[0]]] for line in compiled)
+    assert max(line["shared"] for line in compiled) <= SHARED[target]
 
 
 def test_names_in_a_profile_tell_dtype_and_sizes():

@@ -1,137 +1,158 @@
-"""GraphTransformerBlock is its formula, from sources to destinations and within one set of nodes."""
+"""What blocks do beyond the numbers of anemoi-models: samples, exchange, dropout, config, memory, refusals."""
+
+import copy
 
 import pytest
 import torch
-from torch.nn.functional import gelu, layer_norm
+from support.differentiate import randomise
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from anemoi_gt import AttentionConfig, GraphStructure, GraphTransformerBlock
+from anemoi_gt import AttentionConfig, GraphStructure, GraphTransformerMapperBlock, GraphTransformerProcessorBlock
 
 CHANNELS, HEADS, DIM = 12, 3, 4
+SIZES = {"in_channels": CHANNELS, "hidden_dim": 20, "out_channels": CHANNELS, "num_heads": HEADS, "edge_dim": DIM}
+KINDS = {"processor": GraphTransformerProcessorBlock, "mapper": GraphTransformerMapperBlock}
+every_kind = pytest.mark.parametrize("kind", KINDS)
 
 
-@pytest.fixture
-def block():
-    torch.manual_seed(0)
-    block = GraphTransformerBlock(CHANNELS, HEADS, DIM, mlp_ratio=2).double()
-    for parameter in block.parameters():  # norms begin as the identity, which would hide a norm in the wrong place
-        torch.nn.init.normal_(parameter, std=0.5)
-    return block
+def make_block(kind, **options):
+    return randomise(KINDS[kind](**{**SIZES, **options}).double())
 
 
-def make_graph(num_src, num_dst, edges=30):
+def make_edges(num_src, num_dst, edges=30):
     generator = torch.Generator().manual_seed(1)
     edge_index = torch.stack([torch.randint(n, (edges,), generator=generator) for n in (num_src, num_dst)])
     edge_attr = torch.randn(edges, DIM, generator=generator, dtype=torch.float64)
-    return edge_index, GraphStructure.from_edge_index(edge_index, (num_src, num_dst)), edge_attr
-
-
-def formula(block, x_src, x_dst, edge_index, edge_attr):
-    """The block in plain PyTorch, destination by destination, edge features embedded; x_src, x_dst [N, CHANNELS]."""
-    p = dict(block.named_parameters())
-
-    def linear(name, rows):
-        return rows @ p[f"{name}.weight"].T + p.get(f"{name}.bias", 0.0)
-
-    def norm(name, rows):
-        return layer_norm(rows, (CHANNELS,), p[f"{name}.weight"], p[f"{name}.bias"])
-
-    def heads(rows):
-        return rows.reshape(-1, HEADS, CHANNELS // HEADS)
-
-    src, dst = norm("norm_attention", x_src), norm("norm_attention", x_dst)
-    query, key, value = linear("conv.lin_query", dst), linear("conv.lin_key", src), linear("conv.lin_value", src)
-    embedded = linear("conv.lin_edge", edge_attr)
-    attended = torch.zeros_like(query)
-    for i in range(len(x_dst)):
-        into = (edge_index[1] == i).nonzero().flatten()
-        k, v = (heads(rows[edge_index[0, into]] + embedded[into]) for rows in (key, value))
-        score = torch.einsum("hc,ehc->eh", heads(query[i])[0], k) / (CHANNELS // HEADS) ** 0.5
-        attended[i] = torch.einsum("eh,ehc->hc", score.softmax(0), v).flatten()
-    x = x_dst + linear("projection", attended + linear("conv.lin_skip", dst))
-    return x + linear("mlp.2", gelu(linear("mlp.0", norm("norm_mlp", x))))
+    return edge_index, edge_attr
 
 
 def draw(*shape):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64)
 
 
+def run(block, x, edge_index, edge_attr, **options):
+    """The block's destinations, from nodes x to themselves: both kinds know how."""
+    graph = GraphStructure.from_edge_index(edge_index, x.shape[-2])
+    if isinstance(block, GraphTransformerProcessorBlock):
+        return block(x, graph, edge_attr, **options)
+    return block((x, x), graph, edge_attr, **options)[1]
+
+
 def assert_same(actual, expected):
-    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
 
-def test_block_from_sources_to_destinations_is_its_formula(block):
-    edge_index, graph, edge_attr = make_graph(9, 6)
-    x_src, x_dst = draw(2, 9, CHANNELS), draw(2, 6, CHANNELS)
-    expected = [formula(block, x_src[b], x_dst[b], edge_index, edge_attr) for b in range(2)]
-    assert_same(block((x_src, x_dst), graph, edge_attr), torch.stack(expected))
-    assert_same(block((x_src[0], x_dst[0]), graph, edge_attr), expected[0])
+@every_kind
+def test_samples_share_the_graph_and_do_not_see_each_other(kind):
+    block, edges, x = make_block(kind), make_edges(8, 8), draw(3, 8, CHANNELS)
+    assert_same(run(block, x, *edges), torch.stack([run(block, sample, *edges) for sample in x]))
 
 
-def test_block_within_one_set_of_nodes_is_the_case_where_sources_are_destinations(block):
-    edge_index, graph, edge_attr = make_graph(8, 8)
-    x = draw(8, CHANNELS)
-    assert_same(block(x, graph, edge_attr), formula(block, x, x, edge_index, edge_attr))
-    assert_same(block((x, x.clone()), graph, edge_attr), block(x, graph, edge_attr))
+@every_kind
+def test_each_sample_may_have_attributes_of_its_own(kind):
+    block, (edge_index, _) = make_block(kind), make_edges(8, 8)
+    x, edge_attr = draw(2, 8, CHANNELS), draw(2, 30, DIM)
+    expected = torch.stack([run(block, x[i], edge_index, edge_attr[i]) for i in range(2)])
+    assert_same(run(block, x, edge_index, edge_attr), expected)
 
 
-def test_gradients_are_those_of_the_formula(block):
-    edge_index, graph, edge_attr = make_graph(9, 6)
-    leaves = [draw(9, CHANNELS), draw(6, CHANNELS), edge_attr]
-    leaves = [leaf.requires_grad_() for leaf in leaves] + list(block.parameters())
-    x_src, x_dst = leaves[:2]
-    outputs = (block((x_src, x_dst), graph, edge_attr), formula(block, x_src, x_dst, edge_index, edge_attr))
-    actual, expected = (torch.autograd.grad((out * draw(6, CHANNELS)).sum(), leaves) for out in outputs)
-    assert_same(actual, expected)
-
-
-def test_exchange_brings_the_sources_that_are_elsewhere(block):
-    edge_index, graph, edge_attr = make_graph(8, 8)
-    x, here = draw(8, CHANNELS), slice(0, 5)
-    mine = edge_index[1] < 5
+def test_processor_exchange_brings_the_sources_that_are_elsewhere():
+    block, (edge_index, edge_attr), x = make_block("processor"), make_edges(8, 8), draw(8, CHANNELS)
+    mine, here = edge_index[1] < 5, slice(0, 5)
     part = GraphStructure.from_edge_index(edge_index[:, mine], (8, 5))
-    elsewhere = block.norm_attention(x[5:])
+    elsewhere = block.layer_norm_attention(x[5:])
     out = block(x[here], part, edge_attr[mine], exchange=lambda features: torch.cat([features, elsewhere]))
-    assert_same(out, block(x, graph, edge_attr)[here])
+    assert_same(out, run(block, x, edge_index, edge_attr)[here])
 
 
-def test_block_without_edge_attributes_works():
-    _, graph, _ = make_graph(8, 8)
-    block = GraphTransformerBlock(CHANNELS, HEADS)
-    assert block(torch.randn(8, CHANNELS), graph).shape == (8, CHANNELS)
+def test_mapper_exchange_brings_the_sources_that_are_elsewhere_and_updates_those_that_are_here():
+    block = make_block("mapper", update_src_nodes=True)
+    (edge_index, edge_attr), x_src, x_dst = make_edges(8, 6), draw(8, CHANNELS), draw(6, CHANNELS)
+    whole = block((x_src, x_dst), GraphStructure.from_edge_index(edge_index, (8, 6)), edge_attr)
+    mine = edge_index[1] < 4
+    part = GraphStructure.from_edge_index(edge_index[:, mine], (8, 4))
+    elsewhere = block.layer_norm_attention_src(x_src[5:])
+    out = block(
+        (x_src[:5], x_dst[:4]), part, edge_attr[mine], exchange=lambda features: torch.cat([features, elsewhere])
+    )
+    assert_same(out, (whole[0][:5], whole[1][:4]))
 
 
-def test_dropout_acts_in_training_only():
-    _, graph, edge_attr = make_graph(8, 8)
-    block = GraphTransformerBlock(CHANNELS, HEADS, DIM, dropout=0.5)
-    x, edge_attr = torch.randn(8, CHANNELS), edge_attr.float()
-    assert not torch.equal(block(x, graph, edge_attr), block(x, graph, edge_attr))
+def test_sources_stay_as_they_are_unless_they_are_updated():
+    block, (edge_index, edge_attr), x = make_block("mapper"), make_edges(8, 6), draw(8, CHANNELS)
+    x_src, _ = block((x, draw(6, CHANNELS)), GraphStructure.from_edge_index(edge_index, (8, 6)), edge_attr)
+    assert torch.equal(x_src, x)
+
+
+def test_second_name_of_the_norm_of_destinations_stays_an_alias_in_a_copy():
+    block = copy.deepcopy(make_block("mapper"))
+    assert block.layer_norm_attention_dest is block.layer_norm_attention
+    assert {name for name, _ in block.named_parameters()} < set(block.state_dict())
+
+
+@every_kind
+def test_dropout_acts_in_training_only(kind):
+    block, edges, x = make_block(kind, dropout=0.5), make_edges(8, 8), draw(8, CHANNELS)
+    assert not torch.equal(run(block, x, *edges), run(block, x, *edges))
     block.eval()
-    assert torch.equal(block(x, graph, edge_attr), block(x, graph, edge_attr))
+    assert torch.equal(run(block, x, *edges), run(block, x, *edges))
 
 
-def test_config_reaches_the_attention():
-    _, graph, edge_attr = make_graph(8, 8)
-    block = GraphTransformerBlock(CHANNELS, HEADS, DIM, config=AttentionConfig(backend="torch", precision="bf16"))
-    full = GraphTransformerBlock(CHANNELS, HEADS, DIM)
-    full.load_state_dict(block.state_dict())
-    x, edge_attr = torch.randn(8, CHANNELS), edge_attr.float()
-    difference = (block(x, graph, edge_attr) - full(x, graph, edge_attr)).abs().max()
-    assert 0 < difference < 0.1
+@every_kind
+def test_config_reaches_the_attention(kind):
+    edges, x = make_edges(8, 8), draw(8, CHANNELS)
+    block = make_block(kind, config=AttentionConfig(backend="torch", precision="bf16"))
+    difference = (run(block, x, *edges) - run(make_block(kind), x, *edges)).abs().max()
+    assert 0 < difference < 0.5
+
+
+class LargestTensor(TorchDispatchMode):
+    """Numel of the largest tensor that any operation returns."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        tensors = [part for part in (out if isinstance(out, (tuple, list)) else (out,)) if torch.is_tensor(part)]
+        self.numel = max([self.numel, *(tensor.numel() for tensor in tensors)])
+        return out
+
+
+@every_kind
+def test_no_tensor_of_edges_by_channels_is_made_forward_or_backward(kind):
+    edges = 500
+    block, (edge_index, edge_attr) = make_block(kind), make_edges(8, 8, edges)
+    x, edge_attr = draw(8, CHANNELS).requires_grad_(), edge_attr.requires_grad_()
+    with LargestTensor() as largest:
+        run(block, x, edge_index, edge_attr).sum().backward()
+    assert edges * DIM <= largest.numel < edges * CHANNELS
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("options", "message"),
     [
-        ((10, 3), "channels must be a multiple of heads, got 10 channels and 3 heads"),
-        ((12, 0), "got 12 channels and 0 heads"),
-        ((0, 2), "got 0 channels and 2 heads"),
+        ({"num_heads": 5}, "attention channels must be a multiple of heads, got 12 channels and 5 heads"),
+        ({"num_heads": 0}, "got 12 channels and 0 heads"),
+        ({"attn_channels": 10}, "got 10 channels and 3 heads"),
+        ({"attn_channels": 0}, "got 0 channels and 3 heads"),
+        ({"out_channels": 8}, "in_channels and out_channels must be equal .* got 12 and 8"),
+        ({"in_channels": 0, "out_channels": 0}, "must be equal and at least 1, .* got 0 and 0"),
+        ({"edge_dim": 0}, "edge_dim must be at least 1, got 0"),
+        ({"hidden_dim": 0}, "hidden_dim must be at least 1, got 0"),
+        ({"mlp_implementation": "moe"}, "mlp_implementation must be one of mlp, glu, .* got 'moe'"),
+        ({"dropout": 1.5}, r"dropout must be a probability in 0 .. 1, got 1.5"),
     ],
 )
-def test_channels_that_heads_do_not_divide_are_refused(arguments, message):
+@every_kind
+def test_option_that_does_not_fit_is_refused_with_what_came(kind, options, message):
     with pytest.raises(ValueError, match=message):
-        GraphTransformerBlock(*arguments)
+        KINDS[kind](**{**SIZES, **options})
 
 
-def test_feed_forward_network_without_width_is_refused():
-    with pytest.raises(ValueError, match=r"mlp_ratio \* channels must be at least 1, got 0.01 \* 12"):
-        GraphTransformerBlock(CHANNELS, HEADS, mlp_ratio=0.01)
+@every_kind
+def test_features_that_do_not_fit_the_graph_are_refused_with_what_came(kind):
+    block, (edge_index, edge_attr) = make_block(kind), make_edges(8, 8)
+    graph = GraphStructure.from_edge_index(edge_index, 8)
+    x = draw(7, CHANNELS)
+    with pytest.raises(ValueError, match=r"must have .* got \(7, 3, 4\)"):
+        block(x if kind == "processor" else (x, x), graph, edge_attr)

@@ -5,28 +5,17 @@ import io
 
 import pytest
 import torch
+from support.differentiate import randomise
+from support.weather import IN, KINDS, NODES, OUT, SAMPLES, weather_graph
 from torch_geometric.data import HeteroData
 
-from anemoi_gt import EncoderProcessorDecoder, GraphStructure
-
-NODES = {"data": 30, "hidden": 11}
-KINDS = {("data", "to", "hidden"): 60, ("hidden", "to", "hidden"): 50, ("hidden", "to", "data"): 90}
-SAMPLES, IN, OUT = 2, 5, 3
+from anemoi_gt import AttentionConfig, EncoderProcessorDecoder, GraphStructure
+from anemoi_gt.nn.block import GraphTransformerBaseBlock
 
 
 @pytest.fixture
 def graph():
-    """A weather graph of random nodes and edges, laid out as anemoi-graphs does."""
-    generator = torch.Generator().manual_seed(0)
-    graph = HeteroData()
-    for name, size in NODES.items():
-        graph[name].x = torch.rand(size, 2, generator=generator) * torch.tensor([3.0, 6.0]) - torch.tensor([1.5, 0.0])
-    for kind, edges in KINDS.items():
-        ends = [torch.randint(NODES[name], (edges,), generator=generator) for name in (kind[0], kind[2])]
-        graph[kind].edge_index = torch.stack(ends)
-        graph[kind].edge_length = torch.rand(edges, 1, generator=generator)
-        graph[kind].edge_dirs = torch.randn(edges, 2, generator=generator)
-    return graph
+    return weather_graph()
 
 
 @pytest.fixture
@@ -37,14 +26,6 @@ def x():
 def make_model(graph, seed=2, **options):
     torch.manual_seed(seed)
     return EncoderProcessorDecoder(graph, IN, OUT, **{"channels": 16, "heads": 4, "num_layers": 2, **options})
-
-
-def randomise(model):
-    """Parameters that begin at zero, or as the identity, would hide what they do not reach."""
-    torch.manual_seed(3)
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
-    return model
 
 
 def train_step(model, x, seed=4):
@@ -79,33 +60,99 @@ def test_forward_is_encoder_processor_decoder(graph, x):
     model = randomise(make_model(graph).double())
     x = x.double()
 
-    def structure(*kind):
+    def edges(part, kind):
         sizes = (NODES[kind[0]], NODES[kind[2]])
-        part = {("data", "hidden"): model.data_to_hidden, ("hidden", "hidden"): model.hidden_to_hidden}
-        part = part.get((kind[0], kind[2]), model.hidden_to_data)
-        given = torch.cat([graph[kind].edge_length, graph[kind].edge_dirs], dim=1)
-        edge_attr = torch.cat([given.double(), part.trainable], dim=1)
-        return GraphStructure.from_edge_index(graph[kind].edge_index, sizes), edge_attr
+        order = graph[kind].edge_index[1].sort(stable=True).indices
+        given = torch.cat([graph[kind].edge_length, graph[kind].edge_dirs], dim=1)[order].double()
+        structure = GraphStructure.from_edge_index(graph[kind].edge_index[:, order], sizes)
+        return structure, torch.cat([given, part.trainable], dim=1)
 
     def nodes(name):
-        waves = torch.cat([graph[name].x.sin(), graph[name].x.cos()], dim=1)
-        return torch.cat([waves.double(), model.nodes[name].trainable], dim=1).expand(SAMPLES, -1, -1)
+        waves = torch.cat([graph[name].x.sin(), graph[name].x.cos()], dim=1).double()
+        return torch.cat([waves, model.nodes[name].trainable], dim=1).expand(SAMPLES, -1, -1)
 
-    data = model.embed_data(torch.cat([x, nodes("data")], dim=2))
-    hidden = model.encoder((data, model.embed_hidden(nodes("hidden"))), *structure("data", "to", "hidden"))
-    for block in model.processor:
-        hidden = block(hidden, *structure("hidden", "to", "hidden"))
-    expected = model.output(model.decoder((hidden, data), *structure("hidden", "to", "data")))
+    down, across, up = KINDS
+    data = torch.cat([x, nodes("data")], dim=2)
+    hidden = model.encoder["data"]((data, nodes("hidden")), *edges(model.encoder_edges["data"], down))
+    for block in model.processor.proc:
+        hidden = block(hidden, *edges(model.processor_edges, across))
+    expected = model.decoder["data"]((hidden, data), *edges(model.decoder_edges["data"], up))
     torch.testing.assert_close(model(x), expected, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("groups", (1, 2))
 @pytest.mark.parametrize("dropout", (0.0, 0.3))
-def test_checkpointing_changes_no_output_and_no_gradient(graph, x, dropout):
-    kept, recomputed = (make_model(graph, dropout=dropout, checkpoint=flag) for flag in (False, True))
+def test_checkpointing_changes_no_output_and_no_gradient(graph, x, dropout, groups):
+    kept, recomputed = (make_model(graph, dropout=dropout, checkpoint_groups=number) for number in (None, groups))
     (out, gradients), (same_out, same_gradients) = (train_step(model, x) for model in (kept, recomputed))
     assert torch.equal(same_out, out)
     for name, gradient in gradients.items():
         assert torch.equal(same_gradients[name], gradient), name
+
+
+@pytest.mark.parametrize("number", (2, 11))
+@pytest.mark.parametrize("dropout", (0.0, 0.3))
+def test_number_of_mapper_chunks_changes_no_output_and_no_gradient(graph, x, dropout, number):
+    whole, pieces = (
+        randomise(make_model(graph, dropout=dropout, mapper_chunks=chunks).double()) for chunks in (1, number)
+    )
+    (out, gradients), (same_out, same_gradients) = (train_step(model, x.double()) for model in (whole, pieces))
+    torch.testing.assert_close(same_out, out, rtol=1e-10, atol=1e-10)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(same_gradients[name], gradient, rtol=1e-9, atol=1e-9, msg=name)
+
+
+@pytest.mark.parametrize("chunks", (1, 2, 5))
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32, torch.float64))
+def test_fields_leave_in_the_dtype_in_which_they_came_for_any_number_of_chunks(graph, x, dtype, chunks):
+    model = make_model(graph, mapper_chunks=chunks)
+    assert model.to(dtype)(x.to(dtype)).dtype == dtype
+    with torch.autocast("cpu", torch.bfloat16):
+        assert model.float()(x).dtype == torch.float32
+
+
+def test_checkpointing_and_chunks_go_together(graph, x):
+    plain, both = make_model(graph), make_model(graph, mapper_chunks=3, checkpoint_groups=2)
+    (out, gradients), (same_out, same_gradients) = (train_step(model, x) for model in (plain, both))
+    torch.testing.assert_close(same_out, out)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(same_gradients[name], gradient, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_residual_adds_the_prognostic_input_to_its_output(graph, x):
+    plain, residual = make_model(graph), make_model(graph, residual={0: 4, 2: 1})
+    expected = plain(x)
+    expected[..., 0] += x[..., 4]
+    expected[..., 2] += x[..., 1]
+    torch.testing.assert_close(residual(x), expected)
+
+
+@pytest.mark.parametrize(
+    ("option", "key"),
+    [
+        ({"qk_norm": True}, "q_norm.weight"),
+        ({"mlp_implementation": "swiglu"}, "node_dst_mlp.mlp.0.gate_proj.weight"),
+        ({"edge_pre_mlp": True}, "edge_pre_mlp.0.weight"),
+    ],
+)
+def test_option_of_a_block_reaches_every_block(graph, option, key):
+    plain, model = make_model(graph).state_dict(), make_model(graph, **option).state_dict()
+    assert not any(name.endswith(key) for name in plain)
+    assert sum(name.endswith(key) for name in model) == 4  # encoder, two layers, decoder
+
+
+def test_width_of_the_attention_reaches_every_block(graph, x):
+    model = make_model(graph, attn_channels=8)
+    queries = [value for name, value in model.state_dict().items() if name.endswith("lin_query.weight")]
+    assert [tuple(query.shape) for query in queries] == [(8, 16)] * 4
+    assert model(x).shape == (SAMPLES, NODES["data"], OUT)
+
+
+def test_config_and_dropout_reach_every_block(graph):
+    config = AttentionConfig("torch", "bf16")
+    model = make_model(graph, config=config, dropout=0.25)
+    blocks = [module for module in model.modules() if isinstance(module, GraphTransformerBaseBlock)]
+    assert len(blocks) == 4 and {(block.config, block.dropout) for block in blocks} == {(config, 0.25)}
 
 
 def test_checkpointing_keeps_less_for_backward(graph, x):
@@ -120,7 +167,10 @@ def test_checkpointing_keeps_less_for_backward(graph, x):
             model(x)
         return sum(sizes)
 
-    assert kept(make_model(graph, checkpoint=True)) < 0.5 * kept(make_model(graph))
+    everything, groups, all_in_one = (
+        kept(make_model(graph, checkpoint_groups=number, num_layers=4)) for number in (None, 4, 1)
+    )
+    assert all_in_one < groups < 0.5 * everything
 
 
 def test_dropout_acts_in_training_only(graph, x):
@@ -142,7 +192,7 @@ def test_state_dict_goes_to_another_model_on_the_same_graph(graph, x):
 
 def test_state_dict_holds_parameters_and_no_graph(graph):
     model = make_model(graph)
-    assert set(model.state_dict()) == {name for name, _ in model.named_parameters()}
+    assert set(model.state_dict()) == {name for name, _ in model.named_parameters(remove_duplicate=False)}
 
 
 def test_copy_is_whole_and_independent(graph, x):
@@ -155,12 +205,16 @@ def test_copy_is_whole_and_independent(graph, x):
     assert torch.equal(model(x), expected)
 
 
-def test_whole_model_moves_to_a_device(graph):
-    model = make_model(graph).to("meta")
-    tensors = [*model.parameters(), *model.buffers()]
-    for part in (model.data_to_hidden, model.hidden_to_hidden, model.hidden_to_data):
-        structure, edge_attr = part()
-        tensors += [edge_attr, *structure.state_dict().values()]
+@pytest.mark.parametrize("chunks", (1, 3))
+def test_whole_model_moves_to_a_device(graph, chunks):
+    model = make_model(graph, mapper_chunks=chunks).to("meta")
+    structure, edge_attr = model.processor_edges()
+    tensors = [*model.parameters(), *model.buffers(), edge_attr, *structure.state_dict().values()]
+    for part in (model.encoder_edges["data"], model.decoder_edges["data"]):
+        pieces, edge_attr = part()
+        tensors.append(edge_attr)
+        for piece in pieces:
+            tensors += [*piece.graph.state_dict().values(), *([] if piece.src is None else [piece.src])]
     assert {tensor.device.type for tensor in tensors} == {"meta"}
 
 
@@ -173,7 +227,7 @@ def test_autocast_gives_gradients_in_the_dtype_of_the_parameters(graph, x):
     model = make_model(graph)
     with torch.autocast("cpu", torch.bfloat16):
         out, gradients = train_step(model, x)
-    assert out.dtype == torch.bfloat16 and bool(out.isfinite().all())
+    assert bool(out.isfinite().all())
     assert all(gradient.dtype == torch.float32 for gradient in gradients.values())
 
 
@@ -194,7 +248,8 @@ def test_trained_attributes_may_be_left_out(graph, x, option):
 
 def test_whole_model_compiles_into_one_graph(graph, x):
     torch.compiler.reset()
-    model = randomise(make_model(graph, num_layers=1))
+    options = {"qk_norm": True, "mlp_implementation": "swiglu", "edge_pre_mlp": True, "mapper_chunks": 2}
+    model = randomise(make_model(graph, num_layers=1, residual={0: 0}, **options))
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     expected, actual = train_step(model, x), train_step(compiled, x)
     torch.testing.assert_close(actual[0], expected[0])
@@ -256,6 +311,13 @@ def test_graph_that_does_not_fit_is_refused_with_what_came(graph, change, messag
     ("options", "message"),
     [
         ({"channels": 10, "heads": 4}, "channels must be a multiple of heads, got 10 channels and 4 heads"),
+        ({"checkpoint_groups": 3}, r"checkpoint_groups must be in 1 .. 2, .* or None, got 3"),
+        ({"checkpoint_groups": 0}, r"checkpoint_groups must be in 1 .. 2, .* or None, got 0"),
+        ({"mapper_chunks": 0}, r"num_chunks must be in 1 .. 11, the number of destinations, got 0"),
+        ({"mapper_chunks": 12}, r"num_chunks must be in 1 .. 11, the number of destinations, got 12"),
+        ({"mlp_ratio": 0}, r"mlp_ratio \* channels must be finite and at least 1/2, got 0 \* 16"),
+        ({"residual": {3: 0}}, r"residual must name output channels in 0 .. 2, got \[3\]"),
+        ({"residual": {0: -1}}, r"residual must name input channels in 0 .. 4, got \[-1\]"),
         ({"num_layers": 0}, "num_layers must be at least 1, got 0"),
         ({"trainable_nodes": -1}, "trainable must be a number of features >= 0, got -1"),
         ({"trainable_edges": -1}, "trainable must be a number of attributes >= 0, got -1"),

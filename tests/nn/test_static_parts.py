@@ -15,12 +15,14 @@ def make_edges(trainable=8):
     return StaticEdges(EDGE_INDEX, torch.arange(12.0).reshape(4, 3), (3, 2), trainable)
 
 
-def test_edges_give_the_structure_of_both_directions_and_attributes_in_the_callers_order():
+def test_edges_give_the_structure_of_both_directions_and_attributes_by_destination():
     graph, edge_attr = make_edges()()
-    expected = GraphStructure.from_edge_index(EDGE_INDEX, (3, 2)).with_reverse().state_dict()
+    order = [0, 3, 1, 2]  # by destination, then as they came
+    expected = GraphStructure.from_edge_index(EDGE_INDEX[:, order], (3, 2)).with_reverse().state_dict()
     assert graph.state_dict().keys() == expected.keys()
     assert all(torch.equal(tensor, expected[name]) for name, tensor in graph.state_dict().items())
-    assert torch.equal(edge_attr, torch.cat([torch.arange(12.0).reshape(4, 3), torch.zeros(4, 8)], dim=1))
+    given = torch.arange(12.0).reshape(4, 3)[order]
+    assert torch.equal(edge_attr, torch.cat([given, torch.zeros(4, 8)], dim=1))
 
 
 def test_edges_need_no_trained_attributes():
@@ -29,9 +31,10 @@ def test_edges_need_no_trained_attributes():
     assert torch.equal(edges()[1], edges.edge_attr)
 
 
-def test_edges_that_are_sorted_already_have_no_permutation():
-    edges = StaticEdges(EDGE_INDEX[:, [0, 3, 1, 2]], torch.zeros(4, 3), (3, 2))
-    assert edges()[0].perm is None
+def test_attributes_stay_with_their_edges():
+    graph, edge_attr = make_edges()()
+    rows = {tuple(edge): row.tolist() for edge, row in zip(graph.edge_index().T.tolist(), edge_attr, strict=True)}
+    assert [rows[tuple(edge)][0] for edge in EDGE_INDEX.T.tolist()] == [0.0, 3.0, 6.0, 9.0]
 
 
 def test_trained_attributes_get_a_gradient():

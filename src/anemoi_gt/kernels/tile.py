@@ -34,6 +34,7 @@ class ContractionTile:
     channels: int
     attributes: int  # attributes padded to a power of two, at least 16 for a matrix product
     num_warps: int
+    num_stages: int  # tiles in flight
 
 
 def next_power_of_two(n: int) -> int:
@@ -117,7 +118,8 @@ def contraction_tile(channels: int, attributes: int) -> ContractionTile:
     """
     columns = attribute_columns(attributes)
     padded = max(PRODUCT, min(next_power_of_two(channels), 64, 4096 // columns))
+    stages = 3 if channels <= padded else 1  # all parts of a row are in flight together
     if padded >= 64 and columns <= 32:
-        return ContractionTile(nodes=64, tiles=2, channels=padded, attributes=columns, num_warps=4)
+        return ContractionTile(64, 2, padded, columns, num_warps=4, num_stages=stages)
     nodes = 32 if columns <= 128 else 16
-    return ContractionTile(nodes, tiles=4, channels=padded, attributes=columns, num_warps=2 if columns <= 32 else 4)
+    return ContractionTile(nodes, 4, padded, columns, num_warps=2 if columns <= 32 else 4, num_stages=stages)

@@ -1,31 +1,58 @@
-"""GraphTransformerBlock: attention over edges and a feed-forward network, each after a norm and beside a residual."""
+"""Blocks with Anemoi's state dict: attention over edges and a feed-forward network, each after a norm, beside a residual.
+
+For destination i, source j, edge e = (j -> i) with attributes a_e, and each head of C channels, with x the normed features:
+
+    q_i = q_norm(W_query x_i)    k_j = k_norm(W_key x_j)    v_j = W_value x_j    x_e = W_edge edge_pre_mlp(a_e)
+    p_e = softmax over the in-edges of i of < q_i , k_j + x_e > / sqrt(C)
+    attended_i = projection(sum_e p_e (v_j + x_e) + W_self x_i)
+
+Every W carries a bias (W_self when `bias` is set). The norms q_norm, k_norm and the network edge_pre_mlp are the identity
+unless asked for. W_edge and its bias enter the operation as they are: no x_e is ever made.
+"""
 
 from collections.abc import Callable
 
+from einops import rearrange
 from torch import Tensor, nn
 
 from anemoi_gt.config import AttentionConfig
 from anemoi_gt.graph import GraphStructure
-from anemoi_gt.nn.conv import GraphTransformerConv
+from anemoi_gt.nn.feed_forward import FeedForward
+from anemoi_gt.nn.layer_kernels import LayerKernels
+from anemoi_gt.ops import edge_attention
+
+Exchange = Callable[[Tensor], Tensor]
 
 
-class GraphTransformerBlock(nn.Module):
-    """Pre-norm graph-transformer block: from source nodes to destination nodes, or within one set of nodes.
+class GraphTransformerBaseBlock(nn.Module):
+    """What both blocks have: projections, attention, the destinations' norms and feed-forward network.
 
-        x = x_dst + projection(conv((norm_attention(x_src), norm_attention(x_dst)), graph, edge_attr))
-        y = x + mlp(norm_mlp(x))
-
-    One norm serves both sides, for its scale and shift are absorbed by the projections that follow it.
+    A base class; `GraphTransformerProcessorBlock` and `GraphTransformerMapperBlock` say what is attended to what. Modules
+    are made in the order in which Anemoi makes them, so that one seed gives the same weights and an optimiser numbers
+    the parameters alike.
 
     Parameters
     ----------
-    channels : int
-        Features of a node, on both sides; a multiple of `heads`.
-    heads : int
-    edge_dim : int, optional
-        Number of attributes of an edge; None when edges have none.
-    mlp_ratio : float
-        Width of the feed-forward network's hidden layer over `channels`.
+    in_channels, out_channels : int
+        Features of a node, on both sides; equal, because of the residual.
+    hidden_dim : int
+        Features of the feed-forward networks' hidden layer.
+    num_heads : int
+        Number of attention heads.
+    edge_dim : int
+        Number of attributes of an edge.
+    attn_channels : int, optional
+        Features of query, key and value, all heads together; None is `out_channels`.
+    bias : bool
+        Whether `lin_self` has a bias.
+    qk_norm : bool
+        Norm query and key, for each head.
+    mlp_implementation : {"mlp", "glu", "swiglu", "geglu", "reglu"}
+        Plain or gated feed-forward networks.
+    edge_pre_mlp : bool
+        Mix the attributes of an edge, linear map and activation, before they are embedded.
+    layer_kernels : LayerKernels
+        Classes of the parts.
     dropout : float
         Probability with which each attention weight is dropped in training.
     config : AttentionConfig
@@ -34,69 +61,233 @@ class GraphTransformerBlock(nn.Module):
     Raises
     ------
     ValueError
-        When `channels` is not a multiple of `heads`, or a size is below 1.
-
-    Examples
-    --------
-    >>> import torch
-    >>> block = GraphTransformerBlock(channels=16, heads=2, edge_dim=3)
-    >>> graph = GraphStructure.from_edge_index(torch.tensor([[0, 1, 4], [0, 0, 1]]), (5, 2))
-    >>> block((torch.randn(1, 5, 16), torch.randn(1, 2, 16)), graph, torch.randn(3, 3)).shape
-    torch.Size([1, 2, 16])
+        For a size below 1, in_channels other than out_channels, heads that do not divide the attention's channels, an
+        unknown mlp_implementation, or a dropout outside 0 .. 1.
     """
 
     def __init__(
         self,
-        channels: int,
-        heads: int,
-        edge_dim: int | None = None,
         *,
-        mlp_ratio: float = 4,
+        in_channels: int,
+        hidden_dim: int,
+        out_channels: int,
+        num_heads: int,
+        edge_dim: int,
+        attn_channels: int | None = None,
+        bias: bool = True,
+        qk_norm: bool = False,
+        mlp_implementation: str = "mlp",
+        edge_pre_mlp: bool = False,
+        layer_kernels: LayerKernels = LayerKernels(),  # noqa: B008  frozen, as config
         dropout: float = 0.0,
         config: AttentionConfig = AttentionConfig(),  # noqa: B008  frozen, hence one value for all blocks
     ):
         super().__init__()
-        if heads < 1 or channels < 1 or channels % heads:
-            raise ValueError(f"channels must be a multiple of heads, got {channels} channels and {heads} heads")
-        hidden = int(mlp_ratio * channels)
-        if hidden < 1:
-            raise ValueError(f"mlp_ratio * channels must be at least 1, got {mlp_ratio} * {channels}")
-        self.norm_attention = nn.LayerNorm(channels)
-        self.conv = GraphTransformerConv(
-            channels, channels // heads, heads, dropout=dropout, edge_dim=edge_dim, config=config
-        )
-        self.projection = nn.Linear(channels, channels)
-        self.norm_mlp = nn.LayerNorm(channels)
-        self.mlp = nn.Sequential(nn.Linear(channels, hidden), nn.GELU(), nn.Linear(hidden, channels))
+        width = out_channels if attn_channels is None else attn_channels
+        _check_sizes(in_channels, out_channels, width, num_heads, edge_dim, dropout)
+        self.channels, self.hidden_dim, self.num_heads = out_channels, hidden_dim, num_heads
+        self.mlp_implementation, self.layer_kernels = mlp_implementation, layer_kernels
+        self.dropout, self.config = dropout, config
 
-    def forward(
-        self,
-        x: Tensor | tuple[Tensor, Tensor],
-        graph: GraphStructure,
-        edge_attr: Tensor | None = None,
-        exchange: Callable[[Tensor], Tensor] | None = None,
-    ) -> Tensor:
-        """Update the destinations.
+        Linear = layer_kernels.Linear
+        self.lin_key = Linear(in_channels, width)
+        self.lin_query = Linear(in_channels, width)
+        self.lin_value = Linear(in_channels, width)
+        self.lin_self = Linear(in_channels, width, bias=bias)
+        self.lin_edge = Linear(edge_dim, width)
+        self.projection = Linear(width, out_channels)
+        self.q_norm = layer_kernels.QueryNorm(width // num_heads) if qk_norm else nn.Identity()
+        self.k_norm = layer_kernels.KeyNorm(width // num_heads) if qk_norm else nn.Identity()
+        self.layer_norm_attention = self._make_norm()
+        self.layer_norm_mlp_dst = self._make_norm()
+        self.node_dst_mlp = self._make_mlp()
+        mixing = (Linear(edge_dim, edge_dim), layer_kernels.Activation()) if edge_pre_mlp else ()
+        self.edge_pre_mlp = nn.Sequential(*mixing)
+
+    def attend(self, src: Tensor, dst: Tensor, graph: GraphStructure, edge_attr: Tensor) -> Tensor:
+        """Let destinations attend to their sources.
 
         Parameters
         ----------
-        x : Tensor [N, channels] or [B, N, channels], or a pair (x_src, x_dst) of them
-            A tensor when sources and destinations are the same nodes.
+        src : Tensor [N_src, in_channels] or [B, N_src, in_channels]
+            Normed features of every source of `graph`.
+        dst : Tensor [N_dst, in_channels] or [B, N_dst, in_channels]
+            Normed features of the destinations.
         graph : GraphStructure
-        edge_attr : Tensor [E, edge_dim] or [B, E, edge_dim], optional
+            Or, where a graph is divided among processes, what takes its place and has a method `attend(query, src, key_value,
+            edge_attr, edge_weight, edge_bias, dropout_p=..., config=...)`; `src` is then what this process has.
+        edge_attr : Tensor [E, edge_dim] or [B, E, edge_dim]
+
+        Returns
+        -------
+        Tensor [N_dst, out_channels] or [B, N_dst, out_channels]
+            What the residual connection adds.
+        """
+        query = self.q_norm(self._heads(self.lin_query(dst)))
+        edges = self.edge_pre_mlp(edge_attr), self.lin_edge.weight, self.lin_edge.bias
+        options = {"dropout_p": self.dropout if self.training else 0.0, "config": self.config}
+        if isinstance(graph, GraphStructure):
+            out, _ = edge_attention(query, *self.key_value(src), graph, *edges, **options)
+        else:
+            out = graph.attend(query, src, self.key_value, *edges, **options)
+        attended = rearrange(out, "... nodes heads channels -> ... nodes (heads channels)")
+        return self.projection(attended + self.lin_self(dst))
+
+    def key_value(self, src: Tensor) -> tuple[Tensor, Tensor]:
+        """Return key and value [..., heads, C] of normed features [..., in_channels] of any sources."""
+        return self.k_norm(self._heads(self.lin_key(src))), self._heads(self.lin_value(src))
+
+    def _make_norm(self) -> nn.Module:
+        return self.layer_kernels.LayerNorm(normalized_shape=self.channels)
+
+    def _make_mlp(self) -> FeedForward:
+        return FeedForward(self.channels, self.hidden_dim, self.mlp_implementation, self.layer_kernels)
+
+    def _heads(self, features: Tensor) -> Tensor:
+        return rearrange(features, "... nodes (heads channels) -> ... nodes heads channels", heads=self.num_heads)
+
+
+class GraphTransformerProcessorBlock(GraphTransformerBaseBlock):
+    """Block within one set of nodes, with the state dict of Anemoi's `GraphTransformerProcessorBlock`.
+
+        n = layer_norm_attention(x)
+        x = x + attended(n, n)
+        y = x + node_dst_mlp(layer_norm_mlp_dst(x))
+
+    Parameters are those of `GraphTransformerBaseBlock`, by keyword.
+
+    Examples
+    --------
+    >>> block = GraphTransformerProcessorBlock(in_channels=16, hidden_dim=64, out_channels=16, num_heads=2, edge_dim=3)
+    >>> graph = GraphStructure.from_edge_index(torch.tensor([[0, 1, 4], [0, 0, 1]]), 5)
+    >>> block(torch.randn(2, 5, 16), graph, torch.randn(3, 3)).shape
+    torch.Size([2, 5, 16])
+    """
+
+    def forward(
+        self,
+        x: Tensor,
+        graph: GraphStructure,
+        edge_attr: Tensor,
+        *,
+        cond: Tensor | None = None,
+        exchange: Exchange | None = None,
+    ) -> Tensor:
+        """Update the nodes.
+
+        Parameters
+        ----------
+        x : Tensor [N, in_channels] or [B, N, in_channels]
+        graph : GraphStructure
+        edge_attr : Tensor [E, edge_dim] or [B, E, edge_dim]
             Raw attributes in the caller's edge order.
+        cond : Tensor [N or 1, K] or [B, N or 1, K], optional
+            Condition of conditional norms.
         exchange : callable, optional
-            Takes the features of the source nodes that are here to those of every source that the edges need, in the
+            Takes the normed features of the nodes that are here to those of every source that the edges need, in the
             numbering of `graph`. None: they are all here.
 
         Returns
         -------
-        Tensor [N_dst, channels] or [B, N_dst, channels]
+        Tensor [N, out_channels] or [B, N, out_channels]
         """
-        x_src, x_dst = (x, x) if isinstance(x, Tensor) else x
-        dst = self.norm_attention(x_dst)
-        src = dst if x_src is x_dst else self.norm_attention(x_src)
+        normed = apply_norm(self.layer_norm_attention, x, cond)
+        sources = normed if exchange is None else exchange(normed)
+        x = x + self.attend(sources, normed, graph, edge_attr)
+        return x + self.node_dst_mlp(apply_norm(self.layer_norm_mlp_dst, x, cond))
+
+
+class GraphTransformerMapperBlock(GraphTransformerBaseBlock):
+    """Block from source nodes to destination nodes, with the state dict of Anemoi's `GraphTransformerMapperBlock`.
+
+        dst   = x_dst + attended(layer_norm_attention_src(x_src), layer_norm_attention(x_dst))
+        y_dst = dst + node_dst_mlp(layer_norm_mlp_dst(dst))
+        y_src = x_src + node_src_mlp(layer_norm_mlp_src(x_src))                  x_src without update_src_nodes
+
+    `layer_norm_attention_dest` is another name of `layer_norm_attention`: the state dict has both, as Anemoi's.
+
+    Parameters
+    ----------
+    update_src_nodes : bool
+        Whether the sources get a feed-forward network of their own.
+    **options
+        Of `GraphTransformerBaseBlock`.
+
+    Examples
+    --------
+    >>> block = GraphTransformerMapperBlock(in_channels=16, hidden_dim=64, out_channels=16, num_heads=2, edge_dim=3)
+    >>> graph = GraphStructure.from_edge_index(torch.tensor([[0, 1, 4], [0, 0, 1]]), (5, 2))
+    >>> x_src, x_dst = block((torch.randn(1, 5, 16), torch.randn(1, 2, 16)), graph, torch.randn(3, 3))
+    >>> x_dst.shape
+    torch.Size([1, 2, 16])
+    """
+
+    def __init__(self, *, update_src_nodes: bool = False, **options):
+        super().__init__(**options)
+        self.update_src_nodes = update_src_nodes
+        self.layer_norm_attention_src = self._make_norm()
+        self.layer_norm_attention_dest = self.layer_norm_attention
+        if update_src_nodes:
+            self.layer_norm_mlp_src = self._make_norm()
+            self.node_src_mlp = self._make_mlp()
+
+    def forward(
+        self,
+        x: tuple[Tensor, Tensor],
+        graph: GraphStructure,
+        edge_attr: Tensor,
+        *,
+        cond: tuple[Tensor, Tensor] | None = None,
+        exchange: Exchange | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Update the destinations, and the sources with `update_src_nodes`.
+
+        Parameters
+        ----------
+        x : (Tensor, Tensor)
+            (x_src, x_dst), [N_src, in_channels] and [N_dst, in_channels], or [B, ...] both.
+        graph : GraphStructure
+        edge_attr : Tensor [E, edge_dim] or [B, E, edge_dim]
+            Raw attributes in the caller's edge order.
+        cond : (Tensor, Tensor), optional
+            Conditions of conditional norms, of sources and of destinations: [N or 1, K] or [B, N or 1, K].
+        exchange : callable, optional
+            Takes the normed features of the sources that are here to those of every source that the edges need, in the
+            numbering of `graph`. None: they are all here.
+
+        Returns
+        -------
+        (Tensor, Tensor)
+            (y_src, y_dst), of the shapes of `x`.
+        """
+        x_src, x_dst = x
+        cond_src, cond_dst = (None, None) if cond is None else cond
+        sources = apply_norm(self.layer_norm_attention_src, x_src, cond_src)
         if exchange is not None:
-            src = exchange(src)
-        x_dst = x_dst + self.projection(self.conv((src, dst), graph, edge_attr))
-        return x_dst + self.mlp(self.norm_mlp(x_dst))
+            sources = exchange(sources)
+        x_dst = x_dst + self.attend(sources, apply_norm(self.layer_norm_attention, x_dst, cond_dst), graph, edge_attr)
+        x_dst = x_dst + self.node_dst_mlp(apply_norm(self.layer_norm_mlp_dst, x_dst, cond_dst))
+        if self.update_src_nodes:
+            x_src = x_src + self.node_src_mlp(apply_norm(self.layer_norm_mlp_src, x_src, cond_src))
+        return x_src, x_dst
+
+
+def apply_norm(norm: nn.Module, x: Tensor, cond: Tensor | None) -> Tensor:
+    """Norm `x` under a condition where there is one."""
+    return norm(x) if cond is None else norm(x, cond=cond)
+
+
+def _check_sizes(
+    in_channels: int, out_channels: int, width: int, num_heads: int, edge_dim: int, dropout: float
+) -> None:
+    if in_channels != out_channels or in_channels < 1:
+        raise ValueError(
+            "in_channels and out_channels must be equal and at least 1, for features are added to what becomes of them, "
+            f"got {in_channels} and {out_channels}"
+        )
+    if num_heads < 1 or width < 1 or width % num_heads:
+        raise ValueError(f"attention channels must be a multiple of heads, got {width} channels and {num_heads} heads")
+    if edge_dim < 1:
+        raise ValueError(f"edge_dim must be at least 1, got {edge_dim}")
+    if not 0.0 <= dropout <= 1.0:
+        raise ValueError(f"dropout must be a probability in 0 .. 1, got {dropout}")

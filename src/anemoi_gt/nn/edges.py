@@ -4,12 +4,34 @@ import torch
 from torch import Tensor, nn
 
 from anemoi_gt.graph import GraphStructure
+from anemoi_gt.nn.chunks import Chunk, split_destinations
+
+
+class StaticStructure(nn.Module):
+    """A graph structure that moves with the module it is a part of, outside the state dict.
+
+    Parameters
+    ----------
+    graph : GraphStructure
+    """
+
+    def __init__(self, graph: GraphStructure):
+        super().__init__()
+        self._fields = tuple(graph.state_dict())
+        for name, tensor in graph.state_dict().items():
+            self.register_buffer(name, tensor, persistent=False)
+
+    def forward(self) -> GraphStructure:
+        """Return the structure."""
+        return GraphStructure(**{name: getattr(self, name) for name in self._fields})
 
 
 class StaticEdges(nn.Module):
     """One graph's structure, sorted once for both directions, and its edge attributes: they move with the module.
 
-    The structure and the given attributes follow from the graph and stay out of the state dict; `trainable` is in it.
+    The edges are kept sorted by destination, those of a destination in the order in which they came; so are the
+    attributes, given and trained, as in Anemoi's models. The structure and the given attributes follow from the graph and
+    stay out of the state dict; `trainable` is in it.
 
     Parameters
     ----------
@@ -37,7 +59,7 @@ class StaticEdges(nn.Module):
 
     def __init__(self, edge_index: Tensor, edge_attr: Tensor, num_nodes: tuple[int, int], trainable: int = 0):
         super().__init__()
-        graph = GraphStructure.from_edge_index(edge_index, num_nodes).with_reverse()
+        graph = GraphStructure.from_edge_index(edge_index, num_nodes)
         if edge_attr.dim() != 2 or edge_attr.shape[0] != graph.num_edges or not edge_attr.is_floating_point():
             raise ValueError(
                 f"edge_attr must be floating point of shape [{graph.num_edges}, D], one row per edge, "
@@ -45,10 +67,10 @@ class StaticEdges(nn.Module):
             )
         if trainable < 0:
             raise ValueError(f"trainable must be a number of attributes >= 0, got {trainable}")
-        self._fields = tuple(graph.state_dict())
-        for name, tensor in graph.state_dict().items():
-            self.register_buffer(name, tensor, persistent=False)
-        self.register_buffer("edge_attr", edge_attr.to(torch.get_default_dtype()), persistent=False)
+        edge_attr = edge_attr[graph.edge_order().long()].to(torch.get_default_dtype())
+        in_order = GraphStructure.from_csc(graph.colptr, graph.row, graph.num_src, validate=False)
+        self.structure = StaticStructure(in_order.with_reverse())
+        self.register_buffer("edge_attr", edge_attr, persistent=False)
         self.trainable = nn.Parameter(torch.zeros(graph.num_edges, trainable)) if trainable else None
 
     @property
@@ -56,9 +78,58 @@ class StaticEdges(nn.Module):
         """Number of attributes of each edge, given and trained."""
         return self.edge_attr.shape[1] + (0 if self.trainable is None else self.trainable.shape[1])
 
+    def attributes(self) -> Tensor:
+        """Return the attributes [E, edge_dim], by destination."""
+        return self.edge_attr if self.trainable is None else torch.cat([self.edge_attr, self.trainable], dim=-1)
+
     def forward(self) -> tuple[GraphStructure, Tensor]:
-        """Return the structure, source side included, and the attributes [E, edge_dim] in the caller's edge order."""
-        graph = GraphStructure(**{name: getattr(self, name) for name in self._fields})
-        if self.trainable is None:
-            return graph, self.edge_attr
-        return graph, torch.cat([self.edge_attr, self.trainable], dim=-1)
+        """Return the structure, source side included, and the attributes [E, edge_dim], by destination."""
+        return self.structure(), self.attributes()
+
+
+class ChunkedEdges(StaticEdges):
+    """Static edges in pieces of destinations, for mappers whose features would not fit into memory at once.
+
+    The state dict does not depend on the number of pieces.
+
+    Parameters
+    ----------
+    edge_index, edge_attr, num_nodes, trainable
+        As for `StaticEdges`.
+    num_chunks : int
+        Number of pieces.
+
+    Raises
+    ------
+    ValueError
+        As `StaticEdges`, and when num_chunks is not in 1 .. number of destinations.
+    """
+
+    def __init__(
+        self,
+        edge_index: Tensor,
+        edge_attr: Tensor,
+        num_nodes: tuple[int, int],
+        trainable: int = 0,
+        *,
+        num_chunks: int = 1,
+    ):
+        super().__init__(edge_index, edge_attr, num_nodes, trainable)
+        self.pieces = nn.ModuleList(_StaticChunk(chunk) for chunk in split_destinations(self.structure(), num_chunks))
+
+    def forward(self) -> tuple[tuple[Chunk, ...], Tensor]:
+        """Return the pieces, and the attributes [E, edge_dim] of the whole graph, by destination."""
+        return tuple(piece() for piece in self.pieces), self.attributes()
+
+
+class _StaticChunk(nn.Module):
+    """A chunk that moves with the module it is a part of."""
+
+    def __init__(self, chunk: Chunk):
+        super().__init__()
+        self.dst, self.edges = chunk.dst, chunk.edges
+        self.structure = StaticStructure(chunk.graph)
+        self.register_buffer("src", chunk.src, persistent=False)
+
+    def forward(self) -> Chunk:
+        return Chunk(self.structure(), self.src, self.dst, self.edges)

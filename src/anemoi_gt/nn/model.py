@@ -1,49 +1,65 @@
-"""EncoderProcessorDecoder: the weather model, from fields on the data grid to fields on the data grid."""
+"""EncoderProcessorDecoder: the weather model, from fields on data grids to fields on data grids."""
+
+from collections.abc import Mapping
+from functools import reduce
+from operator import add
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from torch_geometric.data import HeteroData
 
 from anemoi_gt.config import AttentionConfig
-from anemoi_gt.nn.block import GraphTransformerBlock
-from anemoi_gt.nn.edges import StaticEdges
-from anemoi_gt.nn.nodes import StaticNodes
-
-EDGE_ATTRIBUTES = ("edge_length", "edge_dirs")
+from anemoi_gt.nn.mapper import GraphTransformerBackwardMapper, GraphTransformerForwardMapper
+from anemoi_gt.nn.processor import GraphTransformerProcessor
+from anemoi_gt.nn.residual import Residual
+from anemoi_gt.nn.weather_graph import DATA, HIDDEN, chunked_edges_of, edges_of, nodes_of
 
 
 class EncoderProcessorDecoder(nn.Module):
-    """Graph transformer that encodes the data grid into a hidden mesh, processes there, and decodes back.
+    """Graph transformer that encodes data grids into a hidden mesh, processes there, and decodes back.
 
-        data   = embed_data([x, nodes of the data grid])
-        hidden = encoder((data, embed_hidden(nodes of the mesh)), data_to_hidden)
-        hidden = block(hidden, hidden_to_hidden)                                    num_layers times
-        y      = output(decoder((hidden, data), hidden_to_data))
+        given_d = [x_d, nodes_d]                                            fields and node features of data set d
+        hidden  = sum over d of encoder_d((given_d, nodes_hidden), edges from d to the mesh)
+        hidden  = processor(hidden, edges of the mesh)
+        y_d     = decoder_d((hidden, given_d), edges from the mesh to d)    + residual_d(x_d)
 
     Parameters
     ----------
     graph : torch_geometric.data.HeteroData
-        As anemoi-graphs lays it out: nodes "data" and "hidden" with positions `x` [N, 2], latitude and longitude in
-        radians; edges ("data", "to", "hidden"), ("hidden", "to", "hidden") and ("hidden", "to", "data") with `edge_index`
-        [2, E], `edge_length` [E, 1] and `edge_dirs` [E, 2].
-    in_channels : int
-        Fields that go in, at each data node.
-    out_channels : int
-        Fields that come out.
+        As anemoi-graphs lays it out: nodes of each data set d, "data" where there is one, and "hidden", with positions `x`
+        [N, 2], latitude and longitude in radians; edges (d, "to", "hidden"), ("hidden", "to", "hidden") and ("hidden",
+        "to", d) with `edge_index` [2, E], `edge_length` [E, 1] and `edge_dirs` [E, 2].
+    in_channels, out_channels : int, or mapping of str to int
+        Fields that go in and come out at each data node: of the one data set, or of each by the name of its nodes. A data
+        set may go in only, or come out only.
     channels : int
-        Features of a node inside the model; a multiple of `heads`.
+        Features of a node inside the model.
     heads : int
+        Number of attention heads.
     num_layers : int
         Blocks of the processor, which share the trained edge attributes.
     trainable_nodes, trainable_edges : int
         Number of trained features of each node and of each edge.
     mlp_ratio : float
         Width of the feed-forward networks' hidden layers over `channels`.
+    attn_channels : int, optional
+        Features of query, key and value, all heads together; a multiple of `heads`. None is `channels`.
+    qk_norm : bool
+        Norm query and key, for each head.
+    mlp_implementation : {"mlp", "glu", "swiglu", "geglu", "reglu"}
+        Plain or gated feed-forward networks.
+    edge_pre_mlp : bool
+        Mix the attributes of an edge before they are embedded.
     dropout : float
         Probability with which each attention weight is dropped in training.
-    checkpoint : bool
-        Keep only the inputs of each block for backward and compute the rest again: less memory, the same gradients.
+    residual : mapping, optional
+        Output channel to the input channel that is added to it, for prognostic variables: {0: 2}. With several data sets a
+        mapping of data set to that. None adds nothing, as for a network that predicts a change.
+    mapper_chunks : int
+        Encoders and decoders take the destinations in so many pieces: less memory, the same result.
+    checkpoint_groups : int, optional
+        Activation checkpointing: the processor's layers form so many groups, and of each group and each piece of a mapper
+        only the input is kept for backward. Less memory, the same gradients. None keeps everything.
     config : AttentionConfig
         Backend and precision of the attention.
 
@@ -73,8 +89,8 @@ class EncoderProcessorDecoder(nn.Module):
     def __init__(
         self,
         graph: HeteroData,
-        in_channels: int,
-        out_channels: int,
+        in_channels: int | Mapping[str, int],
+        out_channels: int | Mapping[str, int],
         *,
         channels: int = 128,
         heads: int = 8,
@@ -82,92 +98,133 @@ class EncoderProcessorDecoder(nn.Module):
         trainable_nodes: int = 8,
         trainable_edges: int = 8,
         mlp_ratio: float = 4,
+        attn_channels: int | None = None,
+        qk_norm: bool = False,
+        mlp_implementation: str = "mlp",
+        edge_pre_mlp: bool = False,
         dropout: float = 0.0,
-        checkpoint: bool = False,
+        residual: Mapping | None = None,
+        mapper_chunks: int = 1,
+        checkpoint_groups: int | None = None,
         config: AttentionConfig = AttentionConfig(),  # noqa: B008  frozen, hence one value for all models
     ):
         super().__init__()
-        for name, size in (("in_channels", in_channels), ("out_channels", out_channels), ("num_layers", num_layers)):
-            if size < 1:
-                raise ValueError(f"{name} must be at least 1, got {size}")
-        self.in_channels = in_channels
-        self.checkpoint = checkpoint
-        self.nodes = nn.ModuleDict({name: _nodes(graph, name, trainable_nodes) for name in ("data", "hidden")})
-        self.data_to_hidden = _edges(graph, "data", "hidden", trainable_edges)
-        self.hidden_to_hidden = _edges(graph, "hidden", "hidden", trainable_edges)
-        self.hidden_to_data = _edges(graph, "hidden", "data", trainable_edges)
+        self.has_one_data_set = isinstance(in_channels, int)
+        self.in_channels, self.out_channels = _by_data_set(in_channels, out_channels)
+        names = list(dict.fromkeys([*self.in_channels, *self.out_channels]))
+        self.nodes = nn.ModuleDict({name: nodes_of(graph, name, trainable_nodes) for name in (*names, HIDDEN)})
+        cut = {"trainable": trainable_edges, "num_chunks": mapper_chunks}
+        self.encoder_edges = nn.ModuleDict({d: chunked_edges_of(graph, d, HIDDEN, **cut) for d in self.in_channels})
+        self.processor_edges = edges_of(graph, HIDDEN, HIDDEN, trainable_edges)
+        self.decoder_edges = nn.ModuleDict({d: chunked_edges_of(graph, HIDDEN, d, **cut) for d in self.out_channels})
 
-        def block(edges: StaticEdges) -> GraphTransformerBlock:
-            return GraphTransformerBlock(
-                channels, heads, edges.edge_dim, mlp_ratio=mlp_ratio, dropout=dropout, config=config
-            )
+        options = {"num_channels": channels, "num_heads": heads, "mlp_hidden_ratio": mlp_ratio}
+        options |= {"attn_channels": attn_channels, "qk_norm": qk_norm, "mlp_implementation": mlp_implementation}
+        options |= {"edge_pre_mlp": edge_pre_mlp, "dropout": dropout, "config": config}
+        self.processor = GraphTransformerProcessor(
+            num_layers=num_layers,
+            edge_dim=self.processor_edges.edge_dim,
+            checkpoint_groups=checkpoint_groups,
+            **options,
+        )
+        options["gradient_checkpointing"] = checkpoint_groups is not None
+        self.encoder = nn.ModuleDict({name: self._make_encoder(name, options) for name in self.in_channels})
+        self.decoder = nn.ModuleDict({name: self._make_decoder(name, options) for name in self.out_channels})
+        self.residual = nn.ModuleDict(self._make_residuals(residual))
 
-        self.embed_data = nn.Linear(in_channels + self.nodes["data"].channels, channels)
-        self.embed_hidden = nn.Linear(self.nodes["hidden"].channels, channels)
-        self.encoder = block(self.data_to_hidden)
-        self.processor = nn.ModuleList(block(self.hidden_to_hidden) for _ in range(num_layers))
-        self.decoder = block(self.hidden_to_data)
-        self.output = nn.Sequential(nn.LayerNorm(channels), nn.Linear(channels, out_channels))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map fields on the data grid to fields on the data grid.
+    def forward(self, x: Tensor | Mapping[str, Tensor]) -> Tensor | dict[str, Tensor]:
+        """Map fields on the data grids to fields on the data grids.
 
         Parameters
         ----------
-        x : Tensor [B, N_data, in_channels]
+        x : Tensor [B, N, in_channels], or mapping of data set to that
+            As `in_channels` was given.
 
         Returns
         -------
-        Tensor [B, N_data, out_channels]
+        Tensor [B, N, out_channels], or dict of data set to that
+            As `out_channels` was given; in the dtype of `x`.
 
         Raises
         ------
         ValueError
-            For any other shape.
+            For another shape, other data sets, or numbers of samples that differ.
         """
-        self._check_input(x)
-        samples = x.shape[0]
-        data = self.embed_data(torch.cat([x, self.nodes["data"]().expand(samples, -1, -1)], dim=-1))
-        hidden = self.embed_hidden(self.nodes["hidden"]()).expand(samples, -1, -1)
+        fields = {DATA: x} if self.has_one_data_set else x
+        self._check_input(fields)
+        samples = next(iter(fields.values())).shape[0]
+        given = {name: nodes().expand(samples, -1, -1) for name, nodes in self.nodes.items()}
+        mesh = given.pop(HIDDEN)
+        given |= {name: torch.cat([fields[name], given[name]], dim=-1) for name in fields}
 
-        hidden = self._apply_block(self.encoder, (data, hidden), self.data_to_hidden())
-        edges = self.hidden_to_hidden()
-        for block in self.processor:
-            hidden = self._apply_block(block, hidden, edges)
-        data = self._apply_block(self.decoder, (hidden, data), self.hidden_to_data())
-        return self.output(data)
+        encoded = (self.encoder[name]((given[name], mesh), *self.encoder_edges[name]()) for name in self.encoder)
+        hidden = self.processor(reduce(add, encoded), *self.processor_edges())
+        out = {name: self._decode(name, hidden, given[name], fields) for name in self.decoder}
+        return out[DATA] if self.has_one_data_set else out
 
-    def _apply_block(self, block: GraphTransformerBlock, x, edges) -> Tensor:
-        if self.checkpoint:
-            return checkpoint(block, x, *edges, use_reentrant=False)
-        return block(x, *edges)
+    def _decode(self, name: str, hidden: Tensor, given: Tensor, fields: Mapping[str, Tensor]) -> Tensor:
+        """The fields of one data set. They leave in the dtype of the input: a residual in 16 bits would lose them."""
+        out = self.decoder[name]((hidden, given), *self.decoder_edges[name]())
+        out = out.to(next(iter(fields.values())).dtype)
+        return self.residual[name](out, fields[name]) if name in self.residual else out
 
-    def _check_input(self, x: Tensor) -> None:
-        wanted = (len(self.nodes["data"]), self.in_channels)
-        if x.dim() != 3 or tuple(x.shape[1:]) != wanted:
-            raise ValueError(f"x must have shape [B, {wanted[0]}, {wanted[1]}], got {tuple(x.shape)}")
+    def _check_input(self, fields: Mapping[str, Tensor]) -> None:
+        if not isinstance(fields, Mapping) or set(fields) != set(self.in_channels):
+            got = list(fields) if isinstance(fields, Mapping) else type(fields).__name__
+            raise ValueError(f"x must map each of the data sets {list(self.in_channels)} to its fields, got {got}")
+        samples = None
+        for name, x in fields.items():
+            wanted = (len(self.nodes[name]), self.in_channels[name])
+            label = "x" if self.has_one_data_set else f"x[{name!r}]"
+            if x.dim() != 3 or tuple(x.shape[1:]) != wanted:
+                raise ValueError(f"{label} must have shape [B, {wanted[0]}, {wanted[1]}], got {tuple(x.shape)}")
+            if samples not in (None, x.shape[0]):
+                raise ValueError(f"{label} must have {samples} samples as the data sets before it, got {x.shape[0]}")
+            samples = x.shape[0]
+
+    def _make_encoder(self, name: str, options: dict) -> GraphTransformerForwardMapper:
+        return GraphTransformerForwardMapper(
+            in_channels_src=self.in_channels[name] + self.nodes[name].channels,
+            in_channels_dst=self.nodes[HIDDEN].channels,
+            edge_dim=self.encoder_edges[name].edge_dim,
+            **options,
+        )
+
+    def _make_decoder(self, name: str, options: dict) -> GraphTransformerBackwardMapper:
+        return GraphTransformerBackwardMapper(
+            in_channels_src=options["num_channels"],
+            in_channels_dst=self.in_channels.get(name, 0) + self.nodes[name].channels,
+            out_channels_dst=self.out_channels[name],
+            edge_dim=self.decoder_edges[name].edge_dim,
+            **options,
+        )
+
+    def _make_residuals(self, residual: Mapping | None) -> dict[str, Residual]:
+        if residual is None:
+            return {}
+        residual = {DATA: residual} if self.has_one_data_set else residual
+        both = [name for name in self.in_channels if name in self.out_channels]
+        if not set(residual) <= set(both):
+            raise ValueError(f"residual must name data sets that go in and come out, {both}, got {list(residual)}")
+        return {
+            name: Residual(channels, self.in_channels[name], self.out_channels[name])
+            for name, channels in residual.items()
+        }
 
 
-def _nodes(graph: HeteroData, name: str, trainable: int) -> StaticNodes:
-    if name not in graph.node_types or "x" not in graph[name]:
-        raise ValueError(f"graph must have nodes {name!r} with positions x [N, 2], got nodes {graph.node_types}")
-    return StaticNodes(graph[name].x, trainable)
-
-
-def _edges(graph: HeteroData, source: str, destination: str, trainable: int) -> StaticEdges:
-    kind = (source, "to", destination)
-    if kind not in graph.edge_types:
-        raise ValueError(f"graph must have edges {kind}, got edges {graph.edge_types}")
-    edges = graph[kind]
-    missing = [name for name in ("edge_index", *EDGE_ATTRIBUTES) if name not in edges]
-    if missing:
-        raise ValueError(f"edges {kind} must have edge_index, edge_length and edge_dirs, missing {', '.join(missing)}")
-    for name in EDGE_ATTRIBUTES:
-        if edges[name].dim() != 2 or edges[name].shape[0] != edges.edge_index.shape[-1]:
-            raise ValueError(
-                f"{name} of edges {kind} must have shape [{edges.edge_index.shape[-1]}, features], one row per edge, "
-                f"got {tuple(edges[name].shape)}"
-            )
-    edge_attr = torch.cat([edges[name] for name in EDGE_ATTRIBUTES], dim=-1)
-    num_nodes = (graph[source].x.shape[0], graph[destination].x.shape[0])
-    return StaticEdges(edges.edge_index, edge_attr, num_nodes, trainable)
+def _by_data_set(
+    in_channels: int | Mapping[str, int], out_channels: int | Mapping[str, int]
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Numbers of fields by data set, checked; one data set is called "data"."""
+    sides = {"in_channels": in_channels, "out_channels": out_channels}
+    if len({isinstance(side, int) for side in sides.values()}) > 1:
+        raise ValueError(f"in_channels and out_channels must both be numbers or both be mappings, got {sides}")
+    sides = {name: {DATA: side} if isinstance(side, int) else dict(side) for name, side in sides.items()}
+    for name, side in sides.items():
+        for data_set, size in side.items():
+            if size < 1:
+                label = name if isinstance(in_channels, int) else f"{name}[{data_set!r}]"
+                raise ValueError(f"{label} must be at least 1, got {size}")
+        if not side or HIDDEN in side:
+            raise ValueError(f"{name} must name at least one data set, none of them {HIDDEN!r}, got {list(side)}")
+    return sides["in_channels"], sides["out_channels"]

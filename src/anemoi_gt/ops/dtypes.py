@@ -3,6 +3,9 @@
 import torch
 from torch import Tensor
 
+AUTOCAST_DEVICES = frozenset(  # asked here, because torch.compile cannot trace the question before torch 2.12
+    name for name in ("cpu", "cuda", "mps", "xpu", "hpu") if torch.amp.is_autocast_available(name)
+)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -21,13 +24,14 @@ def cast_operands(
     dtype = out_dtype = query.dtype
     if precision is not None:
         dtype = DTYPES[precision]
-    elif _autocast_is_active(query.device.type) and query.dtype != torch.float64:
+    elif autocast_is_active(query.device.type) and query.dtype != torch.float64:
         dtype = out_dtype = torch.get_autocast_dtype(query.device.type)
     return [None if operand is None else operand.to(dtype) for operand in (query, *others)], out_dtype
 
 
-def _autocast_is_active(device_type: str) -> bool:
-    return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
+def autocast_is_active(device_type: str) -> bool:
+    """Whether autocast chooses dtypes on devices of this type; some, such as meta, have none."""
+    return device_type in AUTOCAST_DEVICES and torch.is_autocast_enabled(device_type)
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:

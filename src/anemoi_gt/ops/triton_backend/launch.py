@@ -64,7 +64,7 @@ def _contraction_launch(kernel, sizes: Sizes, grid: tuple[int, ...], constants: 
     """Launch of a contraction of rows with W, over all destinations."""
     tile = contraction_tile(sizes.channels, sizes.attributes)
     shape = {"H": sizes.heads, "C": sizes.channels, "CHANNELS": tile.channels, "NODES": tile.nodes, "WIDE": sizes.wide}
-    shape |= {"num_warps": tile.num_warps, **_attribute_constants(sizes)}
+    shape |= {"num_warps": tile.num_warps, "num_stages": tile.num_stages, **_attribute_constants(sizes)}
     return Launch(kernel, grid, {"num_nodes": sizes.destinations}, shape | constants)
 
 

@@ -1,0 +1,43 @@
+"""LayerKernels: which classes blocks are made of. The only place that names them, so that one value swaps them all."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from torch import nn
+
+from anemoi_gt.nn.norm import AutocastLayerNorm
+
+QKNorm = partial(AutocastLayerNorm, bias=False)
+
+
+@dataclass(frozen=True)
+class LayerKernels:
+    """Makers of the parts of a block, by the names that Anemoi's configs use.
+
+    Blocks read these five attributes, so what Anemoi's `load_layer_kernels` returns may be given in its place.
+
+    Parameters
+    ----------
+    Linear : callable
+        Takes (in_features, out_features) and `bias=False` or not; has `weight` and `bias` of `torch.nn.Linear`.
+    LayerNorm : callable
+        Takes `normalized_shape`, the features of a node. Where the block gets a condition, what it makes is called as
+        norm(x, cond=...): a `ConditionalLayerNorm`.
+    Activation : callable
+        Takes nothing; of feed-forward networks that are not gated.
+    QueryNorm, KeyNorm : callable
+        Take the channels of a head; made and used with `qk_norm`.
+
+    Examples
+    --------
+    >>> from anemoi_gt.nn import ConditionalLayerNorm
+    >>> LayerKernels(LayerNorm=partial(ConditionalLayerNorm, condition_shape=4)).LayerNorm(normalized_shape=8).scale
+    Linear(in_features=4, out_features=8, bias=True)
+    """
+
+    Linear: Callable[..., nn.Module] = nn.Linear
+    LayerNorm: Callable[..., nn.Module] = nn.LayerNorm
+    Activation: Callable[[], nn.Module] = nn.GELU
+    QueryNorm: Callable[[int], nn.Module] = QKNorm
+    KeyNorm: Callable[[int], nn.Module] = QKNorm

@@ -1,0 +1,59 @@
+"""Norms that PyTorch does not have: one that gives the dtype back, one whose scale and shift follow a condition.
+
+normal(x) = (x - mean x) / sqrt(var x + eps)          over the features of a node
+
+AutocastLayerNorm       weight * normal(x) + bias
+ConditionalLayerNorm    (1 + scale(c)) * normal(x) + bias(c)          c is the condition; scale and bias are linear
+"""
+
+from torch import Tensor, nn
+
+
+class AutocastLayerNorm(nn.LayerNorm):
+    """Layer norm whose output has the dtype of its input, under autocast too, where PyTorch's gives float32.
+
+    Parameters and state dict are those of `torch.nn.LayerNorm`.
+
+    Examples
+    --------
+    >>> with torch.autocast("cpu", torch.bfloat16):
+    ...     AutocastLayerNorm(4)(torch.randn(2, 4, dtype=torch.bfloat16)).dtype
+    torch.bfloat16
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise `x` [..., *normalized_shape]."""
+        return super().forward(x).type_as(x)
+
+
+class ConditionalLayerNorm(nn.Module):
+    """Layer norm whose scale and shift are linear functions of a condition: (1 + scale(c)) * normal(x) + bias(c).
+
+    The state dict is that of Anemoi's class of this name: scale.weight, scale.bias, bias.weight, bias.bias. They begin at
+    zero, which makes it a plain layer norm without parameters. Its output has the dtype of its input.
+
+    Parameters
+    ----------
+    normalized_shape : int
+        Features of a node.
+    condition_shape : int
+        Features of the condition.
+
+    Examples
+    --------
+    >>> norm = ConditionalLayerNorm(8, condition_shape=3)
+    >>> norm(torch.randn(2, 5, 8), cond=torch.randn(2, 1, 3)).shape
+    torch.Size([2, 5, 8])
+    """
+
+    def __init__(self, normalized_shape: int, condition_shape: int = 16):
+        super().__init__()
+        self.norm = nn.LayerNorm(normalized_shape, elementwise_affine=False)
+        self.scale = nn.Linear(condition_shape, normalized_shape)
+        self.bias = nn.Linear(condition_shape, normalized_shape)
+        for parameter in self.parameters():
+            nn.init.zeros_(parameter)
+
+    def forward(self, x: Tensor, cond: Tensor) -> Tensor:
+        """Normalise `x` [..., N, normalized_shape] under the condition `cond` [..., N or 1, condition_shape]."""
+        return ((1 + self.scale(cond)) * self.norm(x) + self.bias(cond)).type_as(x)

@@ -1,0 +1,97 @@
+"""GraphTransformerProcessor: blocks within one set of nodes, one after the other, in groups that are computed again for backward.
+
+x = proc[l](x, graph, edge_attr)          for each layer l
+"""
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from anemoi_gt.graph import GraphStructure
+from anemoi_gt.nn.block import GraphTransformerProcessorBlock
+from anemoi_gt.nn.feed_forward import hidden_width
+
+
+class GraphTransformerProcessor(nn.Module):
+    """Stack of processor blocks, with the state dict of Anemoi's `GraphTransformerProcessor`.
+
+    Parameters
+    ----------
+    num_layers : int
+        Number of blocks.
+    num_channels : int
+        Features of a node.
+    mlp_hidden_ratio : float
+        Width of the feed-forward networks' hidden layers over `num_channels`.
+    checkpoint_groups : int, optional
+        Activation checkpointing: the blocks form so many groups of consecutive ones, of equal size to within one, and of
+        each group only the input is kept for backward. None keeps everything.
+    **block_options
+        Of `GraphTransformerProcessorBlock`: num_heads, edge_dim, and its options.
+
+    Raises
+    ------
+    ValueError
+        When num_layers is below 1, or checkpoint_groups not in 1 .. num_layers.
+
+    Examples
+    --------
+    >>> processor = GraphTransformerProcessor(num_layers=3, num_channels=16, num_heads=2, edge_dim=3, checkpoint_groups=2)
+    >>> graph = GraphStructure.from_edge_index(torch.tensor([[0, 1, 4], [0, 0, 1]]), 5)
+    >>> processor(torch.randn(5, 16), graph, torch.randn(3, 3)).shape
+    torch.Size([5, 16])
+    """
+
+    def __init__(
+        self,
+        *,
+        num_layers: int,
+        num_channels: int,
+        mlp_hidden_ratio: float = 4,
+        checkpoint_groups: int | None = None,
+        **block_options,
+    ):
+        super().__init__()
+        if num_layers < 1:
+            raise ValueError(f"num_layers must be at least 1, got {num_layers}")
+        if checkpoint_groups is not None and not 1 <= checkpoint_groups <= num_layers:
+            raise ValueError(
+                f"checkpoint_groups must be in 1 .. {num_layers}, the number of layers, or None, got {checkpoint_groups}"
+            )
+        self.checkpoint_groups = checkpoint_groups
+        sizes = {"in_channels": num_channels, "out_channels": num_channels}
+        sizes["hidden_dim"] = hidden_width(num_channels, mlp_hidden_ratio)
+        self.proc = nn.ModuleList(GraphTransformerProcessorBlock(**sizes, **block_options) for _ in range(num_layers))
+
+    def forward(self, x: Tensor, graph: GraphStructure, edge_attr: Tensor, *, cond: Tensor | None = None) -> Tensor:
+        """Update the nodes by all blocks.
+
+        Parameters
+        ----------
+        x : Tensor [N, num_channels] or [B, N, num_channels]
+        graph : GraphStructure
+        edge_attr : Tensor [E, edge_dim] or [B, E, edge_dim]
+            Raw attributes in the caller's edge order.
+        cond : Tensor [N or 1, K] or [B, N or 1, K], optional
+            Condition of conditional norms.
+
+        Returns
+        -------
+        Tensor [N, num_channels] or [B, N, num_channels]
+        """
+        if self.checkpoint_groups is None:
+            return _run(self.proc, x, graph, edge_attr, cond)
+        layers, groups = len(self.proc), self.checkpoint_groups
+        for i in range(groups):
+            group = self.proc[layers * i // groups : layers * (i + 1) // groups]
+            x = checkpoint(_run, group, x, graph, edge_attr, cond, use_reentrant=False)
+        return x
+
+
+def _run(
+    blocks: Sequence[nn.Module], x: Tensor, graph: GraphStructure, edge_attr: Tensor, cond: Tensor | None
+) -> Tensor:
+    for block in blocks:
+        x = block(x, graph, edge_attr, cond=cond)
+    return x

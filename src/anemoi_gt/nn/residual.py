@@ -1,0 +1,47 @@
+"""Residual: the connection from the fields that go into a model to those that come out."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+
+class Residual(nn.Module):
+    """Adds input channels to output channels: a model without skill then forecasts that they stay.
+
+        y[..., o] = y[..., o] + x[..., i]          for each pair o: i
+
+    Parameters
+    ----------
+    channels : mapping of int to int
+        Output channel to the input channel that is added to it: where each prognostic variable stands on both sides, at
+        the time from which the forecast starts.
+    in_channels, out_channels : int
+        Number of fields on either side.
+
+    Raises
+    ------
+    ValueError
+        For a channel that is not there.
+
+    Examples
+    --------
+    >>> Residual({1: 0}, in_channels=3, out_channels=2)(torch.zeros(1, 2), torch.tensor([[5.0, 6.0, 7.0]]))
+    tensor([[0., 5.]])
+    """
+
+    def __init__(self, channels: Mapping[int, int], in_channels: int, out_channels: int):
+        super().__init__()
+        for side, numbers, size in (
+            ("output", channels.keys(), out_channels),
+            ("input", channels.values(), in_channels),
+        ):
+            wrong = [number for number in numbers if not 0 <= number < size]
+            if wrong:
+                raise ValueError(f"residual must name {side} channels in 0 .. {size - 1}, got {wrong}")
+        self.register_buffer("outputs", torch.tensor(list(channels.keys()), dtype=torch.int64), persistent=False)
+        self.register_buffer("inputs", torch.tensor(list(channels.values()), dtype=torch.int64), persistent=False)
+
+    def forward(self, y: Tensor, x: Tensor) -> Tensor:
+        """Return `y` [..., out_channels] with the channels of `x` [..., in_channels] added."""
+        return y.index_add(-1, self.outputs, x.index_select(-1, self.inputs).to(y.dtype))

@@ -1,0 +1,239 @@
+"""The blocks against those of anemoi-models: one state dict, the same numbers, over all options in pairs."""
+
+from functools import partial
+
+import pytest
+import torch
+from anemoi.models.distributed.shapes import BipartiteGraphShardInfo, GraphShardInfo
+from anemoi.models.layers import block as theirs_module
+from anemoi.models.layers.utils import load_layer_kernels
+from support.accuracy import Corpus
+from support.differentiate import differentiate, randomise
+from support.pairwise import pairwise
+
+from anemoi_gt import GraphStructure
+from anemoi_gt.nn import (
+    ConditionalLayerNorm,
+    GraphTransformerMapperBlock,
+    GraphTransformerProcessorBlock,
+    LayerKernels,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore:mlp_implementation=")  # theirs says that a gate needs no activation
+
+CHANNELS, HEADS, HIDDEN, DIM, CONDITION = 12, 3, 20, 5, 4
+SRC, DST, EDGES, SAMPLES = 9, 7, 40, 2
+OURS = {"processor": GraphTransformerProcessorBlock, "mapper": GraphTransformerMapperBlock}
+THEIRS = {
+    "processor": theirs_module.GraphTransformerProcessorBlock,
+    "mapper": theirs_module.GraphTransformerMapperBlock,
+}
+# What a column's value means as keywords of their `load_layer_kernels` and of our `LayerKernels`.
+CONDITIONAL = {"_target_": "anemoi.models.layers.normalization.ConditionalLayerNorm", "condition_shape": CONDITION}
+THEIR_KERNELS = {"conditional": {"LayerNorm": CONDITIONAL}, "silu": {"Activation": {"_target_": "torch.nn.SiLU"}}}
+OUR_KERNELS = {
+    "conditional": {"LayerNorm": partial(ConditionalLayerNorm, condition_shape=CONDITION)},
+    "silu": {"Activation": torch.nn.SiLU},
+}
+PLAIN = {"mlp_implementation": "mlp", "qk_norm": False, "edge_pre_mlp": False, "bias": True, "attn_channels": None}
+PLAIN |= {"update_src_nodes": False, "norm": "plain", "activation": "gelu"}
+ROWS = pairwise(
+    kind=tuple(OURS),
+    mlp_implementation=("mlp", "glu", "swiglu", "geglu", "reglu"),
+    qk_norm=(False, True),
+    edge_pre_mlp=(False, True),
+    bias=(True, False),
+    attn_channels=(None, 6),
+    update_src_nodes=(False, True),
+    norm=("plain", "conditional"),
+    activation=("gelu", "silu"),
+)
+
+
+def name_of(row):
+    return "-".join(value if isinstance(value, str) else f"{name}={value}" for name, value in sorted(row.items()))
+
+
+every_row = pytest.mark.parametrize("row", ROWS, ids=name_of)
+
+
+def options_of(row):
+    """Keywords of either block."""
+    sizes = {
+        "in_channels": CHANNELS,
+        "out_channels": CHANNELS,
+        "hidden_dim": HIDDEN,
+        "num_heads": HEADS,
+        "edge_dim": DIM,
+    }
+    left_out = {"kind", "norm", "activation"}
+    if row["kind"] == "processor":
+        left_out.add("update_src_nodes")  # a processor block has no such nodes
+    return sizes | {name: value for name, value in row.items() if name not in left_out}
+
+
+def kernels_of(row, table):
+    return table.get(row["norm"], {}) | table.get(row["activation"], {})
+
+
+def make_theirs(row):
+    kernels = load_layer_kernels(kernels_of(row, THEIR_KERNELS))
+    return THEIRS[row["kind"]](**options_of(row), layer_kernels=kernels, graph_attention_backend="pyg")
+
+
+def make_ours(row):
+    return OURS[row["kind"]](**options_of(row), layer_kernels=LayerKernels(**kernels_of(row, OUR_KERNELS)))
+
+
+def make_inputs(row, dtype=torch.float64):
+    """Edges, and tensors by name; the last destination has no in-edge."""
+    generator = torch.Generator().manual_seed(1)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    num_src = SRC if row["kind"] == "mapper" else DST
+    ends = [torch.randint(n, (EDGES,), generator=generator) for n in (num_src, DST - 1)]
+    inputs = {"dst": draw(SAMPLES, DST, CHANNELS), "edge_attr": draw(EDGES, DIM)}
+    if row["kind"] == "mapper":
+        inputs["src"] = draw(SAMPLES, SRC, CHANNELS)
+    if row["norm"] == "conditional":
+        inputs["cond_dst"] = draw(SAMPLES, DST, CONDITION)
+        if row["kind"] == "mapper":
+            inputs["cond_src"] = draw(SAMPLES, SRC, CONDITION)
+    return torch.stack(ends), num_src, inputs
+
+
+def arguments(row, tensors):
+    """x and the keyword cond of a block's call."""
+    if row["kind"] == "processor":
+        return tensors["dst"], {"cond": tensors["cond_dst"]} if "cond_dst" in tensors else {}
+    cond = {"cond": (tensors["cond_src"], tensors["cond_dst"])} if "cond_dst" in tensors else {}
+    return (tensors["src"], tensors["dst"]), cond
+
+
+def run_ours(block, row, dtype=torch.float64):
+    edge_index, num_src, inputs = make_inputs(row, dtype)
+    graph = GraphStructure.from_edge_index(edge_index, (num_src, DST))
+
+    def call(tensors):
+        x, cond = arguments(row, tensors)
+        return block(x, graph, tensors["edge_attr"], **cond)
+
+    return differentiate(block, inputs, call)
+
+
+def run_theirs(block, row, dtype=torch.float64):
+    """Sample by sample: their blocks have no batch dimension."""
+    edge_index, num_src, inputs = make_inputs(row, dtype)
+    shards = GraphShardInfo() if row["kind"] == "processor" else BipartiteGraphShardInfo()
+
+    def call(tensors):
+        parts = []
+        for i in range(SAMPLES):
+            x, cond = arguments(row, {n: t if n == "edge_attr" else t[i] for n, t in tensors.items()})
+            size = (num_src, DST)
+            out, _ = block(x, tensors["edge_attr"], edge_index, shards, 1, size, edges_are_dst_sorted=False, **cond)
+            parts.append(out)
+        return torch.stack(parts) if row["kind"] == "processor" else tuple(map(torch.stack, zip(*parts, strict=True)))
+
+    return differentiate(block, inputs, call)
+
+
+def make_pair(row):
+    theirs = randomise(make_theirs(row).double())
+    ours = make_ours(row).double()
+    ours.load_state_dict(theirs.state_dict())
+    return theirs, ours
+
+
+@every_row
+def test_output_and_all_gradients_are_theirs_in_float64(row):
+    theirs, ours = make_pair(row)
+    expected, actual = run_theirs(theirs, row), run_ours(ours, row)
+    assert actual.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(actual[name], value, rtol=1e-10, atol=1e-10, msg=lambda text, n=name: f"{n}: {text}")
+
+
+def test_float32_loses_no_more_than_theirs_over_all_options():
+    corpus = Corpus()
+    for row in ROWS:
+        theirs, ours = make_pair(row)
+        exact = run_theirs(theirs, row)
+        baseline = run_theirs(theirs.float(), row, torch.float32)
+        result = run_ours(ours.float(), row, torch.float32)
+        assert all(value.dtype == torch.float32 for value in result.values() if value is not None)
+        learnt = [name for name in exact if exact[name] is not None and not name.endswith("lin_key.bias")]
+        corpus.add_errors(*({name: side[name] for name in learnt} for side in (result, exact, baseline)))
+    assert len(corpus.ours) > 40
+    corpus.assert_accurate()
+
+
+@every_row
+def test_state_dicts_load_both_ways_with_all_keys_in_one_order(row):
+    theirs, ours = randomise(make_theirs(row), seed=1), randomise(make_ours(row), seed=2)
+    assert list(ours.state_dict()) == list(theirs.state_dict())
+    ours.load_state_dict(theirs.state_dict(), strict=True)
+    assert_same_state(ours, theirs)
+    randomise(ours, seed=3)
+    theirs.load_state_dict(ours.state_dict(), strict=True)
+    assert_same_state(ours, theirs)
+
+
+def assert_same_state(ours, theirs):
+    for name, value in theirs.state_dict().items():
+        assert torch.equal(ours.state_dict()[name], value), name
+
+
+@pytest.mark.parametrize("kind", OURS)
+def test_one_seed_draws_the_weights_that_theirs_has(kind):
+    row = PLAIN | {"kind": kind, "mlp_implementation": "glu", "qk_norm": True, "edge_pre_mlp": True}
+    row |= {"update_src_nodes": True, "attn_channels": 6}
+    torch.manual_seed(5)
+    theirs = make_theirs(row)
+    torch.manual_seed(5)
+    assert_same_state(make_ours(row), theirs)
+
+
+@pytest.mark.parametrize("kind", OURS)
+def test_state_of_an_optimiser_moves_with_the_parameters(kind):
+    row = PLAIN | {"kind": kind, "qk_norm": True}
+    theirs, ours = make_pair(row)
+    steps = []
+    for block, run in ((theirs, run_theirs), (ours, run_ours)):
+        optimizer = torch.optim.AdamW(block.parameters(), lr=0.1)
+        gradients = run(block, row)
+        for name, parameter in block.named_parameters():
+            parameter.grad = gradients[f"d{name}"]
+        steps.append(optimizer)
+    steps[0].step()
+    ours.load_state_dict(theirs.state_dict())
+    steps[1].load_state_dict(steps[0].state_dict())
+    for optimizer in steps:
+        optimizer.step()
+    for name, value in theirs.state_dict().items():
+        if not name.endswith("lin_key.bias"):  # its gradient is rounding, which Adam blows up
+            torch.testing.assert_close(ours.state_dict()[name], value, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("kind", OURS)
+def test_their_layer_kernels_make_our_blocks(kind):
+    row = PLAIN | {"kind": kind, "qk_norm": True, "norm": "conditional"}
+    theirs = randomise(make_theirs(row).double())
+    kernels = load_layer_kernels(kernels_of(row, THEIR_KERNELS))
+    ours = OURS[kind](**options_of(row), layer_kernels=kernels).double()
+    ours.load_state_dict(theirs.state_dict())
+    torch.testing.assert_close(run_ours(ours, row)["out"], run_theirs(theirs, row)["out"], rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("kind", OURS)
+def test_under_autocast_outputs_have_their_dtype_and_are_as_close(kind):
+    row = PLAIN | {"kind": kind, "qk_norm": True}
+    theirs, ours = make_pair(row)
+    exact = run_theirs(theirs, row)["out"]
+    with torch.autocast("cpu", torch.bfloat16):
+        baseline = run_theirs(theirs.float(), row, torch.float32)["out"]
+        out = run_ours(ours.float(), row, torch.float32)["out"]
+    assert out.dtype == baseline.dtype == torch.float32  # the residual keeps them
+    assert (out - exact).square().mean() <= 4 * (baseline - exact).square().mean()

@@ -1,0 +1,139 @@
+"""EncoderProcessorDecoder with several data sets: fields in and out of each, on grids of their own."""
+
+import pytest
+import torch
+from support.differentiate import differentiate, randomise
+from support.weather import KINDS, NODES, weather_graph
+
+from anemoi_gt import EncoderProcessorDecoder
+
+SETS = {"global": 30, "region": 17, "stations": 8}
+EDGES = {"global": 60, "region": 40, "stations": 20}
+IN, OUT = {"global": 5, "region": 4}, {"region": 2, "stations": 3}  # one in only, one both, one out only
+SAMPLES = 2
+
+
+@pytest.fixture
+def graph():
+    kinds = {(name, "to", "hidden"): edges for name, edges in EDGES.items()}
+    kinds |= {("hidden", "to", name): edges for name, edges in EDGES.items()} | {("hidden", "to", "hidden"): 50}
+    return weather_graph(SETS | {"hidden": 11}, kinds)
+
+
+@pytest.fixture
+def x():
+    generator = torch.Generator().manual_seed(1)
+    return {name: torch.randn(SAMPLES, SETS[name], size, generator=generator) for name, size in IN.items()}
+
+
+def make_model(graph, in_channels=IN, out_channels=OUT, **options):
+    torch.manual_seed(2)
+    return EncoderProcessorDecoder(
+        graph, in_channels, out_channels, **{"channels": 16, "heads": 4, "num_layers": 1, **options}
+    )
+
+
+def test_every_data_set_that_comes_out_has_its_own_fields_on_its_own_nodes(graph, x):
+    shapes = {name: tuple(out.shape) for name, out in make_model(graph)(x).items()}
+    assert shapes == {"region": (SAMPLES, 17, 2), "stations": (SAMPLES, 8, 3)}
+
+
+def test_every_data_set_has_an_encoder_or_a_decoder_where_it_goes_in_or_comes_out(graph):
+    model = make_model(graph)
+    assert (list(model.encoder), list(model.decoder)) == (["global", "region"], ["region", "stations"])
+
+
+def test_every_field_that_goes_in_matters_to_every_field_that_comes_out(graph, x):
+    model = randomise(make_model(graph).double())
+    for target in OUT:
+        inputs = {name: fields.double() for name, fields in x.items()}
+        result = differentiate(model, inputs, lambda tensors, target=target: model(tensors)[target])
+        for name in IN:
+            assert bool((result[f"d{name}"].abs().amax(dim=(0, 1)) > 1e-9).all()), (name, target)
+
+
+def test_gradient_reaches_every_parameter(graph, x):
+    model = randomise(make_model(graph).double())
+    inputs = {name: fields.double() for name, fields in x.items()}
+    result = differentiate(model, inputs, lambda tensors: tuple(model(tensors).values()))
+    for name, gradient in result.items():
+        reached = gradient is not None and bool(gradient.abs().max() > 1e-6)
+        # A constant on all keys changes no softmax, so that bias never learns.
+        assert reached != name.endswith("lin_key.bias"), name
+
+
+def test_what_encoders_give_is_added_up(graph, x):
+    model = make_model(graph)
+    seen = []
+    for encoder in model.encoder.values():
+        encoder.register_forward_hook(lambda module, args, out: seen.append(out))
+    model.processor.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    model(x)
+    assert torch.equal(seen[2], seen[0] + seen[1])
+
+
+def test_one_data_set_by_name_is_the_model_of_one_data_set():
+    graph, x = weather_graph(), torch.randn(SAMPLES, NODES["data"], 5)
+    one, named = make_model(graph, 5, 3), make_model(graph, {"data": 5}, {"data": 3})
+    assert torch.equal(named({"data": x})["data"], one(x))
+
+
+def test_order_of_the_data_sets_in_the_input_does_not_matter(graph, x):
+    model = make_model(graph)
+    expected, out = model(x), model(dict(reversed(x.items())))
+    assert all(torch.equal(out[name], expected[name]) for name in expected)
+
+
+def test_residual_is_given_by_data_set(graph, x):
+    expected = make_model(graph)(x)
+    expected["region"][..., 1] += x["region"][..., 3]
+    out = make_model(graph, residual={"region": {1: 3}})(x)
+    for name, fields in expected.items():
+        torch.testing.assert_close(out[name], fields)
+
+
+def test_chunks_are_those_of_every_mapper(graph, x):
+    expected, out = make_model(graph)(x), make_model(graph, mapper_chunks=4)(x)
+    for name, fields in expected.items():
+        torch.testing.assert_close(out[name], fields)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((5, {"data": 3}), "in_channels and out_channels must both be numbers or both be mappings, got"),
+        (({}, {"region": 2}), r"in_channels must name at least one data set, .* got \[\]"),
+        (({"hidden": 5}, {"region": 2}), r"in_channels must name .* none of them 'hidden', got \['hidden'\]"),
+        (({"region": 4}, {"region": 0}), r"out_channels\['region'\] must be at least 1, got 0"),
+        (({"mars": 4}, {"region": 2}), "graph must have nodes 'mars' with positions x"),
+    ],
+)
+def test_data_sets_that_do_not_fit_are_refused_with_what_came(graph, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        make_model(graph, *arguments)
+
+
+def test_data_set_without_edges_to_the_mesh_is_refused():
+    graph = weather_graph(NODES | {"region": 17}, KINDS)
+    with pytest.raises(ValueError, match=r"graph must have edges \('region', 'to', 'hidden'\), got edges"):
+        make_model(graph, {"data": 5, "region": 4}, {"data": 3})
+
+
+def test_residual_of_a_data_set_that_does_not_come_out_is_refused(graph):
+    with pytest.raises(ValueError, match=r"residual must name data sets that go in and come out, \['region'\], got"):
+        make_model(graph, residual={"global": {0: 0}})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda x: x["global"], r"x must map each of the data sets \['global', 'region'\] .* got Tensor"),
+        (lambda x: {"global": x["global"]}, r"x must map each of the data sets .* got \['global'\]"),
+        (lambda x: x | {"stations": x["region"]}, r"got \['global', 'region', 'stations'\]"),
+        (lambda x: x | {"region": x["region"][:, 1:]}, r"x\['region'\] must have shape \[B, 17, 4\], got \(2, 16, 4\)"),
+        (lambda x: x | {"region": x["region"][:1]}, r"x\['region'\] must have 2 samples as .* got 1"),
+    ],
+)
+def test_input_that_does_not_fit_is_refused_with_what_came(graph, x, change, message):
+    with pytest.raises(ValueError, match=message):
+        make_model(graph)(change(x))
