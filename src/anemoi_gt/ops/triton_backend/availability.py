@@ -12,7 +12,7 @@ def why_not(query: Tensor) -> str | None:
     """Return why the Triton kernels cannot serve a query like this one, or None when they can."""
     if query.dtype not in DTYPES:
         return f"its kernels take float16, bfloat16 or float32, got {query.dtype}; use backend 'torch' for others"
-    if find_spec("triton") is None:
+    if _is_missing():
         return "the package triton is missing; pip install anemoi-gt[triton]"
     if query.device.type != "cuda" and not interpreted():
         return _needs_gpu(query)
@@ -28,6 +28,12 @@ def _needs_gpu(query: Tensor) -> str:
     return f"its kernels run on a GPU, got tensors on {query.device}; move them, or use backend 'torch'"
 
 
+@torch.compiler.assume_constant_result  # packages do not come and go; find_spec cannot be traced before torch 2.12
+def _is_missing() -> bool:
+    return find_spec("triton") is None
+
+
+@torch.compiler.assume_constant_result
 def interpreted() -> bool:
     """Whether Triton was imported with its interpreter, which runs kernels on the CPU."""
     from triton.runtime import JITFunction

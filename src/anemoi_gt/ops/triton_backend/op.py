@@ -30,7 +30,7 @@ def attend(
 
     More attributes than a program can hold are embedded first: there an edge's own [H, C] is no larger than what it has.
     """
-    if edge_weight is not None and edge_weight.shape[1] + (edge_bias is not None) > MOST_ATTRIBUTES:
+    if edge_weight is not None and edge_weight.shape[1] + int(edge_bias is not None) > MOST_ATTRIBUTES:
         edge_attr = linear(edge_attr, edge_weight, edge_bias).unflatten(-1, query.shape[-2:])
         edge_weight = edge_bias = None
     operands = (query, key, value, edge_attr, edge_weight, edge_bias)
