@@ -18,6 +18,9 @@ from test_house import MAY_IMPORT
 
 import anemoi_gt
 import anemoi_gt.data
+import anemoi_gt.distributed
+import anemoi_gt.integrations.anemoi
+import anemoi_gt.integrations.pyg
 import anemoi_gt.nn
 import anemoi_gt.training
 
@@ -72,9 +75,11 @@ def test_commands_exist(page):
             assert command[1] in targets, line
         elif command[:2] == ["pip", "install"]:
             assert set(re.findall(r"\[(\w+)\]", line)) <= set(extras), line
-        elif command[:3] == ["python", "-m", "anemoi_gt.train"]:
+        elif command[:2] == ["python", "-m"] and command[2] in ("anemoi_gt.train", "anemoi_gt.evaluate"):
             with initialize_config_module("anemoi_gt.configs", version_base="1.3"):
-                compose("train", command[3:])
+                compose(command[2].removeprefix("anemoi_gt."), command[3:])
+        elif command[:3] == ["python", "-m", "anemoi_gt"]:
+            assert command[3] == "info", line
         else:
             pytest.fail(f"no test knows this command: {line}")
 
@@ -157,7 +162,10 @@ def public():
     """Full names of what users are meant to use."""
     names = {f"anemoi_gt.{name}" for name in anemoi_gt.__all__ if not name.startswith("__")}
     names |= {f"anemoi_gt.nn.{name}" for name in anemoi_gt.nn.__all__ if name not in anemoi_gt.__all__}
+    names |= {f"anemoi_gt.distributed.{name}" for name in anemoi_gt.distributed.__all__}
     names |= {f"anemoi_gt.training.{name}" for name in anemoi_gt.training.__all__}
+    names |= {f"anemoi_gt.integrations.anemoi.{name}" for name in anemoi_gt.integrations.anemoi.__all__}
+    names |= {f"anemoi_gt.integrations.pyg.{name}" for name in definitions(anemoi_gt.integrations.pyg)}
     for part in iter_modules(anemoi_gt.data.__path__):
         module = importlib.import_module(f"anemoi_gt.data.{part.name}")
         names |= {f"{module.__name__}.{name}" for name in definitions(module)}

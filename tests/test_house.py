@@ -21,8 +21,14 @@ MAY_IMPORT = {  # room: the rooms of ours it may read
     "ops": {"config", "graph", "kernels", "operators"},
     "nn": {"config", "graph", "ops"},
     "data": {"extras"},
+    "integrations": {"config", "graph", "operators", "ops", "nn"},
     "training": {"config", "graph", "ops", "nn", "data", "extras"},
-    "train": {"config", "graph", "ops", "nn", "data", "training", "extras"},
+    "distributed": {"graph", "ops", "nn", "data", "training"},
+    "application": {"config", "ops", "data", "training", "extras"},
+    "train": {"application", "distributed", "training"},
+    "evaluate": {"application", "training"},
+    "info": {"ops", "version"},
+    "__main__": {"info"},
 }
 FOREIGN = {  # room: the packages beyond the standard library that it may import at its top level
     "version": set(),
@@ -33,6 +39,8 @@ FOREIGN = {  # room: the packages beyond the standard library that it may import
     "graph": {"torch"},
     "ops": {"torch"},
     "nn": {"torch", "torch_geometric", "einops"},
+    "distributed": {"torch"},
+    "integrations": {"torch", "torch_geometric"},
 }
 
 

@@ -3,20 +3,34 @@
 `--help` lists the configs.
 """
 
+import copy
 import logging
+import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from anemoi_gt.application import build, describe, launch, output_folder
+from anemoi_gt.application import (
+    ERRORS_OF_PREPARATION,
+    build,
+    check_types,
+    describe,
+    instantiate,
+    launch,
+    output_folder,
+    stop,
+)
+from anemoi_gt.distributed import is_launched, of_first_rank, started
+from anemoi_gt.distributed.training import train_on_ranks
 from anemoi_gt.training import Trainer
-from anemoi_gt.training.checkpoint import load_checkpoint
-from anemoi_gt.training.device import cpu_threads
+from anemoi_gt.training.checkpoint import load_checkpoint, load_weights
+from anemoi_gt.training.device import choose_device, cpu_threads
 from anemoi_gt.training.metrics import MetricsFile
 from anemoi_gt.training.report import write_report
-from anemoi_gt.training.trainer import LAST
+from anemoi_gt.training.trainer import BEST, LAST
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -28,6 +42,14 @@ MAY_DIFFER = ("attention.", "data.path", "training.device", "training.threads") 
 
 def prepare(config: "DictConfig") -> Callable[[], float]:
     """Make what Hydra composed; returns the training of it."""
+    check_types("sharding", config.sharding)
+    if is_launched():
+        return partial(train_together, config)
+    if instantiate(config.sharding).strategy != "none":
+        raise ValueError(
+            f"sharding={config.sharding.strategy} must be started on several ranks: "
+            "torchrun --nproc-per-node=NUMBER -m anemoi_gt.train ..."
+        )
     folder, description = output_folder(), describe(config)
     state = former_state(folder, config.resume, description)
     run = build(config)
@@ -103,8 +125,40 @@ def train(trainer: Trainer) -> float:
     return trainer.best_loss
 
 
+def train_together(config: "DictConfig") -> float | None:
+    """Train on all ranks that torchrun started; the first leaves what `train` leaves, and `last` in place of `last.pt`.
+
+    Parameters
+    ----------
+    config : DictConfig
+        The same on all ranks.
+
+    Returns
+    -------
+    float or None
+        The lowest validation loss; None on a rank that is not the first.
+    """
+    try:
+        sharding = instantiate(config.sharding)
+        with started(sharding, choose_device(config.training.device).type) as mesh:
+            folder, run = Path(of_first_rank(str(output_folder()))), build(config)
+            trainer = Trainer(copy.deepcopy(run.model), run.splits, run.training, folder, describe(config))
+            records = train_on_ranks(trainer, mesh, sharding, resumes=config.resume)
+            if records is None:
+                return None
+            model = run.model.to(trainer.device)
+            load_weights(model, load_checkpoint(folder / BEST))
+            with cpu_threads(run.training.threads):
+                write_report(folder, model.eval(), run.splits.test, records)
+            return trainer.best_loss
+    except ERRORS_OF_PREPARATION as error:
+        stop("anemoi_gt.train", error)
+
+
 def main() -> None:
     """Run the application with the arguments of the command line."""
+    if is_launched() and os.environ["RANK"] != "0":  # Hydra's folder and log are the first rank's
+        sys.argv += ["hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=disabled"]
     launch("train", prepare)
 
 

@@ -50,7 +50,16 @@ def weather(monkeypatch):
 
 def test_there_are_the_groups_that_the_documentation_names():
     groups = {option.split("=")[0] for option in options()}
-    assert groups == {"attention", "attention/backend", "attention/precision", "data", "graph", "model", "training"}
+    assert groups == {
+        "attention",
+        "attention/backend",
+        "attention/precision",
+        "data",
+        "graph",
+        "model",
+        "sharding",
+        "training",
+    }
 
 
 @pytest.mark.parametrize("option", list(options()))

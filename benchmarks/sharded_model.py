@@ -1,0 +1,94 @@
+"""The model of benchmarks/sharding.py: an encoder-processor-decoder, cut to the rows of a rank."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from anemoi_gt import EncoderProcessorDecoder
+from anemoi_gt.data.graphs import icosphere_graph
+from anemoi_gt.data.grids import grid
+from anemoi_gt.distributed.model import shard_model
+
+FIELDS = 100  # in and out of the data grid
+WAYS = {
+    "overlapped": ("edges", True),
+    "after_exchange": ("edges", False),
+    "heads": ("heads", True),
+}  # strategy, overlap
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is run."""
+
+    grid: str
+    refinement: int
+    heads: int
+    channels: int
+    layers: int
+    ranks: int
+    way: str
+
+    @property
+    def width(self) -> int:
+        """Features of a node."""
+        return self.heads * self.channels
+
+
+class ShardedModel:
+    """The model of a case on this rank, and its rows of one sample.
+
+    Parameters
+    ----------
+    case : Case
+    graph : HeteroData
+        Of `weather_graph`.
+    mesh : DeviceMesh
+        With axes (data, model), of the ranks of the case.
+    device : torch.device
+    """
+
+    def __init__(self, case: Case, graph, mesh: DeviceMesh, device: torch.device):
+        torch.manual_seed(0)
+        sizes = {"channels": case.width, "heads": case.heads, "num_layers": case.layers}
+        self.model = EncoderProcessorDecoder(graph, FIELDS, FIELDS, **sizes).to(device)
+        strategy, overlap = WAYS[case.way]
+        self.cut = shard_model(self.model, mesh, strategy, overlap=overlap)
+        num_nodes = graph["data"].x.shape[0]
+        own = self.cut.partitions["data"].nodes(self.cut.rank, "cpu")
+        fields = torch.randn(num_nodes, FIELDS, generator=torch.Generator().manual_seed(1))
+        self.fields, self.scale = fields[own].unsqueeze(0).to(device), 1 / (num_nodes * FIELDS)
+
+    def step(self, autocast) -> Tensor:
+        """Forward and backward; returns this rank's part of the loss, the mean square of what comes out."""
+        self.model.zero_grad()
+        with autocast:
+            out = self.model(self.fields)
+        loss = out.float().square().sum() * self.scale
+        loss.backward()
+        return loss.detach()
+
+    def judged(self) -> list[Tensor]:
+        """Gradients that tell whether the ranks computed the same: of encoder, processor and decoder."""
+        encoder, decoder = self.model.encoder["data"], self.model.decoder["data"]
+        block = self.model.processor.proc[0]
+        parameters = (
+            encoder.emb_nodes_src.weight,
+            block.lin_edge.weight,
+            block.lin_key.weight,
+            decoder.proc.lin_value.weight,
+        )
+        return [parameter.grad for parameter in parameters]
+
+    def graphs(self) -> dict:
+        """What each block attends on, by step of the model."""
+        encoder, decoder = self.model.encoder_edges["data"], self.model.decoder_edges["data"]
+        parts = {"encoder": encoder, "processor": self.model.processor_edges, "decoder": decoder}
+        return {step: part.structure().shard for step, part in parts.items()}
+
+
+def weather_graph(case: Case):
+    """The graph of a case, on the CPU."""
+    return icosphere_graph(grid(case.grid), refinement=case.refinement)

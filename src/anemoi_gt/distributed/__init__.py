@@ -1,0 +1,42 @@
+"""One graph across many ranks: who owns what, what travels, and how results come together. It speaks of ranks and halos."""
+
+from anemoi_gt.distributed.agreement import check_finite, check_same, fingerprint, of_first_rank, raise_together
+from anemoi_gt.distributed.attention import attend_after_exchange, attend_by_heads, attend_overlapped
+from anemoi_gt.distributed.checkpoint import RowTable, load_checkpoint, save_checkpoint
+from anemoi_gt.distributed.gradients import clip_gradients, make_mesh, reduce_gradients, sum_loss
+from anemoi_gt.distributed.partition import Partition, Ranges, destination_cost
+from anemoi_gt.distributed.rows import RowExchange
+from anemoi_gt.distributed.shard import EdgeShard, GraphShard, HeadShard, shard_edges, shard_graph
+from anemoi_gt.distributed.start import ShardingConfig, is_launched, started
+from anemoi_gt.distributed.watch import watched
+
+__all__ = [
+    "EdgeShard",
+    "GraphShard",
+    "HeadShard",
+    "Partition",
+    "Ranges",
+    "RowExchange",
+    "RowTable",
+    "ShardingConfig",
+    "attend_after_exchange",
+    "attend_by_heads",
+    "attend_overlapped",
+    "check_finite",
+    "check_same",
+    "clip_gradients",
+    "destination_cost",
+    "fingerprint",
+    "is_launched",
+    "load_checkpoint",
+    "make_mesh",
+    "of_first_rank",
+    "raise_together",
+    "reduce_gradients",
+    "save_checkpoint",
+    "shard_edges",
+    "shard_graph",
+    "started",
+    "sum_loss",
+    "watched",
+]

@@ -1,0 +1,100 @@
+"""Verdicts that all ranks share, so that none goes on alone into a collective that the others never enter."""
+
+import hashlib
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def raise_together(problem: str | None, group: dist.ProcessGroup, error: type[Exception] = ValueError) -> None:
+    """Raise the same error on all ranks when one of them has a problem. Collective.
+
+    Parameters
+    ----------
+    problem : str, optional
+        What is wrong here; None when nothing is.
+    group : ProcessGroup
+    error : type of exception
+
+    Raises
+    ------
+    ValueError, or `error`
+        On all ranks, naming those that have a problem and what the first of them said.
+    """
+    problems = [None] * dist.get_world_size(group)
+    dist.all_gather_object(problems, problem, group=group)
+    wrong = [rank for rank, said in enumerate(problems) if said is not None]
+    if wrong:
+        raise error(f"{_ranks(wrong)}: {problems[wrong[0]]}")
+
+
+def check_same(values: Mapping[str, Any], group: dist.ProcessGroup) -> None:
+    """Raise on all ranks unless every value is the same on all of them. Collective; call it before anything that could hang.
+
+    Parameters
+    ----------
+    values : mapping of str to plain values
+        By name, for the message.
+    group : ProcessGroup
+
+    Raises
+    ------
+    ValueError
+        On all ranks, naming the value and the ranks that differ from rank 0.
+    """
+    everywhere = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everywhere, dict(values), group=group)
+    first = everywhere[0]
+    for name in dict.fromkeys(name for there in everywhere for name in there):
+        wrong = [rank for rank, there in enumerate(everywhere) if there.get(name) != first.get(name)]
+        if wrong:
+            there = everywhere[wrong[0]].get(name)
+            raise ValueError(
+                f"{name} must be the same on all ranks, got {there!r} on {_ranks(wrong)} and {first.get(name)!r} on rank 0"
+            )
+
+
+def check_finite(loss: Tensor, step: int, group: dist.ProcessGroup) -> None:
+    """Raise on all ranks unless the loss is finite on every one of them. Collective; waits for the device.
+
+    Parameters
+    ----------
+    loss : Tensor
+        Scalar, this rank's own.
+    step : int
+        For the message.
+    group : ProcessGroup
+        All ranks of the job.
+
+    Raises
+    ------
+    FloatingPointError
+        On all ranks, naming those whose loss is not finite.
+    """
+    value = float(loss)
+    problem = None if math.isfinite(value) else f"the loss must stay finite, got {value} at step {step}"
+    raise_together(problem, group, FloatingPointError)
+
+
+def of_first_rank(value: Any) -> Any:
+    """Return what rank 0 of all ranks has for `value`. Collective."""
+    values = [value]
+    dist.broadcast_object_list(values, src=0)
+    return values[0]
+
+
+def fingerprint(*tensors: Tensor) -> str:
+    """A short text that two ranks share when their tensors have the same dtypes, shapes and bits."""
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        digest.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()[:16]
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

@@ -1,0 +1,164 @@
+"""Edge attention of a graph that is divided among ranks: three ways, one signature. The only place where ranks meet attention.
+
+A layer hands over what it would have computed attention from: queries of its destinations, rows of its sources, and the function that
+makes key and value of rows. So rows of sources travel, F numbers each, and not keys and values, twice as many.
+
+    after exchange     key, value of [owned, halo];  attention over all own edges
+    overlapped         halo leaves;  attention over interior edges;  halo is there;  attention over boundary edges;  merged:
+                       lse = log(exp(lse_interior) + exp(lse_boundary)),   out = exp(lse_interior - lse) out_interior + ...
+    by heads           query, key, value to heads;  attention over all edges, own heads;  out back to nodes
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anemoi_gt.distributed.heads import head_ranges, to_heads, to_nodes
+from anemoi_gt.distributed.shard import EdgeShard, HeadShard
+from anemoi_gt.ops import edge_attention, merge
+from anemoi_gt.ops.dtypes import autocast_is_active
+
+KeyValue = Callable[[Tensor], tuple[Tensor, Tensor]]  # rows [.., n, F] to key and value [.., n, H, C]
+
+
+def attend_after_exchange(
+    shard: EdgeShard,
+    query: Tensor,
+    x_src: Tensor,
+    key_value: KeyValue,
+    edge_attr: Tensor | None = None,
+    edge_weight: Tensor | None = None,
+    edge_bias: Tensor | None = None,
+    **options: Any,
+) -> Tensor:
+    """Attend over this rank's edges once the halo is there. Collective, and so is its backward.
+
+    Parameters
+    ----------
+    shard : EdgeShard
+    query : Tensor [n_dst, H, C] or [B, n_dst, H, C]
+        Of this rank's destinations.
+    x_src : Tensor [n_src, F] or [B, n_src, F]
+        Rows of this rank's sources.
+    key_value : callable
+        Makes key and value [.., n, H, C] of rows [.., n, F], for any n, 0 too.
+    edge_attr, edge_weight, edge_bias
+        As `anemoi_gt.edge_attention` takes them; attributes of this rank's edges.
+    **options
+        `scale`, `dropout_p` and `config` of `anemoi_gt.edge_attention`. With dropout, ranks whose generators are in the same state
+        drop what one device would.
+
+    Returns
+    -------
+    Tensor, shape of query
+    """
+    key, value = key_value(shard.exchange(_as_read(x_src)))
+    out, _ = edge_attention(query, key, value, shard.graph, edge_attr, edge_weight, edge_bias, **options)
+    return out
+
+
+def attend_overlapped(
+    shard: EdgeShard,
+    query: Tensor,
+    x_src: Tensor,
+    key_value: KeyValue,
+    edge_attr: Tensor | None = None,
+    edge_weight: Tensor | None = None,
+    edge_bias: Tensor | None = None,
+    **options: Any,
+) -> Tensor:
+    """Attend over interior edges while the halo travels, then over the boundary. Collective, and so is its backward, which overlaps too.
+
+    Parameters and result are those of `attend_after_exchange`.
+
+    Raises
+    ------
+    ValueError
+        For `dropout_p` above 0: two calls would draw two masks.
+    """
+    if options.get("dropout_p", 0.0) > 0:
+        raise ValueError(
+            f"dropout_p must be 0 with overlap, for two calls draw two masks, got {options['dropout_p']}; "
+            "use attend_after_exchange"
+        )
+    x_src = _as_read(x_src)
+    pending = shard.halo.start(x_src)
+    inner, outer = _split_edges(shard, edge_attr, edge_weight)
+    key, value = key_value(x_src)
+    out, lse = edge_attention(query, key, value, shard.interior, inner, edge_weight, edge_bias, **options)
+
+    key, value = key_value(pending.wait())
+    rows = shard.boundary_dst
+    query = query.index_select(-3, rows)
+    part = edge_attention(query, key, value, shard.boundary, outer, edge_weight, edge_bias, **options)
+    merged, _ = merge(out.index_select(-3, rows), lse.index_select(-2, rows), *part)
+    return out.index_copy(-3, rows, merged)
+
+
+def attend_by_heads(
+    shard: HeadShard,
+    query: Tensor,
+    x_src: Tensor,
+    key_value: KeyValue,
+    edge_attr: Tensor | None = None,
+    edge_weight: Tensor | None = None,
+    edge_bias: Tensor | None = None,
+    **options: Any,
+) -> Tensor:
+    """Attend over all edges for this rank's heads. Collective, and so is its backward.
+
+    Parameters and result are those of `attend_after_exchange`. Attributes travel raw, D numbers an edge.
+
+    Raises
+    ------
+    ValueError
+        When there are more ranks than heads; for embedded edge features; for `dropout_p` above 0, whose mask counts heads.
+    """
+    if edge_attr is not None and edge_weight is None:
+        raise ValueError(
+            "edge_attr must come raw, [E, D] with edge_weight, under strategy 'heads': embedded features would travel as [E, H, C]"
+        )
+    if options.get("dropout_p", 0.0) > 0:
+        raise ValueError(
+            f"dropout_p must be 0 under strategy 'heads', for its mask counts heads from 0 on every rank, got {options['dropout_p']}; "
+            "use strategy 'edges'"
+        )
+    count = query.shape[-2]
+    heads = head_ranges(count, shard.sources.ranges.parts)
+    own, channels = heads.of(shard.rank), query.shape[-1]
+    where = (heads, shard.rank, shard.group_name)
+
+    key_and_value = to_heads(torch.cat(key_value(x_src), dim=-1), shard.sources.ranges, *where)
+    key, value = key_and_value.split(channels, dim=-1)
+    query = to_heads(query, shard.destinations.ranges, *where)
+    if edge_attr is not None:
+        edge_attr = shard.attributes(edge_attr)
+        torch._check(edge_attr.shape[-2] == shard.graph.num_edges)  # else torch.compile takes them for two numbers
+        edge_weight = edge_weight.unflatten(0, (count, channels))[own].flatten(0, 1)
+    if edge_bias is not None:
+        edge_bias = edge_bias.unflatten(0, (count, channels))[own].flatten(0, 1)
+    out, _ = edge_attention(query, key, value, shard.graph, edge_attr, edge_weight, edge_bias, **options)
+    return to_nodes(out, shard.destinations.ranges, *where)
+
+
+def _as_read(x: Tensor) -> Tensor:
+    """Rows in the dtype in which `key_value` reads them: autocast's, where that is active, is half of what would travel."""
+    device_type = x.device.type
+    if x.dtype == torch.float32 and autocast_is_active(device_type):
+        return x.to(torch.get_autocast_dtype(device_type))
+    return x
+
+
+def _split_edges(shard: EdgeShard, edge_attr: Tensor | None, edge_weight: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Attributes of interior and of boundary edges."""
+    if edge_attr is None:
+        return None, None
+    dim = -3 if edge_weight is None else -2
+    wanted = shard.interior.num_edges + shard.boundary.num_edges
+    if edge_attr.dim() < -dim or edge_attr.shape[dim] != wanted:
+        raise ValueError(
+            f"edge_attr must have one row for each of the {wanted} edges of this rank, got {tuple(edge_attr.shape)}"
+        )
+    return edge_attr.split([shard.interior.num_edges, shard.boundary.num_edges], dim=dim)

@@ -1,0 +1,130 @@
+"""Checkpoints of a divided model, by torch.distributed.checkpoint: written on some ranks, read on any other number, or on one.
+
+Rows that belong to nodes and edges (trained features, and what the optimiser keeps for them) are written as the table of the whole graph,
+in the caller's numbering, each rank a piece of it. So the file does not know how the graph was divided.
+"""
+
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from anemoi_gt.distributed.partition import Ranges
+from anemoi_gt.distributed.rows import RowExchange
+
+
+class RowTable:
+    """Rows of a table of which each rank of a model holds some, and all ranks together each row once. Made collectively.
+
+    Parameters
+    ----------
+    numbers : Tensor [n], int64
+        The rows of the table that this rank holds, in its order: `GraphShard.edges`, or `Partition.nodes(rank)`.
+    size : int
+        Rows of the table.
+    mesh : DeviceMesh
+        With axes (data, model).
+    """
+
+    def __init__(self, numbers: Tensor, size: int, mesh: DeviceMesh):
+        self.numbers, self.size, self.mesh = numbers, size, mesh
+        rising, self.order = torch.sort(numbers)
+        parts = mesh["model"].size()
+        piece = -(-size // parts)  # as DTensor cuts
+        self.pieces = Ranges(tuple(min(rank * piece, size) for rank in range(parts + 1)))
+        self.exchange = RowExchange.of_requests(rising, self.pieces, mesh.get_group("model"))
+
+    def whole(self, rows: Tensor) -> DTensor:
+        """The table [size, F] that the ranks' rows [n, F] make, in pieces. Collective."""
+        own = self.pieces.counts[self.mesh.get_local_rank("model")]
+        piece = self.exchange.sum_back(self.exchange.send_back(rows.detach()[self.order]), own)
+        shape = torch.Size((self.size, *rows.shape[1:]))
+        stride = torch.empty(shape, device="meta").stride()
+        return DTensor.from_local(
+            piece, self.mesh, [Replicate(), Shard(0)], run_check=False, shape=shape, stride=stride
+        )
+
+    def own(self, table: DTensor) -> Tensor:
+        """Rows [n, F] of this rank, of a table in pieces. Collective."""
+        rows = self.exchange(table.to_local())
+        return torch.empty_like(rows).index_copy_(0, self.order, rows)
+
+
+def save_checkpoint(
+    folder: Path, state: dict[str, Any], tables: Mapping[str, RowTable], group: dist.ProcessGroup
+) -> None:
+    """Write a checkpoint so that `folder` holds either the former one or this one, never a part. Collective.
+
+    Parameters
+    ----------
+    folder : Path
+        On a file system that all ranks see; its parent exists.
+    state : dict
+        Tensors and plain values, and dicts of them. What is not in `tables` is the same on all ranks.
+    tables : mapping of str to RowTable
+        By the name of a parameter. Whatever `state` holds below a key of that name, with rows, is rows of that table.
+    group : ProcessGroup
+        All ranks of the job.
+    """
+    partial, former = folder.with_name(folder.name + ".partial"), folder.with_name(folder.name + ".former")
+    is_first = dist.get_rank(group) == 0
+    if is_first:
+        shutil.rmtree(partial, ignore_errors=True)
+    dist.barrier(group)
+    dcp.save(_map_rows(state, tables, RowTable.whole), checkpoint_id=partial, process_group=group)
+    if is_first:
+        shutil.rmtree(former, ignore_errors=True)
+        if folder.exists():
+            os.replace(folder, former)  # a folder cannot be replaced in one step: `load_checkpoint` looks here too
+        os.replace(partial, folder)
+        shutil.rmtree(former, ignore_errors=True)
+    dist.barrier(group)
+
+
+def load_checkpoint(
+    folder: Path, state: dict[str, Any], tables: Mapping[str, RowTable], group: dist.ProcessGroup
+) -> dict[str, Any]:
+    """Read a checkpoint, written on any number of ranks. Collective.
+
+    Parameters
+    ----------
+    folder : Path
+        What `save_checkpoint` wrote.
+    state : dict
+        As it would be saved now; says what is read, and where to.
+    tables, group
+        As for `save_checkpoint`, of the ranks that are here now.
+
+    Returns
+    -------
+    dict
+        The state that was saved, with this rank's rows.
+
+    Raises
+    ------
+    FileNotFoundError
+        When there is none.
+    """
+    found = [place for place in (folder, folder.with_name(folder.name + ".former")) if (place / ".metadata").exists()]
+    if not found:
+        raise FileNotFoundError(f"there must be a checkpoint in {folder}, found none")
+    whole = _map_rows(state, tables, RowTable.whole)
+    dcp.load(whole, checkpoint_id=found[0], process_group=group)
+    return _map_rows(whole, tables, RowTable.own)
+
+
+def _map_rows(value: Any, tables: Mapping[str, RowTable], function: Callable, table: RowTable | None = None) -> Any:
+    """`value` with `function(table, rows)` in place of every tensor of rows of a table."""
+    if isinstance(value, dict):
+        return {key: _map_rows(part, tables, function, tables.get(key, table)) for key, part in value.items()}
+    if table is not None and isinstance(value, Tensor) and value.dim() > 0:
+        return function(table, value)
+    return value

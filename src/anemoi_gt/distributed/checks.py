@@ -1,0 +1,40 @@
+"""What partitions and edges of a rank must be. The only place that words these errors."""
+
+from torch import Tensor
+
+from anemoi_gt.distributed.agreement import fingerprint
+from anemoi_gt.distributed.partition import Partition
+
+
+def check_partitions(sources: Partition, destinations: Partition, sizes: tuple[int, int], parts: int) -> None:
+    """Raise unless both partitions are of `sizes` nodes, (sources, destinations), among `parts` ranks."""
+    for name, partition, size in (("sources", sources, sizes[0]), ("destinations", destinations, sizes[1])):
+        if partition.ranges.parts != parts:
+            raise ValueError(f"{name} must be divided among {parts} ranks, got a partition of {partition.ranges.parts}")
+        if partition.size != size:
+            raise ValueError(f"{name} must be a partition of {size} nodes, got one of {partition.size}")
+
+
+def describe(partition: Partition | None) -> str:
+    """A short text that two ranks share when their partitions are the same."""
+    if partition is None:
+        return "default"
+    order = "by number" if partition.order is None else f"order {fingerprint(partition.order)}"
+    return f"{order}, bounds {partition.ranges.bounds}"
+
+
+def misplaced(edge_index: Tensor, sources: Partition, destinations: Partition, rank: int) -> str | None:
+    """What is wrong with the edges [2, E] that `rank` holds, which must all end in its own nodes; or None."""
+    if edge_index.dim() != 2 or edge_index.shape[0] != 2:
+        return f"edge_index must have shape [2, E], got {tuple(edge_index.shape)}"
+    for name, index, size in zip(
+        ("sources", "destinations"), edge_index, (sources.size, destinations.size), strict=True
+    ):
+        if index.shape[0] and not 0 <= int(index.min()) <= int(index.max()) < size:
+            return f"{name} must be in 0 .. {size - 1}, got {int(index.min())} to {int(index.max())}"
+    owner = destinations.ranges.owner(destinations.places(edge_index[1]))
+    stray = (owner != rank).nonzero()
+    if stray.shape[0]:
+        node, other = int(edge_index[1, stray[0, 0]]), int(owner[stray[0, 0]])
+        return f"every edge must end in a node of the rank that holds it, got one into {node}, which rank {other} owns"
+    return None

@@ -1,0 +1,96 @@
+"""The start and the end of a job on several ranks, as torchrun launches it."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from anemoi_gt.distributed.gradients import make_mesh
+from anemoi_gt.distributed.watch import watched
+
+STRATEGIES = ("none", "edges", "heads")
+TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True)
+class ShardingConfig:
+    """How the ranks of a job share the work.
+
+    Parameters
+    ----------
+    strategy : {"none", "edges", "heads"}
+        How the ranks of one model divide it; "none": every rank has a model of its own, and they share the batches.
+    model : int
+        Ranks that share one model. All others are data parallel: ranks / model models.
+    overlap : bool
+        With strategy "edges", attend to interior edges while rows of others travel.
+    timeout : float
+        Seconds after the last sign of life of a rank by which the others end.
+
+    Raises
+    ------
+    ValueError
+        For an unknown strategy, a number out of range, or more than one rank for a model that is not divided.
+    """
+
+    strategy: str = "none"
+    model: int = 1
+    overlap: bool = True
+    timeout: float = 300.0
+
+    def __post_init__(self):
+        if self.strategy not in STRATEGIES:
+            raise ValueError(f"sharding.strategy must be one of {', '.join(STRATEGIES)}, got {self.strategy!r}")
+        if self.model < 1:
+            raise ValueError(f"sharding.model must be at least 1, got {self.model}")
+        if self.model > 1 and self.strategy == "none":
+            raise ValueError(
+                f"sharding.model must be 1 when nothing is divided, got {self.model}: choose sharding=edges"
+            )
+        if not self.timeout > 0:
+            raise ValueError(f"sharding.timeout must be positive, in seconds, got {self.timeout}")
+
+
+def is_launched() -> bool:
+    """Whether torchrun, or another launcher that sets the same variables, started this process."""
+    return all(name in os.environ for name in TORCHRUN)
+
+
+@contextmanager
+def started(config: ShardingConfig, device_type: str) -> Iterator[DeviceMesh]:
+    """Join the ranks of a job, and end with them: all together, or all when one fails. Collective.
+
+    Parameters
+    ----------
+    config : ShardingConfig
+        The same on all ranks.
+    device_type : str
+        "cuda" takes the GPU of the local rank and NCCL, "cpu" gloo.
+
+    Yields
+    ------
+    DeviceMesh
+        With axes (data, model).
+
+    Raises
+    ------
+    ValueError
+        When no launcher started this process, or the ranks cannot be shared out.
+    """
+    missing = [name for name in TORCHRUN if name not in os.environ]
+    if missing:
+        raise ValueError(f"several ranks must be started by torchrun, {', '.join(missing)} are not set")
+    timeout, device = timedelta(seconds=config.timeout), None
+    if device_type == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    patience = 2 * timeout  # of collectives: the watch is to speak first
+    dist.init_process_group("nccl" if device else "gloo", timeout=patience, device_id=device)
+    with watched(timeout):
+        yield make_mesh(device_type, config.model)
+    dist.destroy_process_group()

@@ -1,0 +1,202 @@
+"""Checks on ranks: who owns what, what travels, and what is refused before it could hang."""
+
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+
+from anemoi_gt import GraphStructure
+from anemoi_gt.distributed import (
+    Partition,
+    Ranges,
+    RowExchange,
+    check_finite,
+    check_same,
+    raise_together,
+    shard_edges,
+    shard_graph,
+)
+from anemoi_gt.graph.order import morton_order
+from distributed.problems import GRAPHS
+from distributed.ranks import everywhere, on_ranks, seeded
+
+
+def structure(name):
+    edge_index, sizes = GRAPHS[name]
+    return GraphStructure.from_edge_index(edge_index, sizes)
+
+
+@on_ranks(2, 4)
+def every_edge_belongs_to_the_owner_of_its_destination_alone(group, verdict):
+    for name in GRAPHS:
+        for strategy in ("edges", "heads"):
+            shard = shard_graph(structure(name), group, strategy)
+            owner = shard.destinations.ranges.owner(GRAPHS[name][0][1])
+            verdict.same(f"{name}, {strategy}", shard.edges.sort().values, (owner == shard.rank).nonzero().flatten())
+
+
+@on_ranks(3)
+def local_edges_are_those_of_the_caller_in_local_numbers(group, verdict):
+    order = torch.randperm(17, generator=seeded(1))
+    destinations = Partition(Ranges((0, 4, 11, 17)), order)
+    for name in ("encoder", "symmetric"):
+        sources = destinations if name == "symmetric" else None
+        shard = shard_graph(structure(name), group, sources=sources, destinations=destinations)
+        own_src, own_dst = shard.sources.nodes(shard.rank), shard.destinations.nodes(shard.rank)
+        line = torch.arange(shard.sources.size) if shard.sources.order is None else shard.sources.order
+        foreign = shard.sources.places(GRAPHS[name][0][0][shard.edges])
+        outside = (foreign < shard.sources.ranges.of(shard.rank).start) | (
+            foreign >= shard.sources.ranges.of(shard.rank).stop
+        )
+        src = torch.cat([own_src, line[foreign[outside].unique()]])
+        local = shard.graph.edge_index()
+        verdict.same(name, torch.stack([src[local[0]], own_dst[local[1]]]), GRAPHS[name][0][:, shard.edges])
+        verdict.same(f"{name}: numbers", shard.graph.edge_id, shard.edges[shard.graph.edge_order().long()])
+
+
+@on_ranks(2, 4)
+def only_the_halo_travels_and_each_row_once(group, verdict):
+    for name in ("asymmetric", "encoder", "decoder"):
+        shard = shard_graph(structure(name), group)
+        src, dst = GRAPHS[name][0]
+        src_owner, dst_owner = shard.sources.ranges.owner(src), shard.destinations.ranges.owner(dst)
+        for other in range(dist.get_world_size(group)):
+            for who, (reader, owner), count in (
+                ("from", (shard.rank, other), shard.halo.recv_counts[other]),
+                ("to", (other, shard.rank), shard.halo.send_counts[other]),
+            ):
+                rows = src[(dst_owner == reader) & (src_owner == owner)].unique()
+                verdict.same(f"{name}: rows {who} rank {other}", count, len(rows) if reader != owner else 0)
+
+
+@on_ranks(3)
+def interior_edges_read_owned_sources_only(group, verdict):
+    shard = shard_graph(structure("asymmetric"), group)
+    verdict.same("sources", shard.interior.num_src, len(shard.sources.nodes(shard.rank)))
+    verdict.same("halo", shard.boundary.num_src, shard.halo.num_received)
+    verdict.same("boundary destinations", shard.boundary_dst, shard.boundary_dst.unique())
+    verdict.that(bool((shard.boundary.colptr.diff() > 0).all()), "every boundary destination must read the halo")
+    for part in (shard.graph, shard.interior, shard.boundary):
+        part.validate()
+
+
+@on_ranks(4)
+def every_rank_has_its_share_of_the_cost_and_at_most_one_node_more(group, verdict):
+    degree = torch.randint(0, 300, (97,), generator=seeded(4))
+    dst = torch.arange(97).repeat_interleave(degree)
+    graph = GraphStructure.from_edge_index(torch.stack([dst % 5, dst]), (5, 97))
+    shard = shard_graph(graph, group)
+    costs = everywhere(int((graph.colptr.diff().long() + 38)[shard.destinations.ranges.of(shard.rank)].sum()), group)
+    verdict.that(max(costs) <= sum(costs) / 4 + 300 + 38, f"costs {costs}")
+    verdict.that(len(set(everywhere(len(shard.destinations.nodes(shard.rank)), group))) > 1, "by cost, not by number")
+
+
+@on_ranks(3)
+def the_order_of_programs_is_cut_with_the_nodes(group, verdict):
+    graph = structure("asymmetric")
+    positions = torch.randn(41, 3, generator=seeded(2))
+    shard = shard_graph(graph.with_program_order(positions), group)
+    own = shard.destinations.nodes(shard.rank)
+    expected = [node for node in morton_order(positions).tolist() if node in own]
+    verdict.same("interior", own[shard.interior.program_order.long()].tolist(), expected)
+    reading = own[shard.boundary_dst]
+    verdict.same(
+        "boundary",
+        reading[shard.boundary.program_order.long()].tolist(),
+        [node for node in expected if node in reading],
+    )
+    verdict.same("all", shard.graph.program_order, shard.interior.program_order)
+    whole = shard_graph(graph.with_program_order(positions), group, "heads")
+    verdict.same("heads", whole.graph.program_order.tolist(), morton_order(positions).tolist())
+
+
+@on_ranks(3)
+def rows_arrive_in_the_order_in_which_they_were_asked_for(group, verdict):
+    rank, ranges = dist.get_rank(group), Ranges((0, 4, 4, 9))
+    wanted = (torch.tensor([1, 3, 8]), torch.arange(9), torch.tensor([], dtype=torch.int64))[rank]
+    exchange = RowExchange.of_requests(wanted, ranges, group)
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        table = torch.arange(18.0).reshape(9, 2).to(dtype)
+        verdict.same(f"{dtype}", exchange(table[ranges.of(rank)]), table[wanted])
+    batch = torch.randn(3, 9, 2, generator=seeded(0))
+    verdict.same("batch", exchange(batch[:, ranges.of(rank)]), batch[:, wanted])
+    verdict.same("no features", exchange(torch.zeros(ranges.counts[rank], 0)).shape, (len(wanted), 0))
+
+
+@on_ranks(4)
+def gradients_are_summed_in_order_of_ranks(group, verdict):
+    rank, ranges = dist.get_rank(group), Ranges((0, 3, 5, 6, 8))
+    exchange = RowExchange.of_requests(torch.arange(8), ranges, group)
+    x = torch.zeros(ranges.counts[rank], 2, requires_grad=True)
+    size = torch.tensor([1.0, 1e8, -1e8, 1e-3])[:, None, None]  # in another order another sum
+    gradients = torch.randn(8, 2, generator=seeded(0)) * size
+    exchange(x).backward(gradients[rank])
+    total = torch.zeros(8, 2)
+    for gradient in gradients:
+        total += gradient
+    verdict.same("dx", x.grad, total[ranges.of(rank)])
+
+
+@on_ranks(2)
+def a_second_derivative_raises(group, verdict):
+    exchange = RowExchange.of_requests(torch.tensor([0, 1]), Ranges((0, 1, 2)), group)
+    x = torch.ones(1, 2, requires_grad=True)
+    (gradient,) = torch.autograd.grad(exchange(x).square().sum(), x, create_graph=True)
+    verdict.raises(RuntimeError, "once_differentiable", lambda: gradient.sum().backward())
+
+
+@on_ranks(3)
+def what_differs_between_ranks_is_found_before_anything_travels(group, verdict):
+    rank, graph = dist.get_rank(group), structure("asymmetric")
+    other = replace(graph, row=graph.row.flip(0)) if rank == 1 else graph
+    verdict.raises(ValueError, "graph must be the same on all ranks, got", lambda: shard_graph(other, group))
+    verdict.raises(ValueError, "on rank 1 and", lambda: shard_graph(other, group))
+    strategy = "heads" if rank == 2 else "edges"
+    verdict.raises(
+        ValueError,
+        "strategy must be the same on all ranks, got 'heads' on rank 2",
+        lambda: shard_graph(graph, group, strategy),
+    )
+    cut = Partition(Ranges((0, 10 + (rank == 0), 20, 41)))
+    verdict.raises(
+        ValueError, "destinations must be the same on all ranks", lambda: shard_graph(graph, group, destinations=cut)
+    )
+    config = {"seed": 0, "model": {"channels": 8 if rank else 16}}
+    verdict.raises(ValueError, "on ranks 1, 2 and", lambda: check_same(config, group))
+    check_same({"seed": 0}, group)
+
+
+@on_ranks(3)
+def what_does_not_fit_is_refused_on_every_rank(group, verdict):
+    rank, graph = dist.get_rank(group), structure("encoder")
+    wrong = Partition(Ranges.even(17, 2))
+    verdict.raises(ValueError, "strategy must be one of edges, heads", lambda: shard_graph(graph, group, "nodes"))
+    verdict.raises(
+        ValueError, "divided among 3 ranks, got a partition of 2", lambda: shard_graph(graph, group, destinations=wrong)
+    )
+    wrong = Partition(Ranges.even(18, 3))
+    verdict.raises(
+        ValueError, "must be a partition of 41 nodes, got one of 18", lambda: shard_graph(graph, group, sources=wrong)
+    )
+    parts = {"sources": Partition(Ranges.even(41, 3)), "destinations": Partition(Ranges.even(17, 3))}
+    edges = torch.tensor([[0, 1], [0, 16]])[:, : 2 - (rank > 0)] if rank < 2 else torch.zeros(2, 0, dtype=torch.int64)
+    stray = "ranks 0, 1: every edge must end in a node of the rank that holds it, got one into 16, which rank 2 owns"
+    verdict.raises(ValueError, stray, lambda: shard_edges(edges, group, **parts))
+    beyond = torch.tensor([[41], [0]]) if rank == 0 else torch.zeros(2, 0, dtype=torch.int64)
+    verdict.raises(
+        ValueError, "rank 0: sources must be in 0 .. 40, got 41", lambda: shard_edges(beyond, group, **parts)
+    )
+    flat = torch.zeros(4, dtype=torch.int64)
+    verdict.raises(ValueError, "edge_index must have shape [2, E]", lambda: shard_edges(flat, group, **parts))
+
+
+@on_ranks(4)
+def one_bad_loss_stops_every_rank(group, verdict):
+    rank = dist.get_rank(group)
+    check_finite(torch.tensor(1.0), 7, group)
+    loss = torch.tensor(float("nan") if rank == 2 else 1.0)
+    verdict.raises(
+        FloatingPointError, "rank 2: the loss must stay finite, got nan at step 7", lambda: check_finite(loss, 7, group)
+    )
+    problem = f"trouble on {rank}" if rank in (1, 3) else None
+    verdict.raises(OSError, "ranks 1, 3: trouble on 1", lambda: raise_together(problem, group, OSError))

@@ -1,0 +1,54 @@
+"""One rank of a job in which another comes to grief: trains in a loop of collectives and writes checkpoints under `started`.
+
+python dying.py KIND RANK FOLDER        KIND: killed, frozen, failing, all_failing or fine; RANK: whose grief it is
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from anemoi_gt.distributed import ShardingConfig, started
+
+TIMEOUT = 4.0  # s
+FROZEN = 6  # s, until somebody thaws the frozen rank
+
+
+def grief(kind, rank):
+    if kind == "all_failing":
+        raise ValueError("the config must have a heart")
+    if dist.get_rank() == rank and kind == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if dist.get_rank() == rank and kind == "frozen":
+        subprocess.Popen(["sh", "-c", f"sleep {FROZEN}; kill -CONT {os.getpid()}"])
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if dist.get_rank() == rank and kind == "failing":
+        raise ValueError("this rank lost heart")
+
+
+def save(path, state):
+    torch.save(state, path.with_suffix(".partial"))
+    path.with_suffix(".partial").replace(path)
+
+
+def main(kind, rank, folder):
+    with started(ShardingConfig(timeout=TIMEOUT), "cpu"):
+        state = torch.zeros(1000)
+        for step in range(20):
+            if step == 10:
+                print(f"grief at {time.time()}", flush=True)
+                grief(kind, rank)
+            dist.all_reduce(state)
+            state = state + 1
+            if dist.get_rank() == 0:
+                save(Path(folder) / "last.pt", {"step": step, "state": state})
+    print("came to the end", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), sys.argv[3])

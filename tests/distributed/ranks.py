@@ -1,0 +1,245 @@
+"""Running checks on several ranks at once, as torchrun would: one process a rank, started once for all checks of a file.
+
+A check is a function of a process group. It makes all its collectives first and reports through a `Verdict`, which raises nothing; the
+ranks then agree. So a check that fails cannot leave another rank waiting. A check that breaks ends the processes; what it broke is reported.
+"""
+
+import fcntl
+import importlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+TIMEOUT = 300  # s, of all checks of a file, on a busy machine
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 4e-6, torch.bfloat16: 2e-2}  # of the largest value
+
+
+class Ended(NamedTuple):
+    """How a process ended."""
+
+    status: int
+    output: str
+    time: float  # as time.time() counts
+
+
+class Verdict:
+    """What a rank found wrong in a check."""
+
+    def __init__(self):
+        self.problems = []
+
+    def that(self, holds, problem):
+        """Note a problem unless `holds`."""
+        if not holds:
+            self.problems.append(problem)
+
+    def same(self, name, actual, expected):
+        """Note unless both are the same, bit by bit."""
+        equal = torch.equal(actual, expected) if torch.is_tensor(actual) else actual == expected
+        self.that(equal, f"{name}: {str(actual)[:200]} is not {str(expected)[:200]}")
+
+    def close(self, name, actual, expected):
+        """Note unless both agree to the rounding of their dtype."""
+        if actual is None or actual.shape != expected.shape:
+            self.problems.append(
+                f"{name}: {None if actual is None else tuple(actual.shape)}, not {tuple(expected.shape)}"
+            )
+            return
+        finite = torch.isfinite(expected)
+        self.that(torch.equal(torch.isfinite(actual), finite), f"{name}: not finite in other places")
+        size = expected[finite].abs().max().item() if finite.any() else 0.0
+        error = (actual - expected)[finite].abs().max().item() if finite.any() else 0.0
+        limit = TOLERANCE[expected.dtype] * max(size, 1.0)
+        self.that(error <= limit, f"{name}: off by {error:.1e}, allowed {limit:.1e}")
+
+    def raises(self, error, words, function):
+        """Note unless `function()` raises `error` with these words."""
+        try:
+            function()
+        except error as caught:
+            self.that(words in str(caught), f"said {str(caught)!r}, not {words!r}")
+        else:
+            self.problems.append(f"did not raise {error.__name__} with {words!r}")
+
+
+def checks_of(module_name):
+    """The checks of a module by name, with the numbers of ranks that each runs on."""
+    module = importlib.import_module(module_name)
+    return {name: check.ranks for name, check in vars(module).items() if hasattr(check, "ranks")}
+
+
+def cases(module_name):
+    """The checks of a module, one for each number of ranks, as pytest's parameters."""
+    return [
+        pytest.param(name, ranks, id=f"{name}-{ranks}")
+        for name, numbers in checks_of(module_name).items()
+        for ranks in numbers
+    ]
+
+
+def on_ranks(*ranks):
+    """Mark a function of (group, verdict) as a check that runs on these numbers of ranks."""
+
+    def mark(check):
+        check.ranks = ranks
+        return check
+
+    return mark
+
+
+def device_type():
+    return torch.get_default_device().type
+
+
+def mesh_of(data, model, axes=("data", "model")):
+    """The first ranks on a mesh; the others have no place in it."""
+    ranks = [[row * model + column for column in range(model)] for row in range(data)]
+    return DeviceMesh(device_type(), ranks, mesh_dim_names=axes)
+
+
+def seeded(seed):
+    """A generator on the device of the run."""
+    return torch.Generator(torch.get_default_device()).manual_seed(seed)
+
+
+@contextmanager
+def without_default_device():
+    """Nothing but tensors says where they are: the mode of a default device does not compile."""
+    device = torch.get_default_device()
+    torch.set_default_device(None)
+    yield
+    torch.set_default_device(None if device.type == "cpu" else device)
+
+
+def everywhere(value, group):
+    """What every rank has."""
+    values = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def spawn(arguments, world_size, *, environment=None, timeout=TIMEOUT):
+    """Run `python *arguments` once for each rank with the environment that torchrun gives; return how each ended."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world_size)}
+    shared |= {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests")]), "OMP_NUM_THREADS": "1"}
+    processes = []
+    try:
+        for rank in range(world_size):
+            variables = os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} | (environment or {})
+            processes.append(
+                subprocess.Popen(
+                    [sys.executable, *map(str, arguments)],
+                    env=variables,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                )
+            )
+        end = time.monotonic() + timeout
+        results = []
+        for process in processes:
+            try:
+                output, _ = process.communicate(timeout=max(end - time.monotonic(), 0.1))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                output = process.communicate()[0] + f"\nstill running after {timeout} s"
+            results.append(Ended(process.returncode, output, time.time()))
+        return results
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def verdicts(module_name, world_size, folder):
+    """Run all checks of a module; return {(check, ranks): problems by rank}, made once for all workers of a test run."""
+    folder.mkdir(exist_ok=True)
+    report = folder / "verdicts.json"
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not report.exists():
+            environment = {} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"}
+            results = spawn([__file__, module_name, folder], world_size, environment=environment)
+            report.write_text(json.dumps(_collect(module_name, folder, results)))
+    return {
+        (name, int(ranks)): said
+        for key, said in json.loads(report.read_text()).items()
+        for name, ranks in [key.split("-")]
+    }
+
+
+def _collect(module_name, folder, results):
+    said = [
+        json.loads(path.read_text()) if path.exists() else {}
+        for path in (folder / f"{rank}.json" for rank in range(len(results)))
+    ]
+    ends = [
+        f"rank {rank} ended with {status} before: {output[-1500:]}" for rank, (status, output, _) in enumerate(results)
+    ]
+    return {
+        f"{name}-{ranks}": {
+            rank: problem
+            for rank in range(ranks)
+            if (problem := said[rank].get(f"{name}-{ranks}", ends[rank])) != "fine"
+        }
+        for name, numbers in checks_of(module_name).items()
+        for ranks in numbers
+        if ranks <= len(results)
+    }
+
+
+def main(module_name, folder):
+    """Run the checks of a module as one rank; with NCCL where every rank has a GPU."""
+    torch.set_num_threads(1)
+    gpu = torch.cuda.device_count() > int(os.environ["LOCAL_RANK"])
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpu else torch.device("cpu")
+    if gpu:
+        torch.cuda.set_device(device)
+        torch.set_default_device(device)
+    timeout = timedelta(seconds=TIMEOUT)
+    dist.init_process_group("nccl" if gpu else "gloo", timeout=timeout, device_id=device if gpu else None)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    module = importlib.import_module(module_name)
+    groups = {size: dist.new_group(range(size)) for size in range(1, world_size)} | {world_size: dist.group.WORLD}
+    said = {}
+    for name, numbers in checks_of(module_name).items():
+        for ranks in numbers:
+            if rank < ranks <= world_size:
+                said[f"{name}-{ranks}"] = run(getattr(module, name), groups[ranks])
+                (Path(folder) / f"{rank}.json").write_text(json.dumps(said))
+
+
+def run(check, group):
+    """Run one check, agree, and say what this rank found: "fine", or problems."""
+    verdict = Verdict()
+    torch.manual_seed(0)
+    try:
+        check(group, verdict)
+    except BaseException:
+        traceback.print_exc()
+        sys.stdout.flush()
+        os._exit(1)  # the others notice: their connections close
+    problems = everywhere(verdict.problems, group)
+    return "fine" if not any(problems) else f"problems by rank: {problems}"
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

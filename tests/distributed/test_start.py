@@ -1,0 +1,39 @@
+import pytest
+
+from anemoi_gt.distributed import ShardingConfig, is_launched, started
+from anemoi_gt.distributed.start import TORCHRUN
+
+
+def test_ranks_are_data_parallel_by_default():
+    assert ShardingConfig() == ShardingConfig(strategy="none", model=1, overlap=True, timeout=300.0)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "message"),
+    [
+        ({"strategy": "nodes"}, "sharding.strategy must be one of none, edges, heads, got 'nodes'"),
+        ({"strategy": "edges", "model": 0}, "sharding.model must be at least 1, got 0"),
+        ({"model": 4}, "sharding.model must be 1 when nothing is divided, got 4"),
+        ({"timeout": 0.0}, "sharding.timeout must be positive"),
+    ],
+)
+def test_configs_that_mean_nothing_are_refused(numbers, message):
+    with pytest.raises(ValueError, match=message):
+        ShardingConfig(**numbers)
+
+
+def test_a_process_without_launcher_is_told_of_torchrun(monkeypatch):
+    for name in TORCHRUN:
+        monkeypatch.delenv(name, raising=False)
+    assert not is_launched()
+    with (
+        pytest.raises(ValueError, match="must be started by torchrun, RANK, .* are not set"),
+        started(ShardingConfig(), "cpu"),
+    ):
+        pass
+
+
+def test_a_process_with_all_of_its_variables_is_launched(monkeypatch):
+    for name in TORCHRUN:
+        monkeypatch.setenv(name, "0")
+    assert is_launched()
