@@ -11,7 +11,8 @@ curves of one seed differ by no more than those of the two seeds, untouched, do 
 import json
 
 import torch
-from anemoi_step import VARIANTS, Training, environment, make_parser
+from anemoi_step import PACKAGES, VARIANTS, Training, make_parser
+from suite.environment import describe
 
 SEEDS = (0, 1)
 WINDOW = 10  # steps over which a curve is averaged
@@ -56,7 +57,10 @@ def main(arguments=None):
     parser = make_parser(__doc__)
     parser.add_argument("--training-steps", type=int, default=200)
     options = parser.parse_args(arguments)
-    report = {"environment": environment(options.device), "options": vars(options) | {"output": None}}
+    report = {
+        "environment": describe(options.device, PACKAGES, options.commit),
+        "options": vars(options) | {"output": None},
+    }
     for options.precision in PRECISIONS:
         curves = {}
         for seed in SEEDS:

@@ -12,28 +12,27 @@ A variant is a function that makes a context in which the model computes its way
 
 import argparse
 import json
-import platform
 import random
 import re
 import statistics
-import subprocess
 import sys
 import time
 from collections import Counter
 from contextlib import contextmanager, nullcontext
-from importlib.metadata import version
 from pathlib import Path
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT / name) for name in ("benchmarks", "src", "tests")]
 
+from suite.environment import describe  # noqa: E402
 from support.anemoi_model import build, draw, graph_of, make_options  # noqa: E402
 
 from anemoi_gt.integrations import anemoi as integration  # noqa: E402
 
+PACKAGES = {"torch", "triton", "torch-geometric", "anemoi-models", "anemoi-utils"}
 PRECISIONS = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16, "32": None}
 FAMILIES = {  # the first whose pattern is found in the name of a kernel
     "attention, ours": r"anemoi_gt|edge_attention|edge_attr",
@@ -215,21 +214,11 @@ def profiled(training, name, options):
     }
 
 
-def environment(device):
-    """What the figures belong to."""
-    git = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
-    names = ("torch", "triton", "torch-geometric", "anemoi-models", "anemoi-utils")
-    return {
-        "commit": subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip(),
-        "device": torch.cuda.get_device_name() if device == "cuda" else platform.machine(),
-        "versions": {name: version(name) for name in names} | {"python": platform.python_version()},
-    }
-
-
 def make_parser(description):
     """The command line of a benchmark of this model."""
     parser = argparse.ArgumentParser(description=description.split("\n")[0])
     parser.add_argument("--graph", help="a HeteroData written by torch.save, instead of --grid and --refinement")
+    parser.add_argument("--commit", help="what to record where git cannot tell")
     parser.add_argument("--grid", default="N320")
     parser.add_argument("--refinement", type=int, default=6)
     parser.add_argument("--channels", type=int, default=512)
@@ -253,7 +242,10 @@ def main(arguments=None):
     """Compare, measure in random order, profile; write and return the report."""
     options = make_parser(__doc__).parse_args(arguments)
     training, shuffle = Training(options), random.Random(options.seed)
-    report = {"environment": environment(training.device.type), "options": vars(options) | {"output": None}}
+    report = {
+        "environment": describe(training.device.type, PACKAGES, options.commit),
+        "options": vars(options) | {"output": None},
+    }
     report |= {"sizes": training.sizes, "difference_from_untouched": compare(training, options.variants), "rounds": []}
     times, peaks = {name: [] for name in options.variants}, {name: [] for name in options.variants}
     for _ in range(options.rounds):

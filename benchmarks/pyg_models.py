@@ -11,19 +11,17 @@ medians of forward and backward passes in ms, both models taken in turns. `one g
 import argparse
 import copy
 import json
-import platform
 import statistics
-import subprocess
 import sys
 import time
-from importlib.metadata import version
 from pathlib import Path
 
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT / name) for name in ("benchmarks", "src", "tests")]
 
+from suite.environment import describe  # noqa: E402
 from support.pyg_models import DIM, MODELS  # noqa: E402
 
 from anemoi_gt import GraphStructure  # noqa: E402
@@ -93,13 +91,11 @@ def main(arguments=None):
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--output", type=Path, help="JSON file")
+    parser.add_argument("--commit", help="what to record where git cannot tell")
     options = parser.parse_args(arguments)
     device = torch.device(options.device)
-    git = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
     report = {
-        "commit": subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip(),
-        "device": torch.cuda.get_device_name() if device.type == "cuda" else platform.machine(),
-        "versions": {name: version(name) for name in ("torch", "torch-geometric", "triton")},
+        "environment": describe(device.type, {"torch", "torch-geometric", "triton"}, options.commit),
         "options": vars(options) | {"output": None},
         "models": {},
     }

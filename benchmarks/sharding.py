@@ -11,9 +11,7 @@ layers, forward and backward. `--checks` first runs the tests' checks on these r
 import argparse
 import json
 import os
-import platform
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -30,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
 
 from sharded_model import WAYS, Case, ShardedModel, weather_graph
+from suite.environment import describe
 
 ROOT = Path(__file__).parents[1]
 AGREE = {"cuda": 3e-2, "cpu": 1e-4}  # relative, of loss and gradients: bfloat16 on a GPU, float32 on a CPU
@@ -180,15 +179,9 @@ def run_case(case: Case, graph, world: World, options: argparse.Namespace, expec
 
 def environment(commit: str | None, device: torch.device) -> dict:
     """What the figures belong to."""
-    git = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-    return {
-        "commit": commit or git.stdout.strip() or "unknown",
-        "device": torch.cuda.get_device_name() if device.type == "cuda" else platform.machine(),
-        "torch": torch.__version__,
+    return describe(device.type, {"torch"}, commit) | {
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if device.type == "cuda" else None,
-        "python": platform.python_version(),
         "dtype": "bfloat16 autocast" if device.type == "cuda" else "float32",
-        "date": time.strftime("%Y-%m-%d %H:%M", time.gmtime()),
     }
 
 
