@@ -91,9 +91,7 @@ def _shared_by_warps(load, layouts):
     if sliced is not None and warps[int(sliced)] > 1:
         return True
     axes = [axis for axis in range(len(warps)) if str(axis) != sliced]
-    return any(
-        warps[axis] > 1 and size < warps[axis] * per_warp[axis] for axis, size in zip(axes, sizes, strict=True)
-    )
+    return any(warps[axis] > 1 and size < warps[axis] * per_warp[axis] for axis, size in zip(axes, sizes, strict=True))
 
 
 def _tiling(layout):
