@@ -8,8 +8,8 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import NoneType
-from typing import TYPE_CHECKING, Any, NamedTuple, get_args, get_type_hints
+from types import NoneType, UnionType
+from typing import TYPE_CHECKING, Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 import torch
 from torch import nn
@@ -102,7 +102,8 @@ def check_types(group: str, config: "DictConfig") -> None:
     except NameError:  # a maker whose annotations are for type checkers only
         return
     for name, value in config.items():
-        kinds = get_args(hints.get(name)) or (hints.get(name),)
+        hint = hints.get(name)
+        kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
         if set(kinds) <= PLAIN.keys() and not fits(value, kinds):
             wanted = " or ".join(PLAIN[kind] for kind in kinds)
             raise ValueError(f"{group}.{name} must be {wanted}, got {value!r}")

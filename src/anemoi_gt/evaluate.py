@@ -66,16 +66,38 @@ def store_config(arguments: list[str]) -> None:
         If there is no such file, or it is no checkpoint of a run.
     """
     from hydra.core.config_store import ConfigStore
-    from hydra.core.override_parser.overrides_parser import OverridesParser
 
     given = [argument for argument in arguments if argument.startswith("checkpoint=")]
     if not given:
         return  # --help needs none; Hydra asks for it otherwise
-    path = OverridesParser.create().parse_override(given[-1]).value()
-    config = load_checkpoint(Path(path)).get("config")
+    path = _file_named_by(given[-1])
+    config = load_checkpoint(path).get("config")
     if not isinstance(config, dict):
         raise ValueError(f"a checkpoint must hold the config of its run, {path} holds none")
     ConfigStore.instance().store("of_checkpoint", config, group="run", package="_global_")
+
+
+def _file_named_by(argument: str) -> Path:
+    """Return the file of "checkpoint=FILE", as Hydra reads it.
+
+    Raises
+    ------
+    ValueError
+        If Hydra cannot read it, or reads something that is no file name.
+    """
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    try:
+        value = OverridesParser.create().parse_override(argument).value()
+    except HydraException:
+        value = None
+    if not isinstance(value, str):
+        raise ValueError(
+            f"checkpoint must name one file, got {argument!r}; names with blanks or signs are quoted twice: "
+            "\"checkpoint='run (1)/best.pt'\""
+        )
+    return Path(value)
 
 
 def main() -> None:

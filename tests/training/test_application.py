@@ -7,8 +7,10 @@ import subprocess
 import sys
 
 import pytest
+from omegaconf import OmegaConf
 
 from anemoi_gt import train
+from anemoi_gt.application import check_types
 from anemoi_gt.ops import backends
 from anemoi_gt.training.checkpoint import save_checkpoint
 
@@ -198,3 +200,13 @@ def test_help_lists_groups_and_values_on_the_command_line():
     assert result.returncode == 0, result.stderr
     assert "attention/backend: auto, torch, triton" in result.stdout
     assert "learning_rate: " in result.stdout
+
+
+def fields_of(years: list[int], area: tuple[float, float] | None = None):
+    """What somebody's data set may take."""
+
+
+def test_lists_of_plain_values_are_no_plain_values(monkeypatch):
+    monkeypatch.setattr(train, "fields_of", fields_of, raising=False)
+    config = {"_target_": "anemoi_gt.train.fields_of", "years": [1, 2], "area": [1.0, 2.0]}
+    check_types("data", OmegaConf.create(config))

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from anemoi_gt.training.metrics import MetricsFile, curve
+from anemoi_gt.training.metrics import MetricsFile, curve, read_metrics
 
 
 def test_a_record_is_on_disk_as_soon_as_it_is_written(tmp_path):
@@ -16,6 +16,12 @@ def test_a_record_is_on_disk_as_soon_as_it_is_written(tmp_path):
 def test_what_json_cannot_say_raises(tmp_path):
     with MetricsFile(tmp_path / "metrics.jsonl") as metrics, pytest.raises(ValueError, match="not JSON compliant"):
         metrics.write(split="train", step=1, loss=float("nan"))
+
+
+def test_a_line_that_is_no_record_is_named_by_its_number(tmp_path):
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1}\n\0\0\n')
+    with pytest.raises(ValueError, match=r"metrics.jsonl must be a record in JSON, line 2 is not"):
+        read_metrics(tmp_path / "metrics.jsonl")
 
 
 def test_curve_takes_one_split():

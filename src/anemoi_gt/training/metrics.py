@@ -54,11 +54,21 @@ class MetricsFile:
 
 
 def read_metrics(path: Path) -> list[dict]:
-    """Return the records of a file, none if there is no file; a last line that was cut off is left out."""
+    """Return the records of a file, none if there is no file; a last line that was cut off is left out.
+
+    Raises
+    ------
+    ValueError
+        If a line holds no record, with its number.
+    """
     if not path.exists():
         return []
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    try:
+        return [json.loads(line) for line in lines if line.endswith("\n")]
+    except json.JSONDecodeError as error:
+        number = next(n for n, line in enumerate(lines, 1) if line == error.doc)
+        raise ValueError(f"every line of {path} must be a record in JSON, line {number} is not: remove it") from None
 
 
 def curve(records: list[dict], split: str) -> tuple[list[int], list[float]]:

@@ -1,6 +1,7 @@
 """TrainingConfig: the numbers of a training run, checked once."""
 
 from dataclasses import dataclass
+from math import isinf
 
 DEVICES = ("auto", "cpu", "cuda")
 PRECISIONS = ("32-true", "bf16-mixed", "16-mixed")
@@ -69,9 +70,13 @@ class TrainingConfig:
         for name in ("learning_rate", "clip_norm"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"training.{name} must be positive, got {getattr(self, name)}")
-        for name in ("weight_decay", "seed"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"training.{name} must not be negative, got {getattr(self, name)}")
+        if not self.weight_decay >= 0:
+            raise ValueError(f"training.weight_decay must not be negative, got {self.weight_decay}")
+        for name in ("learning_rate", "weight_decay"):
+            if isinf(getattr(self, name)):
+                raise ValueError(f"training.{name} must be finite, got {getattr(self, name)}")
+        if not 0 <= self.seed < 2**64:
+            raise ValueError(f"training.seed must be 0 to 2^64 - 1, as PyTorch's generators take it, got {self.seed}")
         if self.threads is not None and self.threads < 1:
             raise ValueError(f"training.threads must be at least 1, or null, got {self.threads}")
         if not 0 <= self.warmup_steps <= self.steps:
