@@ -1,6 +1,7 @@
 """What blocks do beyond the numbers of anemoi-models: samples, exchange, dropout, config, memory, refusals."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from support.differentiate import randomise
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from anemoi_gt import AttentionConfig, GraphStructure, GraphTransformerMapperBlock, GraphTransformerProcessorBlock
+from anemoi_gt.nn import ConditionalLayerNorm, LayerKernels
 
 CHANNELS, HEADS, DIM = 12, 3, 4
 SIZES = {"in_channels": CHANNELS, "hidden_dim": 20, "out_channels": CHANNELS, "num_heads": HEADS, "edge_dim": DIM}
@@ -147,6 +149,34 @@ def test_no_tensor_of_edges_by_channels_is_made_forward_or_backward(kind):
 def test_option_that_does_not_fit_is_refused_with_what_came(kind, options, message):
     with pytest.raises(ValueError, match=message):
         KINDS[kind](**{**SIZES, **options})
+
+
+@every_kind
+def test_conditional_norms_without_a_condition_are_refused(kind):
+    kernels = LayerKernels(LayerNorm=partial(ConditionalLayerNorm, condition_shape=2))
+    block = make_block(kind, layer_kernels=kernels)
+    with pytest.raises(
+        ValueError, match="cond must be given, for the norms are of class ConditionalLayerNorm, .* got None"
+    ):
+        run(block, draw(8, CHANNELS), *make_edges(8, 8))
+
+
+@every_kind
+def test_condition_of_norms_that_take_none_is_refused(kind):
+    cond = draw(8, 2) if kind == "processor" else (draw(8, 2), draw(8, 2))
+    with pytest.raises(
+        ValueError, match=r"cond must be None, for the norms are of class LayerNorm, .* got \(8, 2\); make"
+    ):
+        run(make_block(kind), draw(8, CHANNELS), *make_edges(8, 8), cond=cond)
+
+
+def test_error_within_a_norm_is_shown_as_it_is():
+    class Norm(torch.nn.LayerNorm):
+        def forward(self, x):
+            return super().forward(x) + None
+
+    with pytest.raises(TypeError, match="unsupported operand"):
+        run(make_block("processor", layer_kernels=LayerKernels(LayerNorm=Norm)), draw(8, CHANNELS), *make_edges(8, 8))
 
 
 @every_kind

@@ -5,6 +5,7 @@ import io
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 from support.differentiate import randomise
 from support.weather import IN, KINDS, NODES, OUT, SAMPLES, weather_graph
 from torch_geometric.data import HeteroData
@@ -125,6 +126,12 @@ def test_residual_adds_the_prognostic_input_to_its_output(graph, x):
     expected[..., 0] += x[..., 4]
     expected[..., 2] += x[..., 1]
     torch.testing.assert_close(residual(x), expected)
+
+
+def test_residual_of_a_composed_config_is_a_mapping_as_any(graph, x):
+    composed = OmegaConf.create({"residual": {0: 4, 2: 1}})
+    expected = make_model(graph, residual={0: 4, 2: 1})(x)
+    assert torch.equal(make_model(graph, residual=composed.residual)(x), expected)
 
 
 @pytest.mark.parametrize(
@@ -318,6 +325,11 @@ def test_graph_that_does_not_fit_is_refused_with_what_came(graph, change, messag
         ({"mlp_ratio": 0}, r"mlp_ratio \* channels must be finite and at least 1/2, got 0 \* 16"),
         ({"residual": {3: 0}}, r"residual must name output channels in 0 .. 2, got \[3\]"),
         ({"residual": {0: -1}}, r"residual must name input channels in 0 .. 4, got \[-1\]"),
+        ({"residual": 3}, r"residual must map output channels to input channels, both whole numbers, .* got 3"),
+        ({"residual": [0]}, r"residual must map output channels to input channels, both whole .* got \[0\]"),
+        ({"residual": {0: 1.5}}, r"residual must map output channels .* got \{0: 1.5\}"),
+        ({"residual": {"0": 1}}, r"residual must map output channels .* got \{'0': 1\}"),
+        ({"residual": {True: 1}}, r"residual must map output channels .* got \{True: 1\}"),
         ({"num_layers": 0}, "num_layers must be at least 1, got 0"),
         ({"trainable_nodes": -1}, "trainable must be a number of features >= 0, got -1"),
         ({"trainable_edges": -1}, "trainable must be a number of attributes >= 0, got -1"),

@@ -1,5 +1,7 @@
 """EncoderProcessorDecoder with several data sets: fields in and out of each, on grids of their own."""
 
+import re
+
 import pytest
 import torch
 from support.differentiate import differentiate, randomise
@@ -122,6 +124,30 @@ def test_data_set_without_edges_to_the_mesh_is_refused():
 def test_residual_of_a_data_set_that_does_not_come_out_is_refused(graph):
     with pytest.raises(ValueError, match=r"residual must name data sets that go in and come out, \['region'\], got"):
         make_model(graph, residual={"global": {0: 0}})
+
+
+@pytest.mark.parametrize(
+    ("residual", "message"),
+    [
+        (3, r"residual must map data sets to their channels, .* got 3"),
+        ([0], r"residual must map data sets to their channels, .* got \[0\]"),
+        ({"region": 3}, "residual must map output channels to input channels, both whole numbers, .* got 3"),
+        ({"region": {0: 1.5}}, r"residual must map output channels .* got \{0: 1.5\}"),
+    ],
+)
+def test_residual_that_is_no_mapping_of_whole_numbers_is_refused(graph, residual, message):
+    with pytest.raises(ValueError, match=message):
+        make_model(graph, residual=residual)
+
+
+@pytest.mark.parametrize("name", ("train", "values", "keys", "type", "training", "era5.uk", "", 5))
+@pytest.mark.parametrize("side", ("in_channels", "out_channels"))
+def test_data_set_that_is_called_as_no_module_can_be_is_refused(graph, side, name):
+    channels = {"in_channels": {"region": 4}, "out_channels": {"region": 2}} | {side: {"region": 2, name: 2}}
+    with pytest.raises(
+        ValueError, match=f"{side} must name data sets as modules can be named, .* got .{re.escape(repr(name))}"
+    ):
+        make_model(graph, **channels)
 
 
 @pytest.mark.parametrize(

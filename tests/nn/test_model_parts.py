@@ -1,5 +1,7 @@
 """Chunks of a graph, mappers over them, groups of a processor: pieces that make a whole."""
 
+from functools import partial
+
 import pytest
 import torch
 from support.differentiate import differentiate, randomise
@@ -7,6 +9,7 @@ from support.differentiate import differentiate, randomise
 from anemoi_gt import GraphStructure, edge_attention
 from anemoi_gt.nn import (
     ChunkedEdges,
+    ConditionalLayerNorm,
     GraphTransformerBackwardMapper,
     GraphTransformerForwardMapper,
     GraphTransformerProcessor,
@@ -90,6 +93,12 @@ def test_chunked_edges_have_the_state_dict_of_any_number_of_pieces():
     assert torch.equal(one()[1], two()[1])
 
 
+def test_pieces_know_the_sizes_of_the_whole_graph_as_modules_too(graph):
+    edges = ChunkedEdges(graph.edge_index(), draw(EDGES, DIM), (SRC, DST), num_chunks=3)
+    for chunks in (edges()[0], split_destinations(graph, 3)):
+        assert [chunk.sizes for chunk in chunks] == [(SRC, DST, EDGES)] * 3
+
+
 MAPPERS = {
     "forward": lambda **options: GraphTransformerForwardMapper(in_channels_src=6, in_channels_dst=4, **options),
     "backward": lambda **options: GraphTransformerBackwardMapper(
@@ -123,6 +132,53 @@ def test_mapper_draws_new_masks_at_every_call(graph):
     mapper = MAPPERS["forward"](**SIZES, dropout=0.4).double()
     x, chunks = (draw(SRC, 6), draw(DST, 4)), split_destinations(graph, 3)
     assert not torch.equal(mapper(x, chunks, draw(EDGES, DIM)), mapper(x, chunks, draw(EDGES, DIM)))
+
+
+@pytest.mark.parametrize("change", (-1, 4))
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("x_src", f"x_src must have {SRC} rows, one per source of the whole graph, got"),
+        ("x_dst", f"x_dst must have {DST} rows, one per destination of the whole graph, got"),
+        ("edge_attr", f"edge_attr must have {EDGES} rows, one per edge of the whole graph, got"),
+        ("cond_src", f"cond_src must have {SRC} rows, one per source of the whole graph, or one for all, got"),
+        ("cond_dst", f"cond_dst must have {DST} rows, one per destination of the whole graph, or one for all, got"),
+    ],
+)
+def test_rows_that_do_not_fit_the_whole_graph_are_refused_in_pieces(graph, name, message, change):
+    kernels = LayerKernels(LayerNorm=partial(ConditionalLayerNorm, condition_shape=5))
+    mapper = MAPPERS["forward"](**SIZES, layer_kernels=kernels).double()
+    shapes = {
+        "x_src": (SRC, 6),
+        "x_dst": (DST, 4),
+        "edge_attr": (EDGES, DIM),
+        "cond_src": (SRC, 5),
+        "cond_dst": (DST, 5),
+    }
+    shapes[name] = (shapes[name][0] + change, shapes[name][1])
+    x_src, x_dst, edge_attr, *cond = (draw(*shape) for shape in shapes.values())
+    with pytest.raises(ValueError, match=message):
+        mapper((x_src, x_dst), split_destinations(graph, 3), edge_attr, cond=tuple(cond))
+
+
+@pytest.mark.parametrize("nodes", (1, None))
+def test_condition_of_every_node_or_of_all_gives_the_same_in_pieces(graph, nodes):
+    kernels = LayerKernels(LayerNorm=partial(ConditionalLayerNorm, condition_shape=5))
+    mapper = randomise(MAPPERS["forward"](**SIZES, layer_kernels=kernels).double())
+    x, edge_attr, cond = (draw(SRC, 6), draw(DST, 4)), draw(EDGES, DIM), (draw(nodes or SRC, 5), draw(nodes or DST, 5))
+    expected = mapper(x, graph, edge_attr, cond=cond)
+    torch.testing.assert_close(mapper(x, split_destinations(graph, 3), edge_attr, cond=cond), expected)
+
+
+def test_mapper_without_any_piece_is_refused():
+    with pytest.raises(ValueError, match="graph must be a GraphStructure, or at least one piece .* got none"):
+        MAPPERS["forward"](**SIZES).double()((draw(SRC, 6), draw(DST, 4)), (), draw(EDGES, DIM))
+
+
+@pytest.mark.parametrize("kind", MAPPERS)
+def test_mapper_that_would_update_its_sources_is_refused(kind):
+    with pytest.raises(ValueError, match="update_src_nodes must be False in a mapper, which returns destinations only"):
+        MAPPERS[kind](**SIZES, update_src_nodes=True)
 
 
 def test_hidden_layer_is_as_large_as_the_largest_piece(graph):

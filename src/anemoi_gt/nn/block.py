@@ -19,6 +19,7 @@ from anemoi_gt.config import AttentionConfig
 from anemoi_gt.graph import GraphStructure
 from anemoi_gt.nn.feed_forward import FeedForward
 from anemoi_gt.nn.layer_kernels import LayerKernels
+from anemoi_gt.nn.norm import apply_norm
 from anemoi_gt.ops import edge_attention
 
 Exchange = Callable[[Tensor], Tensor]
@@ -182,7 +183,7 @@ class GraphTransformerProcessorBlock(GraphTransformerBaseBlock):
         edge_attr : Tensor [E, edge_dim] or [B, E, edge_dim]
             Raw attributes in the caller's edge order.
         cond : Tensor [N or 1, K] or [B, N or 1, K], optional
-            Condition of conditional norms.
+            Condition of conditional norms, to be given exactly when they are.
         exchange : callable, optional
             Takes the normed features of the nodes that are here to those of every source that the edges need, in the
             numbering of `graph`. None: they are all here.
@@ -250,7 +251,8 @@ class GraphTransformerMapperBlock(GraphTransformerBaseBlock):
         edge_attr : Tensor [E, edge_dim] or [B, E, edge_dim]
             Raw attributes in the caller's edge order.
         cond : (Tensor, Tensor), optional
-            Conditions of conditional norms, of sources and of destinations: [N or 1, K] or [B, N or 1, K].
+            Conditions of conditional norms, of sources and of destinations, to be given exactly when they are:
+            [N or 1, K] or [B, N or 1, K].
         exchange : callable, optional
             Takes the normed features of the sources that are here to those of every source that the edges need, in the
             numbering of `graph`. None: they are all here.
@@ -270,11 +272,6 @@ class GraphTransformerMapperBlock(GraphTransformerBaseBlock):
         if self.update_src_nodes:
             x_src = x_src + self.node_src_mlp(apply_norm(self.layer_norm_mlp_src, x_src, cond_src))
         return x_src, x_dst
-
-
-def apply_norm(norm: nn.Module, x: Tensor, cond: Tensor | None) -> Tensor:
-    """Norm `x` under a condition where there is one."""
-    return norm(x) if cond is None else norm(x, cond=cond)
 
 
 def _check_sizes(

@@ -28,17 +28,39 @@ class Chunk:
         Its destinations in the whole graph.
     edges : slice
         Its edges in the order of the whole graph's.
+    sizes : (int, int, int) or None
+        Sources, destinations and edges of the whole graph; None: the piece is all of it.
     """
 
     graph: GraphStructure
     src: Tensor | None
     dst: slice
     edges: slice
+    sizes: tuple[int, int, int] | None
 
     @classmethod
     def whole(cls, graph: GraphStructure) -> "Chunk":
         """Return the piece that is all of the graph."""
-        return cls(graph, None, slice(None), slice(None))
+        return cls(graph, None, slice(None), slice(None), None)
+
+    def check_rows(self, **rows: Tensor | None) -> None:
+        """Raise ValueError unless x_src, x_dst, edge_attr have the rows of the whole graph; cond_src, cond_dst those, or one.
+
+        PyTorch cuts and gathers from tensors with too many rows without a word, and those left over would be lost. A piece
+        that is all of its graph is not checked here: attention does that.
+        """
+        if self.sizes is None:
+            return
+        num_src, num_dst, num_edges = self.sizes
+        kinds = {"src": ("source", num_src), "dst": ("destination", num_dst), "attr": ("edge", num_edges)}
+        for name, tensor in rows.items():
+            kind, number = kinds[name.rpartition("_")[2]]
+            allowed = (number, 1) if name.startswith("cond") else (number,)
+            if tensor is not None and (tensor.dim() < 2 or tensor.shape[-2] not in allowed):
+                or_one = ", or one for all" if len(allowed) > 1 else ""
+                raise ValueError(
+                    f"{name} must have {number} rows, one per {kind} of the whole graph{or_one}, got {tuple(tensor.shape)}"
+                )
 
     def sources(self, rows: Tensor) -> Tensor:
         """Return those of the whole graph's source rows [..., N_src, F] that the piece has."""
@@ -99,4 +121,4 @@ def _piece(graph: GraphStructure, dst: slice) -> Chunk:
         torch.empty(src.shape[0], 0, device=graph.device),
         edge_id=graph.edge_numbers()[edges],
     )
-    return Chunk(structure.with_reverse(), src.long(), dst, edges)
+    return Chunk(structure.with_reverse(), src.long(), dst, edges, (graph.num_src, graph.num_dst, graph.num_edges))

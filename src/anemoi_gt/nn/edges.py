@@ -127,9 +127,9 @@ class _StaticChunk(nn.Module):
 
     def __init__(self, chunk: Chunk):
         super().__init__()
-        self.dst, self.edges = chunk.dst, chunk.edges
+        self.dst, self.edges, self.sizes = chunk.dst, chunk.edges, chunk.sizes
         self.structure = StaticStructure(chunk.graph)
         self.register_buffer("src", chunk.src, persistent=False)
 
     def forward(self) -> Chunk:
-        return Chunk(self.structure(), self.src, self.dst, self.edges)
+        return Chunk(self.structure(), self.src, self.dst, self.edges, self.sizes)

@@ -32,7 +32,12 @@ class GraphTransformerBaseMapper(nn.Module):
     gradient_checkpointing : bool
         Keep only the inputs of each piece for backward, and compute the rest again.
     **block_options
-        Of `GraphTransformerMapperBlock`: num_heads, edge_dim, and its options.
+        Of `GraphTransformerMapperBlock`: num_heads, edge_dim, and its options but `update_src_nodes`.
+
+    Raises
+    ------
+    ValueError
+        With `update_src_nodes`, or for what the block refuses.
     """
 
     def __init__(
@@ -46,6 +51,11 @@ class GraphTransformerBaseMapper(nn.Module):
         **block_options,
     ):
         super().__init__()
+        if block_options.get("update_src_nodes"):
+            raise ValueError(
+                "update_src_nodes must be False in a mapper, which returns destinations only, got True; "
+                "GraphTransformerMapperBlock returns the sources too"
+            )
         self.in_channels_src, self.in_channels_dst = in_channels_src, in_channels_dst
         self.gradient_checkpointing = gradient_checkpointing
         self.proc = GraphTransformerMapperBlock(
@@ -81,8 +91,23 @@ class GraphTransformerBaseMapper(nn.Module):
         -------
         Tensor [N_dst, F] or [B, N_dst, F]
             F is num_channels, or out_channels_dst of a backward mapper.
+
+        Raises
+        ------
+        ValueError
+            When rows do not fit the graph, or there are no pieces.
+
+        Notes
+        -----
+        Several pieces with dropout rewind PyTorch's generator in training, which `torch.compile` does not take into one
+        graph: it breaks there, and refuses with `fullgraph=True`.
         """
-        *first, last = (Chunk.whole(graph),) if isinstance(graph, GraphStructure) else graph
+        chunks = (Chunk.whole(graph),) if isinstance(graph, GraphStructure) else tuple(graph)
+        if not chunks:
+            raise ValueError("graph must be a GraphStructure, or at least one piece from split_destinations, got none")
+        cond_src, cond_dst = (None, None) if cond is None else cond
+        chunks[0].check_rows(x_src=x[0], x_dst=x[1], edge_attr=edge_attr, cond_src=cond_src, cond_dst=cond_dst)
+        *first, last = chunks
         run = self._recompute if self.gradient_checkpointing else self.map_chunk
         pieces = []
         for chunk in first:

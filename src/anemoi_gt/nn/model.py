@@ -203,6 +203,11 @@ class EncoderProcessorDecoder(nn.Module):
         if residual is None:
             return {}
         residual = {DATA: residual} if self.has_one_data_set else residual
+        if not isinstance(residual, Mapping):
+            raise ValueError(
+                "residual must map data sets to their channels, as in {name: {0: 2}}, for they are given by name, "
+                f"got {residual!r}"
+            )
         both = [name for name in self.in_channels if name in self.out_channels]
         if not set(residual) <= set(both):
             raise ValueError(f"residual must name data sets that go in and come out, {both}, got {list(residual)}")
@@ -227,4 +232,15 @@ def _by_data_set(
                 raise ValueError(f"{label} must be at least 1, got {size}")
         if not side or HIDDEN in side:
             raise ValueError(f"{name} must name at least one data set, none of them {HIDDEN!r}, got {list(side)}")
+        refused = [data_set for data_set in side if not _names_a_module(data_set)]
+        if refused:
+            raise ValueError(
+                f"{name} must name data sets as modules can be named, strings that are not empty, without a dot, and no "
+                f"attribute of torch.nn.ModuleDict, such as 'train', got {refused}; rename these nodes of the graph"
+            )
     return sides["in_channels"], sides["out_channels"]
+
+
+def _names_a_module(name: object) -> bool:
+    """Whether `torch.nn.ModuleDict` takes the name, which is a part of the keys of the state dict."""
+    return isinstance(name, str) and name != "" and "." not in name and not hasattr(nn.ModuleDict(), name)

@@ -6,6 +6,8 @@ AutocastLayerNorm       weight * normal(x) + bias
 ConditionalLayerNorm    (1 + scale(c)) * normal(x) + bias(c)          c is the condition; scale and bias are linear
 """
 
+from inspect import signature
+
 from torch import Tensor, nn
 
 
@@ -57,3 +59,35 @@ class ConditionalLayerNorm(nn.Module):
     def forward(self, x: Tensor, cond: Tensor) -> Tensor:
         """Normalise `x` [..., N, normalized_shape] under the condition `cond` [..., N or 1, condition_shape]."""
         return ((1 + self.scale(cond)) * self.norm(x) + self.bias(cond)).type_as(x)
+
+
+def apply_norm(norm: nn.Module, x: Tensor, cond: Tensor | None) -> Tensor:
+    """Norm `x` under a condition where there is one; ValueError when the norm takes none, or cannot be without."""
+    options = {} if cond is None else {"cond": cond}
+    try:
+        return norm(x, **options)
+    except TypeError as error:
+        if _takes(norm, x, **options):
+            raise
+        kind = type(norm).__name__
+        if cond is None:
+            raise ValueError(
+                f"cond must be given, for the norms are of class {kind}, which need it; got None"
+            ) from error
+        raise ValueError(
+            f"cond must be None, for the norms are of class {kind}, which take none; got {tuple(cond.shape)}; "
+            "make conditional norms with LayerKernels(LayerNorm=partial(ConditionalLayerNorm, condition_shape=...))"
+        ) from error
+
+
+def _takes(module: nn.Module, *inputs, **options) -> bool:
+    """Whether a module's signature has room for these inputs; True where it has none, as a scripted module's."""
+    try:
+        call = signature(module.forward)
+    except (TypeError, ValueError):
+        return True
+    try:
+        call.bind(*inputs, **options)
+    except TypeError:
+        return False
+    return True

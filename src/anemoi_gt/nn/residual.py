@@ -1,6 +1,7 @@
 """Residual: the connection from the fields that go into a model to those that come out."""
 
 from collections.abc import Mapping
+from numbers import Integral
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +23,7 @@ class Residual(nn.Module):
     Raises
     ------
     ValueError
-        For a channel that is not there.
+        For a channel that is not there, or what is no mapping of whole numbers.
 
     Examples
     --------
@@ -32,6 +33,11 @@ class Residual(nn.Module):
 
     def __init__(self, channels: Mapping[int, int], in_channels: int, out_channels: int):
         super().__init__()
+        if not isinstance(channels, Mapping) or not all(map(_is_whole, [*channels.keys(), *channels.values()])):
+            raise ValueError(
+                "residual must map output channels to input channels, both whole numbers, as in {0: 2}, "
+                f"got {channels!r}"
+            )
         for side, numbers, size in (
             ("output", channels.keys(), out_channels),
             ("input", channels.values(), in_channels),
@@ -45,3 +51,8 @@ class Residual(nn.Module):
     def forward(self, y: Tensor, x: Tensor) -> Tensor:
         """Return `y` [..., out_channels] with the channels of `x` [..., in_channels] added."""
         return y.index_add(-1, self.outputs, x.index_select(-1, self.inputs).to(y.dtype))
+
+
+def _is_whole(number: object) -> bool:
+    """Whether it is a whole number, of Python or NumPy; to Python True is one."""
+    return isinstance(number, Integral) and not isinstance(number, bool)
