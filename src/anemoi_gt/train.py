@@ -24,6 +24,7 @@ from anemoi_gt.application import (
     stop,
 )
 from anemoi_gt.distributed import is_launched, of_first_rank, started
+from anemoi_gt.distributed.folder import ONE_PROCESS, checkpoint_to_continue
 from anemoi_gt.distributed.training import train_on_ranks
 from anemoi_gt.training import Trainer
 from anemoi_gt.training.checkpoint import load_checkpoint, load_weights
@@ -75,15 +76,11 @@ def former_state(folder: Path, resume: bool, description: dict) -> dict | None:
     Raises
     ------
     ValueError
-        If the folder holds a run that is not to be continued, or one of another config.
+        If the folder holds a run that is not to be continued, or one of torchrun or another config.
     """
-    if not isinstance(resume, bool):
-        raise ValueError(f"resume must be true or false, got {resume!r}")
-    path = folder / LAST
-    if not path.exists():
+    path = checkpoint_to_continue(folder / LAST, ONE_PROCESS, resume=resume)
+    if path is None:
         return None
-    if not resume:
-        raise ValueError(f"{folder} holds a run: resume=true continues it, another hydra.run.dir begins a new one")
     state = load_checkpoint(path)
     changes = list(differences(state.get("config", {}), description))
     if changes:

@@ -180,6 +180,8 @@ def a_trainer_records_the_losses_of_one_device_and_continues_on_other_meshes(gro
             folder = shared.with_name(f"{shared.name}_{sharding.strategy}")
             if dist.get_rank() == 0:
                 shutil.copytree(shared, folder)
+                if shape == (2, 2):
+                    (folder / "last").rename(folder / "last.former")  # as if cut off between the two names
             dist.barrier()
             records = train_on_ranks(make_trainer(folder), mesh_of(*shape), sharding, resumes=True)
             losses = [(record["split"], record["step"], record["loss"]) for record in records or []]
@@ -191,6 +193,17 @@ def a_trainer_records_the_losses_of_one_device_and_continues_on_other_meshes(gro
         other = replace(ShardingConfig(), timeout=1.0 + dist.get_rank())
         last = partial(train_on_ranks, make_trainer(shared), mesh_of(4, 1), other, resumes=True)
         verdict.raises(ValueError, "sharding must be the same on all ranks", last)
+
+
+@on_ranks(4)
+def ranks_refuse_the_run_of_one_process_before_they_write(group, verdict):
+    with without_default_device():
+        shared = Path(everywhere(tempfile.mkdtemp(), group)[0])
+        (shared / "last.pt").write_bytes(b"a run")
+        for resumes in (False, True):
+            train = partial(train_on_ranks, make_trainer(shared), mesh_of(4, 1), ShardingConfig(), resumes=resumes)
+            verdict.raises(ValueError, "holds a run of one process, in last.pt: resume=true without torchrun", train)
+        verdict.same("files", [path.name for path in shared.iterdir()], ["last.pt"])
 
 
 @on_ranks(4)

@@ -1,12 +1,16 @@
 """The loop: what it minimises, how it steps, what it keeps, and that it can be repeated."""
 
 import json
+import math
+import warnings
 
 import pytest
 import torch
 from torch.nn.utils import get_total_norm
 
-from anemoi_gt.training.learner import parameter_groups
+from anemoi_gt.training.batches import TrainingBatches
+from anemoi_gt.training.checkpoint import load_checkpoint
+from anemoi_gt.training.learner import AUTOCAST, Learner, parameter_groups
 from anemoi_gt.training.loss import weighted_mse
 from anemoi_gt.training.metrics import MetricsFile
 
@@ -48,16 +52,19 @@ def test_training_lowers_the_loss_on_samples_it_has_seen(run):
     assert sum(losses[-8:]) < 0.7 * sum(losses[:8])
 
 
-def test_a_long_gradient_is_shortened_to_the_given_norm(run):
-    free, _ = run("free", steps=1, warmup_steps=0, clip_norm=1e6)
-    clipped, _ = run("clipped", steps=1, warmup_steps=0, clip_norm=1e-3)
+@pytest.mark.parametrize("precision", AUTOCAST)
+def test_a_long_gradient_is_shortened_to_the_given_norm(run, precision):
+    free, _ = run("free", steps=1, warmup_steps=0, clip_norm=1e6, precision=precision)
+    clipped, _ = run("clipped", steps=1, warmup_steps=0, clip_norm=1e-3, precision=precision)
     assert gradient_norm(free.learner.model) > 0.01
     assert gradient_norm(clipped.learner.model) == pytest.approx(1e-3, rel=1e-3)
 
 
-def test_a_short_gradient_is_left_alone(run):
-    free, _ = run("free", steps=1, warmup_steps=0, clip_norm=1e6)
-    clipped, _ = run("clipped", steps=1, warmup_steps=0, clip_norm=1e4)
+@pytest.mark.parametrize("precision", AUTOCAST)
+def test_a_short_gradient_is_left_alone(run, precision):
+    free, _ = run("free", steps=1, warmup_steps=0, clip_norm=1e6, precision=precision)
+    norm = gradient_norm(free.learner.model).item()
+    clipped, _ = run("clipped", steps=1, warmup_steps=0, clip_norm=2 * norm, precision=precision)
     assert gradient_norm(clipped.learner.model) == gradient_norm(free.learner.model)
 
 
@@ -94,6 +101,14 @@ def test_an_average_over_one_step_is_the_weights_themselves(run):
     trainer, _ = run(average_decay=0.0)
     for averaged, last in zip(trainer.learner.average.parameters(), trainer.learner.model.parameters(), strict=True):
         assert torch.equal(averaged, last)
+
+
+def test_the_average_has_parameters_of_its_own_and_the_buffers_of_the_model(run):
+    learner = run()[0].learner
+    for averaged, last in zip(learner.average.module.buffers(), learner.model.buffers(), strict=True):
+        assert averaged is last
+    for averaged, last in zip(learner.average.parameters(), learner.model.parameters(), strict=True):
+        assert averaged.data_ptr() != last.data_ptr()
 
 
 def test_the_best_weights_are_those_of_the_lowest_validation_loss(run):
@@ -154,3 +169,41 @@ def test_a_step_whose_gradients_overflow_is_left_out_and_the_scale_lowered(run):
     learner.learn(next(run("other")[0].batches.since(0)))
     assert all(torch.equal(now, then) for now, then in zip(learner.model.parameters(), before, strict=True))
     assert learner.scaler.get_scale() == 2.0**59
+
+
+def test_a_skipped_first_step_warns_of_nothing(run, monkeypatch):
+    monkeypatch.setattr("anemoi_gt.training.learner.LOSS_SCALE", 2.0**60)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trainer, _ = run(precision="16-mixed", steps=1, warmup_steps=0)
+    assert trainer.learner.scaler.get_scale() == 2.0**59
+
+
+def test_a_loss_that_waits_to_be_recorded_and_is_not_finite_replaces_no_checkpoint(run, monkeypatch, tmp_path):
+    since = TrainingBatches.since
+
+    def overflowing(self, step):
+        for n, batch in enumerate(since(self, step), start=step + 1):
+            yield batch._replace(inputs=batch.inputs * 1e9) if n == 3 else batch
+
+    monkeypatch.setattr(TrainingBatches, "since", overflowing)
+    with pytest.raises(FloatingPointError, match="the loss must stay finite, got nan at step 4"):
+        run(precision="16-mixed", valid_every=2, log_every=6)
+    state = load_checkpoint(tmp_path / "run" / "last.pt")
+    assert state["step"] == 2 and all(math.isfinite(loss) for loss in state["pending"])
+
+
+@pytest.mark.parametrize("first", ["log_every", "valid_every"])
+def test_gradients_that_are_never_finite_end_the_run_with_one_sentence(run, monkeypatch, first):
+    loss = Learner.loss
+
+    def loss_without_gradients(self, model, batch):
+        value = loss(self, model, batch)
+        if value.requires_grad:
+            value.register_hook(lambda gradient: gradient * math.nan)
+        return value
+
+    monkeypatch.setattr(Learner, "loss", loss_without_gradients)
+    numbers = {"steps": 30, "log_every": 30, "valid_every": 30} | {first: 25}
+    with pytest.raises(FloatingPointError, match=r"the gradients must stay finite .* at step 25: .*bf16-mixed"):
+        run(precision="16-mixed", **numbers)

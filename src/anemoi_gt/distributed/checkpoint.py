@@ -74,19 +74,38 @@ def save_checkpoint(
     group : ProcessGroup
         All ranks of the job.
     """
-    partial, former = folder.with_name(folder.name + ".partial"), folder.with_name(folder.name + ".former")
+    partial, former = folder.with_name(folder.name + ".partial"), _former(folder)
     is_first = dist.get_rank(group) == 0
     if is_first:
         shutil.rmtree(partial, ignore_errors=True)
     dist.barrier(group)
     dcp.save(_map_rows(state, tables, RowTable.whole), checkpoint_id=partial, process_group=group)
     if is_first:
-        shutil.rmtree(former, ignore_errors=True)
         if folder.exists():
-            os.replace(folder, former)  # a folder cannot be replaced in one step: `load_checkpoint` looks here too
+            shutil.rmtree(former, ignore_errors=True)  # not before: without `folder` it is the only one under a name
+            os.replace(folder, former)  # a folder cannot be replaced in one step: `find_checkpoint` looks here too
         os.replace(partial, folder)
         shutil.rmtree(former, ignore_errors=True)
     dist.barrier(group)
+
+
+def find_checkpoint(folder: Path) -> Path | None:
+    """Return where the checkpoint of a name is: the folder, the former one if a job ended between the two, or None.
+
+    Parameters
+    ----------
+    folder : Path
+        What `save_checkpoint` wrote.
+    """
+    return next((place for place in (folder, _former(folder)) if (place / ".metadata").exists()), None)
+
+
+def require_checkpoint(folder: Path) -> Path:
+    """Return what `find_checkpoint` finds; raises a FileNotFoundError when there is none."""
+    found = find_checkpoint(folder)
+    if found is None:
+        raise FileNotFoundError(f"there must be a checkpoint in {folder}, found none")
+    return found
 
 
 def load_checkpoint(
@@ -113,12 +132,14 @@ def load_checkpoint(
     FileNotFoundError
         When there is none.
     """
-    found = [place for place in (folder, folder.with_name(folder.name + ".former")) if (place / ".metadata").exists()]
-    if not found:
-        raise FileNotFoundError(f"there must be a checkpoint in {folder}, found none")
+    found = require_checkpoint(folder)
     whole = _map_rows(state, tables, RowTable.whole)
-    dcp.load(whole, checkpoint_id=found[0], process_group=group)
+    dcp.load(whole, checkpoint_id=found, process_group=group)
     return _map_rows(whole, tables, RowTable.own)
+
+
+def _former(folder: Path) -> Path:
+    return folder.with_name(folder.name + ".former")
 
 
 def _map_rows(value: Any, tables: Mapping[str, RowTable], function: Callable, table: RowTable | None = None) -> Any:

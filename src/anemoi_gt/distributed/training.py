@@ -22,12 +22,14 @@ from torch.utils.data import Dataset, RandomSampler
 
 from anemoi_gt.data.datasets import ForecastDataset, Sample
 from anemoi_gt.distributed.agreement import check_same
-from anemoi_gt.distributed.checkpoint import load_checkpoint, save_checkpoint
+from anemoi_gt.distributed.checkpoint import load_checkpoint, require_checkpoint, save_checkpoint
+from anemoi_gt.distributed.folder import TORCHRUN, checkpoint_to_continue, sharded
 from anemoi_gt.distributed.gradients import clip_gradients, reduce_gradients, sum_loss
 from anemoi_gt.distributed.model import ModelShard, shard_model
 from anemoi_gt.distributed.start import ShardingConfig
 from anemoi_gt.training import Trainer, TrainingConfig
 from anemoi_gt.training.batches import TrainingBatches, load
+from anemoi_gt.training.files import replacing
 from anemoi_gt.training.learner import AUTOCAST, Learner
 from anemoi_gt.training.metrics import MetricsFile
 from anemoi_gt.training.trainer import BEST, LAST
@@ -216,14 +218,11 @@ def train_on_ranks(trainer: Trainer, mesh: DeviceMesh, sharding: ShardingConfig,
         On all ranks, when they differ in config or folder, or the folder holds a run that is not to be continued.
     """
     check_same({"config": trainer.description, "sharding": sharding, "folder": str(trainer.folder)}, dist.group.WORLD)
+    last = trainer.folder / LAST
+    former = checkpoint_to_continue(last, TORCHRUN, resume=resumes)
     strategy = "edges" if sharding.strategy == "none" else sharding.strategy
     cut = shard_trainer(trainer, mesh, strategy, overlap=sharding.overlap)
-    last = trainer.folder / LAST
-    if _folder(last).exists():
-        if not resumes:
-            raise ValueError(
-                f"{trainer.folder} holds a run: resume=true continues it, another hydra.run.dir begins anew"
-            )
+    if former is not None:
         resume(trainer, cut, last)
     is_first = dist.get_rank() == 0
     path = trainer.folder / "metrics.jsonl"
@@ -281,7 +280,7 @@ def resume(trainer: Trainer, cut: ModelShard, path: Path) -> None:
         Such as folder / "last.pt": the name under which the trainer saved it.
     """
     template = trainer.state_dict()
-    trainer.load_state_dict(load_checkpoint(_folder(path), template, cut.tables, dist.group.WORLD))
+    trainer.load_state_dict(load_checkpoint(sharded(path), template, cut.tables, dist.group.WORLD))
 
 
 def write_whole(path: Path) -> None:
@@ -290,14 +289,19 @@ def write_whole(path: Path) -> None:
     Parameters
     ----------
     path : Path
-        Such as folder / "best.pt".
+        Such as folder / "best.pt"; what stood there stays until the new one is whole.
+
+    Raises
+    ------
+    FileNotFoundError
+        When the ranks left no such checkpoint.
+    OSError
+        If it cannot be written; names `path` and the reason.
     """
-    dcp_to_torch_save(_folder(path), path)
-
-
-def _folder(path: Path) -> Path:
-    return path.with_suffix("")
+    source = require_checkpoint(sharded(path))
+    with replacing(path) as file:  # which torch.save takes as it takes a path
+        dcp_to_torch_save(source, file)
 
 
 def _save(cut: ModelShard, path: Path, state: dict) -> None:
-    save_checkpoint(_folder(path), state, cut.tables, dist.group.WORLD)
+    save_checkpoint(sharded(path), state, cut.tables, dist.group.WORLD)

@@ -1,6 +1,6 @@
 """Checkpoints on disk: a file under its name is always a whole one, and reading it executes nothing."""
 
-import pickle
+import io
 from pathlib import Path
 from typing import Any
 
@@ -46,14 +46,17 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
     ------
     FileNotFoundError
         If there is no such file.
+    OSError
+        If the system cannot read it.
     ValueError
         If the file is not a checkpoint, or not a whole one.
     """
     if not path.is_file():
         raise FileNotFoundError(f"no checkpoint {path}: give the last.pt or best.pt that a run left in its folder")
+    content = path.read_bytes()
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError) as error:
+        state = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    except Exception as error:  # of a dozen types; the file has been read, so what this raises is its fault
         raise ValueError(f"a checkpoint must be a whole file that training wrote, {path} is none") from error
     if not isinstance(state, dict):
         raise ValueError(f"a checkpoint must hold a dict of states, {path} holds a {type(state).__name__}")

@@ -11,6 +11,7 @@ from anemoi_gt.training.schedule import warmup_cosine
 from anemoi_gt.training.settings import TrainingConfig
 
 LOSS_SCALE = 2.0**10  # where float16 begins; losses are about 1, and it grows by itself
+LOWEST_SCALE = 2.0**-14  # a gradient that overflows float16 even here is above 2**30, and no scale will mend it
 AUTOCAST = {"32-true": None, "bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 PARTS = ("optimizer", "schedule", "scaler")  # beside the weights, with state dicts of their own
 
@@ -34,7 +35,7 @@ class Learner:
     model : nn.Module
         With the weights that the optimiser last left.
     average : torch.optim.swa_utils.AveragedModel
-        With an exponential moving average of them, which forecasts.
+        With an exponential moving average of them, which forecasts; its buffers are those of `model`.
     step : int
         Steps taken.
     """
@@ -43,8 +44,11 @@ class Learner:
         self.config, self.device = config, device
         self.model, self.weights = model.to(device), weights.to(device)
         self.average = AveragedModel(self.model, multi_avg_fn=get_ema_multi_avg_fn(config.average_decay))
+        share_buffers(self.average.module, self.model)
         self.optimizer = torch.optim.AdamW(parameter_groups(model, config.weight_decay), lr=config.learning_rate)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self._rate)
+        self.optimizer.zero_grad()
+        self.optimizer.step()  # without gradients nothing moves; LambdaLR warns when a scaler skips the very first step
         scaled = config.precision == "16-mixed"
         self.scaler = torch.amp.GradScaler(device.type, init_scale=LOSS_SCALE, enabled=scaled)
         self.step = 0
@@ -70,13 +74,17 @@ class Learner:
         with torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None):
             return weighted_mse(model(batch.inputs), batch.target, self.weights)
 
-    def last_rate(self) -> float:
-        """Return the learning rate of the last step."""
-        return self.config.learning_rate * self._rate(self.step - 1)
+    def rate(self) -> float:
+        """Return the learning rate that the optimiser holds, which the next step uses."""
+        return self.optimizer.param_groups[0]["lr"]
 
     def is_finite(self) -> bool:
         """Whether all weights are finite; waits for the device."""
         return all(bool(parameter.isfinite().all()) for parameter in self.model.parameters())
+
+    def has_lost_gradients(self) -> bool:
+        """Whether so many steps were skipped for their gradients that the loss scale is spent; waits for the device."""
+        return self.scaler.is_enabled() and self.scaler.get_scale() < LOWEST_SCALE
 
     def state_dict(self) -> dict:
         """Return everything that a step changes."""
@@ -105,6 +113,13 @@ class Learner:
     def _rate(self, step: int) -> float:
         """The learning rate of a step over its highest value."""
         return warmup_cosine(step, self.config.warmup_steps, self.config.steps)
+
+
+def share_buffers(copied: nn.Module, model: nn.Module) -> None:
+    """Give a copy of a model the model's own buffers: a graph is held once, and AveragedModel finds nothing to copy."""
+    for part, original in zip(copied.modules(), model.modules(), strict=True):
+        for name, buffer in original.named_buffers(recurse=False):
+            setattr(part, name, buffer)
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:

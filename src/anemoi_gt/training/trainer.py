@@ -67,6 +67,7 @@ class Trainer:
         self.save, self.progress = save_checkpoint, ProgressBar
         self.best_loss = math.inf
         self._meter = Meter(self.device)
+        self._rate = math.nan  # of the last step
         self._generators: dict | None = None  # where a continued run left them
 
     def fit(self, metrics: MetricsFile) -> None:
@@ -82,7 +83,8 @@ class Trainer:
         Stopped
             On SIGTERM or SIGINT, when the step is finished and `last.pt` is written.
         FloatingPointError
-            If loss or weights are not finite; the checkpoints stay those of the last time that they were.
+            If loss, gradients or weights are not finite (in 16-mixed single steps are skipped for their gradients); the
+            checkpoints stay those of the last time that they were.
         OSError
             If a file cannot be written; the checkpoints stay those before.
         """
@@ -92,6 +94,7 @@ class Trainer:
         done = self.learner.step * self.config.batch_size
         with cpu_threads(self.config.threads), self.progress(samples, done) as bar, StopRequest() as stop:
             for batch in self.batches.since(self.learner.step):
+                self._rate = self.learner.rate()
                 self._meter.add(self.learner.learn(batch), len(batch.inputs))
                 bar.advance(len(batch.inputs))
                 if self._is_due(self.config.log_every):
@@ -99,7 +102,6 @@ class Trainer:
                 if self._is_due(self.config.valid_every):
                     bar.show(valid=self._validate(metrics))
                 if stop.received is not None:
-                    self._check_finite(self._meter.loss())
                     self._save(metrics, LAST)
                     raise Stopped(stop.received, self.learner.step)
 
@@ -151,14 +153,19 @@ class Trainer:
     def _record_training(self, metrics: MetricsFile) -> float:
         loss, speed = self._meter.read()
         self._check_finite(loss)
-        rate = self.learner.last_rate()
-        metrics.write(split="train", step=self.learner.step, loss=loss, learning_rate=rate, samples_per_second=speed)
+        metrics.write(
+            split="train",
+            step=self.learner.step,
+            loss=loss,
+            learning_rate=self._rate,
+            samples_per_second=speed,
+        )
         return loss
 
     def _validate(self, metrics: MetricsFile) -> float:
         """Measure the averaged weights on the validation samples and write the checkpoints."""
         loss = self._validation_loss()
-        self._check_finite(loss)  # before the last good checkpoint is replaced
+        self._check_finite(loss)
         is_best = loss < self.best_loss
         self.best_loss = min(loss, self.best_loss)
         metrics.write(split="valid", step=self.learner.step, loss=loss)
@@ -174,6 +181,8 @@ class Trainer:
         return torch.stack(losses).sum().item() / len(self.splits.valid)
 
     def _save(self, metrics: MetricsFile, *names: str) -> None:
+        # Before a good checkpoint is replaced: a loss that waits to be recorded would fail every continued run.
+        self._check_finite(self._meter.loss())
         if not self.learner.is_finite():
             raise self._not_finite("the weights must stay finite, got NaN or infinity")
         metrics.sync()
@@ -183,6 +192,9 @@ class Trainer:
     def _check_finite(self, loss: float) -> None:
         if not math.isfinite(loss):
             raise self._not_finite(f"the loss must stay finite, got {loss}")
+        if self.learner.has_lost_gradients():
+            reason = "the gradients must stay finite at some loss scale, got NaN or infinity at every one"
+            raise self._not_finite(reason, "set training.precision=bf16-mixed, or lower training.learning_rate")
 
-    def _not_finite(self, what: str) -> FloatingPointError:
-        return FloatingPointError(f"{what} at step {self.learner.step}: lower training.learning_rate")
+    def _not_finite(self, what: str, remedy: str = "lower training.learning_rate") -> FloatingPointError:
+        return FloatingPointError(f"{what} at step {self.learner.step}: {remedy}")

@@ -1,0 +1,127 @@
+"""The folder of a run: one answer to whether it holds one, whoever wrote it."""
+
+import os
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+from anemoi_gt import train
+from anemoi_gt.distributed.checkpoint import load_checkpoint, save_checkpoint
+from anemoi_gt.distributed.folder import ONE_PROCESS, TORCHRUN, checkpoint_to_continue, find_run
+from anemoi_gt.distributed.training import write_whole
+from anemoi_gt.training.checkpoint import load_checkpoint as load_file
+
+FORMS = {"last.pt": ONE_PROCESS, "last/.metadata": TORCHRUN, "last.former/.metadata": TORCHRUN}
+OTHERS = [(form, writer) for form, former in FORMS.items() for writer in (ONE_PROCESS, TORCHRUN) if writer != former]
+BEGINS = "another hydra.run.dir begins a new one"
+
+
+@pytest.fixture
+def folder_with(tmp_path):
+    """Make the folder of a run that holds a file; returns the name of the last checkpoint in it."""
+
+    def folder_with(file):
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).write_bytes(b"a run")
+        return tmp_path / "last.pt"
+
+    return folder_with
+
+
+@pytest.fixture
+def alone(tmp_path):
+    """A job of one rank."""
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("writer", [ONE_PROCESS, TORCHRUN])
+def test_without_resume_a_folder_that_holds_a_run_of_any_form_is_refused(folder_with, form, writer):
+    last = folder_with(form)
+    with pytest.raises(ValueError, match=f"^{re.escape(str(last.parent))} holds a run.* continues it, {BEGINS}$"):
+        checkpoint_to_continue(last, writer, resume=False)
+
+
+@pytest.mark.parametrize(("form", "writer"), FORMS.items())
+def test_a_run_is_continued_from_its_own_form(folder_with, form, writer):
+    last = folder_with(form)
+    assert checkpoint_to_continue(last, writer, resume=True) == last.parent / form.removesuffix("/.metadata")
+
+
+@pytest.mark.parametrize("resume", [False, True])
+@pytest.mark.parametrize(("form", "writer"), OTHERS)
+def test_a_run_of_the_other_form_is_refused_with_the_way_to_continue_it(folder_with, form, writer, resume):
+    last, way = folder_with(form), "without" if writer == TORCHRUN else "with"
+    run = f"{last.parent} holds a run of {FORMS[form]}, in {form.removesuffix('/.metadata')}"
+    with pytest.raises(ValueError) as refused:
+        checkpoint_to_continue(last, writer, resume=resume)
+    assert str(refused.value) == f"{run}: resume=true {way} torchrun continues it, {BEGINS}"
+
+
+@pytest.mark.parametrize(
+    "leftover", ["metrics.jsonl", "best.pt", "last.pt.partial", "last.partial/.metadata", "last/a"]
+)
+def test_what_is_no_whole_last_checkpoint_is_no_run(folder_with, leftover):
+    assert find_run(folder_with(leftover)) is None
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_one_process_refuses_the_folder_of_torchrun(folder_with, resume):
+    last = folder_with("last.former/.metadata")
+    with pytest.raises(ValueError, match="holds a run of torchrun, in last.former"):
+        train.former_state(last.parent, resume, {})
+
+
+def test_a_run_cut_off_between_the_names_keeps_its_checkpoint_until_the_next_has_a_name(alone, tmp_path, monkeypatch):
+    last, former, replace = tmp_path / "last", tmp_path / "last.former", os.replace
+    save_checkpoint(last, {"step": 1}, {}, alone)
+    last.rename(former)
+    assert load_checkpoint(last, {"step": 0}, {}, alone) == {"step": 1}
+
+    def watched(source, target):
+        assert (former / ".metadata").exists() and target == last
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", watched)
+    save_checkpoint(last, {"step": 2}, {}, alone)
+    assert load_checkpoint(last, {"step": 0}, {}, alone) == {"step": 2} and not former.exists()
+
+
+@pytest.fixture
+def best(alone, tmp_path):
+    """The name of a best checkpoint of several ranks, with a former file under it."""
+    dcp.save({"average": {"weight": torch.arange(5.0)}}, checkpoint_id=tmp_path / "best")
+    (tmp_path / "best.pt").write_bytes(b"former")
+    return tmp_path / "best.pt"
+
+
+@pytest.mark.parametrize("form", ["best", "best.former"])
+def test_the_whole_file_takes_its_name_when_it_is_whole(best, form, monkeypatch):
+    best.with_suffix("").rename(best.with_name(form))
+    write = torch.save
+
+    def watched(state, file):
+        write(state, file)
+        assert best.read_bytes() == b"former"
+
+    monkeypatch.setattr(torch, "save", watched)
+    write_whole(best)
+    assert torch.equal(load_file(best)["average"]["weight"], torch.arange(5.0))
+    assert not best.with_name("best.pt.partial").exists()
+
+
+def test_a_full_disk_leaves_the_former_whole_file_and_names_it(best):
+    best.with_name("best.pt.partial").symlink_to("/dev/full")
+    with pytest.raises(OSError, match=f"could not write {best}: No space left on device"):
+        write_whole(best)
+    assert best.read_bytes() == b"former"
+
+
+def test_a_missing_best_checkpoint_is_one_sentence(tmp_path):
+    with pytest.raises(FileNotFoundError, match=f"^there must be a checkpoint in {tmp_path / 'best'}, found none$"):
+        write_whole(tmp_path / "best.pt")
