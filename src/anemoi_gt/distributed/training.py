@@ -134,11 +134,7 @@ class ShardedLearner(Learner):
         # Before they are unscaled: what is not finite on one rank is so on all, and all skip the step or none.
         clip_gradients(self.shared, self.own, self.config.clip_norm * self.scaler.get_scale(), self.mesh)
         self.scaler.unscale_(self.optimizer)
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        self.schedule.step()
-        self.average.update_parameters(self.model)
-        self.step += 1
+        self.move()
         return sum_loss(loss, self.mesh)
 
     def loss(self, model: nn.Module, batch: Sample) -> Tensor:

@@ -61,12 +61,16 @@ class Learner:
         self.scaler.scale(loss).backward()
         self.scaler.unscale_(self.optimizer)
         nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip_norm)
+        self.move()
+        return loss.detach()
+
+    def move(self) -> None:
+        """Move the weights along the clipped gradients, and all that follows the steps."""
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.schedule.step()
         self.average.update_parameters(self.model)
         self.step += 1
-        return loss.detach()
 
     def loss(self, model: nn.Module, batch: Sample) -> Tensor:
         """Return the loss of a model on a batch, a scalar, in the precision of the run."""
