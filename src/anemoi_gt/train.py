@@ -3,19 +3,24 @@
 `--help` lists the configs.
 """
 
-import copy
 import logging
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from anemoi_gt.application import (
     ERRORS_OF_PREPARATION,
     build,
+    build_data,
+    build_model,
+    check_backend,
     check_types,
     describe,
     instantiate,
@@ -23,22 +28,34 @@ from anemoi_gt.application import (
     output_folder,
     stop,
 )
-from anemoi_gt.distributed import is_launched, of_first_rank, started
-from anemoi_gt.distributed.folder import ONE_PROCESS, checkpoint_to_continue
-from anemoi_gt.distributed.training import train_on_ranks
+from anemoi_gt.distributed import ShardingConfig, by_first_rank, is_launched, of_first_rank, started
+from anemoi_gt.distributed.checkpoint import load_values
+from anemoi_gt.distributed.folder import ONE_PROCESS, TORCHRUN, checkpoint_to_continue
+from anemoi_gt.distributed.meeting import code_in_use, meeting
+from anemoi_gt.distributed.model import scatter_model
+from anemoi_gt.distributed.training import check_samples, cpu_group, divide_trainer, train_on_ranks
+from anemoi_gt.distributed.watch import leave
 from anemoi_gt.training import Trainer
 from anemoi_gt.training.checkpoint import load_checkpoint, load_weights
 from anemoi_gt.training.device import choose_device, cpu_threads
 from anemoi_gt.training.metrics import MetricsFile
 from anemoi_gt.training.report import write_report
+from anemoi_gt.training.stop import Stopped
 from anemoi_gt.training.trainer import BEST, LAST
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
+    from torch.distributed.device_mesh import DeviceMesh
 
 log = logging.getLogger(__name__)
 
 MAY_DIFFER = ("attention.", "data.path", "training.device", "training.threads")  # where and how fast a run computes
+RANKS_MAY_DIFFER = (
+    "data.path",
+    "training.device",
+    "training.threads",
+    "attention.backend",
+)  # what comes of it is compared
 
 
 def prepare(config: "DictConfig") -> Callable[[], float]:
@@ -82,10 +99,15 @@ def former_state(folder: Path, resume: bool, description: dict) -> dict | None:
     if path is None:
         return None
     state = load_checkpoint(path)
-    changes = list(differences(state.get("config", {}), description))
+    refuse_changes(path, state.get("config", {}), description)
+    return state
+
+
+def refuse_changes(path: Path, before: dict, now: dict) -> None:
+    """Raise a ValueError unless a checkpoint's config is that of the run which is to continue it, but for `MAY_DIFFER`."""
+    changes = list(differences(before, now))
     if changes:
         raise ValueError(f"a run is continued with its own config, {path} was written with {'; '.join(changes)}")
-    return state
 
 
 def differences(before: Any, now: Any, key: str = "") -> Iterator[str]:

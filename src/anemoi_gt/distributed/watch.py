@@ -6,8 +6,12 @@
 
 A collective that waits for a dead rank cannot be left from Python, so the thread ends the process. What a rank was writing stays half
 written; checkpoints must be renamed into place when they are whole.
+
+A rank that ends by itself does so without Python's finalisation: a thread of gloo may still be letting go of a tensor, for which it needs
+the interpreter, and asking one that is being finalised aborts the process ("terminate called without an active exception").
 """
 
+import atexit
 import os
 import socket
 import sys
@@ -16,6 +20,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import NoReturn
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
@@ -39,13 +44,12 @@ def watched(timeout: timedelta) -> Iterator[None]:
 
     Raises
     ------
-    SystemExit
-        With status 1 and no message, where another rank's error was told already.
     Exception
-        What the body raised, where it was the first.
+        What the body raised, where it was the first. Where another rank's error was told already, the process ends with status 1.
     """
     dist.barrier()
     watch = _Watch(dist.get_rank(), dist.get_world_size(), timeout.total_seconds())
+    atexit.register(watch.leave_uncaught)  # so early that exit functions of the body have run before
     watch.start()
     try:
         yield
@@ -55,6 +59,13 @@ def watched(timeout: timedelta) -> Iterator[None]:
         raise
     finally:
         watch.stop()
+
+
+def leave(status: int) -> NoReturn:
+    """End this process at once, with what was printed."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 class _Watch(threading.Thread):
@@ -70,6 +81,7 @@ class _Watch(threading.Thread):
         self.neighbour = (rank + 1) % world_size
         self.store.set(f"beat {rank}", self._beat(0))
         self.seen, self.seen_at = None, time.monotonic()
+        self.told: BaseException | None = None
 
     def run(self):
         """Beat, look and sleep, until the body is through."""
@@ -88,13 +100,19 @@ class _Watch(threading.Thread):
             self.done.wait(self.timeout)  # the thread ends this process when it finds out who died
         if self._write(f"rank {self.rank} failed: {type(error).__name__}: {error}"):
             error.add_note(f"on rank {self.rank}; all ranks end")
+            self.told = error
         else:
-            raise SystemExit(1) from None
+            self._end("", speaks=False)
 
     def stop(self) -> None:
         """End the thread."""
         self.done.set()
         self.join()
+
+    def leave_uncaught(self) -> None:
+        """Leave, as an exit function, when it is the error told here that ends the interpreter."""
+        if self.told is not None and getattr(sys, "last_value", None) is self.told:
+            leave(1)
 
     def _look(self, count: int) -> None:
         self.store.set(f"beat {self.rank}", self._beat(count))
@@ -118,10 +136,9 @@ class _Watch(threading.Thread):
         return self.store.compare_set("obituary", NEVER, mine).decode() == mine
 
     def _end(self, message: str, *, speaks: bool) -> None:
-        sys.stdout.flush()
         if speaks:
-            print(f"anemoi_gt: {message}; all ranks end, resume from the last checkpoint", file=sys.stderr, flush=True)
-        os._exit(1)
+            print(f"anemoi_gt: {message}; all ranks end, resume from the last checkpoint", file=sys.stderr)
+        leave(1)
 
     @staticmethod
     def _is_loss(error: BaseException) -> bool:
