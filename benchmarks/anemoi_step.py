@@ -19,6 +19,7 @@ import sys
 import time
 from collections import Counter
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -27,6 +28,7 @@ from torch.profiler import ProfilerActivity, profile
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / name) for name in ("benchmarks", "src", "tests")]
 
+from own_blocks import own_blocks  # noqa: E402
 from suite.environment import describe  # noqa: E402
 from support.anemoi_model import build, draw, graph_of, make_options  # noqa: E402
 
@@ -67,6 +69,8 @@ VARIANTS = {
     "install": lambda model: integration.install(),
     "install, edges embedded": lambda model: integration.install(fuse_edges=False),
     "install, blocks compiled": compiled_blocks,
+    "our blocks": own_blocks,
+    "our blocks, compiled": partial(own_blocks, fullgraph=True, dynamic=False),
 }
 
 

@@ -13,15 +13,21 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from gpu_checks import DEVICE, execution, large, many, sanitize
+from gpu_checks import DEVICE, execution, large, many, model, names, package, sanitize
 from gpu_checks.report import Report
 
-NEED_GPU = ("stream", "graph", "sync", "sanitize")
+NEED_GPU = ("stream", "graph", "sync", "inference", "training", "waiting", "compiled", "names", "package", "sanitize")
 SIMPLE = {
     "repeat": (execution.repeat, "runs give the same bits 100 times"),
     "stream": (execution.stream, "a second stream"),
     "graph": (execution.cuda_graph, "a captured CUDA graph replayed on new inputs"),
     "sync": (execution.no_synchronisation, "no host synchronisation"),
+    "inference": (model.forward_in_graph, "a captured forward pass of a model replayed on new fields"),
+    "training": (model.step_in_graph, "a captured training step of a model replayed on new fields"),
+    "waiting": (model.step_never_waits, "no host synchronisation in the training step of a model"),
+    "compiled": (model.compiled, "a model under torch.compile, modes default and reduce-overhead"),
+    "names": (names.kernel_names, "kernels of a profile, eager and compiled, are those that explain names"),
+    "package": (package.models_and_layers, "packages of models and layers in processes without this library"),
     "big": (large.beyond_32_bits, "offsets beyond 2^31; takes about 80 GB"),
     "sanitize": (sanitize.check, "compute-sanitizer memcheck and racecheck"),
 }

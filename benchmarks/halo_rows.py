@@ -1,9 +1,10 @@
 """How many rows of other ranks a rank reads, from the real graphs, without any rank: what the cost model of docs/distributed.md stands on.
 
-python benchmarks/halo_rows.py --grid N320 --refinement 6 --ranks 2 4 8 64
+python benchmarks/halo_rows.py --grids N320:6 O640:7 --ranks 2 4 8 16 64 --out benchmarks/results/halo_rows.json
 """
 
 import argparse
+import json
 import sys
 from pathlib import Path
 
@@ -35,27 +36,42 @@ def halo_rows(edge_index: Tensor, sources: Partition, destinations: Partition) -
     return torch.bincount(foreign // max(sources.size, 1), minlength=sources.ranges.parts).tolist()
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Print a line for each line of nodes and number of ranks: the largest halo of a rank, and the rows that it owns."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--grid", default="N320")
-    parser.add_argument("--refinement", type=int, default=6)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8, 16, 64])
-    options = parser.parse_args(arguments)
-    graph = icosphere_graph(grid(options.grid), refinement=options.refinement)
+def measure(name: str, refinement: int, counts: list[int]) -> list[dict]:
+    """For each line of nodes and number of ranks: the largest halo of a rank by step, and the most nodes that one owns."""
+    graph = icosphere_graph(grid(name), refinement=refinement)
     edges = {step: graph[src, "to", dst].edge_index for step, (src, dst) in EDGES.items()}
     sizes = {kind: graph[kind].x.shape[0] for kind in ("data", "hidden")}
     degrees = {
         kind: torch.bincount(edges[step][1], minlength=sizes[kind])
         for kind, step in (("data", "decoder"), ("hidden", "processor"))
     }
-    print("line ranks encoder processor decoder | data hidden")
+    facts = {"grid": name, "refinement": refinement, "nodes": sizes}
+    facts["edges"] = {step: index.shape[1] for step, index in edges.items()}
+    found = []
     for line in LINES:
         orders = {kind: morton_order(unit_vectors(graph[kind].x)) if line == "Morton" else None for kind in sizes}
-        for ranks in options.ranks:
+        for ranks in counts:
             owners = {kind: Partition.balanced(destination_cost(degrees[kind]), ranks, orders[kind]) for kind in sizes}
-            largest = [max(halo_rows(edges[step], owners[src], owners[dst])) for step, (src, dst) in EDGES.items()]
-            print(line, ranks, *largest, "|", *(max(owners[kind].ranges.counts) for kind in sizes), flush=True)
+            rows = {step: max(halo_rows(edges[step], owners[src], owners[dst])) for step, (src, dst) in EDGES.items()}
+            owned = {kind: max(owners[kind].ranges.counts) for kind in sizes}
+            found.append(facts | {"line": line, "ranks": ranks, "rows": rows, "owned": owned})
+            print(name, line, ranks, *rows.values(), "|", *owned.values(), flush=True)
+    return found
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Print a line for each line of nodes and number of ranks, and write them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--grids", nargs="+", default=["N320:6"], metavar="GRID:REFINEMENT")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8, 16, 64])
+    parser.add_argument("--out", type=Path, help="JSON file, for benchmarks/cost_model.py")
+    options = parser.parse_args(arguments)
+    print("grid line ranks encoder processor decoder | data hidden")
+    found = []
+    for name, _, refinement in (asked.partition(":") for asked in options.grids):
+        found += measure(name, int(refinement), options.ranks)
+    if options.out:
+        options.out.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -51,6 +51,7 @@ class ShardedModel:
     """
 
     def __init__(self, case: Case, graph, mesh: DeviceMesh, device: torch.device):
+        self.case = case
         torch.manual_seed(0)
         sizes = {"channels": case.width, "heads": case.heads, "num_layers": case.layers}
         self.model = EncoderProcessorDecoder(graph, FIELDS, FIELDS, **sizes).to(device)

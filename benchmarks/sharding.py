@@ -1,251 +1,242 @@
-"""One model on several GPUs: a forward and backward pass of encoder, processor and decoder, strong and weak scaling.
+"""One model on several GPUs: does it compute the same, how much faster is it, how much less memory does a GPU need.
 
-    torchrun --nproc-per-node=4 benchmarks/sharding.py --out benchmarks/results/sharding_h200.json --commit HASH
-    torchrun --nproc-per-node=2 benchmarks/sharding.py --tiny         on a CPU, with gloo: does it run
+    python benchmarks/sharding.py --ranks 2 --commit HASH --out benchmarks/results/sharding_h200x2.json
+    python benchmarks/sharding.py --ranks 2 --tiny --out FILE       on a CPU, with gloo: everything but NCCL
 
-Every case is run on the first n ranks; the others wait. Nothing is timed before its loss and gradients agree with one rank's. Times are
-medians, over repetitions, of the slowest rank; memory is the largest peak of a rank; bytes are those that leave the busiest rank, in all
-layers, forward and backward. `--checks` first runs the tests' checks on these ranks.
+Runs one part after the other, each in processes of its own with a limit of time, until the time of all is up; a part that fails is
+reported, and the others go on. Results are written after each part, the picture (SVG, beside the results) at the end.
+
+    checks      the tests' checks on these ranks
+    strong      forward + backward of encoder, processor, decoder on 1, 2, 4 ranks, each way of attending, with overlap and without
+    exchange    messages of several sizes alone
+    anemoi      the same model of anemoi-models with its own sharding, and with our attention in it
+    sizes       smaller grids on every number of ranks: weak scaling, and what the cost model is fitted to
+    replay      the pass captured in a CUDA graph, which leaves the host nothing to do
+
+Nothing is timed before its loss and gradients agree with one rank's.
 """
 
 import argparse
 import json
 import os
-import statistics
+import socket
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
-
-from sharded_model import WAYS, Case, ShardedModel, weather_graph
-from suite.environment import describe
 
 ROOT = Path(__file__).parents[1]
-AGREE = {"cuda": 3e-2, "cpu": 1e-4}  # relative, of loss and gradients: bfloat16 on a GPU, float32 on a CPU
-RANKS = (1, 2, 4)
-CHECKS = ("checks_shard", "checks_attention", "checks_training", "checks_model")
+sys.path[:0] = [str(ROOT / name) for name in ("benchmarks", "src", "tests")]
+
+from sharded_model import Case, weather_graph  # noqa: E402
+from sharding_report import draw, summary  # noqa: E402
+from suite.environment import describe  # noqa: E402
+
+PARTS = ("checks", "strong", "exchange", "anemoi", "sizes", "replay")
+CHECKS = ("checks_shard", "checks_attention", "checks_training", "checks_model", "checks_trainer")
+RANKS = (1, 2, 4, 8)
+WAYS = ("overlapped", "after_exchange", "heads")
+ANEMOI = (("edges", "theirs"), ("heads", "theirs"), ("edges", "ours"))  # its strategy, and whose attention
+SIZES = (("O96", 5), ("O176", 5))
+TINY = {"grid": "O8", "refinement": 2, "heads": 4, "channels": 4, "layers": 2, "repeats": 2}
+TINY_SIZES = (("O4", 1),)
+GRACE = 5.0  # s, for the other ranks to end when one has failed
 
 
-class World:
-    """The ranks of this run, and the groups of the first n of them."""
+class Job(NamedTuple):
+    """Processes that belong together."""
 
-    def __init__(self):
-        local = int(os.environ["LOCAL_RANK"])
-        self.gpu = torch.cuda.device_count() > local
-        self.device = torch.device("cuda", local) if self.gpu else torch.device("cpu")
-        if self.gpu:
-            torch.cuda.set_device(self.device)
-        dist.init_process_group("nccl" if self.gpu else "gloo", device_id=self.device if self.gpu else None)
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        sizes = [n for n in RANKS if n <= self.size]
-        self.meshes = {n: self._mesh(n) for n in sizes}
-        self.groups = {n: mesh.get_group("model") for n, mesh in self.meshes.items() if self.rank < n}
-
-    def _mesh(self, ranks: int) -> DeviceMesh:
-        return DeviceMesh(self.device.type, [list(range(ranks))], mesh_dim_names=("data", "model"))
-
-    def wait(self) -> None:
-        """Until the device is done."""
-        if self.gpu:
-            torch.cuda.synchronize()
-
-    def largest(self, values: list[float], ranks: int) -> list[float]:
-        """The largest of each value over the first ranks."""
-        tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
-        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.groups[ranks])
-        return tensor.tolist()
+    part: str
+    name: str
+    script: str  # beside this file; "" are checks
+    ranks: int
+    work: dict  # what the ranks read
 
 
-class Run:
-    """One case on this rank: the model, its rows, and a pass."""
+def jobs(options: argparse.Namespace) -> list[Job]:
+    """Everything that was asked for, in the order in which it runs."""
+    counts = [n for n in RANKS if n <= options.ranks]
+    shape = {name: getattr(options, name) for name in ("heads", "channels", "layers")}
+    large, small = [(options.grid, options.refinement)], TINY_SIZES if options.tiny else SIZES
 
-    def __init__(self, case: Case, graph, world: World):
-        self.case, self.world = case, world
-        self.part = ShardedModel(case, graph, world.meshes[case.ranks], world.device)
+    def model(part: str, ranks: int, way: str, grids=large, script="sharding_rank.py", **more) -> Job:
+        cases = [asdict(Case(grid, level, **shape, ranks=ranks, way=way)) for grid, level in grids]
+        label = " ".join([part, way, *map(str, more.values()), f"on {ranks}"])
+        return Job(part, label, script, ranks, {"cases": cases} | more)
 
-    def step(self) -> torch.Tensor:
-        """Forward and backward, in bfloat16 where there is a GPU."""
-        return self.part.step(torch.autocast("cuda", dtype=torch.bfloat16) if self.world.gpu else nullcontext())
+    every = [Job("checks", name, "", options.ranks, {}) for name in CHECKS if options.ranks > 1]
+    every += [model("strong", n, way) for n in counts for way in (WAYS if n > 1 else WAYS[:1])]
+    every += [Job("exchange", f"exchange on {n}", "sharding_rank.py", n, {"exchange": shape}) for n in counts[1:]]
+    for n in sorted({counts[0], counts[-1]}):
+        for strategy, who in ANEMOI:
+            if n > 1 or strategy == "edges":
+                every.append(model("anemoi", n, strategy, script="sharding_anemoi.py", who=who))
+    every += [model("sizes", n, WAYS[0], small) for n in counts]
+    if torch.cuda.is_available():
+        every += [model("replay", n, WAYS[0], replay="replay") for n in counts]
+    return [job for job in every if job.part in options.parts]
 
-    def signature(self) -> list[float]:
-        """Loss and lengths of gradients of the whole run, to compare."""
-        loss, group = self.step().double(), self.world.groups[self.case.ranks]
-        dist.all_reduce(loss, group=group)
-        values = [loss.item()]
-        for gradient in self.part.judged():
-            gradient = gradient.double()
-            dist.all_reduce(gradient, group=group)
-            values.append(gradient.norm().item())
-        return values
 
-    def traffic(self) -> dict:
-        """Rows of the halo that this rank sends and reads, and bytes that leave it in a pass, forward and backward."""
-        shards = self.part.graphs()
-        halos = {step: shard.halo for step, shard in shards.items() if hasattr(shard, "halo")}
-        passes = {"encoder": 1, "processor": self.case.layers, "decoder": 1}
-        row = self.case.width * (2 if self.world.gpu else 4)
-        rows = {step: (halo.num_sent, halo.num_received) for step, halo in halos.items()}
-        owned = {step: shard.destinations.ranges.counts for step, shard in shards.items()}
-        return {
-            "halo_rows": rows,
-            "halo_bytes": sum(passes[step] * sum(both) * row for step, both in rows.items()),
-            "owned": owned,
+class Bench:
+    """The jobs of one call, and what has come of them.
+
+    Parameters
+    ----------
+    options : argparse.Namespace
+        What the command line says.
+    folder : Path
+        For graphs, and what ranks write.
+    """
+
+    def __init__(self, options: argparse.Namespace, folder: Path):
+        self.options, self.folder = options, folder
+        self.deadline = time.monotonic() + options.seconds
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.report = {
+            "environment": describe(device, {"torch", "triton", "anemoi-models"}, options.commit)
+            | {
+                "nccl": ".".join(map(str, torch.cuda.nccl.version())) if device == "cuda" else None,
+                "dtype": "bfloat16 autocast" if device == "cuda" else "float32",
+            },
+            "ranks": options.ranks,
+            "jobs": [],
+            "results": [],
         }
 
-    def measure(self, repeats: int) -> dict:
-        """Times of the slowest rank in ms, and the largest peak of memory in GB."""
-        for _ in range(2):
-            self.step()
-        if self.world.gpu:
-            torch.cuda.reset_peak_memory_stats()
-        times = self._times(self.step, repeats)
-        peak = torch.cuda.max_memory_allocated() / 1e9 if self.world.gpu else 0.0
-        (memory,) = self.world.largest([peak], self.case.ranks)
-        return {"ms": statistics.median(times), "ms_all": times, "peak_gb": memory}
+    def run(self, job: Job) -> None:
+        """Run a job and keep what it found; its failure is a line of the report."""
+        begin = time.monotonic()
+        seconds = min(self.options.limit, self.deadline - begin)
+        if seconds <= 0:
+            problem, records = "not run: no time was left", []
+        else:
+            try:
+                problem, records = (self._models if job.script else self._checks)(job, seconds)
+            except Exception as error:  # a part that fails is reported, the others go on
+                problem, records = f"{type(error).__name__}: {error}", []
+        took = time.monotonic() - begin
+        self.report["jobs"].append(
+            {"part": job.part, "name": job.name, "seconds": round(took, 1), "problem": problem, "found": len(records)}
+        )
+        self.report["results"] += [{"part": job.part, "job": job.name} | record for record in records]
+        print(f"{took:6.1f} s  {job.name}: {'done' if problem is None else problem}", flush=True)
+        self.write()
 
-    def replay(self, repeats: int) -> dict:
-        """The same captured in a CUDA graph, which leaves the host nothing to do."""
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(3):  # as PyTorch asks for before a capture
-                self.step()
-        torch.cuda.current_stream().wait_stream(side)
-        captured = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(captured):
-            self.step()
-        return {"replay_ms": statistics.median(self._times(captured.replay, repeats))}
+    def write(self) -> None:
+        """Write what there is."""
+        if self.options.out:
+            self.options.out.write_text(json.dumps(self.report, indent=1) + "\n")
 
-    def _times(self, call: Callable, repeats: int) -> list[float]:
-        group, times = self.world.groups[self.case.ranks], []
-        for _ in range(repeats):
-            self.world.wait()
-            dist.barrier(group)
-            begin = time.perf_counter()
-            call()
-            self.world.wait()
-            times.append(1e3 * (time.perf_counter() - begin))
-        return self.world.largest(times, self.case.ranks)
+    def _models(self, job: Job, seconds: float) -> tuple[str | None, list[dict]]:
+        work = job.work | {"repeats": self.options.repeats, "graphs": {}, "seconds": seconds}
+        for case in job.work.get("cases", ()):
+            work["graphs"][f"{case['grid']}-{case['refinement']}"] = str(self._graph(case))
+        work["expected"] = self._signatures()
+        place = Path(tempfile.mkdtemp(dir=self.folder))
+        (place / "work.json").write_text(json.dumps(work))
+        problem = launch([ROOT / "benchmarks" / job.script, place], job.ranks, place, seconds)
+        path = place / "records.jsonl"
+        return problem, [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
+    def _graph(self, case: dict) -> Path:
+        """The file of a case's graph, made once."""
+        path = self.folder / f"{case['grid']}-{case['refinement']}.pt"
+        if not path.exists():
+            torch.save(weather_graph(Case(**case)), path)
+        return path
 
-def cases(options: argparse.Namespace, world_size: int) -> list[Case]:
-    """Strong scaling of every way; weak scaling of the first: a quarter of the points of N320 on 1 rank, N320 on 4."""
-    sizes = [n for n in RANKS if n <= world_size]
-    shape = {"heads": options.heads, "channels": options.channels, "layers": options.layers}
-    made = [
-        Case(options.grid, options.refinement, **shape, ranks=n, way=way)
-        for n in sizes
-        for way in (options.ways if n > 1 else options.ways[:1])
-        if way != "heads" or n <= options.heads
-    ]
-    weak = [(1, "O176", 5), (4, "N320", 6)] if not options.tiny else []
-    made += [Case(name, level, **shape, ranks=n, way=options.ways[0]) for n, name, level in weak if n <= world_size]
-    return list(dict.fromkeys(made))
+    def _signatures(self) -> dict[str, list[float]]:
+        """Loss and lengths of gradients of one rank, by graph."""
+        alone = [record for record in self.report["results"] if record.get("ranks") == 1 and "signature" in record]
+        prefix = {"anemoi": "anemoi "}
+        return {
+            f"{prefix.get(record['part'], '')}{record['grid']}-{record['refinement']}": record["signature"]
+            for record in reversed(alone)  # the first of a graph is the reference
+        }
 
+    def _checks(self, job: Job, seconds: float) -> tuple[str | None, list[dict]]:
+        from distributed.ranks import verdicts
 
-def run_case(case: Case, graph, world: World, options: argparse.Namespace, expected: dict) -> dict | None:
-    """Judge and time a case; what it found, on rank 0."""
-    record = None
-    if world.rank < case.ranks:
-        run = Run(case, graph, world)
-        signature = run.signature()
-        reference = expected.setdefault((case.grid, case.refinement), signature)
-        if world.rank == 0:
-            limit = AGREE[world.device.type]
-            wrong = [(a, b) for a, b in zip(signature, reference, strict=True) if abs(a - b) > limit * abs(b)]
-            if wrong:
-                raise ValueError(f"loss and gradients must be those of one rank within {limit}, got {wrong} in {case}")
-        measured = run.measure(options.repeats) | (run.replay(options.repeats) if options.replay else {})
-        sent = [None] * case.ranks
-        dist.all_gather_object(sent, run.traffic(), group=world.groups[case.ranks])
-        busiest = max(sent, key=lambda traffic: traffic["halo_bytes"])
-        record = asdict(case) | measured | busiest | {"signature": signature}
-        del run
-    if world.gpu:
-        torch.cuda.empty_cache()
-    dist.barrier()
-    return record
-
-
-def environment(commit: str | None, device: torch.device) -> dict:
-    """What the figures belong to."""
-    return describe(device.type, {"torch"}, commit) | {
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if device.type == "cuda" else None,
-        "dtype": "bfloat16 autocast" if device.type == "cuda" else "float32",
-    }
-
-
-def run_checks(world_size: int) -> None:
-    """The tests' checks, as many ranks as here; raises when one fails."""
-    from distributed.ranks import verdicts
-
-    for name in CHECKS:
-        with tempfile.TemporaryDirectory() as folder:
-            said = verdicts(f"distributed.{name}", world_size, Path(folder) / name)
-        said = {check: problems for check, problems in said.items() if check[1] <= world_size}
+        said = verdicts(f"distributed.{job.name}", job.ranks, self.folder / job.name, timeout=seconds)
+        said = {check: problems for check, problems in said.items() if check[1] <= job.ranks}
         wrong = {f"{check}-{ranks}": problems for (check, ranks), problems in said.items() if problems}
-        print(f"{name}: {len(said) - len(wrong)} of {len(said)} checks hold", flush=True)
-        if wrong:
-            raise ValueError(f"every check must hold before anything is timed, got {wrong}")
+        return (f"wrong: {wrong}" if wrong else None), [{"checks": len(said), "hold": len(said) - len(wrong)}]
+
+
+def launch(arguments: list, ranks: int, place: Path, seconds: float) -> str | None:
+    """Run `python *arguments` on so many ranks; what went wrong, or None. All end when one fails, or the time is up."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
+    logs = [place / f"rank{rank}.log" for rank in range(ranks)]
+    processes = []
+    try:
+        for rank, log in enumerate(logs):
+            variables = os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            with log.open("w") as output:
+                command = [sys.executable, *map(str, arguments)]
+                processes.append(subprocess.Popen(command, env=variables, stdout=output, stderr=subprocess.STDOUT))
+        end = time.monotonic() + seconds
+        while any(process.poll() is None for process in processes):
+            failed = [rank for rank, process in enumerate(processes) if process.poll() not in (None, 0)]
+            if failed:
+                end = min(end, time.monotonic() + GRACE)
+            if time.monotonic() > end:
+                break
+            time.sleep(0.1)
+        failed = [rank for rank, process in enumerate(processes) if process.poll() not in (None, 0)]
+        late = [rank for rank, process in enumerate(processes) if process.poll() is None]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    if not failed and not late:
+        return None
+    rank = (failed or late)[0]
+    what = f"failed with {processes[rank].returncode}" if failed else f"did not end within {seconds:.0f} s"
+    return f"rank {rank} {what}: {logs[rank].read_text()[-1500:]}"
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=max(torch.cuda.device_count(), 1), help="the most; one a GPU")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--grid", default="N320")
     parser.add_argument("--refinement", type=int, default=6)
     parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--channels", type=int, default=64, help="of each head")
     parser.add_argument("--layers", type=int, default=16, help="of the processor")
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--repeats", type=int, default=10)
-    parser.add_argument("--replay", action="store_true", help="time the pass captured in a CUDA graph too")
     parser.add_argument("--tiny", action="store_true", help="small enough for a CPU")
-    parser.add_argument(
-        "--checks", type=int, metavar="RANKS", help="run the tests' checks instead; start it without torchrun"
-    )
+    parser.add_argument("--seconds", type=float, default=450, help="for everything")
+    parser.add_argument("--limit", type=float, default=100, help="seconds for one job")
     parser.add_argument("--out", type=Path, help="JSON file for the results")
     parser.add_argument("--commit", help="what to record where git cannot tell")
     options = parser.parse_args(arguments)
     if options.tiny:
-        small = {"grid": "O8", "refinement": 2, "heads": 4, "channels": 4, "layers": 2, "repeats": 2}
-        vars(options).update(small)
+        vars(options).update(TINY)
     return options
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Run what the command line asks for."""
+def main(arguments: list[str] | None = None) -> int:
+    """Run what the command line asks for; 1 if any job failed."""
     options = parse(arguments)
-    if options.checks:
-        run_checks(options.checks)
-        return
-    world = World()
-    graphs, expected, results = {}, {}, []
-    for case in cases(options, world.size):
-        key = case.grid, case.refinement
-        if key not in graphs:
-            graphs = {key: weather_graph(case)}  # one at a time
-        record = run_case(case, graphs[key], world, options, expected)
-        if world.rank == 0:
-            results.append(record)
-            print(
-                f"{case}: {record['ms']:.2f} ms, {record['peak_gb']:.2f} GB, {record['halo_bytes']} bytes", flush=True
-            )
-            if options.out:
-                report = {"environment": environment(options.commit, world.device), "results": results}
-                options.out.write_text(json.dumps(report, indent=1) + "\n")
-    dist.destroy_process_group()
+    with tempfile.TemporaryDirectory() as folder:
+        bench = Bench(options, Path(folder))
+        for job in jobs(options):
+            bench.run(job)
+    print(summary(bench.report))
+    if options.out:
+        draw(bench.report, options.out.with_suffix(".svg"))
+    return int(any(job["problem"] for job in bench.report["jobs"]))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

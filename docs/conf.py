@@ -21,6 +21,8 @@ extensions = [
     "plain_docstrings",
     "config_reference",
     "edges_figure",
+    "halo_figure",
+    "results_figures",
 ]
 exclude_patterns = ["_build"]
 default_role = "py:obj"  # `name` in a docstring links where the name is documented, and is code where it is not
@@ -28,6 +30,7 @@ default_role = "py:obj"  # `name` in a docstring links where the name is documen
 myst_enable_extensions = ["attrs_inline", "colon_fence", "deflist"]
 myst_heading_anchors = 3
 
+pygments_dark_style = "github-dark"
 highlight_language = "none"  # a literal block in a docstring is a formula
 
 autodoc_member_order = "bysource"

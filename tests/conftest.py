@@ -1,5 +1,6 @@
-"""Options of the test run, and the device of the kernels: a GPU where there is one, else Triton's interpreter."""
+"""Options of the test run, the device of the kernels (a GPU where there is one, else Triton's interpreter), and logging."""
 
+import logging
 import os
 
 import pytest
@@ -28,3 +29,12 @@ def era5_path(request):
 def kernel_device():
     """Where Triton kernels run here."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture
+def logging_as_before():
+    """Undo what the application does to logging."""
+    root = logging.getLogger()
+    handlers, level, raises = root.handlers[:], root.level, logging.raiseExceptions
+    yield
+    root.handlers[:], root.level, logging.raiseExceptions = handlers, level, raises

@@ -1,56 +1,48 @@
-"""The documentation: its code runs, its commands exist, its links lead somewhere, and it names whatever is public."""
+"""The documentation: its code runs, its links lead somewhere, and it names whatever is public."""
 
+import ast
 import doctest
 import importlib
 import importlib.util
 import inspect
 import pydoc
 import re
-import shlex
-import tomllib
-from pathlib import Path
+import textwrap
 from pkgutil import iter_modules
 
 import pytest
 import yaml
-from hydra import compose, initialize_config_dir, initialize_config_module
+from hydra import compose, initialize_config_dir
+from support.pages import BLOCK, FILE, LANGUAGES, PAGES, ROOT, blocks, name_of, pages_with
 from test_house import MAY_IMPORT
 
 import anemoi_gt
 import anemoi_gt.data
+import anemoi_gt.deploy
 import anemoi_gt.distributed
 import anemoi_gt.integrations.anemoi
 import anemoi_gt.integrations.pyg
 import anemoi_gt.nn
 import anemoi_gt.training
 
-ROOT = Path(__file__).parents[1]
-PAGES = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md")])
-BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 MARKDOWN_LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
-HTML_LINK = re.compile(r'(?:src|href)="([^"]+)"')
-KNOWN = {"python", "pycon", "shell", "yaml", "text"}
-
-
-def name_of(page):
-    return str(page.relative_to(ROOT))
-
-
-def blocks(page, language):
-    return [code for kind, code in BLOCK.findall(page.read_text()) if kind == language]
-
-
-def pages_with(*languages):
-    chosen = [page for page in PAGES if any(blocks(page, language) for language in languages)]
-    assert chosen
-    return pytest.mark.parametrize("page", chosen, ids=name_of)
+HTML_LINK = re.compile(r'(?:src|href|srcset)="([^"]+)"')
+EXTERNAL = {  # every link to elsewhere, so that a new one is looked at; nothing here reaches the network
+    "https://anemoi.readthedocs.io/projects/models",
+    "https://docs.pytorch.org/docs/stable/distributed.html",
+    "https://keepachangelog.com/en/1.1.0/",
+    "https://semver.org/spec/v2.0.0.html",
+}
+RUNNER = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE)  # messages may be broken into lines
+BUILT = {"__init__", "__post_init__"}  # of a class, described by it
+DOI, ARXIV = re.compile(r"doi:\s*(\S+)"), re.compile(r"arXiv:\s*(\S+)")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_every_block_says_what_it_is(page):
     fences = re.findall(r"^```(.*)$", page.read_text(), re.MULTILINE)
     opening = [fence for fence in fences[::2] if not fence.startswith("{")]
-    assert set(opening) <= KNOWN and not any(fences[1::2])
+    assert set(opening) <= LANGUAGES and not any(fences[1::2])
 
 
 @pages_with("python", "pycon")
@@ -58,30 +50,12 @@ def test_code_runs_from_top_to_bottom(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     namespace = {"__name__": "__main__"}
     for kind, code in BLOCK.findall(page.read_text()):
-        if kind == "python":
+        if kind == "python" and not FILE.match(code):  # a file is run by a command: test_commands.py
             exec(compile(code, name_of(page), "exec"), namespace)
         elif kind == "pycon":
             test = doctest.DocTestParser().get_doctest(code, namespace, name_of(page), str(page), 0)
-            assert doctest.DocTestRunner().run(test, clear_globs=False).failed == 0
-
-
-@pages_with("shell")
-def test_commands_exist(page):
-    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    for line in "".join(blocks(page, "shell")).splitlines():
-        command = shlex.split(line, comments=True)
-        if command[:1] == ["make"]:
-            assert command[1] in targets, line
-        elif command[:2] == ["pip", "install"]:
-            assert set(re.findall(r"\[(\w+)\]", line)) <= set(extras), line
-        elif command[:2] == ["python", "-m"] and command[2] in ("anemoi_gt.train", "anemoi_gt.evaluate"):
-            with initialize_config_module("anemoi_gt.configs", version_base="1.3"):
-                compose(command[2].removeprefix("anemoi_gt."), command[3:])
-        elif command[:3] == ["python", "-m", "anemoi_gt"]:
-            assert command[3] == "info", line
-        else:
-            pytest.fail(f"no test knows this command: {line}")
+            assert RUNNER.run(test, clear_globs=False).failed == 0
+            namespace |= test.globs
 
 
 @pages_with("yaml")
@@ -108,12 +82,33 @@ def test_links_inside_the_repository_lead_somewhere(page):
     prose = BLOCK.sub("", page.read_text())
     for link in MARKDOWN_LINK.findall(prose) + HTML_LINK.findall(prose):
         if re.match(r"[a-z]+:", link):
+            assert link in EXTERNAL, link
             continue
         path, _, anchor = link.partition("#")
         target = (page.parent / path).resolve() if path else page
         assert target.exists() and ROOT in target.parents, link
         if anchor:
             assert anchor in anchors(target), link
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_files_that_a_page_names_are_there(page):
+    named = re.findall(r"`((?:anemoi_gt|benchmarks|configs|docs|tests)/(?!_build)[\w./-]+)`", page.read_text())
+    assert [name for name in named if not (ROOT / name).exists() and not (ROOT / "src" / name).exists()] == []
+
+
+def test_links_to_elsewhere_have_the_form_of_an_address():
+    text = "".join(page.read_text() for page in PAGES)
+    assert all(re.fullmatch(r"https://[\w.-]+\.\w+/[\w./-]*", link) and link in text for link in EXTERNAL)
+
+
+def test_identifiers_of_publications_have_their_form():
+    sources = [*PAGES, *(ROOT / "src").rglob("*.py")]
+    text = "\n".join(source.read_text() for source in sources)
+    dois, preprints = DOI.findall(text), ARXIV.findall(text)
+    assert dois and preprints
+    assert all(re.fullmatch(r"10\.\d{4,}/[\w./()-]+\w", doi.rstrip(".,;)")) for doi in dois), dois
+    assert all(re.fullmatch(r"\d{4}\.\d{4,5}", name.rstrip(".,;)")) for name in preprints), preprints
 
 
 def anchors(page):
@@ -135,7 +130,7 @@ def test_every_page_is_in_a_table_of_contents():
 def described():
     """Full names of what the API reference describes: by name, or as a member of a module that it describes whole."""
     text = "".join(page.read_text() for page in (ROOT / "docs" / "api").glob("*.md"))
-    names = set(re.findall(r"\.\. auto(?:class|function):: (\S+)", text))
+    names = set(re.findall(r"\.\. auto(?:class|exception|function):: (\S+)", text))
     for module, options in re.findall(r"\.\. automodule:: (\S+)((?:\n   :.*)*)", text):
         names.add(module)
         chosen = re.search(r":members: (.*)", options)
@@ -164,6 +159,7 @@ def public():
     names |= {f"anemoi_gt.nn.{name}" for name in anemoi_gt.nn.__all__ if name not in anemoi_gt.__all__}
     names |= {f"anemoi_gt.distributed.{name}" for name in anemoi_gt.distributed.__all__}
     names |= {f"anemoi_gt.training.{name}" for name in anemoi_gt.training.__all__}
+    names |= {f"anemoi_gt.deploy.{name}" for name in anemoi_gt.deploy.__all__}
     names |= {f"anemoi_gt.integrations.anemoi.{name}" for name in anemoi_gt.integrations.anemoi.__all__}
     names |= {f"anemoi_gt.integrations.pyg.{name}" for name in definitions(anemoi_gt.integrations.pyg)}
     for part in iter_modules(anemoi_gt.data.__path__):
@@ -175,6 +171,38 @@ def public():
 @pytest.mark.parametrize("name", public())
 def test_every_public_name_is_in_the_api_reference(name):
     assert name in described()
+
+
+def functions(name):
+    """The functions of a public name: itself, or what a class defines for its users, its constructor included.
+
+    A method without a docstring answers to a base class of others, and is for nobody else.
+    """
+    thing = pydoc.locate(name)
+    if inspect.isfunction(thing):
+        return {name: thing}
+    if not inspect.isclass(thing):
+        return {}
+    found = {member: getattr(function, "__func__", function) for member, function in vars(thing).items()}
+    own = {member for member in found if not member.startswith("_")} | BUILT
+    told = {member for member in own & set(found) if member in BUILT or found[member].__doc__}
+    return {f"{name}.{member}": found[member] for member in told if has_source(found[member])}
+
+
+def has_source(thing):
+    """Whether something is a function that stands in a file, not one that a dataclass made."""
+    return inspect.isfunction(thing) and not thing.__code__.co_filename.startswith("<")
+
+
+@pytest.mark.parametrize("name", public())
+def test_whatever_raises_says_what_it_raises(name):
+    for place, function in functions(name).items():
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+        described = pydoc.locate(name) if place.rpartition(".")[2] in BUILT else function
+        if any(isinstance(node, ast.Raise) for node in ast.walk(tree)):
+            assert re.search(r"\bRaises?\b", described.__doc__ or ""), (
+                f"{place} raises, and its docstring is silent about it"
+            )
 
 
 def test_whatever_the_api_reference_names_is_there():
@@ -236,5 +264,5 @@ def test_changelog_keeps_the_form():
 
 def test_readme_holds_the_two_commands_and_says_what_is_missing():
     text = (ROOT / "README.md").read_text()
-    first_screen = text[: text.index("## Swap a layer")]
+    first_screen = text[: text.index("## Swap in Anemoi")]
     assert "make demo" in first_screen and "make test" in first_screen and "Not there yet" in first_screen

@@ -57,14 +57,15 @@ def _part(graph: Weather, models: dict) -> Coo:
     source, destination = PARTS[graph.part]
     whole = models[model]
     sizes = whole[source].num_nodes, whole[destination].num_nodes
-    return _sorted(whole[source, "to", destination].edge_index, sizes)
+    return sort_edges(whole[source, "to", destination].edge_index, sizes)
 
 
 def _random(graph: Random) -> Coo:
     generator = torch.Generator().manual_seed(0)
     ends = [torch.randint(n, (graph.num_edges,), generator=generator) for n in (graph.num_src, graph.num_dst)]
-    return _sorted(torch.stack(ends), (graph.num_src, graph.num_dst))
+    return sort_edges(torch.stack(ends), (graph.num_src, graph.num_dst))
 
 
-def _sorted(edge_index: torch.Tensor, sizes: tuple[int, int]) -> Coo:
+def sort_edges(edge_index: torch.Tensor, sizes: tuple[int, int]) -> Coo:
+    """Order edges by destination."""
     return Coo(edge_index[:, edge_index[1].argsort(stable=True)].contiguous(), sizes)

@@ -1,77 +1,254 @@
-"""The roofline picture: how close each peer comes to the speed at which the device moves bytes.
+"""Pictures of a results file as SVG: the roofline, and times beside each other. The only place that draws figures of a GPU.
 
-A point is a pass of a peer on a problem: floating-point operations over compulsory bytes, and operations over run time. On the
-line, time is the floor: compulsory bytes over the speed of a copy in the same run.
+In the roofline a point is a pass of a peer on a problem: floating-point operations over compulsory bytes, and operations over run
+time. On the line, time is the floor: compulsory bytes over the speed of a copy in the same run.
+
+Text and marks have classes instead of colours; the documentation's theme defines them, and `as_file` does for a file that stands
+alone. Peers differ by colour and by shape.
 """
 
+from dataclasses import dataclass
+from math import log10
 from pathlib import Path
 
-import matplotlib as mpl
-import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import NullLocator
-
 from suite.problems import ATTENTION, PARTS, PASSES
+from suite.table import figure, floor_seconds
 
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7", "#56B4E9", "#000000")  # Okabe and Ito
-MARKERS = "oDs^vPX"
+LIGHT, DARK = "light", "dark"
+INK = {LIGHT: ("#1a1a1a", "#5a5a5a", "#c4c4c4"), DARK: ("#e6e6e6", "#a8a8a8", "#505050")}  # text, axes, grid
+PEERS = {  # Okabe and Ito, the lighter ones on dark ground
+    LIGHT: ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000"),
+    DARK: ("#56B4E9", "#E69F00", "#009E73", "#CC79A7", "#0072B2", "#D55E00", "#FFFFFF"),
+}
+MARKS = (  # around 0, one for each peer
+    "M-5,0a5,5 0 1,0 10,0a5,5 0 1,0 -10,0z",
+    "M0,-6.5L6.5,0L0,6.5L-6.5,0z",
+    "M-5,-5H5V5H-5z",
+    "M0,-6L6,5H-6z",
+    "M0,6L6,-5H-6z",
+    "M-2,-6H2V-2H6V2H2V6H-2V2H-6V-2H-2z",
+    "M-6,-4L-4,-6L0,-2L4,-6L6,-4L2,0L6,4L4,6L0,2L-4,6L-6,4L-2,0z",
+)
+PANEL = (340, 270)  # of the roofline, in SVG units
+MARGIN = {"left": 46, "right": 10, "top": 30, "bottom": 42}
+BAR, GAP, NAMES, ENDS, WIDE = 18, 20, 86, 104, 460  # of bars: thickness, between groups, names, figures behind, all
 
 
-def draw(results: dict, path: Path) -> None:
-    """Draw the attention problems of whole models, a column of panels for each number of channels, a row for each pass.
+@dataclass(frozen=True)
+class LogAxis:
+    """A logarithmic axis: `low` lies at `start`, `high` at `end`, in SVG units."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+
+    def __call__(self, value: float) -> float:
+        """Where a value lies."""
+        return self.start + (self.end - self.start) * log10(value / self.low) / log10(self.high / self.low)
+
+    def ticks(self) -> list[float]:
+        """1, 2 and 5 times the powers of ten in range."""
+        candidates = [step * 10.0**power for power in range(-6, 7) for step in (1, 2, 5)]
+        return [value for value in candidates if self.low <= value <= self.high]
+
+
+def roofline(results: dict) -> list[str]:
+    """Return a panel for each pass and number of channels, of encoders, processors and decoders.
 
     Raises
     ------
     ValueError
         If the file has no measurement of such a problem.
     """
-    problems = {name: facts for name, facts in results["problems"].items() if _is_drawn(name, facts, results)}
+    problems = drawn(results)
+    widths = sorted({facts["channels"] for facts in problems.values()}, reverse=True)
+    return [
+        _roofline_panel(results, {name: facts for name, facts in problems.items() if facts["channels"] == width}, kind)
+        for kind in ATTENTION
+        for width in widths
+    ]
+
+
+def bars(results: dict) -> str:
+    """Return the times of forward and backward as bars, a group for each part of the widest model, the floor as a line.
+
+    Raises
+    ------
+    ValueError
+        If the file has no measurement of such a problem.
+    """
+    kind = "forward_backward"
+    facts = drawn(results)
+    widest = max(problem["channels"] for problem in facts.values())
+    problems = [name for name, problem in facts.items() if problem["channels"] == widest]
+    times = {name: _times(results, name, kind) for name in problems}
+    longest = max(time for line in times.values() for time in line.values())
+    scale = (WIDE - NAMES - ENDS) / longest
+    group = BAR * len(results["peers"]) + GAP
+    shapes = []
+    for row, name in enumerate(problems):
+        top = 40 + row * group
+        shapes.append(_text(NAMES - 8, top + (group - GAP) / 2 + 5, name.split("-")[0], "end", size=15))
+        shapes += [_bar(results, peer, top + n * BAR, scale, times[name]) for n, peer in enumerate(times[name])]
+        x = NAMES + scale * 1e3 * floor_seconds(results, name, kind)
+        about = f"floor of {name}: {figure(1e3 * floor_seconds(results, name, kind))} ms"
+        shapes.append(
+            f'<path class="floor" d="M{x:.1f},{top - 4}V{top + group - GAP + 2}"><title>{about}</title></path>'
+        )
+    height = 40 + group * len(problems) + 20
+    legend = _legend(results, WIDE, 18) + _text(NAMES, height - 8, "ms; line: time that the memory needs", size=14)
+    label = "; ".join(
+        f"{name.split('-')[0]}: " + ", ".join(f"{results['peers'][p]} {figure(t)} ms" for p, t in line.items())
+        for name, line in times.items()
+    )
+    return _svg(WIDE, height, f"Time of forward and backward. {label}", legend + "".join(shapes))
+
+
+def write(svg: str, path: Path) -> None:
+    """Write a picture to stand alone, and beside it one for dark ground, `name-dark.svg`."""
+    path.write_text(as_file(svg, LIGHT))
+    path.with_stem(f"{path.stem}-dark").write_text(as_file(svg, DARK))
+
+
+def whole_roofline(results: dict) -> str:
+    """Return the panels of the roofline as one picture, two in a row, with the legend below."""
+    (width, height), panels = PANEL, roofline(results)
+    bottom = height * -(-len(panels) // 2)
+    placed = [_placed(panel, width * (n % 2), height * (n // 2)) for n, panel in enumerate(panels)]
+    return _svg(width * 2, bottom + 30, "Roofline", "".join([*placed, _placed(legend(results), 0, bottom)]))
+
+
+def as_file(svg: str, theme: str) -> str:
+    """Return a picture with the colours of a theme, to stand alone."""
+    text, dim, grid = INK[theme]
+    peers = "".join(f".peer{i}{{fill:{colour}}}" for i, colour in enumerate(PEERS[theme]))
+    style = (
+        f"<style>svg{{font-family:system-ui,-apple-system,'Segoe UI',Arial,sans-serif}}text{{fill:{text}}}"
+        f".dim{{fill:{dim}}}.grid{{stroke:{grid};fill:none}}.line,.floor{{stroke:{text};fill:none;stroke-width:1.6}}{peers}"
+        "</style>"
+    )
+    head, end, rest = svg.partition(">")
+    return f"{head}{end}{style}{rest}\n"
+
+
+def drawn(results: dict) -> dict[str, dict]:
+    """Return the problems that pictures show: parts of whole models as their groups have them, where something was timed.
+
+    Raises
+    ------
+    ValueError
+        If there is none.
+    """
+    timed = {line["problem"] for line in results["results"] if "median_ms" in line}
+    problems = {
+        name: facts
+        for name, facts in results["problems"].items()
+        if name in timed and facts["name"].split("-")[0] in PARTS and not facts["group"].endswith("variants")
+    }
     if not problems:
         raise ValueError("the results must hold times of encoders, processors or decoders, got none of a whole model")
-    widths = sorted({facts["channels"] for facts in problems.values()}, reverse=True)
-    with mpl.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
-        figure = Figure(figsize=(1 + 3.6 * len(widths), 7), layout="constrained")
-        panels = figure.subplots(len(ATTENTION), len(widths), squeeze=False, sharex=True, sharey="row")
-        for kind, row in zip(ATTENTION, panels, strict=True):
-            for width, panel in zip(widths, row, strict=True):
-                chosen = {name: facts for name, facts in problems.items() if facts["channels"] == width}
-                _panel(panel, results, chosen, kind)
-                panel.set_title(f"{PASSES[kind]}, {width} channels", fontsize=9)
-            row[0].set_ylabel("TFLOP/s")
-        for panel in panels[-1]:
-            panel.set_xlabel("operations per compulsory byte")
-        handles, labels = panels[0, 0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=2, frameon=False)
-        figure.savefig(path, dpi=150)
+    return problems
 
 
-def _is_drawn(name: str, facts: dict, results: dict) -> bool:
-    timed = any(line["problem"] == name and "median_ms" in line for line in results["results"])
-    return timed and facts["name"].split("-")[0] in PARTS and not facts["group"].endswith("variants")
+def points(results: dict, problems: dict, kind: str) -> list[tuple[str, str, float, float]]:
+    """Return peer, problem, operations per compulsory byte and 10^12 operations per second of every measurement."""
+    return [
+        (peer, name, facts["flops"][kind] / facts["bytes"][kind], facts["flops"][kind] / (1e9 * time))
+        for name, facts in problems.items()
+        for peer, time in _times(results, name, kind).items()
+    ]
 
 
-def _panel(panel: Axes, results: dict, problems: dict, kind: str) -> None:
-    """The line of the copy, and a column of points for each problem."""
+def _times(results: dict, problem: str, kind: str) -> dict[str, float]:
+    """Median milliseconds of each peer that has some."""
+    found = {line["peer"]: line for line in results["results"] if (line["problem"], line["pass"]) == (problem, kind)}
+    return {peer: found[peer]["median_ms"] for peer in results["peers"] if "median_ms" in found.get(peer, {})}
+
+
+def _roofline_panel(results: dict, problems: dict, kind: str) -> str:
+    measured = points(results, problems, kind)
+    copy = max(results["environment"]["copy_bytes_per_second"]) / 1e12
     intensity = {name: facts["flops"][kind] / facts["bytes"][kind] for name, facts in problems.items()}
-    copy = max(results["environment"]["copy_bytes_per_second"])
-    ends = np.array([min(intensity.values()) / 1.6, max(intensity.values()) * 1.6])
-    panel.loglog(ends, ends * copy / 1e12, color="0.35", label=f"copy, {copy / 1e12:.3g} TB/s")
-    for (peer, title), colour, marker in zip(results["peers"].items(), COLOURS, MARKERS, strict=False):
-        lines = [
-            line
-            for line in results["results"]
-            if line["peer"] == peer and line["pass"] == kind and line["problem"] in problems and "median_ms" in line
-        ]
-        x = [intensity[line["problem"]] for line in lines]
-        y = [problems[line["problem"]]["flops"][kind] / (1e9 * line["median_ms"]) for line in lines]
-        if lines:
-            panel.plot(x, y, linestyle="none", marker=marker, color=colour, markersize=7, label=title)
-    for name, x in intensity.items():
-        panel.plot([x, x], [0, x * copy / 1e12], color="0.85", linewidth=1, zorder=0)
-        place = {"xytext": (-3, 3), "textcoords": "offset points", "ha": "right", "va": "bottom"}
-        panel.annotate(name.split("-")[0], (x, x * copy / 1e12), **place)
-    panel.set_xticks([1, 2, 5, 10, 20, 50], labels=["1", "2", "5", "10", "20", "50"], minor=False)
-    panel.xaxis.set_minor_locator(NullLocator())
-    panel.set_xlim(ends[0] / 1.3, ends[1])
-    panel.yaxis.set_major_formatter("{x:g}")
+    width, height = PANEL
+    x = LogAxis(min(intensity.values()) / 1.8, max(intensity.values()) * 1.5, MARGIN["left"], width - MARGIN["right"])
+    lowest = min((speed for *_, speed in measured), default=copy * x.low)
+    y = LogAxis(min(lowest, copy * x.low) / 1.5, copy * x.high * 1.2, height - MARGIN["bottom"], MARGIN["top"])
+    shapes = [_axes(x, y)]
+    shapes.append(f'<path class="line" d="M{x.start},{y(copy * x.low):.1f}L{x.end},{y(copy * x.high):.1f}"/>')
+    for name, value in intensity.items():
+        across, roof = x(value), y(copy * value)
+        shapes.append(f'<path class="grid" d="M{across:.1f},{roof:.1f}V{y.start}" stroke-dasharray="3 3"/>')
+        shapes.append(_text(across - 5, roof - 5, name.split("-")[0], "end", size=12))
+    for peer, name, at, speed in measured:
+        about = f"{results['peers'][peer]}, {name}: {speed / (copy * at):.0%} of the copy's speed"
+        shapes.append(_mark(results, peer, x(at), y(speed), about))
+    title = f"{PASSES[kind]}, {next(iter(problems.values()))['channels']} channels"
+    shapes.append(_text(MARGIN["left"], 16, title, size=13))
+    label = f"Roofline, {title}. " + "; ".join(
+        f"{results['peers'][peer]} on {name}: {speed:.2g} TFLOP/s" for peer, name, _, speed in measured
+    )
+    return _svg(*PANEL, f"{label}; line: {copy:.3g} TB/s", "".join(shapes))
+
+
+def legend(results: dict) -> str:
+    """Return the marks of the roofline with their names, as a picture of its own."""
+    entries = [
+        f'<g transform="translate({12 + 160 * place},14)">{_mark(results, peer, 0, 0, title)}'
+        f"{_text(12, 5, title.split(',')[0], size=14)}</g>"
+        for place, (peer, title) in enumerate(results["peers"].items())
+    ]
+    copy = max(results["environment"]["copy_bytes_per_second"]) / 1e12
+    end = 160 * len(entries)
+    entries.append(f'<path class="line" d="M{end + 2},14h26"/>{_text(end + 34, 19, f"copy, {copy:.3g} TB/s", size=14)}')
+    return _svg(end + 150, 28, "Marks of the roofline", "".join(entries))
+
+
+def _axes(x: LogAxis, y: LogAxis) -> str:
+    shapes = [f'<path class="grid" d="M{x.start},{y.end}V{y.start}H{x.end}"/>']
+    shapes += [_text(x(value), y.start + 16, f"{value:g}", "middle", "dim", 12) for value in x.ticks()]
+    shapes += [_text(x.start - 6, y(value) + 4, f"{value:g}", "end", "dim", 12) for value in y.ticks()]
+    shapes.append(_text((x.start + x.end) / 2, y.start + 34, "operations per compulsory byte", "middle", "dim", 12))
+    middle = (y.start + y.end) / 2
+    label = _text(12, middle, "TFLOP/s", "middle", "dim", 12)
+    return "".join(shapes) + f'<g transform="rotate(-90 12 {middle})">{label}</g>'
+
+
+def _bar(results: dict, peer: str, top: float, scale: float, times: dict) -> str:
+    first, *_ = peers = list(results["peers"])
+    ratio = f" ({times[peer] / times[first]:.1f}×)" if first in times and peer != first else ""  # noqa: RUF001  the sign
+    length = scale * times[peer]
+    bar = f'<rect class="peer{peers.index(peer)}" x="{NAMES}" y="{top}" width="{length:.1f}" height="{BAR - 2}"/>'
+    return bar + _text(NAMES + length + 7, top + BAR - 5, figure(times[peer]) + ratio, size=14)
+
+
+def _legend(results: dict, width: float, y: float) -> str:
+    """Names of the peers in a line that begins where the bars do."""
+    shapes, x = [], NAMES
+    for place, title in enumerate(results["peers"].values()):
+        name = title.split(",")[0]
+        shapes.append(f'<rect class="peer{place}" x="{x}" y="{y - 11}" width="13" height="13"/>')
+        shapes.append(_text(x + 19, y, name, size=14))
+        x += 40 + 8.2 * len(name)
+    return "".join(shapes)
+
+
+def _mark(results: dict, peer: str, x: float, y: float, about: str) -> str:
+    place = list(results["peers"]).index(peer)
+    return f'<path class="peer{place}" transform="translate({x:.1f},{y:.1f})" d="{MARKS[place]}"><title>{about}</title></path>'
+
+
+def _placed(svg: str, x: float, y: float) -> str:
+    return svg.replace("<svg ", f'<svg x="{x}" y="{y}" ', 1)
+
+
+def _text(x: float, y: float, text: str, anchor: str = "start", kind: str = "", size: int = 12) -> str:
+    name = f' class="{kind}"' if kind else ""
+    return f'<text{name} x="{x:.1f}" y="{y:.1f}" font-size="{size}" text-anchor="{anchor}">{text}</text>'
+
+
+def _svg(width: float, height: float, label: str, shapes: str) -> str:
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
+        f'role="img" aria-label="{label}">{shapes}</svg>'
+    )

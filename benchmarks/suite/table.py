@@ -64,7 +64,7 @@ def _times(results: dict, found: dict, kinds: tuple[str, ...], heading: str) -> 
             label = f"`{name}`" if len(kinds) == 1 else f"`{name}`, {PASSES[kind].rpartition(', ')[2]}"
             mine = lines[0].get("median_ms")
             share = f"{floor / mine:.0%}" if mine else EMPTY
-            rows.append([label, _figure(floor), _cell(lines[0]), share, *(_cell(line, mine) for line in lines[1:])])
+            rows.append([label, figure(floor), _cell(lines[0]), share, *(_cell(line, mine) for line in lines[1:])])
     if not rows:
         return ""
     titles = results["peers"]
@@ -100,11 +100,11 @@ def _cell(line: dict, mine: float | None = None) -> str:
     if "median_ms" not in line:
         return EMPTY
     ratio = f" ({line['median_ms'] / mine:.1f})" if mine else ""
-    return _figure(line["median_ms"]) + ratio
+    return figure(line["median_ms"]) + ratio
 
 
-def _figure(milliseconds: float) -> str:
-    """Three significant digits."""
+def figure(milliseconds: float) -> str:
+    """Return three significant digits."""
     return f"{milliseconds:.3g}" if milliseconds < 100 else f"{milliseconds:.0f}"
 
 

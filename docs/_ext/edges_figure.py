@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from docutils import nodes
+from maps import SIDE, map_of, project, seen
 from sphinx.util.docutils import SphinxDirective
 
 from anemoi_gt.data.graphs import icosphere_graph
@@ -18,7 +19,6 @@ from anemoi_gt.data.grids import octahedral
 from anemoi_gt.data.icosphere import icosphere
 from anemoi_gt.data.nodes import Nodes
 
-SIDE = 240  # of a map, in SVG units
 NEAR, FAR = 0.30, 0.75  # half the width of a map: sine of the angle from its centre
 
 
@@ -45,7 +45,7 @@ def figure() -> str:
     graph = icosphere_graph(members["data"], refinement=3)
     centre = middle_of_europe(graph, members)
     maps = "\n".join(draw(panel, graph, members, centre[panel.destination]) for panel in PANELS)
-    return f'<div class="figure-svg edges-figure">\n{maps}\n</div>'
+    return f'<div class="figure-svg maps-figure">\n{maps}\n</div>'
 
 
 def middle_of_europe(graph, members: dict[str, Nodes]) -> dict[str, int]:
@@ -73,26 +73,11 @@ def draw(panel: Panel, graph, members: dict[str, Nodes], centre: int) -> str:
         f'<circle class="{name}-node" cx="{x:.1f}" cy="{y:.1f}" r="{radius}"/>'
         for name, radius in (("data", 2.2), ("hidden", 4.2))
         if name in (panel.source, panel.destination)
-        for x, y in project(visible(members[name].xyz, middle), middle, panel.half_width)
+        for x, y in seen(members[name].xyz, middle, panel.half_width)
     )
     goal = f'<circle class="goal" cx="{SIDE / 2}" cy="{SIDE / 2}" r="8"/>'
     text = f"{panel.title}: one {panel.destination} node and the {panel.source} nodes that it reads, {len(ends)} edges"
-    return (
-        f'<figure><svg viewBox="0 0 {SIDE} {SIDE}" role="img" aria-label="{text}">'
-        f'<rect class="box" x="0.5" y="0.5" width="{SIDE - 1}" height="{SIDE - 1}" rx="4"/>{dots}{arrows}{goal}</svg>'
-        f"<figcaption>{text}</figcaption></figure>"
-    )
-
-
-def visible(xyz: np.ndarray, middle: Nodes) -> np.ndarray:
-    """Return the points [M, 3] on this side of the globe."""
-    return xyz[xyz @ middle.xyz[0] > 0]
-
-
-def project(xyz: np.ndarray, middle: Nodes, half_width: float) -> np.ndarray:
-    """Return where points [M, 3] are on a map around `middle`, north up, [M, 2] in SVG units."""
-    x, y = xyz @ middle.east[0], xyz @ middle.north[0]
-    return SIDE / 2 * (1 + np.stack([x, -y], axis=1) / half_width)
+    return map_of(f"{dots}{arrows}{goal}", text)
 
 
 class EdgesFigure(SphinxDirective):

@@ -2,11 +2,13 @@
 
 from importlib import import_module
 
+from anemoi_gt.compatibility import UntestedVersionsWarning
 from anemoi_gt.config import AttentionConfig
 from anemoi_gt.graph import GraphStructure
 from anemoi_gt.ops import attention_weights, edge_attention, merge
 from anemoi_gt.version import __version__
 
+_FROM_PROVENANCE = ("explain", "explain_attention")
 _FROM_NN = (
     "EncoderProcessorDecoder",
     "GraphTransformerConv",
@@ -17,16 +19,19 @@ _FROM_NN = (
 __all__ = [
     "AttentionConfig",
     "GraphStructure",
+    "UntestedVersionsWarning",
     "__version__",
     "attention_weights",
     "edge_attention",
     "merge",
+    *_FROM_PROVENANCE,
     *_FROM_NN,
 ]
 
 
 def __getattr__(name: str):
     """Import the modules on first use, so that the structure and the operation need torch alone."""
-    if name in _FROM_NN:
-        return getattr(import_module("anemoi_gt.nn"), name)
+    for room, names in (("nn", _FROM_NN), ("provenance", _FROM_PROVENANCE)):
+        if name in names:
+            return getattr(import_module(f"anemoi_gt.{room}"), name)
     raise AttributeError(f"module 'anemoi_gt' has no attribute {name!r}")

@@ -1,6 +1,14 @@
-"""The command line of the package, `python -m anemoi_gt`: prints what is installed and what would run."""
+"""The command line of the package, `python -m anemoi_gt`: what is installed and would run, and the applications by name."""
 
 import argparse
+import sys
+from importlib import import_module
+
+APPLICATIONS = {  # name of the module, which `python -m anemoi_gt.NAME` runs too
+    "train": "train a model, or go on training",
+    "evaluate": "score a trained model, and roll its forecasts out",
+    "export": "make a package of a trained model that runs without this library",
+}
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -9,15 +17,24 @@ def main(arguments: list[str] | None = None) -> None:
     Parameters
     ----------
     arguments : list of str, optional
-        None are those of the command line.
+        None are those of the command line. What follows the name of an application is its own.
     """
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments and arguments[0] in APPLICATIONS:
+        name, *rest = arguments
+        sys.argv = [f"anemoi_gt.{name}", *rest]  # where Hydra reads it
+        import_module(f"anemoi_gt.{name}").main()
+        return
     parser = argparse.ArgumentParser(
-        prog="python -m anemoi_gt", epilog="Applications: python -m anemoi_gt.train, python -m anemoi_gt.evaluate."
+        prog="python -m anemoi_gt",
+        epilog="train, evaluate and export are Hydra applications: add --help to see theirs.",
     )
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser(
         "info", help="print versions, devices, and for each attention backend whether it would run here"
     )
+    for name, summary in APPLICATIONS.items():
+        commands.add_parser(name, help=summary)
     parser.parse_args(arguments)
 
     from anemoi_gt.info import describe

@@ -3,6 +3,7 @@
 The only place that reads configs. The groups are in `anemoi_gt.configs`.
 """
 
+import json
 import logging
 import re
 import sys
@@ -15,9 +16,10 @@ import torch
 from torch import nn
 
 from anemoi_gt.config import AttentionConfig
-from anemoi_gt.data.datasets import Splits
+from anemoi_gt.data.datasets import ForecastDataset, Splits
 from anemoi_gt.extras import import_extra
-from anemoi_gt.ops.backends import choose_backend
+from anemoi_gt.ops.backends import BACKENDS, choose_backend
+from anemoi_gt.provenance import Explanation
 from anemoi_gt.training import TrainingConfig
 from anemoi_gt.training.device import choose_device
 from anemoi_gt.training.stop import Stopped
@@ -60,17 +62,25 @@ def build(config: "DictConfig") -> Run:
     ValueError, TypeError, ImportError, OSError
         When a part of the config cannot be made; whatever its maker raised.
     """
+    splits, training = build_data(config)
+    return Run(splits, build_model(config, splits.train), training)
+
+
+def build_data(config: "DictConfig") -> tuple[Splits, TrainingConfig]:
+    """Check a config, and make what every process of a run has: the data set, and the numbers. Raises as `build` does."""
     for group in GROUPS:
         check_types(group, config[group])
     training = instantiate(config.training)
-    attention = instantiate(config.attention)
-    check_backend(attention, choose_device(training.device))
-    splits = instantiate(config.data)
-    graph = instantiate(config.graph)(splits.train.nodes)
-    torch.manual_seed(training.seed)
+    check_backend(instantiate(config.attention), choose_device(training.device))
+    return instantiate(config.data), training
+
+
+def build_model(config: "DictConfig", train: ForecastDataset) -> nn.Module:
+    """Make the graph, and the model on it for these samples, on the CPU. Raises as `build` does."""
+    graph = instantiate(config.graph)(train.nodes)
+    torch.manual_seed(config.training.seed)
     make_model = instantiate(config.model)
-    model = make_model(graph, splits.train.in_channels, splits.train.out_channels, config=attention)
-    return Run(splits, model, training)
+    return make_model(graph, train.in_channels, train.out_channels, config=instantiate(config.attention))
 
 
 def describe(config: "DictConfig") -> dict[str, Any]:
@@ -114,9 +124,37 @@ def fits(value: Any, kinds: tuple[type, ...]) -> bool:
     return type(value) in kinds or (type(value) is int and float in kinds)
 
 
-def check_backend(attention: AttentionConfig, device: torch.device) -> None:
-    """Raise a ValueError now, not in the first step, when the attention backend cannot run on this device."""
-    choose_backend(attention.backend, torch.empty(1, 1, 1, 16, device=device))
+def check_backend(attention: AttentionConfig, device: torch.device) -> str:
+    """Return the attention backend that will run on this device; raise a ValueError now, not in the first step, when none can."""
+    chosen = choose_backend(attention.backend, torch.empty(1, 1, 1, 16, device=device))
+    return next(name for name, backend in BACKENDS.items() if backend is chosen)
+
+
+def check_explain(where: Any) -> None:
+    """Raise a ValueError unless the config's `explain` is null, "print" or the name of a file."""
+    if not (where is None or (isinstance(where, str) and where)):
+        raise ValueError(f"explain must be null, print or the name of a file, got {where!r}")
+
+
+def tell(explanation: Explanation, where: str, folder: Path) -> None:
+    """Log which kernels serve a model, or write it to a file.
+
+    Parameters
+    ----------
+    explanation : Explanation
+    where : str
+        "print" logs the table. Anything else is a file, below `folder` unless it is absolute: plain values as JSON where it
+        ends in .json, else the table.
+    folder : Path
+        The run's.
+    """
+    if where == "print":
+        log.info("%s", explanation)
+        return
+    path = folder / where
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(explanation.to_dict(), indent=1) if path.suffix == ".json" else f"{explanation}\n")
+    log.info("kernels of each layer: %s", path)
 
 
 def output_folder() -> Path:

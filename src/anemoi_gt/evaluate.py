@@ -10,7 +10,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from anemoi_gt.application import Run, build, launch, output_folder, require_packages, stop
+import torch
+
+from anemoi_gt.application import Run, build, check_explain, launch, output_folder, require_packages, stop, tell
+from anemoi_gt.provenance import explain
+from anemoi_gt.training.batches import load
 from anemoi_gt.training.checkpoint import load_checkpoint, load_weights
 from anemoi_gt.training.device import choose_device, cpu_threads
 from anemoi_gt.training.metrics import read_metrics
@@ -27,12 +31,15 @@ def prepare(config: "DictConfig") -> Callable[[], None]:
     steps = config.rollout
     if type(steps) is not int or steps < 1:
         raise ValueError(f"rollout must be a whole number of steps, at least 1, got {steps!r}")
+    check_explain(config.explain)
     path = Path(config.checkpoint)
     state, run = load_checkpoint(path), build(config)
     load_weights(run.model, state)
     if steps > 1:
         run.splits.test.advance(0, [])  # raises now, not after the scores, where there are no rollouts
     log.info("%s, after step %s", path, state.get("step"))
+    if config.explain is not None:
+        explain_forecast(run, config.explain, output_folder())
     return partial(evaluate, run, path, output_folder(), steps)
 
 
@@ -55,6 +62,15 @@ def evaluate(run: Run, checkpoint: Path, folder: Path, steps: int) -> None:
         write_report(folder, model, run.splits.test, read_metrics(checkpoint.parent / "metrics.jsonl"))
         if steps > 1:
             write_rollout_report(folder, model, run.splits.test, steps)
+
+
+def explain_forecast(run: Run, where: str, folder: Path) -> None:
+    """Tell which kernels serve a forecast, as `tell` does."""
+    device = choose_device(run.training.device)
+    model = run.model.to(device).eval()
+    with cpu_threads(run.training.threads), torch.no_grad():
+        found = explain(model, next(load(run.splits.test, run.training.batch_size, device)).inputs)
+    tell(found, where, folder)
 
 
 def store_config(arguments: list[str]) -> None:

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 
 import torch
 
+from anemoi_gt.compatibility import installed, why_untested
 from anemoi_gt.ops.backends import BACKENDS, choose_backend, why_not
 from anemoi_gt.version import __version__
 
@@ -38,6 +39,7 @@ def versions() -> Iterator[tuple[str, str]]:
     yield "anemoi_gt", __version__
     yield "python", f"{platform.python_version()} on {platform.platform()}"
     yield "torch", f"{torch.__version__}, built {_built_for()}"
+    yield "tested", why_untested(*installed()) or "yes, these releases of PyTorch and Triton are"
 
 
 def packages() -> Iterator[tuple[str, str]]:

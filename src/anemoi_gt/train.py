@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from anemoi_gt.application import (
     ERRORS_OF_PREPARATION,
@@ -21,23 +22,28 @@ from anemoi_gt.application import (
     build_data,
     build_model,
     check_backend,
+    check_explain,
     check_types,
     describe,
     instantiate,
     launch,
     output_folder,
     stop,
+    tell,
 )
 from anemoi_gt.distributed import ShardingConfig, by_first_rank, is_launched, of_first_rank, started
 from anemoi_gt.distributed.checkpoint import load_values
 from anemoi_gt.distributed.folder import ONE_PROCESS, TORCHRUN, checkpoint_to_continue
-from anemoi_gt.distributed.meeting import code_in_use, meeting
+from anemoi_gt.distributed.meeting import code_in_use, leave_last, meeting
 from anemoi_gt.distributed.model import scatter_model
 from anemoi_gt.distributed.training import check_samples, cpu_group, divide_trainer, train_on_ranks
 from anemoi_gt.distributed.watch import leave
+from anemoi_gt.provenance import explain
 from anemoi_gt.training import Trainer
+from anemoi_gt.training.batches import load
 from anemoi_gt.training.checkpoint import load_checkpoint, load_weights
 from anemoi_gt.training.device import choose_device, cpu_threads
+from anemoi_gt.training.learner import AUTOCAST
 from anemoi_gt.training.metrics import MetricsFile
 from anemoi_gt.training.report import write_report
 from anemoi_gt.training.stop import Stopped
@@ -50,18 +56,17 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MAY_DIFFER = ("attention.", "data.path", "training.device", "training.threads")  # where and how fast a run computes
-RANKS_MAY_DIFFER = (
-    "data.path",
-    "training.device",
-    "training.threads",
-    "attention.backend",
-)  # what comes of it is compared
+# Between ranks; what comes of device and backend is compared instead.
+RANKS_MAY_DIFFER = ("data.path", "training.device", "training.threads", "attention.backend")
 
 
 def prepare(config: "DictConfig") -> Callable[[], float]:
     """Make what Hydra composed; returns the training of it."""
     check_types("sharding", config.sharding)
+    check_explain(config.explain)
     if is_launched():
+        if config.explain is not None:
+            raise ValueError("explain must be null under torchrun: one process explains the layers of the whole graph")
         return partial(train_together, config)
     if instantiate(config.sharding).strategy != "none":
         raise ValueError(
@@ -75,7 +80,21 @@ def prepare(config: "DictConfig") -> Callable[[], float]:
     if state is not None:
         trainer.load_state_dict(state)
         log.info("continues after step %d", trainer.learner.step)
+    if config.explain is not None:
+        explain_step(trainer, config.explain)
     return partial(train, trainer)
+
+
+def explain_step(trainer: Trainer, where: str) -> None:
+    """Tell which kernels serve the steps of a run, as `tell` does; nothing of the run changes by it."""
+    samples = load(trainer.splits.train, trainer.config.batch_size, trainer.device)
+    model, dtype = trainer.learner.model.train(), AUTOCAST[trainer.config.precision]
+    with (
+        cpu_threads(trainer.config.threads),
+        torch.autocast(trainer.device.type, dtype=dtype, enabled=dtype is not None),
+    ):
+        found = explain(model, next(samples).inputs)
+    tell(found, where, trainer.folder)
 
 
 def former_state(folder: Path, resume: bool, description: dict) -> dict | None:
@@ -150,35 +169,100 @@ def train_together(config: "DictConfig") -> float | None:
     Parameters
     ----------
     config : DictConfig
-        The same on all ranks.
+        The same on all ranks, but for `RANKS_MAY_DIFFER`.
 
     Returns
     -------
     float or None
         The lowest validation loss; None on a rank that is not the first.
+
+    Raises
+    ------
+    Stopped
+        On the first rank, when one of them was told to stop; the others exit with its status.
     """
     try:
-        sharding = instantiate(config.sharding)
-        with started(sharding, choose_device(config.training.device).type) as mesh:
-            folder, run = Path(of_first_rank(str(output_folder()))), build(config)
-            trainer = Trainer(copy.deepcopy(run.model), run.splits, run.training, folder, describe(config))
-            records = train_on_ranks(trainer, mesh, sharding, resumes=config.resume)
-            if records is None:
-                return None
-            model = run.model.to(trainer.device)
-            load_weights(model, load_checkpoint(folder / BEST))
-            with cpu_threads(run.training.threads):
-                write_report(folder, model.eval(), run.splits.test, records)
-            return trainer.best_loss
+        sharding, device_type = instantiate(config.sharding), choose_device(config.training.device).type
+        with (
+            meeting(what_ranks_share(config, sharding, device_type), sharding.timeout),
+            started(sharding, device_type) as mesh,
+        ):
+            try:
+                return train_on_mesh(config, sharding, mesh)
+            except Stopped as error:
+                stopped = error  # leaves the block as a value: the ranks end together, and none has failed
     except ERRORS_OF_PREPARATION as error:
         stop("anemoi_gt.train", error)
+    if os.environ["RANK"] != "0":
+        leave_last(stopped.exit_status)
+    raise stopped
+
+
+def train_on_mesh(config: "DictConfig", sharding: ShardingConfig, mesh: "DeviceMesh") -> float | None:
+    """Train as `train_together` does, on ranks that have joined. Collective; raises Stopped on all of them."""
+    is_first, description = mesh.get_rank() == 0, describe(config)
+    folder = Path(of_first_rank(str(output_folder())))
+    resumes = by_first_rank(partial(continues_on_ranks, folder, config.resume, description))
+    splits, training = build_data(config)
+    check_samples(splits, folder)
+    group, whole = cpu_group(), build_model(config, splits.train) if is_first else None
+    strategy = "edges" if sharding.strategy == "none" else sharding.strategy
+    model, cut = scatter_model(whole, mesh, group, strategy, overlap=sharding.overlap)
+    trainer = Trainer(model, splits, training, folder, description)
+    divide_trainer(trainer, cut, mesh, group)
+    log.info("%d ranks, %d of them for a model; %d nodes", mesh.size(), mesh["model"].size(), len(splits.train.nodes))
+    test = splits.test if is_first else None
+    del splits, model  # what is left holds this rank's part alone
+    records = train_on_ranks(trainer, cut, resumes=resumes)
+    if is_first:
+        whole = whole.to(trainer.device)
+        load_weights(whole, load_checkpoint(folder / BEST))
+        with cpu_threads(training.threads):
+            write_report(folder, whole.eval(), test, records)
+    dist.barrier(group)  # however long that takes: the group is patient
+    return trainer.best_loss if is_first else None
+
+
+def continues_on_ranks(folder: Path, resume: bool, description: dict) -> bool:
+    """Whether a run of torchrun continues what is in its folder; raises as `former_state` does."""
+    path = checkpoint_to_continue(folder / LAST, TORCHRUN, resume=resume)
+    if path is None:
+        return False
+    refuse_changes(path, load_values(path, "config"), description)
+    return True
+
+
+def what_ranks_share(config: "DictConfig", sharding: ShardingConfig, device_type: str) -> dict[str, Any]:
+    """Return what must be the same on all ranks, by name: values of the config, and what they come to here."""
+    device = torch.device(device_type, int(os.environ["LOCAL_RANK"])) if device_type == "cuda" else "cpu"
+    shared = dict(flatten(describe(config) | {"sharding": asdict(sharding), "resume": config.resume}))
+    shared = {key: value for key, value in shared.items() if key not in RANKS_MAY_DIFFER}
+    backend = check_backend(instantiate(config.attention), device)
+    return shared | {"the device": device_type, "the attention backend": backend} | code_in_use()
+
+
+def flatten(values: dict, key: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the values of nested dicts by their path with dots."""
+    for name, value in values.items():
+        path = f"{key}.{name}" if key else name
+        if isinstance(value, dict):
+            yield from flatten(value, path)
+        else:
+            yield path, value
 
 
 def main() -> None:
     """Run the application with the arguments of the command line."""
-    if is_launched() and os.environ["RANK"] != "0":  # Hydra's folder and log are the first rank's
+    if not is_launched():
+        return launch("train", prepare)
+    if os.environ["RANK"] != "0":  # Hydra's folder and log are the first rank's
         sys.argv += ["hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=disabled"]
-    launch("train", prepare)
+    status = 0
+    try:
+        launch("train", prepare)
+    except SystemExit as end:
+        status = end.code or 0
+    leave(status)
 
 
 if __name__ == "__main__":

@@ -1,16 +1,17 @@
-"""What is made of results: tables, the page, the picture; and the whole way from the command line."""
+"""What is made of results: tables, the page, pictures; and the whole way from the command line."""
 
 import json
 import re
-import shlex
-from pathlib import Path
+from xml.etree import ElementTree
 
+import accuracy
 import pytest
 import report
 import run
 from suite import picture, problems, table
+from suite.table import figure
+from support.pages import PAGES, ROOT, commands
 
-ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "performance.md"
 
 
@@ -48,30 +49,59 @@ def test_a_page_without_a_place_for_figures_is_refused():
         table.put_into("nothing", "a.json", "new")
 
 
-def test_the_picture_has_a_point_for_each_measurement(results, monkeypatch, tmp_path):
-    drawn = {}
-    monkeypatch.setattr(picture.Figure, "savefig", lambda figure, path, **_: drawn.update(figure=figure))
-    picture.draw(results, tmp_path / "x.png")
-    points = {
-        line.get_label(): list(zip(line.get_xdata(), line.get_ydata(), strict=True))
-        for line in drawn["figure"].axes[0].lines
-        if line.get_marker() != "None"
-    }
-    assert points["anemoi_gt"] == [(2.0, 1.0), (4.0, 2.0)]  # operations a byte; 10^12 operations a second
-    assert points["PyG"] == [(2.0, pytest.approx(1 / 3))]
+def test_the_roofline_has_a_point_for_each_measurement(results):
+    found = picture.points(results, picture.drawn(results), "forward")
+    assert [(peer, intensity) for peer, _, intensity, _ in found] == [("ours", 2.0), ("pyg", 2.0), ("ours", 4.0)]
+    assert [speed for *_, speed in found] == pytest.approx([1.0, 1 / 3, 2.0])  # 10^12 operations a second
+    forward, _ = picture.roofline(results)
+    assert forward.count('class="peer0"') == 2 and forward.count('class="peer1"') == 1
 
 
-def test_a_picture_of_nothing_is_refused(results, tmp_path):
+def test_a_point_on_the_line_runs_at_the_speed_of_a_copy(results):
+    results["results"][0]["median_ms"] = 2.0  # 2 * 10^9 bytes at 10^12 a second
+    forward, _ = picture.roofline(results)
+    assert "anemoi_gt, encoder-x-c64: 100% of the copy's speed" in forward
+    mark = re.search(r'class="peer0" transform="translate\(([\d.]+),([\d.]+)\)"', forward)
+    line = re.search(r'class="line" d="M([\d.]+),([\d.]+)L([\d.]+),([\d.]+)"', forward)
+    x, y, (x0, y0, x1, y1) = *map(float, mark.groups()), map(float, line.groups())
+    assert y == pytest.approx(y0 + (x - x0) * (y1 - y0) / (x1 - x0), abs=0.2)
+
+
+def test_a_bar_is_as_long_as_its_time(results):
+    for line in [line for line in results["results"] if "median_ms" in line]:
+        results["results"].append(line | {"pass": "forward_backward"})
+    drawn = picture.bars(results)
+    lengths = [
+        float(length)
+        for length in re.findall(r'<rect class="peer\d" x="86" y="\d+" width="([\d.]+)" height="16"', drawn)
+    ]
+    assert lengths == pytest.approx([lengths[1] / 3, lengths[1], lengths[1] / 3], abs=0.1)  # 4, 12 and 4 ms
+    assert "12 (3.0" in drawn
+
+
+def test_a_picture_of_nothing_is_refused(results):
     with pytest.raises(ValueError, match="must hold times of encoders"):
-        picture.draw(results | {"results": []}, tmp_path / "x.png")
+        picture.roofline(results | {"results": []})
 
 
-def test_results_become_a_picture_and_a_page(results, tmp_path):
-    file, page, roofline = tmp_path / "r.json", tmp_path / "page.md", tmp_path / "roofline.png"
+def test_results_become_pictures_and_a_page(results, tmp_path):
+    file, page = tmp_path / "r.json", tmp_path / "page.md"
     file.write_text(json.dumps(results))
     page.write_text("<!-- figures of r.json -->\n<!-- end of r.json -->\n")
-    report.main([str(file), "--page", str(page), "--picture", str(roofline)])
-    assert "12 (3.0)" in page.read_text() and roofline.read_bytes()[:4] == b"\x89PNG"
+    report.main([str(file), "--page", str(page), "--roofline", str(tmp_path / "roofline.svg")])
+    assert "12 (3.0)" in page.read_text()
+    light, dark = (ElementTree.parse(tmp_path / name) for name in ("roofline.svg", "roofline-dark.svg"))
+    colours = [re.findall(r"text\{fill:(#\w+)\}", tree.getroot()[0].text) for tree in (light, dark)]
+    assert colours == [["#1a1a1a"], ["#e6e6e6"]]
+
+
+def test_pictures_of_the_readme_are_those_of_the_results():
+    results = json.loads((ROOT / "benchmarks" / "results" / "n320_h200.json").read_text())
+    for name, theme in (("speed", picture.LIGHT), ("speed-dark", picture.DARK)):
+        committed = (ROOT / "docs" / "_static" / f"{name}.svg").read_text()
+        assert committed == picture.as_file(picture.bars(results), theme), (
+            "python benchmarks/report.py FILE --bars FILE"
+        )
 
 
 def test_one_command_measures_and_leaves_a_file(tiny, tmp_path, monkeypatch, capsys):
@@ -103,9 +133,46 @@ def test_the_page_holds_the_tables_of_every_results_file():
         assert expected == page, f"{name} has changed: run benchmarks/report.py with --page docs/performance.md"
 
 
-def test_commands_on_the_page_are_understood():
-    lines = re.findall(r"^python benchmarks/run\.py(.*)$", PAGE.read_text(), re.MULTILINE)
-    assert lines
-    for line in lines:
-        options = run.parse(shlex.split(line))
-        assert problems.select(options.problems)
+@pytest.mark.parametrize("script", [run, report, accuracy])
+def test_commands_on_the_pages_are_understood(script):
+    shown = [words[2:] for page in PAGES for words in commands(page) if f"benchmarks/{script.__name__}.py" in words]
+    assert shown
+    understood = [script.parse(words) for words in shown]
+    assert script is not run or all(problems.select(options.problems) for options in understood)
+
+
+def test_the_readme_has_the_factors_of_the_results():
+    text = " ".join((ROOT / "README.md").read_text().split())
+    results = json.loads((ROOT / "benchmarks" / "results" / "n320_h200.json").read_text())
+    lines = {(line["problem"], line["peer"]): line for line in results["results"] if line["pass"] == "forward_backward"}
+
+    def factors(name, figure):
+        pairs = [(lines[key, "anemoi"], lines[key, "ours"]) for key, _ in lines if re.fullmatch(name, key)]
+        ratios = [f"{theirs[figure] / ours[figure]:.1f}" for theirs, ours in pairs]
+        return min(ratios), max(ratios)
+
+    wide = r"\w+-n320-c64"
+    assert "takes {} to {} times as long, and {} to {} times".format(
+        *factors(wide, "median_ms"), *factors(wide, "peak_bytes")
+    ) in text  # fmt: skip
+    assert "With 32 channels a head the factor is {} to {}.".format(*factors(r"\w+-n320-c32", "median_ms")) in text
+    assert "where the host takes the time, it is {}.".format(factors("edges1000-c64", "median_ms")[0]) in text
+    bars = [figure(lines[key, peer]["median_ms"]) for key, peer in lines if re.fullmatch(wide, key)]
+    described = re.search(r'alt="(Bars: [^"]+)"', text)[1]
+    assert sorted(re.findall(r"\d+\.\d+", described)) == sorted(bars)
+
+
+def test_the_page_has_the_times_of_a_cpu():
+    results = json.loads((ROOT / "benchmarks" / "results" / "cpu_attention.json").read_text())["results"]
+    for line in results:
+        for kind in ("forward", "forward_backward"):
+            time, title = line[kind], f"{kind.replace('_', ' and ')}, {line['channels']} channels a head"
+            theirs = f"{time['pyg']:.0f} ({time['pyg_over_anemoi_gt']:.1f})"
+            assert f"| {title} | {time['anemoi_gt']:.0f} | {theirs} |" in PAGE.read_text()
+
+
+def test_the_readme_has_the_factors_of_a_cpu():
+    results = json.loads((ROOT / "benchmarks" / "results" / "cpu_attention.json").read_text())["results"]
+    ratios = [f"{line[kind]['pyg_over_anemoi_gt']:.1f}" for line in results for kind in ("forward", "forward_backward")]
+    text = " ".join((ROOT / "README.md").read_text().split())
+    assert f"layer takes {min(ratios)} to {max(ratios)} times as long as ours" in text

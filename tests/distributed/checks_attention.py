@@ -26,9 +26,11 @@ from distributed.problems import (
     GRAPHS,
     HEADS,
     WAYS,
+    Problem,
     attend_whole,
     make_problem,
     part_of,
+    run,
     run_sharded,
     run_whole,
 )
@@ -144,16 +146,19 @@ def a_rank_may_hold_nothing_but_its_own_edges(group, verdict):
 
 @on_ranks(2, 3)
 def dropout_drops_what_one_device_drops(group, verdict):
-    problem = make_problem("asymmetric")
-    torch.manual_seed(11)
-    attend = partial(attend_whole, problem.graph, dropout_p=0.5, config=CONFIG)
-    whole = problem.layer(problem.x_src, problem.x_dst, problem.edge_attr, attend)
-    shard = shard_graph(problem.graph, group)
-    own_src, own_dst = shard.sources.nodes(shard.rank), shard.destinations.nodes(shard.rank)
-    torch.manual_seed(11)
-    attend = partial(attend_after_exchange, shard, dropout_p=0.5, config=CONFIG)
-    part = problem.layer(problem.x_src[own_src], problem.x_dst[own_dst], problem.edge_attr[shard.edges], attend)
-    verdict.close("out", part.detach(), whole.detach()[own_dst])
+    problem = make_problem("asymmetric", batch=(2,))
+    for way, (strategy, attend) in WAYS.items():
+        torch.manual_seed(11)
+        call = partial(attend_whole, problem.graph, dropout_p=0.5, config=CONFIG)
+        whole, _, expected = run(problem, call, 1.0)
+        shard = shard_graph(problem.graph, group, strategy)
+        torch.manual_seed(11)
+        own = part_of(vars(problem), shard)
+        call = partial(attend, shard, dropout_p=0.5, config=CONFIG)
+        out, _, gradients = run(Problem(**own), call, 1.0)
+        verdict.close(f"{way}: out", out, part_of({"out": whole}, shard)["out"])
+        for name, gradient in part_of(expected, shard).items():
+            verdict.close(f"{way}: {name}", gradients[name], gradient)
 
 
 @on_ranks(2)
@@ -330,9 +335,10 @@ def what_cannot_run_says_why(group, verdict):
     few = "got 2 heads and 3 ranks"
     verdict.raises(ValueError, few, lambda: attend_by_heads(heads, two_heads(x)[0], x, two_heads))
     verdict.raises(ValueError, "must come raw", lambda: by_heads(edge_attr=attr))
-    verdict.raises(ValueError, "counts heads from 0", lambda: by_heads(dropout_p=0.5))
-    verdict.raises(ValueError, "two calls draw two masks", lambda: overlapped(dropout_p=0.5))
     verdict.raises(ValueError, "one row for each of the", lambda: overlapped(edge_attr=attr[1:], **weight))
+    layer.float()
+    x, triton = x.float(), {"dropout_p": 0.5, "config": AttentionConfig(backend="triton")}
+    verdict.raises(ValueError, "'triton', whose kernels count heads from 0", lambda: by_heads(**triton))
 
 
 @on_ranks(2)

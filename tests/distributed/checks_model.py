@@ -1,27 +1,19 @@
 """Checks on ranks: the whole model, cut to the rows of a rank, gives what it gives whole."""
 
 import copy
-import shutil
-import tempfile
-from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch_geometric.data import HeteroData
 
 from anemoi_gt import AttentionConfig, EncoderProcessorDecoder
-from anemoi_gt.data.graphs import icosphere_graph
-from anemoi_gt.data.sphere import sphere
-from anemoi_gt.distributed import ShardingConfig, reduce_gradients, sum_loss
-from anemoi_gt.distributed.model import shard_model
-from anemoi_gt.distributed.training import ShardedBatches, Silence, shard_trainer, train_on_ranks
-from anemoi_gt.training import Trainer, TrainingConfig
-from anemoi_gt.training.metrics import MetricsFile
+from anemoi_gt.distributed import reduce_gradients, sum_loss
+from anemoi_gt.distributed.model import scatter_model, shard_model
+from anemoi_gt.distributed.part import edges_of_model
 from distributed.problems import data, nearest
 from distributed.problems import mesh as mesh_points
-from distributed.ranks import everywhere, mesh_of, on_ranks, without_default_device
+from distributed.ranks import everywhere, fitting, mesh_of, on_all_ranks
 
 FIELDS = 3
 
@@ -60,7 +52,12 @@ MESHES = ((1, 1), (1, 2), (1, 3), (1, 4), (2, 2))  # (data, model)
 CASES = (("edges", True, {}), ("edges", False, {"checkpoint_groups": 2, "qk_norm": True}), ("heads", True, {}))
 
 
-@on_ranks(4)
+def one_model():
+    """All ranks on one model."""
+    return mesh_of(1, dist.get_world_size())
+
+
+@on_all_ranks
 def outputs_loss_and_gradients_are_those_of_one_device(group, verdict):
     x, target = torch.randn(2, 2, len(data), FIELDS, dtype=torch.float64)
     for strategy, overlap, options in CASES:
@@ -69,7 +66,7 @@ def outputs_loss_and_gradients_are_those_of_one_device(group, verdict):
         loss = (out - target).square().sum() / len(data) / 2
         loss.backward()
         expected = dict(whole.named_parameters())
-        for shape in MESHES:
+        for shape in fitting(*MESHES):
             mesh = mesh_of(*shape)
             if mesh.get_coordinate() is None:
                 continue
@@ -89,9 +86,9 @@ def outputs_loss_and_gradients_are_those_of_one_device(group, verdict):
                 verdict.close(f"{label}: {name}", parameter.grad, gradient)
 
 
-@on_ranks(4)
+@on_all_ranks
 def every_trained_row_has_one_owner(group, verdict):
-    part, mesh = make_model(), mesh_of(1, 4)
+    part, mesh = make_model(), one_model()
     sizes = {name: len(parameter) for name, parameter in part.named_parameters()}
     cut = shard_model(part, mesh)
     for name, table in cut.tables.items():
@@ -100,117 +97,99 @@ def every_trained_row_has_one_owner(group, verdict):
     verdict.same("own", sorted(cut.tables), sorted(name for name in sizes if name.endswith("trainable")))
 
 
-@on_ranks(4)
+@on_all_ranks
 def models_that_cannot_be_cut_say_why(group, verdict):
-    mesh, model = mesh_of(1, 4), make_model()
+    mesh, model = one_model(), make_model()
     verdict.raises(ValueError, "mapper_chunks must be 1", lambda: shard_model(make_model(mapper_chunks=2), mesh))
-    if dist.get_rank() == 2:
+    verdict.raises(ValueError, "strategy must be one of edges, heads", lambda: shard_model(model, mesh, "nodes"))
+    if dist.get_rank() == dist.get_world_size() - 1:
         next(model.parameters()).data += 1
-    verdict.raises(ValueError, "weights must be the same on all ranks, got", lambda: shard_model(model, mesh))
+    for other in (one_model(), mesh_of(dist.get_world_size(), 1)):
+        cut = partial(shard_model, model, other)
+        verdict.raises(ValueError, "weights must be the same on all ranks, got", cut)
+    model = make_model()
+    if dist.get_rank() == 1:
+        model.decoder_edges["data"].edge_attr += 1
+    verdict.raises(ValueError, "graphs must be the same on all ranks, got", partial(shard_model, model, mesh))
 
 
-@on_ranks(4)
+@on_all_ranks
+def rows_that_are_not_trained_stay_so(group, verdict):
+    whole = make_model()
+    whole.nodes["data"].trainable.requires_grad_(False)
+    shard_model(whole, one_model())
+    kept = [whole.nodes[name].trainable.requires_grad for name in ("data", "hidden")]
+    verdict.same("requires_grad", kept, [False, True])
+
+
+@on_all_ranks
 def dropout_drops_what_one_device_drops(group, verdict):
-    """With overlap asked for: it gives way."""
-    whole, part = make_model(dropout=0.5), make_model(dropout=0.5)
     x = torch.randn(2, len(data), FIELDS, dtype=torch.float64)
-    torch.manual_seed(3)
-    out = whole(x)
-    cut = shard_model(part, mesh_of(1, 4))
-    own = cut.partitions["data"].nodes(cut.rank)
-    torch.manual_seed(3)
-    verdict.close("out", part(x[:, own]).detach(), out.detach()[:, own])
+    for strategy, overlap in (("edges", True), ("edges", False), ("heads", True)):
+        whole, part = make_model(dropout=0.5), make_model(dropout=0.5)
+        torch.manual_seed(3)
+        out = whole(x)
+        cut = shard_model(part, one_model(), strategy, overlap=overlap)
+        own = cut.partitions["data"].nodes(cut.rank)
+        torch.manual_seed(3)
+        verdict.close(f"{strategy} {overlap}: out", part(x[:, own]).detach(), out.detach()[:, own])
 
 
-@on_ranks(4)
+@on_all_ranks
 def copies_of_a_model_share_its_graphs(group, verdict):
     part = make_model()
-    shard_model(part, mesh_of(1, 4))
+    shard_model(part, one_model())
     verdict.that(copy.deepcopy(part).processor_edges()[0] is part.processor_edges()[0], "the graph was copied")
 
 
-class Records:
-    """Metrics in memory."""
-
-    def __init__(self):
-        self.losses = []
-
-    def write(self, **record):
-        self.losses.append((record["split"], record["step"], record["loss"]))
-
-    def sync(self):
-        pass
+def scattered(mesh, strategy="edges", **options):
+    """A part of the model that the first rank makes, and how it is divided."""
+    group = dist.new_group(backend="gloo")
+    return scatter_model(make_model(**options).cpu() if dist.get_rank() == 0 else None, mesh, group, strategy)
 
 
-def make_trainer(folder, steps=6):
-    """A trainer of a small model on a sphere of 208 points."""
-    numbers = {"steps": steps, "batch_size": 4, "warmup_steps": 2, "valid_every": 2, "log_every": 1, "device": "auto"}
-    splits = sphere("O4", train_size=8, valid_size=3, test_size=1)
-    graph, train = icosphere_graph(splits.train.nodes, refinement=1), splits.train
-    torch.manual_seed(0)
-    options = {"channels": 8, "heads": 4, "num_layers": 1, "config": AttentionConfig(backend="torch")}
-    model = EncoderProcessorDecoder(graph, train.in_channels, train.out_channels, **options)
-    return Trainer(model, splits, TrainingConfig(**numbers), folder, {"name": "test"})
+@on_all_ranks
+def a_model_that_one_rank_made_is_that_of_one_device_on_all(group, verdict):
+    x = torch.randn(2, 2, len(data), FIELDS, dtype=torch.float64)
+    world = dist.get_world_size()
+    for shape, strategy in (((1, world), "edges"), ((world // 2, 2), "edges"), ((world // 2, 2), "heads")):
+        for options in ({}, {"dropout": 0.5}):
+            mesh, whole, label = mesh_of(*shape), make_model(**options), f"{shape} {strategy} {options}"
+            part, cut = scattered(mesh, strategy, **options)
+            own = cut.partitions["data"].nodes(cut.rank)
+            torch.manual_seed(3)
+            out = whole(x[0])
+            torch.manual_seed(3)
+            here = part(x[0][:, own])
+            verdict.close(f"{label}: out", here.detach(), out.detach()[:, own])
+            (out.square().sum()).backward()
+            here.square().sum().backward()
+            reduce_gradients(*cut.parameters(part), mesh)
+            for name, parameter in part.named_parameters():
+                gradient = whole.get_parameter(name).grad
+                gradient = gradient[cut.tables[name].numbers] if name in cut.tables else gradient
+                verdict.close(f"{label}: {name}", parameter.grad, gradient)
 
 
-def same_losses(verdict, label, actual, expected):
-    verdict.same(f"{label}: records", [record[:2] for record in actual], [record[:2] for record in expected])
-    for (split, step, loss), (_, _, wanted) in zip(actual, expected, strict=True):
-        verdict.close(f"{label}: {split} {step}", torch.tensor(loss), torch.tensor(wanted))
+@on_all_ranks
+def a_model_that_one_rank_made_stays_whole_there_and_no_other_rank_gets_all_edges(group, verdict):
+    whole = make_model().cpu() if dist.get_rank() == 0 else None
+    before = {name: tensor.clone() for name, tensor in whole.state_dict().items()} if whole else {}
+    part, _ = scatter_model(whole, one_model(), dist.new_group(backend="gloo"))
+    for name, tensor in before.items():
+        verdict.same(f"{name} of the whole", whole.state_dict()[name], tensor)
+    for path, (module, _, _) in edges_of_model(part).items():
+        graph = module.structure().shard.graph
+        edges = sum(everywhere(graph.num_edges, group))
+        verdict.same(path, edges, len(dict(edges_of_model(make_model()))[path][0].edge_attr))
+        verdict.that(
+            graph.num_edges < 2 * edges / dist.get_world_size(), f"{path}: {graph.num_edges} of {edges} edges are here"
+        )
+        held = sum(tensor.shape[0] for tensor in (module.edge_attr, module.trainable))
+        verdict.same(f"rows of {path}", held, 2 * graph.num_edges)
 
 
-@on_ranks(4)
-def a_trainer_records_the_losses_of_one_device_and_continues_on_other_meshes(group, verdict):
-    with without_default_device():
-        shared = Path(everywhere(tempfile.mkdtemp(), group)[0])
-        whole, expected = make_trainer(Path(tempfile.mkdtemp())), Records()
-        whole.fit(expected)
-        for shape, strategy in (((1, 4), "edges"), ((2, 2), "heads"), ((4, 1), "edges")):
-            trainer, records = make_trainer(shared), Records()
-            shard_trainer(trainer, mesh_of(*shape), strategy)
-            trainer.fit(records)
-            same_losses(verdict, f"{shape} {strategy}", records.losses, expected.losses)
-        shared = Path(everywhere(tempfile.mkdtemp(), group)[0])
-        half = make_trainer(shared)
-        shard_trainer(half, mesh_of(1, 4))
-        half.config, half.batches.steps = replace(half.config, steps=4), 4  # the schedule stays that of all steps
-        with MetricsFile(shared / "metrics.jsonl") if dist.get_rank() == 0 else Silence() as metrics:
-            half.fit(metrics)
-        for shape, sharding in (((2, 2), ShardingConfig("heads", 2)), ((4, 1), ShardingConfig())):
-            folder = shared.with_name(f"{shared.name}_{sharding.strategy}")
-            if dist.get_rank() == 0:
-                shutil.copytree(shared, folder)
-                if shape == (2, 2):
-                    (folder / "last").rename(folder / "last.former")  # as if cut off between the two names
-            dist.barrier()
-            records = train_on_ranks(make_trainer(folder), mesh_of(*shape), sharding, resumes=True)
-            losses = [(record["split"], record["step"], record["loss"]) for record in records or []]
-            same_losses(verdict, f"resumed on {shape}", losses, expected.losses if dist.get_rank() == 0 else [])
-        if dist.get_rank() == 0:
-            best = make_trainer(folder).best_model()
-            for name, parameter in best.named_parameters():
-                verdict.same(f"shape of {name}", parameter.shape, whole.learner.model.get_parameter(name).shape)
-        other = replace(ShardingConfig(), timeout=1.0 + dist.get_rank())
-        last = partial(train_on_ranks, make_trainer(shared), mesh_of(4, 1), other, resumes=True)
-        verdict.raises(ValueError, "sharding must be the same on all ranks", last)
-
-
-@on_ranks(4)
-def ranks_refuse_the_run_of_one_process_before_they_write(group, verdict):
-    with without_default_device():
-        shared = Path(everywhere(tempfile.mkdtemp(), group)[0])
-        (shared / "last.pt").write_bytes(b"a run")
-        for resumes in (False, True):
-            train = partial(train_on_ranks, make_trainer(shared), mesh_of(4, 1), ShardingConfig(), resumes=resumes)
-            verdict.raises(ValueError, "holds a run of one process, in last.pt: resume=true without torchrun", train)
-        verdict.same("files", [path.name for path in shared.iterdir()], ["last.pt"])
-
-
-@on_ranks(4)
-def a_batch_that_data_ranks_cannot_share_is_refused(group, verdict):
-    options = {"dataset": range(8), "batch_size": 6, "steps": 1, "seed": 0, "device": torch.device("cpu")}
-    verdict.raises(
-        ValueError,
-        "must be a multiple of the 4 ranks of the data axis, got 6",
-        lambda: ShardedBatches(mesh_of(4, 1), **options),
-    )
+@on_all_ranks
+def a_model_that_cannot_be_cut_is_refused_by_all_ranks_when_one_made_it(group, verdict):
+    refused = lambda: scattered(one_model(), mapper_chunks=2)  # noqa: E731
+    verdict.raises(ValueError, "rank 0: mapper_chunks must be 1", refused)

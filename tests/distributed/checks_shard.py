@@ -186,6 +186,10 @@ def what_does_not_fit_is_refused_on_every_rank(group, verdict):
     verdict.raises(
         ValueError, "rank 0: sources must be in 0 .. 40, got 41", lambda: shard_edges(beyond, group, **parts)
     )
+    none, numbers = torch.zeros(2, 0, dtype=torch.int64), torch.zeros(int(rank == 2), dtype=torch.int64)
+    verdict.raises(
+        ValueError, "rank 2: numbers must be int64 [0], one", lambda: shard_edges(none, group, numbers=numbers, **parts)
+    )
     flat = torch.zeros(4, dtype=torch.int64)
     verdict.raises(ValueError, "edge_index must have shape [2, E]", lambda: shard_edges(flat, group, **parts))
 

@@ -1,8 +1,6 @@
 """Checks on ranks: a model on a (data, model) mesh learns what it learns on one device, whatever the mesh."""
 
-import tempfile
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -25,7 +23,7 @@ from anemoi_gt.distributed import (
     sum_loss,
 )
 from distributed.problems import EDGE_DIM, GRAPHS, WAYS, WIDTH, Layer, attend_whole
-from distributed.ranks import device_type, everywhere, mesh_of, on_ranks, seeded
+from distributed.ranks import device_type, fitting, mesh_of, on_all_ranks, on_ranks, seeded, shared_folder
 
 CONFIG = AttentionConfig(backend="torch")
 SIZES = {"data": 41, "mesh": 17}
@@ -126,7 +124,7 @@ def learn_on(mesh, way):
     return *learn(model, x, target, attend, mesh), model, shards
 
 
-@on_ranks(4)
+@on_all_ranks
 def ten_steps_are_the_same_on_every_mesh(group, verdict):
     whole = Model()
     losses, norms = learn(
@@ -134,7 +132,7 @@ def ten_steps_are_the_same_on_every_mesh(group, verdict):
     )
     verdict.that(bool((norms > 0.1).any()), "some gradient must be clipped")
     verdict.that(bool(losses[-1] < losses[0]), "something must be learned")
-    for data, model in MESHES:
+    for data, model in fitting(*MESHES):
         mesh = mesh_of(data, model)
         if mesh.get_coordinate() is None:
             continue  # a rank that has no place in this mesh
@@ -181,6 +179,21 @@ def a_missing_gradient_counts_as_zero(group, verdict):
     verdict.same("own", own[0].grad, torch.full_like(own[0], mean))
 
 
+@on_all_ranks
+def gradients_that_one_rank_alone_has_are_clipped_on_all(group, verdict):
+    mesh = make_mesh(device_type(), model=2)
+    has_own = mesh.get_local_rank("model") == 1
+    shared, own = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(2, dtype=torch.float64))
+    shared.grad = torch.full((1,), 4.0)
+    if has_own:
+        own.grad = torch.tensor([0.0, 3.0], dtype=torch.float64)
+    verdict.close("length", clip_gradients([shared], [own], 1.0, mesh), torch.tensor(5.0, dtype=torch.float64))
+    verdict.close("shared", shared.grad, torch.full((1,), 0.8))
+    if has_own:
+        verdict.close("own", own.grad, torch.tensor([0.0, 3.0 / (5.0 + 1e-6)], dtype=torch.float64))  # as PyTorch clips
+    verdict.close("nothing of its own", clip_gradients([shared], [], 9.0, mesh), torch.tensor(0.8))
+
+
 def state_of(model, optimizer):
     """The state of a run as a checkpoint holds it, optimiser by name of parameter."""
     return {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer), "step": STEPS}
@@ -205,9 +218,9 @@ def trained(shards, attend, x, target, mesh):
     return model, optimizer
 
 
-@on_ranks(4)
-def a_checkpoint_of_four_ranks_is_read_on_any_number(group, verdict):
-    folder = Path(everywhere(tempfile.mkdtemp(), group)[0]) / "last"
+@on_all_ranks
+def a_checkpoint_of_all_ranks_is_read_on_any_number(group, verdict):
+    folder = shared_folder(group) / "last"
 
     def on(data, ranks):
         mesh = mesh_of(data, ranks)
@@ -223,7 +236,7 @@ def a_checkpoint_of_four_ranks_is_read_on_any_number(group, verdict):
         attend = {name: partial(attend_overlapped, shard, config=CONFIG) for name, shard in shards.items()}
         return members, tables_of(shards, mesh), partial(trained, shards, attend, x, target, mesh), shards
 
-    members, tables, train, _ = on(1, 4)
+    members, tables, train, _ = on(1, dist.get_world_size())
     with pytest.raises(FileNotFoundError, match="must be a checkpoint in .*last, found none"):
         load_checkpoint(folder, {}, {}, members)
     for _ in range(2):  # the second takes the place of the first
@@ -232,7 +245,7 @@ def a_checkpoint_of_four_ranks_is_read_on_any_number(group, verdict):
     verdict.same("files", [path.name for path in folder.parent.iterdir()], ["last"])
     rows = dict(model.rows.named_parameters())
     whole = {name: tables[f"rows.{name}"].whole(rows[name]).full_tensor() for name in rows}
-    for data, ranks in ((1, 1), (1, 2), (1, 3), (2, 2), (4, 1)):
+    for data, ranks in fitting((1, 1), (1, 2), (1, 3), (2, 2), (4, 1)):
         here = on(data, ranks)
         if here is None:
             continue

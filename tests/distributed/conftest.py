@@ -2,9 +2,7 @@
 
 import pytest
 
-from distributed.ranks import verdicts
-
-WORLD_SIZE = 4
+from distributed.ranks import WORLD_SIZE, verdicts
 
 
 @pytest.fixture(scope="session")

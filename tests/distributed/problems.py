@@ -162,7 +162,7 @@ def sum_over(parameters, group):
 def part_of(whole, shard):
     """What of the run on one device a rank should find."""
     own_src, own_dst = shard.sources.nodes(shard.rank), shard.destinations.nodes(shard.rank)
-    rows = {"out": own_dst, "x_dst": own_dst, "x_src": own_src, "edge_attr": shard.edges}
+    rows = {"out": own_dst, "x_dst": own_dst, "target": own_dst, "x_src": own_src, "edge_attr": shard.edges}
     return {name: value[..., rows[name], :] if name in rows else value for name, value in whole.items()}
 
 

@@ -11,6 +11,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
+WORLD_SIZE, ALL = 4, 0  # ranks of the tests; a check on all of them
 TIMEOUT = 300  # s, of all checks of a file, on a busy machine
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 4e-6, torch.bfloat16: 2e-2}  # of the largest value
 
@@ -77,10 +79,11 @@ class Verdict:
             self.problems.append(f"did not raise {error.__name__} with {words!r}")
 
 
-def checks_of(module_name):
+def checks_of(module_name, world_size=WORLD_SIZE):
     """The checks of a module by name, with the numbers of ranks that each runs on."""
     module = importlib.import_module(module_name)
-    return {name: check.ranks for name, check in vars(module).items() if hasattr(check, "ranks")}
+    checks = {name: check.ranks for name, check in vars(module).items() if hasattr(check, "ranks")}
+    return {name: tuple(ranks or world_size for ranks in numbers) for name, numbers in checks.items()}
 
 
 def cases(module_name):
@@ -100,6 +103,17 @@ def on_ranks(*ranks):
         return check
 
     return mark
+
+
+def on_all_ranks(check):
+    """Mark a function of (group, verdict) as a check that runs on all ranks there are, two at least."""
+    check.ranks = (ALL,)
+    return check
+
+
+def fitting(*shapes):
+    """Those shapes (data, model) of meshes for which there are ranks."""
+    return [shape for shape in shapes if shape[0] * shape[1] <= dist.get_world_size()]
 
 
 def device_type():
@@ -131,6 +145,11 @@ def everywhere(value, group):
     values = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
+
+
+def shared_folder(group):
+    """A new folder that all ranks of a check know."""
+    return Path(everywhere(tempfile.mkdtemp() if dist.get_rank(group) == 0 else None, group)[0])
 
 
 def spawn(arguments, world_size, *, environment=None, timeout=TIMEOUT):
@@ -169,7 +188,7 @@ def spawn(arguments, world_size, *, environment=None, timeout=TIMEOUT):
             process.wait()
 
 
-def verdicts(module_name, world_size, folder):
+def verdicts(module_name, world_size, folder, timeout=TIMEOUT):
     """Run all checks of a module; return {(check, ranks): problems by rank}, made once for all workers of a test run."""
     folder.mkdir(exist_ok=True)
     report = folder / "verdicts.json"
@@ -177,7 +196,7 @@ def verdicts(module_name, world_size, folder):
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not report.exists():
             environment = {} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"}
-            results = spawn([__file__, module_name, folder], world_size, environment=environment)
+            results = spawn([__file__, module_name, folder], world_size, environment=environment, timeout=timeout)
             report.write_text(json.dumps(_collect(module_name, folder, results)))
     return {
         (name, int(ranks)): said
@@ -200,7 +219,7 @@ def _collect(module_name, folder, results):
             for rank in range(ranks)
             if (problem := said[rank].get(f"{name}-{ranks}", ends[rank])) != "fine"
         }
-        for name, numbers in checks_of(module_name).items()
+        for name, numbers in checks_of(module_name, len(results)).items()
         for ranks in numbers
         if ranks <= len(results)
     }
@@ -209,6 +228,7 @@ def _collect(module_name, folder, results):
 def main(module_name, folder):
     """Run the checks of a module as one rank; with NCCL where every rank has a GPU."""
     torch.set_num_threads(1)
+    tempfile.tempdir = folder  # what checks write lies in the folder of the run, and goes with it
     gpu = torch.cuda.device_count() > int(os.environ["LOCAL_RANK"])
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpu else torch.device("cpu")
     if gpu:
@@ -220,7 +240,7 @@ def main(module_name, folder):
     module = importlib.import_module(module_name)
     groups = {size: dist.new_group(range(size)) for size in range(1, world_size)} | {world_size: dist.group.WORLD}
     said = {}
-    for name, numbers in checks_of(module_name).items():
+    for name, numbers in checks_of(module_name, world_size).items():
         for ranks in numbers:
             if rank < ranks <= world_size:
                 said[f"{name}-{ranks}"] = run(getattr(module, name), groups[ranks])

@@ -1,7 +1,14 @@
+"""The application under torchrun: one model on four ranks, stopped, continued as two models on two ranks each."""
+
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
@@ -12,50 +19,104 @@ from distributed.ranks import ROOT
 
 ARGUMENTS = [
     *("data.grid_name=O4", "data.train_size=8", "data.valid_size=2", "data.test_size=2", "graph.refinement=1"),
-    *("training.steps=4", "training.warmup_steps=1", "training.batch_size=2", "training.device=cpu"),
-    *("training.valid_every=2", "training.log_every=1", "hydra.run.dir=run"),
+    *("training.steps=16", "training.warmup_steps=1", "training.batch_size=2", "training.device=cpu"),
+    *("training.valid_every=8", "training.log_every=1", "hydra.run.dir=run"),
 ]
+PATIENCE = 120  # s, on a busy machine
 
 
 @pytest.fixture(scope="module")
-def torchrun(tmp_path_factory):
-    """Run the application on two ranks; returns how it ended and the folder that it ran in."""
+def place(tmp_path_factory):
+    """A folder from which the application starts."""
     place = tmp_path_factory.mktemp("application")
     site = place / "site" / "anemoi_gt"
     site.mkdir(parents=True)
     for part in (ROOT / "src" / "anemoi_gt").iterdir():
         (site / part.name).symlink_to(part)
     (site / "configs").symlink_to(ROOT / "configs")
-
-    def run(*arguments):
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-        environment = os.environ | {"PYTHONPATH": str(place / "site"), "OMP_NUM_THREADS": "1"}
-        ended = subprocess.run(
-            [*command, "-m", "anemoi_gt.train", *ARGUMENTS, *arguments],
-            env=environment,
-            cwd=place,
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
-        return ended, place / "run"
-
-    return run
+    return place
 
 
-def test_torchrun_trains_one_model_on_two_ranks_and_continues_it(torchrun):
-    ended, folder = torchrun("sharding=edges", "sharding.model=2")
-    assert ended.returncode == 0, ended.stderr
-    left = {path.name for path in folder.iterdir()}
+@contextmanager
+def torchrun(place, ranks, *arguments):
+    """Start the application on so many ranks; the process of torchrun, which is at its end behind the block."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    environment = os.environ | {"PYTHONPATH": str(place / "site"), "OMP_NUM_THREADS": "1"}
+    command += ["-m", "anemoi_gt.train", *ARGUMENTS, *arguments]
+    pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=environment, cwd=place, **pipes) as process:
+        try:
+            yield process
+        finally:
+            process.terminate()
+
+
+def steps_in(folder):
+    """The steps of the training records in a run's folder."""
+    path = folder / "metrics.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [record["step"] for record in map(json.loads, lines) if record["split"] == "train"]
+
+
+def ranks_of(process):
+    """The processes that torchrun started."""
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    return sorted(map(int, children))
+
+
+@pytest.fixture(scope="module")
+def stopped(place):
+    """What torchrun said of one model on four ranks, of which one was told to stop after its first steps."""
+    with torchrun(place, 4, "sharding=edges", "sharding.model=4") as process:
+        end = time.monotonic() + PATIENCE
+        while not steps_in(place / "run") and process.poll() is None and time.monotonic() < end:
+            time.sleep(0.02)
+        os.kill(ranks_of(process)[2], signal.SIGTERM)
+        _, said = process.communicate(timeout=PATIENCE)
+    return said
+
+
+@pytest.fixture(scope="module")
+def continued(place, stopped):
+    """How two models on two ranks each, by heads, ended that continued the stopped run; and the steps that had been taken."""
+    before = steps_in(place / "run")
+    with torchrun(place, 4, "sharding=heads", "sharding.model=2", "resume=true") as process:
+        _, said = process.communicate(timeout=PATIENCE)
+    return process.returncode, said, before
+
+
+def test_a_signal_to_one_rank_stops_all_with_one_message_that_names_the_folder(place, stopped):
+    messages = re.findall(r"^anemoi_gt.train: stopped by SIGTERM after step (\d+), .*$", stopped, re.MULTILINE)
+    assert len(messages) == 1 and steps_in(place / "run")[-1] == int(messages[0]), stopped
+    assert f"which is saved: resume=true hydra.run.dir={place / 'run'} continues from there\n" in stopped
+
+
+def test_ranks_that_a_signal_stopped_exit_with_its_status(stopped):
+    statuses = re.findall(r"exitcode *: (-?\d+)", stopped)
+    assert statuses and set(statuses) == {"143"}, stopped
+
+
+def test_two_models_by_heads_continue_what_four_ranks_by_edges_began(place, continued):
+    status, said, before = continued
+    assert status == 0, said
+    assert 0 < len(before) < 16 and steps_in(place / "run") == list(range(1, 17))
+
+
+def test_a_run_on_ranks_leaves_what_one_process_leaves(place, continued):
+    left = {path.name for path in (place / "run").iterdir()}
     assert left == {"best", "last", "best.pt", "metrics.jsonl", "scores.json", "forecast.png", "train.log", ".hydra"}
-    steps = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert steps == [1, 2, 2, 3, 4, 4]
-    assert {path.name for path in folder.parent.iterdir()} == {"site", "run"}
-    refused, _ = torchrun("sharding=edges", "sharding.model=2")
-    assert refused.returncode != 0 and refused.stderr.count("holds a run: resume=true continues it") == 1, (
-        refused.stderr
-    )
+    assert {path.name for path in place.iterdir()} == {"site", "run"}
+
+
+def test_the_bar_of_ranks_counts_the_samples_of_all_models(continued):
+    assert re.findall(r"(\d+)/32 ", continued[1])[-1] == "32", continued[1]
+
+
+def test_a_config_that_differs_between_ranks_is_found_at_the_start(place):
+    with torchrun(place, 2, "training.seed='${oc.decode:${oc.env:RANK}}'", "hydra.run.dir=other") as process:
+        _, said = process.communicate(timeout=PATIENCE)
+    problem = "anemoi_gt.train: training.seed must be the same on all ranks, got 1 on rank 1 and 0 on rank 0\n"
+    assert process.returncode != 0 and said.count("must be the same") == said.count(problem) == 1, said
 
 
 def test_one_process_cannot_divide_a_model(monkeypatch):
@@ -63,4 +124,4 @@ def test_one_process_cannot_divide_a_model(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     sharding = {"_target_": "anemoi_gt.distributed.ShardingConfig", "strategy": "edges", "model": 2}
     with pytest.raises(ValueError, match="sharding=edges must be started on several ranks: torchrun"):
-        train.prepare(OmegaConf.create({"sharding": sharding}))
+        train.prepare(OmegaConf.create({"sharding": sharding, "explain": None}))

@@ -1,4 +1,4 @@
-"""The whole model and its training, cut to the rows of a rank, on up to four ranks; the claims are the checks of `checks_model`."""
+"""The whole model, cut to the rows of a rank, on up to four ranks; the claims are the checks of `checks_model`."""
 
 import pytest
 

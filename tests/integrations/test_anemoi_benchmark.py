@@ -3,9 +3,11 @@
 import importlib.util
 import json
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "anemoi_step.py"
 SMALL = [
@@ -80,6 +82,40 @@ def test_a_variant_that_computes_something_else_is_not_timed(anemoi_step, monkey
     monkeypatch.setitem(anemoi_step.VARIANTS, "install", wrong)
     with pytest.raises(SystemExit, match="nothing is timed that is not right"):
         anemoi_step.main([*SMALL, "--precision", "32"])
+
+
+@pytest.fixture
+def training(anemoi_step):
+    """The small model with two samples, in float32."""
+    options = anemoi_step.make_parser("").parse_args([*SMALL, "--precision", "32", "--batch", "2"])
+    return anemoi_step.Training(options)
+
+
+def test_our_blocks_compute_what_the_untouched_model_does_compiled_and_not(anemoi_step, training, monkeypatch):
+    compiled = anemoi_step.VARIANTS["our blocks, compiled"]
+    assert compiled.keywords == {"fullgraph": True, "dynamic": False}
+    monkeypatch.setitem(anemoi_step.VARIANTS, "our blocks, compiled", partial(compiled, backend="aot_eager"))
+    found = anemoi_step.compare(training, ["our blocks", "our blocks, compiled"])
+    assert set(found) == {"untouched", "our blocks", "our blocks, compiled"}
+
+
+def test_our_blocks_compute_in_place_of_theirs_and_train_their_parameters(anemoi_step, training):
+    block, calls = training.model.processor.proc[0], []
+    block.lin_query.register_forward_hook(lambda *_: calls.append("theirs"))
+    with anemoi_step.VARIANTS["our blocks"](training.model):
+        training.step()
+    assert not calls and not torch.equal(block.lin_query.weight, training.start["processor.proc.0.lin_query.weight"])
+    training.step()
+    assert calls
+
+
+def test_our_blocks_refuse_what_is_not_the_default(training):
+    import own_blocks  # beside the script, which has put its folder into the path
+
+    block = training.model.processor.proc[0]
+    block.q_norm = torch.nn.LayerNorm(4)
+    with pytest.raises(ValueError, match=r"only blocks of default options .* got also .*q_norm"):
+        own_blocks.with_parameters_of(block)
 
 
 @pytest.mark.parametrize(

@@ -42,10 +42,10 @@ def assert_within(result, exact, baseline, size, dtype):
 
 
 class Corpus:
-    """Squared errors of many cases, ours and plain PyTorch's, judged together."""
+    """Squared errors of many cases, ours and plain PyTorch's, and squares of the exact values, judged together."""
 
     def __init__(self):
-        self.ours, self.plain, self.count = {}, {}, {}
+        self.ours, self.plain, self.exact = {}, {}, {}
 
     def add(self, result, problem):
         """Add one case."""
@@ -57,11 +57,21 @@ class Corpus:
             for sums, tensor in ((self.ours, result[name]), (self.plain, baseline[name])):
                 error = _errors(tensor, exact[name]).double().square().sum().item()
                 sums[name] = sums.get(name, 0.0) + error
+            size = exact[name][torch.isfinite(exact[name])].square().sum().item()
+            self.exact[name] = self.exact.get(name, 0.0) + size
+
+    def relative_error(self, name):
+        """RMS error over RMS value."""
+        return (self.ours[name] / self.exact[name]) ** 0.5
+
+    def over_plain(self, name):
+        """RMS error over that of plain PyTorch."""
+        return (self.ours[name] / max(self.plain[name], 1e-300)) ** 0.5
 
     def assert_accurate(self):
         """Assert the criterion over all cases."""
         __tracebackhide__ = True
         for name in self.ours:
-            ratio = (self.ours[name] / max(self.plain[name], 1e-300)) ** 0.5
+            ratio = self.over_plain(name)
             limit = FACTOR.get(name, GRADIENT_FACTOR)
             assert ratio <= limit, f"{name}: RMS error is {ratio:.2f} times that of plain PyTorch, allowed {limit}"

@@ -1,7 +1,5 @@
 """What the tests of training share: the smallest runs that are still runs."""
 
-import logging
-
 import pytest
 import torch
 
@@ -52,15 +50,6 @@ def run(splits, make_model, tmp_path):
         return trainer, metrics.records
 
     return run
-
-
-@pytest.fixture
-def logging_as_before():
-    """Undo what the application does to logging."""
-    root = logging.getLogger()
-    handlers, level, raises = root.handlers[:], root.level, logging.raiseExceptions
-    yield
-    root.handlers[:], root.level, logging.raiseExceptions = handlers, level, raises
 
 
 @pytest.fixture

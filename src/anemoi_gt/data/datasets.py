@@ -185,9 +185,44 @@ class ForecastDataset(Dataset, ABC):
             f"a rollout needs a data set whose inputs follow from forecasts, {type(self).__name__} has none"
         )
 
+    def part(self, rows: Tensor) -> Dataset:
+        """Return the same samples at some of the nodes, with their `weights`.
+
+        Here a sample is made whole and cut. A data set that can make or read a part of one does so.
+
+        Parameters
+        ----------
+        rows : Tensor [n], int64
+            Numbers of the nodes.
+        """
+        return CutSamples(self, rows)
+
     def baselines(self) -> dict[str, Callable[[int], Tensor]]:
         """Return simple forecasts by name, each a function from sample number to [N, V] in physical units."""
         return {"persistence": self.present}
+
+
+class CutSamples(Dataset):
+    """The samples of a data set, made whole and then cut to some of the nodes.
+
+    Parameters
+    ----------
+    dataset : ForecastDataset
+        Makes the samples.
+    rows : Tensor [n], int64
+        Numbers of the nodes.
+    """
+
+    def __init__(self, dataset: ForecastDataset, rows: Tensor):
+        self.dataset, self.rows = dataset, rows
+        self.weights = dataset.weights[rows]
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, i: int) -> Sample:
+        """Return these rows of sample i."""
+        return Sample(*(part[self.rows] for part in self.dataset[i]))
 
 
 class Splits(NamedTuple):

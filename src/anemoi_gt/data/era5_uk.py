@@ -19,6 +19,7 @@ References
 Hersbach, H. et al. (2020), The ERA5 global reanalysis, Q. J. R. Meteorol. Soc. 146, 1999-2049.
 """
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -75,6 +76,10 @@ class HourlyField:
             raise ValueError(f"times must be an hour apart, got steps of {np.unique(steps)}")
         if not torch.isfinite(self.values).all():
             raise ValueError("2 m temperature must be finite everywhere, got NaN or infinity")
+
+    def part(self, rows: Tensor) -> "HourlyField":
+        """Return a copy of the values at some of the points, by their numbers [n] int64."""
+        return HourlyField(self.nodes[rows.numpy()], self.times, self.values[:, rows])
 
 
 def read_era5_uk(path: str | Path | None) -> HourlyField:
@@ -195,6 +200,13 @@ class Era5UkDataset(ForecastDataset):
         present = start + len(forecasts)
         truth = self._at(present + 1) if present + 1 < len(self.field.times) else None
         return Step(self._channels(values, present), values[-HOURS_PER_DAY][:, None], truth)
+
+    def part(self, rows: Tensor) -> "Era5UkDataset":
+        """Return the same samples, of a field that holds some of the points alone."""
+        part = copy.copy(self)
+        part.field, part.weights = self.field.part(rows), self.weights[rows]
+        part.nodes, part._mean, part._position = part.field.nodes, self._mean[rows], self._position[rows]
+        return part
 
     def title(self, i: int) -> str:
         """Return the start of the forecast and its lead time."""

@@ -9,6 +9,7 @@ turned at random on the globe, started at a random phase of the flow's period, w
 flow, so the test samples measure skill on flows never seen.
 """
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -176,6 +177,13 @@ class SphereDataset(ForecastDataset):
         hours = len(forecasts) * self.lead_time
         inputs = self._channels(self.case(i), forecasts[-1][:, 0].numpy(), hours)
         return Step(inputs, forecasts[-1], self._tracer(i, hours + self.lead_time))
+
+    def part(self, rows: Tensor) -> "SphereDataset":
+        """Return the same samples, computed at some of the nodes alone."""
+        part, chosen = copy.copy(self), rows.numpy()
+        part.nodes, part.weights, part._position = self.nodes[chosen], self.weights[rows], self._position[rows]
+        part._xyz, part._frame = self._xyz[chosen], self._frame[chosen]
+        return part
 
     def title(self, i: int) -> str:
         """Return the kind of flow and the lead time."""

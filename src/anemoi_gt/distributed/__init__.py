@@ -1,6 +1,13 @@
 """One graph across many ranks: who owns what, what travels, and how results come together. It speaks of ranks and halos."""
 
-from anemoi_gt.distributed.agreement import check_finite, check_same, fingerprint, of_first_rank, raise_together
+from anemoi_gt.distributed.agreement import (
+    by_first_rank,
+    check_finite,
+    check_same,
+    fingerprint,
+    of_first_rank,
+    raise_together,
+)
 from anemoi_gt.distributed.attention import attend_after_exchange, attend_by_heads, attend_overlapped
 from anemoi_gt.distributed.checkpoint import RowTable, load_checkpoint, save_checkpoint
 from anemoi_gt.distributed.gradients import clip_gradients, make_mesh, reduce_gradients, sum_loss
@@ -22,6 +29,7 @@ __all__ = [
     "attend_after_exchange",
     "attend_by_heads",
     "attend_overlapped",
+    "by_first_rank",
     "check_finite",
     "check_same",
     "clip_gradients",

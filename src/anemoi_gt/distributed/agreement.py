@@ -2,7 +2,7 @@
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -48,14 +48,20 @@ def check_same(values: Mapping[str, Any], group: dist.ProcessGroup) -> None:
     """
     everywhere = [None] * dist.get_world_size(group)
     dist.all_gather_object(everywhere, dict(values), group=group)
+    problem = difference(everywhere)
+    if problem is not None:
+        raise ValueError(problem)
+
+
+def difference(everywhere: Sequence[Mapping[str, Any]]) -> str | None:
+    """Return what is wrong with the values of all ranks, by rank, which must be the same; or None."""
     first = everywhere[0]
     for name in dict.fromkeys(name for there in everywhere for name in there):
         wrong = [rank for rank, there in enumerate(everywhere) if there.get(name) != first.get(name)]
         if wrong:
-            there = everywhere[wrong[0]].get(name)
-            raise ValueError(
-                f"{name} must be the same on all ranks, got {there!r} on {_ranks(wrong)} and {first.get(name)!r} on rank 0"
-            )
+            there, here = everywhere[wrong[0]].get(name), first.get(name)
+            return f"{name} must be the same on all ranks, got {there!r} on {_ranks(wrong)} and {here!r} on rank 0"
+    return None
 
 
 def check_finite(loss: Tensor, step: int, group: dist.ProcessGroup) -> None:
@@ -85,6 +91,33 @@ def of_first_rank(value: Any) -> Any:
     values = [value]
     dist.broadcast_object_list(values, src=0)
     return values[0]
+
+
+def by_first_rank(function: Callable[[], Any]) -> Any:
+    """Return on all ranks what `function()` returns on rank 0 of all, which alone calls it. Collective.
+
+    For what ranks must not see differently, such as a folder on a file system that is slow to agree with itself.
+
+    Parameters
+    ----------
+    function : callable
+        What it returns or raises travels to the other ranks.
+
+    Raises
+    ------
+    Exception
+        On all ranks, what it raises.
+    """
+    value, error = None, None
+    if dist.get_rank() == 0:
+        try:
+            value = function()
+        except Exception as raised:  # whatever it is, all ranks raise it
+            error = raised
+    value, error = of_first_rank((value, error))
+    if error is not None:
+        raise error
+    return value
 
 
 def fingerprint(*tensors: Tensor) -> str:

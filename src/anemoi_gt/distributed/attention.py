@@ -17,7 +17,8 @@ from torch import Tensor
 
 from anemoi_gt.distributed.heads import head_ranges, to_heads, to_nodes
 from anemoi_gt.distributed.shard import EdgeShard, HeadShard
-from anemoi_gt.ops import edge_attention, merge
+from anemoi_gt.ops import attend_heads, edge_attention, merge
+from anemoi_gt.ops.dropout import draw_seed
 from anemoi_gt.ops.dtypes import autocast_is_active
 
 KeyValue = Callable[[Tensor], tuple[Tensor, Tensor]]  # rows [.., n, F] to key and value [.., n, H, C]
@@ -72,17 +73,9 @@ def attend_overlapped(
     """Attend over interior edges while the halo travels, then over the boundary. Collective, and so is its backward, which overlaps too.
 
     Parameters and result are those of `attend_after_exchange`.
-
-    Raises
-    ------
-    ValueError
-        For `dropout_p` above 0: two calls would draw two masks.
     """
     if options.get("dropout_p", 0.0) > 0:
-        raise ValueError(
-            f"dropout_p must be 0 with overlap, for two calls draw two masks, got {options['dropout_p']}; "
-            "use attend_after_exchange"
-        )
+        options["dropout_seed"] = draw_seed(query.device)  # one for both calls: then they drop what one call would
     x_src = _as_read(x_src)
     pending = shard.halo.start(x_src)
     inner, outer = _split_edges(shard, edge_attr, edge_weight)
@@ -114,16 +107,12 @@ def attend_by_heads(
     Raises
     ------
     ValueError
-        When there are more ranks than heads; for embedded edge features; for `dropout_p` above 0, whose mask counts heads.
+        When there are more ranks than heads; for embedded edge features; for dropout on the backend `triton`, whose kernels count heads
+        from 0.
     """
     if edge_attr is not None and edge_weight is None:
         raise ValueError(
             "edge_attr must come raw, [E, D] with edge_weight, under strategy 'heads': embedded features would travel as [E, H, C]"
-        )
-    if options.get("dropout_p", 0.0) > 0:
-        raise ValueError(
-            f"dropout_p must be 0 under strategy 'heads', for its mask counts heads from 0 on every rank, got {options['dropout_p']}; "
-            "use strategy 'edges'"
         )
     count = query.shape[-2]
     heads = head_ranges(count, shard.sources.ranges.parts)
@@ -139,7 +128,8 @@ def attend_by_heads(
         edge_weight = edge_weight.unflatten(0, (count, channels))[own].flatten(0, 1)
     if edge_bias is not None:
         edge_bias = edge_bias.unflatten(0, (count, channels))[own].flatten(0, 1)
-    out, _ = edge_attention(query, key, value, shard.graph, edge_attr, edge_weight, edge_bias, **options)
+    edges = edge_attr, edge_weight, edge_bias
+    out, _ = attend_heads(query, key, value, shard.graph, *edges, first_head=own.start, **options)
     return to_nodes(out, shard.destinations.ranges, *where)
 
 

@@ -138,6 +138,33 @@ def load_checkpoint(
     return _map_rows(whole, tables, RowTable.own)
 
 
+def load_values(folder: Path, key: str) -> Any:
+    """Read the plain values below a key of a checkpoint. On one rank.
+
+    Parameters
+    ----------
+    folder : Path
+        What `save_checkpoint` wrote.
+    key : str
+        Of the state that was saved; what it held was a dict of plain values, and dicts of them.
+
+    Raises
+    ------
+    FileNotFoundError
+        When there is no checkpoint.
+    """
+    found = require_checkpoint(folder)
+    state: dict[str, Any] = {key: {}}
+    for path in dcp.FileSystemReader(found).read_metadata().planner_data.values():
+        if path[0] == key:
+            place = state
+            for name in path[:-1]:
+                place = place.setdefault(name, {})
+            place[path[-1]] = None
+    dcp.load(state, checkpoint_id=found, no_dist=True)
+    return state[key]
+
+
 def _former(folder: Path) -> Path:
     return folder.with_name(folder.name + ".former")
 

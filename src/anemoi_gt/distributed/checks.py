@@ -1,5 +1,6 @@
 """What partitions and edges of a rank must be. The only place that words these errors."""
 
+import torch
 from torch import Tensor
 
 from anemoi_gt.distributed.agreement import fingerprint
@@ -38,3 +39,12 @@ def misplaced(edge_index: Tensor, sources: Partition, destinations: Partition, r
         node, other = int(edge_index[1, stray[0, 0]]), int(owner[stray[0, 0]])
         return f"every edge must end in a node of the rank that holds it, got one into {node}, which rank {other} owns"
     return None
+
+
+def misnumbered(edge_index: Tensor, numbers: Tensor | None) -> str | None:
+    """What is wrong with the numbers in the whole graph of the edges [2, E] of a rank; or None."""
+    if numbers is None or (tuple(numbers.shape) == (edge_index.shape[1],) and numbers.dtype == torch.int64):
+        return None
+    return (
+        f"numbers must be int64 [{edge_index.shape[1]}], one for each edge, got {numbers.dtype} {tuple(numbers.shape)}"
+    )

@@ -9,6 +9,7 @@ The loss of a rank is the sum over its nodes divided by the number of nodes of a
 """
 
 from collections.abc import Iterable
+from functools import reduce
 
 import torch
 import torch.distributed as dist
@@ -81,9 +82,9 @@ def clip_gradients(shared: Iterable[Parameter], own: Iterable[Parameter], max_no
         Scalar: the length before; NaN when it is not finite, and then so are the gradients of all ranks.
     """
     shared, own = list(shared), list(own)
-    squares = get_total_norm(_gradients(own)).square()
+    squares = _squares(own, mesh)
     dist.all_reduce(squares, group=mesh.get_group("model"))
-    norm = (squares + get_total_norm(_gradients(shared)).square()).sqrt()
+    norm = (squares + _squares(shared, mesh)).sqrt().to(_widest(shared + own))
     norm = torch.where(norm.isfinite(), norm, torch.nan)  # infinity would make zeros on the ranks that are finite
     clip_grads_with_norm_(shared + own, max_norm, norm)
     return norm
@@ -107,6 +108,15 @@ def _reduce(parameters: list[Parameter], mesh: DeviceMesh, axis: str, factor: fl
         parts = flat.mul_(factor).split([parameter.numel() for parameter in bucket])
         for parameter, part in zip(bucket, parts, strict=True):
             parameter.grad = part.view_as(parameter)
+
+
+def _squares(parameters: list[Parameter], mesh: DeviceMesh) -> Tensor:
+    """Sum of squares of gradients, float64 on the mesh's device whatever there is: ranks without any take part too."""
+    return get_total_norm(_gradients(parameters)).to(mesh.device_type, torch.float64).square()
+
+
+def _widest(parameters: list[Parameter]) -> torch.dtype:
+    return reduce(torch.promote_types, (parameter.dtype for parameter in parameters))
 
 
 def _gradients(parameters: list[Parameter]) -> list[Tensor]:

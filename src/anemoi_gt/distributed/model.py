@@ -1,4 +1,5 @@
-"""`shard_model`: cuts an EncoderProcessorDecoder to the rows of one rank, from outside. The only place of this room that knows a model.
+"""A model on several ranks: `shard_model` where all ranks hold it whole, `scatter_model` where one does. The only place of this room
+that changes a model.
 
     nodes       positions and trained features of this rank's nodes
     edges       given and trained attributes of this rank's edges; in place of the structure, a `ShardedGraph`
@@ -12,19 +13,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from anemoi_gt.distributed.agreement import check_same, fingerprint
+from anemoi_gt.distributed.agreement import check_same, fingerprint, raise_together
 from anemoi_gt.distributed.attention import attend_after_exchange, attend_by_heads, attend_overlapped
 from anemoi_gt.distributed.checkpoint import RowTable
-from anemoi_gt.distributed.partition import Partition, destination_cost
-from anemoi_gt.distributed.shard import GraphShard, HeadShard, shard_graph
-from anemoi_gt.graph.order import morton_order
+from anemoi_gt.distributed.gradients import AXES
+from anemoi_gt.distributed.part import EdgePart, ModelCut, ModelPart, edges_of_model, without_rows
+from anemoi_gt.distributed.partition import Partition
+from anemoi_gt.distributed.shard import GraphShard, HeadShard, shard_edges, shard_graph
 from anemoi_gt.nn import EncoderProcessorDecoder
 from anemoi_gt.ops import edge_attention
-
-HIDDEN = "hidden"
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,14 +53,14 @@ class ShardedGraph:
         edge_bias: Tensor | None,
         **options: Any,
     ) -> Tensor:
-        """Attend on all ranks, as `attend_overlapped` is called; with dropout after the exchange, whatever `overlap` says."""
+        """Attend on all ranks, as `attend_overlapped` is called."""
         edges = edge_attr, edge_weight, edge_bias
         if self.shard.sources.ranges.parts == 1:
             return edge_attention(query, *key_value(x_src), self.shard.graph, *edges, **options)[0]
         if isinstance(self.shard, HeadShard):
             attend = attend_by_heads
         else:
-            attend = attend_overlapped if self.overlap and not options.get("dropout_p") else attend_after_exchange
+            attend = attend_overlapped if self.overlap else attend_after_exchange
         return attend(self.shard, query, x_src, key_value, *edges, **options)
 
     def __deepcopy__(self, memo: dict) -> "ShardedGraph":
@@ -94,12 +95,12 @@ class ModelShard:
 def shard_model(
     model: EncoderProcessorDecoder, mesh: DeviceMesh, strategy: str = "edges", *, overlap: bool = True
 ) -> ModelShard:
-    """Cut a model to this rank's rows, in place. Collective.
+    """Cut a model that every rank holds to this rank's rows, in place. Collective.
 
     Parameters
     ----------
     model : EncoderProcessorDecoder
-        Whole, with the same weights on all ranks, on the device where it is trained.
+        Whole, with the same weights and graphs on all ranks, on the device where it is trained.
     mesh : DeviceMesh
         With axes (data, model).
     strategy : {"edges", "heads"}
@@ -115,63 +116,110 @@ def shard_model(
     Raises
     ------
     ValueError
-        On all ranks, when the weights or graphs are not the same on all of them, or the mappers work in pieces.
+        On all ranks, when weights, graphs or options are not the same on all of them, or the mappers work in pieces.
     """
+    same = {"weights": fingerprint(*model.state_dict().values()), "graphs": fingerprint(*model.buffers())}
+    for axis in AXES:
+        check_same(same | {"strategy": strategy, "overlap": overlap}, mesh.get_group(axis))
+    cut = ModelCut(model, mesh["model"].size(), strategy)
+    return _hold(model, cut.part(mesh.get_local_rank("model")), mesh, overlap)
+
+
+def scatter_model(
+    model: EncoderProcessorDecoder | None,
+    mesh: DeviceMesh,
+    group: dist.ProcessGroup,
+    strategy: str = "edges",
+    *,
+    overlap: bool = True,
+) -> tuple[EncoderProcessorDecoder, ModelShard]:
+    """Give every rank its part of a model that the first rank of the mesh holds; no other ever holds all edges. Collective.
+
+    With strategy "heads", which attends on the whole graph, every rank gets its structure; attributes are divided all the same.
+
+    Parameters
+    ----------
+    model : EncoderProcessorDecoder or None
+        On the first rank the whole model, on the CPU, which stays as it is; None on the others.
+    mesh : DeviceMesh
+        With axes (data, model).
+    group : ProcessGroup
+        The ranks of the mesh, communicating from the CPU (gloo), with a timeout beyond what it takes to make the model.
+    strategy, overlap
+        As for `shard_model`.
+
+    Returns
+    -------
+    model : EncoderProcessorDecoder
+        With this rank's rows, on the device of the mesh.
+    cut : ModelShard
+        As `shard_model` returns it.
+
+    Raises
+    ------
+    ValueError
+        On all ranks, when the model cannot be divided.
+    """
+    ranks, (data, place) = mesh.mesh.tolist(), mesh.get_coordinate()
+    cut, problem = None, None
+    if model is not None:
+        try:
+            cut = ModelCut(model, len(ranks[0]), strategy)
+        except ValueError as error:
+            problem = str(error)
+    raise_together(problem, group)
+    if cut is not None:
+        bare = without_rows(model)
+        for other, rank in enumerate(ranks[0][1:], 1):  # one at a time: the first rank holds one part beside the whole
+            dist.send_object_list([bare, cut.part(other)], dst=rank, group=group)
+        received = [bare, cut.part(0)]
+    else:
+        received = [None, None]
+        dist.recv_object_list(received, src=ranks[0][place] if data else ranks[0][0], group=group)
+    if data == 0:
+        for row in ranks[1:]:
+            dist.send_object_list(received, dst=row[place], group=group)
+    own, part = received
+    own = own.to(mesh.device_type)
+    return own, _hold(own, part.to(torch.device(mesh.device_type)), mesh, overlap)
+
+
+def _hold(model: EncoderProcessorDecoder, part: ModelPart, mesh: DeviceMesh, overlap: bool) -> ModelShard:
+    """Give a model the rows of a part, and its graphs to `ShardedGraph`s. Collective."""
     group, rank = mesh.get_group("model"), mesh.get_local_rank("model")
-    check_same({"weights": fingerprint(*model.state_dict().values())}, group)
-    edges = _edges(model)
-    if any(len(getattr(part, "pieces", ())) > 1 for part, _, _ in edges.values()):
-        raise ValueError("mapper_chunks must be 1 in a model that is sharded: a rank's part is a piece already")
-    partitions = _partitions(model, mesh["model"].size())
     tables = {}
-    for name, nodes in model.nodes.items():
-        own = partitions[name].nodes(rank, nodes.waves.device)
-        if nodes.trainable is not None:
-            tables[f"nodes.{name}.trainable"] = RowTable(own, len(nodes), mesh)
-        _keep_rows(nodes, ("waves", "trainable"), own)
-    for path, (part, source, destination) in edges.items():
-        sides = {"sources": partitions[source], "destinations": partitions[destination]}
-        shard = shard_graph(part.structure(), group, strategy, **sides)
-        if part.trainable is not None:
-            tables[f"{path}.trainable"] = RowTable(shard.edges, part.edge_attr.shape[0], mesh)
-        _keep_rows(part, ("edge_attr", "trainable"), shard.edges)
-        _replace_structure(part, ShardedGraph(shard, overlap))
-    return ModelShard(partitions, rank, tables)
+    for name, module in model.nodes.items():
+        nodes = part.nodes[name]
+        if module.trainable is not None:
+            own = part.partitions[name].nodes(rank, module.waves.device)
+            tables[f"nodes.{name}.trainable"] = RowTable(own, nodes.size, mesh)
+        _set_rows(module, nodes.rows)
+    for path, (module, source, destination) in edges_of_model(model).items():
+        edges = part.edges[path]
+        sides = {"sources": part.partitions[source], "destinations": part.partitions[destination]}
+        shard, order = _divide(edges, group, sides)
+        if module.trainable is not None:
+            tables[f"{path}.trainable"] = RowTable(edges.numbers[order], edges.size, mesh)
+        _set_rows(module, {name: None if rows is None else rows[order] for name, rows in edges.rows.items()})
+        _replace_structure(module, ShardedGraph(shard, overlap))
+    return ModelShard(part.partitions, rank, tables)
 
 
-def _edges(model: EncoderProcessorDecoder) -> dict[str, tuple[nn.Module, str, str]]:
-    """The edges of a model by the path of their module: module, set of sources, set of destinations."""
-    found = {f"encoder_edges.{name}": (part, name, HIDDEN) for name, part in model.encoder_edges.items()}
-    found["processor_edges"] = (model.processor_edges, HIDDEN, HIDDEN)
-    return found | {f"decoder_edges.{name}": (part, HIDDEN, name) for name, part in model.decoder_edges.items()}
+def _divide(edges: EdgePart, group: dist.ProcessGroup, sides: dict[str, Partition]) -> tuple[GraphShard, Tensor]:
+    """Return the shard of this rank, and its own edges in the order in which the shard reads their attributes."""
+    if edges.graph is not None:
+        shard = shard_graph(edges.graph, group, "heads", **sides)
+        return shard, torch.searchsorted(edges.numbers, shard.edges)
+    shard = shard_edges(edges.edge_index, group, numbers=edges.numbers, **sides)
+    return shard, shard.edges
 
 
-def _partitions(model: EncoderProcessorDecoder, parts: int) -> dict[str, Partition]:
-    """Cut every set of nodes by what its nodes cost; the processor's graph counts once for each layer."""
-    costs = {name: torch.ones(len(nodes), dtype=torch.int64, device="cpu") for name, nodes in model.nodes.items()}
-    for path, (part, _, destination) in _edges(model).items():
-        times = len(model.processor.proc) if path == "processor_edges" else 1
-        costs[destination] = costs[destination] + times * destination_cost(part.structure().colptr.diff().cpu())
-    return {
-        name: Partition.balanced(costs[name], parts, morton_order(_unit_vectors(nodes.waves.cpu())))
-        for name, nodes in model.nodes.items()
-    }
-
-
-def _unit_vectors(waves: Tensor) -> Tensor:
-    """Points [N, 3] on the unit sphere from sines and cosines of latitude and longitude."""
-    sin_lat, sin_lon, cos_lat, cos_lon = waves.unbind(1)
-    return torch.stack([cos_lat * cos_lon, cos_lat * sin_lon, sin_lat], dim=1)
-
-
-def _keep_rows(module: nn.Module, names: tuple[str, ...], rows: Tensor) -> None:
-    """Keep these rows of a module's buffers and parameters."""
-    for name in names:
-        whole = getattr(module, name)
-        if isinstance(whole, nn.Parameter):
-            setattr(module, name, nn.Parameter(whole.detach()[rows].clone()))
-        elif whole is not None:
-            setattr(module, name, whole[rows])
+def _set_rows(module: nn.Module, rows: dict[str, Tensor | None]) -> None:
+    """Give a module other rows in its buffers and parameters."""
+    for name, tensor in rows.items():
+        former = getattr(module, name)
+        is_trained = isinstance(former, nn.Parameter)
+        setattr(module, name, nn.Parameter(tensor, former.requires_grad) if is_trained else tensor)
 
 
 def _replace_structure(part: nn.Module, graph: ShardedGraph) -> None:

@@ -10,15 +10,15 @@ With the strategy "heads" every rank computes some heads of all destinations, ov
 of nodes as before, which travel there and back.
 """
 
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from anemoi_gt.distributed.agreement import check_same, fingerprint, raise_together
-from anemoi_gt.distributed.checks import check_partitions, describe, misplaced
+from anemoi_gt.distributed.checks import check_partitions, describe, misnumbered, misplaced
+from anemoi_gt.distributed.edges import PlacedEdges, joined, renumbered, structure, within
 from anemoi_gt.distributed.partition import Partition, Ranges, destination_cost
 from anemoi_gt.distributed.rows import RowExchange
 from anemoi_gt.graph import GraphStructure
@@ -158,11 +158,16 @@ def shard_graph(
     sources = sources or _default_sources(graph.num_src, destinations)
     check_partitions(sources, destinations, (graph.num_src, graph.num_dst), parts)
     divide = _shard_by_edges if strategy == "edges" else _shard_by_heads
-    return divide(_Edges.of_graph(graph, sources, destinations), group, sources, destinations)
+    return divide(PlacedEdges.of_graph(graph, sources, destinations), group, sources, destinations)
 
 
 def shard_edges(
-    edge_index: Tensor, group: dist.ProcessGroup, *, destinations: Partition, sources: Partition
+    edge_index: Tensor,
+    group: dist.ProcessGroup,
+    *,
+    destinations: Partition,
+    sources: Partition,
+    numbers: Tensor | None = None,
 ) -> EdgeShard:
     """Divide a graph of which every rank holds only the edges into its own destinations; none holds the whole. Collective.
 
@@ -174,12 +179,13 @@ def shard_edges(
         The ranks that share the graph.
     destinations, sources : Partition
         Who owns which nodes; the same on all ranks.
+    numbers : Tensor [E_own], int64, optional
+        Number of each edge in the whole graph, which keys dropout. None numbers the edges in order of ranks.
 
     Returns
     -------
     EdgeShard
-        As `shard_graph` makes it with the strategy "edges"; `edges` are places in this rank's own attributes. Edges are numbered, for
-        dropout, in order of ranks.
+        As `shard_graph` makes it with the strategy "edges"; `edges` are places in this rank's own attributes.
 
     Raises
     ------
@@ -189,58 +195,36 @@ def shard_edges(
     rank, parts = dist.get_rank(group), dist.get_world_size(group)
     check_same({"destinations": describe(destinations), "sources": describe(sources)}, group)
     check_partitions(sources, destinations, (sources.size, destinations.size), parts)
-    raise_together(misplaced(edge_index, sources, destinations, rank), group)
+    raise_together(misplaced(edge_index, sources, destinations, rank) or misnumbered(edge_index, numbers), group)
     own = torch.arange(edge_index.shape[1], device=edge_index.device)
     counts = [0] * parts
     dist.all_gather_object(counts, own.shape[0], group=group)
-    edges = _Edges(
+    edges = PlacedEdges(
         src=sources.places(edge_index[0]),
         dst=destinations.places(edge_index[1]),
         position=own,
-        number=own + sum(counts[:rank]),
+        number=own + sum(counts[:rank]) if numbers is None else numbers,
         program_order=None,
     )
     return _shard_by_edges(edges, group, sources, destinations)
 
 
-class _Edges(NamedTuple):
-    """Edges between places on the lines of two partitions, in an order that inside a destination is the caller's."""
-
-    src: Tensor  # [E] int64
-    dst: Tensor  # [E] int64
-    position: Tensor  # [E] int64, in the caller's attributes
-    number: Tensor  # [E] int64, in the whole graph
-    program_order: Tensor | None  # [N_dst] int64, places of destinations
-
-    @classmethod
-    def of_graph(cls, graph: GraphStructure, sources: Partition, destinations: Partition) -> "_Edges":
-        return cls(
-            src=sources.places(graph.row),
-            dst=destinations.places(graph.dst),
-            position=graph.edge_order().long(),
-            number=graph.edge_numbers(),
-            program_order=None if graph.program_order is None else destinations.places(graph.program_order),
-        )
-
-    def at(self, index: Tensor) -> "_Edges":
-        """These edges, by mask or by number."""
-        return self._replace(**{name: getattr(self, name)[index] for name in ("src", "dst", "position", "number")})
-
-
-def _shard_by_edges(edges: _Edges, group: dist.ProcessGroup, sources: Partition, destinations: Partition) -> EdgeShard:
+def _shard_by_edges(
+    edges: PlacedEdges, group: dist.ProcessGroup, sources: Partition, destinations: Partition
+) -> EdgeShard:
     rank = dist.get_rank(group)
     own_src, own_dst = sources.ranges.of(rank), destinations.ranges.of(rank)
     num_src, num_dst = own_src.stop - own_src.start, own_dst.stop - own_dst.start
     edges = edges.at((edges.dst >= own_dst.start) & (edges.dst < own_dst.stop))
-    edges = edges._replace(dst=edges.dst - own_dst.start, program_order=_within(edges.program_order, own_dst))
+    edges = edges._replace(dst=edges.dst - own_dst.start, program_order=within(edges.program_order, own_dst))
     is_owned = (edges.src >= own_src.start) & (edges.src < own_src.stop)
 
-    interior_edges, interior = _structure(edges.at(is_owned), edges.src[is_owned] - own_src.start, (num_src, num_dst))
+    interior_edges, interior = structure(edges.at(is_owned), edges.src[is_owned] - own_src.start, (num_src, num_dst))
     outer = edges.at(~is_owned)
     wanted, halo_number = torch.unique(outer.src, return_inverse=True)
     boundary_dst, compact = torch.unique(outer.dst, return_inverse=True)
-    order = _renumbered(edges.program_order, boundary_dst)
-    boundary_edges, boundary = _structure(
+    order = renumbered(edges.program_order, boundary_dst)
+    boundary_edges, boundary = structure(
         outer._replace(dst=compact, program_order=order), halo_number, (len(wanted), len(boundary_dst))
     )
     halo = RowExchange.of_requests(wanted, sources.ranges, group)
@@ -249,7 +233,7 @@ def _shard_by_edges(edges: _Edges, group: dist.ProcessGroup, sources: Partition,
         sources=sources,
         destinations=destinations,
         edges=torch.cat([interior_edges, boundary_edges]),
-        graph=_joined(interior, boundary, boundary_dst),
+        graph=joined(interior, boundary, boundary_dst),
         interior=interior,
         boundary=boundary,
         boundary_dst=boundary_dst,
@@ -257,9 +241,11 @@ def _shard_by_edges(edges: _Edges, group: dist.ProcessGroup, sources: Partition,
     )
 
 
-def _shard_by_heads(edges: _Edges, group: dist.ProcessGroup, sources: Partition, destinations: Partition) -> HeadShard:
+def _shard_by_heads(
+    edges: PlacedEdges, group: dist.ProcessGroup, sources: Partition, destinations: Partition
+) -> HeadShard:
     rank = dist.get_rank(group)
-    positions, graph = _structure(edges, edges.src, (sources.size, destinations.size))
+    positions, graph = structure(edges, edges.src, (sources.size, destinations.size))
     ends = torch.tensor(destinations.ranges.bounds, device=graph.device)
     held = Ranges(tuple(graph.colptr[ends].tolist()))
     return HeadShard(
@@ -271,41 +257,6 @@ def _shard_by_heads(edges: _Edges, group: dist.ProcessGroup, sources: Partition,
         group_name=group.group_name,
         attributes=RowExchange.of_everything(held, group, graph.device),
     )
-
-
-def _structure(edges: _Edges, src: Tensor, sizes: tuple[int, int]) -> tuple[Tensor, GraphStructure]:
-    """Sort edges from `src` to their destinations; return their places in the caller's attributes, and a structure that reads
-    attributes in that order."""
-    graph = GraphStructure.from_edge_index(torch.stack([src, edges.dst]), sizes, edge_id=edges.number)
-    position = edges.position[graph.edge_order().long()]
-    order = None if edges.program_order is None else edges.program_order.to(graph.colptr.dtype)
-    return position, replace(graph, perm=None, program_order=order).with_reverse()
-
-
-def _joined(interior: GraphStructure, boundary: GraphStructure, boundary_dst: Tensor) -> GraphStructure:
-    """Interior and boundary edges as one structure: sources owned, then halo; attributes in the order interior, boundary."""
-    inner, outer = interior.edge_index(), boundary.edge_index()
-    outer = torch.stack([outer[0] + interior.num_src, boundary_dst[outer[1]]])
-    graph = GraphStructure.from_edge_index(
-        torch.cat([inner, outer], dim=1),
-        (interior.num_src + boundary.num_src, interior.num_dst),
-        edge_id=torch.cat([interior.edge_id, boundary.edge_id]),
-    )
-    order = interior.program_order
-    return replace(graph, program_order=None if order is None else order.to(graph.colptr.dtype)).with_reverse()
-
-
-def _within(places: Tensor | None, own: slice) -> Tensor | None:
-    """Those of `places` that lie in `own`, counted from its beginning, in their order."""
-    return None if places is None else places[(places >= own.start) & (places < own.stop)] - own.start
-
-
-def _renumbered(order: Tensor | None, nodes: Tensor) -> Tensor | None:
-    """Those of `order` that are among the rising `nodes`, as places there, in their order."""
-    if order is None:
-        return None
-    kept = order[torch.isin(order, nodes)]
-    return torch.searchsorted(nodes, kept)
 
 
 def _default_sources(num_src: int, destinations: Partition) -> Partition:

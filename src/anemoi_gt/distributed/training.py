@@ -1,168 +1,37 @@
 """Training of a divided model: what stands in the places that a Trainer leaves open. The only place of this room that knows the loop.
 
-learner     the loss over own nodes, gradients over the mesh, the length of all gradients together
-batches     this data rank's samples of every batch, this model rank's rows of every sample
-save        torch.distributed.checkpoint instead of a file
-progress    on rank 0 alone
+learner         the loss over own nodes, gradients over the mesh, the length of all gradients together
+batches         this data rank's samples of every batch, this model rank's rows of every sample
+save            torch.distributed.checkpoint instead of a file
+progress        on rank 0 alone
+stop_request    one verdict of all ranks
 """
 
-from collections.abc import Iterator
+from datetime import timedelta
 from functools import partial
-from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils.data import Dataset, RandomSampler
 
-from anemoi_gt.data.datasets import ForecastDataset, Sample
-from anemoi_gt.distributed.agreement import check_same
+from anemoi_gt.data.datasets import Splits
+from anemoi_gt.distributed.agreement import check_same, fingerprint, raise_together
+from anemoi_gt.distributed.batches import ShardedBatches
 from anemoi_gt.distributed.checkpoint import load_checkpoint, require_checkpoint, save_checkpoint
-from anemoi_gt.distributed.folder import TORCHRUN, checkpoint_to_continue, sharded
-from anemoi_gt.distributed.gradients import clip_gradients, reduce_gradients, sum_loss
+from anemoi_gt.distributed.folder import sharded
+from anemoi_gt.distributed.learner import ShardedLearner
 from anemoi_gt.distributed.model import ModelShard, shard_model
-from anemoi_gt.distributed.start import ShardingConfig
-from anemoi_gt.training import Trainer, TrainingConfig
-from anemoi_gt.training.batches import TrainingBatches, load
+from anemoi_gt.distributed.stop import AgreedStop
+from anemoi_gt.training import Trainer
 from anemoi_gt.training.files import replacing
-from anemoi_gt.training.learner import AUTOCAST, Learner
 from anemoi_gt.training.metrics import MetricsFile
 from anemoi_gt.training.trainer import BEST, LAST
 
 DATA = "data"
-
-
-class OwnRows(Dataset):
-    """The samples of a data set, with the rows of this rank's nodes.
-
-    Parameters
-    ----------
-    dataset : ForecastDataset
-    rows : Tensor [n], int64, on the CPU
-    """
-
-    def __init__(self, dataset: ForecastDataset, rows: Tensor):
-        self.dataset, self.rows = dataset, rows
-        self.weights = dataset.weights[rows]
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getitem__(self, i: int) -> Sample:
-        """Return own rows of sample i."""
-        return Sample(*(part[self.rows] for part in self.dataset[i]))
-
-
-class ShardedBatches(TrainingBatches):
-    """The share of a data rank in the batches of a run: the same batches for every mesh, split in order.
-
-    Parameters
-    ----------
-    mesh : DeviceMesh
-        With axes (data, model).
-    **options
-        Of `TrainingBatches`; `batch_size` is that of all data ranks together.
-
-    Raises
-    ------
-    ValueError
-        When the batch cannot be split evenly.
-    """
-
-    def __init__(self, mesh: DeviceMesh, **options: Any):
-        super().__init__(**options)
-        self.part, self.parts = mesh.get_local_rank("data"), mesh["data"].size()
-        if self.batch_size % self.parts:
-            raise ValueError(
-                f"training.batch_size must be a multiple of the {self.parts} ranks of the data axis, got {self.batch_size}"
-            )
-
-    def since(self, step: int) -> Iterator[Sample]:
-        """Yield this rank's part of the batches that are left when `step` of them have been taken."""
-        generator, size = torch.Generator().manual_seed(self.seed), self.batch_size // self.parts
-        order = RandomSampler(self.dataset, num_samples=self.steps * self.batch_size, generator=generator)
-        left = islice(enumerate(order), step * self.batch_size, None)
-        own = (sample for place, sample in left if place % self.batch_size // size == self.part)
-        return load(self.dataset, size, self.device, own)
-
-
-class ShardedLearner(Learner):
-    """A learner whose model is divided; every rank takes the same steps, and knows the loss of all.
-
-    Parameters
-    ----------
-    model : nn.Module
-        As `shard_model` left it.
-    weights : Tensor [n]
-        Of own nodes.
-    config : TrainingConfig
-    device : torch.device
-    num_nodes : int
-        Of all ranks of the model.
-    cut : ModelShard
-    mesh : DeviceMesh
-        With axes (data, model).
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        weights: Tensor,
-        config: TrainingConfig,
-        device: torch.device,
-        *,
-        num_nodes: int,
-        cut: ModelShard,
-        mesh: DeviceMesh,
-    ):
-        super().__init__(model, weights, config, device)
-        self.num_nodes, self.mesh = num_nodes, mesh
-        self.shared, self.own = cut.parameters(self.model)
-
-    def learn(self, batch: Sample) -> Tensor:
-        """Take one optimiser step, on all ranks; returns the loss of all before it, a scalar."""
-        self.model.train()
-        self.optimizer.zero_grad()
-        loss = self.own_loss(self.model, batch)
-        self.scaler.scale(loss).backward()
-        reduce_gradients(self.shared, self.own, self.mesh)
-        # Before they are unscaled: what is not finite on one rank is so on all, and all skip the step or none.
-        clip_gradients(self.shared, self.own, self.config.clip_norm * self.scaler.get_scale(), self.mesh)
-        self.scaler.unscale_(self.optimizer)
-        self.move()
-        return sum_loss(loss, self.mesh)
-
-    def loss(self, model: nn.Module, batch: Sample) -> Tensor:
-        """Return the loss of a model on the batches of all ranks, a scalar without gradient. Collective."""
-        return sum_loss(self.own_loss(model, batch), self.mesh)
-
-    def own_loss(self, model: nn.Module, batch: Sample) -> Tensor:
-        """Return what own nodes add to `weighted_mse` of the whole."""
-        dtype = AUTOCAST[self.config.precision]
-        with torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None):
-            error = (model(batch.inputs) - batch.target).square().mean(dim=(0, 2))
-            return (error * self.weights).sum() / self.num_nodes
-
-    def is_finite(self) -> bool:
-        """Whether the weights of all ranks are finite. Collective; waits for the device."""
-        finite = torch.tensor(float(super().is_finite()), device=self.device)
-        dist.all_reduce(finite, dist.ReduceOp.MIN)
-        return bool(finite)
-
-    def state_dict(self) -> dict:
-        """Return everything that a step changes; the optimiser by names of parameters."""
-        return super().state_dict() | {"optimizer": get_optimizer_state_dict(self.model, self.optimizer)}
-
-    def load_state_dict(self, state: dict) -> None:
-        """Continue from what `state_dict` returned."""
-        by_name = state["optimizer"]
-        super().load_state_dict(state | {"optimizer": self.optimizer.state_dict()})
-        set_optimizer_state_dict(self.model, self.optimizer, by_name)
+PATIENCE = timedelta(days=1)  # for the making of a large graph; when a rank dies, the watch ends the wait
 
 
 class Silence:
@@ -190,18 +59,45 @@ class Silence:
         """Wait for nothing."""
 
 
-def train_on_ranks(trainer: Trainer, mesh: DeviceMesh, sharding: ShardingConfig, *, resumes: bool) -> list[dict] | None:
+def cpu_group() -> dist.ProcessGroup:
+    """Return a group of all ranks that communicates from the CPU, and waits as long as all are alive. Collective."""
+    return dist.new_group(backend="gloo", timeout=PATIENCE)
+
+
+def check_samples(splits: Splits, folder: Path) -> None:
+    """Raise on all ranks unless they have the same data set and see the same folder. Collective.
+
+    Compares the nodes, the numbers of samples, and the normalisation, in which the training samples take part.
+
+    Raises
+    ------
+    ValueError
+        On all ranks, naming what differs.
+    """
+    train, group = splits.train, dist.group.WORLD
+    unseen = None if folder.is_dir() else f"{folder} must be on a file system that all ranks see"
+    raise_together(unseen, group)
+    check_same(
+        {
+            "the nodes of the data set": fingerprint(torch.from_numpy(train.nodes.radians), train.weights),
+            "the numbers of samples": [len(part) for part in splits],
+            "the normalisation of the data set": fingerprint(train.change_mean, train.change_std),
+        },
+        group,
+    )
+
+
+def train_on_ranks(trainer: Trainer, cut: ModelShard, *, resumes: bool) -> list[dict] | None:
     """Train on all ranks from the beginning, or from where a run ended, to the end. Collective.
 
     Parameters
     ----------
     trainer : Trainer
-        New, with a whole model, made of the same config on all ranks; its folder is one that all of them see.
-    mesh : DeviceMesh
-        From `started`.
-    sharding : ShardingConfig
+        As `divide_trainer` left it; its folder is one that all ranks see.
+    cut : ModelShard
+        How its model is divided.
     resumes : bool
-        Continue from the last checkpoint in the folder where there is one, of any number of ranks.
+        Continue from the last checkpoint in the folder, which may be of any number of ranks.
 
     Returns
     -------
@@ -210,16 +106,11 @@ def train_on_ranks(trainer: Trainer, mesh: DeviceMesh, sharding: ShardingConfig,
 
     Raises
     ------
-    ValueError
-        On all ranks, when they differ in config or folder, or the folder holds a run that is not to be continued.
+    Stopped
+        On all ranks, after the same step, when one of them is told to stop; the last checkpoint holds that step.
     """
-    check_same({"config": trainer.description, "sharding": sharding, "folder": str(trainer.folder)}, dist.group.WORLD)
-    last = trainer.folder / LAST
-    former = checkpoint_to_continue(last, TORCHRUN, resume=resumes)
-    strategy = "edges" if sharding.strategy == "none" else sharding.strategy
-    cut = shard_trainer(trainer, mesh, strategy, overlap=sharding.overlap)
-    if former is not None:
-        resume(trainer, cut, last)
+    if resumes:
+        resume(trainer, cut)
     is_first = dist.get_rank() == 0
     path = trainer.folder / "metrics.jsonl"
     with MetricsFile(path, until=trainer.learner.step) if is_first else Silence() as metrics:
@@ -231,7 +122,7 @@ def train_on_ranks(trainer: Trainer, mesh: DeviceMesh, sharding: ShardingConfig,
 
 
 def shard_trainer(trainer: Trainer, mesh: DeviceMesh, strategy: str = "edges", *, overlap: bool = True) -> ModelShard:
-    """Make a trainer train on all ranks, in place. Collective.
+    """Make a trainer that every rank holds train on all ranks, in place. Collective.
 
     Parameters
     ----------
@@ -248,35 +139,52 @@ def shard_trainer(trainer: Trainer, mesh: DeviceMesh, strategy: str = "edges", *
     ModelShard
         How the model is divided.
     """
-    learner, splits, config = trainer.learner, trainer.splits, trainer.config
-    cut = shard_model(learner.model, mesh, strategy, overlap=overlap)
-    rows = cut.partitions[DATA].nodes(cut.rank, "cpu")
-    train, valid = OwnRows(splits.train, rows), OwnRows(splits.valid, rows)
-    trainer.splits = splits._replace(train=train, valid=valid)
-    trainer.learner = ShardedLearner(
-        learner.model, train.weights, config, trainer.device, num_nodes=len(splits.train.weights), cut=cut, mesh=mesh
-    )
-    numbers = {"batch_size": config.batch_size, "steps": config.steps, "seed": config.seed, "device": trainer.device}
-    trainer.batches = ShardedBatches(mesh, dataset=train, **numbers)
-    trainer.save = partial(_save, cut)
-    trainer.progress = trainer.progress if dist.get_rank() == 0 else Silence
+    cut = shard_model(trainer.learner.model, mesh, strategy, overlap=overlap)
+    divide_trainer(trainer, cut, mesh, cpu_group())
     return cut
 
 
-def resume(trainer: Trainer, cut: ModelShard, path: Path) -> None:
-    """Continue a run from a checkpoint of a sharded trainer, of any number of ranks. Collective.
+def divide_trainer(trainer: Trainer, cut: ModelShard, mesh: DeviceMesh, group: dist.ProcessGroup) -> None:
+    """Make a trainer of a model that is divided already train on all ranks, in place.
 
     Parameters
     ----------
     trainer : Trainer
-        As `shard_trainer` left it.
+        New, with this rank's part of the model and the whole data set.
     cut : ModelShard
-        What that returned.
-    path : Path
-        Such as folder / "last.pt": the name under which the trainer saved it.
+        How the model is divided.
+    mesh : DeviceMesh
+        With axes (data, model), over all ranks.
+    group : ProcessGroup
+        From `cpu_group`.
+    """
+    model, splits, config = trainer.learner.model, trainer.splits, trainer.config
+    parts = Splits(*(split.part(_own_rows(cut)) for split in splits))
+    trainer.splits = parts
+    trainer.learner = ShardedLearner(
+        model, parts.train.weights, config, trainer.device, num_nodes=len(splits.train.weights), cut=cut, mesh=mesh
+    )
+    numbers = {"batch_size": config.batch_size, "steps": config.steps, "seed": config.seed, "device": trainer.device}
+    trainer.batches = ShardedBatches(mesh, dataset=parts.train, **numbers)
+    trainer.save = partial(_save, cut)
+    trainer.progress = trainer.progress if dist.get_rank() == 0 else Silence
+    trainer.stop_request = partial(AgreedStop, group)
+
+
+def resume(trainer: Trainer, cut: ModelShard) -> None:
+    """Continue the run in a trainer's folder, of any number of ranks. Collective.
+
+    Parameters
+    ----------
+    trainer : Trainer
+        As `divide_trainer` left it.
+    cut : ModelShard
+        How its model is divided.
     """
     template = trainer.state_dict()
-    trainer.load_state_dict(load_checkpoint(sharded(path), template, cut.tables, dist.group.WORLD))
+    config = template.pop("config")  # which `former_config` reads: it may name what this run does not
+    state = load_checkpoint(sharded(trainer.folder / LAST), template, cut.tables, dist.group.WORLD)
+    trainer.load_state_dict(state | {"config": config})
 
 
 def write_whole(path: Path) -> None:
@@ -301,3 +209,7 @@ def write_whole(path: Path) -> None:
 
 def _save(cut: ModelShard, path: Path, state: dict) -> None:
     save_checkpoint(sharded(path), state, cut.tables, dist.group.WORLD)
+
+
+def _own_rows(cut: ModelShard) -> Tensor:
+    return cut.partitions[DATA].nodes(cut.rank, "cpu")

@@ -1,7 +1,12 @@
-"""What an index tensor must be. The only place that words these errors; metadata first, values where they are asked for."""
+"""What an index tensor must be. The only place that words these errors; metadata first, values where they are asked for.
+
+In code that torch.compile or torch.export traces, a size may be known to the run alone, and so are all values. What cannot be
+judged while tracing is then checked by the compiled program, which raises RuntimeError in place of ValueError.
+"""
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import guard_or_true
 
 INDEX_DTYPES = (torch.int32, torch.int64)
 
@@ -20,6 +25,8 @@ def check_index(name: str, index: Tensor, like: Tensor, dtypes: tuple[torch.dtyp
 
 def check_edge_index(edge_index: Tensor) -> None:
     """Raise unless `edge_index` is an integer tensor [2, E]."""
+    if not isinstance(edge_index, Tensor):
+        raise ValueError(f"edge_index must be a tensor [2, E], got {type(edge_index).__name__}")
     if edge_index.dim() != 2 or edge_index.shape[0] != 2:
         raise ValueError(f"edge_index must have shape [2, E] (sources, destinations), got {tuple(edge_index.shape)}")
     if edge_index.dtype not in INDEX_DTYPES:
@@ -40,34 +47,64 @@ def check_size(name: str, size: int) -> None:
         raise ValueError(f"{name} must be a number of nodes >= 0, got {size!r}")
 
 
+def have_size(size: int, expected: int) -> bool:
+    """Whether a size is what it must be. Where only the run will know, it is taken to be, and the run checks it."""
+    if not torch.compiler.is_compiling():
+        return size == expected
+    if not guard_or_true(size == expected):
+        return False
+    torch._check(size == expected)
+    return True
+
+
 def check_range(name: str, index: Tensor, size: int) -> None:
     """Raise unless every value is in 0 .. size - 1; waits for the device."""
-    if index.shape[0] == 0:
+    inside = ((index >= 0) & (index < size)).all()
+    if _left_to_the_run(inside, f"{name} must hold values from 0 to below the number of nodes") or bool(inside):
         return
     low, high = (int(bound) for bound in torch.aminmax(index))
-    if low < 0 or high >= size:
-        raise ValueError(
-            f"{name} must hold values in 0 .. {size - 1}, one for each of {size} nodes, got values from {low} to {high}; "
-            "check the order (sources, destinations) of the indices and of the sizes"
-        )
+    raise ValueError(
+        f"{name} must hold values in 0 .. {size - 1}, one for each of {size} nodes, got values from {low} to {high}; "
+        "check the order (sources, destinations) of the indices and of the sizes"
+    )
 
 
 def check_pointers(name: str, pointers: Tensor, num_edges: int) -> None:
     """Raise unless `pointers` rises from 0 to `num_edges`; waits for the device."""
+    falls = pointers.diff() < 0
+    rises = (pointers[0] == 0) & (pointers[-1] == num_edges) & ~falls.any()
+    if _left_to_the_run(rises, f"{name} must rise from 0 to the number of edges"):
+        return
     first, last = int(pointers[0]), int(pointers[-1])
     if first != 0 or last != num_edges:
         raise ValueError(f"{name} must start at 0 and end at the number of edges {num_edges}, got {first} and {last}")
-    falls = (pointers.diff() < 0).nonzero()
-    if falls.shape[0]:
-        at = int(falls[0])
+    if not bool(rises):
+        at = int(falls.nonzero()[0])
         raise ValueError(f"{name} must not decrease, got {int(pointers[at])}, {int(pointers[at + 1])} at position {at}")
 
 
 def check_permutation(name: str, index: Tensor, size: int) -> None:
     """Raise unless `index` holds each of 0 .. size - 1 once; waits for the device."""
     check_range(name, index, size)
-    missing = size - int(
-        torch.zeros(size, dtype=torch.bool, device=index.device).index_fill_(0, index.long(), True).sum()
-    )
+    found = torch.zeros(size, dtype=torch.bool, device=index.device).index_fill_(0, index.long(), True)
+    if _left_to_the_run(found.all(), f"{name} must be a permutation"):
+        return
+    missing = size - int(found.sum())
     if missing:
         raise ValueError(f"{name} must be a permutation of 0 .. {size - 1}, got {missing} values missing")
+
+
+def check_same_edges(row: Tensor, src: Tensor, dst: Tensor, col: Tensor) -> None:
+    """Raise unless two lists of edges, in one order, are the same: src by `row` and `src`, dst by `dst` and `col`; waits."""
+    same = (row == src).all() & (dst == col).all()
+    claim = "rowptr, col must hold the edges of colptr, row: leave them out and call with_reverse()"
+    if not _left_to_the_run(same, claim) and not bool(same):
+        raise ValueError(claim)
+
+
+def _left_to_the_run(holds: Tensor, claim: str) -> bool:
+    """Whether code is traced, where the host cannot look at values: then the device checks them, and nobody waits."""
+    if not torch.compiler.is_compiling():
+        return False
+    torch._assert_async(holds, claim)
+    return True

@@ -25,6 +25,7 @@ from itertools import accumulate
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 from anemoi_gt.graph import order
 from anemoi_gt.graph.checks import (
@@ -34,7 +35,9 @@ from anemoi_gt.graph.checks import (
     check_permutation,
     check_pointers,
     check_range,
+    check_same_edges,
     check_size,
+    have_size,
 )
 from anemoi_gt.graph.group import group_coo, group_edges, pointers
 
@@ -108,7 +111,7 @@ class GraphStructure:
             index = getattr(self, name)
             if index is not None:
                 check_index(name, index, like=self.colptr, dtypes=(torch.int64,) if name == "edge_id" else None)
-                if index.shape[0] != length:
+                if not have_size(index.shape[0], length):
                     raise ValueError(f"{name} must have {length} entries, got {index.shape[0]}")
 
     @property
@@ -162,13 +165,14 @@ class GraphStructure:
             source side comes with it, in the same sweep over the edges. It steps aside for the sort on a CPU, and where
             PyTorch is asked for deterministic algorithms.
         validate : bool
-            Check the values, which waits for the device. Layers that convert an edge_index in passing leave it out.
+            Check the values, which waits for the device. Layers that convert an edge_index in passing leave it out. In
+            compiled code the device checks them when it comes to it (RuntimeError), and nothing waits.
 
         Returns
         -------
         GraphStructure
-            Index dtype int32 when sizes and E are below 2^31, else int64. Without its source side, unless grouping without
-            order brought it; `with_reverse` adds it where it is missing.
+            Index dtype int32 when sizes and E are known to be below 2^31, else int64. Without its source side, unless
+            grouping without order brought it; `with_reverse` adds it where it is missing.
 
         Raises
         ------
@@ -188,7 +192,7 @@ class GraphStructure:
             check_range("source (row 0 of edge_index)", edge_index[0], num_src)
             check_range("destination (row 1 of edge_index)", edge_index[1], num_dst)
         dtype = _index_dtype(num_src, num_dst, edge_index.shape[1])
-        if validate and _is_sorted(edge_index[1]):
+        if validate and not torch.compiler.is_compiling() and _is_sorted(edge_index[1]):
             src, dst = edge_index.to(dtype).unbind(0)
             sides = {"colptr": pointers(dst, num_dst), "row": src.contiguous(), "perm": None}
         else:
@@ -240,6 +244,11 @@ class GraphStructure:
             The order of its stored values is the caller's edge order.
         validate : bool
             Check the values, which waits for the device.
+
+        Raises
+        ------
+        ValueError
+            For another layout, and what `from_csc` and `from_edge_index` refuse.
         """
         if hasattr(adj_t, "sparse_sizes"):  # torch_sparse.SparseTensor, whose package has no wheel for every platform
             rowptr, col, _ = adj_t.csr()
@@ -271,6 +280,11 @@ class GraphStructure:
         -------
         GraphStructure
             Without its source side.
+
+        Raises
+        ------
+        ValueError
+            For no graph, graphs on several devices, or a part of a graph (one with `edge_id`).
         """
         if not graphs:
             raise ValueError("disjoint must get at least one graph, got none")
@@ -313,6 +327,11 @@ class GraphStructure:
         ----------
         positions : Tensor [N_dst, 1 to 3], optional
             Any coordinates of the destinations. None: coordinates are made from the edges (distances to landmarks).
+
+        Raises
+        ------
+        ValueError
+            When `positions` has another shape.
         """
         if positions is None:
             positions = order.landmark_distances(self.row.long(), self.dst.long(), self.num_src, self.num_dst)
@@ -362,10 +381,7 @@ class GraphStructure:
             src = torch.arange(self.num_src, dtype=self.row.dtype, device=self.device)
             src = src.repeat_interleave(self.rowptr.diff(), output_size=self.num_edges)
             position = self.csr_to_csc.long()
-            if not (torch.equal(self.dst[position], self.col) and torch.equal(self.row[position], src)):
-                raise ValueError(
-                    "rowptr, col must hold the edges of colptr, row: leave them out and call with_reverse()"
-                )
+            check_same_edges(self.row[position], src, self.dst[position], self.col)
         return self
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -375,7 +391,18 @@ class GraphStructure:
 
     @classmethod
     def from_state(cls, state: dict[str, Tensor]) -> "GraphStructure":
-        """Make a structure from `state_dict()`, checking metadata only."""
+        """Make a structure from `state_dict()`, checking metadata only.
+
+        Parameters
+        ----------
+        state : dict of str to Tensor
+            The tensors by field.
+
+        Raises
+        ------
+        ValueError
+            For a field that a structure does not have, or tensors that do not fit together.
+        """
         unknown = set(state) - {field.name for field in fields(cls)}
         if unknown:
             raise ValueError(f"state must hold the fields of a GraphStructure, got also {sorted(unknown)}")
@@ -413,7 +440,8 @@ def _sizes(edge_index: Tensor, num_nodes: tuple[int, int] | int | None) -> tuple
 
 
 def _index_dtype(*sizes: int) -> torch.dtype:
-    return torch.int32 if max(sizes) < 2**31 else torch.int64
+    """int32 where all sizes are known to allow it; a number of edges that compiled code finds may be any."""
+    return torch.int32 if all(guard_or_false(size < 2**31) for size in sizes) else torch.int64
 
 
 def _is_sorted(index: Tensor) -> bool:

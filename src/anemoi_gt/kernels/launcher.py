@@ -5,8 +5,10 @@ times what the driver needs. A `Launch` does that when it meets something new, a
 the compiled kernel itself. Sizes must not change what is compiled: a kernel names them in `do_not_specialize`.
 """
 
+from collections import defaultdict
 from functools import reduce
 from operator import or_
+from types import SimpleNamespace
 from weakref import WeakKeyDictionary
 
 from triton import knobs
@@ -32,8 +34,8 @@ class Launch:
     """
 
     def __init__(self, kernel, grid: tuple[int, ...], scalars: dict, constants: dict):
-        self._kernel, self._grid = kernel, (*grid, 1, 1)[:3]
-        self._scalars, self._constants = scalars, constants
+        self.kernel, self.grid = kernel, (*grid, 1, 1)[:3]
+        self.scalars, self.constants = scalars, constants
         values = scalars | constants
         first = next(place for place, name in enumerate(kernel.arg_names) if name in values)
         self._tensors = kernel.arg_names[:first]
@@ -41,23 +43,30 @@ class Launch:
         widths = tuple(scalar.bit_length() < 32 for scalar in scalars.values() if isinstance(scalar, int))
         self._compiled = _COMPILED.setdefault(kernel, {}).setdefault((widths, *constants.items()), {})
 
+    def name(self, dtype: str) -> str:
+        """What a profiler shows of a launch on tensors of this dtype, such as "bf16"; nothing is compiled for it."""
+        make = (
+            getattr(self.kernel, "repr", None) or self.kernel.kwargs["repr"]
+        )  # the interpreter keeps what it was given
+        return make(SimpleNamespace(signature=defaultdict(lambda: f"*{dtype}"), constants=self.constants))
+
     def __call__(self, **tensors) -> None:
         """Launch on tensors by name, contiguous and on the current device; None stands for one that is not there."""
-        if 0 in self._grid:
+        if 0 in self.grid:
             return
         ordered = [tensors[name] for name in self._tensors]
         addresses = [0 if tensor is None else tensor.data_ptr() for tensor in ordered]
         usual = reduce(or_, addresses, 0) % ALIGNMENT == 0 and not _is_watched()
         compiled = self._compiled.get(_types(ordered)) if usual and self._compiled else None
         if compiled is None:
-            compiled = self._kernel[self._grid](**tensors, **self._scalars, **self._constants)
+            compiled = self.kernel[self.grid](**tensors, **self.scalars, **self.constants)
             if usual and _is_kept(compiled):
                 self._compiled[_types(ordered)] = compiled
             return
         active = driver.active
         stream = active.get_current_stream(active.get_current_device())
         compiled.run(
-            *self._grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *addresses, *self._values
+            *self.grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *addresses, *self._values
         )  # fmt: skip
 
 

@@ -1,40 +1,39 @@
 """How much of the problem one program holds on chip. The only place that chooses tile shapes.
 
-Shapes follow from sizes alone, never from a clock, so a program gives the same bits on every run. The rules are what sweeps
-over heads, nodes, warps and unrolling gave on one H200 (bf16, H = 16, C = 32 and 64, the encoder, processor and decoder of
-N320 with icosphere 6, where no other graph is named): one node a program and all heads in it; few warps where a row is reduced, more where it is only
-summed; several nodes a program where a node has one or two edges.
+Shapes follow from sizes and from what the device is, never from a clock, so a program gives the same bits on every run. For
+each kernel there is a rule, what sweeps over heads, nodes, warps and unrolling gave on one H200 (bf16, H = 16, C = 32 and 64, the
+encoder, processor and decoder of N320 with icosphere 6, where no other graph is named): one node a program and all heads in it; few
+warps where a row is reduced, more where it is only summed; several nodes a program where a node has one or two edges. For kernels that
+gather rows, `anemoi_gt.kernels.score` predicts times of all tiles, and takes another than the rule's where that is
+predicted to gain more than the prediction can be wrong by: on other shapes, dtypes and devices than those of the sweeps. For
+contractions the sweeps differ by 2%, far less than predictions are worth, so there the rule alone decides.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from functools import lru_cache
+from itertools import product
+
+from anemoi_gt.kernels.score import (
+    BUSY_DEGREE,
+    DESTINATIONS,
+    FORWARD,
+    H200,
+    PRODUCT,
+    SOURCES,
+    Choice,
+    ContractionTile,
+    Device,
+    RowTile,
+    Shape,
+    rank_contractions,
+    settle,
+)
 
 ROW_ELEMENTS = 1024  # heads x channels that a program holds: 32 numbers for each thread of a warp
 MOST_ATTRIBUTES = 256  # columns of W for which a program's arrays fit the registers and the shared memory of every GPU
-PRODUCT = 16  # smallest inner size of a matrix product
-BUSY_DEGREE = 4  # mean degree from which the edges of one node keep a program busy
-
-
-@dataclass(frozen=True)
-class RowTile:
-    """Shape of one program of a kernel that walks edges and gathers rows of heads x channels."""
-
-    heads: int  # heads of a program, a power of two
-    channels: int  # channels padded to a power of two
-    unroll: int  # edges whose rows are in flight together
-    num_warps: int
-    nodes: int = 1  # nodes that a program takes one after the other
-
-
-@dataclass(frozen=True)
-class ContractionTile:
-    """Shape of one program of a kernel that contracts over the attributes."""
-
-    nodes: int  # nodes of a tile
-    tiles: int  # tiles that a program takes one after the other, with the weight read once
-    channels: int
-    attributes: int  # attributes padded to a power of two, at least 16 for a matrix product
-    num_warps: int
-    num_stages: int  # tiles in flight
+MOST_NUMBERS, FEWEST_NUMBERS = 32, 4  # of a row that a thread holds
+FEWER = 4  # least part of the heads that fit a program: rows of few heads are read at a fraction of the speed
+KEPT = 128  # choices of each kernel that are kept
 
 
 def next_power_of_two(n: int) -> int:
@@ -42,44 +41,58 @@ def next_power_of_two(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def _row(heads: int, channels: int, attributes: int) -> tuple[int, int]:
+def _row(shape: Shape) -> tuple[int, int]:
     """Heads of a program and padded channels, so that neither array of it passes ROW_ELEMENTS."""
-    padded = next_power_of_two(channels)
-    widest = max(padded, attribute_columns(attributes) if attributes else 1)
-    return min(next_power_of_two(heads), max(1, ROW_ELEMENTS // widest)), padded
+    padded = next_power_of_two(shape.channels)
+    widest = max(padded, attribute_columns(shape.attributes) if shape.attributes else 1)
+    return min(next_power_of_two(shape.heads), max(1, ROW_ELEMENTS // widest)), padded
 
 
-def forward_tile(heads: int, channels: int, degree: float, attributes: int) -> RowTile:
-    """Tile of the forward pass over destinations of so many in-edges on average.
+@lru_cache(KEPT)
+def forward_choice(shape: Shape, device: Device = H200) -> Choice:
+    """Tile of the forward pass over destinations.
 
     Measured: encoder 0.91, processor 0.27, decoder 1.55 ms at C = 64 with one warp and one edge in flight (two warps 1.01,
     0.29, 1.66); at C = 32 two edges in flight give 0.50, 0.16 where degrees are high (one: 0.52, 0.17), decoder 0.97.
     """
-    group, padded = _row(heads, channels, attributes)
-    unroll = 2 if group * padded < ROW_ELEMENTS and degree >= BUSY_DEGREE else 1
-    return RowTile(group, padded, unroll, _warps(group * padded, 1))
+    group, padded = _row(shape)
+    unroll = 2 if group * padded < ROW_ELEMENTS and shape.degree >= BUSY_DEGREE else 1
+    rule = RowTile(group, padded, unroll, _warps(group * padded, 1))
+    return settle(FORWARD, shape, rule, row_tiles(shape, (1,)), device)
 
 
-def destination_tile(heads: int, channels: int, degree: float, attributes: int) -> RowTile:
+@lru_cache(KEPT)
+def destination_choice(shape: Shape, device: Device = H200) -> Choice:
     """Tile of the backward pass over destinations.
 
     Measured: encoder 1.05, processor 0.32 ms at C = 64 with two warps and two edges in flight (one and one: 1.12, 0.33),
     decoder 1.68 with one and one; at C = 32 encoder 0.64, processor 0.19, decoder 0.98 with one and one.
     """
-    group, padded = _row(heads, channels, attributes)
-    pair = 2 if group * padded >= ROW_ELEMENTS and degree >= BUSY_DEGREE else 1
-    return RowTile(group, padded, pair, _warps(group * padded, pair))
+    group, padded = _row(shape)
+    pair = 2 if group * padded >= ROW_ELEMENTS and shape.degree >= BUSY_DEGREE else 1
+    rule = RowTile(group, padded, pair, _warps(group * padded, pair))
+    return settle(DESTINATIONS, shape, rule, row_tiles(shape, (1,)), device)
 
 
-def source_tile(heads: int, channels: int, degree: float) -> RowTile:
-    """Tile of the backward pass over sources of so many out-edges on average.
+@lru_cache(KEPT)
+def source_choice(shape: Shape, device: Device = H200) -> Choice:
+    """Tile of the backward pass over sources; `shape.attributes` is 0, for they are not its work.
 
     Measured: decoder 0.73, processor 0.18 ms with one source, four edges in flight; encoder, whose sources have 1.6 edges,
     0.58 with four sources and two edges.
     """
-    group, padded = _row(heads, channels, 0)
-    nodes, unroll = (1, 4) if degree >= BUSY_DEGREE else (4, 2)
-    return RowTile(group, padded, unroll, _warps(group * padded, group * padded // 256), nodes)
+    group, padded = _row(shape)
+    nodes, unroll = (1, 4) if shape.degree >= BUSY_DEGREE else (4, 2)
+    rule = RowTile(group, padded, unroll, _warps(group * padded, group * padded // 256), nodes)
+    return settle(SOURCES, shape, rule, row_tiles(shape, (1, 2, 4) if shape.degree < BUSY_DEGREE else (1,)), device)
+
+
+def row_tiles(shape: Shape, nodes: tuple[int, ...]) -> Iterator[RowTile]:
+    """Yield the tiles that a kernel which gathers rows can have, with these numbers of nodes a program."""
+    most, padded = _row(shape)
+    for heads, warps, unroll, number in product((most, most // 2, most // FEWER), (1, 2, 4, 8), (1, 2, 4), nodes):
+        if FEWEST_NUMBERS * 32 * warps <= heads * padded <= MOST_NUMBERS * 32 * warps:
+            yield RowTile(heads, padded, unroll, warps, number)
 
 
 def attribute_columns(attributes: int) -> int:
@@ -123,3 +136,16 @@ def contraction_tile(channels: int, attributes: int) -> ContractionTile:
         return ContractionTile(64, 2, padded, columns, num_warps=4, num_stages=stages)
     nodes = 32 if columns <= 128 else 16
     return ContractionTile(nodes, 4, padded, columns, num_warps=2 if columns <= 32 else 4, num_stages=stages)
+
+
+def contraction_choice(shape: Shape, traffic: tuple[int, int], device: Device = H200) -> Choice:
+    """`contraction_tile` and what is predicted of it and of others, for a kernel with so many rows and sums a node."""
+    rule = contraction_tile(shape.channels, shape.attributes)
+    return rank_contractions(shape, traffic, rule, contraction_tiles(rule), device)
+
+
+def contraction_tiles(rule: ContractionTile) -> Iterator[ContractionTile]:
+    """Yield the tiles that a contraction can have beside that of its rule, whose parts of a row they share."""
+    stages = sorted({1, rule.num_stages})
+    for nodes, tiles, warps, stage in product((16, 32, 64, 128), (1, 2, 4, 8), (2, 4, 8), stages):
+        yield ContractionTile(nodes, tiles, rule.channels, rule.attributes, warps, stage)

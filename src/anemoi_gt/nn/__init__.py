@@ -4,6 +4,7 @@ from anemoi_gt.nn.block import GraphTransformerBaseBlock, GraphTransformerMapper
 from anemoi_gt.nn.chunks import Chunk, split_destinations
 from anemoi_gt.nn.conv import GraphTransformerConv
 from anemoi_gt.nn.edges import ChunkedEdges, StaticEdges
+from anemoi_gt.nn.inference import ChunkedInference
 from anemoi_gt.nn.layer_kernels import LayerKernels
 from anemoi_gt.nn.mapper import (
     GraphTransformerBackwardMapper,
@@ -19,6 +20,7 @@ __all__ = [
     "AutocastLayerNorm",
     "Chunk",
     "ChunkedEdges",
+    "ChunkedInference",
     "ConditionalLayerNorm",
     "EncoderProcessorDecoder",
     "GraphTransformerBackwardMapper",

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from anemoi_gt.config import AttentionConfig
 from anemoi_gt.graph import GraphStructure
+from anemoi_gt.nn.checks import check_features, check_graph, check_sides
 from anemoi_gt.nn.feed_forward import FeedForward
 from anemoi_gt.nn.layer_kernels import LayerKernels
 from anemoi_gt.nn.norm import apply_norm
@@ -124,13 +125,21 @@ class GraphTransformerBaseBlock(nn.Module):
         Tensor [N_dst, out_channels] or [B, N_dst, out_channels]
             What the residual connection adds.
         """
-        query = self.q_norm(self._heads(self.lin_query(dst)))
+        query = self.make_query(dst)
         edges = self.edge_pre_mlp(edge_attr), self.lin_edge.weight, self.lin_edge.bias
         options = {"dropout_p": self.dropout if self.training else 0.0, "config": self.config}
         if isinstance(graph, GraphStructure):
             out, _ = edge_attention(query, *self.key_value(src), graph, *edges, **options)
         else:
             out = graph.attend(query, src, self.key_value, *edges, **options)
+        return self.combine(out, dst)
+
+    def make_query(self, dst: Tensor) -> Tensor:
+        """Return the query [..., heads, C] of normed features [..., in_channels] of any destinations."""
+        return self.q_norm(self._heads(self.lin_query(dst)))
+
+    def combine(self, out: Tensor, dst: Tensor) -> Tensor:
+        """Return what the residual connection adds, of the attention's result [..., heads, C] and normed features."""
         attended = rearrange(out, "... nodes heads channels -> ... nodes (heads channels)")
         return self.projection(attended + self.lin_self(dst))
 
@@ -191,7 +200,14 @@ class GraphTransformerProcessorBlock(GraphTransformerBaseBlock):
         Returns
         -------
         Tensor [N, out_channels] or [B, N, out_channels]
+
+        Raises
+        ------
+        ValueError
+            When features, graph and attributes do not fit together.
         """
+        check_graph(graph)
+        check_features("x", x, self.channels)
         normed = apply_norm(self.layer_norm_attention, x, cond)
         sources = normed if exchange is None else exchange(normed)
         x = x + self.attend(sources, normed, graph, edge_attr)
@@ -261,8 +277,14 @@ class GraphTransformerMapperBlock(GraphTransformerBaseBlock):
         -------
         (Tensor, Tensor)
             (y_src, y_dst), of the shapes of `x`.
+
+        Raises
+        ------
+        ValueError
+            When features, graph and attributes do not fit together.
         """
-        x_src, x_dst = x
+        check_graph(graph)
+        x_src, x_dst = check_sides(x, (self.channels, self.channels))
         cond_src, cond_dst = (None, None) if cond is None else cond
         sources = apply_norm(self.layer_norm_attention_src, x_src, cond_src)
         if exchange is not None:

@@ -5,13 +5,43 @@ sources that it reads, and the results laid side by side. Memory for features an
 pieces. The structures of the pieces follow from the graph alone and are made once.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from anemoi_gt.graph import GraphStructure
+from anemoi_gt.ops import edge_attention
+
+
+@dataclass(frozen=True, eq=False)
+class SeededGraph:
+    """A part of a graph whose dropout has the seed of the whole: it takes the place of the part's structure in a block.
+
+    Dropout is a function of a seed and of the edge's number in the whole graph. When every part has one seed, their masks
+    are those of the whole.
+
+    Parameters
+    ----------
+    graph : GraphStructure
+    seed : Tensor [1], int64
+    """
+
+    graph: GraphStructure
+    seed: Tensor
+
+    def attend(
+        self,
+        query: Tensor,
+        src: Tensor,
+        key_value: Callable[[Tensor], tuple[Tensor, Tensor]],
+        *edges: Tensor,
+        **options,
+    ) -> Tensor:
+        """Attend as a block does on a structure; see `GraphTransformerBaseBlock.attend`."""
+        return edge_attention(query, *key_value(src), self.graph, *edges, dropout_seed=self.seed, **options)[0]
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,7 +50,7 @@ class Chunk:
 
     Parameters
     ----------
-    graph : GraphStructure
+    graph : GraphStructure or SeededGraph
         The edges of the piece, its sources and destinations numbered from 0.
     src : Tensor [N_src of the piece], int64, or None
         Which sources of the whole graph it has; None: all, in their order.
@@ -32,7 +62,7 @@ class Chunk:
         Sources, destinations and edges of the whole graph; None: the piece is all of it.
     """
 
-    graph: GraphStructure
+    graph: GraphStructure | SeededGraph
     src: Tensor | None
     dst: slice
     edges: slice
@@ -62,17 +92,21 @@ class Chunk:
                     f"{name} must have {number} rows, one per {kind} of the whole graph{or_one}, got {tuple(tensor.shape)}"
                 )
 
+    def seeded(self, seed: Tensor) -> "Chunk":
+        """Return this piece with a seed [1] for its dropout; with one for all, pieces drop what the whole would."""
+        return replace(self, graph=SeededGraph(self.graph, seed))
+
     def sources(self, rows: Tensor) -> Tensor:
         """Return those of the whole graph's source rows [..., N_src, F] that the piece has."""
         return rows if self.src is None else rows.index_select(-2, self.src)
 
     def destinations(self, rows: Tensor) -> Tensor:
         """Return those of the whole graph's destination rows [..., N_dst, F] that the piece has."""
-        return rows[..., self.dst, :]
+        return rows if self.sizes is None else rows[..., self.dst, :]
 
     def attributes(self, edge_attr: Tensor) -> Tensor:
         """Return those of the whole graph's attributes [..., E, D] that the piece has."""
-        return edge_attr[..., self.edges, :]
+        return edge_attr if self.sizes is None else edge_attr[..., self.edges, :]
 
 
 def split_destinations(graph: GraphStructure, num_chunks: int) -> tuple[Chunk, ...]:

@@ -16,6 +16,7 @@ from torch_geometric.utils import softmax
 from anemoi_gt.config import AttentionConfig
 from anemoi_gt.graph import GraphStructure
 from anemoi_gt.nn.adjacency import is_adjacency, is_sparse_tensor, read_edges
+from anemoi_gt.nn.checks import check_features
 from anemoi_gt.ops import attention_weights, edge_attention
 
 
@@ -219,9 +220,11 @@ class GraphTransformerConv(MessagePassing):
         if len(sides) != 2 or not all(isinstance(side, Tensor) for side in sides):
             got = ", ".join(type(side).__name__ for side in sides)
             raise ValueError(f"x must be a tensor or a pair of tensors (x_src, x_dst), got ({got})")
-        for name, side in zip(("x_src", "x_dst"), sides, strict=True):
+        for name, side, linear in zip(("x_src", "x_dst"), sides, (self.lin_key, self.lin_query), strict=True):
             if side.dim() not in (2, 3):
                 raise ValueError(f"{name} must have shape [N, F] or [B, N, F], got {tuple(side.shape)}")
+            if linear.in_channels != -1:  # -1 takes what comes first
+                check_features(name, side, linear.in_channels)
         return sides
 
     def _edges(

@@ -25,6 +25,11 @@ class StaticStructure(nn.Module):
         """Return the structure."""
         return GraphStructure(**{name: getattr(self, name) for name in self._fields})
 
+    def drop_reverse(self) -> None:
+        """Forget the source side, which gradients alone need."""
+        self._fields = tuple(name for name in self._fields if name not in ("rowptr", "col", "csr_to_csc"))
+        self._buffers = {name: self._buffers[name] for name in self._fields}
+
 
 class StaticEdges(nn.Module):
     """One graph's structure, sorted once for both directions, and its edge attributes: they move with the module.

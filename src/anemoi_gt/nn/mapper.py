@@ -6,16 +6,18 @@ y              = node_data_extractor(proc((x_src', x_dst'), edges))    backward:
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from anemoi_gt.graph import GraphStructure
 from anemoi_gt.nn.block import GraphTransformerMapperBlock
+from anemoi_gt.nn.checks import check_sides
 from anemoi_gt.nn.chunks import Chunk
 from anemoi_gt.nn.feed_forward import hidden_width
+from anemoi_gt.nn.recompute import recompute
+from anemoi_gt.ops.dropout import draw_seed
 
 
 class GraphTransformerBaseMapper(nn.Module):
@@ -96,25 +98,22 @@ class GraphTransformerBaseMapper(nn.Module):
         ------
         ValueError
             When rows do not fit the graph, or there are no pieces.
-
-        Notes
-        -----
-        Several pieces with dropout rewind PyTorch's generator in training, which `torch.compile` does not take into one
-        graph: it breaks there, and refuses with `fullgraph=True`.
         """
+        check_sides(x, (self.in_channels_src, self.in_channels_dst))
         chunks = (Chunk.whole(graph),) if isinstance(graph, GraphStructure) else tuple(graph)
         if not chunks:
             raise ValueError("graph must be a GraphStructure, or at least one piece from split_destinations, got none")
         cond_src, cond_dst = (None, None) if cond is None else cond
         chunks[0].check_rows(x_src=x[0], x_dst=x[1], edge_attr=edge_attr, cond_src=cond_src, cond_dst=cond_dst)
-        *first, last = chunks
-        run = self._recompute if self.gradient_checkpointing else self.map_chunk
-        pieces = []
-        for chunk in first:
-            with self._same_draws(x[0].device):
-                pieces.append(run(chunk, x, edge_attr, cond))
-        pieces.append(run(last, x, edge_attr, cond))
-        return torch.cat(pieces, dim=-2) if first else pieces[0]
+        drops = self.training and self.proc.dropout > 0
+        if drops and len(chunks) > 1:
+            seed = draw_seed(x[0].device)
+            chunks = tuple(chunk.seeded(seed) for chunk in chunks)
+        run = self.map_chunk
+        if self.gradient_checkpointing:
+            run = partial(recompute, self.map_chunk, device=x[0].device, draws=drops)
+        pieces = [run(chunk, x, edge_attr, cond) for chunk in chunks]
+        return torch.cat(pieces, dim=-2) if len(pieces) > 1 else pieces[0]
 
     def map_chunk(
         self, chunk: Chunk, x: tuple[Tensor, Tensor], edge_attr: Tensor, cond: tuple[Tensor, Tensor] | None
@@ -125,19 +124,6 @@ class GraphTransformerBaseMapper(nn.Module):
             cond = _by_node(cond[0], chunk.sources), _by_node(cond[1], chunk.destinations)
         _, x_dst = self.proc((x_src, x_dst), chunk.graph, chunk.attributes(edge_attr), cond=cond)
         return x_dst
-
-    def _recompute(self, *inputs) -> Tensor:
-        return checkpoint(self.map_chunk, *inputs, use_reentrant=False)
-
-    def _same_draws(self, device: torch.device):
-        """Give the random numbers back that are drawn within.
-
-        Dropout is a function of a seed and of the edge's number in the whole graph. When every piece draws the same seed,
-        their masks are those of the whole.
-        """
-        if not (self.training and self.proc.dropout > 0):
-            return nullcontext()
-        return torch.random.fork_rng([device] if device.type == "cuda" else [])
 
 
 class GraphTransformerForwardMapper(GraphTransformerBaseMapper):

@@ -174,8 +174,10 @@ class EncoderProcessorDecoder(nn.Module):
             raise ValueError(f"x must map each of the data sets {list(self.in_channels)} to its fields, got {got}")
         samples = None
         for name, x in fields.items():
-            wanted = (len(self.nodes[name]), self.in_channels[name])
+            wanted = (self.nodes[name].num_nodes, self.in_channels[name])
             label = "x" if self.has_one_data_set else f"x[{name!r}]"
+            if not isinstance(x, Tensor):
+                raise ValueError(f"{label} must be a tensor [B, {wanted[0]}, {wanted[1]}], got {type(x).__name__}")
             if x.dim() != 3 or tuple(x.shape[1:]) != wanted:
                 raise ValueError(f"{label} must have shape [B, {wanted[0]}, {wanted[1]}], got {tuple(x.shape)}")
             if samples not in (None, x.shape[0]):

@@ -48,6 +48,11 @@ class StaticNodes(nn.Module):
         self.trainable = nn.Parameter(torch.zeros(positions.shape[0], trainable)) if trainable else None
 
     def __len__(self) -> int:
+        return self.num_nodes
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of nodes, which an export can leave open, while `len` would burn it in."""
         return self.waves.shape[0]
 
     @property

@@ -6,11 +6,11 @@ x = proc[l](x, graph, edge_attr)          for each layer l
 from collections.abc import Sequence
 
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from anemoi_gt.graph import GraphStructure
 from anemoi_gt.nn.block import GraphTransformerProcessorBlock
 from anemoi_gt.nn.feed_forward import hidden_width
+from anemoi_gt.nn.recompute import recompute
 
 
 class GraphTransformerProcessor(nn.Module):
@@ -85,7 +85,8 @@ class GraphTransformerProcessor(nn.Module):
         layers, groups = len(self.proc), self.checkpoint_groups
         for i in range(groups):
             group = self.proc[layers * i // groups : layers * (i + 1) // groups]
-            x = checkpoint(_run, group, x, graph, edge_attr, cond, use_reentrant=False)
+            draws = self.training and any(block.dropout > 0 for block in group)
+            x = recompute(_run, group, x, graph, edge_attr, cond, device=x.device, draws=draws)
         return x
 
 

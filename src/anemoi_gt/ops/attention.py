@@ -5,8 +5,9 @@ from torch import Tensor
 
 from anemoi_gt.config import AttentionConfig
 from anemoi_gt.graph import GraphStructure
-from anemoi_gt.ops.backends import choose_backend
+from anemoi_gt.ops.backends import check_counts_heads, choose_backend
 from anemoi_gt.ops.checks import check_dropout, check_operands
+from anemoi_gt.ops.dropout import draw_seed
 from anemoi_gt.ops.dtypes import cast_operands
 
 
@@ -21,6 +22,7 @@ def edge_attention(
     *,
     scale: float | None = None,
     dropout_p: float = 0.0,
+    dropout_seed: Tensor | None = None,
     config: AttentionConfig = AttentionConfig(),  # noqa: B008  frozen, hence one value for all calls
 ) -> tuple[Tensor, Tensor]:
     """Attend over the in-edges of every destination, with edge features in key and value.
@@ -51,7 +53,10 @@ def edge_attention(
         Default 1 / sqrt(C).
     dropout_p : float
         Probability with which each attention weight is dropped; survivors grow by 1 / (1 - dropout_p). The mask depends
-        on a seed from PyTorch's generator, on sample, edge and head, not on the order or the sharding of the edges.
+        on a seed, on sample, edge and head, not on the order or the sharding of the edges.
+    dropout_seed : Tensor [1], int64, optional
+        The seed, for calls that are to have the masks of one: parts of a graph with their `edge_id`. None draws one from
+        PyTorch's generator where something is dropped.
     config : AttentionConfig
         Backend and precision.
 
@@ -88,8 +93,71 @@ def edge_attention(
     Shi et al. (2021), Masked Label Prediction: Unified Message Passing Model for Semi-Supervised Classification,
     section 3.1 (attention with edge features).
     """
+    check_dropout(dropout_p, dropout_seed, graph)
+    seed = dropout_seed if dropout_p > 0 else None
+    if dropout_p > 0 and seed is None:
+        seed = draw_seed(query.device)
+    return _attend(query, key, value, graph, edge_attr, edge_weight, edge_bias, seed, scale, dropout_p, config)
+
+
+def attend_heads(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    graph: GraphStructure,
+    edge_attr: Tensor | None = None,
+    edge_weight: Tensor | None = None,
+    edge_bias: Tensor | None = None,
+    *,
+    first_head: int,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    config: AttentionConfig = AttentionConfig(),  # noqa: B008  frozen, hence one value for all calls
+) -> tuple[Tensor, Tensor]:
+    """Attend as `edge_attention` does, for some of the heads of a layer, with the dropout that a call for all heads has.
+
+    Parameters
+    ----------
+    query, key, value, graph, edge_attr, edge_weight, edge_bias, scale, dropout_p, config
+        As for `edge_attention`, of these heads.
+    first_head : int
+        Number of the first of them among all heads; the others follow it.
+
+    Returns
+    -------
+    out, lse : Tensor
+        As of `edge_attention`.
+
+    Raises
+    ------
+    ValueError
+        As of `edge_attention`, and for dropout on the backend `triton`, whose kernels count heads from 0; whatever `first_head` is, so
+        that callers who share the heads of a layer all raise.
+    """
+    check_dropout(dropout_p, None, graph)
+    seed = None
+    if dropout_p > 0:
+        check_counts_heads(choose_backend(config.backend, query), dropout_p)
+        seed = draw_seed(query.device)
+        seed = torch.cat([seed, torch.full_like(seed, first_head)])
+    return _attend(query, key, value, graph, edge_attr, edge_weight, edge_bias, seed, scale, dropout_p, config)
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    graph: GraphStructure,
+    edge_attr: Tensor | None,
+    edge_weight: Tensor | None,
+    edge_bias: Tensor | None,
+    seed: Tensor | None,
+    scale: float | None,
+    dropout_p: float,
+    config: AttentionConfig,
+) -> tuple[Tensor, Tensor]:
+    """Check and cast the operands, and hand them to the backend."""
     check_operands(query, key, value, graph, edge_attr, edge_weight, edge_bias)
-    check_dropout(dropout_p)
     operands, out_dtype = cast_operands(config.precision, query, key, value, edge_attr, edge_weight, edge_bias)
     q, k, v, attr, weight, bias = operands
     if query.dim() == 4 and attr is not None and attr.dim() == (3 if weight is None else 2):
@@ -97,12 +165,6 @@ def edge_attention(
     if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
         graph = graph.with_reverse()
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    seed = _draw_seed(query.device) if dropout_p > 0 else None
     backend = choose_backend(config.backend, q)
     out, lse = backend.attend(q, k, v, graph, attr, weight, bias, seed, float(scale), float(dropout_p))
     return out.to(out_dtype), lse
-
-
-def _draw_seed(device: torch.device) -> Tensor:
-    """Draw a seed [1] from the device's generator, so that manual_seed and activation checkpointing give it again."""
-    return torch.randint(2**62, (1,), device=device)

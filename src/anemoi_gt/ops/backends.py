@@ -57,3 +57,27 @@ def choose_backend(name: str, query: Tensor) -> Backend:
             return backend
         reasons[candidate] = reason
     raise ValueError(f"no attention backend can run here: {reasons}")
+
+
+def check_counts_heads(backend: Backend, dropout_p: float) -> None:
+    """Raise ValueError unless a backend's dropout knows the number of a head among all of a layer, where a caller has some of them."""
+    if backend is BACKENDS["triton"]:
+        raise ValueError(
+            "dropout_p must be 0 for some of the heads on attention backend 'triton', whose kernels count heads from 0, "
+            f"got {dropout_p}; use attention backend 'torch', or strategy 'edges' where ranks share the heads"
+        )
+
+
+def passed_over(chosen: str, query: Tensor) -> dict[str, str]:
+    """Return, for each backend other than the one called `chosen` that serves `query`, why it does not."""
+    reasons = {}
+    for name, backend in BACKENDS.items():
+        if name == chosen:
+            continue
+        reason = backend.why_not_auto(query)
+        if reason is None:
+            first = next(other for other, backend in BACKENDS.items() if backend.why_not_auto(query) is None)
+            taken_by = "'auto' takes" if first == chosen else "the config names"
+            reason = f"could serve; {taken_by} {chosen!r}"
+        reasons[name] = reason
+    return reasons

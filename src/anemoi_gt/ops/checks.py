@@ -1,8 +1,10 @@
 """What the operands of edge attention must be. The only place that words these errors; metadata only, no device sync."""
 
+import torch
 from torch import Tensor
 
 from anemoi_gt.graph import GraphStructure
+from anemoi_gt.graph.checks import check_index, have_size
 
 
 def check_operands(
@@ -29,10 +31,14 @@ def check_operands(
     _check_edges(query, graph, edge_attr, edge_weight, edge_bias)
 
 
-def check_dropout(dropout_p: float) -> None:
-    """Raise ValueError unless `dropout_p` is a probability."""
+def check_dropout(dropout_p: float, seed: Tensor | None, graph: GraphStructure) -> None:
+    """Raise ValueError unless `dropout_p` is a probability, and the seed a whole number where the graph is."""
     if not 0.0 <= dropout_p <= 1.0:
         raise ValueError(f"dropout_p must be a probability in 0 .. 1, got {dropout_p}")
+    if seed is not None:
+        check_index("dropout_seed", seed, like=graph.colptr, dtypes=(torch.int64,))
+        if seed.shape[0] != 1:
+            raise ValueError(f"dropout_seed must have 1 entry, got {seed.shape[0]}")
 
 
 def _check_tensor(name: str, operand: Tensor, graph: GraphStructure) -> None:
@@ -59,9 +65,9 @@ def _check_nodes(query: Tensor, key: Tensor, value: Tensor | None, graph: GraphS
             raise ValueError(
                 f"{name} must have the batch, heads and channels of query {tuple(query.shape)}, got {tuple(operand.shape)}"
             )
-        if operand.shape[-3] != graph.num_src:
+        if not have_size(operand.shape[-3], graph.num_src):
             raise ValueError(f"{name} must have {graph.num_src} rows, one per source node, got {tuple(operand.shape)}")
-    if query.shape[-3] != graph.num_dst:
+    if not have_size(query.shape[-3], graph.num_dst):
         raise ValueError(f"query must have {graph.num_dst} rows, one per destination node, got {tuple(query.shape)}")
     if query.shape[-2] == 0 or query.shape[-1] == 0:
         raise ValueError(f"heads and channels must be at least 1, got query of shape {tuple(query.shape)}")
@@ -91,7 +97,12 @@ def _check_edges(
             )
         feature, wanted, remedy = (edge_weight.shape[1],), "[E, D] or [B, E, D]", "D is edge_weight.shape[1]"
     shared, per_sample = (graph.num_edges, *feature), (*query.shape[:-3], graph.num_edges, *feature)
-    if tuple(edge_attr.shape) not in (shared, per_sample):
+    if not (_has_shape(edge_attr, shared) or _has_shape(edge_attr, per_sample)):
         raise ValueError(f"edge_attr must have shape {wanted} = {shared}, got {tuple(edge_attr.shape)}; {remedy}")
     if edge_bias is not None and tuple(edge_bias.shape) != (heads * channels,):
         raise ValueError(f"edge_bias must have shape [{heads * channels}], got {tuple(edge_bias.shape)}")
+
+
+def _has_shape(operand: Tensor, shape: tuple[int, ...]) -> bool:
+    """Whether a tensor has this shape. Size by size: tuples that hold a symbolic size do not compare while code is traced."""
+    return operand.dim() == len(shape) and all(map(have_size, operand.shape, shape))

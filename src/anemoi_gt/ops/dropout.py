@@ -18,13 +18,20 @@ _WEYL = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
 
 
+def draw_seed(device: torch.device) -> Tensor:
+    """Draw a seed [1] from the device's generator, so that manual_seed and activation checkpointing give it again."""
+    return torch.randint(2**62, (1,), device=device)
+
+
 def keep_factor(seed: Tensor, sample: int, edge: Tensor, head: int, rate: float, dtype: torch.dtype) -> Tensor:
     """Return the factor of each attention weight: 0 where it is dropped, 1 / (1 - rate) where it is kept.
 
     Parameters
     ----------
-    seed : Tensor [1], int64
+    seed : Tensor [1] or [2], int64
+        The seed, and the number of the first head among all of a layer where the caller has some of them; else that is 0.
     sample, head : int
+        Counted from 0 in what the caller has.
     edge : Tensor [E], int64
         Number of each edge in the whole graph.
     rate : float in 0 .. 1
@@ -34,7 +41,8 @@ def keep_factor(seed: Tensor, sample: int, edge: Tensor, head: int, rate: float,
     -------
     Tensor [E]
     """
-    bits = philox((edge & _LOW, edge >> 32, torch.full_like(edge, sample), torch.full_like(edge, head)), seed)[0]
+    number = torch.full_like(edge, head) + seed[1:].sum()
+    bits = philox((edge & _LOW, edge >> 32, torch.full_like(edge, sample), number), seed[:1])[0]
     survivor = 1.0 / (1.0 - rate) if rate < 1.0 else 0.0
     return (bits >= drop_threshold(rate)).to(dtype) * survivor
 

@@ -54,6 +54,10 @@ class StopRequest:
         for number, handler in self._before.items():
             signal.signal(number, handler or signal.SIG_DFL)  # None: it was not set from Python
 
+    def due(self) -> signal.Signals | None:
+        """Return the signal that the run is to end for; asked after every step, so that several processes can agree on it."""
+        return self.received
+
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.received = signal.Signals(number)
         if number == signal.SIGINT:

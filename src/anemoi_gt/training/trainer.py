@@ -51,12 +51,14 @@ class Trainer:
         Writes a checkpoint: `save_checkpoint`.
     progress : callable
         Shows how far the run is: `ProgressBar`.
+    stop_request : callable
+        Says when the run is to end early: `StopRequest`.
     best_loss : float
         The lowest validation loss so far.
 
     Notes
     -----
-    The first four are attributes so that a run on several processes can put its own in their place.
+    The first five are attributes so that a run on several processes can put its own in their place.
     """
 
     def __init__(self, model: nn.Module, splits: Splits, config: TrainingConfig, folder: Path, description: dict):
@@ -64,7 +66,7 @@ class Trainer:
         self.device = choose_device(config.device)
         self.learner = Learner(model, splits.train.weights, config, self.device)
         self.batches = TrainingBatches(splits.train, config.batch_size, config.steps, config.seed, self.device)
-        self.save, self.progress = save_checkpoint, ProgressBar
+        self.save, self.progress, self.stop_request = save_checkpoint, ProgressBar, StopRequest
         self.best_loss = math.inf
         self._meter = Meter(self.device)
         self._rate = math.nan  # of the last step
@@ -90,20 +92,20 @@ class Trainer:
         """
         self._start_generators()
         self._meter.start()
-        samples = self.config.steps * self.config.batch_size
-        done = self.learner.step * self.config.batch_size
-        with cpu_threads(self.config.threads), self.progress(samples, done) as bar, StopRequest() as stop:
+        samples = self.config.batch_size  # of a step, in all processes; a batch here may be a part of them
+        total, done = self.config.steps * samples, self.learner.step * samples
+        with cpu_threads(self.config.threads), self.progress(total, done) as bar, self.stop_request() as stop:
             for batch in self.batches.since(self.learner.step):
                 self._rate = self.learner.rate()
-                self._meter.add(self.learner.learn(batch), len(batch.inputs))
-                bar.advance(len(batch.inputs))
+                self._meter.add(self.learner.learn(batch), samples)
+                bar.advance(samples)
                 if self._is_due(self.config.log_every):
                     bar.show(loss=self._record_training(metrics))
                 if self._is_due(self.config.valid_every):
                     bar.show(valid=self._validate(metrics))
-                if stop.received is not None:
+                if (received := stop.due()) is not None:
                     self._save(metrics, LAST)
-                    raise Stopped(stop.received, self.learner.step)
+                    raise Stopped(received, self.learner.step)
 
     def best_model(self) -> nn.Module:
         """Return a model with the averaged weights that validated best, in evaluation mode."""

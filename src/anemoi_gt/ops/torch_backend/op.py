@@ -1,71 +1,79 @@
-"""The `torch` backend as PyTorch custom operators: flat tensors in, a loop over samples and heads, flat tensors out."""
+"""The `torch` backend as PyTorch custom operators: flat tensors in, a loop over samples and groups of heads, flat tensors out."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import product
 
 import torch
 from torch import Tensor
 
+from anemoi_gt.compatibility import warn_if_untested
 from anemoi_gt.graph import GraphStructure
 from anemoi_gt.operators import define_operator
 from anemoi_gt.ops.derivative import refuse_second_derivative
 from anemoi_gt.ops.dropout import keep_factor
 from anemoi_gt.ops.dtypes import accumulator_dtype
-from anemoi_gt.ops.torch_backend.head import (
+from anemoi_gt.ops.torch_backend.heads import (
     Edges,
-    Head,
-    HeadGradient,
+    HeadGradients,
+    Heads,
     Needs,
-    attend_head,
-    differentiate_head,
+    Runs,
+    attend_heads,
+    by_head,
+    differentiate_heads,
     weighted_sum,
 )
+
+PAIRS = 2**21  # of an edge or a node and a head, the most that are computed together
 
 
 @dataclass(frozen=True)
 class Operands:
-    """The operands of all samples and heads, laid out so that each head's rows are contiguous."""
+    """The operands of all samples and heads, contiguous."""
 
-    query: Tensor  # [B, H, N_dst, C]
-    key: Tensor  # [B, H, N_src, C]
-    value: Tensor  # [B, H, N_src, C]
-    edge_attr: Tensor | None  # [1 or B, E, D] raw, or [1 or B, H, E, C]
+    query: Tensor  # [B, N_dst, H, C]
+    key: Tensor  # [B, N_src, H, C]
+    value: Tensor  # [B, N_src, H, C]
+    edge_attr: Tensor | None  # [1 or B, E, D] raw, or [1 or B, E, H, C]
     edge_weight: Tensor | None  # [H, C, D]
     edge_bias: Tensor | None  # [H, C]
     seed: Tensor | None  # [1]
     scale: float
     dropout_p: float
 
-    def heads(self, edges: Edges) -> Iterator[tuple[int, int, Head]]:
-        """Yield (sample, head, operands of that head)."""
-        samples, heads = self.query.shape[:2]
-        for b, h in product(range(samples), range(heads)):
-            yield (
-                b,
-                h,
-                Head(
-                    q=self.query[b, h],
-                    k=self.key[b, h],
-                    v=self.value[b, h],
-                    a=self._attributes(b, h),
-                    weight=None if self.edge_weight is None else self.edge_weight[h],
-                    bias=None if self.edge_bias is None else self.edge_bias[h],
-                    keep=self._keep(b, h, edges),
-                    scale=self.scale,
-                ),
-            )
+    def groups(self, edges: Edges) -> Iterator[tuple[int, slice, Heads]]:
+        """Yield (sample, heads, their operands), as many heads at a time as `edges` is for."""
+        samples, _, heads, _ = self.query.shape
+        for b in range(samples):
+            for first in range(0, heads, edges.heads):
+                yield b, (group := slice(first, first + edges.heads)), self._heads(b, group, edges)
 
-    def _attributes(self, b: int, h: int) -> Tensor | None:
+    def _heads(self, b: int, group: slice, edges: Edges) -> Heads:
+        return Heads(
+            q=self.query[b, :, group].contiguous(),
+            k=self.key[b, :, group].contiguous(),
+            v=self.value[b, :, group].contiguous(),
+            a=self._attributes(b, group),
+            weight=None if self.edge_weight is None else self.edge_weight[group],
+            bias=None if self.edge_bias is None else self.edge_bias[group],
+            keep=self._keep(b, group, edges),
+            scale=self.scale,
+        )
+
+    def _attributes(self, b: int, group: slice) -> Tensor | None:
         if self.edge_attr is None:
             return None
         attributes = self.edge_attr[b if self.edge_attr.shape[0] > 1 else 0]
-        return attributes if self.edge_weight is not None else attributes[h]
+        return attributes if self.edge_weight is not None else attributes[:, group].contiguous()
 
-    def _keep(self, b: int, h: int, edges: Edges) -> Tensor | None:
+    def _keep(self, b: int, group: slice, edges: Edges) -> Tensor | None:
         if self.seed is None:
             return None
-        return keep_factor(self.seed, b, edges.number, h, self.dropout_p, self.query.dtype)
+        factors = (
+            keep_factor(self.seed, b, edges.number, h, self.dropout_p, self.query.dtype)
+            for h in range(group.start, group.stop)
+        )
+        return torch.stack(list(factors), dim=1)
 
 
 def why_not(query: Tensor) -> str | None:
@@ -93,6 +101,7 @@ def attend(
         sample = [None if operand is None else operand.unsqueeze(0) for operand in (query, key, value, edge_attr)]
         out, lse = attend(*sample[:3], graph, sample[3], edge_weight, edge_bias, seed, scale, dropout_p)
         return out.squeeze(0), lse.squeeze(0)
+    warn_if_untested("torch")
     reverse = (graph.rowptr, graph.col, graph.csr_to_csc)
     return edge_attention_torch(
         query, key, value, edge_attr, edge_weight, edge_bias,
@@ -120,14 +129,13 @@ def edge_attention_torch(
     dropout_p: float,
 ) -> tuple[Tensor, Tensor]:
     """Forward: out [B, N_dst, H, C] and lse [B, N_dst, H]; the source side of the graph is only kept for backward."""
-    edges = _edges(colptr, row, perm, edge_id)
     operands = _operands(query, key, value, edge_attr, edge_weight, edge_bias, seed, scale, dropout_p)
-    out = torch.empty_like(operands.query)
-    lse = out.new_empty(out.shape[:3])
+    edges = _edges(colptr, row, perm, edge_id, operands)
+    out, lse = query.new_empty(query.shape), operands.query.new_empty(query.shape[:3])
     with torch.autocast(query.device.type, enabled=False):
-        for b, h, head in operands.heads(edges):
-            out[b, h], lse[b, h] = attend_head(head, edges)
-    return _nodes_first(out, query.dtype), lse.transpose(1, 2).contiguous()
+        for b, group, heads in operands.groups(edges):
+            out[b, :, group], lse[b, :, group] = attend_heads(heads, edges)
+    return out, lse
 
 
 @torch.library.register_fake("anemoi_gt::edge_attention_torch")
@@ -165,19 +173,23 @@ def edge_attention_torch_backward(
     needs: list[bool],
 ) -> list[Tensor]:
     """Backward: the gradients that `needs` asks for, in the order of the first six operands of the forward."""
-    edges = _edges(colptr, row, perm, edge_id)
     operands = _operands(query, key, value, edge_attr, edge_weight, edge_bias, seed, scale, dropout_p)
-    do = torch.zeros_like(operands.query) if grad_out is None else _heads_first(grad_out, operands.query.dtype)
-    dlse = do.new_zeros(do.shape[:3]) if grad_lse is None else grad_lse.transpose(1, 2)
+    edges = _edges(colptr, row, perm, edge_id, operands)
+    out = None if rowptr is None else Runs.of_heads(edges.heads, col, rowptr)
+    do = torch.zeros_like(operands.query) if grad_out is None else grad_out.to(operands.query.dtype)
+    dlse = do.new_zeros(do.shape[:3]) if grad_lse is None else grad_lse
     gradients = Gradients.zeros(operands, Needs(*needs))
     with torch.autocast(query.device.type, enabled=False):
-        for b, h, head in operands.heads(edges):
-            gradient = differentiate_head(head, do[b, h], dlse[b, h], edges, Needs(*needs))
-            gradients.add(b, h, gradient)
+        for b, group, heads in operands.groups(edges):
+            do_heads = do[b, :, group].contiguous()
+            gradient = differentiate_heads(heads, do_heads, dlse[b, :, group], edges, Needs(*needs))
+            gradients.add(b, group, gradient)
             if gradients.key is not None:
-                gradients.key[b, h] = weighted_sum(gradient.ds[csr_to_csc], head.q, col, rowptr)
+                ds = by_head(gradient.ds.index_select(0, csr_to_csc))
+                gradients.key[b, :, group] = weighted_sum(ds, heads.q, out)
             if gradients.value is not None:
-                gradients.value[b, h] = weighted_sum(gradient.w[csr_to_csc], do[b, h], col, rowptr)
+                w = by_head(gradient.w.index_select(0, csr_to_csc))
+                gradients.value[b, :, group] = weighted_sum(w, do_heads, out)
     return gradients.results(query.dtype, perm)
 
 
@@ -204,10 +216,10 @@ torch.library.register_autograd("anemoi_gt::edge_attention_torch_backward", refu
 class Gradients:
     """Where the heads' gradients are summed; None for an operand that needs none."""
 
-    query: Tensor | None  # [B, H, N_dst, C]
-    key: Tensor | None  # [B, H, N_src, C]
-    value: Tensor | None  # [B, H, N_src, C]
-    edge_attr: Tensor | None  # [1 or B, E, D] or [1 or B, H, E, C], CSC order
+    query: Tensor | None  # [B, N_dst, H, C]
+    key: Tensor | None  # [B, N_src, H, C]
+    value: Tensor | None  # [B, N_src, H, C]
+    edge_attr: Tensor | None  # [1 or B, E, D] or [1 or B, E, H, C], CSC order
     edge_weight: Tensor | None  # [H, C, D]
     edge_bias: Tensor | None  # [H, C]
 
@@ -217,58 +229,56 @@ class Gradients:
         every = (getattr(operands, name) for name in Needs._fields)
         return cls(*(torch.zeros_like(operand) if need else None for operand, need in zip(every, needs, strict=True)))
 
-    def add(self, b: int, h: int, gradient: HeadGradient) -> None:
-        """Add the gradients of head `h` of sample `b`."""
+    def add(self, b: int, group: slice, gradient: HeadGradients) -> None:
+        """Add the gradients of a group of heads of sample `b`."""
         if self.query is not None:
-            self.query[b, h] = gradient.dq
+            self.query[b, :, group] = gradient.dq
         if self.edge_attr is not None:
             shared = self.edge_attr[b if self.edge_attr.shape[0] > 1 else 0]
-            (shared if shared.dim() == 2 else shared[h]).add_(gradient.da)
+            (shared if shared.dim() == 2 else shared[:, group]).add_(gradient.da)
         if self.edge_weight is not None:
-            self.edge_weight[h] += gradient.dweight
+            self.edge_weight[group] += gradient.dweight
         if self.edge_bias is not None:
-            self.edge_bias[h] += gradient.dbias
+            self.edge_bias[group] += gradient.dbias
 
     def results(self, dtype: torch.dtype, perm: Tensor | None) -> list[Tensor]:
         """What is needed, in the layout of the caller's operands."""
         nodes = (self.query, self.key, self.value)
-        results = [_nodes_first(gradient, dtype) for gradient in nodes if gradient is not None]
+        results = [gradient.to(dtype) for gradient in nodes if gradient is not None]
         if self.edge_attr is not None:
-            attr = self.edge_attr if self.edge_attr.dim() == 3 else self.edge_attr.transpose(1, 2)
+            attr = self.edge_attr
             attr = attr if perm is None else torch.empty_like(attr).index_copy_(1, perm.long(), attr)
-            results.append(attr.to(dtype).contiguous())
+            results.append(attr.to(dtype))
         embedding = (self.edge_weight, self.edge_bias)  # both begin with [H, C]
         results += [gradient.flatten(0, 1).to(dtype) for gradient in embedding if gradient is not None]
         return results
 
 
-def _edges(colptr: Tensor, row: Tensor, perm: Tensor | None, edge_id: Tensor | None) -> Edges:
+def _edges(colptr: Tensor, row: Tensor, perm: Tensor | None, edge_id: Tensor | None, operands: Operands) -> Edges:
     graph = GraphStructure(colptr, row, row.new_empty(0, 0), perm=perm, edge_id=edge_id)
-    return Edges(colptr, row, graph.dst, graph.edge_order(), graph.edge_numbers())
+    heads = _heads_together(operands, row.shape[0])
+    attr, is_raw = graph.edge_order(), operands.edge_weight is not None
+    sources = Runs.of_heads(heads, row, colptr)
+    attributes = Runs.of_heads(heads, attr, colptr, is_shared=is_raw)
+    return Edges(heads, colptr, row, graph.dst, attr, graph.edge_numbers(), sources, attributes)
+
+
+def _heads_together(operands: Operands, num_edges: int) -> int:
+    """How many heads are computed at a time: what divides them, so few that memory for edges stays small."""
+    heads, largest = operands.query.shape[2], max(num_edges, operands.query.shape[1], operands.key.shape[1])
+    return max(n for n in range(1, heads + 1) if heads % n == 0 and (n == 1 or n * largest <= PAIRS))
 
 
 def _operands(query, key, value, edge_attr, edge_weight, edge_bias, seed, scale, dropout_p) -> Operands:
     dtype, (heads, channels) = accumulator_dtype(query.dtype), query.shape[2:]
-    if edge_attr is not None:
-        edge_attr = edge_attr.to(dtype).contiguous() if edge_weight is not None else _heads_first(edge_attr, dtype)
     return Operands(
-        query=_heads_first(query, dtype),
-        key=_heads_first(key, dtype),
-        value=_heads_first(value, dtype),
-        edge_attr=edge_attr,
+        query=query.to(dtype).contiguous(),
+        key=key.to(dtype).contiguous(),
+        value=value.to(dtype).contiguous(),
+        edge_attr=None if edge_attr is None else edge_attr.to(dtype).contiguous(),
         edge_weight=None if edge_weight is None else edge_weight.to(dtype).reshape(heads, channels, -1),
         edge_bias=None if edge_bias is None else edge_bias.to(dtype).reshape(heads, channels),
         seed=seed,
         scale=scale,
         dropout_p=dropout_p,
     )
-
-
-def _heads_first(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """[B, N, H, C] to [B, H, N, C], contiguous."""
-    return rows.to(dtype).transpose(1, 2).contiguous()
-
-
-def _nodes_first(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """[B, H, N, C] to [B, N, H, C], contiguous."""
-    return rows.transpose(1, 2).to(dtype).contiguous()

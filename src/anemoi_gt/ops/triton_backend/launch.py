@@ -1,7 +1,8 @@
 """Launches of the edge attention kernels: grids, tiles, scratch memory. One function per kernel, tensors in and out.
 
 Beside each stands what its launch is for given sizes, which is worked out once: a graph is static, its sizes come again at
-every step. What is kept holds numbers and compiled kernels, no tensors.
+every step. What is kept holds numbers and compiled kernels, no tensors. A tile may be given, to measure it; None is the one
+that is chosen for the sizes.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -13,16 +14,16 @@ from torch import Tensor
 
 from anemoi_gt.kernels import attributes, backward, forward
 from anemoi_gt.kernels.launcher import Launch
+from anemoi_gt.kernels.score import ContractionTile, RowTile
 from anemoi_gt.kernels.tile import (
     PRODUCT,
-    RowTile,
     attribute_edges,
     attribute_heads,
     attribute_warps,
     contraction_tile,
-    destination_tile,
-    forward_tile,
-    source_tile,
+    destination_choice,
+    forward_choice,
+    source_choice,
 )
 from anemoi_gt.ops.dropout import drop_threshold
 from anemoi_gt.ops.dtypes import scratch_dtype
@@ -60,9 +61,8 @@ def _dropout(sizes: Sizes) -> dict:
     return {"drop_below": drop_threshold(sizes.dropout_p), "survivor": survivor}
 
 
-def _contraction_launch(kernel, sizes: Sizes, grid: tuple[int, ...], constants: dict) -> Launch:
+def _contraction_launch(kernel, sizes: Sizes, tile: ContractionTile, grid: tuple[int, ...], constants: dict) -> Launch:
     """Launch of a contraction of rows with W, over all destinations."""
-    tile = contraction_tile(sizes.channels, sizes.attributes)
     shape = {"H": sizes.heads, "C": sizes.channels, "CHANNELS": tile.channels, "NODES": tile.nodes, "WIDE": sizes.wide}
     shape |= {"num_warps": tile.num_warps, "num_stages": tile.num_stages, **_attribute_constants(sizes)}
     return Launch(kernel, grid, {"num_nodes": sizes.destinations}, shape | constants)
@@ -78,53 +78,56 @@ def _precision(dtype: torch.dtype) -> str:
     return "bf16" if dtype == torch.bfloat16 and not interpreted() else "tf32"
 
 
-def _node_map_launch(kernel, sizes: Sizes) -> Launch:
+def _node_map_launch(kernel, sizes: Sizes, tile: ContractionTile | None) -> Launch:
     """Launch of a contraction that maps the rows of each node."""
-    tile = contraction_tile(sizes.channels, sizes.attributes)
+    tile = tile or contraction_tile(sizes.channels, sizes.attributes)
     grid = (-(-sizes.destinations // (tile.nodes * tile.tiles)) * sizes.heads,)
-    return _contraction_launch(kernel, sizes, grid, {"TILES": tile.tiles})
+    return _contraction_launch(kernel, sizes, tile, grid, {"TILES": tile.tiles})
 
 
 @lru_cache(KEPT)
-def _project_launch(sizes: Sizes) -> Launch:
-    return _node_map_launch(attributes.project, sizes)
+def project_launch(sizes: Sizes, tile: ContractionTile | None = None) -> Launch:
+    """What `project` launches."""
+    return _node_map_launch(attributes.project, sizes, tile)
 
 
-def project(problem: Problem, rows: Tensor) -> Tensor:
+def project(problem: Problem, rows: Tensor, tile: ContractionTile | None = None) -> Tensor:
     """W^T of rows [B, N_dst, H, C]: [B, N_dst, H, columns]."""
     projected = rows.new_empty((*rows.shape[:-1], problem.sizes.columns), dtype=scratch_dtype(rows.dtype))
     weight = {"edge_weight": problem.edge_weight, "edge_bias": problem.edge_bias}
-    _project_launch(problem.sizes)(rows=rows, **weight, projected=projected)
+    problem.launch(project_launch, tile)(rows=rows, **weight, projected=projected)
     return projected
 
 
 @lru_cache(KEPT)
-def _embed_launch(sizes: Sizes) -> Launch:
-    return _node_map_launch(attributes.embed, sizes)
+def embed_launch(sizes: Sizes, tile: ContractionTile | None = None) -> Launch:
+    """What `embed` launches."""
+    return _node_map_launch(attributes.embed, sizes, tile)
 
 
-def embed(problem: Problem, sums: Tensor, rows: Tensor) -> None:
+def embed(problem: Problem, sums: Tensor, rows: Tensor, tile: ContractionTile | None = None) -> None:
     """Add W sums [B, N_dst, H, columns] to rows [B, N_dst, H, C]."""
     weight = {"edge_weight": problem.edge_weight, "edge_bias": problem.edge_bias}
-    _embed_launch(problem.sizes)(sums=sums, **weight, rows=rows)
+    problem.launch(embed_launch, tile)(sums=sums, **weight, rows=rows)
 
 
 @lru_cache(KEPT)
-def _forward_launch(sizes: Sizes) -> Launch:
-    tile = forward_tile(sizes.heads, sizes.channels, sizes.degree(sizes.num_dst), sizes.attributes)
+def forward_launch(sizes: Sizes, tile: RowTile | None = None) -> Launch:
+    """What `attend_rows` launches."""
+    tile = tile or forward_choice(sizes.over_destinations, sizes.device).chosen.tile
     scalars = {"attr_stride": sizes.attr_stride, "score_scale": sizes.scale * LOG2_E, **_dropout(sizes)}
     constants = {"EMBEDDED": sizes.embedded, **_attribute_constants(sizes)}
     constants["EDGES"] = attribute_edges(sizes.degree(sizes.num_dst))
     return _row_launch(forward.edge_attention_fwd, sizes, sizes.num_dst, tile, scalars, constants)
 
 
-def attend_rows(problem: Problem, projected: Tensor | None) -> tuple[Tensor, ...]:
+def attend_rows(problem: Problem, projected: Tensor | None, tile: RowTile | None = None) -> tuple[Tensor, ...]:
     """Forward over destinations: out without W A, lse, inverse, numerators and A."""
     query, sizes = problem.query, problem.sizes
     out, lse = torch.empty_like(query), query.new_empty(query.shape[:-1], dtype=torch.float32)
     inverse, numerators = torch.empty_like(lse), lse.new_empty((sizes.samples, sizes.num_edges, sizes.heads))
     attr_sums = None if projected is None else torch.empty_like(projected)
-    _forward_launch(sizes)(
+    problem.launch(forward_launch, tile)(
         query=query, key=problem.key, value=problem.value, edge_attr=problem.edge_attr, projected=projected,
         **problem.structure, out=out, lse=lse, inverse=inverse, scores=torch.empty_like(numerators),
         numerators=numerators, attr_sums=attr_sums,
@@ -142,8 +145,9 @@ class Saved:
 
 
 @lru_cache(KEPT)
-def _destination_launch(sizes: Sizes) -> Launch:
-    tile = destination_tile(sizes.heads, sizes.channels, sizes.degree(sizes.num_dst), sizes.attributes)
+def destination_launch(sizes: Sizes, tile: RowTile | None = None) -> Launch:
+    """What `differentiate_rows` launches."""
+    tile = tile or destination_choice(sizes.over_destinations, sizes.device).chosen.tile
     scalars = {"attr_stride": sizes.attr_stride, "scale": sizes.scale, **_dropout(sizes)}
     constants = {"EMBEDDED": sizes.embedded, **_attribute_constants(sizes)}
     constants["EDGES"] = attribute_edges(sizes.degree(sizes.num_dst))
@@ -158,12 +162,13 @@ def differentiate_rows(
     grad_lse: Tensor | None,
     dquery: Tensor | None,
     dedge: Tensor | None,
+    tile: RowTile | None = None,
 ) -> Tensor:
     """Backward over destinations: fills dquery (without W B) and dedge; returns [m p, ds] of each edge, [B, E, 2, H]."""
     sizes = problem.sizes
     shape = (sizes.samples, sizes.num_edges, 2, sizes.heads)
     weights = grad_out.new_empty(shape, dtype=scratch_dtype(grad_out.dtype))
-    _destination_launch(sizes)(
+    destination_launch(sizes, tile)(
         query=problem.query, key=problem.key, value=problem.value, edge_attr=problem.edge_attr,
         projected=projected_grad, grad_out=grad_out, grad_lse=grad_lse,
         inverse=saved.inverse, numerators=saved.numerators, **problem.structure, dquery=dquery, dedge=dedge, weights=weights,
@@ -173,8 +178,9 @@ def differentiate_rows(
 
 
 @lru_cache(KEPT)
-def _source_launch(sizes: Sizes) -> Launch:
-    tile = source_tile(sizes.heads, sizes.channels, sizes.degree(sizes.num_src))
+def source_launch(sizes: Sizes, tile: RowTile | None = None) -> Launch:
+    """What `differentiate_sources` launches."""
+    tile = tile or source_choice(sizes.over_sources, sizes.device).chosen.tile
     return _row_launch(backward.edge_attention_bwd_src, sizes, sizes.num_src, tile, {}, {"NODES": tile.nodes})
 
 
@@ -187,16 +193,18 @@ def differentiate_sources(
     csr_to_csc: Tensor,
     dkey: Tensor | None,
     dvalue: Tensor | None,
+    tile: RowTile | None = None,
 ) -> None:
     """Backward over sources: fills dkey and dvalue."""
-    _source_launch(problem.sizes)(
+    source_launch(problem.sizes, tile)(
         query=problem.query, grad_out=grad_out, weights=weights, rowptr=rowptr, col=col, csr_to_csc=csr_to_csc,
         dkey=dkey, dvalue=dvalue,
     )  # fmt: skip
 
 
 @lru_cache(KEPT)
-def _attribute_launch(sizes: Sizes) -> Launch:
+def attribute_launch(sizes: Sizes) -> Launch:
+    """What `differentiate_attributes` launches."""
     scalars = {"num_dst": sizes.num_dst, "num_edges": sizes.num_edges, "attr_stride": sizes.attr_stride}
     constants = {"H": sizes.heads, "HEADS": attribute_heads(sizes.heads), "EDGES": PRODUCT, "WIDE": sizes.wide}
     constants |= {"num_warps": attribute_warps(sizes.heads, sizes.attributes), **_attribute_constants(sizes)}
@@ -208,7 +216,7 @@ def differentiate_attributes(
 ) -> tuple[Tensor, Tensor]:
     """A and B of each destination [B, N_dst, H, columns]; fills dedge_attr [B, E, D]."""
     attr_sums, dscore_sums = torch.empty_like(projected_grad), torch.empty_like(projected_grad)
-    _attribute_launch(problem.sizes)(
+    attribute_launch(problem.sizes)(
         weights=weights, edge_attr=problem.edge_attr, projected=saved.projected, projected_grad=projected_grad,
         colptr=problem.colptr, perm=problem.perm, attr_sums=attr_sums, dscore_sums=dscore_sums, dedge_attr=dedge_attr,
     )  # fmt: skip
@@ -216,18 +224,20 @@ def differentiate_attributes(
 
 
 @lru_cache(KEPT)
-def _weight_launch(sizes: Sizes) -> tuple[Launch, int]:
-    """The launch, and the number of its partial sums."""
-    tile = contraction_tile(sizes.channels, sizes.attributes)
+def weight_launch(sizes: Sizes, tile: ContractionTile | None = None) -> tuple[Launch, int]:
+    """What `differentiate_weight` launches, and the number of its partial sums."""
+    tile = tile or contraction_tile(sizes.channels, sizes.attributes)
     partials = max(1, min(PARTIALS, -(-sizes.destinations // tile.nodes)))
     grid = (partials, sizes.heads, -(-sizes.channels // tile.channels))
-    return _contraction_launch(attributes.weight_bwd, sizes, grid, {}), partials
+    return _contraction_launch(attributes.weight_bwd, sizes, tile, grid, {}), partials
 
 
-def differentiate_weight(problem: Problem, grad_out: Tensor, attr_sums: Tensor, dscore_sums: Tensor) -> Tensor:
+def differentiate_weight(
+    problem: Problem, grad_out: Tensor, attr_sums: Tensor, dscore_sums: Tensor, tile: ContractionTile | None = None
+) -> Tensor:
     """Gradient of W with the bias as its last column, [H * C, D + BIAS], float32."""
     sizes = problem.sizes
-    launch, partials = _weight_launch(sizes)
+    launch, partials = weight_launch(sizes, tile)
     shape = (partials, sizes.heads * sizes.channels, sizes.attributes)
     partial = grad_out.new_empty(shape, dtype=torch.float32)
     launch(query=problem.query, grad_out=grad_out, attr_sums=attr_sums, dscore_sums=dscore_sums, partial=partial)

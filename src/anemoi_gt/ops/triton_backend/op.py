@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from anemoi_gt.compatibility import warn_if_untested
 from anemoi_gt.graph import GraphStructure
 from anemoi_gt.kernels.tile import MOST_ATTRIBUTES, attribute_columns
 from anemoi_gt.operators import call_unrecorded, define_gradient, define_operator
@@ -30,6 +31,7 @@ def attend(
 
     More attributes than a program can hold are embedded first: there an edge's own [H, C] is no larger than what it has.
     """
+    warn_if_untested("triton")
     if edge_weight is not None and edge_weight.shape[1] + int(edge_bias is not None) > MOST_ATTRIBUTES:
         edge_attr = linear(edge_attr, edge_weight, edge_bias).unflatten(-1, query.shape[-2:])
         edge_weight = edge_bias = None

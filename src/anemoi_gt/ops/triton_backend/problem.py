@@ -1,5 +1,6 @@
 """The operands of one call of edge attention, and the sizes that decide how its kernels are launched."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -7,7 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from anemoi_gt.kernels.score import H200, ContractionTile, Device, RowTile, Shape
 from anemoi_gt.kernels.tile import attribute_columns
+from anemoi_gt.ops.triton_backend.device import device_of
 
 
 class Sizes(NamedTuple):
@@ -27,6 +30,7 @@ class Sizes(NamedTuple):
     wide: bool  # whether an offset passes 2^31
     scale: float
     dropout_p: float
+    device: Device = H200
 
     @property
     def attributes(self) -> int:
@@ -46,6 +50,18 @@ class Sizes(NamedTuple):
     def degree(self, num_nodes: int) -> float:
         """Mean number of edges of `num_nodes` nodes of a sample."""
         return self.num_edges / max(num_nodes, 1)
+
+    @property
+    def over_destinations(self) -> Shape:
+        """What the kernels that walk the edges of destinations, and gather rows of sources, are asked to do."""
+        degrees = self.degree(self.num_dst), self.degree(self.num_src)
+        return Shape(self.heads, self.channels, self.attributes, *degrees, self.dtype.itemsize)
+
+    @property
+    def over_sources(self) -> Shape:
+        """What the kernel that walks the edges of sources, and gathers rows of destinations, is asked to do."""
+        degrees = self.degree(self.num_src), self.degree(self.num_dst)
+        return Shape(self.heads, self.channels, 0, *degrees, self.dtype.itemsize)
 
 
 @dataclass(frozen=True)
@@ -82,6 +98,7 @@ class Problem:
             wide=self.wide(),
             scale=self.scale,
             dropout_p=self.dropout_p,
+            device=device_of(self.query.device),
         )  # fmt: skip
 
     @property
@@ -109,9 +126,20 @@ class Problem:
 
     def wide(self) -> bool:
         """Whether an offset passes 2^31, so that 64-bit arithmetic is needed."""
+        return max(self.largest_offsets()) >= 2**31
+
+    def largest_offsets(self) -> tuple[int, ...]:
+        """Numbers of the largest tensors over edges, destinations and sources."""
         num_dst, heads, channels = self.query.shape[-3:]
-        edges, nodes = self.samples * self.row.shape[0], self.samples * max(num_dst, self.key.shape[-3])
         edge_dim = 0 if self.edge_weight is None else self.edge_weight.shape[1]
         columns = attribute_columns(edge_dim + (self.edge_bias is not None))
         per_edge = max(heads * (channels if self.embedded else 2), columns)
-        return max(edges * per_edge, nodes * heads * max(channels, columns)) >= 2**31
+        numbers = (
+            (self.row.shape[0], per_edge),
+            *((n, heads * max(channels, columns)) for n in (num_dst, self.key.shape[-3])),
+        )
+        return tuple(self.samples * rows * width for rows, width in numbers)
+
+    def launch(self, launch_of: Callable, tile: RowTile | ContractionTile | None) -> Callable[..., None]:
+        """Return what launches a kernel on tensors by name: `launch_of` these sizes, with this tile or the one that suits them."""
+        return launch_of(self.sizes, tile)

@@ -1,0 +1,105 @@
+"""How accurate attention is: its distance from the float64 oracle over the corpus of the tests, as a table.
+
+    python benchmarks/accuracy.py --out benchmarks/results/accuracy_cpu.json
+    python benchmarks/accuracy.py --backend triton --out benchmarks/results/accuracy_h200.json           on a GPU
+    TRITON_INTERPRET=1 python benchmarks/accuracy.py --backend triton --device cpu --out outputs/a.json   without one
+    python benchmarks/accuracy.py --table benchmarks/results/accuracy_cpu.json --page docs/backends.md
+
+For each result and dtype: RMS error over RMS value, and over the RMS error of plain PyTorch in the same dtype. Nothing is written
+that breaks the criterion of the tests.
+"""
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
+
+from suite import environment, table  # noqa: E402
+from support.accuracy import Corpus  # noqa: E402
+from support.corpus import DTYPES, corpus  # noqa: E402
+from support.run import attend  # noqa: E402
+
+TITLES = {
+    "out": "`out`",
+    "lse": "`lse`",
+    "dquery": "gradient of query",
+    "dkey": "gradient of key",
+    "dvalue": "gradient of value",
+    "dedge_attr": "gradient of attributes",
+    "dedge_weight": "gradient of weight",
+    "dedge_bias": "gradient of bias",
+}
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """Read the command line."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--backend", choices=("torch", "triton"), default="torch")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default=device)
+    parser.add_argument("--out", type=Path, help="JSON file for the errors")
+    parser.add_argument("--table", type=Path, help="a file that --out wrote; make its table and measure nothing")
+    parser.add_argument("--page", type=Path, help="Markdown page with comments that name the file")
+    parser.add_argument("--commit", help="what to record where git cannot tell")
+    return parser.parse_args(arguments)
+
+
+def measure(backend: str, device: str, commit: str | None) -> dict:
+    """Errors of a backend by dtype and result, and where they were measured.
+
+    Raises
+    ------
+    AssertionError
+        If a result is less accurate than the criterion asks.
+    """
+    errors = {}
+    for dtype in DTYPES:
+        judged = Corpus()
+        for problem, graph in corpus(dtype, device):
+            judged.add(attend(problem, graph, backend), problem)
+        judged.assert_accurate()
+        errors[str(dtype).removeprefix("torch.")] = {
+            name: {"relative": judged.relative_error(name), "over_plain": judged.over_plain(name)} for name in TITLES
+        }
+    facts = environment.describe(device, {"torch", "triton"} if backend == "triton" else {"torch"}, commit)
+    interpreted = backend == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
+    return {"environment": facts, "backend": backend, "interpreted": interpreted, "errors": errors}
+
+
+def as_table(measured: dict) -> str:
+    """The errors as a Markdown table below a line that says where they were measured."""
+    facts, dtypes = measured["environment"], list(measured["errors"])
+    versions = ", ".join(f"{name} {number}" for name, number in facts["versions"].items())
+    backend = f"`{measured['backend']}`" + (" in Triton's interpreter" if measured["interpreted"] else "")
+    rows = [["", *dtypes], ["---"] * (1 + len(dtypes))]
+    for name, title in TITLES.items():
+        cells = [measured["errors"][dtype][name] for dtype in dtypes]
+        rows.append([title, *(f"{cell['relative']:.1e} ({cell['over_plain']:.2f})" for cell in cells)])
+    lines = "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    return f"Backend {backend}, {facts['device']}, {facts['date']}, commit {facts['commit']}; {versions}.\n\n{lines}"
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Measure or read, then write what the command line asks for."""
+    options = parse(arguments)
+    if options.table:
+        measured = json.loads(options.table.read_text())
+    else:
+        measured = measure(options.backend, options.device, options.commit)
+    file = options.table or options.out
+    if options.out:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps(measured, indent=1) + "\n")
+    if options.page and file:
+        options.page.write_text(table.put_into(options.page.read_text(), file.name, as_table(measured)))
+    print(as_table(measured))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,220 @@
+"""How a whole model runs: its training step in a CUDA graph, without waiting for the device, and under torch.compile."""
+
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from support.weather import weather_graph
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+from anemoi_gt import AttentionConfig, EncoderProcessorDecoder
+from gpu_checks import DEVICE
+
+FIELDS = 20  # in and out of the data grid
+AGREE = 2e-2  # relative, of what is compiled; bfloat16 on a GPU, where Inductor rounds less often than eager does
+STEPS = 3  # training steps that are compared
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """Size of the model of a check; the default has the nodes of O96 and an icosphere of refinement 5."""
+
+    data: int = 40_320
+    hidden: int = 10_242
+    edges: int = 120_000  # of each kind
+    channels: int = 512
+    heads: int = 16
+    layers: int = 2
+
+
+TINY = ModelSize(data=8, hidden=3, edges=12, channels=8, heads=2, layers=1)
+HERE = ModelSize() if DEVICE.type == "cuda" else TINY
+
+
+class Training:
+    """A model with its optimiser and a batch that never moves, as a CUDA graph needs it; one seed, one set of bits.
+
+    Parameters
+    ----------
+    size : ModelSize
+    options : of `EncoderProcessorDecoder`
+    """
+
+    def __init__(self, size: ModelSize, **options):
+        torch.manual_seed(0)
+        kinds = (("data", "hidden"), ("hidden", "hidden"), ("hidden", "data"))
+        nodes = {"data": size.data, "hidden": size.hidden}
+        graph = weather_graph(nodes, {(src, "to", dst): size.edges for src, dst in kinds})
+        sizes = {"channels": size.channels, "heads": size.heads, "num_layers": size.layers}
+        config = AttentionConfig(backend="triton" if DEVICE.type == "cuda" else "torch")
+        self.model = EncoderProcessorDecoder(graph, FIELDS, FIELDS, config=config, **sizes, **options).to(DEVICE)
+        self.x, self.target = (torch.empty(1, size.data, FIELDS, device=DEVICE) for _ in range(2))
+        on_gpu = {"fused": True, "capturable": True} if DEVICE.type == "cuda" else {}
+        self.optimiser = torch.optim.AdamW(self.model.parameters(), lr=1e-3, **on_gpu)
+
+    def load(self, step: int) -> None:
+        """Put the fields of a step into the batch."""
+        generator = torch.Generator(DEVICE).manual_seed(step)
+        for tensor in (self.x, self.target):
+            tensor.normal_(generator=generator)
+
+    def forward(self, function: Callable | None = None) -> Tensor:
+        """Output of the model, or of what it was compiled to, in bfloat16 on a GPU."""
+        with torch.autocast(DEVICE.type, torch.bfloat16, enabled=DEVICE.type == "cuda"):
+            return (self.model if function is None else function)(self.x)
+
+    def loss_backward(self, function: Callable | None = None) -> Tensor:
+        """Loss, with gradients left at the parameters."""
+        self.optimiser.zero_grad(set_to_none=True)
+        loss = (self.forward(function).float() - self.target).square().mean()
+        loss.backward()
+        return loss.detach()
+
+    def step(self) -> Tensor:
+        """A whole training step; its loss."""
+        loss = self.loss_backward()
+        self.optimiser.step()
+        return loss
+
+    def state(self) -> list[Tensor]:
+        """Parameters and what the optimiser keeps, in place."""
+        kept = [value for state in self.optimiser.state.values() for value in state.values()]
+        return [parameter.detach() for parameter in self.model.parameters()] + kept
+
+    def run(self, step: Callable[[], Tensor]) -> list[Tensor]:
+        """Losses of some steps, and all parameters behind them."""
+        losses = []
+        for number in range(STEPS):
+            self.load(number)
+            losses.append(step().clone())
+        return losses + [parameter.detach().clone() for parameter in self.model.parameters()]
+
+
+def capture(call: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """Record a call in a CUDA graph; returns what replays it and gives the tensor that it writes."""
+    recorded = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(recorded):
+        result = call()
+
+    def replay() -> Tensor:
+        recorded.replay()
+        return result
+
+    return replay
+
+
+def warm(call: Callable[[], Tensor]) -> None:
+    """Call it as PyTorch asks for before a capture: kernels are compiled, memory of libraries and optimiser is there."""
+    if DEVICE.type != "cuda":
+        call()
+        return
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+
+
+def assert_same(actual: list[Tensor], expected: list[Tensor], what: str) -> None:
+    """Raise unless all tensors hold the same bits, none of them NaN."""
+    wrong = sum(not torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+    if wrong:
+        raise AssertionError(f"{what}: {wrong} of {len(actual)} tensors differ")
+
+
+def forward_in_graph(capture: Callable = capture) -> str:
+    """A captured forward pass, replayed on new fields, gives the bits of eager passes."""
+    training, outputs = Training(HERE), {}
+    with torch.no_grad():
+        expected = []
+        for number in range(STEPS):
+            training.load(number)
+            expected.append(training.forward().clone())
+        warm(training.forward)
+        replay = capture(training.forward)
+        for number in range(STEPS):
+            training.load(number)
+            outputs[number] = replay().clone()
+    assert_same(list(outputs.values()), expected, "output")
+    return f"{STEPS} replays on new fields gave the bits of eager passes"
+
+
+def step_in_graph(capture: Callable = capture) -> str:
+    """A captured training step, replayed on new fields, gives the losses and the parameters of eager steps, bit by bit."""
+    said = []
+    for options in ({}, {"checkpoint_groups": 1, "mapper_chunks": 2}):
+        eager = Training(HERE, **options)
+        expected = eager.run(eager.step)
+        again = Training(HERE, **options)
+        assert_same(again.run(again.step), expected, "two eager runs")  # else a replay could not agree either
+        training = Training(HERE, **options)
+        first = [parameter.detach().clone() for parameter in training.model.parameters()]
+        warm(training.step)
+        replay = capture(training.step)
+        with torch.no_grad():  # warming up has moved them: all state begins again, where the graph finds it
+            for tensor in training.state():
+                tensor.zero_()
+            for parameter, begin in zip(training.model.parameters(), first, strict=True):
+                parameter.copy_(begin)
+        assert_same(training.run(replay), expected, f"losses and parameters with {options}")
+        said.append("checkpointed, in pieces" if options else "plain")
+    return f"{STEPS} replays of forward, backward and AdamW gave the bits of eager steps: {', '.join(said)}"
+
+
+@contextmanager
+def waiting_is_an_error():
+    """Whoever waits for the device raises."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def step_never_waits() -> str:
+    """Neither an eager step, nor a compiled one, nor a replay waits for the device."""
+    for options in ({}, {"checkpoint_groups": 1, "mapper_chunks": 2}, {"dropout": 0.1, "mapper_chunks": 2}):
+        training = Training(HERE, **options)
+        training.load(0)
+        warm(training.step)
+        with waiting_is_an_error():
+            training.step()
+    compiled = torch.compile(training.model, fullgraph=True)
+    training.loss_backward(compiled)
+    with waiting_is_an_error():
+        training.loss_backward(compiled)
+        training.optimiser.step()
+    return "forward, backward and AdamW never waited: plain, checkpointed, with dropout, compiled"
+
+
+def compiled(modes: tuple[str, ...] = ("default", "reduce-overhead"), **options) -> str:
+    """The compiled model has eager's output and gradients, in one graph, in a CUDA graph where the mode asks for one."""
+    said = []
+    for mode in modes:
+        torch.compiler.reset()
+        counters.clear()
+        training = Training(HERE)
+        function = torch.compile(training.model, fullgraph=True, **(options or {"mode": mode}))
+        for number in range(4):  # the first records, the second captures, the others replay
+            training.load(number)
+            expected = _results(training, None)
+            torch.compiler.cudagraph_mark_step_begin()
+            for name, actual, wanted in zip(("loss", "gradients"), _results(training, function), expected, strict=True):
+                off = ((actual - wanted).norm() / wanted.norm()).item()
+                if not off <= AGREE:
+                    raise AssertionError(f"{mode}, pass {number}: {name} off by {off}")
+        graphs, skips = counters["stats"]["unique_graphs"], counters["inductor"]["cudagraph_skips"]
+        if graphs != 1 or skips:
+            raise AssertionError(f"{mode}: {graphs} graphs in place of 1, {skips} of them not captured")
+        said.append(mode)
+    return f"loss and gradients of eager, one graph, no pass left out of a CUDA graph: {', '.join(said)}"
+
+
+def _results(training: Training, function: Callable | None) -> tuple[Tensor, Tensor]:
+    """Loss, and all gradients as one vector."""
+    loss = training.loss_backward(function).clone()
+    return loss, torch.cat([p.grad.flatten() for p in training.model.parameters() if p.grad is not None])

@@ -1,0 +1,67 @@
+"""What `anemoi_gt.explain_attention` says of kernels is what a profiler sees, eager and compiled."""
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from anemoi_gt import edge_attention, explain_attention
+from anemoi_gt.ops.triton_backend.device import device_of
+from gpu_checks.execution import HERE, TRITON, Work
+
+PREFIX = "edge_attention_"  # of the names of our kernels
+
+
+def kernel_names() -> str:
+    """The kernels of a trace are those of the explanation; compiled, they are the same beside those of Inductor."""
+    work = Work(HERE)
+    query, key, value, *edges = work.leaves
+    explained = explain_attention(query, key, value, work.graph, *edges, config=TRITON)
+    (layer,) = explained.layers
+    named = {kernel.name for pass_ in layer.passes for kernel in pass_.kernels}
+    eager = _profiled(work)
+    _assert_same(named, eager, "eager")
+    timed = explained.with_profile(eager)
+    untimed = [kernel.name for pass_ in timed.layers[0].passes for kernel in pass_.kernels if not kernel.achieved_ms]
+    if untimed:
+        raise AssertionError(f"a profile of the explained calls has no times of {untimed}")
+
+    @torch.compile(fullgraph=True)
+    def attend(*operands):
+        return edge_attention(*operands[:3], work.graph, *operands[3:], config=TRITON)[0] * 2
+
+    def step():
+        torch.autograd.grad(attend(*work.leaves), work.leaves, work.grad_out)
+
+    compiled = _profiled(step)
+    _assert_same(named, compiled, "compiled")
+    operators = {event.name for event in compiled.events()} & {pass_.operator for pass_ in layer.passes}
+    others = _kernels(compiled) - named
+    if len(operators) != 2 or not any(name.startswith("triton_") for name in others):
+        raise AssertionError(
+            f"a compiled trace must hold our two operators and kernels of Inductor, got {operators}, {others}"
+        )
+    forward = timed.layers[0].passes[0]
+    told = (
+        f"forward {forward.achieved_ms:.3f} ms, predicted {sum(kernel.predicted_ms for kernel in forward.kernels):.3f}"
+    )
+    return f"{len(named)} names, eager and compiled; {told}; {device_of(query.device)}"
+
+
+def _profiled(step) -> profile:
+    """A profile of the second and third call, with the shapes of operators."""
+    step()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], record_shapes=True) as seen:
+        step()
+        step()
+        torch.cuda.synchronize()
+    return seen
+
+
+def _kernels(seen: profile) -> set[str]:
+    return {event.name for event in seen.events() if event.device_type == torch.autograd.DeviceType.CUDA}
+
+
+def _assert_same(named: set[str], seen: profile, how: str) -> None:
+    ours = {name for name in _kernels(seen) if name.startswith(PREFIX)}
+    if ours != named:
+        raise AssertionError(f"{how}: the trace has {sorted(ours)}, explained were {sorted(named)}")

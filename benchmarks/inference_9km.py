@@ -1,0 +1,150 @@
+"""Encoder and decoder of a model at 9 km, without gradients: time, peak memory and correctness, beside anemoi-models.
+
+    python benchmarks/inference_9km.py --output benchmarks/results/inference_9km_h200.json
+    python benchmarks/inference_9km.py --grid O8 --refinement 2 --channels 32 --heads 4 --fields 5 --rows 64
+
+The defaults are O1280, 6,599,680 points, and icosphere 7; 1024 channels in 16 heads, 11 attributes, bfloat16: the features of the grid
+hold 3.1 times 2^31 numbers. The encoder is a forward mapper, the decoder a backward mapper with the three nearest hidden nodes. Ours are
+computed by `ChunkedInference`, in one piece and in several, whose results are compared bit by bit. Our mapper as it is in training, and
+that of anemoi-models with the same weights, take 1, 2, 4, ... chunks until the result is neither missing for want of memory nor wrong.
+
+A result is judged on destinations from the beginning, the middle and the end, and on those that read the last sources, against plain
+PyTorch in float64. It is wrong when its error is more than twice that of plain PyTorch in the dtype. Each run is a process of its own.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from suite.environment import describe
+from suite.inference import CONTENDERS, PARTS, Setting, build_graphs, judge, judged_destinations, why_not
+
+PACKAGES = {"torch", "triton", "torch-geometric", "anemoi-models"}
+
+
+def run(setting: Setting, part: str, contender: str, num_chunks: int, folder: Path) -> dict:
+    """Compute one part one way in this process."""
+    device = torch.device(setting.device)
+    problem = setting.problem(part, folder)
+    try:
+        call = CONTENDERS[contender](problem, num_chunks)
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        times, result = [], None
+        for _ in range(1 + setting.repeats):
+            del result  # as large as the fields of the grid
+            begin = _now(device)
+            result = call()
+            times.append(_now(device) - begin)
+    except torch.OutOfMemoryError as error:
+        return {"outcome": "out of memory", "message": str(error).split(". ")[0]}
+    found = {"outcome": "right", "seconds": statistics.median(times[1:]), "first_seconds": times[0]}
+    if device.type == "cuda":
+        found["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        found["inputs_gib"] = problem.nbytes / 2**30
+    found |= judge(problem, result, judged_destinations(problem))
+    if contender == "ours":
+        found |= _compare(result, folder / f"{part}.pt")
+    return found
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def _compare(result: torch.Tensor, place: Path) -> dict:
+    """Keep the first result; compare another with it bit by bit."""
+    result = result.cpu()
+    if not place.exists():
+        torch.save(result, place)
+        return {}
+    first = torch.load(place)
+    different = sum(int((a != b).sum()) for a, b in zip(first.split(100_000), result.split(100_000), strict=True))
+    return {"same_bits_as_first": different == 0, "numbers_that_differ": different}
+
+
+def start(part: str, contender: str, num_chunks: int, folder: Path) -> dict:
+    """Run in a process of its own; one that dies is a result too."""
+    command = [sys.executable, __file__, *sys.argv[1:], "--worker", part, contender, str(num_chunks), str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    try:
+        found = json.loads(done.stdout.splitlines()[-1])
+    except (IndexError, json.JSONDecodeError):
+        found = {"outcome": "failed", "message": (done.stderr.strip().splitlines() or [f"exit {done.returncode}"])[-1]}
+    found = {"part": part, "contender": contender, "num_chunks": num_chunks} | found
+    print(json.dumps(found), flush=True)
+    return found
+
+
+def measure(options: argparse.Namespace, setting: Setting, folder: Path) -> list[dict]:
+    """Ours for each number of chunks; the others with more and more chunks until they are right."""
+    runs = []
+    for part in options.parts:
+        if "ours" in options.contenders:
+            runs += [start(part, "ours", number, folder) for number in options.chunks]
+        for contender in [name for name in options.contenders if name != "ours"]:
+            reason, number, outcome = why_not(contender), 1, None
+            if reason is not None:
+                runs.append({"part": part, "contender": contender, "outcome": "not run", "message": reason})
+            while reason is None and outcome != "right" and number <= options.most_chunks:
+                runs.append(start(part, contender, number, folder))
+                outcome, number = runs[-1]["outcome"], 2 * number
+    return runs
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--grid", default="O1280")
+    parser.add_argument("--refinement", type=int, default=7)
+    parser.add_argument("--channels", type=int, default=1024)
+    parser.add_argument("--heads", type=int, default=16)
+    parser.add_argument("--fields", type=int, default=100, help="that come in and go out at a point of the grid")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--rows", type=int, default=16384, help="of ChunkedInference")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--contenders", nargs="+", choices=list(CONTENDERS), default=list(CONTENDERS))
+    parser.add_argument("--chunks", type=int, nargs="+", default=[1, 2, 8], help="of ours")
+    parser.add_argument("--most-chunks", type=int, default=64, help="after which the others are given up")
+    parser.add_argument("--repeats", type=int, default=3, help="calls that are timed, after one that is not")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--commit", help="what to record where git cannot tell")
+    parser.add_argument("--output", type=Path, help="JSON file")
+    parser.add_argument("--worker", nargs=4, help=argparse.SUPPRESS)
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Build the graphs, start the runs one after the other, write the report."""
+    options = parse(arguments)
+    names = ("grid", "refinement", "channels", "heads", "fields", "dtype", "rows", "repeats", "device")
+    setting = Setting(**{name: getattr(options, name) for name in names})
+    if options.worker:
+        part, contender, number, folder = options.worker
+        print(json.dumps(run(setting, part, contender, int(number), Path(folder))))
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        begin = time.perf_counter()
+        sizes = build_graphs(setting, options.parts, Path(folder))
+        report = {
+            "environment": describe(torch.device(options.device).type, PACKAGES, options.commit),
+            "setting": vars(setting),
+            "graphs": sizes | {"seconds": time.perf_counter() - begin},
+        }
+        print(json.dumps(report["graphs"]), flush=True)
+        report["runs"] = measure(options, setting, Path(folder))
+    if options.output:
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        options.output.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""One rank of a job of benchmarks/sharding.py: a model of anemoi-models of the same sizes, with its own sharding.
+
+`way` of a case is its strategy, edges or heads; `who` says whose attention is in it: theirs, or ours by `integrations.anemoi.install`.
+"""
+
+import sys
+from contextlib import nullcontext
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT / name) for name in ("benchmarks", "src", "tests")]
+
+from anemoi.models.distributed.shapes import get_shard_sizes  # noqa: E402
+from sharded_model import FIELDS, Case  # noqa: E402
+from sharding_rank import World, judge  # noqa: E402
+from support.anemoi_model import build, draw, make_options  # noqa: E402
+
+from anemoi_gt.integrations import anemoi as integration  # noqa: E402
+
+JUDGED = ("lin_edge.weight", "lin_key.weight", "lin_value.weight")
+
+
+class AnemoiModel:
+    """The model of a case on this rank, and its part of one sample.
+
+    Parameters
+    ----------
+    case : Case
+    graph : HeteroData
+    world : World
+    """
+
+    def __init__(self, case: Case, graph, world: World):
+        names = tuple(f"field_{i}" for i in range(FIELDS // 2))  # of two steps in time, as many fields go in
+        backend = "triton" if world.gpu else "pyg"
+        sizes = {"channels": case.width, "heads": case.heads, "layers": case.layers, "layer_chunks": 1}
+        sizes |= {"mapper_chunks": 1, "checkpointing": False, "graph_attention_backend": backend}
+        options = make_options(**sizes, shard_strategy=case.way)
+        self.model = build(graph, options, names).to(world.device)
+        whole = draw(graph, variables=names)["data"]
+        self.scale = 1 / whole[:, 0, ..., :-1].numel()
+        self.group = world.mesh.get_group("model") if world.size > 1 else None
+        self.sizes = get_shard_sizes(whole, 3, self.group) if self.group else None
+        own = whole.split(self.sizes, 3)[world.rank] if self.group else whole
+        self.x = {"data": own.to(world.device)}
+
+    def step(self, autocast) -> torch.Tensor:
+        """Forward and backward; returns this rank's part of the loss, the mean square of what comes out."""
+        self.model.zero_grad(set_to_none=True)
+        shards = {"grid_shard_sizes": {"data": self.sizes}} if self.group else {}
+        with autocast:
+            out = self.model(self.x, model_comm_group=self.group, **shards)["data"]
+        loss = out.float().square().sum() * self.scale
+        loss.backward()
+        return loss.detach()
+
+    def signature(self, autocast) -> list[float]:
+        """Loss and lengths of some gradients of the whole run, to compare."""
+        loss = self.step(autocast).double()
+        dist.all_reduce(loss)
+        values = [loss.item()]
+        for name, parameter in self.model.named_parameters():
+            if name.startswith("processor.") and name.endswith(JUDGED) and ".0." in name:
+                gradient = parameter.grad.double()
+                dist.all_reduce(gradient)
+                values.append(gradient.norm().item())
+        return values
+
+
+def main(folder: str) -> None:
+    """Judge and time a case."""
+    world = World(Path(folder))
+    (case,) = (Case(**case) for case in world.work["cases"])
+    name, who = f"{case.grid}-{case.refinement}", world.work["who"]
+    part = AnemoiModel(case, torch.load(world.work["graphs"][name], weights_only=False), world)
+    with integration.install() if who == "ours" else nullcontext():
+        found = part.signature(world.autocast())
+        judge(found, world.work["expected"].get(f"anemoi {name}"), world.device)
+        measured = world.measure(lambda: part.step(world.autocast()))
+    world.write(asdict(case) | measured | {"model": "anemoi-models", "who": who, "signature": found})
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

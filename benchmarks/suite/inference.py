@@ -1,0 +1,216 @@
+"""Mappers between a grid and an icosphere, without gradients: graphs, operands, ways to compute them, and their judge."""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from anemoi_gt import GraphStructure
+from anemoi_gt.nn import (
+    ChunkedInference,
+    GraphTransformerBackwardMapper,
+    GraphTransformerForwardMapper,
+    split_destinations,
+)
+from suite.peers import missing
+
+PARTS = ("encoder", "decoder")
+TRAINED = 8  # attributes of an edge beside its length and direction
+POSITION = 12  # features of a hidden node that come in: sines, cosines and trained numbers
+JUDGED = 16  # destinations of each kind
+LIMIT = 2**31
+
+
+class Part(NamedTuple):
+    """The edges of a part by destination, as files hold them."""
+
+    edge_index: Tensor  # [2, E] int64
+    edge_attr: Tensor  # [E, 3] float32
+    sizes: tuple[int, int]  # N_src, N_dst
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Sizes and dtype of a run."""
+
+    grid: str
+    refinement: int
+    channels: int
+    heads: int
+    fields: int
+    dtype: str
+    rows: int
+    repeats: int
+    device: str
+
+    def problem(self, part: str, folder: Path) -> "Problem":
+        """Mapper and operands of a part; the same numbers in every process on one kind of device."""
+        edges, device, dtype = Part(*torch.load(folder / f"{part}.graph")), self.device, getattr(torch, self.dtype)
+        torch.manual_seed(0)
+        mapper = self._mapper(part).to(device, dtype).eval()
+        generator = torch.Generator(device).manual_seed(1)
+        widths = (mapper.in_channels_src, mapper.in_channels_dst)
+        trained = torch.randn(edges.edge_index.shape[1], TRAINED, generator=generator, device=device)
+        edge_attr = torch.cat([edges.edge_attr.to(device), trained], dim=1).to(dtype)
+        x = tuple(
+            torch.randn(number, width, generator=generator, device=device, dtype=dtype)
+            for number, width in zip(edges.sizes, widths, strict=True)
+        )
+        return Problem(self, part, mapper, x, edges.edge_index.to(device), edge_attr)
+
+    def _mapper(self, part: str) -> nn.Module:
+        options = {"num_channels": self.channels, "num_heads": self.heads, "edge_dim": 3 + TRAINED}
+        if part == "encoder":
+            return GraphTransformerForwardMapper(in_channels_src=self.fields, in_channels_dst=POSITION, **options)
+        options |= {"in_channels_src": self.channels, "in_channels_dst": self.fields, "out_channels_dst": self.fields}
+        return GraphTransformerBackwardMapper(**options)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A mapper and what it takes, on the device."""
+
+    setting: Setting
+    part: str
+    mapper: nn.Module
+    x: tuple[Tensor, Tensor]  # [N_src, F_src], [N_dst, F_dst]
+    edge_index: Tensor  # [2, E], by destination
+    edge_attr: Tensor  # [E, 11]
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of all operands and weights."""
+        tensors = (*self.x, self.edge_index, self.edge_attr, *self.mapper.parameters())
+        return sum(tensor.nbytes for tensor in tensors)
+
+
+def build_graphs(setting: Setting, parts: list[str], folder: Path) -> dict:
+    """Write the graph of each part to `folder`; return nodes and edges of each."""
+    import numpy as np
+
+    from anemoi_gt.data import edges
+    from anemoi_gt.data.attributes import edge_direction, edge_length, unit_std
+    from anemoi_gt.data.grids import grid
+    from anemoi_gt.data.icosphere import icosphere
+
+    points, mesh = grid(setting.grid), icosphere(setting.refinement).nodes
+    sizes = {}
+    for part in parts:
+        source, destination = (points, mesh) if part == "encoder" else (mesh, points)
+        edge_index = (
+            edges.cutoff(source, destination, 0.6) if part == "encoder" else edges.nearest(source, destination, 3)
+        )
+        ends = source, destination, edge_index
+        attributes = np.concatenate([unit_std(edge_length(*ends)), unit_std(edge_direction(*ends))], axis=1)
+        numbers = len(source), len(destination)
+        whole = Part(torch.from_numpy(edge_index), torch.from_numpy(attributes).float(), numbers)
+        torch.save(tuple(whole), folder / f"{part}.graph")
+        beyond = max(numbers) * setting.channels / LIMIT
+        sizes[part] = {"nodes": numbers, "edges": edge_index.shape[1], "features_over_2_31": beyond}
+    return sizes
+
+
+def _ours(problem: Problem, num_chunks: int) -> Callable[[], Tensor]:
+    sizes = tuple(side.shape[0] for side in problem.x)
+    graph = GraphStructure.from_edge_index(problem.edge_index, sizes)
+    run = ChunkedInference(graph, num_chunks, rows=problem.setting.rows)
+    return lambda: run(problem.mapper, problem.x, problem.edge_attr)
+
+
+def _mapper(problem: Problem, num_chunks: int) -> Callable[[], Tensor]:
+    sizes = tuple(side.shape[0] for side in problem.x)
+    chunks = split_destinations(GraphStructure.from_edge_index(problem.edge_index, sizes), num_chunks)
+
+    def call() -> Tensor:
+        with torch.no_grad():
+            return problem.mapper(problem.x, chunks, problem.edge_attr)
+
+    return call
+
+
+def _anemoi(problem: Problem, num_chunks: int) -> Callable[[], Tensor]:
+    from anemoi.models.distributed.shapes import BipartiteGraphShardInfo
+    from anemoi.models.layers import mapper as mappers
+
+    ours, setting = problem.mapper, problem.setting
+    options = {"num_channels": setting.channels, "num_heads": setting.heads, "edge_dim": problem.edge_attr.shape[1]}
+    options |= {"in_channels_src": ours.in_channels_src, "in_channels_dst": ours.in_channels_dst, "mlp_hidden_ratio": 4}
+    options |= {"num_chunks": num_chunks, "layer_kernels": {}, "gradient_checkpointing": False}
+    options["graph_attention_backend"] = "triton" if setting.device == "cuda" else "pyg"
+    if problem.part == "decoder":
+        options["out_channels_dst"] = setting.fields
+    theirs = getattr(mappers, type(ours).__name__)(**options).to(problem.x[0].device, problem.x[0].dtype).eval()
+    theirs.load_state_dict(ours.state_dict())
+
+    def call() -> Tensor:
+        with torch.no_grad():
+            out = theirs(problem.x, 1, BipartiteGraphShardInfo(), problem.edge_attr, problem.edge_index)
+        return out if torch.is_tensor(out) else out[1]  # a forward mapper hands the sources on
+
+    return call
+
+
+CONTENDERS = {"ours": _ours, "mapper": _mapper, "anemoi": _anemoi}
+
+
+def why_not(contender: str) -> str | None:
+    """Return why a contender cannot run here, or None."""
+    return missing("anemoi.models", "anemoi-models") if contender == "anemoi" else None
+
+
+def judged_destinations(problem: Problem) -> Tensor:
+    """Destinations from the beginning, the middle and the end, and those that read the last sources."""
+    number = problem.x[1].shape[0]
+    count = min(JUDGED, number)
+    near = torch.arange(count, device=problem.edge_index.device)
+    last = problem.edge_index[0].topk(min(count, problem.edge_index.shape[1])).indices
+    kinds = (near, near + (number - count) // 2, near + number - count, problem.edge_index[1, last])
+    return torch.cat(kinds).unique()
+
+
+def plain(problem: Problem, destinations: Tensor, dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    """What a mapper gives some destinations, from its weights by plain PyTorch: gather, softmax, scatter."""
+    src, dst = problem.edge_index[0], problem.edge_index[1].contiguous()
+    starts, ends = torch.searchsorted(dst, destinations), torch.searchsorted(dst, destinations, right=True)
+    edges = torch.cat(
+        [torch.arange(a, b, device=dst.device) for a, b in zip(starts.tolist(), ends.tolist(), strict=True)]
+    )
+    sources, origin = src[edges].unique(return_inverse=True)
+    operands = (problem.x[0][sources], problem.x[1][destinations], problem.edge_attr[edges])
+    x_src, x_dst, edge_attr = (operand.to(device, dtype) for operand in operands)
+    mapper, heads = copy.deepcopy(problem.mapper).to(device, dtype), problem.setting.heads
+    with torch.no_grad():
+        x = mapper.emb_nodes_dst(x_dst)
+        degrees = (ends - starts).tolist()
+        x = x + _attend(mapper.proc, mapper.emb_nodes_src(x_src), x, edge_attr, origin.to(device), degrees, heads)
+        x = x + mapper.proc.node_dst_mlp(mapper.proc.layer_norm_mlp_dst(x))
+        return mapper.node_data_extractor(x) if problem.part == "decoder" else x
+
+
+def _attend(block: nn.Module, x_src, x_dst, edge_attr, origin: Tensor, degrees: list[int], heads: int) -> Tensor:
+    """Attention of a mapper block, one row for each edge: what is added to x_dst."""
+    sources, normed = block.layer_norm_attention_src(x_src), block.layer_norm_attention(x_dst)
+    query, key, value = block.lin_query(normed), block.lin_key(sources), block.lin_value(sources)
+    query, key, value = (rows.unflatten(1, (heads, -1)) for rows in (query, key, value))
+    edges = block.lin_edge(edge_attr).unflatten(1, (heads, -1))
+    parts = zip(query, (key[origin] + edges).split(degrees), (value[origin] + edges).split(degrees), strict=True)
+    out = [((q * k).sum(-1).div(q.shape[-1] ** 0.5).softmax(0)[..., None] * v).sum(0) for q, k, v in parts]
+    return block.projection(torch.stack(out).flatten(1) + block.lin_self(normed))
+
+
+def judge(problem: Problem, result: Tensor, destinations: Tensor) -> dict:
+    """Say whether rows of a result are at most twice as wrong as plain PyTorch's in the dtype, beside rounding."""
+    dtype, device = result.dtype, result.device
+    exact = plain(problem, destinations, torch.float64, "cpu")
+    rows, baseline = (
+        rows.double().cpu() for rows in (result[destinations], plain(problem, destinations, dtype, device))
+    )
+    error, lost = ((other - exact).square().mean().sqrt().item() for other in (rows, baseline))
+    allowed = 2 * lost + torch.finfo(dtype).eps * exact.square().mean().sqrt().item()
+    outcome = "right" if error <= allowed else "wrong"  # wrong for what is not a number, too
+    return {"outcome": outcome, "rms_error": error, "rms_error_of_plain": lost, "judged": len(destinations)}

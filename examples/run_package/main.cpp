@@ -1,0 +1,61 @@
+// Run a package of a model with LibTorch alone.
+//
+//     ./run_package model.pt2 x.pt change.pt
+//
+// x.pt is a file of torch.save, a float32 tensor [samples, nodes, channels]; change.pt is written so that torch.load reads it.
+#include <torch/csrc/inductor/aoti_package/model_package_loader.h>
+#include <torch/csrc/jit/serialization/pickle.h>
+
+#include <c10/core/InferenceMode.h>
+
+#include <exception>
+#include <fstream>
+#include <iostream>
+#include <iterator>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+std::vector<char> read_file(const std::string& name) {
+  std::ifstream file(name, std::ios::binary);
+  if (!file) {
+    throw std::runtime_error("cannot read " + name);
+  }
+  return {std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
+}
+
+void write_file(const std::string& name, const std::vector<char>& bytes) {
+  std::ofstream file(name, std::ios::binary);
+  file.write(bytes.data(), static_cast<std::streamsize>(bytes.size()));
+  if (!file.flush()) {
+    throw std::runtime_error("cannot write " + name);
+  }
+}
+
+void run(const std::string& package_name, const std::string& input_name, const std::string& output_name) {
+  c10::InferenceMode no_gradients;
+  torch::inductor::AOTIModelPackageLoader package(package_name);
+  auto metadata = package.get_metadata();
+  for (const char* name : {"inputs", "outputs", "forecast"}) {
+    std::cout << name << ": " << metadata[name] << "\n";
+  }
+  const bool on_gpu = metadata["AOTI_DEVICE_KEY"] == "cuda";
+  at::Tensor x = torch::jit::pickle_load(read_file(input_name)).toTensor();
+  std::vector<at::Tensor> inputs{x.to(on_gpu ? at::kCUDA : at::kCPU)};
+  at::Tensor change = package.run(inputs).at(0).to(at::kCPU);
+  write_file(output_name, torch::jit::pickle_save(change));
+}
+
+int main(int argc, char** argv) {
+  if (argc != 4) {
+    std::cerr << "usage: run_package model.pt2 x.pt change.pt\n";
+    return 2;
+  }
+  try {
+    run(argv[1], argv[2], argv[3]);
+  } catch (const std::exception& error) {
+    std::cerr << "run_package: " << error.what() << "\n";
+    return 1;
+  }
+  return 0;
+}

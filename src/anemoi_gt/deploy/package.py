@@ -1,0 +1,72 @@
+"""Packages: programs compiled by AOTInductor into one file, which PyTorch alone loads, from Python or from C++."""
+
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch._inductor import config
+from torch._inductor.cpp_builder import get_cpp_compiler
+from torch._inductor.exc import InvalidCxxCompiler
+from torch.export import ExportedProgram
+from torch.utils import cpp_extension
+
+SUFFIX = ".pt2"
+
+
+def write_package(program: ExportedProgram, path: Path, metadata: Mapping[str, str]) -> None:
+    """Compile a program for the device that its tensors are on, and write the package.
+
+    Parameters
+    ----------
+    program : torch.export.ExportedProgram
+        Of `export_program` or `export_model`.
+    path : Path
+        Ends in ".pt2"; its folder exists.
+    metadata : mapping of str to str
+        What a loader is told.
+
+    Raises
+    ------
+    ValueError
+        When the name does not end in ".pt2".
+    OSError
+        When the folder cannot be written; raised before anything is compiled.
+    """
+    check_place(path)
+    options = {"aot_inductor.metadata": dict(metadata), **_float_scalars()}
+    with torch.no_grad():
+        torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=options)
+
+
+def check_place(path: Path) -> None:
+    """Raise unless a package can be written there: ValueError for the name, OSError for the folder."""
+    if path.suffix != SUFFIX:
+        raise ValueError(f"a package must have a name that ends in {SUFFIX}, as PyTorch's loader wants it, got {path}")
+    if path.is_dir():
+        raise ValueError(f"a package is a file, {path} is a folder")
+    try:
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise OSError(f"could not write {path}: {error.strerror}") from error
+
+
+def check_compiler(device: torch.device) -> None:
+    """Raise ValueError where the compiler is missing that a package for `device` needs."""
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler as error:
+        raise ValueError(
+            "a package is compiled by a C++ compiler, none is found: install g++, or name one in CXX"
+        ) from error
+    if device.type == "cuda" and torch.version.cuda and cpp_extension.CUDA_HOME is None:
+        raise ValueError(
+            "a package for a GPU needs the CUDA toolkit, none is found: install it, or name it in CUDA_HOME"
+        )
+
+
+def _float_scalars() -> dict[str, bool]:
+    """Numbers that a kernel is handed are float32, as in eager launches; as float64 they would make it compute so."""
+    name = "_use_fp64_for_unbacked_floats"
+    return {name: False} if hasattr(config, name) else {}

@@ -1,0 +1,258 @@
+"""The definition of edge attention in plain PyTorch, for some heads of one sample.
+
+For destination i, source j, edge e = (j -> i), with W [C, D] the head's slice of the embedding and m_e the dropout factor:
+
+    u_i   = W^T q_i                                     [D], instead of W a_e for each edge
+    s_e   = scale * (<q_i, k_j> + <u_i, a_e>)           the rest of the score, scale <q_i, b>, is the same for all e of i
+    p_e   = softmax of s over the in-edges of i,        w_e = m_e p_e
+    lse_i = log sum_e exp(s_e) + scale <q_i, b>
+    o_i   = sum_e w_e v_j + W sum_e w_e a_e + b sum_e w_e
+
+and backward, with do, dlse the gradients that arrive and g_i = W^T do_i:
+
+    dp_e  = m_e (<do_i, v_j> + <g_i, a_e> + <do_i, b>)
+    ds_e  = p_e (dp_e - delta_i + dlse_i),              delta_i = sum_e p_e dp_e / sum_e p_e
+    B_i   = sum_e ds_e a_e
+    dq_i  = scale * (sum_e ds_e k_j + W B_i + dlse_i b)
+    dk_j  = scale * sum_e ds_e q_i                      over the out-edges of j
+    dv_j  = sum_e w_e do_i                              over the out-edges of j
+    da_e  = sum_h (w_e g_i + scale * ds_e u_i)
+    dW    = sum_i do_i (sum_e w_e a_e)^T + scale * q_i B_i^T
+    db    = sum_i (sum_e w_e) do_i + scale * dlse_i q_i
+
+Embedded features are the case W = 1, b = 0 with a_e of C numbers. Three primitives carry it: `_dots` along edges,
+`weighted_sum` into nodes (an embedding bag: no edge-sized rows, no atomics) and the softmax. Edge-sized memory is a few
+numbers per edge and head of those that are computed together, forward and backward; backward recomputes the rest.
+
+Shapes in this file: N_dst, N_src nodes, E edges in CSC order, G heads, C channels, D edge attributes.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import embedding_bag
+
+PIECE = 2**18  # numbers of rows that are gathered at a time; they stay in the cache
+NODES = 8192  # of a product of matrices: parts of a graph that begin at multiples of it are rounded as the whole is
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Where the sums into nodes read their rows: those of one node after the other, of one head after the other."""
+
+    index: Tensor  # [G * E] row among [N * G] of the nodes at the other ends
+    pointers: Tensor  # [G * N + 1] where the run of a head and node begins
+
+    @classmethod
+    def of_heads(cls, heads: int, index: Tensor, pointers: Tensor, is_shared: bool = False) -> "Runs":
+        """Return the runs of so many heads, from index [E] and pointers [N + 1] of one; rows may be the same for all heads."""
+        if heads == 1:
+            return cls(index, pointers)
+        head = torch.arange(heads, dtype=index.dtype, device=index.device)[:, None]
+        index_of_heads = index.expand(heads, -1) if is_shared else index * heads + head
+        ends = pointers[1:] + head.to(pointers.dtype) * index.shape[0]
+        return cls(index_of_heads.flatten(), torch.cat([pointers[:1], ends.flatten()]))
+
+
+@dataclass(frozen=True)
+class Edges:
+    """The edges as the primitives read them; index tensors in CSC order unless they say otherwise."""
+
+    heads: int  # G, that are computed together
+    colptr: Tensor  # [N_dst + 1]
+    row: Tensor  # [E]
+    dst: Tensor  # [E]
+    attr: Tensor  # [E], where the edge's attributes are in the caller's order
+    number: Tensor  # [E], key of dropout
+    sources: Runs  # of the destinations, rows of sources
+    attributes: Runs  # of the destinations, rows of attributes
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The operands of some heads of one sample, contiguous, in the dtype of the accumulators."""
+
+    q: Tensor  # [N_dst, G, C]
+    k: Tensor  # [N_src, G, C]
+    v: Tensor  # [N_src, G, C]
+    a: Tensor | None  # [E, D] raw, or [E, G, C] embedded
+    weight: Tensor | None  # [G, C, D], only with raw attributes
+    bias: Tensor | None  # [G, C]
+    keep: Tensor | None  # [E, G], dropout factors
+    scale: float
+
+    @property
+    def projects(self) -> bool:
+        """Whether <W^T q_i, a_e> stands for <q_i, W a_e>: when it has fewer terms. Else W a_e is made, a piece at a time."""
+        return self.weight is not None and self.weight.shape[2] < self.weight.shape[1]
+
+    def project(self, rows: Tensor) -> Tensor:
+        """W^T of rows [N, G, C]: [N, G, D]."""
+        weight = self.weight.transpose(1, 2).contiguous()  # D last is 4 times slower
+        parts = [torch.bmm(weight, part.permute(1, 2, 0)).permute(2, 0, 1) for part in rows.split(NODES)]
+        return torch.cat(parts).contiguous()
+
+    def embed(self, sums: Tensor) -> Tensor:
+        """W of sums [N, G, D]: [N, G, C]."""
+        if self.weight is None:
+            return sums
+        weight = self.weight.transpose(1, 2)
+        parts = [torch.bmm(part.transpose(0, 1), weight).transpose(0, 1) for part in sums.split(NODES)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def embed_shared(self, rows: Tensor) -> Tensor:
+        """W of rows [P, D] that all heads share: [P, G, C]. Rows [P, G, C] are embedded already."""
+        if self.weight is None:
+            return rows
+        return (rows @ self.weight.flatten(0, 1).t()).unflatten(1, self.weight.shape[:2])
+
+    def drop(self, p: Tensor) -> Tensor:
+        """Attention weights after dropout."""
+        return p if self.keep is None else p * self.keep
+
+
+def _dots(heads: Heads, edges: Edges, *sides: tuple[Tensor, Tensor, Tensor | None]) -> list[Tensor]:
+    """< left_i , right_j + x_e > for every edge, [E, G], of each triple left [N_dst, G, C], right [N_src, G, C], W^T left.
+
+    x_e = W a_e, without the bias.
+    """
+    pieces = [[] for _ in sides]
+    step = max(1, PIECE // max(heads.q[0:1].numel(), 1))
+    for to, origin, at in zip(*(index.split(step) for index in (edges.dst, edges.row, edges.attr)), strict=True):
+        a = None if heads.a is None else heads.a.index_select(0, at)
+        x = None if a is None or heads.projects else heads.embed_shared(a)
+        for (left, right, projected), results in zip(sides, pieces, strict=True):
+            rows = right.index_select(0, origin)
+            rows = rows if x is None else rows.add_(x)
+            dot = rows.mul_(left.index_select(0, to)).sum(-1)
+            if heads.projects:
+                dot += torch.bmm(projected.index_select(0, to), a.unsqueeze(2)).squeeze(2)
+            results.append(dot)
+    return [torch.cat(results) for results in pieces]
+
+
+def by_head(weight: Tensor) -> Tensor:
+    """Weights [E, G] as `weighted_sum` reads them: [G, E]."""
+    return weight.t().contiguous()
+
+
+def weighted_sum(weight: Tensor, rows: Tensor, runs: Runs) -> Tensor:
+    """sum_e weight_e rows_e over the run of edges of each node: [N, G, C], of weight [G, E] and rows [M, G, C] or [M, C]."""
+    options = {"mode": "sum", "per_sample_weights": weight.flatten(), "include_last_offset": True}
+    sums = embedding_bag(runs.index, rows.flatten(0, -2), runs.pointers, **options)
+    return sums.unflatten(0, (weight.shape[0], -1)).transpose(0, 1)
+
+
+def _segment_sum(values: Tensor, pointers: Tensor) -> Tensor:
+    """The sum over the run of edges of each node: [N, G]."""
+    return torch.segment_reduce(values, "sum", offsets=pointers, axis=0, unsafe=True)
+
+
+def _softmax(score: Tensor, edges: Edges) -> tuple[Tensor, Tensor, Tensor]:
+    """Softmax over in-edges: p [E, G], lse [N_dst, G] (-inf where nothing is finite), and 1 where p sums to one [N_dst, G]."""
+    high = torch.segment_reduce(score, "max", offsets=edges.colptr, axis=0, unsafe=True)
+    pivot = torch.where(torch.isneginf(high), 0.0, high)
+    p = (score - pivot.index_select(0, edges.dst)).exp_()
+    total = _segment_sum(p, edges.colptr)
+    occupied = total != 0
+    lse = pivot + torch.log(total)
+    return p.div_(torch.where(occupied, total, 1.0).index_select(0, edges.dst)), lse, occupied.to(score.dtype)
+
+
+def attend_heads(heads: Heads, edges: Edges) -> tuple[Tensor, Tensor]:
+    """Return out [N_dst, G, C] and lse [N_dst, G]."""
+    u = heads.project(heads.q) if heads.projects else None
+    (score,) = _dots(heads, edges, (heads.q, heads.k, u))
+    p, lse, _ = _softmax(score.mul_(heads.scale), edges)
+    w = heads.drop(p)
+    weight = by_head(w)
+    out = weighted_sum(weight, heads.v, edges.sources)
+    if heads.a is not None:
+        out += heads.embed(weighted_sum(weight, heads.a, edges.attributes))
+    if heads.bias is not None:
+        out.addcmul_(_segment_sum(w, edges.colptr)[..., None], heads.bias)
+        lse = lse + heads.scale * (heads.q * heads.bias).sum(-1)
+    return out, lse
+
+
+class Needs(NamedTuple):
+    """Which operands need a gradient."""
+
+    query: bool
+    key: bool
+    value: bool
+    edge_attr: bool
+    edge_weight: bool
+    edge_bias: bool
+
+
+@dataclass(frozen=True)
+class HeadGradients:
+    """Gradients of the operands of some heads, and what only their neighbours need: w and ds of each edge."""
+
+    dq: Tensor  # [N_dst, G, C]
+    da: Tensor | None  # [E, D] raw or [E, G, C] embedded, CSC order
+    dweight: Tensor | None  # [G, C, D]
+    dbias: Tensor | None  # [G, C]
+    w: Tensor  # [E, G]
+    ds: Tensor  # [E, G], scaled
+
+
+def differentiate_heads(heads: Heads, do: Tensor, dlse: Tensor, edges: Edges, needs: Needs) -> HeadGradients:
+    """Everything but dk and dv, which sum over out-edges."""
+    u, g = (heads.project(heads.q), heads.project(do)) if heads.projects else (None, None)
+    score, dp = _dots(heads, edges, (heads.q, heads.k, u), (do, heads.v, g))
+    p, _, occupied = _softmax(score.mul_(heads.scale), edges)
+    w = heads.drop(p)
+    dlse = dlse * occupied
+
+    if heads.bias is not None and heads.keep is not None:
+        dp += (do * heads.bias).sum(-1).index_select(0, edges.dst)
+    dp = heads.drop(dp)
+    total = _segment_sum(p, edges.colptr)
+    delta = _segment_sum(p * dp, edges.colptr) / torch.where(occupied > 0, total, 1.0)
+    ds = (dp - (delta - dlse).index_select(0, edges.dst)).mul_(p).mul_(heads.scale)
+
+    weight = by_head(ds)
+    dq = weighted_sum(weight, heads.k, edges.sources)
+    da = dweight = dbias = None
+    if heads.a is not None:
+        attr_sum = weighted_sum(weight, heads.a, edges.attributes)
+        dq += heads.embed(attr_sum)
+        if heads.weight is not None and needs.edge_weight:
+            dweight = _outer(do, weighted_sum(by_head(w), heads.a, edges.attributes)) + _outer(heads.q, attr_sum)
+        if needs.edge_attr:
+            sides = ((w, g), (ds, u)) if heads.projects else ((w, do), (ds, heads.q))
+            da = _attribute_gradient(heads, edges, *sides)
+    if heads.bias is not None:
+        dlse = heads.scale * dlse
+        dq.addcmul_(dlse[..., None], heads.bias)
+        if needs.edge_bias:
+            total = total if heads.keep is None else _segment_sum(w, edges.colptr)
+            dbias = (_outer(do, total[..., None]) + _outer(heads.q, dlse[..., None])).squeeze(2)
+    return HeadGradients(dq, da, dweight, dbias, w, ds)
+
+
+def _attribute_gradient(heads: Heads, edges: Edges, *sides: tuple[Tensor, Tensor]) -> Tensor:
+    """w_e g_i + ds_e u_i, [E, G, C] of embedded attributes, summed over heads [E, D] of raw ones.
+
+    Each of the two sides is a weight [E, G] and rows [N_dst, G, D], or rows [N_dst, G, C] that W^T is still to be taken of.
+    """
+    (w, g), (ds, u) = sides
+    da, step = torch.empty_like(heads.a), max(1, PIECE // max(g[0:1].numel(), 1))
+    weight = None if heads.weight is None else heads.weight.flatten(0, 1).t().contiguous()
+    for out, to, wp, dsp in zip(*(tensor.split(step) for tensor in (da, edges.dst, w, ds)), strict=True):
+        g_rows, u_rows = g.index_select(0, to), u.index_select(0, to)
+        if heads.projects:
+            out.copy_((torch.bmm(wp.unsqueeze(1), g_rows) + torch.bmm(dsp.unsqueeze(1), u_rows)).squeeze(1))
+            continue
+        dx = g_rows.mul_(wp.unsqueeze(2)).addcmul_(dsp.unsqueeze(2), u_rows)
+        out.copy_(dx if heads.weight is None else (weight @ dx.flatten(1).t()).t())
+    return da
+
+
+def _outer(left: Tensor, right: Tensor) -> Tensor:
+    """sum_i left_i right_i^T, [G, C, D] of [N, G, C] and [N, G, D], where D is the smaller."""
+    return torch.bmm(right.permute(1, 2, 0), left.transpose(0, 1)).transpose(1, 2)  # D last is 4 times slower

@@ -1,0 +1,125 @@
+"""`explain`: which kernel serves what in a model, found by watching it compute once."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from anemoi_gt.graph import GraphStructure
+from anemoi_gt.ops import edge_attention
+from anemoi_gt.ops.backends import passed_over
+from anemoi_gt.provenance.observe import Call, watching
+from anemoi_gt.provenance.passes import bandwidth_of, features_of, passes_of, sizes_of
+from anemoi_gt.provenance.value import Explanation, Layer
+
+
+def explain(model: nn.Module, *inputs, bandwidth: float | None = None, **named) -> Explanation:
+    """Say for each attention of a model which backend and kernels serve it, with what tiles, bytes and times.
+
+    The model computes once on the inputs, as it is: in its mode, under the autocast and with or without the gradients of
+    the caller. With gradients the kernels of the backward pass are told as well. Random numbers are given back.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        Ours, one that holds our layers, or one whose layers were swapped for ours. Of a compiled module, the module inside.
+    *inputs, **named
+        What it is called with.
+    bandwidth : float, optional
+        Bytes per second for the expected times. None is what a copy attains on the GPU on which the kernels run; where
+        Triton's interpreter runs them, what it attains on an H200; unknown for the `torch` backend.
+
+    Returns
+    -------
+    Explanation
+        `print` shows a table, `to_dict()` gives plain values, `with_profile(profile)` adds achieved times.
+
+    Raises
+    ------
+    ValueError
+        If the model computes no attention of ours.
+
+    Examples
+    --------
+    >>> from anemoi_gt import GraphStructure, GraphTransformerConv
+    >>> conv = GraphTransformerConv(4, 8, heads=2, edge_dim=3)
+    >>> graph = GraphStructure.from_edge_index(torch.tensor([[0, 1, 1], [0, 0, 1]]), (2, 2))
+    >>> found = explain(conv, torch.randn(2, 4), graph, torch.randn(3, 3))
+    >>> found.layers[0].backend, [pass_.operator for pass_ in found.layers[0].passes]
+    ('torch', ['anemoi_gt::edge_attention_torch', 'anemoi_gt::edge_attention_torch_backward'])
+    """
+    model = getattr(model, "_orig_mod", model)  # of torch.compile, whose code knows no modules
+    names = {module: name for name, module in model.named_modules()}
+    found = _watch(lambda: model(*inputs, **named), names, bandwidth, _devices(model))
+    if not found.layers:
+        raise ValueError(
+            f"model must compute an attention of anemoi_gt on these inputs, {type(model).__name__} computed none; "
+            "swap its layers, or explain a part of it that does"
+        )
+    return found
+
+
+def explain_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    graph: GraphStructure,
+    *edges: Tensor | None,
+    bandwidth: float | None = None,
+    **options,
+) -> Explanation:
+    """Say the same of one call of `anemoi_gt.edge_attention`.
+
+    Parameters
+    ----------
+    query, key, value, graph, *edges, **options
+        Of `anemoi_gt.edge_attention`, which computes once.
+    bandwidth : float, optional
+        As for `explain`.
+
+    Returns
+    -------
+    Explanation
+        Of one layer, which has no name.
+
+    Raises
+    ------
+    ValueError
+        As `anemoi_gt.edge_attention` does.
+    """
+    return _watch(
+        lambda: edge_attention(query, key, value, graph, *edges, **options), {}, bandwidth, _gpus([query.device])
+    )
+
+
+def _watch(compute: Callable, names: dict, bandwidth: float | None, gpus: list[torch.device]) -> Explanation:
+    """Compute under watch, and describe what was seen."""
+    with torch.random.fork_rng(gpus), watching() as calls:
+        compute()
+    layers = tuple(_layer(call, names, bandwidth) for call in calls)
+    known = {bandwidth or bandwidth_of(call) for call in calls} - {None}
+    return Explanation(layers, min(known, default=None))
+
+
+def _devices(model: nn.Module) -> list[torch.device]:
+    """The GPUs that hold parts of a model."""
+    return _gpus(tensor.device for tensor in (*model.parameters(), *model.buffers()))
+
+
+def _gpus(devices) -> list[torch.device]:
+    return sorted({device for device in devices if device.type == "cuda"}, key=lambda device: device.index)
+
+
+def _layer(call: Call, names: dict, bandwidth: float | None) -> Layer:
+    query = call.arguments["query"]
+    return Layer(
+        name=names.get(call.module, ""),
+        module="" if call.module is None else type(call.module).__name__,
+        sizes=sizes_of(call),
+        features=features_of(call),
+        dtype=str(query.dtype).removeprefix("torch."),
+        device=str(query.device),
+        backend=call.backend,
+        passed_over=passed_over(call.backend, query),
+        passes=passes_of(call, bandwidth or bandwidth_of(call)),
+    )

@@ -1,0 +1,116 @@
+"""Packages of layers: compiled once, loaded where this library is not, for graphs of any size."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from support.differentiate import randomise
+from support.graphs import GRAPHS
+from support.run import structure
+from torch.export import Dim
+
+from anemoi_gt import AttentionConfig, GraphTransformerConv
+from anemoi_gt.deploy import LayerOnTensors, export_program, try_package, write_package
+from anemoi_gt.deploy import package as packages
+from anemoi_gt.deploy.package import check_compiler, check_place
+
+LOAD = """
+import sys, torch
+package = torch._inductor.aoti_load_package(sys.argv[1])
+outputs = [package(*inputs) for inputs in torch.load(sys.argv[2])]
+torch.save(outputs, sys.argv[3])
+print(package.get_metadata()["note"])
+"""
+
+
+def problem(name, samples):
+    """Features, a graph as tensors, and attributes."""
+    graph, generator = structure(GRAPHS[name]), torch.Generator().manual_seed(samples)
+    state = graph.state_dict() | {"perm": graph.edge_order()}
+    x = [torch.randn(samples, n, width, generator=generator) for n, width in ((graph.num_src, 4), (graph.num_dst, 5))]
+    return tuple(x), state, torch.randn(graph.num_edges, 3, generator=generator)
+
+
+@pytest.fixture(scope="module")
+def layer():
+    conv = GraphTransformerConv((4, 5), 8, heads=2, edge_dim=3, config=AttentionConfig(backend="torch"))
+    return LayerOnTensors(randomise(conv)).eval()
+
+
+@pytest.fixture(scope="module")
+def package(layer, tmp_path_factory):
+    """A package of the layer, all of whose sizes are open."""
+    samples, sources, nodes, edges = (Dim(name) for name in ("samples", "sources", "destinations", "edges"))
+    sizes = {"colptr": {0: nodes + 1}, "row": {0: edges}, "sources": {0: sources}, "perm": {0: edges}}
+    shapes = (({0: samples, 1: sources}, {0: samples, 1: nodes}), sizes, {0: edges})
+    path = tmp_path_factory.mktemp("package") / "layer.pt2"
+    write_package(export_program(layer, problem("shuffled", 2), shapes), path, {"note": "a layer"})
+    return path
+
+
+def test_it_gives_the_layers_numbers_for_any_graph_where_our_code_is_not(package, layer, without_our_code, tmp_path):
+    problems = [problem("shuffled", 2), problem("hub", 1), problem("few_to_many", 5), problem("isolated", 3)]
+    problems.append(problem("one_edge", 2))
+    script, inputs, outputs = (tmp_path / name for name in ("load.py", "inputs.pt", "outputs.pt"))
+    script.write_text(LOAD)
+    torch.save(problems, inputs)
+    assert without_our_code(script, package, inputs, outputs) == "a layer\n"
+    with torch.no_grad():
+        for given, found in zip(problems, torch.load(outputs), strict=True):
+            torch.testing.assert_close(found, layer(*given))
+
+
+def test_a_process_without_our_code_has_none(without_our_code, tmp_path):
+    script = tmp_path / "none.py"
+    script.write_text("try:\n    import anemoi_gt\nexcept ImportError:\n    print('none')")
+    assert without_our_code(script) == "none\n"
+
+
+class Doubles(torch.nn.Module):
+    """Stands for a model whose package gives other numbers."""
+
+    def forward(self, x):
+        return 2 * x
+
+
+def test_other_numbers_than_the_models_are_found_out(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch._inductor, "aoti_load_package", lambda path: torch.nn.Identity())
+    with pytest.raises(FloatingPointError, match="must give the numbers of the model within 1e-05, its error is 0.5"):
+        try_package(tmp_path / "any.pt2", Doubles(), [torch.ones(1, 3, 2)], torch.float32)
+
+
+def test_a_number_that_is_none_is_found_out(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch._inductor, "aoti_load_package", lambda path: lambda x: x * torch.nan)
+    with pytest.raises(FloatingPointError, match="its error is nan"):
+        try_package(tmp_path / "any.pt2", Doubles(), [torch.ones(1, 3, 2)], torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "message"),
+    [
+        ("model.so", ValueError, "must have a name that ends in .pt2"),
+        ("nowhere/model.pt2", OSError, "could not write .*nowhere/model.pt2: No such file or directory"),
+        ("folder.pt2", ValueError, "a package is a file, .*folder.pt2 is a folder"),
+    ],
+)
+def test_a_place_where_no_package_can_be_is_refused(name, error, message, tmp_path):
+    (tmp_path / "folder.pt2").mkdir()
+    with pytest.raises(error, match=message):
+        check_place(tmp_path / Path(name))
+
+
+def test_a_missing_compiler_is_named(monkeypatch):
+    def missing():
+        raise packages.InvalidCxxCompiler
+
+    monkeypatch.setattr(packages, "get_cpp_compiler", missing)
+    with pytest.raises(ValueError, match="compiled by a C.. compiler, none is found: install g"):
+        check_compiler(torch.device("cpu"))
+
+
+def test_a_missing_toolkit_is_named_where_a_gpu_needs_it(monkeypatch):
+    monkeypatch.setattr(packages.cpp_extension, "CUDA_HOME", None)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    check_compiler(torch.device("cpu"))
+    with pytest.raises(ValueError, match="needs the CUDA toolkit, none is found: install it, or name it in CUDA_HOME"):
+        check_compiler(torch.device("cuda"))

@@ -1,0 +1,66 @@
+"""A rank makes or reads its own part of a sample alone, and that part is the sample's."""
+
+import numpy as np
+import pytest
+import torch
+
+from anemoi_gt.data import sphere as module
+from anemoi_gt.data.datasets import ForecastDataset
+from anemoi_gt.data.era5_uk import HourlyField, split
+from anemoi_gt.data.grids import regional
+from anemoi_gt.data.sphere import sphere
+
+ROWS = torch.tensor([5, 0, 3])
+
+
+@pytest.fixture(scope="module")
+def hourly():
+    values = 280 + 5 * torch.randn(744, 6, generator=torch.Generator().manual_seed(0))
+    times = np.datetime64("2019-03-01T00") + np.arange(744)
+    return split(HourlyField(regional([58.0, 57.0], [-1.0, 0.0, 1.0]), times, values), 6)
+
+
+@pytest.fixture(scope="module")
+def splits(hourly):
+    """Both data sets by name."""
+    return {"sphere": sphere("O4", train_size=3, valid_size=2, test_size=1), "era5_uk": hourly}
+
+
+@pytest.mark.parametrize("name", ["sphere", "era5_uk"])
+def test_a_part_of_the_nodes_has_the_rows_of_the_whole_sample(splits, name):
+    for dataset in splits[name]:
+        part = dataset.part(ROWS)
+        assert len(part) == len(dataset) and torch.equal(part.weights, dataset.weights[ROWS])
+        for i in (0, len(dataset) - 1):
+            for own, whole in zip(part[i], dataset[i], strict=True):
+                torch.testing.assert_close(own, whole[ROWS], rtol=1e-5, atol=1e-5)
+
+
+def test_a_part_of_the_sphere_is_computed_at_its_own_points_alone(splits, monkeypatch):
+    seen, tracer, wind = [], module.Case.tracer, module.Flow.wind
+    monkeypatch.setattr(
+        module.Case, "tracer", lambda case, xyz, hours: seen.append(len(xyz)) or tracer(case, xyz, hours)
+    )
+    monkeypatch.setattr(module.Flow, "wind", lambda flow, xyz, time: seen.append(len(xyz)) or wind(flow, xyz, time))
+    part = splits["sphere"].train.part(ROWS)
+    part[1]
+    assert seen and set(seen) == {len(ROWS)}
+
+
+def test_a_part_of_an_hourly_field_holds_its_own_points_alone(hourly):
+    part = hourly.train.part(ROWS)
+    assert part.field.values.shape == (744, len(ROWS)) and part.field.values.untyped_storage().nbytes() == 4 * 744 * 3
+
+
+def test_a_part_leaves_the_whole_as_it_was(splits):
+    for name, whole in splits.items():
+        before = whole.train[0]
+        whole.train.part(ROWS)
+        assert all(torch.equal(a, b) for a, b in zip(whole.train[0], before, strict=True)), name
+
+
+def test_a_data_set_that_cannot_make_a_part_is_cut(splits):
+    whole = splits["sphere"].valid
+    part = ForecastDataset.part(whole, ROWS)
+    assert all(torch.equal(own, all_[ROWS]) for own, all_ in zip(part[1], whole[1], strict=True))
+    assert len(part) == len(whole) and torch.equal(part.weights, whole.weights[ROWS])

@@ -1,0 +1,115 @@
+"""What is told of the kernels of a call is what the call launches."""
+
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+
+from anemoi_gt import GraphStructure
+from anemoi_gt.kernels.launcher import Launch
+from anemoi_gt.ops import triton_backend
+from anemoi_gt.ops.triton_backend import plan
+from anemoi_gt.ops.triton_backend.problem import Problem
+
+INDICES = ("colptr", "rowptr", "perm", "order")  # of nodes, and the caller's order, which bytes leave out
+LEAVES = ("query", "key", "value", "edge_attr", "edge_weight", "edge_bias")
+
+
+def operands_of(form, dtype, samples):
+    """Leaves by name: 5 sources, 4 destinations, 12 edges, 2 heads of 8."""
+
+    def draw(*shape):
+        return torch.randn(*shape, dtype=dtype, requires_grad=True)
+
+    batch = () if samples == 1 else (samples,)
+    operands = {"query": draw(*batch, 4, 2, 8), "key": draw(*batch, 5, 2, 8), "value": draw(*batch, 5, 2, 8)}
+    first = () if samples == 1 else (1,)
+    if form == "embedded":
+        return operands | {"edge_attr": draw(*first, 12, 2, 8), "edge_weight": None, "edge_bias": None}
+    if form == "none":
+        return operands | {"edge_attr": None, "edge_weight": None, "edge_bias": None}
+    bias = draw(16) if form == "raw" else None
+    return operands | {"edge_attr": draw(*first, 12, 3), "edge_weight": draw(16, 3), "edge_bias": bias}
+
+
+@pytest.fixture
+def launched():
+    """Launch nothing, and note of each launch its name and the bytes of its tensors."""
+    seen = []
+
+    def note(launch, **tensors):
+        names = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+        dtype = next(tensors[name].dtype for name in ("query", "rows", "edge_attr") if name in tensors)
+        there = {name: tensor for name, tensor in tensors.items() if tensor is not None and name not in INDICES}
+        seen.append((launch.name(names[dtype]), there))
+
+    with mock.patch.object(Launch, "__call__", note):
+        yield seen
+
+
+def bytes_of(name, tensors, raw):
+    """What a kernel reads and writes: embedded features and `query` where they are used, scratch of attributes with them."""
+    kept = dict(tensors)
+    if "bwd_dst" in name and not raw:
+        kept.pop("products")
+        if "edge_attr" not in kept:
+            kept.pop("query")
+    elif "bwd_dst" in name:
+        kept.pop("query")
+    if "bwd_attributes" in name and "dedge_attr" not in kept:
+        kept.pop("projected"), kept.pop("projected_grad")
+    if "bwd_src" in name:
+        for gradient, read in (("dkey", "query"), ("dvalue", "grad_out")):
+            if gradient not in kept:
+                kept.pop(read)
+    rows = [tensor.nbytes for tensor in kept.values()]
+    twice = kept["rows"].nbytes if "embed" in name else 0  # read and written
+    indices = 4 * 12 if "bwd_attributes" in name else 0  # perm, which the graph of this test has not
+    return sum(rows) + twice + indices
+
+
+def differentiate(operands, graph):
+    """Forward and backward of the operator."""
+    query, key, value, *edges = operands.values()
+    out, _ = triton_backend.attend(query, key, value, graph, *edges, None, 0.5, 0.0)
+    out.sum().backward()
+
+
+def sizes_of(operands, graph):
+    given = [None if operand is None else operand.detach() for operand in operands.values()]
+    return Problem(*given, graph.colptr, graph.row, None, None, None, None, 0.5, 0.0).sizes
+
+
+@pytest.fixture
+def graph():
+    edges = torch.stack([torch.arange(12) % 5, torch.arange(12) // 3])
+    structure = GraphStructure.from_edge_index(edges, (5, 4)).with_reverse()
+    return replace(structure, perm=None)
+
+
+@pytest.mark.parametrize("samples", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("form", ["raw", "raw_without_bias", "embedded", "none"])
+def test_the_plan_is_what_a_forward_and_a_backward_launch(launched, graph, form, dtype, samples):
+    operands = operands_of(form, dtype, samples)
+    differentiate(operands, graph)
+    needs = plan.Needs(**{name: operands[name] is not None for name in LEAVES})
+    sizes = sizes_of(operands, graph)
+    planned = [*plan.forward_kernels(sizes), *plan.backward_kernels(sizes, needs)]
+    assert [kernel.name for kernel in planned] == [name for name, _ in launched]
+    raw = form.startswith("raw")
+    assert [kernel.bytes for kernel in planned] == [bytes_of(name, tensors, raw) for name, tensors in launched]
+
+
+@pytest.mark.parametrize("wanted", [("query",), ("key",), ("edge_attr",), ("edge_weight",), ("key", "edge_bias")])
+def test_the_plan_knows_which_gradients_are_needed(launched, graph, wanted):
+    operands = operands_of("raw", torch.float32, 1)
+    for name, operand in operands.items():
+        operand.requires_grad_(name in wanted)
+    differentiate(operands, graph)
+    sizes = sizes_of(operands, graph)
+    needs = plan.Needs(**{name: name in wanted for name in LEAVES})
+    planned = [*plan.forward_kernels(sizes), *plan.backward_kernels(sizes, needs)]
+    assert [kernel.name for kernel in planned] == [name for name, _ in launched]
+    assert [kernel.bytes for kernel in planned] == [bytes_of(name, tensors, True) for name, tensors in launched]

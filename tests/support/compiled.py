@@ -1,0 +1,136 @@
+"""What the tests of compiled code share: small layers by name, what goes into them, and the comparison with eager."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from anemoi_gt import AttentionConfig, GraphStructure
+from anemoi_gt.nn import (
+    GraphTransformerBackwardMapper,
+    GraphTransformerConv,
+    GraphTransformerForwardMapper,
+    GraphTransformerMapperBlock,
+    GraphTransformerProcessor,
+    GraphTransformerProcessorBlock,
+    split_destinations,
+)
+from support.differentiate import randomise
+
+CHANNELS, HEADS, DIM = 8, 2, 3
+# Sources, destinations, edges, samples. PyTorch takes sizes that are equal at first for one: these differ from each other, from the
+# lengths of pointers, one more than nodes, and from CHANNELS, HEADS and DIM.
+SIZES = ((9, 14, 31, 4), (11, 17, 53, 5), (43, 6, 77, 10))
+
+
+@dataclass
+class Sample:
+    """A graph and tensors by name: src [B, N_src, F], dst [B, N_dst, F], attr [E, D]."""
+
+    graph: GraphStructure
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+
+    def leaves(self) -> dict[str, Tensor]:
+        """Copies that need gradients."""
+        return {name: tensor.detach().clone().requires_grad_() for name, tensor in self.tensors.items()}
+
+
+def make_edges(num_src, num_dst, num_edges):
+    """edge_index [2, E]."""
+    generator = torch.Generator().manual_seed(num_edges)
+    return torch.stack([torch.randint(nodes, (num_edges,), generator=generator) for nodes in (num_src, num_dst)])
+
+
+def make_sample(num_src, num_dst, num_edges, samples, *, square=False, device="cpu"):
+    """A sample whose graph has its source side; `square`: its sources are its destinations."""
+    num_src = num_dst if square else num_src
+    edge_index = make_edges(num_src, num_dst, num_edges)
+    edge_index = edge_index[:, edge_index[1].argsort(stable=True)]  # sorted, so that it can be cut in pieces
+    graph = GraphStructure.from_edge_index(edge_index.to(device), (num_src, num_dst)).with_reverse()
+    generator = torch.Generator().manual_seed(num_edges)
+    shapes = {"src": (samples, num_src, CHANNELS), "dst": (samples, num_dst, CHANNELS), "attr": (num_edges, DIM)}
+    if square:
+        del shapes["src"]
+    tensors = {name: torch.randn(shape, generator=generator).to(device) for name, shape in shapes.items()}
+    return Sample(graph, tensors)
+
+
+def conv(config, **options):
+    return GraphTransformerConv(CHANNELS, CHANNELS, heads=HEADS, edge_dim=DIM, beta=True, config=config, **options)
+
+
+BLOCK = {"in_channels": CHANNELS, "out_channels": CHANNELS, "hidden_dim": 12, "num_heads": HEADS, "edge_dim": DIM}
+MAPPER = {"in_channels_src": CHANNELS, "in_channels_dst": CHANNELS, "num_channels": CHANNELS, "num_heads": HEADS}
+MAPPER |= {"edge_dim": DIM, "mlp_hidden_ratio": 1, "dropout": 0.3, "gradient_checkpointing": True}
+LAYERS = {  # name: (maker, call of (layer, graph, tensors))
+    "conv": (conv, lambda layer, graph, t: layer((t["src"], t["dst"]), graph, t["attr"])),
+    "processor_block": (
+        lambda config: GraphTransformerProcessorBlock(**BLOCK, qk_norm=True, dropout=0.3, config=config),
+        lambda layer, graph, t: layer(t["dst"], graph, t["attr"]),
+    ),
+    "mapper_block": (
+        lambda config: GraphTransformerMapperBlock(**BLOCK, update_src_nodes=True, config=config),
+        lambda layer, graph, t: layer((t["src"], t["dst"]), graph, t["attr"]),
+    ),
+    "processor_in_groups": (
+        lambda config: GraphTransformerProcessor(
+            num_layers=2, num_channels=CHANNELS, num_heads=HEADS, edge_dim=DIM, mlp_hidden_ratio=1, dropout=0.3,
+            checkpoint_groups=1, config=config,
+        ),
+        lambda layer, graph, t: layer(t["dst"], graph, t["attr"]),
+    ),
+    "forward_mapper_in_pieces": (
+        lambda config: GraphTransformerForwardMapper(**MAPPER, config=config),
+        lambda layer, graph, t: layer((t["src"], t["dst"]), graph, t["attr"]),
+    ),
+    "backward_mapper_in_pieces": (
+        lambda config: GraphTransformerBackwardMapper(**MAPPER, out_channels_dst=5, config=config),
+        lambda layer, graph, t: layer((t["src"], t["dst"]), graph, t["attr"]),
+    ),
+}  # fmt: skip
+
+
+def make_layer(name, backend="torch", device="cpu", **options):
+    """A layer with all parameters drawn."""
+    torch.manual_seed(0)
+    return randomise(LAYERS[name][0](AttentionConfig(backend=backend), **options)).to(device)
+
+
+def sample_for(name, sizes, device="cpu"):
+    """A sample with the graph that a layer takes: that of one set of nodes for processors, pieces for mappers."""
+    sample = make_sample(*sizes, square=name.startswith("processor"), device=device)
+    if name.endswith("pieces"):
+        sample.graph = split_destinations(sample.graph, 2)
+    return sample
+
+
+def counting(backend="aot_eager"):
+    """A backend of torch.compile that counts what it compiles, as `frame_count`."""
+    torch.compiler.reset()
+    return CompileCounterWithBackend(backend)
+
+
+def differentiate(module: nn.Module, function: Callable, leaves: dict[str, Tensor]) -> dict[str, Tensor | None]:
+    """Output and gradients of parameters and leaves by name; random numbers drawn are the same in every call."""
+    torch.manual_seed(3)
+    out = function(leaves)
+    out = torch.cat([part.flatten() for part in (out if isinstance(out, tuple) else (out,))])
+    weights = torch.linspace(-1, 2, out.numel(), device=out.device, dtype=out.dtype)
+    wanted = {**dict(module.named_parameters()), **leaves}
+    gradients = torch.autograd.grad((out * weights).sum(), wanted.values(), allow_unused=True)
+    return {"out": out.detach()} | {f"d{name}": grad for name, grad in zip(wanted, gradients, strict=True)}
+
+
+def assert_same(actual: dict[str, Tensor | None], expected: dict[str, Tensor | None]) -> None:
+    """Assert that two results agree, by name, to the rounding of their dtype."""
+    assert actual.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(actual[name], tensor, msg=lambda text, n=name: f"{n}: {text}")
+
+
+def assert_compiled_is_eager(module, compiled, eager, leaves) -> None:
+    """Assert that two functions of named tensors give the same output and gradients."""
+    copies = [{n: t.detach().clone().requires_grad_() for n, t in leaves.items()} for _ in range(2)]
+    assert_same(differentiate(module, compiled, copies[0]), differentiate(module, eager, copies[1]))

@@ -1,0 +1,44 @@
+"""README, changelog and documentation as text: pages, their code blocks, and the commands in them."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md")])
+BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LANGUAGES = {"python", "pycon", "shell", "yaml", "text"}
+FILE = re.compile(r"# (\w+\.py)\n")  # the first line of a block that is a file, for a command to run
+PROGRAMS = ("make", "pip", "python", "torchrun")
+
+
+def name_of(page):
+    """The page's place in the repository."""
+    return str(page.relative_to(ROOT))
+
+
+def blocks(page, *languages):
+    """The code of the page's blocks in some languages, in order."""
+    return [code for kind, code in BLOCK.findall(page.read_text()) if kind in languages]
+
+
+def pages_with(*languages):
+    """Parametrize a test over the pages that have such blocks."""
+    chosen = [page for page in PAGES if any(blocks(page, language) for language in languages)]
+    assert chosen
+    return pytest.mark.parametrize("page", chosen, ids=name_of)
+
+
+def commands(page):
+    """The commands of a page, as lists of words.
+
+    Every line of a `shell` block is one. In a `text` block, lines that begin with a program are, srun in front left out, up to the
+    remark behind two spaces, so that no command hides in one.
+    """
+    lines = "".join(blocks(page, "shell")).splitlines()
+    for line in "".join(blocks(page, "text")).splitlines():
+        words = re.split(r"\s{2,}", line.removeprefix("srun "))[0]
+        lines += [words] if words.startswith(tuple(f"{program} " for program in PROGRAMS)) else []
+    return [shlex.split(line, comments=True) for line in lines]

@@ -1,0 +1,123 @@
+"""Commands of the README and the documentation: each exists and is understood, and what can run here runs, in order."""
+
+import re
+import subprocess
+import sys
+import tomllib
+
+import pytest
+from hydra import compose, initialize_config_module
+from support.pages import FILE, PAGES, ROOT, blocks, commands, name_of
+
+from anemoi_gt import __main__ as command_line
+from anemoi_gt import train
+
+SMALL = [
+    *("data.grid_name=O4", "data.train_size=8", "data.valid_size=2", "data.test_size=3", "graph.refinement=1"),
+    *("model.num_layers=1", "training.steps=4", "training.warmup_steps=1"),
+    *("training.batch_size=2", "training.device=cpu"),
+]
+# What needs a file, a GPU, four cores, or a minute of a C++ compiler is composed and not run.
+NOT_HERE = {"data=era5_uk", "attention/backend=triton", "--nproc-per-node=4", "export"}
+WITH_COMMANDS = [page for page in PAGES if commands(page)]
+
+
+def runs_here(words):
+    """Whether a command can be run for the test."""
+    return not {word.removeprefix("anemoi_gt.") for word in words} & NOT_HERE
+
+
+def overrides(words):
+    """Application and overrides of a command that starts one, as `-m anemoi_gt.NAME` or `-m anemoi_gt NAME`; None for others."""
+    _, found, started = " ".join(words).partition("-m anemoi_gt")
+    name, *values = started[1:].split() if found else [""]
+    return (name, values) if name in command_line.APPLICATIONS else None
+
+
+def understand(application, values):
+    """Compose the config of an application with overrides; those that are none of its own change values of a run."""
+    with initialize_config_module("anemoi_gt.configs", version_base="1.3"):
+        own = set(compose(application))
+        theirs = [value for value in values if re.split("[.=/]", value)[0] not in own]
+        compose(application, [value for value in values if value not in theirs])
+        compose("train", theirs)
+
+
+@pytest.mark.parametrize("page", WITH_COMMANDS, ids=name_of)
+def test_every_command_is_one_that_exists(page):
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    files = {FILE.match(code)[1] for code in blocks(page, "python") if FILE.match(code)}
+    for words in filter(None, commands(page)):
+        line = " ".join(words)
+        if words[0] == "make":
+            assert words[1] in targets, line
+        elif words[:2] == ["pip", "install"]:
+            assert set(re.findall(r"\[(\w+)\]", line)) <= set(extras), line
+        elif overrides(words):
+            understand(*overrides(words))
+        elif words[:3] == ["python", "-m", "anemoi_gt"]:
+            assert words[3:], line  # run below
+        elif words[1].startswith("benchmarks/"):
+            assert (ROOT / words[1]).exists(), line  # their options: tests/benchmarks/test_report.py
+        else:
+            assert words[0] in ("python", "torchrun") and words[-1] in files, f"no test knows this command: {line}"
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch, logging_as_before):
+    """A folder with the package and its configs to import, for processes that a command starts."""
+    site = tmp_path / "site" / "anemoi_gt"
+    site.mkdir(parents=True)
+    for part in (ROOT / "src" / "anemoi_gt").iterdir():
+        (site / part.name).symlink_to(part)
+    (site / "configs").symlink_to(ROOT / "configs")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def start(words, monkeypatch):
+    """Run a command: applications in this process, with small numbers; torchrun's and files in their own."""
+    application, values = overrides(words) or ("", [])
+    small = SMALL if application == "train" else []
+    if words[0] == "torchrun" or words[1].endswith(".py"):
+        program = [sys.executable, *(["-m", "torch.distributed.run", "--standalone"] if words[0] == "torchrun" else [])]
+        ended = subprocess.run([*program, *words[1:], *small], capture_output=True, text=True, timeout=120, check=False)
+        assert ended.returncode == 0, ended.stderr
+    else:
+        monkeypatch.setattr(sys, "argv", sys.argv)  # an application's own while it runs
+        command_line.main([application, *values, *small] if application else words[3:])
+
+
+@pytest.mark.parametrize("page", WITH_COMMANDS, ids=name_of)
+def test_commands_run_in_the_order_of_the_page(page, place, monkeypatch, capsys):
+    for code in blocks(page, "python"):
+        if file := FILE.match(code):
+            (place / file[1]).write_text(code)
+    for words in filter(None, commands(page)):
+        if words[0] in ("python", "torchrun") and not words[1].startswith("benchmarks/") and runs_here(words):
+            start(words, monkeypatch)
+
+
+def test_the_readme_runs_what_it_shows_of_several_ranks():
+    shown = [words for words in commands(ROOT / "README.md") if words[:1] == ["torchrun"]]
+    assert len(shown) == 2 and all(map(runs_here, shown))
+
+
+def refusals():
+    """Rows of the page of errors: the options that are given, and what is said."""
+    rows = re.findall(
+        r"^\| `([^|`]+=[^|`]+)`[^|]*\| `(.+)` \|$", (ROOT / "docs" / "errors.md").read_text(), re.MULTILINE
+    )
+    assert rows
+    return rows
+
+
+@pytest.mark.parametrize("given, said", refusals())
+def test_the_page_of_errors_quotes_what_the_application_says(given, said, place, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["anemoi_gt.train", *SMALL, *given.split()])
+    with pytest.raises(SystemExit):
+        train.main()
+    assert capsys.readouterr().err.splitlines()[-1] == f"anemoi_gt.train: {said}"

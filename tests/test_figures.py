@@ -1,0 +1,79 @@
+"""Pictures that the documentation draws when it is built: they show what the library computes, and say it in words too."""
+
+import importlib
+import json
+import re
+import sys
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+import torch
+from support.pages import PAGES, ROOT, name_of
+
+from anemoi_gt.data.icosphere import icosphere
+
+
+@pytest.fixture(scope="module")
+def extension():
+    """A function that imports an extension of the documentation."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "docs" / "_ext"))
+        patch.setattr(sys, "path", [*sys.path])
+        yield importlib.import_module
+
+
+def elements(html):
+    """The elements of a picture by tag, names of namespaces left out."""
+    found = {}
+    for element in ElementTree.fromstring(html).iter():
+        found.setdefault(element.tag.rpartition("}")[2], []).append(element)
+    return found
+
+
+def test_the_halo_that_is_drawn_is_what_a_loop_over_edges_finds(extension):
+    figure = extension("halo_figure")
+    mesh = icosphere(figure.REFINEMENT)
+    owner, halo = figure.shares(mesh.nodes.xyz, torch.as_tensor(mesh.edge_index))
+    read = {j for j, i in mesh.edge_index.T.tolist() if owner[i] == figure.RANK and owner[j] != figure.RANK}
+    assert set(halo.tolist()) == read and read
+    assert np.bincount(owner).max() - np.bincount(owner).min() <= 1
+    words = " ".join(caption.text for caption in elements(figure.figure())["figcaption"])
+    assert f"a halo of {len(read)} nodes" in words and f"{(owner == figure.RANK).sum()} own nodes" in words
+
+
+def test_the_edges_that_are_drawn_are_those_of_the_graph(extension):
+    drawn = elements(extension("edges_figure").figure())
+    told = [int(re.search(r"(\d+) edges", caption.text)[1]) for caption in drawn["figcaption"]]
+    arrows = [element for element in drawn["path"] if element.get("class") == "edges"]
+    assert len(arrows) == sum(told) and told[2] == 3  # a decoder's point reads three nodes
+
+
+@pytest.mark.parametrize("name", ["halo_figure", "edges_figure"])
+def test_a_map_draws_nothing_outside_of_itself(extension, name):
+    side, drawn = extension("maps").SIDE, extension(name).figure()
+    number = r"(-?[\d.]+)"
+    places = re.findall(rf"translate\({number},{number}\)", drawn) + re.findall(rf'cx="{number}" cy="{number}"', drawn)
+    assert places and all(0 <= float(place) <= side for pair in places for place in pair)
+
+
+@pytest.mark.parametrize("directive", ["Roofline", "Times"])
+def test_pictures_of_results_are_drawn_without_colours_of_their_own(extension, directive):
+    figures = extension("results_figures")
+    results = json.loads((ROOT / "benchmarks" / "results" / "n320_h200.json").read_text())
+    html = getattr(figures, directive).html(None, results)
+    drawn = elements(f"<div>{html}</div>")
+    assert all(picture.get("aria-label") for picture in drawn["svg"])
+    assert not re.search(r'(?:fill|stroke)="#', html) and "peer0" in html and "peer1" in html
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_picture_on_a_page_says_what_it_shows(page):
+    text = page.read_text()
+    written = re.findall(r"!\[([^\]]*)\]\(", text) + [
+        (re.search(r'alt="([^"]*)"', tag) or [None, ""])[1] for tag in re.findall(r"<img [^>]*>", text)
+    ]
+    for name in re.findall(r"^:file: (figures/\S+)$", text, re.MULTILINE):
+        picture = (page.parent / name).read_text()
+        written += [picture[picture.index("<desc") :].partition(">")[2].partition("<")[0]]
+    assert all(len(words) > 20 for words in written), written
