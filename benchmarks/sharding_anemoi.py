@@ -79,7 +79,7 @@ def main(folder: str) -> None:
     part = AnemoiModel(case, torch.load(world.work["graphs"][name], weights_only=False), world)
     with integration.install() if who == "ours" else nullcontext():
         found = part.signature(world.autocast())
-        judge(found, world.work["expected"].get(f"anemoi {name}"), world.device)
+        judge(found, world.work["expected"].get(f"anemoi {name}"), world.device, world.size)
         measured = world.measure(lambda: part.step(world.autocast()))
     world.write(asdict(case) | measured | {"model": "anemoi-models", "who": who, "signature": found})
     dist.barrier()

@@ -19,7 +19,9 @@ from torch import Tensor
 from anemoi_gt.application import Run, build, check_backend, instantiate, launch, require_packages, stop
 from anemoi_gt.data.datasets import ForecastDataset
 from anemoi_gt.deploy import Autocast, Trial, export_model, try_package, write_package
+from anemoi_gt.deploy.model import check_max_batch
 from anemoi_gt.deploy.package import check_compiler, check_place
+from anemoi_gt.deploy.program import check_kernels
 from anemoi_gt.evaluate import store_config
 from anemoi_gt.training.checkpoint import load_checkpoint, load_weights
 from anemoi_gt.training.device import choose_device, cpu_threads
@@ -53,8 +55,7 @@ class Wanted(NamedTuple):
 
     def check(self) -> None:
         """Raise ValueError or OSError for what cannot be."""
-        if type(self.max_batch) is not int or self.max_batch < 1:
-            raise ValueError(f"max_batch must be a whole number of samples, at least 1, got {self.max_batch!r}")
+        check_max_batch(self.max_batch)
         if self.precision not in AUTOCAST:
             raise ValueError(f"precision must be one of {', '.join(AUTOCAST)}, got {self.precision!r}")
         check_place(self.out)
@@ -62,6 +63,8 @@ class Wanted(NamedTuple):
 
 def prepare(config: "DictConfig") -> Callable[[], None]:
     """Check what is wanted and make the checkpoint's model and data; returns the export."""
+    if not isinstance(config.out, str) or not config.out:
+        raise ValueError(f"out must be the name of a file, as model.pt2, got {config.out!r}")
     wanted = Wanted(Path(config.out), config.max_batch, config.precision)
     wanted.check()
     checkpoint = Path(config.checkpoint)
@@ -71,6 +74,8 @@ def prepare(config: "DictConfig") -> Callable[[], None]:
     check_compiler(device)
     made = {"checkpoint": str(checkpoint), "step": str(state.get("step")), "precision": wanted.precision}
     made["backend"] = check_backend(instantiate(config.attention), device)
+    if made["backend"] == "triton":
+        check_kernels()
     return partial(export, run, wanted, made)
 
 

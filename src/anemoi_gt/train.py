@@ -36,6 +36,7 @@ from anemoi_gt.distributed.checkpoint import load_values
 from anemoi_gt.distributed.folder import ONE_PROCESS, TORCHRUN, checkpoint_to_continue
 from anemoi_gt.distributed.meeting import code_in_use, leave_last, meeting
 from anemoi_gt.distributed.model import scatter_model
+from anemoi_gt.distributed.start import own_device
 from anemoi_gt.distributed.training import check_samples, cpu_group, divide_trainer, train_on_ranks
 from anemoi_gt.distributed.watch import leave
 from anemoi_gt.provenance import explain
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MAY_DIFFER = ("attention.", "data.path", "training.device", "training.threads")  # where and how fast a run computes
+EMPTY = (None, {})  # a checkpoint of ranks keeps no key that has none below it
 # Between ranks; what comes of device and backend is compared instead.
 RANKS_MAY_DIFFER = ("data.path", "training.device", "training.threads", "attention.backend")
 
@@ -134,7 +136,7 @@ def differences(before: Any, now: Any, key: str = "") -> Iterator[str]:
     if isinstance(before, dict) and isinstance(now, dict):
         for name in dict.fromkeys([*before, *now]):
             yield from differences(before.get(name), now.get(name), f"{key}.{name}" if key else name)
-    elif before != now and not key.startswith(MAY_DIFFER):
+    elif before != now and not (before in EMPTY and now in EMPTY) and not key.startswith(MAY_DIFFER):
         yield f"{key}={before}, not {now}"
 
 
@@ -234,10 +236,9 @@ def continues_on_ranks(folder: Path, resume: bool, description: dict) -> bool:
 
 def what_ranks_share(config: "DictConfig", sharding: ShardingConfig, device_type: str) -> dict[str, Any]:
     """Return what must be the same on all ranks, by name: values of the config, and what they come to here."""
-    device = torch.device(device_type, int(os.environ["LOCAL_RANK"])) if device_type == "cuda" else "cpu"
     shared = dict(flatten(describe(config) | {"sharding": asdict(sharding), "resume": config.resume}))
     shared = {key: value for key, value in shared.items() if key not in RANKS_MAY_DIFFER}
-    backend = check_backend(instantiate(config.attention), device)
+    backend = check_backend(instantiate(config.attention), own_device(device_type))
     return shared | {"the device": device_type, "the attention backend": backend} | code_in_use()
 
 

@@ -56,6 +56,16 @@ def test_a_layer_infers_in_one_graph(name):
     torch.testing.assert_close(actual, expected)
 
 
+def test_the_model_infers_in_one_graph():
+    sizes = {"channels": 8, "heads": 2, "num_layers": 1, "config": AttentionConfig(backend="torch")}
+    model = EncoderProcessorDecoder(weather_graph(), IN, OUT, residual={0: 1}, **sizes).eval()
+    torch.compiler.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    x = torch.randn(SAMPLES, NODES["data"], IN)
+    with torch.inference_mode():
+        torch.testing.assert_close(compiled(x), model(x))
+
+
 def test_inference_after_training_records_nothing():
     layer, sample = make_layer("conv"), sample_for("conv", SIZES[0])
     compiled, call = compile_layer(layer), LAYERS["conv"][1]
@@ -133,3 +143,12 @@ def test_a_backend_that_cannot_run_says_why_while_compiling():
     doubles = {name: tensor.double() for name, tensor in sample.tensors.items()}
     with pytest.raises(Exception, match="its kernels take float16, bfloat16 or float32, got torch.float64"):
         LAYERS["conv"][1](compile_layer(layer), sample.graph, doubles)
+
+
+def test_a_second_derivative_raises():
+    layer, sample, call = make_layer("conv"), sample_for("conv", SIZES[0]), LAYERS["conv"][1]
+    leaves = sample.leaves()
+    out = call(compile_layer(layer), sample.graph, leaves)
+    (gradient,) = torch.autograd.grad(out.square().sum(), leaves["attr"], create_graph=True)
+    with pytest.raises(RuntimeError, match="double backward"):
+        gradient.sum().backward()

@@ -133,6 +133,8 @@ def refusal(started, capsys):
         (["checkpoint=nowhere.pt", "out={folder}/m.pt2"], "no checkpoint nowhere.pt: give the last.pt or best.pt"),
         (["out={folder}/m.pt2"], "Missing mandatory value: checkpoint"),
         (["checkpoint={checkpoint}"], "Missing mandatory value: out"),
+        (["checkpoint={checkpoint}", "out=5"], "out must be the name of a file, as model.pt2, got 5"),
+        (["checkpoint={checkpoint}", "out="], "out must be the name of a file, as model.pt2, got ''"),
         (["checkpoint={checkpoint}", "out={folder}/m.so"], "must have a name that ends in .pt2"),
         (["checkpoint={checkpoint}", "out={folder}/none/m.pt2"], "could not write {folder}/none/m.pt2: No such file"),
         (
@@ -161,6 +163,15 @@ def test_a_backend_that_cannot_run_on_the_device_is_refused(checkpoint, refusal,
     monkeypatch.setattr("anemoi_gt.ops.triton_backend.availability.interpreted", lambda: False)
     arguments = (f"checkpoint={checkpoint}", f"out={tmp_path / 'm.pt2'}", "attention.backend=triton")
     assert "attention backend 'triton' cannot run here: its kernels run on a GPU" in refusal(*arguments)
+
+
+def test_kernels_of_the_interpreter_are_refused_before_anything_is_exported(
+    checkpoint, refusal, tmp_path, kernel_device
+):
+    if kernel_device.type == "cuda":
+        pytest.skip("the kernels are compiled here")
+    arguments = (f"checkpoint={checkpoint}", f"out={tmp_path / 'm.pt2'}", "attention.backend=triton")
+    assert "kernels of Triton's interpreter cannot be exported; unset TRITON_INTERPRET" in refusal(*arguments)
 
 
 def test_a_package_that_gives_other_numbers_is_not_left_behind(run, monkeypatch, tmp_path):

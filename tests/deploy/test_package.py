@@ -79,6 +79,17 @@ def test_other_numbers_than_the_models_are_found_out(tmp_path, monkeypatch):
         try_package(tmp_path / "any.pt2", Doubles(), [torch.ones(1, 3, 2)], torch.float32)
 
 
+def test_zeros_that_are_the_models_are_no_error(tmp_path, monkeypatch):
+    (tmp_path / "any.pt2").write_bytes(b"whatever")
+    monkeypatch.setattr(torch._inductor, "aoti_load_package", lambda path: torch.nn.Identity())
+    assert try_package(str(tmp_path / "any.pt2"), Doubles(), [torch.zeros(1, 3, 2)], torch.float32).error == 0
+
+
+def test_a_dtype_without_a_limit_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="dtype must be one of torch.float32, .*, got torch.float64"):
+        try_package(tmp_path / "any.pt2", Doubles(), [torch.ones(1, 3, 2)], torch.float64)
+
+
 def test_a_number_that_is_none_is_found_out(tmp_path, monkeypatch):
     monkeypatch.setattr(torch._inductor, "aoti_load_package", lambda path: lambda x: x * torch.nan)
     with pytest.raises(FloatingPointError, match="its error is nan"):
@@ -97,6 +108,16 @@ def test_a_place_where_no_package_can_be_is_refused(name, error, message, tmp_pa
     (tmp_path / "folder.pt2").mkdir()
     with pytest.raises(error, match=message):
         check_place(tmp_path / Path(name))
+
+
+def test_metadata_is_text(tmp_path):
+    with pytest.raises(ValueError, match="metadata must be text by names, JSON where it is more, got {'step': 12}"):
+        write_package(None, tmp_path / "model.pt2", {"step": 12})
+
+
+def test_a_place_may_be_a_word(tmp_path):
+    with pytest.raises(ValueError, match="must have a name that ends in .pt2"):
+        write_package(None, str(tmp_path / "model.so"), {})
 
 
 def test_a_missing_compiler_is_named(monkeypatch):

@@ -12,10 +12,11 @@ import torch
 from support.differentiate import randomise
 from support.graphs import GRAPHS
 from support.run import structure
+from support.weather import weather_graph
 from torch.export import Dim
 
 import anemoi_gt
-from anemoi_gt import AttentionConfig, GraphTransformerProcessorBlock
+from anemoi_gt import AttentionConfig, EncoderProcessorDecoder, GraphTransformerProcessorBlock
 from anemoi_gt.deploy import Autocast, GraphAsInput, LayerOnTensors, export_model, export_program, graph_tensors
 from anemoi_gt.deploy.program import _replacement
 
@@ -88,9 +89,61 @@ def test_under_autocast_a_program_rounds_as_the_model_does(make_model, fields):
         assert torch.equal(program.module()(fields(3)), model(fields(3)))
 
 
-def test_a_batch_of_no_samples_is_refused(make_model, fields):
-    with pytest.raises(ValueError, match="max_batch must be a number of samples, at least 1, got 0"):
-        export_model(make_model(), fields(1), max_batch=0)
+@pytest.mark.parametrize("max_batch", [0, 2.5, "4", True])
+def test_a_number_of_samples_that_is_none_is_refused(make_model, fields, max_batch):
+    with pytest.raises(ValueError, match=f"max_batch must be a whole number of samples, at least 1, got {max_batch!r}"):
+        export_model(make_model(), fields(1), max_batch=max_batch)
+
+
+@pytest.mark.parametrize(
+    ("change", "got"),
+    [(lambda x: x[0], r"\(30, 5\)"), (lambda x: x[:0], r"\(0, 30, 5\)"), (lambda x: {"data": None}, "NoneType")],
+)
+def test_an_example_that_is_none_is_refused(make_model, fields, change, got):
+    with pytest.raises(ValueError, match=rf"x must be an example \[B, N, channels\] of at least one sample, got {got}"):
+        export_model(make_model(), change(fields(1)), max_batch=4)
+
+
+@pytest.mark.parametrize("wrap", [lambda model: model, lambda model: Autocast(model, "cpu", torch.bfloat16)])
+def test_of_a_compiled_model_the_one_inside_is_exported_and_left_as_it_is(make_model, fields, wrap):
+    model = make_model(dropout=0.5).train()
+    program = export_model(wrap(torch.compile(model, backend="eager")), fields(1), max_batch=4)
+    assert model.training and all(part.training for part in model.modules())
+    model.eval()
+    with torch.no_grad():
+        assert_same(program, (fields(3),), wrap(model)(fields(3)))
+
+
+def test_the_graph_of_a_compiled_model_is_an_input_like_any_other(make_model, fields):
+    model = make_model().eval()
+    compiled = torch.compile(model, backend="eager")
+    with torch.no_grad():
+        torch.testing.assert_close(GraphAsInput(compiled)(fields(2), graph_tensors(compiled)), model(fields(2)))
+
+
+def test_a_graph_of_other_tensors_is_refused(make_model, fields):
+    model = GraphAsInput(make_model())
+    tensors = graph_tensors(make_model())
+    tensors["hidden.row"] = tensors.pop("processor_edges.structure.row")
+    with pytest.raises(ValueError, match=r"none of \['processor_edges.structure.row'\], and \['hidden.row'\] beside"):
+        model(fields(1), tensors)
+
+
+def test_data_sets_whose_names_read_alike_have_sizes_of_their_own():
+    alike = ("a-b", "a_b")
+    pairs = [pair for name in alike for pair in ((name, "hidden"), ("hidden", name))] + [("hidden", "hidden")]
+    kinds = {(source, "to", destination): 40 for source, destination in pairs}
+    graph, channels = weather_graph({"a-b": 17, "a_b": 19, "hidden": 23}, kinds), dict.fromkeys(alike, 2)
+    model = EncoderProcessorDecoder(graph, channels, channels, channels=8, heads=2, num_layers=1)
+    fields, shapes = GraphAsInput(model).dynamic_shapes()
+    sizes = [fields[name][1] for name in alike] + [shapes[f"encoder_edges.{name}.edge_attr"][0] for name in alike]
+    assert len({size.__name__ for size in sizes}) == len(sizes)
+
+
+@pytest.mark.parametrize("function", [GraphAsInput, graph_tensors])
+def test_another_model_has_no_graph_that_is_known_by_name(function):
+    with pytest.raises(ValueError, match="model must be an EncoderProcessorDecoder, .*, got Linear; LayerOnTensors"):
+        function(torch.nn.Linear(2, 2))
 
 
 def test_pieces_of_mappers_cannot_have_an_open_size(make_model):

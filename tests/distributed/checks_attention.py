@@ -315,6 +315,20 @@ def under_autocast_rows_travel_in_its_dtype_and_the_result_is_that_of_one_device
     verdict.same("dtypes", seen, [torch.bfloat16] * 2)
 
 
+@on_ranks(2)
+def a_seed_of_the_caller_is_that_of_every_way_by_edges(group, verdict):
+    problem = make_problem("asymmetric")
+    shard = shard_graph(problem.graph, group)
+    own = shard.sources.nodes(shard.rank)
+    results = []
+    for attend, seed in ((attend_overlapped, 7), (attend_after_exchange, 7), (attend_overlapped, 8)):
+        call = partial(attend, shard, config=CONFIG, dropout_p=0.5, dropout_seed=torch.tensor([seed]))
+        out = problem.layer(problem.x_src[own], problem.x_dst[own], problem.edge_attr[shard.edges], call)
+        results.append(out.detach())
+    verdict.close("overlapped", results[0], results[1])
+    verdict.that(not torch.equal(results[0], results[2]), "another seed drops the same")
+
+
 @on_ranks(3)
 def what_cannot_run_says_why(group, verdict):
     problem = make_problem("asymmetric")
@@ -336,6 +350,15 @@ def what_cannot_run_says_why(group, verdict):
     verdict.raises(ValueError, few, lambda: attend_by_heads(heads, two_heads(x)[0], x, two_heads))
     verdict.raises(ValueError, "must come raw", lambda: by_heads(edge_attr=attr))
     verdict.raises(ValueError, "one row for each of the", lambda: overlapped(edge_attr=attr[1:], **weight))
+    verdict.raises(
+        ValueError, "edge_attr must have one row for each", lambda: by_heads(edge_attr=problem.edge_attr, **weight)
+    )
+    for shard, attend in ((edges, attend_overlapped), (edges, attend_after_exchange), (heads, attend_by_heads)):
+        query = layer.query(problem.x_src).unflatten(-1, (HEADS, CHANNELS))
+        own = query[shard.destinations.nodes(shard.rank)]
+        for nodes, name in (((query, x), "query"), ((own, problem.x_src), "x_src")):
+            call = partial(attend, shard, *nodes, layer.key_value)
+            verdict.raises(ValueError, f"{name} must have one row for each of the {len(x)} ", call)
     layer.float()
     x, triton = x.float(), {"dropout_p": 0.5, "config": AttentionConfig(backend="triton")}
     verdict.raises(ValueError, "'triton', whose kernels count heads from 0", lambda: by_heads(**triton))

@@ -123,6 +123,18 @@ def rows_that_are_not_trained_stay_so(group, verdict):
 
 
 @on_all_ranks
+def what_is_not_trained_gets_no_gradient_that_an_optimiser_would_let_decay(group, verdict):
+    model, mesh = make_model(), one_model()
+    cut = shard_model(model, mesh)
+    frozen, *others = cut.parameters(model)[0]
+    frozen.requires_grad_(False)
+    model(torch.randn(1, len(data), FIELDS).double()[:, cut.partitions["data"].nodes(cut.rank)]).sum().backward()
+    reduce_gradients(*cut.parameters(model), mesh)
+    verdict.that(frozen.grad is None, "what is frozen has a gradient")
+    verdict.that(all(parameter.grad is not None for parameter in others), "what is trained has no gradient")
+
+
+@on_all_ranks
 def dropout_drops_what_one_device_drops(group, verdict):
     x = torch.randn(2, len(data), FIELDS, dtype=torch.float64)
     for strategy, overlap in (("edges", True), ("edges", False), ("heads", True)):
@@ -193,3 +205,14 @@ def a_model_that_one_rank_made_stays_whole_there_and_no_other_rank_gets_all_edge
 def a_model_that_cannot_be_cut_is_refused_by_all_ranks_when_one_made_it(group, verdict):
     refused = lambda: scattered(one_model(), mapper_chunks=2)  # noqa: E731
     verdict.raises(ValueError, "rank 0: mapper_chunks must be 1", refused)
+
+
+@on_all_ranks
+def a_model_must_come_from_the_first_rank_alone(group, verdict):
+    mesh, cpu, first = one_model(), dist.new_group(backend="gloo"), dist.get_rank() == 0
+    verdict.raises(
+        ValueError,
+        "model must be given on the first rank",
+        lambda: scatter_model(None if first else make_model().cpu(), mesh, cpu),
+    )
+    verdict.raises(ValueError, "rank 0: model must be given", lambda: scatter_model(None, mesh, cpu))

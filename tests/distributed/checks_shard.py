@@ -163,7 +163,11 @@ def what_differs_between_ranks_is_found_before_anything_travels(group, verdict):
     )
     config = {"seed": 0, "model": {"channels": 8 if rank else 16}}
     verdict.raises(ValueError, "on ranks 1, 2 and", lambda: check_same(config, group))
-    check_same({"seed": 0}, group)
+    number = {"rate": 1.0 if rank else 1}
+    verdict.raises(ValueError, "got 1.0 on ranks 1, 2 and 1 on rank 0", lambda: check_same(number, group))
+    missing = {"rate": None} if rank else {}
+    verdict.raises(ValueError, "None on ranks 1, 2 and no such value on rank 0", lambda: check_same(missing, group))
+    check_same({"seed": 0, "rate": float("nan")}, group)
 
 
 @on_ranks(3)
@@ -190,6 +194,13 @@ def what_does_not_fit_is_refused_on_every_rank(group, verdict):
     verdict.raises(
         ValueError, "rank 2: numbers must be int64 [0], one", lambda: shard_edges(none, group, numbers=numbers, **parts)
     )
+    some = none[0] if rank == 1 else None
+    verdict.raises(
+        ValueError,
+        "whether numbers are given must be the same on all ranks, got True on rank 1",
+        lambda: shard_edges(none, group, numbers=some, **parts),
+    )
+    verdict.raises(ValueError, "edge_index must be int32 or int64", lambda: shard_edges(none.float(), group, **parts))
     flat = torch.zeros(4, dtype=torch.int64)
     verdict.raises(ValueError, "edge_index must have shape [2, E]", lambda: shard_edges(flat, group, **parts))
 

@@ -5,11 +5,13 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from distributed.ranks import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import sharding
+import sharding_rank
 import sharding_report
 from sharding import Bench, Job
 
@@ -29,6 +31,13 @@ def test_models_of_one_and_two_ranks_are_judged_timed_and_drawn(tmp_path):
     assert report["environment"]["commit"] == "abc"
     assert [(found["ranks"], found["halo_bytes"] > 0) for found in report["results"]] == [(1, False), (2, True)]
     assert out.with_suffix(".svg").read_text().count("<svg") == 1
+
+
+def test_several_ranks_are_not_timed_without_one_rank_to_judge_them_by():
+    with pytest.raises(
+        ValueError, match="^2 ranks must be judged by what one rank found, which failed or did not run$"
+    ):
+        sharding_rank.judge([1.0], None, torch.device("cpu"), 2)
 
 
 def test_a_job_that_fails_is_reported_and_the_next_one_runs(bench, tmp_path):

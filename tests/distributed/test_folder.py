@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from anemoi_gt import train
-from anemoi_gt.distributed.checkpoint import load_checkpoint, save_checkpoint
+from anemoi_gt.distributed.checkpoint import load_checkpoint, load_values, save_checkpoint
 from anemoi_gt.distributed.folder import ONE_PROCESS, TORCHRUN, checkpoint_to_continue, find_run
 from anemoi_gt.distributed.training import write_whole
 from anemoi_gt.training.checkpoint import load_checkpoint as load_file
@@ -90,6 +90,61 @@ def test_a_run_cut_off_between_the_names_keeps_its_checkpoint_until_the_next_has
     monkeypatch.setattr(os, "replace", watched)
     save_checkpoint(last, {"step": 2}, {}, alone)
     assert load_checkpoint(last, {"step": 0}, {}, alone) == {"step": 2} and not former.exists()
+
+
+@pytest.fixture
+def written(alone, tmp_path):
+    """The name of a checkpoint of one rank, which holds a config."""
+    save_checkpoint(
+        tmp_path / "last",
+        {"weight": torch.arange(5.0), "config": {"seed": 1, "model": {"heads": 4}, "none": {}}},
+        {},
+        alone,
+    )
+    return tmp_path / "last"
+
+
+def test_plain_values_of_a_checkpoint_are_read_by_their_key(written, recwarn):
+    assert load_values(written, "config") == {"seed": 1, "model": {"heads": 4}} and not recwarn.list
+
+
+def test_a_config_with_an_empty_group_is_that_of_the_checkpoint_which_keeps_none(written):
+    now = {"seed": 1, "model": {"heads": 4}, "none": {}}
+    train.refuse_changes(written, load_values(written, "config"), now)
+    with pytest.raises(ValueError, match="written with none=None, not 0$"):
+        train.refuse_changes(written, load_values(written, "config"), now | {"none": 0})
+
+
+@pytest.mark.parametrize("file", [".metadata", "__0_0.distcp"])
+def test_a_torn_checkpoint_is_refused_by_name(written, alone, file):
+    torn = written / file
+    torn.write_bytes(torn.read_bytes()[:20])
+    message = f"^a checkpoint must be whole and of this model, {written} cannot be read: "
+    with pytest.raises(ValueError, match=message):
+        load_values(written, "config")
+    with pytest.raises(ValueError, match=message):
+        load_checkpoint(written, {"weight": torch.zeros(5)}, {}, alone)
+
+
+def test_a_checkpoint_of_another_model_is_refused_by_name(written, alone):
+    with pytest.raises(ValueError, match=f"of this model, {written} cannot be read: .*bias"):
+        load_checkpoint(written, {"bias": torch.zeros(5)}, {}, alone)
+
+
+def test_a_rank_that_is_lost_while_all_read_is_not_taken_for_a_damaged_checkpoint(written, alone, monkeypatch):
+    def lost(*_, **__):
+        raise dist.DistNetworkError("Connection closed by peer")
+
+    monkeypatch.setattr(dcp, "load", lost)
+    with pytest.raises(dist.DistNetworkError):
+        load_checkpoint(written, {"weight": torch.zeros(5)}, {}, alone)
+
+
+def test_a_checkpoint_that_cannot_be_written_names_the_place(written, alone):
+    written.with_name("last.partial").write_text("in the way")
+    with pytest.raises(OSError, match="^a checkpoint could not be written to .*last.partial: FileExistsError"):
+        save_checkpoint(written, {"weight": torch.zeros(5)}, {}, alone)
+    assert load_values(written, "config")["seed"] == 1
 
 
 @pytest.fixture

@@ -2,9 +2,12 @@
 
 import re
 import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from anemoi_gt.distributed.meeting import code_in_use, leave_last, meeting
 
@@ -35,6 +38,40 @@ def test_one_rank_meets_itself(as_rank_0):
     with meeting({"seed": 0}, 5.0):
         came = True
     assert came
+
+
+@pytest.fixture
+def meet(monkeypatch, tmp_path):
+    """Let rank 0 meet rank 1, as two threads; returns what rank 0 is told of it, None for nothing."""
+
+    def met(*values):
+        store, here = dist.FileStore(str(tmp_path / "store"), 2), threading.local()
+        monkeypatch.setattr(dist, "rendezvous", lambda *_, **__: iter([(store, here.rank, 2)]))
+        monkeypatch.setattr("anemoi_gt.distributed.meeting.leave_last", lambda status: None)
+
+        def say(rank):
+            here.rank = rank
+            try:
+                with meeting(values[rank], 30.0):
+                    return None
+            except ValueError as error:
+                return str(error)
+
+        with ThreadPoolExecutor() as threads:
+            told, _ = threads.map(say, range(2))
+        return told
+
+    return met
+
+
+def test_values_may_come_in_any_order(meet):
+    assert meet({"seed": 0, "depth": 1}, {"depth": 1, "seed": 0}) is None
+
+
+@pytest.mark.parametrize(("here", "said"), [({"norm": 1}, "1"), ({}, "no such value"), ({"norm": None}, "None")])
+def test_values_that_are_written_differently_differ(meet, here, said):
+    problem = f"norm must be the same on all ranks, got 1.0 on rank 1 and {said} on rank 0"
+    assert meet(here, {"norm": 1.0}) == problem
 
 
 def test_the_code_in_use_is_told_by_the_content_of_its_files(tmp_path, monkeypatch):

@@ -1,7 +1,8 @@
 import pytest
+import torch
 
 from anemoi_gt.distributed import ShardingConfig, is_launched, started
-from anemoi_gt.distributed.start import TORCHRUN
+from anemoi_gt.distributed.start import TORCHRUN, own_device
 
 
 def test_ranks_are_data_parallel_by_default():
@@ -14,7 +15,8 @@ def test_ranks_are_data_parallel_by_default():
         ({"strategy": "nodes"}, "sharding.strategy must be one of none, edges, heads, got 'nodes'"),
         ({"strategy": "edges", "model": 0}, "sharding.model must be at least 1, got 0"),
         ({"model": 4}, "sharding.model must be 1 when nothing is divided, got 4"),
-        ({"timeout": 0.0}, "sharding.timeout must be positive"),
+        ({"timeout": 0.0}, "sharding.timeout must be positive and finite, in seconds, got 0.0"),
+        ({"timeout": float("inf")}, "sharding.timeout must be positive and finite, in seconds, got inf"),
     ],
 )
 def test_configs_that_mean_nothing_are_refused(numbers, message):
@@ -31,6 +33,20 @@ def test_a_process_without_launcher_is_told_of_torchrun(monkeypatch):
         started(ShardingConfig(), "cpu"),
     ):
         pass
+
+
+@pytest.mark.parametrize(("device_type", "device"), [("cpu", torch.device("cpu")), ("cuda", torch.device("cuda", 1))])
+def test_a_rank_takes_the_gpu_of_its_number_on_the_host_or_the_cpu(monkeypatch, device_type, device):
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    assert own_device(device_type) == device
+
+
+def test_more_ranks_of_a_host_than_gpus_are_refused(monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    with pytest.raises(ValueError, match="^ranks of a host must have a GPU each, got local rank 2 and 2 GPUs$"):
+        own_device("cuda")
 
 
 def test_a_process_with_all_of_its_variables_is_launched(monkeypatch):

@@ -4,7 +4,9 @@ import re
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from anemoi_gt.distributed.watch import TELLING, _Watch
 from distributed.ranks import HERE, spawn
 
 TIMEOUT = 4.0  # s, of `dying.py`
@@ -53,10 +55,35 @@ def test_the_last_checkpoint_is_whole(job, kind, rank, ranks):
     assert checkpoint["step"] == 9 and checkpoint["state"].shape == (1000,)
 
 
-def test_an_error_of_one_rank_is_told_once_with_its_rank(job):
-    ended, _ = job("failing", 1)
-    said = [("this rank lost heart" in end.output, "on rank 1; all ranks end" in end.output) for end in ended]
-    assert said == [(False, False), (True, True)] and [end.status for end in ended] == [1, 1], ended
+@pytest.mark.parametrize("rank", [0, 1])  # rank 0 holds the store
+def test_an_error_of_one_rank_is_told_once_with_its_rank(job, rank):
+    ended, _ = job("failing", rank)
+    note = f"on rank {rank}; all ranks end"
+    said = [("this rank lost heart" in end.output, note in end.output, "anemoi_gt: " in end.output) for end in ended]
+    assert said == [(here == rank, here == rank, False) for here in range(2)], ended
+    assert [end.status for end in ended] == [1, 1], ended
+
+
+@pytest.mark.parametrize(
+    ("obituary", "waits"), [("rank 0 failed: ValueError: no", [TELLING]), ("rank 0 (a) died or froze", [])]
+)
+def test_a_rank_that_follows_leaves_time_to_the_one_that_tells_its_error(monkeypatch, obituary, waits):
+    watch, slept = _Watch.__new__(_Watch), []
+    watch.store = dist.HashStore()
+    watch.store.set("obituary", f"{obituary} (told by rank 0)")
+    monkeypatch.setattr("time.sleep", slept.append)
+    monkeypatch.setattr("anemoi_gt.distributed.watch.leave", slept.append)
+    watch._follow()
+    assert slept == [*waits, 1]
+
+
+def test_the_thread_of_a_rank_that_tells_its_error_does_not_end_it(monkeypatch):
+    watch = _Watch.__new__(_Watch)
+    watch.rank, watch.signature, watch.store = 1, " (told by rank 1)", dist.HashStore()
+    watch.store.set("obituary", "")
+    assert watch._write("rank 1 failed: ValueError: no")
+    monkeypatch.setattr("anemoi_gt.distributed.watch.leave", lambda status: pytest.fail("ended before it told"))
+    watch._look(1)
 
 
 def test_an_error_of_all_ranks_is_told_by_one(job):

@@ -14,6 +14,8 @@ from anemoi_gt import (
     GraphTransformerMapperBlock,
     GraphTransformerProcessorBlock,
 )
+from anemoi_gt.kernels.score import Shape
+from anemoi_gt.kernels.tile import forward_choice
 from anemoi_gt.nn import (
     ChunkedInference,
     ConditionalLayerNorm,
@@ -96,6 +98,15 @@ def test_any_number_of_pieces_gives_the_same_bits_on_triton(kind, kernel_device)
     one, *others = (ChunkedInference(graph, number, rows=5)(layer, x, edge_attr) for number in (1, 3))
     for result in others:
         assert torch.equal(result, one)
+
+
+@pytest.mark.parametrize("part", ["encoder", "decoder"])
+def test_pieces_of_a_grid_of_9_km_have_the_tile_of_the_whole(part):
+    points, mesh, edges = 6_599_680, 163_842, {"encoder": 10_000_000, "decoder": 3 * 6_599_680}[part]
+    num_src, num_dst = (points, mesh) if part == "encoder" else (mesh, points)
+    shape = Shape(16, 64, 12, edges / num_dst, edges / num_src, 2)
+    tiles = {forward_choice(shape._replace(readers=shape.readers / pieces)).chosen.tile for pieces in range(1, 65)}
+    assert len(tiles) == 1
 
 
 @pytest.mark.parametrize("kind", ["backward mapper", "conv"])
@@ -196,17 +207,71 @@ def test_edges_that_are_not_sorted_are_not_cut():
         ChunkedInference(graph, 2, rows=1)
 
 
+@pytest.mark.parametrize("num_chunks", (1, 2))
+@pytest.mark.parametrize("change", (-1, 4))
+@pytest.mark.parametrize("name", ("x_src", "x_dst", "edge_attr", "cond_src", "cond_dst"))
+def test_rows_that_do_not_fit_are_refused(name, change, num_chunks):
+    kernels = LayerKernels(LayerNorm=partial(ConditionalLayerNorm, condition_shape=5))
+    layer, _, graph, _ = make("forward mapper", layer_kernels=kernels)
+    sizes = {
+        "x_src": (SRC, 6),
+        "x_dst": (DST, 4),
+        "edge_attr": (EDGES, DIM),
+        "cond_src": (SRC, 5),
+        "cond_dst": (DST, 5),
+    }
+    right, width = sizes[name]
+    x_src, x_dst, edge_attr, *cond = (draw(*size) for size in (sizes | {name: (right + change, width)}).values())
+    with pytest.raises(ValueError, match=f"{name} must have {right} rows, one per .* of the whole graph"):
+        ChunkedInference(graph, num_chunks, rows=4)(layer, (x_src, x_dst), edge_attr, cond=tuple(cond))
+
+
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("kind", "change", "message"),
     [
-        (lambda x: (x[0][:-1], x[1]), f"x must have {SRC} rows, one per source of the graph, got"),
-        (lambda x: (x[0], x[1].repeat(2, 1)), f"x must have {DST} rows, one per destination of the graph, got"),
+        ("processor", lambda x: (x, x), r"x must be a tensor \[N, 16\] or \[B, N, 16\], got tuple"),
+        ("forward mapper", lambda x: None, r"x must be a pair of tensors \(x_src, x_dst\), got NoneType"),
+        ("backward mapper", lambda x: (x[0], x[0]), r"x_dst must have shape \[N, 4\] .* got \(23, 16\)"),
+        ("mapper block", lambda x: x[0], r"x must be a pair of tensors \(x_src, x_dst\), got Tensor"),
+        ("conv", lambda x: x[::-1], r"x_src must have shape \[N, 6\] .* got \(19, 4\)"),
     ],
 )
-def test_rows_that_do_not_fit_are_refused(change, message):
+def test_features_are_refused_as_the_layer_refuses_them(kind, change, message):
+    layer, x, graph, edge_attr = make(kind)
+    for refused in (ChunkedInference(graph), lambda layer, x, edge_attr: layer(x, graph, edge_attr)):
+        with pytest.raises(ValueError, match=message):
+            refused(layer, change(x), edge_attr)
+
+
+def test_a_pair_may_be_a_list():
+    layer, x, graph, edge_attr = make("backward mapper")
+    run = ChunkedInference(graph, 2, rows=4)
+    assert torch.equal(run(layer, list(x), edge_attr), run(layer, x, edge_attr))
+
+
+def test_conditions_of_samples_give_as_many_samples_as_the_layer_does():
+    kernels = LayerKernels(LayerNorm=partial(ConditionalLayerNorm, condition_shape=5))
+    layer, x, graph, edge_attr = make("backward mapper", layer_kernels=kernels)
+    cond = draw(2, 1, 5), draw(2, DST, 5)
+    result = ChunkedInference(graph, 2, rows=4)(layer, x, edge_attr, cond=cond)
+    torch.testing.assert_close(result, whole(layer, x, graph, edge_attr, cond=cond), rtol=1e-10, atol=1e-10)
+
+
+def test_a_condition_that_no_norm_takes_is_refused():
     layer, x, graph, edge_attr = make("conv")
-    with pytest.raises(ValueError, match=message):
-        ChunkedInference(graph)(layer, change(x), edge_attr)
+    with pytest.raises(ValueError, match="cond must be None, for GraphTransformerConv has no norms"):
+        ChunkedInference(graph)(layer, x, edge_attr, cond=(draw(SRC, 5), draw(DST, 5)))
+
+
+def test_attributes_that_the_layer_does_not_expect_are_refused():
+    layer, x, graph, _ = make("conv")
+    with pytest.raises(ValueError, match="edge_attr must come exactly when the layer has an edge_dim, got none"):
+        ChunkedInference(graph)(layer, x)
+
+
+def test_an_edge_index_is_no_graph():
+    with pytest.raises(ValueError, match="graph must be a GraphStructure, got Tensor; make one of an edge_index"):
+        ChunkedInference(torch.zeros(2, 3, dtype=torch.int64))
 
 
 def test_layers_that_drop_attention_are_refused():

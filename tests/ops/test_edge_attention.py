@@ -537,6 +537,8 @@ def zeros(*shape):
         ({"value": zeros(1, 11, 3, 4)}, "value must have the 3 dimensions of query"),
         ({"key": zeros(11, 3, 4).long()}, "key must be floating point, got torch.int64"),
         ({"key": [1.0]}, "key must be a tensor, got list"),
+        ({"query": None}, "query must be a tensor, got NoneType"),
+        ({"value": None}, "value must be a tensor, got NoneType"),
         ({"value": torch.zeros(11, 3, 4, device="meta")}, "value must be on the device of the graph, cpu, got meta"),
         ({"edge_attr": zeros(64, 4)}, r"edge_attr must have shape \[E, D\].*= \(64, 5\), got \(64, 4\)"),
         ({"edge_attr": zeros(2, 64, 5)}, r"edge_attr must have shape"),

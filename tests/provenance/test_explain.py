@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules import module as torch_module
 from torch.profiler import profile
 
@@ -22,7 +23,10 @@ from anemoi_gt import (
 from anemoi_gt.data.graphs import icosphere_graph
 from anemoi_gt.data.grids import grid
 from anemoi_gt.ops import backends
-from anemoi_gt.provenance.value import Alternative, _kernel_rows
+from anemoi_gt.ops.triton_backend.plan import Planned
+from anemoi_gt.provenance.explain import _gpus_of
+from anemoi_gt.provenance.passes import _kernel
+from anemoi_gt.provenance.value import Alternative, _kernel_rows, _scaled
 
 TRITON = AttentionConfig(backend="triton")
 EDGES = torch.tensor([[0, 1, 1, 2], [0, 0, 1, 2]])
@@ -140,6 +144,35 @@ def test_a_compiled_module_is_explained_by_the_one_inside(conv, inputs):
     assert explain(torch.compile(conv, backend="eager"), *inputs).layers[0].name == ""
 
 
+@pytest.mark.parametrize("bandwidth", [0, -1.0, float("nan"), float("inf"), "4e12"])
+def test_a_bandwidth_that_is_none_is_refused(conv, inputs, bandwidth):
+    with pytest.raises(ValueError, match="bandwidth must be a positive number of bytes per second, or None, got"):
+        explain(conv, *inputs, bandwidth=bandwidth)
+
+
+def test_a_function_is_no_model(conv, inputs):
+    with pytest.raises(ValueError, match="model must be a torch.nn.Module, whose parts have names, got function"):
+        explain(lambda *given: conv(*given), *inputs)
+
+
+def test_a_layer_that_computes_twice_is_named_once(conv, inputs):
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = conv
+
+        def forward(self, *given):
+            return self.layer(*given) + self.layer(*given)
+
+    assert str(explain(Twice(), *inputs)).startswith("layer: 2 alike GraphTransformerConv\n")
+
+
+def test_random_numbers_of_every_gpu_that_holds_something_are_given_back():
+    with FakeTensorMode():
+        there = [torch.empty(1, device=f"cuda:{number}") for number in (1, 0)]
+    assert [gpu.index for gpu in _gpus_of([torch.empty(1), there[0]], {"x": (there[1], "word")}, None)] == [0, 1]
+
+
 def test_nothing_is_left_on_a_model_and_no_random_number_is_drawn(conv, inputs):
     conv.dropout = 0.5
     before, state = copy.deepcopy(conv.__dict__), torch.get_rng_state()
@@ -252,6 +285,28 @@ def test_a_tile_that_does_not_fit_is_told_as_such(decoder):
     kernel = decoder.layers[0].passes[0].kernels[0]
     found = replace(kernel, runners_up=(Alternative({"heads": 1}, None),))
     assert ("    not taken", "", "", "does not fit", "", "heads 1") in list(_kernel_rows(found))
+
+
+def test_a_tile_that_should_not_fit_has_no_predicted_time():
+    tile = {"heads": 1}
+    kernel = _kernel(Planned("name", tile, float("inf"), ((tile, 1.0),), 8), None)
+    assert kernel.predicted_ms is None
+    assert [row[3] for row in _kernel_rows(kernel)] == ["", ""]
+
+
+def test_a_graph_without_destinations_has_a_table():
+    graph = GraphStructure.from_edge_index(torch.zeros(2, 0, dtype=torch.int64), (3, 0))
+    conv = GraphTransformerConv((4, 4), 16, heads=2, edge_dim=3, config=TRITON)
+    text = str(explain(conv, (torch.randn(3, 4), torch.randn(0, 4)), graph, torch.zeros(0, 3)))
+    assert "edge_attention_fwd_fp32_h2_c16_d3" in text and "nan" not in text
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [(0, "0 B"), (999, "999 B"), (999.7, "1 kB"), (999_700_000, "1 GB"), (1.234e6, "1.23 MB"), (2e-9, "2 nB")],
+)
+def test_numbers_have_three_digits_and_a_prefix(number, words):
+    assert _scaled(number, "B") == words
 
 
 def test_the_operator_of_the_torch_backend_is_in_a_trace_and_its_time_is_taken(conv, inputs):

@@ -56,17 +56,20 @@ class GraphAsInput(nn.Module):
     Raises
     ------
     ValueError
-        When mappers take pieces: their bounds are numbers, which an export burns in.
+        For another model, and when mappers take pieces: their bounds are numbers, which an export burns in.
     """
 
     def __init__(self, model: EncoderProcessorDecoder):
         super().__init__()
+        model = _checked(for_inference(model))
         mappers = [*model.encoder_edges.values(), *model.decoder_edges.values()]
         if any(len(edges.pieces) > 1 for edges in mappers):
             pieces = max(len(edges.pieces) for edges in mappers)
             raise ValueError(f"a model whose graph comes with the call must have mapper_chunks=1, got {pieces}")
-        self.model = for_inference(model)
-        _forget(self.model, graph_tensors(self.model))
+        self.model = model
+        tensors = graph_tensors(model)
+        self._names = frozenset(tensors)
+        _forget(model, tensors)
 
     def forward(self, x: Tensor | dict[str, Tensor], graph: dict[str, Tensor]) -> Tensor | dict[str, Tensor]:
         """Map fields to fields on a graph.
@@ -77,7 +80,15 @@ class GraphAsInput(nn.Module):
             As the model takes it.
         graph : dict of str to Tensor
             `graph_tensors` of the model, or of one with the same layers on another graph.
+
+        Raises
+        ------
+        ValueError
+            When a tensor is missing or is of no place in the model, or for what the model refuses.
         """
+        if graph.keys() != self._names:
+            missing, others = sorted(self._names - graph.keys()), sorted(graph.keys() - self._names)
+            raise ValueError(f"graph must be the graph_tensors of a model, got none of {missing}, and {others} beside")
         return functional_call(self.model, graph, (x,))
 
     def dynamic_shapes(self, samples: Dim | None = None) -> tuple:
@@ -88,12 +99,14 @@ class GraphAsInput(nn.Module):
         samples : torch.export.Dim, optional
             None is any number.
         """
-        nodes = {name: Dim(f"nodes_{_word(name)}") for name in self.model.nodes}
+        nodes = {name: Dim(f"nodes_{number}_{_word(name)}") for number, name in enumerate(self.model.nodes)}
         shapes = {}
         for name in self.model.nodes:
             shapes |= _each(self.model, f"nodes.{name}", nodes[name])
-        for place, src, dst in self._kinds_of_edges():
-            edges = Dim(f"edges_{_word(src)}_to_{_word(dst)}")
+        for number, (place, src, dst) in enumerate(
+            self._kinds_of_edges()
+        ):  # numbers, for names may read alike as words
+            edges = Dim(f"edges_{number}_{_word(src)}_to_{_word(dst)}")
             shapes |= _each(self.model, place, edges)
             sizes = {"colptr": nodes[dst] + 1, "sources": nodes[src], "program_order": nodes[dst]}
             for field in dict(self.model.get_submodule(f"{place}.structure").named_buffers()):
@@ -113,6 +126,11 @@ class GraphAsInput(nn.Module):
 def graph_tensors(model: EncoderProcessorDecoder) -> dict[str, Tensor]:
     """Return the tensors of a model that follow from its graph, trained ones among them, by their place in the model.
 
+    Raises
+    ------
+    ValueError
+        For another model.
+
     Examples
     --------
     >>> from torch_geometric.data import HeteroData
@@ -127,7 +145,7 @@ def graph_tensors(model: EncoderProcessorDecoder) -> dict[str, Tensor]:
     {'processor_edges.edge_attr': (1, 3), 'processor_edges.trainable': (1, 8), 'processor_edges.structure.colptr': (3,), \
 'processor_edges.structure.row': (1,), 'processor_edges.structure.sources': (2, 0)}
     """
-    model = for_inference(model)
+    model = _checked(for_inference(model))
     tensors = {f"nodes.{name}.{field}": tensor for name, nodes in model.nodes.items() for field, tensor in _own(nodes)}
     for place, edges in model.named_modules():
         if isinstance(edges, StaticEdges):
@@ -147,6 +165,15 @@ def _forget(model: nn.Module, tensors: dict[str, Tensor]) -> None:
     for part in model.modules():
         for kind in (part._parameters, part._buffers):
             kind |= {name: empty[tensor] for name, tensor in kind.items() if tensor is not None and tensor in empty}
+
+
+def _checked(model: nn.Module) -> EncoderProcessorDecoder:
+    if not isinstance(model, EncoderProcessorDecoder):
+        raise ValueError(
+            f"model must be an EncoderProcessorDecoder, whose graph is known by name, got {type(model).__name__}; "
+            "LayerOnTensors takes other layers"
+        )
+    return model
 
 
 def _own(part: nn.Module) -> list[tuple[str, Tensor]]:

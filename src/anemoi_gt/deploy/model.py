@@ -36,7 +36,7 @@ def export_model(model: nn.Module, x: Tensor | dict[str, Tensor], max_batch: int
     Parameters
     ----------
     model : EncoderProcessorDecoder, or what is called alike
-        It is left as it is.
+        It is left as it is. Of what `torch.compile` returned the module inside is exported.
     x : Tensor [B, N, in_channels], or dict of data set to that
         An example, on the device of the model; the numbers in it do not matter.
     max_batch : int
@@ -50,10 +50,22 @@ def export_model(model: nn.Module, x: Tensor | dict[str, Tensor], max_batch: int
     Raises
     ------
     ValueError
-        When max_batch is below 1.
+        When max_batch is no whole number or below 1, or x is no example.
     """
-    if max_batch < 1:
-        raise ValueError(f"max_batch must be a number of samples, at least 1, got {max_batch}")
+    check_max_batch(max_batch)
+    tree_map(_check_example, x)
     samples = Dim("samples", min=1, max=max_batch) if max_batch > 1 else None
     example = tree_map(lambda field: field.narrow(0, 0, 1).repeat(2 if samples else 1, 1, 1), x)  # 1 would fix it at 1
     return export_program(model, (example,), (tree_map(lambda _: {0: samples} if samples else None, x),))
+
+
+def check_max_batch(max_batch: int) -> None:
+    """Raise ValueError unless it is a number of samples."""
+    if type(max_batch) is not int or max_batch < 1:
+        raise ValueError(f"max_batch must be a whole number of samples, at least 1, got {max_batch!r}")
+
+
+def _check_example(field: Tensor) -> None:
+    if not isinstance(field, Tensor) or field.dim() != 3 or field.shape[0] < 1:
+        got = tuple(field.shape) if isinstance(field, Tensor) else type(field).__name__
+        raise ValueError(f"x must be an example [B, N, channels] of at least one sample, got {got}")

@@ -14,14 +14,14 @@ from torch.utils import cpp_extension
 SUFFIX = ".pt2"
 
 
-def write_package(program: ExportedProgram, path: Path, metadata: Mapping[str, str]) -> None:
+def write_package(program: ExportedProgram, path: str | Path, metadata: Mapping[str, str]) -> None:
     """Compile a program for the device that its tensors are on, and write the package.
 
     Parameters
     ----------
     program : torch.export.ExportedProgram
         Of `export_program` or `export_model`.
-    path : Path
+    path : str or Path
         Ends in ".pt2"; its folder exists.
     metadata : mapping of str to str
         What a loader is told.
@@ -29,11 +29,13 @@ def write_package(program: ExportedProgram, path: Path, metadata: Mapping[str, s
     Raises
     ------
     ValueError
-        When the name does not end in ".pt2".
+        When the name does not end in ".pt2", or metadata is more than text; raised before anything is compiled.
     OSError
         When the folder cannot be written; raised before anything is compiled.
     """
-    check_place(path)
+    check_place(Path(path))
+    if not all(isinstance(text, str) for pair in metadata.items() for text in pair):
+        raise ValueError(f"metadata must be text by names, JSON where it is more, got {dict(metadata)}")
     options = {"aot_inductor.metadata": dict(metadata), **_float_scalars()}
     with torch.no_grad():
         torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=options)

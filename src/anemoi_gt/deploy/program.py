@@ -45,10 +45,11 @@ def export_program(module: nn.Module, inputs: tuple, dynamic_shapes=None) -> Exp
     --------
     >>> from torch.export import Dim
     >>> from anemoi_gt.deploy import LayerOnTensors
+    >>> from anemoi_gt.nn import GraphTransformerConv
     >>> graph = GraphStructure.from_edge_index(torch.tensor([[0, 1, 1], [0, 0, 1]]), (2, 2))
     >>> layer = LayerOnTensors(GraphTransformerConv(4, 8, heads=2, edge_dim=3))
     >>> program = export_program(layer, (torch.randn(5, 2, 4), graph.state_dict(), torch.randn(3, 3)),
-    ...                          ({0: Dim("samples", max=64)}, None, None))
+    ...                          ({0: Dim("samples", max=64)}, dict.fromkeys(graph.state_dict()), None))
     >>> program.module()(torch.randn(7, 2, 4), graph.state_dict(), torch.randn(3, 3)).shape
     torch.Size([7, 2, 16])
     """
@@ -61,13 +62,23 @@ def export_program(module: nn.Module, inputs: tuple, dynamic_shapes=None) -> Exp
 def for_inference(module: nn.Module) -> nn.Module:
     """Return a module that shares all tensors with `module` and computes the same in `eval()`, without what gradients need.
 
-    Source sides of static graphs are left out: they are as large as the graphs.
+    Source sides of static graphs are left out: they are as large as the graphs. Of what `torch.compile` returned it is the
+    module inside.
     """
     return _twin(module, {})
 
 
+def check_kernels() -> None:
+    """Raise ValueError where kernels of the backend `triton` cannot be put into a program."""
+    if interpreted():
+        raise ValueError(
+            "kernels of Triton's interpreter cannot be exported; unset TRITON_INTERPRET, or use the attention backend torch"
+        )
+
+
 def _twin(module: nn.Module, made: dict[nn.Module, nn.Module]) -> nn.Module:
     """One for a module, be it met under several names."""
+    module = getattr(module, "_orig_mod", module)  # what is set on the shell of torch.compile lands on the one inside
     if module in made:
         return made[module]
     twin = made[module] = copy.copy(module)
@@ -96,10 +107,7 @@ def _replacement(operator: torch._ops.OpOverload) -> Callable:
     if operator._opname == "edge_attention_torch":
         from anemoi_gt.ops.torch_backend.exported import decompose
     elif operator._opname == "edge_attention_triton":
-        if interpreted():
-            raise ValueError(
-                "kernels of Triton's interpreter cannot be exported; unset TRITON_INTERPRET, or use the attention backend torch"
-            )
+        check_kernels()
         from anemoi_gt.ops.triton_backend.exported import decompose
     else:
         raise ValueError(

@@ -55,12 +55,13 @@ def check_same(values: Mapping[str, Any], group: dist.ProcessGroup) -> None:
 
 def difference(everywhere: Sequence[Mapping[str, Any]]) -> str | None:
     """Return what is wrong with the values of all ranks, by rank, which must be the same; or None."""
-    first = everywhere[0]
     for name in dict.fromkeys(name for there in everywhere for name in there):
-        wrong = [rank for rank, there in enumerate(everywhere) if there.get(name) != first.get(name)]
+        # As text: 1 is not 1.0, and NaN is NaN.
+        first, *others = (repr(there[name]) if name in there else "no such value" for there in everywhere)
+        wrong = [rank for rank, there in enumerate(others, 1) if there != first]
         if wrong:
-            there, here = everywhere[wrong[0]].get(name), first.get(name)
-            return f"{name} must be the same on all ranks, got {there!r} on {_ranks(wrong)} and {here!r} on rank 0"
+            there = others[wrong[0] - 1]
+            return f"{name} must be the same on all ranks, got {there} on {_ranks(wrong)} and {first} on rank 0"
     return None
 
 

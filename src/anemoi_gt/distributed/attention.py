@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from anemoi_gt.distributed.checks import check_own_rows
 from anemoi_gt.distributed.heads import head_ranges, to_heads, to_nodes
-from anemoi_gt.distributed.shard import EdgeShard, HeadShard
+from anemoi_gt.distributed.shard import EdgeShard, GraphShard, HeadShard
 from anemoi_gt.ops import attend_heads, edge_attention, merge
 from anemoi_gt.ops.dropout import draw_seed
 from anemoi_gt.ops.dtypes import autocast_is_active
@@ -48,13 +49,19 @@ def attend_after_exchange(
     edge_attr, edge_weight, edge_bias
         As `anemoi_gt.edge_attention` takes them; attributes of this rank's edges.
     **options
-        `scale`, `dropout_p` and `config` of `anemoi_gt.edge_attention`. With dropout, ranks whose generators are in the same state
-        drop what one device would.
+        `scale`, `dropout_p` and `config` of `anemoi_gt.edge_attention`, and by edges `dropout_seed`. With dropout, ranks whose
+        generators are in the same state, or whose seed is the same, drop what one device would.
 
     Returns
     -------
     Tensor, shape of query
+
+    Raises
+    ------
+    ValueError
+        When rows are not those of this rank's nodes and edges, before anything travels.
     """
+    _check_own(shard, query, x_src, edge_attr, edge_weight)
     key, value = key_value(shard.exchange(_as_read(x_src)))
     out, _ = edge_attention(query, key, value, shard.graph, edge_attr, edge_weight, edge_bias, **options)
     return out
@@ -74,7 +81,8 @@ def attend_overlapped(
 
     Parameters and result are those of `attend_after_exchange`.
     """
-    if options.get("dropout_p", 0.0) > 0:
+    _check_own(shard, query, x_src, edge_attr, edge_weight)
+    if options.get("dropout_p", 0.0) > 0 and options.get("dropout_seed") is None:
         options["dropout_seed"] = draw_seed(query.device)  # one for both calls: then they drop what one call would
     x_src = _as_read(x_src)
     pending = shard.halo.start(x_src)
@@ -107,13 +115,14 @@ def attend_by_heads(
     Raises
     ------
     ValueError
-        When there are more ranks than heads; for embedded edge features; for dropout on the backend `triton`, whose kernels count heads
-        from 0.
+        As `attend_after_exchange`; when there are more ranks than heads; for embedded edge features; for dropout on the backend
+        `triton`, whose kernels count heads from 0.
     """
     if edge_attr is not None and edge_weight is None:
         raise ValueError(
             "edge_attr must come raw, [E, D] with edge_weight, under strategy 'heads': embedded features would travel as [E, H, C]"
         )
+    _check_own(shard, query, x_src, edge_attr, edge_weight)
     count = query.shape[-2]
     heads = head_ranges(count, shard.sources.ranges.parts)
     own, channels = heads.of(shard.rank), query.shape[-1]
@@ -133,6 +142,21 @@ def attend_by_heads(
     return to_nodes(out, shard.destinations.ranges, *where)
 
 
+def _check_own(
+    shard: GraphShard, query: Tensor, x_src: Tensor, edge_attr: Tensor | None, edge_weight: Tensor | None
+) -> None:
+    """Raise unless all rows are this rank's: of others they would be taken for its own, or leave the ranks waiting for each other."""
+    check_own_rows("query", query, -3, shard.destinations.ranges.counts[shard.rank], "destinations")
+    check_own_rows("x_src", x_src, -2, shard.sources.ranges.counts[shard.rank], "sources")
+    if edge_attr is not None:
+        check_own_rows("edge_attr", edge_attr, _dim_of_edges(edge_weight), shard.edges.shape[0], "edges")
+
+
+def _dim_of_edges(edge_weight: Tensor | None) -> int:
+    """Where attributes count edges: raw they have one dimension behind it, embedded two."""
+    return -3 if edge_weight is None else -2
+
+
 def _as_read(x: Tensor) -> Tensor:
     """Rows in the dtype in which `key_value` reads them: autocast's, where that is active, is half of what would travel."""
     device_type = x.device.type
@@ -145,10 +169,4 @@ def _split_edges(shard: EdgeShard, edge_attr: Tensor | None, edge_weight: Tensor
     """Attributes of interior and of boundary edges."""
     if edge_attr is None:
         return None, None
-    dim = -3 if edge_weight is None else -2
-    wanted = shard.interior.num_edges + shard.boundary.num_edges
-    if edge_attr.dim() < -dim or edge_attr.shape[dim] != wanted:
-        raise ValueError(
-            f"edge_attr must have one row for each of the {wanted} edges of this rank, got {tuple(edge_attr.shape)}"
-        )
-    return edge_attr.split([shard.interior.num_edges, shard.boundary.num_edges], dim=dim)
+    return edge_attr.split([shard.interior.num_edges, shard.boundary.num_edges], dim=_dim_of_edges(edge_weight))

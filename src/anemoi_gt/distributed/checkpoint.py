@@ -6,7 +6,9 @@ in the caller's numbering, each rank a piece of it. So the file does not know ho
 
 import os
 import shutil
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -73,13 +76,21 @@ def save_checkpoint(
         By the name of a parameter. Whatever `state` holds below a key of that name, with rows, is rows of that table.
     group : ProcessGroup
         All ranks of the job.
+
+    Raises
+    ------
+    OSError
+        If it cannot be written; the former one is whole.
     """
     partial, former = folder.with_name(folder.name + ".partial"), _former(folder)
     is_first = dist.get_rank(group) == 0
     if is_first:
         shutil.rmtree(partial, ignore_errors=True)
     dist.barrier(group)
-    dcp.save(_map_rows(state, tables, RowTable.whole), checkpoint_id=partial, process_group=group)
+    try:
+        dcp.save(_map_rows(state, tables, RowTable.whole), checkpoint_id=partial, process_group=group)
+    except CheckpointException as error:
+        raise OSError(f"a checkpoint could not be written to {partial}: {_reason(error)}") from error
     if is_first:
         if folder.exists():
             shutil.rmtree(former, ignore_errors=True)  # not before: without `folder` it is the only one under a name
@@ -131,10 +142,13 @@ def load_checkpoint(
     ------
     FileNotFoundError
         When there is none.
+    ValueError
+        On all ranks, when it is damaged, or of another model.
     """
     found = require_checkpoint(folder)
     whole = _map_rows(state, tables, RowTable.whole)
-    dcp.load(whole, checkpoint_id=found, process_group=group)
+    with _reading(found):
+        dcp.load(whole, checkpoint_id=found, process_group=group)
     return _map_rows(whole, tables, RowTable.own)
 
 
@@ -146,14 +160,25 @@ def load_values(folder: Path, key: str) -> Any:
     folder : Path
         What `save_checkpoint` wrote.
     key : str
-        Of the state that was saved; what it held was a dict of plain values, and dicts of them.
+        Of the state that was saved; what it held was a dict of plain values, and dicts of them. Empty dicts are left out.
 
     Raises
     ------
     FileNotFoundError
         When there is no checkpoint.
+    ValueError
+        When it is damaged.
     """
     found = require_checkpoint(folder)
+    with _reading(found, Exception), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as it is meant to be: one rank reads
+        state = _without_values(found, key)
+        dcp.load(state, checkpoint_id=found, no_dist=True)
+    return state[key]
+
+
+def _without_values(found: Path, key: str) -> dict[str, Any]:
+    """The dicts below a key of a checkpoint, with None in place of values."""
     state: dict[str, Any] = {key: {}}
     for path in dcp.FileSystemReader(found).read_metadata().planner_data.values():
         if path[0] == key:
@@ -161,8 +186,27 @@ def load_values(folder: Path, key: str) -> Any:
             for name in path[:-1]:
                 place = place.setdefault(name, {})
             place[path[-1]] = None
-    dcp.load(state, checkpoint_id=found, no_dist=True)
-    return state[key]
+    return state
+
+
+@contextmanager
+def _reading(found: Path, *errors: type[Exception]) -> Iterator[None]:
+    """Say which checkpoint it is that cannot be read. On many ranks all do when one fails, and other errors, such as the loss of a rank,
+    stay what they are; on one rank `errors` are added: torn bytes raise one of a dozen types.
+    """
+    try:
+        yield
+    except (CheckpointException, *errors) as error:
+        raise ValueError(
+            f"a checkpoint must be whole and of this model, {found} cannot be read: {_reason(error)}"
+        ) from error
+
+
+def _reason(error: BaseException) -> str:
+    """What the first rank said that could not read or write, on one line."""
+    if isinstance(error, CheckpointException):
+        error = next(iter(error.failures.values()))[0]
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
 
 
 def _former(folder: Path) -> Path:

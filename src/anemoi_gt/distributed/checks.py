@@ -5,6 +5,7 @@ from torch import Tensor
 
 from anemoi_gt.distributed.agreement import fingerprint
 from anemoi_gt.distributed.partition import Partition
+from anemoi_gt.graph.checks import INDEX_DTYPES
 
 
 def check_partitions(sources: Partition, destinations: Partition, sizes: tuple[int, int], parts: int) -> None:
@@ -24,10 +25,20 @@ def describe(partition: Partition | None) -> str:
     return f"{order}, bounds {partition.ranges.bounds}"
 
 
+def check_own_rows(name: str, rows: Tensor, dim: int, count: int, kind: str) -> None:
+    """Raise unless `rows` has, along `dim`, one row for each of the `count` nodes or edges of this rank."""
+    if rows.dim() < -dim or rows.shape[dim] != count:
+        raise ValueError(
+            f"{name} must have one row for each of the {count} {kind} of this rank, got {tuple(rows.shape)}"
+        )
+
+
 def misplaced(edge_index: Tensor, sources: Partition, destinations: Partition, rank: int) -> str | None:
     """What is wrong with the edges [2, E] that `rank` holds, which must all end in its own nodes; or None."""
     if edge_index.dim() != 2 or edge_index.shape[0] != 2:
         return f"edge_index must have shape [2, E], got {tuple(edge_index.shape)}"
+    if edge_index.dtype not in INDEX_DTYPES:
+        return f"edge_index must be int32 or int64, got {edge_index.dtype}"
     for name, index, size in zip(
         ("sources", "destinations"), edge_index, (sources.size, destinations.size), strict=True
     ):

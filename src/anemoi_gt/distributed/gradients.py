@@ -49,7 +49,7 @@ def reduce_gradients(shared: Iterable[Parameter], own: Iterable[Parameter], mesh
     Parameters
     ----------
     shared, own : iterables of Parameter
-        In the same order on all ranks. A missing gradient counts as zero.
+        In the same order on all ranks. A missing gradient counts as zero; what needs none gets none, so no optimiser moves it.
     mesh : DeviceMesh
         With axes (data, model).
 
@@ -60,7 +60,7 @@ def reduce_gradients(shared: Iterable[Parameter], own: Iterable[Parameter], mesh
     """
     if mesh.mesh_dim_names != AXES:
         raise ValueError(f"mesh must have the axes {AXES}, got {mesh.mesh_dim_names}")
-    shared, own = list(shared), list(own)
+    shared, own = ([parameter for parameter in both if parameter.requires_grad] for both in (shared, own))
     _reduce(shared, mesh, "model", factor=1.0)
     _reduce(shared + own, mesh, "data", factor=1.0 / mesh["data"].size())
 

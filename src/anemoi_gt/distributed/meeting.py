@@ -16,8 +16,7 @@ import torch
 import torch.distributed as dist
 
 from anemoi_gt.distributed.agreement import difference
-
-TELLING = 1.0  # s
+from anemoi_gt.distributed.watch import TELLING
 
 
 @contextmanager
@@ -40,7 +39,7 @@ def meeting(values: Mapping[str, Any], timeout: float) -> Iterator[None]:
     TimeoutError
         On all ranks that came, when others did not.
     """
-    said = json.dumps(dict(values))
+    said = json.dumps(dict(values), sort_keys=True)
     digest = hashlib.sha256(said.encode()).hexdigest()
     try:
         # Held while the body runs: where no launcher holds the store, rank 0 does, and others would lose it before they join.

@@ -158,16 +158,10 @@ def scatter_model(
     Raises
     ------
     ValueError
-        On all ranks, when the model cannot be divided.
+        On all ranks, when the model cannot be divided, or is not on the first rank alone.
     """
     ranks, (data, place) = mesh.mesh.tolist(), mesh.get_coordinate()
-    cut, problem = None, None
-    if model is not None:
-        try:
-            cut = ModelCut(model, len(ranks[0]), strategy)
-        except ValueError as error:
-            problem = str(error)
-    raise_together(problem, group)
+    cut = _cut_together(model, (data, place) == (0, 0), len(ranks[0]), strategy, group)
     if cut is not None:
         bare = without_rows(model)
         for other, rank in enumerate(ranks[0][1:], 1):  # one at a time: the first rank holds one part beside the whole
@@ -182,6 +176,22 @@ def scatter_model(
     own, part = received
     own = own.to(mesh.device_type)
     return own, _hold(own, part.to(torch.device(mesh.device_type)), mesh, overlap)
+
+
+def _cut_together(
+    model: EncoderProcessorDecoder | None, is_first: bool, parts: int, strategy: str, group: dist.ProcessGroup
+) -> ModelCut | None:
+    """Return the cut model on the first rank, None on the others; or raise on all."""
+    cut, problem = None, None
+    if (model is not None) != is_first:
+        problem = "model must be given on the first rank of the mesh, and be None on the others"
+    elif is_first:
+        try:
+            cut = ModelCut(model, parts, strategy)
+        except ValueError as error:
+            problem = str(error)
+    raise_together(problem, group)
+    return cut
 
 
 def _hold(model: EncoderProcessorDecoder, part: ModelPart, mesh: DeviceMesh, overlap: bool) -> ModelShard:

@@ -180,7 +180,7 @@ def shard_edges(
     destinations, sources : Partition
         Who owns which nodes; the same on all ranks.
     numbers : Tensor [E_own], int64, optional
-        Number of each edge in the whole graph, which keys dropout. None numbers the edges in order of ranks.
+        Number of each edge in the whole graph, which keys dropout. None, on all ranks, numbers the edges in order of ranks.
 
     Returns
     -------
@@ -193,7 +193,8 @@ def shard_edges(
         On all ranks, when the partitions are not the same on all of them, or a rank has an edge that does not end in its own nodes.
     """
     rank, parts = dist.get_rank(group), dist.get_world_size(group)
-    check_same({"destinations": describe(destinations), "sources": describe(sources)}, group)
+    given = {"destinations": describe(destinations), "sources": describe(sources)}
+    check_same(given | {"whether numbers are given": numbers is not None}, group)
     check_partitions(sources, destinations, (sources.size, destinations.size), parts)
     raise_together(misplaced(edge_index, sources, destinations, rank) or misnumbered(edge_index, numbers), group)
     own = torch.arange(edge_index.shape[1], device=edge_index.device)

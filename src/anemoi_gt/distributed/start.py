@@ -1,5 +1,6 @@
 """The start and the end of a job on several ranks, as torchrun launches it."""
 
+import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -52,13 +53,29 @@ class ShardingConfig:
             raise ValueError(
                 f"sharding.model must be 1 when nothing is divided, got {self.model}: choose sharding=edges"
             )
-        if not self.timeout > 0:
-            raise ValueError(f"sharding.timeout must be positive, in seconds, got {self.timeout}")
+        if not 0 < self.timeout < math.inf:
+            raise ValueError(f"sharding.timeout must be positive and finite, in seconds, got {self.timeout}")
 
 
 def is_launched() -> bool:
     """Whether torchrun, or another launcher that sets the same variables, started this process."""
     return all(name in os.environ for name in TORCHRUN)
+
+
+def own_device(device_type: str) -> torch.device:
+    """Return the device of this rank: for "cuda" the GPU of its local rank.
+
+    Raises
+    ------
+    ValueError
+        When this host has no such GPU.
+    """
+    if device_type != "cuda":
+        return torch.device(device_type)
+    local, count = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+    if local >= count:
+        raise ValueError(f"ranks of a host must have a GPU each, got local rank {local} and {count} GPUs")
+    return torch.device("cuda", local)
 
 
 @contextmanager
@@ -80,17 +97,18 @@ def started(config: ShardingConfig, device_type: str) -> Iterator[DeviceMesh]:
     Raises
     ------
     ValueError
-        When no launcher started this process, or the ranks cannot be shared out.
+        When no launcher started this process, a rank has no GPU of its own, or the ranks cannot be shared out.
     """
     missing = [name for name in TORCHRUN if name not in os.environ]
     if missing:
         raise ValueError(f"several ranks must be started by torchrun, {', '.join(missing)} are not set")
-    timeout, device = timedelta(seconds=config.timeout), None
-    if device_type == "cuda":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
+    timeout, device = timedelta(seconds=config.timeout), own_device(device_type)
     patience = 2 * timeout  # of collectives: the watch is to speak first
-    dist.init_process_group("nccl" if device else "gloo", timeout=patience, device_id=device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", timeout=patience, device_id=device)
+    else:
+        dist.init_process_group("gloo", timeout=patience)
     with watched(timeout):
         yield make_mesh(device_type, config.model)
     dist.destroy_process_group()

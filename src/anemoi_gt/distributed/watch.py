@@ -28,6 +28,8 @@ from torch.distributed.distributed_c10d import _get_default_store
 BEATS_IN_TIMEOUT = 8
 LONGEST_PERIOD = 5.0  # s
 NEVER = ""
+FAILED = " failed: "  # in an obituary: that rank still has to tell
+TELLING = 1.0  # s, that it takes, on a busy machine
 LOST = (dist.DistError, dist.DistNetworkError, dist.DistBackendError)
 WORDS_OF_LOSS = ("gloo", "NCCL", "Connection closed", "Connection reset", "Broken pipe")
 
@@ -79,6 +81,8 @@ class _Watch(threading.Thread):
         self.store.set_timeout(timedelta(seconds=timeout))
         self.done = threading.Event()
         self.neighbour = (rank + 1) % world_size
+        self.signature = f" (told by rank {rank})"
+        self.holds_store = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         self.store.set(f"beat {rank}", self._beat(0))
         self.seen, self.seen_at = None, time.monotonic()
         self.told: BaseException | None = None
@@ -98,11 +102,15 @@ class _Watch(threading.Thread):
         """Tell the others what ended the body here, or follow them when they told first."""
         if self._is_loss(error):
             self.done.wait(self.timeout)  # the thread ends this process when it finds out who died
-        if self._write(f"rank {self.rank} failed: {type(error).__name__}: {error}"):
-            error.add_note(f"on rank {self.rank}; all ranks end")
-            self.told = error
-        else:
-            self._end("", speaks=False)
+        try:
+            is_first = self._write(f"rank {self.rank}{FAILED}{type(error).__name__}: {error}")
+        except LOST:  # with the store goes rank 0, which has told; or has died, which the thread finds out
+            time.sleep(self.period + TELLING)
+            leave(1)
+        if not is_first:
+            self._follow()
+        error.add_note(f"on rank {self.rank}; all ranks end")
+        self.told = error
 
     def stop(self) -> None:
         """End the thread."""
@@ -112,12 +120,16 @@ class _Watch(threading.Thread):
     def leave_uncaught(self) -> None:
         """Leave, as an exit function, when it is the error told here that ends the interpreter."""
         if self.told is not None and getattr(sys, "last_value", None) is self.told:
+            if self.holds_store:
+                time.sleep(self.period + TELLING)  # until the others have read there that they are to end
             leave(1)
 
     def _look(self, count: int) -> None:
         self.store.set(f"beat {self.rank}", self._beat(count))
         if self.store.check(["obituary"]):
-            self._end("", speaks=False)
+            if self._is_mine(self.store.get("obituary").decode()):
+                return  # the main thread is telling
+            self._follow()
         beat = self.store.get(f"beat {self.neighbour}").decode()
         if beat != self.seen:
             self.seen, self.seen_at = beat, time.monotonic()
@@ -127,13 +139,21 @@ class _Watch(threading.Thread):
             message = f"rank {self.neighbour} ({host}) died or froze: no sign of life for {silence:.1f} s"
             self._end(message, speaks=self._write(message))
 
+    def _follow(self) -> NoReturn:
+        """End in silence; where a rank is telling its error, a moment later: a launcher ends all ranks when one has ended."""
+        if FAILED in self.store.get("obituary").decode():
+            time.sleep(TELLING)
+        leave(1)
+
     def _beat(self, count: int) -> str:
         return f"{count} process {os.getpid()} on {socket.gethostname()}"
 
     def _write(self, message: str) -> bool:
         """Write the obituary; whether this rank was the first."""
-        mine = f"{message} (told by rank {self.rank})"
-        return self.store.compare_set("obituary", NEVER, mine).decode() == mine
+        return self._is_mine(self.store.compare_set("obituary", NEVER, f"{message}{self.signature}").decode())
+
+    def _is_mine(self, obituary: str) -> bool:
+        return obituary.endswith(self.signature)
 
     def _end(self, message: str, *, speaks: bool) -> None:
         if speaks:

@@ -1,4 +1,4 @@
-"""What layers must be given. The only place that words what is wrong with node features, and with what stands for a graph."""
+"""What layers must be given. The only place that words what is wrong with features, their rows, and what stands for a graph."""
 
 from torch import Tensor
 
@@ -17,8 +17,8 @@ def check_features(name: str, features: Tensor, channels: int) -> None:
 
 def check_sides(x: tuple[Tensor, Tensor], channels: tuple[int, int]) -> tuple[Tensor, Tensor]:
     """Return (x_src, x_dst); raise unless they are two tensors of so many channels."""
-    if isinstance(x, Tensor) or len(x) != 2:
-        got = type(x).__name__ if isinstance(x, Tensor) else f"{len(x)} of them"
+    if not isinstance(x, (tuple, list)) or len(x) != 2:
+        got = f"{len(x)} of them" if isinstance(x, (tuple, list)) else type(x).__name__
         raise ValueError(f"x must be a pair of tensors (x_src, x_dst), got {got}")
     for name, features, expected in zip(("x_src", "x_dst"), x, channels, strict=True):
         check_features(name, features, expected)
@@ -32,3 +32,26 @@ def check_graph(graph: object) -> None:
             f"graph must be a GraphStructure, got {type(graph).__name__}; make one of an edge_index, once, with "
             "GraphStructure.from_edge_index"
         )
+
+
+def check_rows(sizes: tuple[int, int, int], **rows: Tensor | None) -> None:
+    """Raise unless x_src, x_dst, edge_attr have the rows of a graph that is cut; cond_src, cond_dst those, or one.
+
+    PyTorch cuts and gathers from tensors with too many rows without a word, and those left over would be lost.
+
+    Parameters
+    ----------
+    sizes : (int, int, int)
+        Sources, destinations and edges of the whole graph.
+    **rows : Tensor [..., rows, features], or None
+    """
+    num_src, num_dst, num_edges = sizes
+    kinds = {"src": ("source", num_src), "dst": ("destination", num_dst), "attr": ("edge", num_edges)}
+    for name, tensor in rows.items():
+        kind, number = kinds[name.rpartition("_")[2]]
+        allowed = (number, 1) if name.startswith("cond") else (number,)
+        if tensor is not None and (tensor.dim() < 2 or tensor.shape[-2] not in allowed):
+            or_one = ", or one for all" if len(allowed) > 1 else ""
+            raise ValueError(
+                f"{name} must have {number} rows, one per {kind} of the whole graph{or_one}, got {tuple(tensor.shape)}"
+            )

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from anemoi_gt.graph import GraphStructure
+from anemoi_gt.nn.checks import check_rows
 from anemoi_gt.ops import edge_attention
 
 
@@ -74,23 +75,9 @@ class Chunk:
         return cls(graph, None, slice(None), slice(None), None)
 
     def check_rows(self, **rows: Tensor | None) -> None:
-        """Raise ValueError unless x_src, x_dst, edge_attr have the rows of the whole graph; cond_src, cond_dst those, or one.
-
-        PyTorch cuts and gathers from tensors with too many rows without a word, and those left over would be lost. A piece
-        that is all of its graph is not checked here: attention does that.
-        """
-        if self.sizes is None:
-            return
-        num_src, num_dst, num_edges = self.sizes
-        kinds = {"src": ("source", num_src), "dst": ("destination", num_dst), "attr": ("edge", num_edges)}
-        for name, tensor in rows.items():
-            kind, number = kinds[name.rpartition("_")[2]]
-            allowed = (number, 1) if name.startswith("cond") else (number,)
-            if tensor is not None and (tensor.dim() < 2 or tensor.shape[-2] not in allowed):
-                or_one = ", or one for all" if len(allowed) > 1 else ""
-                raise ValueError(
-                    f"{name} must have {number} rows, one per {kind} of the whole graph{or_one}, got {tuple(tensor.shape)}"
-                )
+        """Raise ValueError as `anemoi_gt.nn.checks.check_rows` does; not for a piece that is all of its graph, as attention does."""
+        if self.sizes is not None:
+            check_rows(self.sizes, **rows)
 
     def seeded(self, seed: Tensor) -> "Chunk":
         """Return this piece with a seed [1] for its dropout; with one for all, pieces drop what the whole would."""

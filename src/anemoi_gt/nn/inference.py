@@ -27,6 +27,7 @@ from anemoi_gt.nn.block import (
     GraphTransformerMapperBlock,
     GraphTransformerProcessorBlock,
 )
+from anemoi_gt.nn.checks import check_features, check_graph, check_rows, check_sides
 from anemoi_gt.nn.conv import GraphTransformerConv
 from anemoi_gt.nn.mapper import GraphTransformerBackwardMapper, GraphTransformerBaseMapper
 from anemoi_gt.nn.norm import apply_norm
@@ -34,16 +35,18 @@ from anemoi_gt.nn.processor import GraphTransformerProcessor
 from anemoi_gt.ops import edge_attention
 
 ROWS = 16384
+OF_HEADS, OF_FEATURES = -3, -2  # dimension of the nodes in [.., N, H, C] and in [.., N, F]
 
 
 @dataclass(frozen=True)
 class _Stages:
     """What a layer does with rows of nodes, before and after its attention; `cond` is None or as many rows."""
 
+    sides: Callable[..., tuple[Tensor, Tensor]]  # x as the layer takes it to x_src, x_dst, checked as it does
     sources: Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]]  # x_src, cond to key, value
     query: Callable[[Tensor, Tensor | None], Tensor]  # x_dst, cond to query
     finish: Callable[[Tensor, Tensor, Tensor | None], Tensor]  # x_dst, out, cond to the result
-    edges: Callable[[Tensor], tuple[Tensor, Tensor | None, Tensor | None]]  # attributes to attributes, weight, bias
+    edges: Callable[..., tuple[Tensor | None, ...]]  # graph, attributes to attributes, weight, bias
     config: AttentionConfig
 
 
@@ -62,14 +65,15 @@ class ChunkedInference:
     Raises
     ------
     ValueError
-        When rows is below 1, num_chunks not in 1 .. number of blocks of so many rows, or the edges are not sorted.
+        When graph is no structure, rows is below 1, num_chunks not in 1 .. number of blocks of so many rows, or the edges are not sorted.
 
     Notes
     -----
     The result is the same bit by bit for any number of pieces, provided that a piece is attended to as the whole is. The
-    backend `triton` chooses its tiles by the mean number of in-edges, below 4 or not: pieces must lie on the side where the
-    graph does. The backend `torch` rounds alike when `rows` is a multiple of 8192 and a head has more channels than an
-    edge has attributes; else results agree to rounding.
+    backend `triton` chooses its tiles by the mean numbers of edges of a destination and of a source, and a piece has all
+    sources and fewer edges: it rounds alike where the tiles are the same, as they are for encoder and decoder of O1280 in up
+    to 64 pieces; `anemoi_gt.explain` tells them. The backend `torch` rounds alike when `rows` is a multiple of 8192 and a
+    head has more channels than an edge has attributes. Else results agree to rounding.
 
     Examples
     --------
@@ -83,6 +87,7 @@ class ChunkedInference:
     """
 
     def __init__(self, graph: GraphStructure, num_chunks: int = 1, *, rows: int = ROWS):
+        check_graph(graph)
         if rows < 1:
             raise ValueError(f"rows must be at least 1, got {rows}")
         blocks = max(1, -(-graph.num_dst // rows))
@@ -128,23 +133,30 @@ class ChunkedInference:
         Raises
         ------
         ValueError
-            For another kind of layer, one that drops attention or updates its sources, or rows that do not fit the graph.
+            For another kind of layer, one that drops attention or updates its sources, for what the layer refuses, and for
+            rows that are not those of the graph.
         """
         if isinstance(layer, GraphTransformerProcessor):
             for block in layer.proc:
                 x = self(block, x, edge_attr, cond=cond)
             return x
         stages = _stages(layer)
-        x_src, x_dst = x if isinstance(x, tuple) else (x, x)
-        cond_src, cond_dst = cond if isinstance(cond, tuple) else (cond, cond)
-        self._check(x_src, x_dst)
-        key, value = self._by_rows(lambda rows: stages.sources(_take(x_src, rows), _take(cond_src, rows)), x_src)
-        attr, weight, bias = stages.edges(edge_attr)
+        x_src, x_dst = stages.sides(x)
+        cond_src, cond_dst = (cond, cond) if cond is None or isinstance(cond, Tensor) else cond
+        sizes = self.graph.num_src, self.graph.num_dst, self.graph.num_edges
+        check_rows(sizes, x_src=x_src, x_dst=x_dst, edge_attr=edge_attr, cond_src=cond_src, cond_dst=cond_dst)
+        key, value = self._by_rows(
+            lambda rows: stages.sources(_take(x_src, rows), _take(cond_src, rows)), sizes[0], OF_HEADS
+        )
+        attr, weight, bias = stages.edges(self.graph, edge_attr)
         results = []
         for dst, edges, graph in self.pieces:
             x_piece, cond_piece = _take(x_dst, dst), _take(cond_dst, dst)
+            num_rows = x_piece.shape[-2]
             (query,) = self._by_rows(
-                lambda rows, x=x_piece, cond=cond_piece: (stages.query(_take(x, rows), _take(cond, rows)),), x_piece
+                lambda rows, x=x_piece, cond=cond_piece: (stages.query(_take(x, rows), _take(cond, rows)),),
+                num_rows,
+                OF_HEADS,
             )
             part = attr if attr is None or graph is self.graph else attr[..., edges, :].clone()  # as `_cut` does
             out, _ = edge_attention(query, key, value, graph, part, weight, bias, config=stages.config)
@@ -153,14 +165,16 @@ class ChunkedInference:
                 lambda rows, x=x_piece, out=out, cond=cond_piece: (
                     stages.finish(_take(x, rows), out[..., rows, :, :], _take(cond, rows)),
                 ),
-                x_piece,
+                num_rows,
+                OF_FEATURES,
             )
             del out
         return torch.cat(results, dim=-2) if len(results) > 1 else results[0]
 
-    def _by_rows(self, function: Callable[[slice], tuple[Tensor, ...]], x: Tensor) -> tuple[Tensor, ...]:
-        """Lay side by side what a function gives for each block of the rows of x [.., N, F], along the dimension of the nodes."""
-        num_rows, nodes = x.shape[-2], x.dim() - 2
+    def _by_rows(
+        self, function: Callable[[slice], tuple[Tensor, ...]], num_rows: int, nodes: int
+    ) -> tuple[Tensor, ...]:
+        """Lay side by side what a function gives for each block of so many rows, along the dimension of the nodes."""
         whole = None
         for begin in range(0, max(num_rows, 1), self.rows):
             block = slice(begin, min(begin + self.rows, num_rows))
@@ -168,18 +182,10 @@ class ChunkedInference:
             if block == slice(0, num_rows):
                 return results
             if whole is None:
-                sizes = [(*result.shape[:nodes], num_rows, *result.shape[nodes + 1 :]) for result in results]
-                whole = tuple(result.new_empty(size) for result, size in zip(results, sizes, strict=True))
+                whole = tuple(_with_rows(result, num_rows, nodes) for result in results)
             for target, result in zip(whole, results, strict=True):
                 target.narrow(nodes, begin, block.stop - begin).copy_(result)
         return whole
-
-    def _check(self, x_src: Tensor, x_dst: Tensor) -> None:
-        """Slices of tensors with too many rows would be taken without a word."""
-        numbers = {"source": (x_src, self.graph.num_src), "destination": (x_dst, self.graph.num_dst)}
-        for kind, (rows, number) in numbers.items():
-            if rows.dim() < 2 or rows.shape[-2] != number:
-                raise ValueError(f"x must have {number} rows, one per {kind} of the graph, got {tuple(rows.shape)}")
 
 
 def _cut(graph: GraphStructure, dst: slice) -> tuple[slice, slice, GraphStructure]:
@@ -188,15 +194,20 @@ def _cut(graph: GraphStructure, dst: slice) -> tuple[slice, slice, GraphStructur
     edges, order = slice(int(colptr[0]), int(colptr[-1])), graph.program_order
     if order is not None:
         order = order[(order >= dst.start) & (order < dst.stop)] - dst.start
-    row = graph.row[
-        edges
-    ].clone()  # slices lie at any address, and kernels are compiled apart for addresses that are odd
+    row = graph.row[edges].clone()  # slices lie at any address, and kernels are compiled apart for odd ones
     return dst, edges, GraphStructure(colptr - colptr[0], row, graph.sources, program_order=order)
 
 
 def _take(rows: Tensor | None, block: slice) -> Tensor | None:
     """Some of the rows [.., N, F]; one row is every node's, and none is none."""
     return rows if rows is None or rows.shape[-2] == 1 else rows[..., block, :]
+
+
+def _with_rows(like: Tensor, num_rows: int, nodes: int) -> Tensor:
+    """Memory for as many rows as there are, each as in `like`."""
+    size = list(like.shape)
+    size[nodes] = num_rows
+    return like.new_empty(size)
 
 
 def _stages(layer: nn.Module) -> _Stages:
@@ -217,13 +228,20 @@ def _stages(layer: nn.Module) -> _Stages:
 
 def _stages_of_conv(conv: GraphTransformerConv) -> _Stages:
     def sources(x, cond):
+        if cond is not None:
+            raise ValueError(f"cond must be None, for GraphTransformerConv has no norms, got {tuple(cond.shape)}")
         return conv._split_heads(conv.lin_key(x)), conv._split_heads(conv.lin_value(x))
 
+    def edges(graph, attr):
+        graph, attr = conv._edges(graph, attr, (graph.num_src, graph.num_dst))
+        return attr, conv._edge_weight(attr), None
+
     return _Stages(
+        sides=conv._sides,
         sources=sources,
         query=lambda x, cond: conv._split_heads(conv.lin_query(x)),
         finish=lambda x, out, cond: conv._add_skip(conv._join_heads(out), x),
-        edges=lambda attr: (attr, conv._edge_weight(attr), None),
+        edges=edges,
         config=conv.config,
     )
 
@@ -236,15 +254,22 @@ def _stages_of_block(block: GraphTransformerBaseBlock) -> _Stages:
         raise ValueError(f"layer must be a processor or mapper block, got {type(block).__name__}")
     norm_src = block.layer_norm_attention_src if is_mapper else block.layer_norm_attention
 
+    def sides(x):
+        if is_mapper:
+            return check_sides(x, (block.channels, block.channels))
+        check_features("x", x, block.channels)
+        return x, x
+
     def finish(x, out, cond):
         x = x + block.combine(out, apply_norm(block.layer_norm_attention, x, cond))
         return x + block.node_dst_mlp(apply_norm(block.layer_norm_mlp_dst, x, cond))
 
     return _Stages(
+        sides=sides,
         sources=lambda x, cond: block.key_value(apply_norm(norm_src, x, cond)),
         query=lambda x, cond: block.make_query(apply_norm(block.layer_norm_attention, x, cond)),
         finish=finish,
-        edges=lambda attr: (block.edge_pre_mlp(attr), block.lin_edge.weight, block.lin_edge.bias),
+        edges=lambda graph, attr: (block.edge_pre_mlp(attr), block.lin_edge.weight, block.lin_edge.bias),
         config=block.config,
     )
 
@@ -253,6 +278,7 @@ def _stages_of_mapper(mapper: GraphTransformerBaseMapper) -> _Stages:
     inner = _stages_of_block(mapper.proc)
     extract = mapper.node_data_extractor if isinstance(mapper, GraphTransformerBackwardMapper) else nn.Identity()
     return _Stages(
+        sides=lambda x: check_sides(x, (mapper.in_channels_src, mapper.in_channels_dst)),
         sources=lambda x, cond: inner.sources(mapper.emb_nodes_src(x), cond),
         query=lambda x, cond: inner.query(mapper.emb_nodes_dst(x), cond),
         finish=lambda x, out, cond: extract(inner.finish(mapper.emb_nodes_dst(x), out, cond)),

@@ -10,23 +10,22 @@ from anemoi_gt.graph.checks import check_index, have_size
 def check_operands(
     query: Tensor,
     key: Tensor,
-    value: Tensor | None,
+    value: Tensor,
     graph: GraphStructure,
     edge_attr: Tensor | None,
     edge_weight: Tensor | None,
     edge_bias: Tensor | None,
 ) -> None:
-    """Raise ValueError unless all operands of `edge_attention` fit together (`value` None: there is none)."""
+    """Raise ValueError unless all operands of `edge_attention` fit together."""
     if not isinstance(graph, GraphStructure):
         raise ValueError(
             f"graph must be a GraphStructure, got {type(graph).__name__}; make one, once, with "
             "GraphStructure.from_edge_index(edge_index, (num_src, num_dst))"
         )
-    named = {"query": query, "key": key, "value": value}
-    named |= {"edge_attr": edge_attr, "edge_weight": edge_weight, "edge_bias": edge_bias}
-    for name, operand in named.items():
-        if operand is not None:
-            _check_tensor(name, operand, graph)
+    of_edges = {"edge_attr": edge_attr, "edge_weight": edge_weight, "edge_bias": edge_bias}
+    given = {name: operand for name, operand in of_edges.items() if operand is not None}
+    for name, operand in {"query": query, "key": key, "value": value, **given}.items():
+        _check_tensor(name, operand, graph)
     _check_nodes(query, key, value, graph)
     _check_edges(query, graph, edge_attr, edge_weight, edge_bias)
 
@@ -53,12 +52,10 @@ def _check_tensor(name: str, operand: Tensor, graph: GraphStructure) -> None:
         )
 
 
-def _check_nodes(query: Tensor, key: Tensor, value: Tensor | None, graph: GraphStructure) -> None:
+def _check_nodes(query: Tensor, key: Tensor, value: Tensor, graph: GraphStructure) -> None:
     if query.dim() not in (3, 4):
         raise ValueError(f"query must have shape [N_dst, H, C] or [B, N_dst, H, C], got {tuple(query.shape)}")
     for name, operand in (("key", key), ("value", value)):
-        if operand is None:
-            continue
         if operand.dim() != query.dim():
             raise ValueError(f"{name} must have the {query.dim()} dimensions of query, got {tuple(operand.shape)}")
         if operand.shape[-2:] != query.shape[-2:] or operand.shape[:-3] != query.shape[:-3]:

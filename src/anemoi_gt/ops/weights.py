@@ -44,7 +44,8 @@ def attention_weights(
     >>> attention_weights(torch.zeros(2, 1, 4), torch.zeros(2, 1, 4), graph).flatten().tolist()
     [0.5, 0.5, 1.0]
     """
-    check_operands(query, key, None, graph, edge_attr, edge_weight, edge_bias)
+    no_value = key  # which would have its shape
+    check_operands(query, key, no_value, graph, edge_attr, edge_weight, edge_bias)
     operands, _ = cast_operands(config.precision, query, key, edge_attr, edge_weight, None)
     dtype = accumulator_dtype(operands[0].dtype)
     q, k, attr, weight, _ = (None if operand is None else operand.to(dtype) for operand in operands)

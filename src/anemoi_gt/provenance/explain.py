@@ -1,9 +1,11 @@
 """`explain`: which kernel serves what in a model, found by watching it compute once."""
 
 from collections.abc import Callable
+from math import isfinite
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from anemoi_gt.graph import GraphStructure
 from anemoi_gt.ops import edge_attention
@@ -37,7 +39,7 @@ def explain(model: nn.Module, *inputs, bandwidth: float | None = None, **named) 
     Raises
     ------
     ValueError
-        If the model computes no attention of ours.
+        If the model is no module, or computes no attention of ours, or the bandwidth is no positive number.
 
     Examples
     --------
@@ -49,8 +51,14 @@ def explain(model: nn.Module, *inputs, bandwidth: float | None = None, **named) 
     ('torch', ['anemoi_gt::edge_attention_torch', 'anemoi_gt::edge_attention_torch_backward'])
     """
     model = getattr(model, "_orig_mod", model)  # of torch.compile, whose code knows no modules
+    if not isinstance(model, nn.Module):
+        raise ValueError(
+            f"model must be a torch.nn.Module, whose parts have names, got {type(model).__name__}; "
+            "explain_attention explains one call of edge_attention"
+        )
     names = {module: name for name, module in model.named_modules()}
-    found = _watch(lambda: model(*inputs, **named), names, bandwidth, _devices(model))
+    held = [*model.parameters(), *model.buffers()]
+    found = _watch(lambda: model(*inputs, **named), names, bandwidth, _gpus_of(held, inputs, named))
     if not found.layers:
         raise ValueError(
             f"model must compute an attention of anemoi_gt on these inputs, {type(model).__name__} computed none; "
@@ -85,15 +93,15 @@ def explain_attention(
     Raises
     ------
     ValueError
-        As `anemoi_gt.edge_attention` does.
+        As `anemoi_gt.edge_attention` does, and if the bandwidth is no positive number.
     """
-    return _watch(
-        lambda: edge_attention(query, key, value, graph, *edges, **options), {}, bandwidth, _gpus([query.device])
-    )
+    return _watch(lambda: edge_attention(query, key, value, graph, *edges, **options), {}, bandwidth, _gpus_of(query))
 
 
 def _watch(compute: Callable, names: dict, bandwidth: float | None, gpus: list[torch.device]) -> Explanation:
     """Compute under watch, and describe what was seen."""
+    if bandwidth is not None and not (isinstance(bandwidth, (int, float)) and bandwidth > 0 and isfinite(bandwidth)):
+        raise ValueError(f"bandwidth must be a positive number of bytes per second, or None, got {bandwidth!r}")
     with torch.random.fork_rng(gpus), watching() as calls:
         compute()
     layers = tuple(_layer(call, names, bandwidth) for call in calls)
@@ -101,13 +109,10 @@ def _watch(compute: Callable, names: dict, bandwidth: float | None, gpus: list[t
     return Explanation(layers, min(known, default=None))
 
 
-def _devices(model: nn.Module) -> list[torch.device]:
-    """The GPUs that hold parts of a model."""
-    return _gpus(tensor.device for tensor in (*model.parameters(), *model.buffers()))
-
-
-def _gpus(devices) -> list[torch.device]:
-    return sorted({device for device in devices if device.type == "cuda"}, key=lambda device: device.index)
+def _gpus_of(*tensors) -> list[torch.device]:
+    """The GPUs that hold tensors, in any containers: their random numbers are given back."""
+    devices = {leaf.device for leaf in tree_leaves(tensors) if isinstance(leaf, Tensor)}
+    return sorted((device for device in devices if device.type == "cuda"), key=lambda device: device.index)
 
 
 def _layer(call: Call, names: dict, bandwidth: float | None) -> Layer:

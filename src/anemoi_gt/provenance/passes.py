@@ -67,13 +67,14 @@ def _pass(name: str, operator: str, moved: int, kernels: Iterable, bandwidth: fl
 
 
 def _kernel(planned, bandwidth: float | None) -> Kernel:
-    runners_up = tuple(
-        Alternative(tile, 1e3 * seconds if isfinite(seconds) else None) for tile, seconds in planned.others
-    )
-    predicted = None if planned.seconds is None else 1e3 * planned.seconds
-    return Kernel(
-        planned.name, planned.tile, predicted, runners_up, planned.bytes, _ms(planned.bytes, bandwidth)
-    )  # fmt: skip
+    runners_up = tuple(Alternative(tile, _predicted(seconds)) for tile, seconds in planned.others)
+    expected = _ms(planned.bytes, bandwidth)
+    return Kernel(planned.name, planned.tile, _predicted(planned.seconds), runners_up, planned.bytes, expected)
+
+
+def _predicted(seconds: float | None) -> float | None:
+    """Milliseconds; None where nothing is predicted, and where the tile does not fit."""
+    return 1e3 * seconds if seconds is not None and isfinite(seconds) else None
 
 
 def _ms(moved: int, bandwidth: float | None) -> float | None:

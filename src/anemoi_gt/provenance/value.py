@@ -34,7 +34,7 @@ class Kernel:
     tile : dict of str to int
         What a program holds on chip.
     predicted_ms : float or None
-        The score of the tile, which chose it; None where there is one to choose from.
+        The score of the tile, which chose it; None where there is one to choose from, or where it should not fit.
     runners_up : tuple of Alternative
         Best first.
     bytes : int
@@ -186,8 +186,7 @@ def _all_but_name(layer: Layer) -> tuple:
 def _layer_lines(layers: list[Layer]) -> Iterator[str]:
     """Lines of layers that differ by name alone."""
     first, sizes = layers[0], layers[0].sizes
-    title = first.name if len(layers) == 1 else f"{first.name} .. {layers[-1].name}: {len(layers)} alike"
-    yield " ".join(part for part in (title, first.module) if part) or "attention"
+    yield _title(layers) or "attention"
     yield (
         f"  {sizes['edges']:,} edges, {sizes['sources']:,} to {sizes['destinations']:,} nodes, samples {sizes['samples']}, "
         f"heads {sizes['heads']} x {sizes['channels']}, {_edge_words(first)}, {first.dtype}, {first.device}"
@@ -200,6 +199,13 @@ def _layer_lines(layers: list[Layer]) -> Iterator[str]:
     yield from _aligned(rows)
 
 
+def _title(layers: list[Layer]) -> str:
+    """Names, a number where there are several, and the class; a layer that computes more than once is named once."""
+    names = " .. ".join(dict.fromkeys(filter(None, (layers[0].name, layers[-1].name))))
+    number = "" if len(layers) == 1 else f"{len(layers)} alike"
+    return " ".join(filter(None, (": ".join(filter(None, (names, number))), layers[0].module)))
+
+
 def _edge_words(layer: Layer) -> str:
     return {"none": "no attributes", "raw": f"attributes {layer.sizes['attributes']}", "embedded": "embedded edges"}[
         layer.features
@@ -209,9 +215,14 @@ def _edge_words(layer: Layer) -> str:
 def _kernel_rows(kernel: Kernel) -> Iterator[tuple[str, ...]]:
     yield f"  {kernel.name}", *_figures(kernel, kernel.predicted_ms), _words(kernel.tile)
     for other in kernel.runners_up[:SHOWN]:
-        does_not_fit = other.predicted_ms is None
-        change = "does not fit" if does_not_fit else f"{other.predicted_ms / kernel.predicted_ms - 1:+.1%}"
-        yield "    not taken", "", "", change, "", _words(other.tile)
+        yield "    not taken", "", "", _change(kernel.predicted_ms, other.predicted_ms), "", _words(other.tile)
+
+
+def _change(taken: float | None, other: float | None) -> str:
+    """How much longer another tile would take; nothing where the one taken has no time, as on a graph without nodes."""
+    if other is None:
+        return "does not fit"
+    return f"{other / taken - 1:+.1%}" if taken else ""
 
 
 def _figures(of: Pass | Kernel, predicted: float | None) -> tuple[str, str, str, str]:
@@ -231,10 +242,13 @@ def _time(milliseconds: float | None) -> str:
 
 def _scaled(number: float, unit: str) -> str:
     """Three digits and a prefix: 1.2 GB, 30 us."""
+    rounded = float(f"{number:.3g}")  # first, for 999.7 is 1 of the next prefix
+    if rounded == 0:
+        return f"0 {unit}"
     for prefix, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3), ("", 1), ("m", 1e-3), ("u", 1e-6)):
-        if number >= size:
-            return f"{number / size:.3g} {prefix}{unit}"
-    return f"{number / 1e-9:.3g} n{unit}"
+        if rounded >= size:
+            return f"{rounded / size:.3g} {prefix}{unit}"
+    return f"{rounded / 1e-9:.3g} n{unit}"
 
 
 def _aligned(rows: list[tuple[str, ...]]) -> Iterator[str]:
