@@ -19,8 +19,9 @@ Where the numbers are from. Instructions and registers are fits to what ptxas ma
 1, 2, 4 edges; C = 32, 64; bf16, D = 11). 128 bytes: rows of one head, 128 bytes, are read at half the speed. 1.5: bytes of DRAM counted
 on an H200 (benchmarks/NOTES.md, "What bounds each kernel"). Numbers of 32 bits are assumed to take half as many instructions again. The 500 cycles of a load, 7 of an instruction that the next one
 waits for and 500 of a start are the best fit to the 22 times in `anemoi_gt.kernels.tile`, from which the prediction is 12% off
-(root mean square; at most 24%). So small differences say nothing, and `settle` does not act on them: by themselves the predictions
-would take another tile than the one measured best in 9 of the 18 cases of the sweeps, each time for a gain below 7%.
+(root mean square; at most 24%). By themselves the predictions would take another tile than the one measured best in 9 of the 18 cases
+of the sweeps, each time for a gain below 7%. So `settle` keeps the rule that the sweeps gave; where a prediction of more than that
+stands against it, on shapes that were not swept, `benchmarks/tiles.py` can decide.
 """
 
 from collections.abc import Iterable
@@ -36,7 +37,6 @@ APART = 128  # bytes that could have been fetched where a chunk begins or ends
 NORM = 6
 TILE_REGISTERS = 255  # of a thread; more are spilled to memory
 SLOTS = 32  # programs of a processor at most
-WORTH = 0.1  # what a tile must gain over the one that was measured best, for the prediction is no better
 PRODUCT = 16  # smallest inner size of a matrix product
 BUSY_DEGREE = 4  # mean degree from which the edges of one node keep a program busy
 
@@ -188,16 +188,16 @@ def _attributes(shape: Shape, tile: RowTile, device: Device) -> float:
     return -(-shape.degree // PRODUCT) * (450 + 34 * held)
 
 
-def settle(work: Work, shape: Shape, measured: RowTile, candidates: Iterable[RowTile], device: Device) -> Choice:
-    """Take `measured`, unless another tile is predicted to gain more than the prediction can be wrong by.
+def settle(work: Work, shape: Shape, rule: RowTile, candidates: Iterable[RowTile], device: Device) -> Choice:
+    """Take the rule's tile, and rank the others behind it; where it cannot run, the best of them.
 
     Ties are broken by the order of the candidates, so equal arguments give equal tiles.
     """
-    own = Scored(measured, predict(work, shape, measured, device))
-    ranked = [Scored(tile, predict(work, shape, tile, device)) for tile in candidates if tile != measured]
+    own = Scored(rule, predict(work, shape, rule, device))
+    ranked = [Scored(tile, predict(work, shape, tile, device)) for tile in candidates if tile != rule]
     ranked.sort(key=lambda scored: scored.seconds)
-    if ranked and ranked[0].seconds * (1 + WORTH) < own.seconds:
-        return Choice(ranked[0], tuple(sorted([own, *ranked[1:]], key=lambda scored: scored.seconds)))
+    if ranked and own.seconds == inf > ranked[0].seconds:
+        return Choice(ranked[0], (*ranked[1:], own))
     return Choice(own, tuple(ranked))
 
 

@@ -4,9 +4,9 @@ Shapes follow from sizes and from what the device is, never from a clock, so a p
 each kernel there is a rule, what sweeps over heads, nodes, warps and unrolling gave on one H200 (bf16, H = 16, C = 32 and 64, the
 encoder, processor and decoder of N320 with icosphere 6, where no other graph is named): one node a program and all heads in it; few
 warps where a row is reduced, more where it is only summed; several nodes a program where a node has one or two edges. For kernels that
-gather rows, `anemoi_gt.kernels.score` predicts times of all tiles, and takes another than the rule's where that is
-predicted to gain more than the prediction can be wrong by: on other shapes, dtypes and devices than those of the sweeps. For
-contractions the sweeps differ by 2%, far less than predictions are worth, so there the rule alone decides.
+gather rows, `anemoi_gt.kernels.score` predicts times of all tiles, which `explain` tells: on other shapes, dtypes and devices than those
+of the sweeps, a tile that is predicted to be much faster may be. The prediction alone does not find the tiles that were measured best,
+so it decides only where the rule's tile would spill. For contractions the sweeps differ by 2%, far less than predictions are worth.
 """
 
 from collections.abc import Iterator

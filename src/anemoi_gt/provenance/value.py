@@ -173,9 +173,7 @@ class Explanation:
         if self.bandwidth is not None:
             lines.append(f"expected: bytes over {_scaled(self.bandwidth, 'B/s')}")
         if any(kernel.runners_up for layer in self.layers for pass_ in layer.passes for kernel in pass_.kernels):
-            lines.append(
-                "not taken: what is predicted of other tiles; the one measured best gives way to gains above 10% alone"
-            )
+            lines.append("not taken: what is predicted of other tiles; the rule that sweeps on a GPU gave decides")
         return "\n".join(lines)
 
 
