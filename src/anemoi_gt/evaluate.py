@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -73,6 +73,16 @@ def explain_forecast(run: Run, where: str, folder: Path) -> None:
     tell(found, where, folder)
 
 
+def launch_on_checkpoint(name: str, prepare: Callable[["DictConfig"], Callable[[], Any]]) -> None:
+    """Run a Hydra application as `launch` does, on the config of the checkpoint that the command line names."""
+    try:
+        require_packages()
+        store_config(sys.argv[1:])
+    except (ImportError, OSError, ValueError) as error:
+        stop(f"anemoi_gt.{name}", error)
+    launch(name, prepare)
+
+
 def store_config(arguments: list[str]) -> None:
     """Hand Hydra the config of the checkpoint that the arguments name, under the name by which `evaluate.yaml` takes it.
 
@@ -118,12 +128,7 @@ def _file_named_by(argument: str) -> Path:
 
 def main() -> None:
     """Run the application with the arguments of the command line."""
-    try:
-        require_packages()
-        store_config(sys.argv[1:])
-    except (ImportError, OSError, ValueError) as error:
-        stop("anemoi_gt.evaluate", error)
-    launch("evaluate", prepare)
+    launch_on_checkpoint("evaluate", prepare)
 
 
 if __name__ == "__main__":

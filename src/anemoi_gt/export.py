@@ -6,7 +6,6 @@ The config of the run comes from the checkpoint; values on the command line chan
 import json
 import logging
 import os
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -16,13 +15,13 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from anemoi_gt.application import Run, build, check_backend, instantiate, launch, require_packages, stop
+from anemoi_gt.application import Run, build, check_backend, instantiate
 from anemoi_gt.data.datasets import ForecastDataset
 from anemoi_gt.deploy import Autocast, Trial, export_model, try_package, write_package
 from anemoi_gt.deploy.model import check_max_batch
 from anemoi_gt.deploy.package import check_compiler, check_place
 from anemoi_gt.deploy.program import check_kernels
-from anemoi_gt.evaluate import store_config
+from anemoi_gt.evaluate import launch_on_checkpoint
 from anemoi_gt.training.checkpoint import load_checkpoint, load_weights
 from anemoi_gt.training.device import choose_device, cpu_threads
 from anemoi_gt.training.learner import AUTOCAST
@@ -146,12 +145,7 @@ def _sizes(batches: list[Tensor]) -> str:
 
 def main() -> None:
     """Run the application with the arguments of the command line."""
-    try:
-        require_packages()
-        store_config(sys.argv[1:])
-    except (ImportError, OSError, ValueError) as error:
-        stop("anemoi_gt.export", error)
-    launch("export", prepare)
+    launch_on_checkpoint("export", prepare)
 
 
 if __name__ == "__main__":

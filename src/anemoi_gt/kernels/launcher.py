@@ -47,7 +47,7 @@ class Launch:
         """What a profiler shows of a launch on tensors of this dtype, such as "bf16"; nothing is compiled for it."""
         make = (
             getattr(self.kernel, "repr", None) or self.kernel.kwargs["repr"]
-        )  # the interpreter keeps what it was given
+        )  # the interpreter keeps its options there
         return make(SimpleNamespace(signature=defaultdict(lambda: f"*{dtype}"), constants=self.constants))
 
     def __call__(self, **tensors) -> None:
