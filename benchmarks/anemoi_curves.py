@@ -5,16 +5,17 @@
 
 The fields to predict are a fixed smooth function of the input, which is drawn anew at every step, the same for all runs of one seed.
 For each precision, two seeds are run untouched and two under `install`. Ours lies within the spread when at every step the smoothed
-curves of one seed differ by no more than those of the two seeds, untouched, do at most.
+curves of one seed differ by no more than those of the two seeds, untouched, do at most. Curves are written one by one.
 """
 
-import json
+from functools import partial
 
 import torch
-from anemoi_step import PACKAGES, VARIANTS, Training, make_parser
-from suite.environment import describe
+from anemoi_step import VARIANTS, Training, make_parser, start_report
+from parts import Parts
 
 SEEDS = (0, 1)
+NAMES = ("untouched", "install")
 WINDOW = 10  # steps over which a curve is averaged
 PRECISIONS = ("bf16-mixed", "16-mixed")
 
@@ -49,7 +50,7 @@ def compare(curves):
     smoothed = {key: smooth(losses) for key, losses in curves.items()}
     spread = (smoothed["untouched", SEEDS[0]] - smoothed["untouched", SEEDS[1]]).abs().max().item()
     apart = {seed: (smoothed["install", seed] - smoothed["untouched", seed]).abs().max().item() for seed in SEEDS}
-    return {"spread_of_seeds": spread, "apart": apart, "within": max(apart.values()) <= spread}
+    return {"spread_of_seeds": spread, "apart": apart, "within": all(far <= spread for far in apart.values())}
 
 
 def main(arguments=None):
@@ -57,23 +58,23 @@ def main(arguments=None):
     parser = make_parser(__doc__)
     parser.add_argument("--training-steps", type=int, default=200)
     options = parser.parse_args(arguments)
-    report = {
-        "environment": describe(options.device, PACKAGES, options.commit),
-        "options": vars(options) | {"output": None},
-    }
-    for options.precision in PRECISIONS:
-        curves = {}
+    parts = Parts(start_report(options), options.output, options.seconds)
+    for precision in PRECISIONS:
+        options.precision = precision
+        curves, kept = {}, {"losses": {}}
+        parts.report[precision] = kept
         for seed in SEEDS:
             training = Training(options, seed)
-            for name in ("untouched", "install"):
-                curves[name, seed] = curve(training, seed, options.training_steps, VARIANTS[name])
-        report[options.precision] = compare(curves)
-        report[options.precision]["losses"] = {f"{name}, seed {seed}": c.tolist() for (name, seed), c in curves.items()}
-        print(options.precision, {key: found for key, found in report[options.precision].items() if key != "losses"})
-    if options.output:
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(json.dumps(report, indent=1, default=str) + "\n")
-    return report
+            for name in NAMES:
+                title = f"{name}, seed {seed}"
+                call = partial(curve, training, seed, options.training_steps, VARIANTS[name])
+                losses = parts.run(f"{precision}, {title}", call)
+                if losses is not None:
+                    curves[name, seed], kept["losses"][title] = losses, losses.tolist()
+        if len(curves) == len(SEEDS) * len(NAMES):
+            kept |= compare(curves)
+            print(precision, {key: found for key, found in kept.items() if key != "losses"}, flush=True)
+    return parts.end()
 
 
 if __name__ == "__main__":

@@ -5,13 +5,14 @@
 
 The defaults are the configuration of Anemoi's official benchmark: N320, icosphere 6, 512 channels, 16 processor layers, mappers in two
 chunks, activation checkpointing, 16-mixed, AdamW. All variants share one model and one process; each round takes them in an order drawn
-anew, and after each switch some steps are left out. Before anything is timed, loss and gradients of all variants are compared.
+anew, and after each switch some steps are left out. Before it is timed, a variant's loss and gradients are compared with those of the
+untouched model; one that fails or differs is reported, and the others go on. Results are written after each part.
 
 A variant is a function that makes a context in which the model computes its way; add one to `VARIANTS`.
 """
 
 import argparse
-import json
+import gc
 import random
 import re
 import statistics
@@ -19,7 +20,7 @@ import sys
 import time
 from collections import Counter
 from contextlib import contextmanager, nullcontext
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -29,6 +30,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / name) for name in ("benchmarks", "src", "tests")]
 
 from own_blocks import own_blocks  # noqa: E402
+from parts import Parts  # noqa: E402
 from suite.environment import describe  # noqa: E402
 from support.anemoi_model import build, draw, graph_of, make_options  # noqa: E402
 
@@ -38,6 +40,7 @@ PACKAGES = {"torch", "triton", "torch-geometric", "anemoi-models", "anemoi-utils
 PRECISIONS = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16, "32": None}
 FAMILIES = {  # the first whose pattern is found in the name of a kernel
     "attention, ours": r"anemoi_gt|edge_attention|edge_attr",
+    "fused by Inductor": r"^triton_(poi|red|per|tem|for|mm)_|^cpp_fused",
     "attention, Anemoi's": r"_gt_fwd|_gt_bwd|graph_transformer",
     "sort, scan, unique": r"sort|scan|radix|unique|histogram|bincount|DeviceSelect|merge",
     "matrix products": r"gemm|cutlass|nvjet|cublas|splitK|addmm|aten::mm|aten::bmm",
@@ -74,6 +77,12 @@ VARIANTS = {
 }
 
 
+@cache
+def load_graph(path, name, refinement):
+    """The graph of a file, or that of a grid and an icosphere."""
+    return torch.load(path, weights_only=False) if path else graph_of(name, refinement)
+
+
 class Training:
     """A model, its optimiser and one batch.
 
@@ -89,11 +98,7 @@ class Training:
         self.device = torch.device(options.device)
         self.dtype = PRECISIONS[options.precision]
         names = tuple(f"field_{i}" for i in range(options.variables))
-        graph = (
-            torch.load(options.graph, weights_only=False)
-            if options.graph
-            else graph_of(options.grid, options.refinement)
-        )
+        graph = load_graph(options.graph, options.grid, options.refinement)
         changes = {"channels": options.channels, "heads": options.heads, "layers": options.layers}
         changes |= {"mapper_chunks": options.mapper_chunks, "layer_chunks": min(2, options.layers)}
         changes |= {"graph_attention_backend": "triton" if self.device.type == "cuda" else "pyg"}
@@ -103,7 +108,8 @@ class Training:
         self.sizes = {"graph": {str(kind): graph[kind].num_edges for kind in graph.edge_types}}
         self.sizes |= {name: graph[name].num_nodes for name in graph.node_types}
         self.sizes["parameters"] = sum(parameter.numel() for parameter in self.model.parameters())
-        self.start = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
+        # On the CPU, for it is no part of the memory of a step.
+        self.start = {name: tensor.to("cpu", copy=True) for name, tensor in self.model.state_dict().items()}
         self.restart()
 
     def restart(self):
@@ -140,28 +146,43 @@ class Training:
         return loss.item(), {name: p.grad.float() for name, p in self.model.named_parameters() if p.grad is not None}
 
 
-def compare(training, variants, reference="untouched"):
-    """Relative difference of loss and of all gradients together from those of the first variant."""
-    results, differences = {}, {}
-    for name in dict.fromkeys([reference, *variants]):
-        training.restart()
-        with VARIANTS[name](training.model):
-            results[name] = training.gradients()
-    loss, gradients = results[reference]
+def judged(training, name):
+    """Loss and gradients of a variant at the first step."""
+    training.restart()
+    with VARIANTS[name](training.model):
+        return training.gradients()
+
+
+def difference(training, name, expected):
+    """Relative difference of a variant's loss, and of all its gradients together, from what is expected."""
+    (loss, gradients), (other_loss, others) = expected, judged(training, name)
     norm = torch.stack([gradient.norm() for gradient in gradients.values()]).norm()
-    for name, (other_loss, others) in results.items():
-        off = torch.stack([(others[key] - gradient).norm() for key, gradient in gradients.items()]).norm()
-        differences[name] = {"loss": abs(other_loss - loss) / abs(loss), "gradients": (off / norm).item()}
+    off = torch.stack([(others[key] - gradient).norm() for key, gradient in gradients.items()]).norm()
+    found = {"loss": abs(other_loss - loss) / abs(loss), "gradients": (off / norm).item()}
     limit = 1e-4 if training.dtype is None else 5e-2
-    wrong = {name: found for name, found in differences.items() if not max(found.values()) < limit}
-    if wrong:
-        raise SystemExit(f"nothing is timed that is not right; allowed {limit}, got {wrong}")
-    return differences
+    if not all(value < limit for value in found.values()):
+        raise ValueError(f"nothing is timed that is not right; allowed {limit}, got {found}")
+    return found
+
+
+def compare(training, parts, variants, reference="untouched"):
+    """Which variants are right; how far each is from the reference goes to the report."""
+    found = parts.report["difference_from_untouched"] = {}
+    expected = parts.run(f"compare {reference}", partial(judged, training, reference))
+    if expected is None:
+        return []
+    for name in variants:
+        off = parts.run(f"compare {name}", partial(difference, training, name, expected))
+        if off is not None:
+            found[name] = off
+            print(f"{name}: off by {off}", flush=True)
+    return list(found)
 
 
 def measure(training, name, options):
-    """Times of single steps in ms, and peak memory in GB, of one variant in one round."""
+    """Times of single steps in ms, peak memory in GB, and the scaler's last scale, of one variant in one round."""
     training.restart()
+    gc.collect()
     with VARIANTS[name](training.model):
         for _ in range(options.warmup):
             training.step()
@@ -175,7 +196,7 @@ def measure(training, name, options):
             training.wait()
             times.append(1e3 * (time.perf_counter() - begin))
         peak = torch.cuda.max_memory_allocated() / 1e9 if training.device.type == "cuda" else None
-    return times, peak
+    return times, peak, training.scaler.get_scale()  # a scale that fell tells of steps that were left out
 
 
 def family_of(kernel):
@@ -238,45 +259,64 @@ def make_parser(description):
     parser.add_argument("--steps", type=int, default=10, help="measured steps of a variant in a round")
     parser.add_argument("--warmup", type=int, default=4, help="steps left out after each switch")
     parser.add_argument("--seed", type=int, default=0, help="of the order of variants")
+    parser.add_argument("--seconds", type=float, default=540, help="after which nothing more is begun")
     parser.add_argument("--output", type=Path, help="JSON file")
     return parser
+
+
+def start_report(options):
+    """What every report of this model begins with."""
+    return {
+        "environment": describe(torch.device(options.device).type, PACKAGES, options.commit),
+        "options": vars(options) | {"output": None},
+    }
 
 
 def main(arguments=None):
     """Compare, measure in random order, profile; write and return the report."""
     options = make_parser(__doc__).parse_args(arguments)
+    parts = Parts(start_report(options), options.output, options.seconds)
     training, shuffle = Training(options), random.Random(options.seed)
-    report = {
-        "environment": describe(training.device.type, PACKAGES, options.commit),
-        "options": vars(options) | {"output": None},
-    }
-    report |= {"sizes": training.sizes, "difference_from_untouched": compare(training, options.variants), "rounds": []}
-    times, peaks = {name: [] for name in options.variants}, {name: [] for name in options.variants}
-    for _ in range(options.rounds):
-        order = shuffle.sample(options.variants, len(options.variants))
-        report["rounds"].append(order)
+    parts.report["sizes"] = training.sizes
+    left = compare(training, parts, options.variants)
+    rounds, variants = [], {}
+    parts.report |= {"rounds": rounds, "variants": variants}
+    for number in range(options.rounds):
+        order = shuffle.sample(left, len(left))
+        rounds.append(order)
         for name in order:
-            measured, peak = measure(training, name, options)
-            times[name] += measured
-            peaks[name].append(peak)
-    report["variants"] = {
-        name: {
-            "median_ms": statistics.median(times[name]),
-            "quartiles_ms": statistics.quantiles(times[name], n=4) if len(times[name]) > 1 else times[name],
-            "peak_gb": None if None in peaks[name] else max(peaks[name]),
-            "profile": profiled(training, name, options),
-        }
-        for name in options.variants
-    }
-    if options.output:
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(json.dumps(report, indent=1, default=str) + "\n")
-    for name, found in report["variants"].items():
-        peak = "" if found["peak_gb"] is None else f", {found['peak_gb']:.2f} GB"
-        print(f"{name}: {found['median_ms']:.1f} ms a step{peak}; kernels {found['profile']['total_ms']:.1f} ms")
+            measured = parts.run(f"round {number} of {name}", partial(measure, training, name, options))
+            if measured is None:
+                left.remove(name)
+            else:
+                record(variants.setdefault(name, {"rounds": [], "profile": None}), *measured)
+        if number == 0:  # what comes last is what a limit of time cuts off
+            for name in left:
+                variants[name]["profile"] = parts.run(f"profile of {name}", partial(profiled, training, name, options))
+    parts.report["variants"] = {name: variants[name] for name in options.variants if name in variants}
+    for name, found in parts.report["variants"].items():
+        show(name, found)
+    return parts.end()
+
+
+def record(found, times, peak, scale):
+    """Add the figures of a round to those of a variant."""
+    found["rounds"].append({"ms": times, "peak_gb": peak, "scale": scale})
+    every = [ms for each in found["rounds"] for ms in each["ms"]]
+    peaks = [each["peak_gb"] for each in found["rounds"]]
+    found["median_ms"] = statistics.median(every)
+    found["quartiles_ms"] = statistics.quantiles(every, n=4) if len(every) > 1 else every
+    found["peak_gb"] = None if None in peaks else max(peaks)
+
+
+def show(name, found):
+    """Print the figures of a variant."""
+    peak = "" if found["peak_gb"] is None else f", {found['peak_gb']:.2f} GB"
+    print(f"{name}: {found['median_ms']:.1f} ms a step{peak}")
+    if found["profile"]:
+        print(f"    {found['profile']['total_ms']:9.2f} ms  kernels")
         for family, ms in found["profile"]["families_ms"].items():
-            print(f"    {ms:9.2f} ms  {family}")
-    return report
+            print(f"    {ms:9.2f} ms  {family}", flush=True)
 
 
 if __name__ == "__main__":

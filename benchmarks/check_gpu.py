@@ -13,10 +13,22 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from gpu_checks import DEVICE, execution, large, many, model, names, package, sanitize
+from gpu_checks import DEVICE, application, execution, large, many, model, names, package, sanitize
 from gpu_checks.report import Report
 
-NEED_GPU = ("stream", "graph", "sync", "inference", "training", "waiting", "compiled", "names", "package", "sanitize")
+NEED_GPU = (
+    "stream",
+    "graph",
+    "sync",
+    "inference",
+    "training",
+    "waiting",
+    "compiled",
+    "names",
+    "package",
+    "application",
+    "sanitize",
+)
 SIMPLE = {
     "repeat": (execution.repeat, "runs give the same bits 100 times"),
     "stream": (execution.stream, "a second stream"),
@@ -28,6 +40,7 @@ SIMPLE = {
     "compiled": (model.compiled, "a model under torch.compile, modes default and reduce-overhead"),
     "names": (names.kernel_names, "kernels of a profile, eager and compiled, are those that explain names"),
     "package": (package.models_and_layers, "packages of models and layers in processes without this library"),
+    "application": (application.exported_and_loaded, "python -m anemoi_gt export, and the loaders of the example"),
     "big": (large.beyond_32_bits, "offsets beyond 2^31; takes about 80 GB"),
     "sanitize": (sanitize.check, "compute-sanitizer memcheck and racecheck"),
 }

@@ -5,11 +5,11 @@
 
 Counted are, for forward and backward apart: the operators that eager PyTorch dispatches and that compute something, and the calls
 in the code that Inductor generates. On a GPU a profile adds the kernels and the calls of the host of one pass. Nothing is timed before
-output and gradients agree with eager's. Mode reduce-overhead captures CUDA graphs, so it is left out on a CPU.
+output and gradients agree with eager's. Mode reduce-overhead captures CUDA graphs, so it is left out on a CPU. Results are written after
+each part and mode; one that fails is reported, and the others go on.
 """
 
 import argparse
-import json
 import re
 import statistics
 import sys
@@ -17,6 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -30,6 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / name) for name in ("benchmarks", "src")]
 
+from parts import Parts  # noqa: E402
 from suite.environment import describe  # noqa: E402
 
 from anemoi_gt import AttentionConfig, EncoderProcessorDecoder  # noqa: E402
@@ -159,6 +161,8 @@ def compile_part(part: Part, mode: str) -> tuple[Callable, dict]:
     begin = time.perf_counter()
     with inductor.patch(force_disable_caches=True):  # code that comes out of a cache is not shown
         _, codes = run_and_get_code(part.forward_backward, compiled)
+    if len(codes) != 2:
+        raise ValueError(f"forward and backward must be one piece of code each, got {len(codes)} pieces")
     forward, backward = map(calls_in, codes)
     seconds = time.perf_counter() - begin
     return compiled, {"calls": {"forward": forward, "backward": backward}, "compile_seconds": seconds}
@@ -171,7 +175,7 @@ def difference(part: Part, compiled: Callable) -> dict[str, float]:
     pairs = zip(("output", "gradients"), expected, part.results(compiled), strict=True)
     found, limit = {name: ((b - a).norm() / a.norm()).item() for name, a, b in pairs}, AGREE[part.dtype]
     if not max(found.values()) < limit:
-        raise SystemExit(f"nothing is timed that is not right; allowed {limit}, got {found}")
+        raise ValueError(f"nothing is timed that is not right; allowed {limit}, got {found}")
     return found
 
 
@@ -218,17 +222,16 @@ def measure(part: Part, function: Callable, repeats: int) -> dict:
     return found
 
 
-def study(part: Part, options: argparse.Namespace) -> dict:
-    """Eager, then every mode."""
-    found = {"eager": {"operators": operators_of(part), "passes": measure(part, part.module, options.repeats)}}
-    for mode in options.modes:
-        compiled, made = compile_part(part, mode)
-        made["difference_from_eager"] = difference(part, compiled)
-        made["passes"] = measure(part, compiled, options.repeats)
-        made["graphs"] = counters["stats"]["unique_graphs"]
-        made["cudagraph_skips"] = counters["inductor"]["cudagraph_skips"]
-        found[mode] = made
-    return found
+def study(part: Part, way: str, repeats: int) -> dict:
+    """What was counted and timed of a part, eager or compiled in a mode."""
+    if way == "eager":
+        return {"operators": operators_of(part), "passes": measure(part, part.module, repeats)}
+    compiled, made = compile_part(part, way)
+    made["difference_from_eager"] = difference(part, compiled)
+    made["passes"] = measure(part, compiled, repeats)
+    made["graphs"] = counters["stats"]["unique_graphs"]
+    made["cudagraph_skips"] = counters["inductor"]["cudagraph_skips"]
+    return made
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -246,6 +249,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--precision", choices=PRECISIONS, default="bf16" if on_gpu else "32")
     parser.add_argument("--device", default="cuda" if on_gpu else "cpu")
     parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--seconds", type=float, default=480, help="after which nothing more is begun")
     parser.add_argument("--output", type=Path, help="JSON file")
     parser.add_argument("--commit", help="what to record where git cannot tell")
     options = parser.parse_args(arguments)
@@ -267,16 +271,17 @@ def show(name: str, way: str, found: dict) -> None:
 def main(arguments: list[str] | None = None) -> dict:
     """Study every part; write and return the report."""
     options = parse(arguments)
-    report = {"environment": describe(options.device, {"torch", "triton"}, options.commit)}
+    report = {"environment": describe(torch.device(options.device).type, {"torch", "triton"}, options.commit)}
     report |= {"options": vars(options) | {"output": None}, "parts": {}}
+    parts = Parts(report, options.output, options.seconds)
     for name, part in make_parts(options).items():
-        report["parts"][name] = study(part, options)
-        for way, found in report["parts"][name].items():
-            show(name, way, found)
-        if options.output:
-            options.output.parent.mkdir(parents=True, exist_ok=True)
-            options.output.write_text(json.dumps(report, indent=1) + "\n")
-    return report
+        report["parts"][name] = {}
+        for way in ("eager", *options.modes):
+            found = parts.run(f"{name}, {way}", partial(study, part, way, options.repeats))
+            if found is not None:
+                report["parts"][name][way] = found
+                show(name, way, found)
+    return parts.end()
 
 
 if __name__ == "__main__":

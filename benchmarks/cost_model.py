@@ -1,4 +1,5 @@
-"""What a pass should cost on many GPUs: fitted to 1 and 2 of them, checked on 4, carried on to grids that nobody has measured here.
+"""What a pass should cost on many GPUs: fitted to one of them and to messages between two, checked on 2 and more, carried on to grids that
+nobody has measured here.
 
     python benchmarks/cost_model.py --results benchmarks/results/sharding_h200x2.json --halo benchmarks/results/halo_rows.json
 
@@ -11,7 +12,8 @@
     rows      = c sqrt(nodes of a rank)             halo: what lies around them; c from real partitions, the largest that was found
     memory    = fixed + slope * work
 
-`unit`, `host`, `fixed`, `slope` are fitted to the passes, `latency` and `bandwidth` to the messages, by least squares of relative errors.
+`unit`, `host`, `fixed`, `slope` are fitted to passes of several sizes on one rank, `latency` and `bandwidth` to messages between two, by least
+squares of relative errors. So every pass on several ranks is a check.
 Beyond one host, latency and bandwidth are those of the command line: assumed, not measured.
 """
 
@@ -28,9 +30,8 @@ sys.path[:0] = [str(ROOT / name) for name in ("benchmarks", "src")]
 
 from anemoi_gt.distributed.partition import NODE_COST  # noqa: E402
 
-FITTED, CHECKED = (1, 2), (4, 8)  # ranks
+FITTED, MESSAGES, CHECKED = (1,), (2,), (2, 4, 8)  # ranks
 EDGE_DIM = 11
-ROUNDS = 30  # of the fit: what overlap hides depends on what is fitted
 WHERE = {"encoder": "data", "processor": "hidden", "decoder": "hidden"}  # whose rows travel
 GRIDS = {  # data nodes, hidden nodes
     "9 km (O1280, icosphere 8)": (6_599_680, 655_362),
@@ -133,7 +134,7 @@ def pass_of(record: dict) -> Pass:
 
 
 def fit(report: dict) -> Model:
-    """Fit the model to the results of benchmarks/sharding.py on `FITTED` ranks.
+    """Fit the model to results of benchmarks/sharding.py: passes on `FITTED` ranks, where nothing travels, and messages on `MESSAGES`.
 
     Raises
     ------
@@ -141,19 +142,16 @@ def fit(report: dict) -> Model:
         When the results lack passes of two sizes, or messages.
     """
     passes = [(pass_of(record), record) for record in passes_of(report, FITTED)]
-    messages = [record for record in report["results"] if record["part"] == "exchange" and record["ranks"] in FITTED]
+    messages = [record for record in report["results"] if record["part"] == "exchange" and record["ranks"] in MESSAGES]
     if len({one.work for one, _ in passes}) < 2 or len({record["message_bytes"] for record in messages}) < 2:
         raise ValueError(
-            f"results must hold passes of two sizes and messages of two sizes on {FITTED} ranks, got {len(passes)} passes and "
+            f"results must hold passes of two sizes on one rank and messages of two sizes on two, got {len(passes)} passes and "
             f"{len(messages)} messages: run benchmarks/sharding.py with the parts strong, sizes and exchange on two ranks"
         )
     inverse, latency = _line([m["message_bytes"] for m in messages], [m["ms"] for m in messages])
     link = Link(latency, 1 / inverse)
-    times, work = [record["ms"] for _, record in passes], [one.work for one, _ in passes]
-    unit, host = _line(work, times)
-    for _ in range(ROUNDS):
-        exposed = [one.exposed(link, unit) for one, _ in passes]
-        unit, host = _line(work, [ms - rest for ms, rest in zip(times, exposed, strict=True)], times)
+    work = [one.work for one, _ in passes]
+    unit, host = _line(work, [record["ms"] for _, record in passes])
     slope, fixed = _line(work, [record["peak_gb"] for _, record in passes])
     return Model(unit, host, link, fixed, slope)
 
@@ -216,9 +214,9 @@ def table(model: Model, found: list[dict], like: dict, network: Link, host_size:
     return lines
 
 
-def _line(x: list[float], y: list[float], weight: list[float] | None = None) -> tuple[float, float]:
+def _line(x: list[float], y: list[float]) -> tuple[float, float]:
     """Slope and intercept of the line of least relative errors."""
-    scale = 1 / np.maximum(np.abs(np.asarray(y if weight is None else weight, dtype=float)), 1e-12)
+    scale = 1 / np.maximum(np.abs(np.asarray(y, dtype=float)), 1e-12)
     columns = np.stack([np.asarray(x, dtype=float), np.ones(len(x))], axis=1)
     norm = np.abs(columns).max(axis=0)
     (slope, intercept), *_ = np.linalg.lstsq(columns / norm * scale[:, None], np.asarray(y) * scale, rcond=None)

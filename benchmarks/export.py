@@ -4,22 +4,27 @@
     python benchmarks/export.py --tiny                 on a CPU: does it run
 
 The model is an encoder-processor-decoder with random weights. The package's numbers must be those of the model, within what
-rounding in its precision explains, before anything is reported. Times are medians of single calls, from host to host.
+rounding in its precision explains, before its times are reported. Times are medians of single calls, from host to host. Results are
+written as they come.
 """
 
 import argparse
 import json
+import math
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
 
+from parts import Parts
 from suite.environment import describe
 
 from anemoi_gt import AttentionConfig, EncoderProcessorDecoder
@@ -30,6 +35,7 @@ from anemoi_gt.deploy.trial import LIMITS, relative_error
 
 FIELDS = 100  # in and out of the data grid
 PRECISIONS = {"32-true": torch.float32, "bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+LIMIT = 300.0  # s, for the other process
 LOADER = Path(__file__).parent / "suite" / "load_package.py"
 
 
@@ -78,16 +84,16 @@ def load(path: Path, x: torch.Tensor, repeats: int) -> tuple[torch.Tensor, dict]
     """Output and times of the package in another process."""
     torch.save(x.cpu(), path.with_name("x.pt"))
     command = [sys.executable, "-I", LOADER, path, path.with_name("x.pt"), path.with_name("out.pt"), str(repeats)]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=LIMIT)
     if result.returncode:
         raise RuntimeError(f"the package must run without this library: {result.stderr[-2000:]}")
     return torch.load(path.with_name("out.pt"), weights_only=True), json.loads(result.stdout.splitlines()[-1])
 
 
-def run(options: argparse.Namespace) -> dict:
-    """Everything for one model; what was found."""
+def run(options: argparse.Namespace, found: dict, keep: Callable[[], None] = lambda: None) -> dict:
+    """Everything for one model; `found` is filled as figures come, `keep` called then, and `found` returned."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model, found = make_model(options, device), {}
+    model = make_model(options, device)
     num_nodes = len(next(part for name, part in model.named_modules() if name.endswith("nodes.data")))
     generator = torch.Generator().manual_seed(1)
     batches = [
@@ -95,16 +101,22 @@ def run(options: argparse.Namespace) -> dict:
     ]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.pt2"
-        expected = [eager(model, x.to(device), options.repeats) for x in batches]
+        outputs = []
+        for x in batches:
+            out, found[f"batch_{len(x)}"] = eager(model, x.to(device), options.repeats)
+            outputs.append(out)
+        keep()
         found |= package(model, batches[0].to(device), options.max_batch, path)
+        keep()
         if device.type == "cuda":
             torch.cuda.empty_cache()  # the other process needs the memory
-        for x, (out, figures) in zip(batches, expected, strict=True):
-            actual, more = load(path, x, options.repeats)
+        for x, out in zip(batches, outputs, strict=True):
+            actual, figures = load(path, x, options.repeats)
             error, limit = relative_error(actual, out), LIMITS[PRECISIONS[options.precision]]
             if not error <= limit:
                 raise ValueError(f"the package must give the numbers of the model within {limit}, its error is {error}")
-            found[f"batch_{len(x)}"] = figures | more | {"error": error}
+            found[f"batch_{len(x)}"] |= figures | {"error": error}
+            keep()
     return found
 
 
@@ -133,13 +145,12 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> None:
     """Run what the command line asks for."""
     options = parse(arguments)
-    found = run(options)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     case = {name: value for name, value in vars(options).items() if name not in ("output", "commit", "tiny")}
-    report = {"environment": describe(device, {"torch", "triton"}, options.commit), "case": case, "results": found}
-    print(json.dumps(report, indent=1))
-    if options.output:
-        options.output.write_text(json.dumps(report, indent=1) + "\n")
+    report = {"environment": describe(device, {"torch", "triton"}, options.commit), "case": case, "results": {}}
+    parts = Parts(report, options.output, seconds=math.inf)
+    parts.run("package", partial(run, options, report["results"], parts.write))
+    print(json.dumps(parts.end(), indent=1))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,8 @@ computed by `ChunkedInference`, in one piece and in several, whose results are c
 that of anemoi-models with the same weights, take 1, 2, 4, ... chunks until the result is neither missing for want of memory nor wrong.
 
 A result is judged on destinations from the beginning, the middle and the end, and on those that read the last sources, against plain
-PyTorch in float64. It is wrong when its error is more than twice that of plain PyTorch in the dtype. Each run is a process of its own.
+PyTorch in float64. It is wrong when its error is more than twice that of plain PyTorch in the dtype. Each run is a process of its own,
+and is written when it has ended.
 """
 
 import argparse
@@ -19,9 +20,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
+from parts import Parts
 from suite.environment import describe
 from suite.inference import CONTENDERS, PARTS, Setting, build_graphs, judge, judged_destinations, why_not
 
@@ -71,12 +74,14 @@ def _compare(result: torch.Tensor, place: Path) -> dict:
     return {"same_bits_as_first": different == 0, "numbers_that_differ": different}
 
 
-def start(part: str, contender: str, num_chunks: int, folder: Path) -> dict:
-    """Run in a process of its own; one that dies is a result too."""
+def start(part: str, contender: str, num_chunks: int, folder: Path, seconds: float) -> dict:
+    """Run in a process of its own; one that dies, or takes longer than so many seconds, is a result too."""
     command = [sys.executable, __file__, *sys.argv[1:], "--worker", part, contender, str(num_chunks), str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True)
     try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
         found = json.loads(done.stdout.splitlines()[-1])
+    except subprocess.TimeoutExpired:
+        found = {"outcome": "out of time", "message": f"did not end within {seconds:.0f} s"}
     except (IndexError, json.JSONDecodeError):
         found = {"outcome": "failed", "message": (done.stderr.strip().splitlines() or [f"exit {done.returncode}"])[-1]}
     found = {"part": part, "contender": contender, "num_chunks": num_chunks} | found
@@ -84,20 +89,27 @@ def start(part: str, contender: str, num_chunks: int, folder: Path) -> dict:
     return found
 
 
-def measure(options: argparse.Namespace, setting: Setting, folder: Path) -> list[dict]:
+def measure(options: argparse.Namespace, parts: Parts, folder: Path) -> None:
     """Ours for each number of chunks; the others with more and more chunks until they are right."""
-    runs = []
+    runs = parts.report["runs"] = []
+
+    def one(part: str, contender: str, number: int) -> str | None:
+        call = partial(start, part, contender, number, folder, options.limit)
+        found = parts.run(f"{part}, {contender}, {number} chunks", call)
+        runs.extend([] if found is None else [found])
+        return found and found["outcome"]
+
     for part in options.parts:
         if "ours" in options.contenders:
-            runs += [start(part, "ours", number, folder) for number in options.chunks]
+            for number in options.chunks:
+                one(part, "ours", number)
+    for part in options.parts:
         for contender in [name for name in options.contenders if name != "ours"]:
-            reason, number, outcome = why_not(contender), 1, None
+            reason, number, outcome = why_not(contender), 1, "not run"
             if reason is not None:
                 runs.append({"part": part, "contender": contender, "outcome": "not run", "message": reason})
-            while reason is None and outcome != "right" and number <= options.most_chunks:
-                runs.append(start(part, contender, number, folder))
-                outcome, number = runs[-1]["outcome"], 2 * number
-    return runs
+            while reason is None and outcome not in ("right", None) and number <= options.most_chunks:
+                outcome, number = one(part, contender, number), 2 * number
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -115,6 +127,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--chunks", type=int, nargs="+", default=[1, 2, 8], help="of ours")
     parser.add_argument("--most-chunks", type=int, default=64, help="after which the others are given up")
     parser.add_argument("--repeats", type=int, default=3, help="calls that are timed, after one that is not")
+    parser.add_argument("--seconds", type=float, default=500, help="after which no run begins")
+    parser.add_argument("--limit", type=float, default=120, help="seconds for one run")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--commit", help="what to record where git cannot tell")
     parser.add_argument("--output", type=Path, help="JSON file")
@@ -131,19 +145,18 @@ def main(arguments: list[str] | None = None) -> None:
         part, contender, number, folder = options.worker
         print(json.dumps(run(setting, part, contender, int(number), Path(folder))))
         return
+    report = {
+        "environment": describe(torch.device(options.device).type, PACKAGES, options.commit),
+        "setting": vars(setting),
+    }
+    parts = Parts(report, options.output, options.seconds)
     with tempfile.TemporaryDirectory() as folder:
         begin = time.perf_counter()
-        sizes = build_graphs(setting, options.parts, Path(folder))
-        report = {
-            "environment": describe(torch.device(options.device).type, PACKAGES, options.commit),
-            "setting": vars(setting),
-            "graphs": sizes | {"seconds": time.perf_counter() - begin},
-        }
+        report["graphs"] = build_graphs(setting, options.parts, Path(folder))
+        report["graphs"]["seconds"] = time.perf_counter() - begin
         print(json.dumps(report["graphs"]), flush=True)
-        report["runs"] = measure(options, setting, Path(folder))
-    if options.output:
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(json.dumps(report, indent=1) + "\n")
+        measure(options, parts, Path(folder))
+    parts.end()
 
 
 if __name__ == "__main__":

@@ -130,6 +130,7 @@ class Bench:
     def write(self) -> None:
         """Write what there is."""
         if self.options.out:
+            self.options.out.parent.mkdir(parents=True, exist_ok=True)
             self.options.out.write_text(json.dumps(self.report, indent=1) + "\n")
 
     def _models(self, job: Job, seconds: float) -> tuple[str | None, list[dict]]:
@@ -216,7 +217,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--tiny", action="store_true", help="small enough for a CPU")
     parser.add_argument("--seconds", type=float, default=450, help="for everything")
-    parser.add_argument("--limit", type=float, default=100, help="seconds for one job")
+    parser.add_argument("--limit", type=float, default=150, help="seconds for one job")
     parser.add_argument("--out", type=Path, help="JSON file for the results")
     parser.add_argument("--commit", help="what to record where git cannot tell")
     options = parser.parse_args(arguments)

@@ -87,3 +87,14 @@ def test_an_unknown_command_names_the_known_one(arguments, capsys):
     assert exit_.value.code == 2
     error = capsys.readouterr().err
     assert "usage: python -m anemoi_gt" in error and "info" in error
+
+
+def test_the_changelog_has_the_version():
+    assert re.search(
+        rf"^## \[{re.escape(anemoi_gt.__version__)}\] - \d{{4}}-\d\d-\d\d$", (ROOT / "CHANGELOG.md").read_text(), re.M
+    )
+
+
+def test_the_module_prints_it_too():
+    result = subprocess.run([sys.executable, "-m", "anemoi_gt.info"], capture_output=True, text=True, timeout=120)
+    assert result.stdout.startswith("versions\n"), result.stderr

@@ -28,7 +28,7 @@ def models() -> str:
     """A small model in two precisions, one and three samples, in another process; raises where the numbers differ."""
     seen = []
     for precision in ("32-true", "bf16-mixed"):
-        found = export.run(export.parse([*SMALL, "--precision", precision]))
+        found = export.run(export.parse([*SMALL, "--precision", precision]), {})
         seen += [f"{precision} {name} error {found[name]['error']:.1e}" for name in ("batch_1", "batch_3")]
     return "; ".join(seen)
 

@@ -5,6 +5,7 @@ The only place that reads configs. The groups are in `anemoi_gt.configs`.
 
 import json
 import logging
+import os
 import re
 import sys
 from collections.abc import Callable
@@ -68,6 +69,7 @@ def build(config: "DictConfig") -> Run:
 
 def build_data(config: "DictConfig") -> tuple[Splits, TrainingConfig]:
     """Check a config, and make what every process of a run has: the data set, and the numbers. Raises as `build` does."""
+    check_groups(config)
     for group in GROUPS:
         check_types(group, config[group])
     training = instantiate(config.training)
@@ -87,6 +89,7 @@ def describe(config: "DictConfig") -> dict[str, Any]:
     """Return what `build` reads of a config as plain values: what checkpoints keep."""
     from omegaconf import OmegaConf
 
+    check_groups(config)
     described = OmegaConf.to_container(config, resolve=True)
     return {group: described[group] for group in GROUPS}
 
@@ -100,6 +103,27 @@ def instantiate(config: "DictConfig"):
         return instantiate(config)
     except InstantiationException as error:
         raise (error.__cause__ or error) from None
+
+
+def check_groups(config: "DictConfig") -> None:
+    """Raise a ValueError for a group that the command line has taken away."""
+    missing = [group for group in GROUPS if group not in config]
+    if missing:
+        raise ValueError(f"the config must have the groups {', '.join(GROUPS)}, got none of {', '.join(missing)}")
+
+
+def check_folder(arguments: list[str]) -> None:
+    """Raise a ValueError where a folder that the arguments name for the run cannot be made, which Hydra answers with a traceback."""
+    given = [argument.partition("=")[2] for argument in arguments if argument.startswith("hydra.run.dir=")]
+    if not given:
+        return
+    if not given[-1]:
+        raise ValueError("hydra.run.dir must name a folder, got nothing: the run would fill the folder that you are in")
+    folder = Path(given[-1]).absolute()
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        wrong = "cannot be written to" if there.is_dir() else "is no folder"
+        raise ValueError(f"hydra.run.dir must be a folder that can be made, got {folder}: {there} {wrong}")
 
 
 def check_types(group: str, config: "DictConfig") -> None:
@@ -182,13 +206,21 @@ def launch(name: str, prepare: Callable[["DictConfig"], Callable[[], Any]]) -> N
     except ImportError as error:
         stop(module, error)
 
-    from omegaconf.errors import OmegaConfBaseException
+    from hydra.errors import HydraException
+    from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+
+    composed = []
 
     def run(config: "DictConfig"):
+        composed.append(config)
         try:
             job = prepare(config)
-        except OmegaConfBaseException as error:  # such as a value left at ???
+        except MissingMandatoryValue as error:  # left at ???
+            stop(module, ValueError(f"{error.full_key} must be given, as {error.full_key}=VALUE"))
+        except OmegaConfBaseException as error:
             stop(module, ValueError(str(error).splitlines()[0]))
+        except HydraException as error:
+            stop(module, ValueError(" ".join(str(error).split())))
         except ERRORS_OF_PREPARATION as error:
             stop(module, error)
         try:
@@ -199,12 +231,20 @@ def launch(name: str, prepare: Callable[["DictConfig"], Callable[[], Any]]) -> N
             go_on = f"resume=true hydra.run.dir={output_folder()} continues from there"
             end(f"{module}: {stopped}: {go_on}", stopped.exit_status)
 
+    try:
+        check_folder(sys.argv[1:])
+    except ValueError as error:
+        stop(module, error)
     sys.argv[1:] = [quote_null(argument) for argument in sys.argv[1:]]
     logging.raiseExceptions = False  # a log file on a full disk must not bury the sentence under tracebacks
     try:
         hydra.main(version_base="1.3", config_path="pkg://anemoi_gt.configs", config_name=name)(run)()
     except KeyboardInterrupt:
         end(f"{module}: interrupted", 130)
+    except SystemExit as ended:
+        if ended.code == 1 and not composed:  # Hydra has said what it cannot read, and does not say what there is
+            end(f"{module}: nothing was started; python -m {module} --help lists all groups and options", 1)
+        raise
 
 
 def require_packages():
@@ -226,5 +266,6 @@ def end(sentence: str, status: int) -> None:
 
 
 def quote_null(argument: str) -> str:
-    """Quote the null of `attention/precision=null`: Hydra refuses a bare one where it wants the name of a choice."""
-    return re.sub(r"^(\+?attention/precision(?:@[\w.]+)?)=null$", r"\1='null'", argument)
+    """Quote the null of `attention/precision=null`: Hydra cannot read a bare one where it wants the name of a choice."""
+    groups = "|".join([*GROUPS, "sharding", "attention/backend", "attention/precision"])
+    return re.sub(rf"^(\+?(?:{groups})(?:@[\w.]+)?)=null$", r"\1='null'", argument)

@@ -43,3 +43,9 @@ class AttentionConfig:
         if self.precision not in PRECISIONS:
             names = ", ".join(str(name) for name in PRECISIONS)
             raise ValueError(f"precision must be one of {names}, got {self.precision!r}")
+
+
+def check_config(config: object) -> None:
+    """Raise ValueError unless `config` is an AttentionConfig."""
+    if not isinstance(config, AttentionConfig):
+        raise ValueError(f"config must be an AttentionConfig, as AttentionConfig(backend='torch'), got {config!r}")

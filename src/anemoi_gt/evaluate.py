@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from anemoi_gt.application import Run, build, check_explain, launch, output_folder, require_packages, stop, tell
+from anemoi_gt.distributed import is_launched
 from anemoi_gt.provenance import explain
 from anemoi_gt.training.batches import load
 from anemoi_gt.training.checkpoint import load_checkpoint, load_weights
@@ -75,11 +76,14 @@ def explain_forecast(run: Run, where: str, folder: Path) -> None:
 
 def launch_on_checkpoint(name: str, prepare: Callable[["DictConfig"], Callable[[], Any]]) -> None:
     """Run a Hydra application as `launch` does, on the config of the checkpoint that the command line names."""
+    module = f"anemoi_gt.{name}"
+    if is_launched():
+        stop(module, ValueError(f"one process does it all, torchrun would start several: python -m {module} ..."))
     try:
         require_packages()
         store_config(sys.argv[1:])
     except (ImportError, OSError, ValueError) as error:
-        stop(f"anemoi_gt.{name}", error)
+        stop(module, error)
     launch(name, prepare)
 
 

@@ -93,3 +93,7 @@ def _aligned(rows: Iterator[tuple[str, str]]) -> list[str]:
     rows = list(rows)
     width = max(len(name) for name, _ in rows)
     return [f"  {name:{width}}  {text}" for name, text in rows]
+
+
+if __name__ == "__main__":
+    print(describe())

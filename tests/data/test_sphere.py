@@ -134,8 +134,8 @@ def test_title_names_the_flow_and_the_lead_time(flows):
     [
         ({"flows": ["vortex"]}, r"one or more of rotation, deformation, got \['vortex'\]"),
         ({"flows": []}, "one or more of"),
-        ({"lead_time": 0.0}, "must be positive, got 0"),
-        ({"test_size": 0}, "must be positive"),
+        ({"lead_time": 0.0}, "lead_time must be positive and finite, in hours, got 0"),
+        ({"test_size": 0}, "test_size must be at least 1, got 0"),
         ({"grid_name": "F32"}, 'such as "O96"'),
     ],
 )

@@ -131,8 +131,8 @@ def refusal(started, capsys):
     ("arguments", "message"),
     [
         (["checkpoint=nowhere.pt", "out={folder}/m.pt2"], "no checkpoint nowhere.pt: give the last.pt or best.pt"),
-        (["out={folder}/m.pt2"], "Missing mandatory value: checkpoint"),
-        (["checkpoint={checkpoint}"], "Missing mandatory value: out"),
+        (["out={folder}/m.pt2"], "checkpoint must be given, as checkpoint=VALUE"),
+        (["checkpoint={checkpoint}"], "out must be given, as out=VALUE"),
         (["checkpoint={checkpoint}", "out=5"], "out must be the name of a file, as model.pt2, got 5"),
         (["checkpoint={checkpoint}", "out="], "out must be the name of a file, as model.pt2, got ''"),
         (["checkpoint={checkpoint}", "out={folder}/m.so"], "must have a name that ends in .pt2"),

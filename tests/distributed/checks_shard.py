@@ -91,6 +91,20 @@ def every_rank_has_its_share_of_the_cost_and_at_most_one_node_more(group, verdic
     verdict.that(len(set(everywhere(len(shard.destinations.nodes(shard.rank)), group))) > 1, "by cost, not by number")
 
 
+@on_ranks(2)
+def what_is_not_divided_as_the_graph_is_is_refused(group, verdict):
+    shard = shard_graph(structure("asymmetric"), group)
+    own = len(shard.sources.nodes(shard.rank))
+    rows = torch.ones(own + 1, 2)
+    verdict.raises(ValueError, f"one row for each of the {own} sources of this rank", lambda: shard.exchange(rows))
+    verdict.raises(ValueError, "x must be a tensor, got NoneType", lambda: shard.exchange(None))
+    verdict.raises(ValueError, "graph must be a GraphStructure, got Tensor", lambda: shard_graph(rows, group))
+    nodes = {"sources": torch.arange(3)}
+    verdict.raises(
+        ValueError, "must be Partitions, got Tensor", lambda: shard_graph(structure("asymmetric"), group, **nodes)
+    )
+
+
 @on_ranks(3)
 def the_order_of_programs_is_cut_with_the_nodes(group, verdict):
     graph = structure("asymmetric")

@@ -72,7 +72,7 @@ def test_the_report_says_what_it_belongs_to(report):
     assert report["options"]["grid"] == "O4" and report["sizes"]["data"] == 208
 
 
-def test_a_variant_that_computes_something_else_is_not_timed(anemoi_step, monkeypatch):
+def test_a_variant_that_computes_something_else_is_not_timed_and_the_others_are(anemoi_step, monkeypatch, tmp_path):
     @contextmanager
     def wrong(model):
         hook = model.processor.proc[0].lin_value.register_forward_hook(lambda module, inputs, out: 2 * out)
@@ -80,8 +80,10 @@ def test_a_variant_that_computes_something_else_is_not_timed(anemoi_step, monkey
         hook.remove()
 
     monkeypatch.setitem(anemoi_step.VARIANTS, "install", wrong)
-    with pytest.raises(SystemExit, match="nothing is timed that is not right"):
-        anemoi_step.main([*SMALL, "--precision", "32"])
+    with pytest.raises(SystemExit, match="compare install: ValueError: nothing is timed that is not right"):
+        anemoi_step.main([*SMALL, "--precision", "32", "--output", str(tmp_path / "step.json")])
+    report = json.loads((tmp_path / "step.json").read_text())
+    assert list(report["variants"]) == ["untouched"] and list(report["problems"]) == ["compare install"]
 
 
 @pytest.fixture
@@ -95,8 +97,8 @@ def test_our_blocks_compute_what_the_untouched_model_does_compiled_and_not(anemo
     compiled = anemoi_step.VARIANTS["our blocks, compiled"]
     assert compiled.keywords == {"fullgraph": True, "dynamic": False}
     monkeypatch.setitem(anemoi_step.VARIANTS, "our blocks, compiled", partial(compiled, backend="aot_eager"))
-    found = anemoi_step.compare(training, ["our blocks", "our blocks, compiled"])
-    assert set(found) == {"untouched", "our blocks", "our blocks, compiled"}
+    variants = ["our blocks", "our blocks, compiled"]
+    assert anemoi_step.compare(training, anemoi_step.Parts({}, None, 100.0), variants) == variants
 
 
 def test_our_blocks_compute_in_place_of_theirs_and_train_their_parameters(anemoi_step, training):
@@ -131,6 +133,7 @@ def test_our_blocks_refuse_what_is_not_the_default(training):
         ("void at::native::indexSelectLargeIndex", "gather, scatter, index"),
         ("void at::native::unrolled_elementwise_kernel<at::native::direct_copy_kernel_cuda>", "copies and casts"),
         ("void at::native::reduce_kernel<512, 1>", "sums"),
+        ("triton_red_fused__to_copy_add_native_layer_norm_3", "fused by Inductor"),
         ("void at::native::vectorized_elementwise_kernel<4, GeluCUDAKernelImpl>", "elementwise"),
         ("ncclDevKernel", "other"),
     ),

@@ -108,6 +108,18 @@ def test_everything_dies_with_the_model(graph):
         assert remembered() == 0 and not any(structure() for structure in structures)
 
 
+def test_structures_die_with_the_edges_of_a_model_that_goes_elsewhere(graph):
+    model = build(graph, make_options())
+    with integration.install():
+        for batch in (1, 2):
+            model(draw(graph, batch=batch))
+        assert len(edges._BY_ADDRESS) > 0
+        model.double()
+        model._apply(torch.clone)  # as to another device
+        gc.collect()
+        assert len(edges._BY_ADDRESS) == 0
+
+
 def test_uninstall_forgets_everything(graph):
     model = build(graph, make_options())
     with integration.install():

@@ -12,7 +12,7 @@ import torch
 from anemoi.models.distributed import khop_edges
 from anemoi.models.distributed.khop_edges import GraphPartition
 from anemoi.models.distributed.shapes import GraphShardInfo
-from anemoi.models.layers import mapper
+from anemoi.models.layers import mapper, processor
 from anemoi.models.layers.block import GraphTransformerBaseBlock, GraphTransformerProcessorBlock
 from anemoi.models.layers.graph_provider import StaticGraphProvider
 from anemoi.models.layers.mapper import GraphTransformerBaseMapper
@@ -30,6 +30,7 @@ CHANGED = (
     GraphTransformerBaseMapper,
     GraphPartition,
     mapper,
+    processor,
     khop_edges,
 )
 NODES, EDGES = 30, 150

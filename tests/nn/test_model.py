@@ -331,8 +331,8 @@ def test_graph_that_does_not_fit_is_refused_with_what_came(graph, change, messag
         ({"residual": {"0": 1}}, r"residual must map output channels .* got \{'0': 1\}"),
         ({"residual": {True: 1}}, r"residual must map output channels .* got \{True: 1\}"),
         ({"num_layers": 0}, "num_layers must be at least 1, got 0"),
-        ({"trainable_nodes": -1}, "trainable must be a number of features >= 0, got -1"),
-        ({"trainable_edges": -1}, "trainable must be a number of attributes >= 0, got -1"),
+        ({"trainable_nodes": -1}, "trainable must be at least 0, the number of trained features of a node, got -1"),
+        ({"trainable_edges": -1}, "trainable must be at least 0, the number of trained attributes of an edge, got -1"),
     ],
 )
 def test_option_that_does_not_fit_is_refused_with_what_came(graph, options, message):

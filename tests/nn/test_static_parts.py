@@ -86,8 +86,11 @@ def test_poles_rounded_to_float32_are_nodes():
         (lambda: StaticNodes(torch.tensor([[math.nan, 0.0]])), "must lie within .* radians, got up to nan"),
         (lambda: StaticNodes(torch.zeros(4, 3)), r"shape \[N, 2\], .* got torch.float32 \(4, 3\)"),
         (lambda: StaticNodes(torch.zeros(4, 2, dtype=torch.int64)), r"floating point .* got torch.int64 \(4, 2\)"),
-        (lambda: StaticNodes(torch.zeros(4, 2), -1), "trainable must be a number of features >= 0, got -1"),
-        (lambda: make_edges(-1), "trainable must be a number of attributes >= 0, got -1"),
+        (
+            lambda: StaticNodes(torch.zeros(4, 2), -1),
+            "trainable must be at least 0, the number of trained features of a node, got -1",
+        ),
+        (lambda: make_edges(-1), "trainable must be at least 0, the number of trained attributes of an edge, got -1"),
         (lambda: StaticEdges(EDGE_INDEX, torch.zeros(5, 3), (3, 2)), r"shape \[4, D\], .* got torch.float32 \(5, 3\)"),
         (lambda: StaticEdges(EDGE_INDEX, torch.zeros(4), (3, 2)), r"got torch.float32 \(4,\)"),
         (lambda: StaticEdges(EDGE_INDEX, torch.zeros(4, 3), (2, 3)), "source .* must hold values in 0 .. 1"),

@@ -98,16 +98,32 @@ def test_without_a_gpu_the_triton_kernels_say_why_they_cannot_run(tmp_path):
         ("graph.refinement=abc", "graph.refinement must be a whole number, got 'abc'"),
         ("data.grid_name=4", "data.grid_name must be a word, got 4"),
         ("resume=maybe", "resume must be true or false, got 'maybe'"),
-        ("training.seed=???", "Missing mandatory value: training.seed"),
+        ("training.seed=???", "training.seed must be given, as training.seed=VALUE"),
         ("model.channels=7", "channels must be a multiple of heads, got 7 channels and"),
         ("+model.width=7", "unexpected keyword argument 'width'"),
         ("data.grid_name=X3", "grid must be"),
         ("data.flows=[shear]", "flows must be one or more of rotation, deformation, got ['shear']"),
+        ("~model", "the config must have the groups attention, data, graph, model, training, got none of model"),
+        ("++data._target_=os.system", "Target 'os.system' is blocklisted"),
+        ("hydra.run.dir=", "hydra.run.dir must name a folder, got nothing"),
+        (
+            "hydra.run.dir=/dev/null/run",
+            "hydra.run.dir must be a folder that can be made, got /dev/null/run: /dev/null is no",
+        ),
     ],
 )
 def test_a_wrong_value_is_one_sentence(refusal, argument, message):
     sentence = refusal(*SMALL, argument)
     assert sentence.startswith("anemoi_gt.train: ") and message in sentence
+
+
+@pytest.mark.parametrize("argument", ["training.stpes=3", "training.steps", "model=resnet", "training=null"])
+def test_what_hydra_cannot_read_is_followed_by_where_the_options_are(application, monkeypatch, capsys, argument):
+    with pytest.raises(SystemExit) as exit_:
+        application(*SMALL, argument)
+    assert exit_.value.code == 1
+    end = "anemoi_gt.train: nothing was started; python -m anemoi_gt.train --help lists all groups and options\n"
+    assert capsys.readouterr().err.endswith(end)
 
 
 def test_a_missing_file_is_one_sentence(refusal):

@@ -108,7 +108,7 @@ def test_a_rollout_leaves_scores_by_lead_time_and_a_picture(trained, evaluated, 
     ("arguments", "message"),
     [
         (["checkpoint=nowhere.pt"], "no checkpoint nowhere.pt: give the last.pt or best.pt"),
-        ([], "Missing mandatory value: checkpoint"),
+        ([], "checkpoint must be given, as checkpoint=VALUE"),
         (["checkpoint={trained}/scores.json"], "a checkpoint must be a whole file that training wrote, "),
         (["checkpoint=null"], "checkpoint must name one file, got 'checkpoint=null'"),
         (["checkpoint=run (1)/best.pt"], "checkpoint must name one file, got 'checkpoint=run (1)/best.pt'"),
@@ -127,6 +127,12 @@ def test_a_rollout_leaves_scores_by_lead_time_and_a_picture(trained, evaluated, 
 def test_a_mistake_is_one_sentence(trained, refusal, arguments, message):
     sentence = refusal(*(argument.format(trained=trained) for argument in arguments))
     assert sentence.startswith("anemoi_gt.evaluate: ") and message in sentence
+
+
+def test_torchrun_is_refused_for_one_process_does_it_all(refusal, monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "0")
+    assert "one process does it all, torchrun would start several" in refusal("checkpoint=best.pt")
 
 
 def test_a_rollout_that_the_data_set_does_not_know_is_refused_before_scoring(trained, refusal, monkeypatch, tmp_path):

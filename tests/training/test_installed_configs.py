@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).parents[2]
-SHIPPED = ("src", "configs", "pyproject.toml", "README.md", "LICENSE")
+SHIPPED = ("src", "configs", "pyproject.toml", "README.md", "LICENSE", "NOTICE")
 
 APPLICATION = """
 import hydra
@@ -33,6 +33,10 @@ def main(config):
     print(tuple(model(torch.zeros(1, len(nodes), 3)).shape))
 
 main()
+"""
+LICENCES = """
+from importlib.metadata import files
+print(*sorted(file.name for file in files("anemoi-gt") if "licenses" in file.parts))
 """
 CONFIG = """
 defaults:
@@ -95,4 +99,5 @@ def test_a_foreign_application_finds_the_configs_of_an_installed_package(mode, s
     home = source / "src" if mode == "editable" else tmp_path / "environment"
     assert Path(lines[0]).is_relative_to(home)
     assert lines[1:] == ["AttentionConfig(backend='torch', precision='bf16')", "(3, 8) True", "(1, 208, 2)"]
+    assert execute(python, "-c", LICENCES, cwd=tmp_path).split() == ["LICENSE", "NOTICE"]
     assert "AttentionConfig" in execute(python, "-m", "anemoi_gt.train", "--cfg", "job", cwd=tmp_path)

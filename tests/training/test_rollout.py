@@ -171,3 +171,21 @@ def test_the_picture_of_a_rollout_has_maps_and_is_not_empty(dataset, model, tmp_
         for column in range(4):
             panel = pixels[row * height // 3 : (row + 1) * height // 3, column * width // 6 : (column + 1) * width // 6]
             assert len(np.unique(panel.reshape(-1, 3), axis=0)) > 30, (row, column)
+
+
+@pytest.mark.parametrize(
+    ("i", "steps", "message"),
+    [
+        (0, 0, "steps must be at least 1, got 0"),
+        (-1, 1, "i must be a sample in 0 .. "),
+        (9999, 1, "i must be a sample in 0"),
+    ],
+)
+def test_rollout_from_no_sample_or_of_no_step_is_refused(weather, i, steps, message):
+    with pytest.raises(ValueError, match=message):
+        roll_out(OfInputs(weather.in_channels), weather, i, steps)
+
+
+def test_scores_of_no_step_are_refused(weather):
+    with pytest.raises(ValueError, match="steps must be at least 1, got 0"):
+        score_rollouts(OfInputs(weather.in_channels), weather, 0)

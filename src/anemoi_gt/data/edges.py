@@ -18,8 +18,9 @@ and utils.py (definitions).
 
 import numpy as np
 
-from anemoi_gt.data.nodes import EARTH_RADIUS, Nodes, unit_vectors
+from anemoi_gt.data.nodes import EARTH_RADIUS, Nodes, check_nodes, unit_vectors
 from anemoi_gt.extras import import_extra
+from anemoi_gt.options import check_number, check_whole
 
 MAX_NEIGHBOURS = 64
 TIE = 1e-9  # distances that differ by less are equal: rounding is 1e-16, what a float32 position leaves open is 1e-7
@@ -52,6 +53,8 @@ def nearest(source: Nodes, destination: Nodes, k: int) -> np.ndarray:
     ValueError
         If k is not between 1 and the number of sources.
     """
+    check_nodes(source=source, destination=destination)
+    check_whole("k", k, least=None)
     if not 1 <= k <= len(source):
         raise ValueError(f"k must be in [1, {len(source)}], the number of sources, got {k}")
     _, neighbours = _neighbours(source, destination, k, radius=np.inf)
@@ -83,8 +86,11 @@ def cutoff(source: Nodes, destination: Nodes, factor: float, max_neighbours: int
     ValueError
         If factor or max_neighbours is not positive, there is no source, or fewer than two destinations.
     """
-    if not factor > 0 or max_neighbours < 1:
-        raise ValueError(f"factor and max_neighbours must be positive, got {factor} and {max_neighbours}")
+    check_nodes(source=source, destination=destination)
+    check_number("factor", factor)
+    check_whole("max_neighbours", max_neighbours)
+    if not factor > 0:
+        raise ValueError(f"factor must be positive, in spacings of the destinations, got {factor}")
     if len(source) == 0:
         raise ValueError("edges need at least one source, got none")
     radius = factor * grid_spacing(destination)
@@ -130,6 +136,8 @@ def within(reference: Nodes, nodes: Nodes, margin: float) -> np.ndarray:
     ValueError
         If margin is negative or not a number.
     """
+    check_nodes(nodes=nodes, reference=reference)
+    check_number("margin", margin)
     if not margin >= 0:
         raise ValueError(f"margin must not be negative, in kilometres, got {margin}")
     angle = min(1e3 * margin / EARTH_RADIUS, np.pi)

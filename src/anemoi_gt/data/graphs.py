@@ -21,6 +21,7 @@ References
 anemoi-training, config/graph: multi_scale, limited_area, stretched_grid and hierarchical_3level (what reads what).
 """
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -31,6 +32,7 @@ from anemoi_gt.data import edges
 from anemoi_gt.data.attributes import edge_direction, edge_length, unit_std
 from anemoi_gt.data.icosphere import Mesh, icosphere, limited_area_icosphere, stretched_icosphere
 from anemoi_gt.data.nodes import Nodes
+from anemoi_gt.options import check_whole
 
 DATA, HIDDEN = "data", "hidden"
 
@@ -211,6 +213,9 @@ def hierarchical_graph(
     >>> {name: len(graph[name].x) for name in graph.node_types}
     {'data': 1600, 'hidden': 642, 'hidden_2': 162}
     """
+    refinements = refinements if isinstance(refinements, Sequence) else [refinements]
+    for refinement in refinements:
+        check_whole("refinement", refinement)
     if len(refinements) < 2 or any(fine <= coarse for fine, coarse in pairwise(refinements)):
         raise ValueError(f"refinements must be two or more, falling from fine to coarse, got {list(refinements)}")
     names = [HIDDEN, *(f"{HIDDEN}_{level}" for level in range(2, len(refinements) + 1))]
@@ -252,8 +257,13 @@ def encoder_processor_decoder(nodes: Nodes, mesh: Mesh, *, cutoff: float = 0.6, 
 
 
 def _edges_with_data(nodes: Nodes, mesh: Mesh, cutoff: float, nearest: int) -> dict[tuple[str, str], np.ndarray]:
+    encoder = edges.cutoff(nodes, mesh.nodes, cutoff)
+    if encoder.shape[1] == 0:
+        raise ValueError(
+            f"cutoff must let the hidden mesh reach data nodes, {cutoff} of its spacings reach none: raise it"
+        )
     return {
-        (DATA, HIDDEN): edges.cutoff(nodes, mesh.nodes, cutoff),
+        (DATA, HIDDEN): encoder,
         (HIDDEN, HIDDEN): mesh.edge_index,
         (HIDDEN, DATA): edges.nearest(mesh.nodes, nodes, nearest),
     }

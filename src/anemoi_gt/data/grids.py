@@ -17,6 +17,7 @@ from importlib.resources import files
 import numpy as np
 
 from anemoi_gt.data.nodes import Nodes
+from anemoi_gt.options import check_whole
 
 
 def gaussian_latitudes(n: int) -> np.ndarray:
@@ -45,8 +46,7 @@ def gaussian_latitudes(n: int) -> np.ndarray:
     >>> gaussian_latitudes(2).round(4)
     array([ 35.2644, -35.2644])
     """
-    if n < 1:
-        raise ValueError(f"n must be at least 1, the number of latitudes, got {n}")
+    check_whole("n", n, note=", the number of latitudes")
     k = np.arange(1, n + 1)
     root = (1 - (n - 1) / (8 * n**3)) * np.cos(np.pi * (4 * k - 1) / (4 * n + 2))
     for _ in range(4):  # the estimate is good to n^-4 and each step squares the error
@@ -112,8 +112,7 @@ def octahedral(n: int) -> Nodes:
     >>> len(octahedral(96))
     40320
     """
-    if n < 1:
-        raise ValueError(f"n must be at least 1, the number of rows between a pole and the equator, got {n}")
+    check_whole("n", n, note=", the number of rows between a pole and the equator")
     half = 16 + 4 * np.arange(1, n + 1)
     return reduced_gaussian(np.concatenate([half, half[::-1]]))
 
@@ -180,7 +179,7 @@ def grid(name: str) -> Nodes:
     ValueError
         For a name that means no grid, or a classic grid whose row lengths are not known.
     """
-    match = re.fullmatch(r"([ON])([1-9]\d*)", name)
+    match = re.fullmatch(r"([ON])([1-9]\d*)", name) if isinstance(name, str) else None
     if match is None:
         raise ValueError(f'grid must be "O" or "N" and a number of rows, such as "O96" or "N320", got {name!r}')
     family = {"O": octahedral, "N": classic}[match[1]]

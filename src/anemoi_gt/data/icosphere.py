@@ -22,6 +22,7 @@ import numpy as np
 
 from anemoi_gt.data.edges import sort_by_destination, within
 from anemoi_gt.data.nodes import Nodes
+from anemoi_gt.options import check_whole
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,6 +92,7 @@ def icosphere(refinement: int, levels: tuple[int, ...] | None = None) -> Mesh:
     >>> len(mesh.nodes), mesh.edge_index.shape
     (10242, (2, 81840))
     """
+    check_whole("refinement", refinement)
     return _refine(refinement, range(1, refinement + 1) if levels is None else levels)[0]
 
 
@@ -157,7 +159,8 @@ def stretched_icosphere(refinement: int, area_refinement: int, area: Nodes, marg
     >>> len(icosphere(3).nodes), len(mesh.nodes), len(limited_area_icosphere(5, Nodes([47.0], [8.0]), 500).nodes)
     (642, 658, 17)
     """
-    _check(refinement)
+    check_whole("refinement", refinement)
+    check_whole("area_refinement", area_refinement)
     if area_refinement <= refinement:
         raise ValueError(
             f"area_refinement must be above refinement, for a finer mesh over the area, got {area_refinement} and "
@@ -177,7 +180,7 @@ def _over(area: Nodes, nodes: Nodes, margin: float) -> np.ndarray:
 
 def _refine(refinement: int, levels: Sequence[int]) -> tuple[Mesh, np.ndarray]:
     """Return the icosphere and the number of each vertex in the order of splitting: level l has the first 10 4^l + 2."""
-    _check(refinement)
+    check_whole("refinement", refinement)
     if len(levels) == 0 or not set(levels) <= set(range(refinement + 1)):
         raise ValueError(f"levels must be one or more of 0 to {refinement}, the refinement, got {tuple(levels)}")
 
@@ -194,11 +197,6 @@ def _refine(refinement: int, levels: Sequence[int]) -> tuple[Mesh, np.ndarray]:
     one_way = rank[np.concatenate([sides[level] for level in set(levels)])].T
     edge_index = sort_by_destination(np.concatenate([one_way, one_way[::-1]], axis=1))
     return Mesh(nodes[number], edge_index), number
-
-
-def _check(refinement: int) -> None:
-    if refinement < 1:
-        raise ValueError(f"refinement must be at least 1, got {refinement}")
 
 
 def _icosahedron() -> tuple[np.ndarray, np.ndarray]:

@@ -158,3 +158,12 @@ def unit_vectors(radians: np.ndarray) -> np.ndarray:
     """Return the points of the unit sphere, [N, 3], at latitudes and longitudes in radians, [N, 2]."""
     lat, lon = radians.T
     return np.stack([np.cos(lat) * np.cos(lon), np.cos(lat) * np.sin(lon), np.sin(lat)], axis=-1)
+
+
+def check_nodes(**sets: object) -> None:
+    """Raise ValueError unless all are Nodes."""
+    for name, nodes in sets.items():
+        if not isinstance(nodes, Nodes):
+            raise ValueError(
+                f"{name} must be Nodes, as grid('O96') or Nodes(lat, lon) in degrees, got {type(nodes).__name__}"
+            )

@@ -21,6 +21,7 @@ from anemoi_gt.data.area import area_weights
 from anemoi_gt.data.datasets import ForecastDataset, Splits, Step
 from anemoi_gt.data.flows import Flow
 from anemoi_gt.data.grids import grid
+from anemoi_gt.options import check_number, check_whole
 
 DEFORMATION = {"rotation": 0.0, "deformation": 10.0}
 STATISTICS_SAMPLES = 64  # the normalisation is estimated from so many of the training samples
@@ -245,9 +246,11 @@ def sphere(
     unknown = sorted(set(flows) - set(DEFORMATION))
     if unknown or not flows:
         raise ValueError(f"flows must be one or more of {', '.join(DEFORMATION)}, got {list(flows)}")
-    sizes = (train_size, valid_size, test_size)
-    if not lead_time > 0 or min(sizes) < 1:
-        raise ValueError(f"lead_time and the sizes must be positive, got {lead_time} h and {sizes}")
+    for name, size in {"train_size": train_size, "valid_size": valid_size, "test_size": test_size}.items():
+        check_whole(name, size)
+    check_number("lead_time", lead_time)
+    if not 0 < lead_time < np.inf:
+        raise ValueError(f"lead_time must be positive and finite, in hours, got {lead_time}")
     nodes, flows = grid(grid_name), tuple(flows)
     train = SphereDataset(nodes, train_size, flows, lead_time, key=(seed, 0))
     held_out = (

@@ -53,6 +53,8 @@ def export_model(model: nn.Module, x: Tensor | dict[str, Tensor], max_batch: int
         When max_batch is no whole number or below 1, or x is no example.
     """
     check_max_batch(max_batch)
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     tree_map(_check_example, x)
     samples = Dim("samples", min=1, max=max_batch) if max_batch > 1 else None
     example = tree_map(lambda field: field.narrow(0, 0, 1).repeat(2 if samples else 1, 1, 1), x)  # 1 would fix it at 1

@@ -21,12 +21,16 @@ def describe(partition: Partition | None) -> str:
     """A short text that two ranks share when their partitions are the same."""
     if partition is None:
         return "default"
+    if not isinstance(partition, Partition):
+        raise ValueError(f"sources and destinations must be Partitions, got {type(partition).__name__}")
     order = "by number" if partition.order is None else f"order {fingerprint(partition.order)}"
     return f"{order}, bounds {partition.ranges.bounds}"
 
 
 def check_own_rows(name: str, rows: Tensor, dim: int, count: int, kind: str) -> None:
     """Raise unless `rows` has, along `dim`, one row for each of the `count` nodes or edges of this rank."""
+    if not isinstance(rows, Tensor):
+        raise ValueError(f"{name} must be a tensor, got {type(rows).__name__}")
     if rows.dim() < -dim or rows.shape[dim] != count:
         raise ValueError(
             f"{name} must have one row for each of the {count} {kind} of this rank, got {tuple(rows.shape)}"

@@ -18,6 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import Parameter
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from anemoi_gt.options import check_whole
+
 AXES = ("data", "model")
 BUCKET_BYTES = 64 * 2**20
 
@@ -38,6 +40,7 @@ def make_mesh(device_type: str, model: int) -> DeviceMesh:
         When the number of ranks is not a multiple of `model`.
     """
     world = dist.get_world_size()
+    check_whole("sharding.model", model, least=None)
     if model < 1 or world % model:
         raise ValueError(f"sharding.model must divide the number of ranks {world}, got {model}")
     return init_device_mesh(device_type, (world // model, model), mesh_dim_names=AXES)

@@ -118,6 +118,8 @@ def shard_model(
     ValueError
         On all ranks, when weights, graphs or options are not the same on all of them, or the mappers work in pieces.
     """
+    if not isinstance(model, EncoderProcessorDecoder):
+        raise ValueError(f"model must be an EncoderProcessorDecoder, got {type(model).__name__}")
     same = {"weights": fingerprint(*model.state_dict().values()), "graphs": fingerprint(*model.buffers())}
     for axis in AXES:
         check_same(same | {"strategy": strategy, "overlap": overlap}, mesh.get_group(axis))

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from anemoi_gt.options import check_whole
+
 # Projections and feed-forward network of a node of F features take 12 F^2 products, attention along an edge reads 2 F numbers. On an
 # H200 in bfloat16 with F = 1024 that is 36 ns at 700 TFLOP/s against 0.95 ns an edge (327,600 edges in 0.31 ms).
 NODE_COST = 38
@@ -59,8 +61,11 @@ class Ranges:
         Raises
         ------
         ValueError
-            For costs that are no integers, on which ranks could round differently.
+            For costs that are no integers, on which ranks could round differently, or no parts.
         """
+        check_whole("the number of parts", parts)
+        if not isinstance(cost, Tensor):
+            raise ValueError(f"cost must be a tensor [N], got {type(cost).__name__}")
         if cost.is_floating_point():
             raise ValueError(f"cost must be integer, so that every rank finds the same cuts, got {cost.dtype}")
         before = torch.zeros(cost.shape[0] + 1, dtype=torch.int64, device=cost.device)

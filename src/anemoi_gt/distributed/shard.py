@@ -17,11 +17,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from anemoi_gt.distributed.agreement import check_same, fingerprint, raise_together
-from anemoi_gt.distributed.checks import check_partitions, describe, misnumbered, misplaced
+from anemoi_gt.distributed.checks import check_own_rows, check_partitions, describe, misnumbered, misplaced
 from anemoi_gt.distributed.edges import PlacedEdges, joined, renumbered, structure, within
 from anemoi_gt.distributed.partition import Partition, Ranges, destination_cost
 from anemoi_gt.distributed.rows import RowExchange
 from anemoi_gt.graph import GraphStructure
+from anemoi_gt.nn.checks import check_structure
 
 STRATEGIES = ("edges", "heads")
 
@@ -82,7 +83,13 @@ class EdgeShard(GraphShard):
         -------
         Tensor [N + halo, F] or [B, N + halo, F]
             Owned sources, then the halo.
+
+        Raises
+        ------
+        ValueError
+            When `x` has not one row for each owned source.
         """
+        check_own_rows("x", x, -2, self.sources.ranges.counts[self.rank], "sources")
         return torch.cat([x, self.halo(x)], dim=-2)
 
 
@@ -144,6 +151,7 @@ def shard_graph(
         x, edge_attr = x[shard.sources.nodes(shard.rank)], edge_attr[shard.edges]
         y = block(x, shard.graph, edge_attr, exchange=shard.exchange)      # rows of owned destinations
     """
+    check_structure(graph)
     parts = dist.get_world_size(group)
     same = {
         "strategy": strategy,

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from anemoi_gt.distributed.gradients import make_mesh
 from anemoi_gt.distributed.watch import watched
+from anemoi_gt.options import check_number, check_whole
 
 STRATEGIES = ("none", "edges", "heads")
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -47,8 +48,10 @@ class ShardingConfig:
     def __post_init__(self):
         if self.strategy not in STRATEGIES:
             raise ValueError(f"sharding.strategy must be one of {', '.join(STRATEGIES)}, got {self.strategy!r}")
-        if self.model < 1:
-            raise ValueError(f"sharding.model must be at least 1, got {self.model}")
+        check_whole("sharding.model", self.model)
+        check_number("sharding.timeout", self.timeout)
+        if not isinstance(self.overlap, bool):
+            raise ValueError(f"sharding.overlap must be true or false, got {self.overlap!r}")
         if self.model > 1 and self.strategy == "none":
             raise ValueError(
                 f"sharding.model must be 1 when nothing is divided, got {self.model}: choose sharding=edges"

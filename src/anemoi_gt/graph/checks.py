@@ -4,6 +4,8 @@ In code that torch.compile or torch.export traces, a size may be known to the ru
 judged while tracing is then checked by the compiled program, which raises RuntimeError in place of ValueError.
 """
 
+from numbers import Integral
+
 import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import guard_or_true
@@ -41,10 +43,11 @@ def check_device(name: str, tensor: Tensor, like: Tensor) -> None:
         )
 
 
-def check_size(name: str, size: int) -> None:
-    """Raise unless `size` counts nodes."""
-    if isinstance(size, bool) or not isinstance(size, (int, torch.SymInt)) or size < 0:
+def as_size(name: str, size: int) -> int:
+    """Return a number of nodes as Python's; raise unless it is one."""
+    if isinstance(size, bool) or not isinstance(size, (Integral, torch.SymInt)) or size < 0:
         raise ValueError(f"{name} must be a number of nodes >= 0, got {size!r}")
+    return size if isinstance(size, (int, torch.SymInt)) else int(size)
 
 
 def have_size(size: int, expected: int) -> bool:

@@ -19,7 +19,7 @@ Sizes travel as shapes (`colptr` holds N_dst, `row` holds E, the empty `sources`
 torch.export see them as dynamic; an int attribute would be burnt into the program.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate
 
@@ -30,13 +30,13 @@ from torch.fx.experimental.symbolic_shapes import guard_or_false
 from anemoi_gt.graph import order
 from anemoi_gt.graph.checks import (
     INDEX_DTYPES,
+    as_size,
     check_edge_index,
     check_index,
     check_permutation,
     check_pointers,
     check_range,
     check_same_edges,
-    check_size,
     have_size,
 )
 from anemoi_gt.graph.group import group_coo, group_edges, pointers
@@ -92,8 +92,9 @@ class GraphStructure:
         check_index("row", self.row, like=self.colptr)
         if self.colptr.shape[0] < 1:
             raise ValueError("colptr must have num_dst + 1 >= 1 entries, got an empty tensor")
-        if self.sources.dim() != 2 or self.sources.shape[1] != 0:
-            raise ValueError(f"sources must have shape [num_src, 0], got {tuple(self.sources.shape)}")
+        if not isinstance(self.sources, Tensor) or self.sources.dim() != 2 or self.sources.shape[1] != 0:
+            got = tuple(self.sources.shape) if isinstance(self.sources, Tensor) else repr(self.sources)
+            raise ValueError(f"sources must have shape [num_src, 0], which counts them, got {got}")
         present = [self.rowptr is None, self.col is None, self.csr_to_csc is None]
         if any(present) != all(present):
             raise ValueError(
@@ -165,8 +166,9 @@ class GraphStructure:
             source side comes with it, in the same sweep over the edges. It steps aside for the sort on a CPU, and where
             PyTorch is asked for deterministic algorithms.
         validate : bool
-            Check the values, which waits for the device. Layers that convert an edge_index in passing leave it out. In
-            compiled code the device checks them when it comes to it (RuntimeError), and nothing waits.
+            Check the values, which waits for the device. Layers that convert an edge_index in passing leave it
+            out where a device holds it. In compiled code the device checks them when it comes to it (RuntimeError), and
+            nothing waits.
 
         Returns
         -------
@@ -199,6 +201,10 @@ class GraphStructure:
             sides = group_coo(edge_index, num_src, num_dst, dtype, stable=stable)._asdict()
         if edge_id is not None:
             check_index("edge_id", edge_id, like=edge_index, dtypes=(torch.int64,))
+            if not have_size(edge_id.shape[0], edge_index.shape[1]):
+                raise ValueError(
+                    f"edge_id must have {edge_index.shape[1]} entries, one per edge, got {edge_id.shape[0]}"
+                )
             edge_id = edge_id if sides["perm"] is None else edge_id[sides["perm"]]
         return cls(**sides, sources=torch.empty(num_src, 0, device=edge_index.device), edge_id=edge_id)
 
@@ -225,7 +231,7 @@ class GraphStructure:
         """
         for name, index in (("colptr", colptr), ("row", row)):
             check_index(name, index, like=colptr, dtypes=INDEX_DTYPES)
-        check_size("num_src", num_src)
+        num_src = as_size("num_src", num_src)
         dtype = _index_dtype(num_src, colptr.shape[0] - 1, row.shape[0])
         if perm is not None:
             check_index("perm", perm, like=colptr, dtypes=INDEX_DTYPES)
@@ -253,6 +259,11 @@ class GraphStructure:
         if hasattr(adj_t, "sparse_sizes"):  # torch_sparse.SparseTensor, whose package has no wheel for every platform
             rowptr, col, _ = adj_t.csr()
             return cls.from_csc(rowptr, col, adj_t.sparse_size(1), validate=validate)
+        if not isinstance(adj_t, Tensor):
+            raise ValueError(
+                "adj_t must be a torch.sparse tensor or a torch_sparse.SparseTensor [N_dst, N_src], got "
+                f"{type(adj_t).__name__}; use from_edge_index or from_csc for others"
+            )
         if adj_t.layout == torch.sparse_csr:
             return cls.from_csc(adj_t.crow_indices(), adj_t.col_indices(), adj_t.shape[1], validate=validate)
         num_dst, num_src = adj_t.shape[:2]  # behind them the values may carry attributes
@@ -286,6 +297,10 @@ class GraphStructure:
         ValueError
             For no graph, graphs on several devices, or a part of a graph (one with `edge_id`).
         """
+        graphs = tuple(graphs) if isinstance(graphs, Iterable) else graphs
+        if not isinstance(graphs, tuple) or not all(isinstance(graph, GraphStructure) for graph in graphs):
+            kinds = {type(graph).__name__ for graph in (graphs if isinstance(graphs, tuple) else [graphs])}
+            raise ValueError(f"disjoint must get a sequence of GraphStructures, got {', '.join(sorted(kinds))}")
         if not graphs:
             raise ValueError("disjoint must get at least one graph, got none")
         if len({graph.device for graph in graphs}) > 1:
@@ -331,10 +346,12 @@ class GraphStructure:
         Raises
         ------
         ValueError
-            When `positions` has another shape.
+            When `positions` is no tensor, or has another shape.
         """
         if positions is None:
             positions = order.landmark_distances(self.row.long(), self.dst.long(), self.num_src, self.num_dst)
+        if not isinstance(positions, Tensor):
+            raise ValueError(f"positions must be a tensor [{self.num_dst}, 1 to 3], got {type(positions).__name__}")
         if positions.dim() != 2 or positions.shape[0] != self.num_dst or not 1 <= positions.shape[1] <= 3:
             raise ValueError(
                 f"positions must have shape [{self.num_dst}, 1 to 3], one row per destination, got {tuple(positions.shape)}"
@@ -401,11 +418,16 @@ class GraphStructure:
         Raises
         ------
         ValueError
-            For a field that a structure does not have, or tensors that do not fit together.
+            For a field that a structure does not have or that is missing, or tensors that do not fit together.
         """
+        if not isinstance(state, Mapping):
+            raise ValueError(f"state must map names to tensors as state_dict() does, got {type(state).__name__}")
         unknown = set(state) - {field.name for field in fields(cls)}
         if unknown:
             raise ValueError(f"state must hold the fields of a GraphStructure, got also {sorted(unknown)}")
+        missing = {"colptr", "row", "sources"} - set(state)
+        if missing:
+            raise ValueError(f"state must hold colptr, row and sources, got none named {', '.join(sorted(missing))}")
         return cls(**state)
 
     def edge_order(self) -> Tensor:
@@ -429,11 +451,12 @@ def _sizes(edge_index: Tensor, num_nodes: tuple[int, int] | int | None) -> tuple
         if None in known:
             raise ValueError("num_nodes must be given as (num_src, num_dst): the edge_index does not know its sizes")
         num_nodes = known
-    sizes = (num_nodes, num_nodes) if isinstance(num_nodes, (int, torch.SymInt)) else tuple(num_nodes)
+    is_pair = isinstance(num_nodes, Iterable) and not isinstance(num_nodes, Tensor)
+    sizes = tuple(num_nodes) if is_pair else (num_nodes, num_nodes)
     if len(sizes) != 2:
         raise ValueError(f"num_nodes must be (num_src, num_dst) or one number for both, got {num_nodes!r}")
+    sizes = tuple(map(as_size, ("num_src", "num_dst"), sizes))
     for name, size, expected in zip(("num_src", "num_dst"), sizes, known, strict=True):
-        check_size(name, size)
         if expected is not None and expected != size:
             raise ValueError(f"{name} must be {expected}, which the EdgeIndex holds, got {size}")
     return sizes

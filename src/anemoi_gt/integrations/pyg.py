@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch_geometric.nn import Linear, TransformerConv
 
-from anemoi_gt.config import AttentionConfig
+from anemoi_gt.config import AttentionConfig, check_config
 from anemoi_gt.nn import GraphTransformerConv
 
 log = logging.getLogger(__name__)
@@ -45,6 +45,9 @@ def swap_layers(model: nn.Module, config: AttentionConfig = AttentionConfig()) -
       (second): GraphTransformerConv(8, 2, heads=1)
     )
     """
+    check_config(config)
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model must be a torch.nn.Module, got {model!r}")
     theirs = {id(module): module for module in model.modules() if isinstance(module, TransformerConv)}
     if not theirs:
         raise ValueError(f"model must have a TransformerConv of PyG, got {type(model).__name__} without one")

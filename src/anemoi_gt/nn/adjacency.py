@@ -1,5 +1,6 @@
 """Every way in which PyG writes edges, read into a GraphStructure: the only place of the layers that tells them apart."""
 
+import torch
 from torch import Tensor
 from torch_geometric.utils import is_torch_sparse_tensor
 
@@ -21,7 +22,7 @@ def read_edges(edges, edge_attr: Tensor | None, num_nodes: tuple[int, int]) -> t
     Returns
     -------
     graph : GraphStructure
-        Metadata is checked, indices are not: a layer does not wait for the device.
+        Metadata is checked; indices where the host holds them, for a layer does not wait for a device.
     edge_attr : Tensor or None
     """
     if isinstance(edges, GraphStructure):
@@ -36,7 +37,12 @@ def read_edges(edges, edge_attr: Tensor | None, num_nodes: tuple[int, int]) -> t
             "edge_index must be a GraphStructure, a tensor [2, E], an EdgeIndex or a sparse adj_t [N_dst, N_src], "
             f"got {type(edges).__name__}"
         )
-    return GraphStructure.from_edge_index(edges, num_nodes, validate=False), edge_attr
+    return GraphStructure.from_edge_index(edges, num_nodes, validate=_can_be_read(edges)), edge_attr
+
+
+def _can_be_read(edges: Tensor) -> bool:
+    """Whether the host can look at the values of a tensor without waiting: not those of a device, or that stand for others."""
+    return type(edges) is Tensor and edges.is_cpu and not torch.compiler.is_compiling()
 
 
 def is_adjacency(edges) -> bool:

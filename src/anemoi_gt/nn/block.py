@@ -15,13 +15,14 @@ from collections.abc import Callable
 from einops import rearrange
 from torch import Tensor, nn
 
-from anemoi_gt.config import AttentionConfig
+from anemoi_gt.config import AttentionConfig, check_config
 from anemoi_gt.graph import GraphStructure
 from anemoi_gt.nn.checks import check_features, check_graph, check_sides
 from anemoi_gt.nn.feed_forward import FeedForward
-from anemoi_gt.nn.layer_kernels import LayerKernels
+from anemoi_gt.nn.layer_kernels import LayerKernels, check_kernels
 from anemoi_gt.nn.norm import apply_norm
 from anemoi_gt.ops import edge_attention
+from anemoi_gt.options import check_probability, check_whole
 
 Exchange = Callable[[Tensor], Tensor]
 
@@ -63,8 +64,8 @@ class GraphTransformerBaseBlock(nn.Module):
     Raises
     ------
     ValueError
-        For a size below 1, in_channels other than out_channels, heads that do not divide the attention's channels, an
-        unknown mlp_implementation, or a dropout outside 0 .. 1.
+        For a size that is no whole number or below 1, in_channels other than out_channels, heads that do not divide the
+        attention's channels, an unknown mlp_implementation, a dropout outside 0 .. 1, or layer kernels without a part.
     """
 
     def __init__(
@@ -86,7 +87,10 @@ class GraphTransformerBaseBlock(nn.Module):
     ):
         super().__init__()
         width = out_channels if attn_channels is None else attn_channels
-        _check_sizes(in_channels, out_channels, width, num_heads, edge_dim, dropout)
+        _check_sizes(in_channels, out_channels, width, num_heads, edge_dim)
+        check_probability("dropout", dropout)
+        check_kernels(layer_kernels)
+        check_config(config)
         self.channels, self.hidden_dim, self.num_heads = out_channels, hidden_dim, num_heads
         self.mlp_implementation, self.layer_kernels = mlp_implementation, layer_kernels
         self.dropout, self.config = dropout, config
@@ -207,7 +211,7 @@ class GraphTransformerProcessorBlock(GraphTransformerBaseBlock):
             When features, graph and attributes do not fit together.
         """
         check_graph(graph)
-        check_features("x", x, self.channels)
+        check_features("x", x, self.channels, like=self.lin_query.weight)
         normed = apply_norm(self.layer_norm_attention, x, cond)
         sources = normed if exchange is None else exchange(normed)
         x = x + self.attend(sources, normed, graph, edge_attr)
@@ -284,7 +288,7 @@ class GraphTransformerMapperBlock(GraphTransformerBaseBlock):
             When features, graph and attributes do not fit together.
         """
         check_graph(graph)
-        x_src, x_dst = check_sides(x, (self.channels, self.channels))
+        x_src, x_dst = check_sides(x, (self.channels, self.channels), like=self.lin_query.weight)
         cond_src, cond_dst = (None, None) if cond is None else cond
         sources = apply_norm(self.layer_norm_attention_src, x_src, cond_src)
         if exchange is not None:
@@ -296,17 +300,15 @@ class GraphTransformerMapperBlock(GraphTransformerBaseBlock):
         return x_src, x_dst
 
 
-def _check_sizes(
-    in_channels: int, out_channels: int, width: int, num_heads: int, edge_dim: int, dropout: float
-) -> None:
-    if in_channels != out_channels or in_channels < 1:
+def _check_sizes(in_channels: int, out_channels: int, width: int, num_heads: int, edge_dim: int) -> None:
+    sizes = {"in_channels": in_channels, "out_channels": out_channels, "attn_channels": width, "num_heads": num_heads}
+    for name, size in sizes.items():
+        check_whole(name, size)
+    if in_channels != out_channels:
         raise ValueError(
-            "in_channels and out_channels must be equal and at least 1, for features are added to what becomes of them, "
+            "in_channels and out_channels must be equal, for features are added to what becomes of them, "
             f"got {in_channels} and {out_channels}"
         )
-    if num_heads < 1 or width < 1 or width % num_heads:
+    if width % num_heads:
         raise ValueError(f"attention channels must be a multiple of heads, got {width} channels and {num_heads} heads")
-    if edge_dim < 1:
-        raise ValueError(f"edge_dim must be at least 1, got {edge_dim}")
-    if not 0.0 <= dropout <= 1.0:
-        raise ValueError(f"dropout must be a probability in 0 .. 1, got {dropout}")
+    check_whole("edge_dim", edge_dim)

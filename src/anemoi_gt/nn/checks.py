@@ -1,33 +1,51 @@
 """What layers must be given. The only place that words what is wrong with features, their rows, and what stands for a graph."""
 
+import torch
 from torch import Tensor
 
 from anemoi_gt.graph import GraphStructure
 
 
-def check_features(name: str, features: Tensor, channels: int) -> None:
-    """Raise unless `features` is a tensor [N, channels] or [B, N, channels]."""
+def check_features(name: str, features: Tensor, channels: int, like: Tensor) -> None:
+    """Raise unless `features` is a tensor [N, channels] or [B, N, channels] that weights of the dtype of `like` can take."""
     if not isinstance(features, Tensor):
         raise ValueError(
             f"{name} must be a tensor [N, {channels}] or [B, N, {channels}], got {type(features).__name__}"
         )
     if features.dim() not in (2, 3) or features.shape[-1] != channels:
         raise ValueError(f"{name} must have shape [N, {channels}] or [B, N, {channels}], got {tuple(features.shape)}")
+    check_dtype(name, features, like)
 
 
-def check_sides(x: tuple[Tensor, Tensor], channels: tuple[int, int]) -> tuple[Tensor, Tensor]:
+def check_dtype(name: str, features: Tensor, like: Tensor) -> None:
+    """Raise unless `features` is floating point, and float64 exactly when the weights `like` are, which autocast does not change."""
+    if not features.is_floating_point():
+        raise ValueError(f"{name} must be floating point, got {features.dtype}; cast it first")
+    if (features.dtype == torch.float64) != (like.dtype == torch.float64):
+        raise ValueError(
+            f"{name} must have the dtype of the weights, {like.dtype}, got {features.dtype}; cast it, or the module by .to(dtype)"
+        )
+
+
+def check_sides(x: tuple[Tensor, Tensor], channels: tuple[int, int], like: Tensor) -> tuple[Tensor, Tensor]:
     """Return (x_src, x_dst); raise unless they are two tensors of so many channels."""
     if not isinstance(x, (tuple, list)) or len(x) != 2:
         got = f"{len(x)} of them" if isinstance(x, (tuple, list)) else type(x).__name__
         raise ValueError(f"x must be a pair of tensors (x_src, x_dst), got {got}")
     for name, features, expected in zip(("x_src", "x_dst"), x, channels, strict=True):
-        check_features(name, features, expected)
+        check_features(name, features, expected, like)
     return x
 
 
 def check_graph(graph: object) -> None:
     """Raise unless `graph` is a structure, or attends in place of one."""
-    if not isinstance(graph, GraphStructure) and not hasattr(graph, "attend"):
+    if not hasattr(graph, "attend"):
+        check_structure(graph)
+
+
+def check_structure(graph: object) -> None:
+    """Raise unless `graph` is a structure."""
+    if not isinstance(graph, GraphStructure):
         raise ValueError(
             f"graph must be a GraphStructure, got {type(graph).__name__}; make one of an edge_index, once, with "
             "GraphStructure.from_edge_index"

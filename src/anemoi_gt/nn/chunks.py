@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from anemoi_gt.graph import GraphStructure
-from anemoi_gt.nn.checks import check_rows
+from anemoi_gt.nn.checks import check_rows, check_structure
 from anemoi_gt.ops import edge_attention
+from anemoi_gt.options import check_whole
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,6 +123,8 @@ def split_destinations(graph: GraphStructure, num_chunks: int) -> tuple[Chunk, .
     >>> [(chunk.src.tolist(), chunk.edges) for chunk in split_destinations(graph, 2)]
     [([2], slice(0, 1, None)), ([0, 2], slice(1, 3, None))]
     """
+    check_structure(graph)
+    check_whole("num_chunks", num_chunks, least=None)
     if num_chunks == 1:
         return (Chunk.whole(graph),)
     if not 1 <= num_chunks <= graph.num_dst:

@@ -13,11 +13,14 @@ from torch_geometric.nn.conv import MessagePassing
 from torch_geometric.typing import OptTensor
 from torch_geometric.utils import softmax
 
-from anemoi_gt.config import AttentionConfig
+from anemoi_gt.config import AttentionConfig, check_config
 from anemoi_gt.graph import GraphStructure
 from anemoi_gt.nn.adjacency import is_adjacency, is_sparse_tensor, read_edges
 from anemoi_gt.nn.checks import check_features
 from anemoi_gt.ops import attention_weights, edge_attention
+from anemoi_gt.options import check_probability, check_whole
+
+LAZY = -1  # takes the number from the first input
 
 
 class GraphTransformerConv(MessagePassing):
@@ -107,8 +110,7 @@ class GraphTransformerConv(MessagePassing):
         self.config = config
         self._alpha = None  # where PyG's AttentionExplainer reads the weights, while messages are computed
         self._check_options()
-
-        src_channels, dst_channels = (in_channels, in_channels) if isinstance(in_channels, int) else in_channels
+        src_channels, dst_channels = _both_sides(in_channels)
         inner = heads * out_channels
         outer = inner if concat else out_channels
         self.lin_key = Linear(src_channels, inner, bias=bias)
@@ -142,7 +144,7 @@ class GraphTransformerConv(MessagePassing):
         edge_index : GraphStructure, Tensor [2, E], EdgeIndex, or adjacency adj_t
             adj_t is a `torch.sparse` tensor or `SparseTensor` [N_dst, N_src]; its values, where they have a dimension of
             attributes, stand in for a missing `edge_attr`. All but a GraphStructure are sorted anew in every call, and
-            their indices are not checked.
+            their indices are checked on the CPU alone.
         edge_attr : Tensor [E, D] or [B, E, D], optional
             Raw attributes in the order in which the edges came.
         return_attention_weights : bool, optional
@@ -202,13 +204,12 @@ class GraphTransformerConv(MessagePassing):
         return f"{type(self).__name__}({self.in_channels}, {self.out_channels}, heads={self.heads})"
 
     def _check_options(self):
-        for name in ("out_channels", "heads"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.edge_dim == 0:
-            raise ValueError("edge_dim must be at least 1, or None when edges have no attributes, got 0")
-        if not 0.0 <= self.dropout <= 1.0:
-            raise ValueError(f"dropout must be a probability in 0 .. 1, got {self.dropout}")
+        check_whole("out_channels", self.out_channels)
+        check_whole("heads", self.heads)
+        if self.edge_dim not in (None, LAZY):
+            check_whole("edge_dim", self.edge_dim, note=", or None when edges have no attributes")
+        check_probability("dropout", self.dropout)
+        check_config(self.config)
         if self.aggr not in ("add", "sum"):
             raise ValueError(f"aggr must be 'add', attention is a weighted sum, got {self.aggr!r}")
         if self.decomposed_layers != 1:
@@ -216,15 +217,15 @@ class GraphTransformerConv(MessagePassing):
 
     def _sides(self, x: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """(x_src, x_dst)."""
-        sides = (x, x) if isinstance(x, Tensor) else tuple(x)
+        sides = tuple(x) if isinstance(x, (tuple, list)) else (x, x)
         if len(sides) != 2 or not all(isinstance(side, Tensor) for side in sides):
-            got = ", ".join(type(side).__name__ for side in sides)
+            got = ", ".join(type(side).__name__ for side in sides) if isinstance(x, (tuple, list)) else type(x).__name__
             raise ValueError(f"x must be a tensor or a pair of tensors (x_src, x_dst), got ({got})")
         for name, side, linear in zip(("x_src", "x_dst"), sides, (self.lin_key, self.lin_query), strict=True):
             if side.dim() not in (2, 3):
                 raise ValueError(f"{name} must have shape [N, F] or [B, N, F], got {tuple(side.shape)}")
-            if linear.in_channels != -1:  # -1 takes what comes first
-                check_features(name, side, linear.in_channels)
+            if linear.in_channels != LAZY:
+                check_features(name, side, linear.in_channels, like=linear.weight)
         return sides
 
     def _edges(
@@ -302,3 +303,14 @@ class GraphTransformerConv(MessagePassing):
         out = self.propagate(edge_index, size=size, query=query, key=key, value=value, edge_attr=edge_attr)
         self._alpha = None
         return out
+
+
+def _both_sides(in_channels: int | tuple[int, int]) -> tuple[int, int]:
+    """Features of a source and of a destination, checked."""
+    sides = tuple(in_channels) if isinstance(in_channels, (tuple, list)) else (in_channels, in_channels)
+    if len(sides) != 2:
+        raise ValueError(f"in_channels must be a number or a pair (of sources, of destinations), got {in_channels!r}")
+    for side in sides:
+        if side != LAZY:
+            check_whole("in_channels", side, note=f", or {LAZY} to take it from the first input")
+    return sides

@@ -5,6 +5,7 @@ from torch import Tensor, nn
 
 from anemoi_gt.graph import GraphStructure
 from anemoi_gt.nn.chunks import Chunk, split_destinations
+from anemoi_gt.options import check_whole
 
 
 class StaticStructure(nn.Module):
@@ -52,7 +53,7 @@ class StaticEdges(nn.Module):
     Raises
     ------
     ValueError
-        For indices that are not below `num_nodes`, or attributes that are not one row per edge.
+        For indices that are not below `num_nodes`, or attributes that are not finite or not one row per edge.
 
     Examples
     --------
@@ -70,8 +71,9 @@ class StaticEdges(nn.Module):
                 f"edge_attr must be floating point of shape [{graph.num_edges}, D], one row per edge, "
                 f"got {edge_attr.dtype} {tuple(edge_attr.shape)}"
             )
-        if trainable < 0:
-            raise ValueError(f"trainable must be a number of attributes >= 0, got {trainable}")
+        if not bool(edge_attr.isfinite().all()):
+            raise ValueError("edge_attr must be finite, got NaN or infinity")
+        check_whole("trainable", trainable, least=0, note=", the number of trained attributes of an edge")
         edge_attr = edge_attr[graph.edge_order().long()].to(torch.get_default_dtype())
         in_order = GraphStructure.from_csc(graph.colptr, graph.row, graph.num_src, validate=False)
         self.structure = StaticStructure(in_order.with_reverse())

@@ -9,6 +9,7 @@ import math
 from torch import Tensor, nn
 
 from anemoi_gt.nn.layer_kernels import LayerKernels
+from anemoi_gt.options import check_number, check_whole
 
 GATES = {"glu": nn.Sigmoid, "swiglu": nn.SiLU, "geglu": nn.GELU, "reglu": nn.ReLU}
 IMPLEMENTATIONS = ("mlp", *GATES)
@@ -63,8 +64,7 @@ class FeedForward(nn.Module):
         super().__init__()
         if implementation not in IMPLEMENTATIONS:
             raise ValueError(f"mlp_implementation must be one of {', '.join(IMPLEMENTATIONS)}, got {implementation!r}")
-        if hidden_dim < 1:
-            raise ValueError(f"hidden_dim must be at least 1, got {hidden_dim}")
+        check_whole("hidden_dim", hidden_dim)
         if implementation == "mlp":
             hidden = [kernels.Linear(channels, hidden_dim), kernels.Activation()]
         else:
@@ -82,8 +82,10 @@ def hidden_width(channels: int, ratio: float) -> int:
     Raises
     ------
     ValueError
-        When that is not at least 1.
+        When that is not at least 1, or one of them is no number.
     """
+    check_whole("channels", channels)
+    check_number("mlp_ratio", ratio)
     width = math.floor(ratio * channels + 0.5) if math.isfinite(ratio) else 0
     if width < 1:
         raise ValueError(f"mlp_ratio * channels must be finite and at least 1/2, got {ratio} * {channels}")

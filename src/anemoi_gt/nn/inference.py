@@ -27,12 +27,13 @@ from anemoi_gt.nn.block import (
     GraphTransformerMapperBlock,
     GraphTransformerProcessorBlock,
 )
-from anemoi_gt.nn.checks import check_features, check_graph, check_rows, check_sides
+from anemoi_gt.nn.checks import check_features, check_rows, check_sides, check_structure
 from anemoi_gt.nn.conv import GraphTransformerConv
 from anemoi_gt.nn.mapper import GraphTransformerBackwardMapper, GraphTransformerBaseMapper
 from anemoi_gt.nn.norm import apply_norm
 from anemoi_gt.nn.processor import GraphTransformerProcessor
 from anemoi_gt.ops import edge_attention
+from anemoi_gt.options import check_whole
 
 ROWS = 16384
 OF_HEADS, OF_FEATURES = -3, -2  # dimension of the nodes in [.., N, H, C] and in [.., N, F]
@@ -87,9 +88,9 @@ class ChunkedInference:
     """
 
     def __init__(self, graph: GraphStructure, num_chunks: int = 1, *, rows: int = ROWS):
-        check_graph(graph)
-        if rows < 1:
-            raise ValueError(f"rows must be at least 1, got {rows}")
+        check_structure(graph)
+        check_whole("rows", rows)
+        check_whole("num_chunks", num_chunks, least=None)
         blocks = max(1, -(-graph.num_dst // rows))
         if not 1 <= num_chunks <= blocks:
             raise ValueError(
@@ -256,8 +257,8 @@ def _stages_of_block(block: GraphTransformerBaseBlock) -> _Stages:
 
     def sides(x):
         if is_mapper:
-            return check_sides(x, (block.channels, block.channels))
-        check_features("x", x, block.channels)
+            return check_sides(x, (block.channels, block.channels), like=block.lin_query.weight)
+        check_features("x", x, block.channels, like=block.lin_query.weight)
         return x, x
 
     def finish(x, out, cond):
@@ -278,7 +279,7 @@ def _stages_of_mapper(mapper: GraphTransformerBaseMapper) -> _Stages:
     inner = _stages_of_block(mapper.proc)
     extract = mapper.node_data_extractor if isinstance(mapper, GraphTransformerBackwardMapper) else nn.Identity()
     return _Stages(
-        sides=lambda x: check_sides(x, (mapper.in_channels_src, mapper.in_channels_dst)),
+        sides=mapper.check_sides,
         sources=lambda x, cond: inner.sources(mapper.emb_nodes_src(x), cond),
         query=lambda x, cond: inner.query(mapper.emb_nodes_dst(x), cond),
         finish=lambda x, out, cond: extract(inner.finish(mapper.emb_nodes_dst(x), out, cond)),

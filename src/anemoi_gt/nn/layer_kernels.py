@@ -1,7 +1,7 @@
 """LayerKernels: which classes blocks are made of. The only place that names them, so that one value swaps them all."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 
 from torch import nn
@@ -41,3 +41,14 @@ class LayerKernels:
     Activation: Callable[[], nn.Module] = nn.GELU
     QueryNorm: Callable[[int], nn.Module] = QKNorm
     KeyNorm: Callable[[int], nn.Module] = QKNorm
+
+
+def check_kernels(kernels: object) -> None:
+    """Raise ValueError unless `kernels` has all that blocks are made of."""
+    names = [field.name for field in fields(LayerKernels)]
+    missing = [name for name in names if not hasattr(kernels, name)]
+    if missing:
+        raise ValueError(
+            f"layer_kernels must have the attributes {', '.join(names)}, as LayerKernels(...) does, got "
+            f"{type(kernels).__name__} without {', '.join(missing)}"
+        )

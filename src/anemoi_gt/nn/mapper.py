@@ -13,11 +13,12 @@ from torch import Tensor, nn
 
 from anemoi_gt.graph import GraphStructure
 from anemoi_gt.nn.block import GraphTransformerMapperBlock
-from anemoi_gt.nn.checks import check_sides
+from anemoi_gt.nn.checks import check_sides, check_structure
 from anemoi_gt.nn.chunks import Chunk
 from anemoi_gt.nn.feed_forward import hidden_width
 from anemoi_gt.nn.recompute import recompute
 from anemoi_gt.ops.dropout import draw_seed
+from anemoi_gt.options import check_whole
 
 
 class GraphTransformerBaseMapper(nn.Module):
@@ -58,6 +59,8 @@ class GraphTransformerBaseMapper(nn.Module):
                 "update_src_nodes must be False in a mapper, which returns destinations only, got True; "
                 "GraphTransformerMapperBlock returns the sources too"
             )
+        check_whole("in_channels_src", in_channels_src)
+        check_whole("in_channels_dst", in_channels_dst)
         self.in_channels_src, self.in_channels_dst = in_channels_src, in_channels_dst
         self.gradient_checkpointing = gradient_checkpointing
         self.proc = GraphTransformerMapperBlock(
@@ -99,10 +102,8 @@ class GraphTransformerBaseMapper(nn.Module):
         ValueError
             When rows do not fit the graph, or there are no pieces.
         """
-        check_sides(x, (self.in_channels_src, self.in_channels_dst))
-        chunks = (Chunk.whole(graph),) if isinstance(graph, GraphStructure) else tuple(graph)
-        if not chunks:
-            raise ValueError("graph must be a GraphStructure, or at least one piece from split_destinations, got none")
+        self.check_sides(x)
+        chunks = _pieces_of(graph)
         cond_src, cond_dst = (None, None) if cond is None else cond
         chunks[0].check_rows(x_src=x[0], x_dst=x[1], edge_attr=edge_attr, cond_src=cond_src, cond_dst=cond_dst)
         drops = self.training and self.proc.dropout > 0
@@ -114,6 +115,10 @@ class GraphTransformerBaseMapper(nn.Module):
             run = partial(recompute, self.map_chunk, device=x[0].device, draws=drops)
         pieces = [run(chunk, x, edge_attr, cond) for chunk in chunks]
         return torch.cat(pieces, dim=-2) if len(pieces) > 1 else pieces[0]
+
+    def check_sides(self, x: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return `x`; ValueError unless it is (x_src, x_dst) as this mapper takes them."""
+        return check_sides(x, (self.in_channels_src, self.in_channels_dst), like=self.emb_nodes_dst.weight)
 
     def map_chunk(
         self, chunk: Chunk, x: tuple[Tensor, Tensor], edge_attr: Tensor, cond: tuple[Tensor, Tensor] | None
@@ -167,6 +172,7 @@ class GraphTransformerBackwardMapper(GraphTransformerBaseMapper):
     """
 
     def __init__(self, *, out_channels_dst: int, **options):
+        check_whole("out_channels_dst", out_channels_dst)
         super().__init__(**options)
         channels = self.proc.channels
         is_embedded = self.in_channels_src == channels
@@ -180,6 +186,20 @@ class GraphTransformerBackwardMapper(GraphTransformerBaseMapper):
     ) -> Tensor:
         """Return what the destinations of one piece get: [..., N_dst of the piece, out_channels_dst]."""
         return self.node_data_extractor(super().map_chunk(chunk, x, edge_attr, cond))
+
+
+def _pieces_of(graph: GraphStructure | Sequence[Chunk]) -> tuple[Chunk, ...]:
+    """The pieces of a graph, checked; a structure is one."""
+    if not isinstance(graph, (tuple, list)):
+        check_structure(graph)
+        return (Chunk.whole(graph),)
+    wrong = [type(piece).__name__ for piece in graph if not isinstance(piece, Chunk)]
+    if wrong or not graph:
+        raise ValueError(
+            "graph must be a GraphStructure, or at least one piece from split_destinations, "
+            f"got {', '.join(wrong) or 'none'}"
+        )
+    return tuple(graph)
 
 
 def _by_node(cond: Tensor, take: Callable[[Tensor], Tensor]) -> Tensor:

@@ -9,10 +9,12 @@ from torch import Tensor, nn
 from torch_geometric.data import HeteroData
 
 from anemoi_gt.config import AttentionConfig
+from anemoi_gt.nn.checks import check_dtype
 from anemoi_gt.nn.mapper import GraphTransformerBackwardMapper, GraphTransformerForwardMapper
 from anemoi_gt.nn.processor import GraphTransformerProcessor
 from anemoi_gt.nn.residual import Residual
 from anemoi_gt.nn.weather_graph import DATA, HIDDEN, chunked_edges_of, edges_of, nodes_of
+from anemoi_gt.options import check_whole
 
 
 class EncoderProcessorDecoder(nn.Module):
@@ -109,7 +111,7 @@ class EncoderProcessorDecoder(nn.Module):
         config: AttentionConfig = AttentionConfig(),  # noqa: B008  frozen, hence one value for all models
     ):
         super().__init__()
-        self.has_one_data_set = isinstance(in_channels, int)
+        self.has_one_data_set = not isinstance(in_channels, Mapping)
         self.in_channels, self.out_channels = _by_data_set(in_channels, out_channels)
         names = list(dict.fromkeys([*self.in_channels, *self.out_channels]))
         self.nodes = nn.ModuleDict({name: nodes_of(graph, name, trainable_nodes) for name in (*names, HIDDEN)})
@@ -180,6 +182,7 @@ class EncoderProcessorDecoder(nn.Module):
                 raise ValueError(f"{label} must be a tensor [B, {wanted[0]}, {wanted[1]}], got {type(x).__name__}")
             if x.dim() != 3 or tuple(x.shape[1:]) != wanted:
                 raise ValueError(f"{label} must have shape [B, {wanted[0]}, {wanted[1]}], got {tuple(x.shape)}")
+            check_dtype(label, x, like=self.nodes[name].waves)
             if samples not in (None, x.shape[0]):
                 raise ValueError(f"{label} must have {samples} samples as the data sets before it, got {x.shape[0]}")
             samples = x.shape[0]
@@ -224,14 +227,12 @@ def _by_data_set(
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Numbers of fields by data set, checked; one data set is called "data"."""
     sides = {"in_channels": in_channels, "out_channels": out_channels}
-    if len({isinstance(side, int) for side in sides.values()}) > 1:
+    if len({isinstance(side, Mapping) for side in sides.values()}) > 1:
         raise ValueError(f"in_channels and out_channels must both be numbers or both be mappings, got {sides}")
-    sides = {name: {DATA: side} if isinstance(side, int) else dict(side) for name, side in sides.items()}
+    sides = {name: dict(side) if isinstance(side, Mapping) else {DATA: side} for name, side in sides.items()}
     for name, side in sides.items():
         for data_set, size in side.items():
-            if size < 1:
-                label = name if isinstance(in_channels, int) else f"{name}[{data_set!r}]"
-                raise ValueError(f"{label} must be at least 1, got {size}")
+            check_whole(f"{name}[{data_set!r}]" if isinstance(in_channels, Mapping) else name, size)
         if not side or HIDDEN in side:
             raise ValueError(f"{name} must name at least one data set, none of them {HIDDEN!r}, got {list(side)}")
         refused = [data_set for data_set in side if not _names_a_module(data_set)]

@@ -5,6 +5,8 @@ import math
 import torch
 from torch import Tensor, nn
 
+from anemoi_gt.options import check_whole
+
 
 class StaticNodes(nn.Module):
     """Features of fixed nodes: sine and cosine of latitude and longitude, and trained numbers.
@@ -41,8 +43,7 @@ class StaticNodes(nn.Module):
                 f"latitudes must lie within +-pi/2 radians, got up to {float(positions[:, 0].abs().max()):g}; "
                 "convert degrees with torch.deg2rad"
             )
-        if trainable < 0:
-            raise ValueError(f"trainable must be a number of features >= 0, got {trainable}")
+        check_whole("trainable", trainable, least=0, note=", the number of trained features of a node")
         waves = torch.cat([positions.sin(), positions.cos()], dim=-1).to(torch.get_default_dtype())
         self.register_buffer("waves", waves, persistent=False)
         self.trainable = nn.Parameter(torch.zeros(positions.shape[0], trainable)) if trainable else None

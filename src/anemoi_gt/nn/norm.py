@@ -57,7 +57,17 @@ class ConditionalLayerNorm(nn.Module):
             nn.init.zeros_(parameter)
 
     def forward(self, x: Tensor, cond: Tensor) -> Tensor:
-        """Normalise `x` [..., N, normalized_shape] under the condition `cond` [..., N or 1, condition_shape]."""
+        """Normalise `x` [..., N, normalized_shape] under the condition `cond` [..., N or 1, condition_shape].
+
+        Raises
+        ------
+        ValueError
+            When the condition is of another shape.
+        """
+        features, rows = self.scale.in_features, x.shape[-2]
+        shape = cond.shape if isinstance(cond, Tensor) and cond.dim() >= 2 else (0, 0)
+        if shape[-1] != features or shape[-2] not in (1, rows):
+            raise ValueError(f"cond must have shape [..., {rows} or 1, {features}], got {_shape(cond)}")
         return ((1 + self.scale(cond)) * self.norm(x) + self.bias(cond)).type_as(x)
 
 
@@ -75,9 +85,14 @@ def apply_norm(norm: nn.Module, x: Tensor, cond: Tensor | None) -> Tensor:
                 f"cond must be given, for the norms are of class {kind}, which need it; got None"
             ) from error
         raise ValueError(
-            f"cond must be None, for the norms are of class {kind}, which take none; got {tuple(cond.shape)}; "
+            f"cond must be None, for the norms are of class {kind}, which take none; got {_shape(cond)}; "
             "make conditional norms with LayerKernels(LayerNorm=partial(ConditionalLayerNorm, condition_shape=...))"
         ) from error
+
+
+def _shape(cond: object) -> tuple[int, ...] | str:
+    """What came as a condition, for messages."""
+    return tuple(cond.shape) if isinstance(cond, Tensor) else type(cond).__name__
 
 
 def _takes(module: nn.Module, *inputs, **options) -> bool:

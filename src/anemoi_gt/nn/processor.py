@@ -11,6 +11,7 @@ from anemoi_gt.graph import GraphStructure
 from anemoi_gt.nn.block import GraphTransformerProcessorBlock
 from anemoi_gt.nn.feed_forward import hidden_width
 from anemoi_gt.nn.recompute import recompute
+from anemoi_gt.options import check_whole
 
 
 class GraphTransformerProcessor(nn.Module):
@@ -53,12 +54,13 @@ class GraphTransformerProcessor(nn.Module):
         **block_options,
     ):
         super().__init__()
-        if num_layers < 1:
-            raise ValueError(f"num_layers must be at least 1, got {num_layers}")
-        if checkpoint_groups is not None and not 1 <= checkpoint_groups <= num_layers:
-            raise ValueError(
-                f"checkpoint_groups must be in 1 .. {num_layers}, the number of layers, or None, got {checkpoint_groups}"
-            )
+        check_whole("num_layers", num_layers)
+        if checkpoint_groups is not None:
+            check_whole("checkpoint_groups", checkpoint_groups, least=None, note=", or None")
+            if not 1 <= checkpoint_groups <= num_layers:
+                raise ValueError(
+                    f"checkpoint_groups must be in 1 .. {num_layers}, the number of layers, or None, got {checkpoint_groups}"
+                )
         self.checkpoint_groups = checkpoint_groups
         sizes = {"in_channels": num_channels, "out_channels": num_channels}
         sizes["hidden_dim"] = hidden_width(num_channels, mlp_hidden_ratio)

@@ -18,6 +18,8 @@ def nodes_of(graph: HeteroData, name: str, trainable: int) -> StaticNodes:
     ValueError
         When the graph has no such nodes, or they have no positions.
     """
+    if not isinstance(graph, HeteroData):
+        raise ValueError(f"graph must be a HeteroData, as anemoi_gt.data.graphs makes it, got {type(graph).__name__}")
     if name not in graph.node_types or "x" not in graph[name]:
         raise ValueError(f"graph must have nodes {name!r} with positions x [N, 2], got nodes {graph.node_types}")
     return StaticNodes(graph[name].x, trainable)
@@ -48,6 +50,9 @@ def _fields(graph: HeteroData, source: str, destination: str) -> tuple[torch.Ten
     missing = [name for name in ("edge_index", *EDGE_ATTRIBUTES) if name not in edges]
     if missing:
         raise ValueError(f"edges {kind} must have edge_index, edge_length and edge_dirs, missing {', '.join(missing)}")
+    for name in ("edge_index", *EDGE_ATTRIBUTES):
+        if not isinstance(edges[name], torch.Tensor):
+            raise ValueError(f"{name} of edges {kind} must be a tensor, got {type(edges[name]).__name__}")
     num_edges = edges.edge_index.shape[-1]
     for name in EDGE_ATTRIBUTES:
         if edges[name].dim() != 2 or edges[name].shape[0] != num_edges:

@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
-from anemoi_gt.config import AttentionConfig
+from anemoi_gt.config import AttentionConfig, check_config
 from anemoi_gt.graph import GraphStructure
 from anemoi_gt.ops.backends import check_counts_heads, choose_backend
-from anemoi_gt.ops.checks import check_dropout, check_operands
+from anemoi_gt.ops.checks import check_dropout, check_operands, check_scale
 from anemoi_gt.ops.dropout import draw_seed
 from anemoi_gt.ops.dtypes import cast_operands
 
@@ -157,6 +157,8 @@ def _attend(
     config: AttentionConfig,
 ) -> tuple[Tensor, Tensor]:
     """Check and cast the operands, and hand them to the backend."""
+    check_config(config)
+    check_scale(scale)
     check_operands(query, key, value, graph, edge_attr, edge_weight, edge_bias)
     operands, out_dtype = cast_operands(config.precision, query, key, value, edge_attr, edge_weight, edge_bias)
     q, k, v, attr, weight, bias = operands

@@ -1,10 +1,13 @@
 """What the operands of edge attention must be. The only place that words these errors; metadata only, no device sync."""
 
+import math
+
 import torch
 from torch import Tensor
 
 from anemoi_gt.graph import GraphStructure
 from anemoi_gt.graph.checks import check_index, have_size
+from anemoi_gt.options import check_number, check_probability
 
 
 def check_operands(
@@ -32,12 +35,33 @@ def check_operands(
 
 def check_dropout(dropout_p: float, seed: Tensor | None, graph: GraphStructure) -> None:
     """Raise ValueError unless `dropout_p` is a probability, and the seed a whole number where the graph is."""
-    if not 0.0 <= dropout_p <= 1.0:
-        raise ValueError(f"dropout_p must be a probability in 0 .. 1, got {dropout_p}")
+    check_probability("dropout_p", dropout_p)
     if seed is not None:
         check_index("dropout_seed", seed, like=graph.colptr, dtypes=(torch.int64,))
         if seed.shape[0] != 1:
             raise ValueError(f"dropout_seed must have 1 entry, got {seed.shape[0]}")
+
+
+def check_scale(scale: float | None) -> None:
+    """Raise ValueError unless `scale` is a finite number, or None."""
+    if scale is None:
+        return
+    check_number("scale", scale)
+    if not -math.inf < scale < math.inf:
+        raise ValueError(f"scale must be finite, or None for 1 / sqrt(channels), got {scale}")
+
+
+def check_parts(**parts: Tensor) -> None:
+    """Raise ValueError unless all are floating-point tensors on one device."""
+    device = None
+    for name, part in parts.items():
+        if not isinstance(part, Tensor):
+            raise ValueError(f"{name} must be a tensor, got {type(part).__name__}")
+        if not part.is_floating_point():
+            raise ValueError(f"{name} must be floating point, got {part.dtype}")
+        if device not in (None, part.device):
+            raise ValueError(f"all tensors must be on one device, got {name} on {part.device} and others on {device}")
+        device = part.device
 
 
 def _check_tensor(name: str, operand: Tensor, graph: GraphStructure) -> None:

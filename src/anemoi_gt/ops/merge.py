@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from anemoi_gt.ops.checks import check_parts
+
 
 def merge(out1: Tensor, lse1: Tensor, out2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
     """Join two results of `edge_attention` over disjoint sets of edges into the result over all of them.
@@ -25,7 +27,7 @@ def merge(out1: Tensor, lse1: Tensor, out2: Tensor, lse2: Tensor) -> tuple[Tenso
     Raises
     ------
     ValueError
-        When the shapes do not fit together.
+        When shapes or devices do not fit together, or one of them is no floating-point tensor.
 
     Examples
     --------
@@ -33,6 +35,7 @@ def merge(out1: Tensor, lse1: Tensor, out2: Tensor, lse2: Tensor) -> tuple[Tenso
     >>> merge(torch.tensor([[[1.0, 2.0]]]), torch.tensor([[0.5]]), empty, nothing)
     (tensor([[[1., 2.]]]), tensor([[0.5000]]))
     """
+    check_parts(out1=out1, lse1=lse1, out2=out2, lse2=lse2)
     if not out1.shape == out2.shape or not lse1.shape == lse2.shape == out1.shape[:-1]:
         raise ValueError(
             "both out must have shape [..., H, C] and both lse [..., H], got out "

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from anemoi_gt.config import AttentionConfig
+from anemoi_gt.config import AttentionConfig, check_config
 from anemoi_gt.graph import GraphStructure
-from anemoi_gt.ops.checks import check_operands
+from anemoi_gt.ops.checks import check_operands, check_scale
 from anemoi_gt.ops.dtypes import accumulator_dtype, cast_operands
 
 
@@ -44,6 +44,8 @@ def attention_weights(
     >>> attention_weights(torch.zeros(2, 1, 4), torch.zeros(2, 1, 4), graph).flatten().tolist()
     [0.5, 0.5, 1.0]
     """
+    check_config(config)
+    check_scale(scale)
     no_value = key  # which would have its shape
     check_operands(query, key, no_value, graph, edge_attr, edge_weight, edge_bias)
     operands, _ = cast_operands(config.precision, query, key, edge_attr, edge_weight, None)

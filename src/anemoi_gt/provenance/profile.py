@@ -14,6 +14,8 @@ OPERANDS = 8  # query, key, value, edge_attr, edge_weight, edge_bias, colptr, ro
 
 def add_times(explanation: Explanation, profile) -> Explanation:
     """Return `explanation` with the times that `profile` has seen; `Explanation.with_profile` says the rest."""
+    if not hasattr(profile, "events"):
+        raise ValueError(f"profile must be a torch.profiler.profile that has ended, got {type(profile).__name__}")
     seen = _calls(profile)
     if not seen:
         raise ValueError(

@@ -17,5 +17,12 @@ def weighted_mse(output: Tensor, target: Tensor, weights: Tensor) -> Tensor:
     -------
     Tensor
         Scalar; about 1 for a forecast of no skill, since targets have unit variance.
+
+    Raises
+    ------
+    ValueError
+        When output and target differ in shape: PyTorch would stretch one to the other.
     """
+    if output.shape != target.shape:
+        raise ValueError(f"output must have the shape of target, {tuple(target.shape)}, got {tuple(output.shape)}")
     return ((output - target).square().mean(dim=(0, 2)) * weights).mean()

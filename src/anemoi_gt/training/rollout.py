@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from anemoi_gt.data.datasets import ForecastDataset
+from anemoi_gt.options import check_whole
 from anemoi_gt.training.scores import Errors, Score, place_of_median
 
 
@@ -62,8 +63,11 @@ def roll_out(model: nn.Module, dataset: ForecastDataset, i: int, steps: int) -> 
     Raises
     ------
     ValueError
-        If the data set's inputs do not follow from forecasts.
+        If the data set's inputs do not follow from forecasts, there is no such sample, or steps is below 1.
     """
+    check_whole("steps", steps)
+    if not 0 <= i < len(dataset):
+        raise ValueError(f"i must be a sample in 0 .. {len(dataset) - 1}, got {i}")
     device, outcomes = next(model.parameters()).device, []
     for _ in range(steps):
         step = dataset.advance(i, [outcome.forecast for outcome in outcomes])
@@ -92,6 +96,7 @@ def score_rollouts(model: nn.Module, dataset: ForecastDataset, steps: int) -> Ro
     FloatingPointError
         If forecasts grow beyond all bounds.
     """
+    check_whole("steps", steps)
     errors = [Errors(dataset) for _ in range(steps)]
     with_truth: list[list[int]] = [[] for _ in range(steps)]
     for i in range(len(dataset)):

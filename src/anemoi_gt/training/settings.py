@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from math import isinf
 
+from anemoi_gt.options import check_number, check_whole
+
 DEVICES = ("auto", "cpu", "cuda")
 PRECISIONS = ("32-true", "bf16-mixed", "16-mixed")
 
@@ -46,7 +48,7 @@ class TrainingConfig:
     Raises
     ------
     ValueError
-        For a number out of range.
+        For a value that is no number, or one out of range.
     """
 
     steps: int = 1000
@@ -65,8 +67,13 @@ class TrainingConfig:
 
     def __post_init__(self):
         for name in ("steps", "batch_size", "valid_every", "log_every"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"training.{name} must be at least 1, got {getattr(self, name)}")
+            check_whole(f"training.{name}", getattr(self, name))
+        for name in ("warmup_steps", "seed"):
+            check_whole(f"training.{name}", getattr(self, name), least=None)
+        for name in ("learning_rate", "weight_decay", "clip_norm", "average_decay"):
+            check_number(f"training.{name}", getattr(self, name))
+        if self.threads is not None:
+            check_whole("training.threads", self.threads, note=", or null")
         for name in ("learning_rate", "clip_norm"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"training.{name} must be positive, got {getattr(self, name)}")
@@ -77,8 +84,6 @@ class TrainingConfig:
                 raise ValueError(f"training.{name} must be finite, got {getattr(self, name)}")
         if not 0 <= self.seed < 2**64:
             raise ValueError(f"training.seed must be 0 to 2^64 - 1, as PyTorch's generators take it, got {self.seed}")
-        if self.threads is not None and self.threads < 1:
-            raise ValueError(f"training.threads must be at least 1, or null, got {self.threads}")
         if not 0 <= self.warmup_steps <= self.steps:
             raise ValueError(f"training.warmup_steps must be 0 to steps ({self.steps}), got {self.warmup_steps}")
         if not 0 <= self.average_decay < 1:

@@ -36,7 +36,7 @@ class Trainer:
         Trains on `train`, validates on `valid`.
     config : TrainingConfig
         The numbers.
-    folder : Path
+    folder : Path or str
         Where the checkpoints go; it exists.
     description : dict
         Plain values kept in the checkpoints: the whole config of the run.
@@ -56,13 +56,20 @@ class Trainer:
     best_loss : float
         The lowest validation loss so far.
 
+    Raises
+    ------
+    ValueError
+        When config is no TrainingConfig, or names a device that is not here.
+
     Notes
     -----
     The first five are attributes so that a run on several processes can put its own in their place.
     """
 
-    def __init__(self, model: nn.Module, splits: Splits, config: TrainingConfig, folder: Path, description: dict):
-        self.splits, self.config, self.folder, self.description = splits, config, folder, description
+    def __init__(self, model: nn.Module, splits: Splits, config: TrainingConfig, folder: Path | str, description: dict):
+        if not isinstance(config, TrainingConfig):
+            raise ValueError(f"config must be a TrainingConfig, got {config!r}")
+        self.splits, self.config, self.folder, self.description = splits, config, Path(folder), description
         self.device = choose_device(config.device)
         self.learner = Learner(model, splits.train.weights, config, self.device)
         self.batches = TrainingBatches(splits.train, config.batch_size, config.steps, config.seed, self.device)

@@ -77,6 +77,8 @@ class HandedOut(Known):
         As for `Known`.
     sources : Tensor [N_src], int64, or None
         For a chunk, the sources of the whole that are left.
+    whole : HandedOut or None
+        For a shard, the list whose shards, gathered from all ranks, are this one; not kept alive.
 
     Attributes
     ----------
@@ -84,10 +86,17 @@ class HandedOut(Known):
         Anemoi's `GraphPartition` by number of parts and nodes.
     """
 
-    def __init__(self, edge_index: Tensor, samples: int = 1, sources: Tensor | None = None):
+    def __init__(
+        self,
+        edge_index: Tensor,
+        samples: int = 1,
+        sources: Tensor | None = None,
+        whole: "HandedOut | None" = None,
+    ):
         super().__init__(edge_index, samples)
         self.edge_index = edge_index
         self.sources = sources
+        self._whole = (lambda: None) if whole is None else weakref.ref(whole)
         self.partitions: dict[tuple[int, ...], object] = {}
         self._parts: dict[tuple, HandedOut] = {}
         if edge_index.data_ptr():  # nothing is at 0, where empty tensors are
@@ -97,6 +106,12 @@ class HandedOut(Known):
     def is_intact(self) -> bool:
         """Whether nobody has written into the list."""
         return self.version == version_of(self.edge_index)
+
+    @property
+    def whole(self) -> "HandedOut | None":
+        """The list that this shard was cut from, while that lives and nobody has written into it."""
+        held = self._whole()
+        return held if held is not None and held.is_intact else None
 
     def part(self, key: tuple, make: Callable[[], "HandedOut"]) -> "HandedOut":
         """Return what is cut from this list by a rule that `key` describes in full, made at the first call."""

@@ -5,6 +5,7 @@ the graph alone is remembered:
 
     provider, batch size      -> the list that it expands to                    StaticGraphProvider._expand_edges
     list, sizes of the shards -> the shard of this rank                         StaticGraphProvider._get_edges_impl
+    shard, gathered           -> the list that it was cut from                  gather_tensor
     list, number of parts     -> how many edges each part has                   build_graph_partition
     list, its partition       -> the renumbered list of this rank or chunk      prepare_edge_sharding_wrapper, materialise
 
@@ -13,7 +14,8 @@ with the provider. Each function stands in for a function of theirs, and runs it
 """
 
 import weakref
-from functools import wraps
+from collections.abc import Callable
+from functools import partial, wraps
 
 import torch
 from torch import Tensor
@@ -41,7 +43,7 @@ def expanding(theirs):
         if held is None or not held.is_intact or not _is_made_from(bases, made_from):
             with torch.inference_mode(False):
                 held = HandedOut(theirs(self, edge_index, edge_inc, batch_size), samples=batch_size)
-            expanded[batch_size] = (tuple((weakref.ref(base), version_of(base)) for base in bases), held)
+            expanded[batch_size] = (_made_from(bases, forget=partial(expanded.pop, batch_size, None)), held)
         return held.edge_index
 
     return _expand_edges
@@ -56,10 +58,27 @@ def sharding(theirs):
         _, whole = _BY_PROVIDER.get(self, {}).get(batch_size, ((), None))
         if whole is not None and shard_sizes is not None:
             key = ("shard", model_comm_group.rank(), *shard_sizes)
-            edge_index = whole.part(key, lambda: HandedOut(edge_index)).edge_index
+            edge_index = whole.part(key, lambda: HandedOut(edge_index, whole=whole)).edge_index
         return edge_attr, edge_index, shard_sizes
 
     return _get_edges_impl
+
+
+def gathering(theirs):
+    """`gather_tensor` that returns the list from which the shards were cut in place of a copy of it.
+
+    The shards travel nevertheless: a rank that left the collective out, when another one does not know its shard, would hang it.
+    """
+
+    @wraps(theirs)
+    def gather_tensor(input_, dim, sizes, mgroup):
+        gathered = theirs(input_, dim, sizes, mgroup)
+        shard = None if torch.compiler.is_compiling() or input_.dtype.is_floating_point else recognise(input_)
+        whole = None if shard is None else shard.whole
+        is_whole = whole is not None and dim == 1 and whole.edge_index.shape == gathered.shape
+        return whole.edge_index if is_whole else gathered
+
+    return gather_tensor
 
 
 def localising(theirs):
@@ -136,6 +155,11 @@ def _cut(whole: HandedOut, edges: slice, destinations: slice, num_parts: int) ->
         edge_index = torch.stack([src, dst - destinations.start])
     samples = whole.samples // num_parts if whole.samples % num_parts == 0 else 1
     return HandedOut(edge_index, samples, sources)
+
+
+def _made_from(bases: tuple[Tensor, ...], forget: Callable[[], object]) -> tuple:
+    """What tells these tensors from others; `forget` is called when one of them dies, as when its model goes to another device."""
+    return tuple((weakref.ref(base, lambda _: forget()), version_of(base)) for base in bases)
 
 
 def _is_made_from(bases: tuple[Tensor, ...], made_from: tuple) -> bool:

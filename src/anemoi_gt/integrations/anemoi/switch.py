@@ -25,6 +25,7 @@ BLOCK = ("anemoi.models.layers.block", "GraphTransformerBaseBlock")
 PROVIDER = ("anemoi.models.layers.graph_provider", "StaticGraphProvider")
 MAPPER = ("anemoi.models.layers.mapper", "GraphTransformerBaseMapper")
 PARTITION = ("anemoi.models.distributed.khop_edges", "GraphPartition")
+PROCESSORS = ("anemoi.models.layers.processor",)
 METHODS = {  # of a class, or of a module that holds a function under its name: what stands in for it
     (BLOCK, "apply_gt"): block.attending,
     (BLOCK, "attention_block"): block.blocking,
@@ -36,6 +37,8 @@ METHODS = {  # of a class, or of a module that holds a function under its name: 
     (PARTITION, "materialise"): lists.materialising,
     (PARTITION[:1], "build_graph_partition"): lists.partitioning,
     (MAPPER[:1], "build_graph_partition"): lists.partitioning,
+    (MAPPER[:1], "gather_tensor"): lists.gathering,
+    (PROCESSORS, "gather_tensor"): lists.gathering,
 }
 _theirs: dict[tuple[type | ModuleType, str], object] = {}
 
@@ -132,6 +135,8 @@ def swap_layers(
         As for `install`.
     """
     config = AttentionConfig(backend=backend, precision=precision)
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model must be a torch.nn.Module, got {model!r}")
     blocks = [module for module in model.modules() if isinstance(module, _find(*BLOCK))]
     if not blocks:
         raise ValueError(f"model must have a graph-transformer block of Anemoi, got {type(model).__name__} without one")
@@ -143,6 +148,8 @@ def swap_layers(
 
 def _switch_on(config: AttentionConfig, fuse_edges: bool) -> Settings:
     """Put our methods in place; edges can be fused where all methods of the block are."""
+    if not isinstance(fuse_edges, bool):
+        raise ValueError(f"fuse_edges must be True or False, got {fuse_edges!r}")
     _put_in_place()
     in_place = {name for owner, name in _theirs}
     return Settings(config, fuse_edges and in_place.issuperset(name for place, name in METHODS if place == BLOCK))

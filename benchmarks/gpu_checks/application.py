@@ -1,0 +1,80 @@
+"""Training, export and the loaders of the example as a user runs them: commands, each in a process of its own."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+from gpu_checks import DEVICE, ROOT
+
+EXAMPLE = ROOT / "examples" / "run_package"
+SMALL = [
+    *("data.grid_name=O4", "data.train_size=8", "data.valid_size=2", "data.test_size=3", "graph.refinement=1"),
+    *("model.num_layers=1", "training.steps=4", "training.warmup_steps=1", "training.batch_size=2"),
+]
+CHOSEN = [f"training.device={DEVICE.type}", f"attention.backend={'triton' if DEVICE.type == 'cuda' else 'torch'}"]
+SAMPLES, LIMIT = 3, 300.0  # s, for one command
+
+
+def exported_and_loaded() -> str:
+    """The package that `python -m anemoi_gt export` makes of a trained run gives the same numbers in Python and in C++, without this library."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        found = [str(Path(place).resolve()) for place in os.environ.get("PYTHONPATH", "").split(os.pathsep) if place]
+        ours = {"PYTHONPATH": os.pathsep.join([str(_installed(folder / "site")), *found])}
+        run, package, x = folder / "run", folder / "model.pt2", folder / "x.pt"
+        application = [sys.executable, "-m", "anemoi_gt"]
+        _execute([*application[:2], "anemoi_gt.train", *SMALL, *CHOSEN, f"hydra.run.dir={run}"], folder, ours)
+        wanted = [f"checkpoint={run / 'last.pt'}", f"out={package}", f"max_batch={SAMPLES}"]
+        said = _execute([*application, "export", *wanted, f"hydra.run.dir={folder / 'export'}"], folder, ours)
+        torch.save(torch.randn(SAMPLES, *_shape(package), generator=torch.Generator().manual_seed(0)), x)
+        _execute([sys.executable, "-I", EXAMPLE / "run_package.py", package, x, folder / "python.pt"], folder)
+        _execute([_compiled(folder / "run_package"), package, x, folder / "cpp.pt"], folder)
+        first, second = (torch.load(folder / f"{name}.pt") for name in ("python", "cpp"))
+    torch.testing.assert_close(second, first, rtol=1e-5, atol=1e-6)
+    told = [line for line in said.splitlines() if line.startswith(("same numbers", "one sample takes", "written"))]
+    return "; ".join([*told, "Python and C++ agree"])
+
+
+def _installed(site: Path) -> Path:
+    """A folder from which the package and its configs are imported, as from a wheel."""
+    package = site / "anemoi_gt"
+    package.mkdir(parents=True)
+    for part in (ROOT / "src" / "anemoi_gt").iterdir():
+        (package / part.name).symlink_to(part)
+    (package / "configs").symlink_to(ROOT / "configs")
+    return site
+
+
+def _shape(package: Path) -> list[int]:
+    """Nodes and channels of a sample, which the package tells."""
+    metadata = torch._inductor.aoti_load_package(str(package)).get_metadata()
+    return json.loads(metadata["inputs"])[0]["shape"][1:]
+
+
+def _compiled(program: Path) -> Path:
+    """The loader in C++, against the libraries of the PyTorch that runs here."""
+    torch_folder = Path(torch.__file__).parent
+    libraries = torch_folder / "lib"
+    names = ["torch", "torch_cpu", "c10"] + (["torch_cuda", "c10_cuda"] if DEVICE.type == "cuda" else [])
+    # Nobody calls the GPU's libraries by name; they register themselves when they are loaded, and find those of CUDA by themselves.
+    linker = ["-Wl,--no-as-needed", "-Wl,--allow-shlib-undefined", f"-L{libraries}", f"-Wl,-rpath,{libraries}"]
+    linker += [f"-l{name}" for name in names]
+    compiler = [os.environ.get("CXX", "g++"), "-std=c++20", "-O0", f"-I{torch_folder / 'include'}"]
+    _execute([*compiler, EXAMPLE / "main.cpp", "-o", program, *linker], ROOT)
+    return program
+
+
+def _execute(command: list, folder: Path, more: dict[str, str] | None = None) -> str:
+    """What a command printed; raises with its last words when it fails."""
+    command = list(map(str, command))
+    done = subprocess.run(
+        command, cwd=folder, env=os.environ | (more or {}), capture_output=True, text=True, timeout=LIMIT
+    )
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)[:200]}: {(done.stdout + done.stderr)[-1500:]}")
+    return done.stdout + done.stderr
