@@ -34,6 +34,7 @@ if not torch.cuda.is_available():
 from anemoi_gt import AttentionConfig, GraphStructure, edge_attention
 from anemoi_gt.kernels.tile import (
     BUSY_DEGREE,
+    CONTRACTIONS,
     contraction_choice,
     destination_choice,
     forward_choice,
@@ -117,9 +118,7 @@ class Case:
             "forward": forward_choice(nodes, device),
             "destinations": destination_choice(nodes, device),
             "sources": source_choice(sources, device),
-            "project": contraction_choice(nodes, (1, 1), device),
-            "embed": contraction_choice(nodes, (2, 1), device),
-            "weight": contraction_choice(nodes, (2, 2), device),
+            **{name: contraction_choice(nodes, name, device) for name in CONTRACTIONS},
         }
         return {
             name: Search(
@@ -132,8 +131,8 @@ class Case:
         }
 
 
-ROWS, CONTRACTIONS = ("forward", "destinations", "sources"), ("project", "embed", "weight")
-KERNELS = ROWS + CONTRACTIONS
+ROWS = ("forward", "destinations", "sources")
+KERNELS = (*ROWS, *CONTRACTIONS)
 
 
 def attention(operands: Operands) -> Callable[[], torch.Tensor]:

@@ -1,4 +1,5 @@
 import io
+from dataclasses import replace
 
 import pytest
 import torch
@@ -298,3 +299,39 @@ def test_construction_and_use_compile_without_recompilation():
         edge_index, x = torch.randint(nodes, (2, edges)), torch.randn(nodes)
         torch.testing.assert_close(step(edge_index, x), x[edge_index].sum() + nodes)
     assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize(("name", "degree"), [("nearest", 3), ("one_each", 1), ("shuffled", None), ("no_edges", None)])
+def test_a_degree_that_all_destinations_share_is_found_where_values_are_checked(name, degree):
+    edge_index, sizes = GRAPHS[name]
+    graph = GraphStructure.from_edge_index(edge_index, sizes)
+    again = GraphStructure.from_csc(graph.colptr, graph.row, graph.num_src)
+    found = [None if each.degree is None else each.degree.shape[0] for each in (graph, again)]
+    assert found == [degree, degree]
+    assert GraphStructure.from_edge_index(edge_index, sizes, validate=False).degree is None
+
+
+def test_graphs_side_by_side_keep_a_degree_that_they_share():
+    three, one = (GraphStructure.from_edge_index(*GRAPHS[name]) for name in ("nearest", "one_each"))
+    assert GraphStructure.disjoint([three, three]).degree.shape == (3, 0)
+    assert GraphStructure.disjoint([three, one]).degree is None
+
+
+@pytest.mark.parametrize(
+    ("degree", "message"),
+    [
+        (torch.empty(2, 0), r"K \* 13 destinations = 39 edges, got K = 2"),
+        (torch.empty(3), r"degree must be a tensor \[K, 0\].*got \(3,\)"),
+        (3, r"degree must be a tensor \[K, 0\].*got int"),
+    ],
+)
+def test_a_degree_of_other_edges_is_refused(degree, message):
+    graph = GraphStructure.from_edge_index(*GRAPHS["nearest"])
+    with pytest.raises(ValueError, match=message):
+        replace(graph, degree=degree)
+
+
+def test_a_degree_that_only_the_mean_has_is_refused_by_validate():
+    graph = GraphStructure.from_edge_index(torch.tensor([[0, 1, 0, 1], [0, 0, 0, 1]]), (2, 2))
+    with pytest.raises(ValueError, match="degree says that every destination has 2 in-edges.*leave degree out"):
+        replace(graph, degree=torch.empty(2, 0)).validate()

@@ -59,9 +59,9 @@ def bare_graph(edges=400):
     ).with_reverse()
 
 
-def full_graph():
-    """The same with everything a structure may carry, and three edges a destination."""
-    graph = replace(bare_graph(90), perm=torch.randperm(90, dtype=torch.int32), edge_id=torch.arange(90))
+def full_graph(edges):
+    """The same with everything a structure may carry; of 90 edges, three at every destination."""
+    graph = replace(bare_graph(edges), perm=torch.randperm(edges, dtype=torch.int32), edge_id=torch.arange(edges))
     return graph.with_program_order()
 
 
@@ -145,10 +145,12 @@ def recorded(*calls):
 
 def every():
     """All kernels: every form, dtype and option, on standard and odd shapes."""
-    odd, standard = Call(6, 10, 3, graph=bare_graph()), Call(16, 64, 11, graph=full_graph(), dropout_p=0.1)
+    odd, standard = Call(6, 10, 3, graph=bare_graph()), Call(16, 64, 11, graph=full_graph(91), dropout_p=0.1)
     calls = [odd, replace(odd, form="raw_without_bias", dtype=torch.float16), replace(odd, dtype=torch.float32)]
     calls += [replace(odd, form="embedded", dtype=torch.float32), replace(odd, form="none", dtype=torch.float16)]
     calls += [standard, replace(standard, form="embedded"), replace(standard, form="none"), replace(odd, channels=500)]
+    equal = full_graph(90)
+    calls += [replace(standard, graph=equal), replace(standard, form="none", graph=equal), replace(odd, graph=equal)]
     launches = list(recorded(*calls))
     for dtype in (torch.int32, torch.int64):
         edges = torch.zeros(2, 7, dtype=dtype)
@@ -162,8 +164,8 @@ def every():
 
 
 def standard():
-    """The default model's shapes: 16 heads of 64 and 32 channels, 11 attributes, bfloat16, low and high degree."""
-    graphs = (bare_graph(), bare_graph(90))
+    """The default model's shapes: 16 heads of 64 and 32 channels, 11 attributes, bfloat16; low, high and equal degrees."""
+    graphs = (bare_graph(), bare_graph(91), bare_graph(90))
     for kernel, args in recorded(*(Call(16, channels, 11, graph=graph) for channels in (64, 32) for graph in graphs)):
         yield kernel, args, ALIGNED, resources
 
@@ -172,6 +174,7 @@ def offsets():
     """Kernels with narrow and with wide offsets."""
     for wide in (False, True):
         calls = [Call(16, 64, 11, form=form, graph=bare_graph()) for form in ("raw", "embedded")]
+        calls.append(Call(16, 64, 11, graph=bare_graph(90)))
         with mock.patch.object(launch.Problem, "wide", lambda _, wide=wide: wide):
             launches = recorded(*calls)
         for kernel, args in launches:

@@ -26,7 +26,7 @@ from anemoi_gt.kernels.launcher import Launch
 
 KERNELS = [kernel for module in (attributes, forward, backward) for kernel in vars(module).values()]
 KERNELS = [kernel for kernel in KERNELS if isinstance(kernel, JITFunction) and "num_warps" not in kernel.arg_names]
-SMALL = Call(2, 16, 3, graph=bare_graph(90))
+SMALL = Call(2, 16, 3, graph=bare_graph(100))
 
 
 class Driver:
@@ -81,20 +81,20 @@ def compilations():
 def sizes():
     """Sizes that are 1, divisible by 16, and neither, at a mean degree that chooses the same tiles."""
     for nodes in (1, 16, 23):
-        numbers = torch.arange(nodes * 3)
-        graph = GraphStructure.from_edge_index(torch.stack([numbers % nodes, numbers // 3]), nodes).with_reverse()
+        numbers = torch.arange(nodes * 5)
+        graph = GraphStructure.from_edge_index(torch.stack([numbers % nodes, numbers // 5]), nodes).with_reverse()
         run(Call(2, 16, 3, graph=graph))
     print(json.dumps(compilations()))
 
 
 def unaligned():
-    """Operands one number behind an aligned address."""
+    """Operands two numbers, 32 bits, behind an aligned address."""
     run(SMALL)
     DRIVER.launches.clear()
     make = torch.zeros
 
     def odd(*shape, dtype, requires_grad):
-        rows = make(torch.Size(shape).numel() + 1, dtype=dtype)[1:].view(shape)
+        rows = make(torch.Size(shape).numel() + 2, dtype=dtype)[2:].view(shape)
         return rows.requires_grad_(requires_grad)
 
     with mock.patch.object(torch, "zeros", odd):

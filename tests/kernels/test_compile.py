@@ -15,7 +15,7 @@ import anemoi_gt
 
 KERNELS = {
     "project", "embed", "attribute_bwd", "weight_bwd", "edge_attention_fwd", "edge_attention_bwd_dst",
-    "edge_attention_bwd_src", "group_edges_count", "group_edges_place",
+    "edge_attention_bwd_src", "edge_attention_equal_fwd", "edge_attention_equal_bwd_dst", "group_edges_count", "group_edges_place",
 }  # fmt: skip
 GROWING = {  # arguments whose size grows with nodes x channels or edges x heads
     "query", "key", "value", "edge_attr", "projected", "projected_grad", "grad_out", "out", "numerators", "attr_sums",
@@ -59,6 +59,8 @@ def test_names_in_a_profile_tell_dtype_and_sizes():
         "edge_attention_fwd": "edge_attention_fwd_bf16_h16_c64_d11",
         "edge_attention_bwd_dst": "edge_attention_bwd_dst_bf16_h16_c64_d11",
         "edge_attention_bwd_src": "edge_attention_bwd_src_bf16_h16_c64",
+        "edge_attention_equal_fwd": "edge_attention_equal_fwd_bf16_h16_c64_d11",
+        "edge_attention_equal_bwd_dst": "edge_attention_equal_bwd_dst_bf16_h16_c64_d11",
         "attribute_bwd": "edge_attention_bwd_attributes_bf16_h16_d11",
         "weight_bwd": "edge_attention_bwd_weight_bf16_h16_c64_d11",
     }
@@ -66,7 +68,7 @@ def test_names_in_a_profile_tell_dtype_and_sizes():
 
 def test_standard_shapes_spill_nothing():
     compiled = compile_kernels("standard", "cuda:90")
-    assert len({line["name"] for line in compiled}) == 13  # attribute_bwd has no channels, hence one name for both
+    assert len({line["name"] for line in compiled}) == 17  # attribute_bwd has no channels, hence one name for both
     for line in compiled:
         assert (line["stack"], line["local"]) == (0, 0), line
 

@@ -138,6 +138,12 @@ def test_pieces_keep_the_order_of_programs():
         assert torch.equal(part.program_order + dst.start, order[(order >= dst.start) & (order < dst.stop)])
 
 
+def test_pieces_know_the_degree_that_all_destinations_of_their_graph_share():
+    ends = torch.arange(2 * DST)
+    graph = GraphStructure.from_edge_index(torch.stack([ends % SRC, ends // 2]), (SRC, DST))
+    assert {part.degree.shape for _, _, part in ChunkedInference(graph, 3, rows=4).pieces} == {(2, 0)}
+
+
 def test_features_are_made_for_so_many_rows_at_a_time():
     layer, x, graph, edge_attr = make("backward mapper")
     seen = []

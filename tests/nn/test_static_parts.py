@@ -7,6 +7,7 @@ import torch
 
 from anemoi_gt import GraphStructure
 from anemoi_gt.nn import StaticEdges, StaticNodes
+from anemoi_gt.nn.edges import StaticStructure
 
 EDGE_INDEX = torch.tensor([[2, 0, 2, 1], [0, 1, 1, 0]])
 
@@ -99,3 +100,11 @@ def test_poles_rounded_to_float32_are_nodes():
 def test_wrong_part_is_refused_with_what_came(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_a_structure_for_inference_forgets_what_gradients_and_this_graph_alone_need():
+    ends = torch.arange(6)
+    kept = StaticStructure(GraphStructure.from_edge_index(torch.stack([ends % 3, ends // 2]), 3).with_reverse())
+    assert kept().has_reverse and kept().degree.shape == (2, 0)
+    kept.keep_for_inference()
+    assert not kept().has_reverse and kept().degree is None

@@ -59,6 +59,26 @@ def test_head_major_inputs_and_gradients_equal_contiguous_ones(problem_and_graph
     assert_equal(run(head_major), run(lambda rows: rows))
 
 
+@pytest.mark.parametrize("name", ["nearest", "shuffled"])
+def test_rows_at_odd_addresses_equal_those_at_even_ones(problem_and_graph, name):
+    problem, graph = problem_and_graph(name, dtype=torch.bfloat16)
+    graph = graph.with_reverse()
+
+    def odd(rows):
+        return torch.cat([rows.new_zeros(1), rows.detach().flatten()])[1:].view(rows.shape)
+
+    def run(layout):
+        leaves = {
+            name: layout(operand.to(graph.device)).requires_grad_() for name, operand in problem.operands().items()
+        }
+        out, _ = edge_attention(**leaves, graph=graph, config=TRITON)
+        gradients = torch.autograd.grad(out, list(leaves.values()), layout(problem.grad_out.to(graph.device)))
+        return {"out": out} | dict(zip(leaves, gradients, strict=True))
+
+    assert odd(problem.query).data_ptr() % 4 == 2
+    assert_equal(run(odd), run(lambda rows: rows.detach().clone()))
+
+
 def test_expanded_inputs_get_the_summed_gradient(problem_and_graph):
     problem, graph = problem_and_graph()
     for name in ("query", "key", "value", "edge_attr", "edge_bias"):

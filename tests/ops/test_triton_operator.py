@@ -40,7 +40,7 @@ def operator_arguments(problem, graph):
     batched = [None if operand is None else operand.to(graph.device)[None] for operand in operands[:4]]
     embedding = [None if operand is None else operand.to(graph.device) for operand in operands[4:]]
     leaves = [None if operand is None else operand.requires_grad_() for operand in (*batched, *embedding)]
-    index = [graph.colptr, graph.row, graph.perm, graph.edge_id, graph.program_order]
+    index = [graph.colptr, graph.row, graph.perm, graph.edge_id, graph.program_order, graph.degree]
     seed = torch.tensor([3], device=graph.device)
     return [*leaves, *index, graph.rowptr, graph.col, graph.csr_to_csc, seed, 0.5, 0.2, True]
 
@@ -57,6 +57,7 @@ def head_major(rows):
         ("isolated", "embedded", (6, 10, 3)),
         ("duplicates", "raw_without_bias", (1, 1, 1)),
         ("one_edge", "none", (3, 5, 1)),
+        ("nearest", "raw", (2, 3, 5)),
         ("no_edges", "raw", (2, 2, 2)),
         ("no_destinations", "raw", (1, 1, 1)),
     ],

@@ -1,6 +1,5 @@
 """What is told of the kernels of a call is what the call launches."""
 
-from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -9,8 +8,8 @@ import torch
 from anemoi_gt import GraphStructure
 from anemoi_gt.kernels.launcher import Launch
 from anemoi_gt.ops import triton_backend
-from anemoi_gt.ops.triton_backend import plan
-from anemoi_gt.ops.triton_backend.problem import Problem
+from anemoi_gt.ops.triton_backend import launch, plan
+from anemoi_gt.ops.triton_backend.problem import Problem, Sizes
 
 INDICES = ("colptr", "rowptr", "perm", "order")  # of nodes, and the caller's order, which bytes leave out
 LEAVES = ("query", "key", "value", "edge_attr", "edge_weight", "edge_bias")
@@ -52,7 +51,7 @@ def bytes_of(name, tensors, raw):
     """What a kernel reads and writes: embedded features and `query` where they are used, scratch of attributes with them."""
     kept = dict(tensors)
     if "bwd_dst" in name and not raw:
-        kept.pop("products")
+        kept.pop("products", None)
         if "edge_attr" not in kept:
             kept.pop("query")
     elif "bwd_dst" in name:
@@ -78,14 +77,15 @@ def differentiate(operands, graph):
 
 def sizes_of(operands, graph):
     given = [None if operand is None else operand.detach() for operand in operands.values()]
-    return Problem(*given, graph.colptr, graph.row, None, None, None, None, 0.5, 0.0).sizes
+    degree = 0 if graph.degree is None else graph.degree.shape[0]
+    return Problem(*given, graph.colptr, graph.row, None, None, None, None, 0.5, 0.0, degree).sizes
 
 
-@pytest.fixture
-def graph():
-    edges = torch.stack([torch.arange(12) % 5, torch.arange(12) // 3])
-    structure = GraphStructure.from_edge_index(edges, (5, 4)).with_reverse()
-    return replace(structure, perm=None)
+@pytest.fixture(params=["three in-edges each", "degrees that differ"])
+def graph(request):
+    numbers = torch.arange(12)
+    dst = numbers // 3 if request.param == "three in-edges each" else (numbers + 2).clamp_min(4) // 4
+    return GraphStructure.from_edge_index(torch.stack([numbers % 5, dst]), (5, 4)).with_reverse()
 
 
 @pytest.mark.parametrize("samples", [1, 3])
@@ -100,6 +100,8 @@ def test_the_plan_is_what_a_forward_and_a_backward_launch(launched, graph, form,
     assert [kernel.name for kernel in planned] == [name for name, _ in launched]
     raw = form.startswith("raw")
     assert [kernel.bytes for kernel in planned] == [bytes_of(name, tensors, raw) for name, tensors in launched]
+    for_equal = sum("_equal_" in name for name, _ in launched)
+    assert for_equal == (2 if graph.degree is not None and form != "embedded" else 0)
 
 
 @pytest.mark.parametrize("wanted", [("query",), ("key",), ("edge_attr",), ("edge_weight",), ("key", "edge_bias")])
@@ -113,3 +115,17 @@ def test_the_plan_knows_which_gradients_are_needed(launched, graph, wanted):
     planned = [*plan.forward_kernels(sizes), *plan.backward_kernels(sizes, needs)]
     assert [kernel.name for kernel in planned] == [name for name, _ in launched]
     assert [kernel.bytes for kernel in planned] == [bytes_of(name, tensors, True) for name, tensors in launched]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "channels", "pairs"),
+    [(torch.bfloat16, 8, True), (torch.bfloat16, 7, False), (torch.float16, 8, False), (torch.float32, 8, False)],
+)
+def test_the_kernels_over_destinations_read_even_rows_of_bfloat16_as_pairs(dtype, channels, pairs):
+    sizes = Sizes(
+        samples=1, num_dst=4, num_src=5, num_edges=12, heads=2, channels=channels, edge_dim=3, bias=1, embedded=False,
+        attr_stride=0, dtype=dtype, wide=False, scale=0.5, dropout_p=0.0,
+    )  # fmt: skip
+    for launch_of in (launch.forward_launch, launch.destination_launch):
+        assert launch_of(sizes).constants["PAIRS"] == pairs
+    assert not launch.source_choice(sizes.over_sources).chosen.tile.pairs

@@ -249,7 +249,7 @@ def test_expected_times_are_bytes_over_the_bandwidth(decoder):
 
 def test_the_score_of_a_tile_and_the_runners_up_are_told(decoder):
     kernel = decoder.layers[0].passes[0].kernels[1]
-    assert kernel.tile == {"heads": 16, "channels": 64, "unroll": 1, "num_warps": 1, "nodes": 1}
+    assert kernel.tile == {"heads": 16, "channels": 64, "unroll": 1, "num_warps": 1, "nodes": 1, "pairs": True}
     assert kernel.predicted_ms == pytest.approx(1.55, rel=0.25)  # what was measured on an H200
     times = [other.predicted_ms for other in kernel.runners_up]
     assert (
@@ -335,7 +335,8 @@ def test_the_operator_of_the_kernels_is_in_a_trace(graph):
 def event(name, shapes, kernels, microseconds=50):
     """What torch.profiler.profile.events gives."""
     timed = [SimpleNamespace(name=kernel, duration=duration) for kernel, duration in kernels.items()]
-    return SimpleNamespace(name=name, input_shapes=shapes, kernels=timed, cpu_time_total=microseconds)
+    node = SimpleNamespace(kernels=timed, cpu_children=[])  # autograd's, inside which the operator launches
+    return SimpleNamespace(name=name, input_shapes=shapes, kernels=[], cpu_children=[node], cpu_time_total=microseconds)
 
 
 SHAPES = [[3, 2, 16], [3, 2, 16], [3, 2, 16], [4, 3], [32, 3], [32], [4], [4]]

@@ -21,6 +21,14 @@ def sort_edges(edge_index, sizes):
     return edge_index[:, torch.sort(edge_index[1], stable=True).indices], sizes
 
 
+def _nearest(num_src, num_dst, degree):
+    """`degree` in-edges of every destination, in no order."""
+    generator = torch.Generator().manual_seed(SEED)
+    dst = torch.arange(num_dst).repeat_interleave(degree)
+    edges = torch.stack([torch.randint(num_src, dst.shape, generator=generator), dst])
+    return edges[:, torch.randperm(dst.shape[0], generator=generator)], (num_src, num_dst)
+
+
 GRAPHS = {
     "no_edges": _edges([], 3, 4),
     "no_destinations": _edges([], 3, 0),
@@ -34,5 +42,7 @@ GRAPHS = {
     "many_to_few": _random(23, 4, 60),
     "few_to_many": _random(3, 21, 50),
     "shuffled": _random(11, 13, 64),
+    "nearest": _nearest(7, 13, 3),
+    "one_each": _nearest(4, 6, 1),
     "sorted": sort_edges(*_random(11, 13, 64)),
 }  # name: (edge_index [2, E], (num_src, num_dst))

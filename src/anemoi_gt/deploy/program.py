@@ -85,7 +85,7 @@ def _twin(module: nn.Module, made: dict[nn.Module, nn.Module]) -> nn.Module:
     for kind in ("_parameters", "_buffers"):
         setattr(twin, kind, dict(getattr(twin, kind)))
     if isinstance(module, StaticStructure):
-        twin.drop_reverse()
+        twin.keep_for_inference()
     parts = twin._modules.items()
     twin._modules = {name: None if part is None else _twin(part, made) for name, part in parts}
     twin.training = False

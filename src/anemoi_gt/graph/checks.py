@@ -86,6 +86,29 @@ def check_pointers(name: str, pointers: Tensor, num_edges: int) -> None:
         raise ValueError(f"{name} must not decrease, got {int(pointers[at])}, {int(pointers[at + 1])} at position {at}")
 
 
+def check_degree(degree: Tensor, num_dst: int, num_edges: int) -> None:
+    """Raise unless `degree` is a tensor [K, 0] with K in-edges for each of `num_dst` destinations."""
+    if not isinstance(degree, Tensor) or degree.dim() != 2 or degree.shape[1] != 0:
+        got = tuple(degree.shape) if isinstance(degree, Tensor) else type(degree).__name__
+        raise ValueError(f"degree must be a tensor [K, 0], K the in-edges of every destination, got {got}")
+    if not torch.compiler.is_compiling() and degree.shape[0] * num_dst != num_edges:
+        raise ValueError(
+            f"degree must have shape [K, 0] with K * {num_dst} destinations = {num_edges} edges, got K = {degree.shape[0]}"
+        )
+
+
+def equal_degree(colptr: Tensor, num_edges: int) -> Tensor | None:
+    """Return an empty tensor [K, 0] if every destination has the same K >= 1 in-edges, else None; waits for the device.
+
+    Traced code has no values to look at: None.
+    """
+    num_dst = colptr.shape[0] - 1
+    if torch.compiler.is_compiling() or num_dst < 1 or num_edges < num_dst or num_edges % num_dst:
+        return None
+    degree = num_edges // num_dst
+    return colptr.new_empty(degree, 0) if bool((colptr.diff() == degree).all()) else None
+
+
 def check_permutation(name: str, index: Tensor, size: int) -> None:
     """Raise unless `index` holds each of 0 .. size - 1 once; waits for the device."""
     check_range(name, index, size)

@@ -31,12 +31,14 @@ from anemoi_gt.graph import order
 from anemoi_gt.graph.checks import (
     INDEX_DTYPES,
     as_size,
+    check_degree,
     check_edge_index,
     check_index,
     check_permutation,
     check_pointers,
     check_range,
     check_same_edges,
+    equal_degree,
     have_size,
 )
 from anemoi_gt.graph.group import group_coo, group_edges, pointers
@@ -70,6 +72,9 @@ class GraphStructure:
         CSC position of each edge, CSR order.
     program_order : Tensor [N_dst], dtype of colptr, or None
         The order in which GPU programs take the destinations; None is 0, 1, 2, ... It changes speed, not results.
+    degree : Tensor [K, 0], or None
+        Every destination has K in-edges, as k nearest neighbours give: kernels that know it are faster. Holds no element.
+        None: not so, or not known. Found out where values are checked.
 
     Raises
     ------
@@ -86,6 +91,7 @@ class GraphStructure:
     col: Tensor | None = None
     csr_to_csc: Tensor | None = None
     program_order: Tensor | None = None
+    degree: Tensor | None = None
 
     def __post_init__(self):
         check_index("colptr", self.colptr, like=self.colptr)
@@ -114,6 +120,8 @@ class GraphStructure:
                 check_index(name, index, like=self.colptr, dtypes=(torch.int64,) if name == "edge_id" else None)
                 if not have_size(index.shape[0], length):
                     raise ValueError(f"{name} must have {length} entries, got {index.shape[0]}")
+        if self.degree is not None:
+            check_degree(self.degree, self.num_dst, self.num_edges)
 
     @property
     def num_src(self) -> int:
@@ -199,6 +207,7 @@ class GraphStructure:
             sides = {"colptr": pointers(dst, num_dst), "row": src.contiguous(), "perm": None}
         else:
             sides = group_coo(edge_index, num_src, num_dst, dtype, stable=stable)._asdict()
+        degree = equal_degree(sides["colptr"], edge_index.shape[1]) if validate else None
         if edge_id is not None:
             check_index("edge_id", edge_id, like=edge_index, dtypes=(torch.int64,))
             if not have_size(edge_id.shape[0], edge_index.shape[1]):
@@ -206,7 +215,8 @@ class GraphStructure:
                     f"edge_id must have {edge_index.shape[1]} entries, one per edge, got {edge_id.shape[0]}"
                 )
             edge_id = edge_id if sides["perm"] is None else edge_id[sides["perm"]]
-        return cls(**sides, sources=torch.empty(num_src, 0, device=edge_index.device), edge_id=edge_id)
+        sources = torch.empty(num_src, 0, device=edge_index.device)
+        return cls(**sides, sources=sources, edge_id=edge_id, degree=degree)
 
     @classmethod
     def from_csc(
@@ -238,7 +248,9 @@ class GraphStructure:
             perm = perm.to(dtype).contiguous()
         sources = torch.empty(num_src, 0, device=colptr.device)
         graph = cls(colptr.to(dtype).contiguous(), row.to(dtype).contiguous(), sources, perm=perm)
-        return graph.validate() if validate else graph
+        if not validate:
+            return graph
+        return replace(graph.validate(), degree=equal_degree(graph.colptr, graph.num_edges))
 
     @classmethod
     def from_adj_t(cls, adj_t, *, validate: bool = True) -> "GraphStructure":
@@ -318,7 +330,9 @@ class GraphStructure:
         if any(graph.perm is not None for graph in graphs):
             perm = torch.cat([graph.edge_order().to(dtype) + first for graph, _, first in begins])
         sources = torch.empty(src_begin[-1], 0, device=graphs[0].device)
-        return cls(torch.cat(colptr), torch.cat(row), sources, perm=perm)
+        degrees = {None if graph.degree is None else graph.degree.shape[0] for graph in graphs}
+        degree = graphs[0].degree if len(degrees) == 1 else None
+        return cls(torch.cat(colptr), torch.cat(row), sources, perm=perm, degree=degree)
 
     def with_reverse(self, *, stable: bool = True) -> "GraphStructure":
         """Return this structure with its source side, which gradients of key and value need; itself if it has it.
@@ -384,9 +398,13 @@ class GraphStructure:
         ------
         ValueError
             colptr or rowptr not from 0 to E or decreasing; an index out of range; perm, csr_to_csc or program_order not
-            a permutation; the two sides not the same edges.
+            a permutation; the two sides not the same edges; another degree than `degree` says.
         """
         check_pointers("colptr", self.colptr, self.num_edges)
+        if self.degree is not None and equal_degree(self.colptr, self.num_edges) is None:
+            raise ValueError(
+                f"degree says that every destination has {self.degree.shape[0]} in-edges, but colptr has others; leave degree out"
+            )
         check_range("row", self.row, self.num_src)
         for name, length in (("perm", self.num_edges), ("program_order", self.num_dst)):
             if getattr(self, name) is not None:

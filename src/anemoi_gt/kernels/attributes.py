@@ -212,11 +212,15 @@ def weight_bwd(
     PRECISION: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """Grid (P, H, ceil(C / CHANNELS)): a program sums every P-th tile of NODES nodes for one head; writes its partial dW."""
-    head = tl.program_id(1)
-    channel = tl.program_id(2) * CHANNELS
+    """Grid (P * H, ceil(C / CHANNELS)): a program sums every P-th tile of NODES nodes for one head; writes its partial dW.
+
+    Heads are the fast axis, so that programs side by side read whole rows.
+    """
+    head = tl.program_id(0) % H
+    part = tl.program_id(0) // H
+    channel = tl.program_id(1) * CHANNELS
     dw = tl.zeros((CHANNELS, ATTRIBUTES), tl.float32)
-    for first in range(tl.program_id(0) * NODES, num_nodes, tl.num_programs(0) * NODES):
+    for first in range(part * NODES, num_nodes, tl.num_programs(0) // H * NODES):
         node = wide(first, WIDE) + tl.arange(0, NODES)
         offsets, mask = _tile_offsets(node, head, channel, num_nodes, H, C, CHANNELS)
         q = tl.load(query + offsets, mask=mask, other=0.0)  # [NODES, CHANNELS]
@@ -228,5 +232,5 @@ def weight_bwd(
         dw = product(tl.trans(q), score_sums, dw, PRECISION)
     c = channel + tl.arange(0, CHANNELS)
     d = tl.arange(0, ATTRIBUTES)
-    place = ((tl.program_id(0) * H + head) * C + c)[:, None] * (D + BIAS) + d[None, :]
+    place = ((part * H + head) * C + c)[:, None] * (D + BIAS) + d[None, :]
     tl.store(partial + place, dw, mask=(c < C)[:, None] & (d < D + BIAS)[None, :])

@@ -18,7 +18,23 @@ import triton
 import triton.language as tl
 
 from anemoi_gt.kernels.naming import launch_facts, row_kernel_name
-from anemoi_gt.kernels.primitives import caller_edge, keep_factor, load_row, project_edges, row_offsets, wide
+from anemoi_gt.kernels.primitives import caller_edge, load_row, project_edges, row_offsets, wide
+from anemoi_gt.kernels.rows import (
+    add_halves,
+    dot_halves,
+    drop,
+    gather,
+    gather_features,
+    half_offsets,
+    joined,
+    load_halves,
+    load_heads,
+    load_numbers,
+    scale_halves,
+    store_halves,
+    store_heads,
+    zero_halves,
+)
 
 
 @triton.jit(
@@ -62,7 +78,8 @@ def edge_attention_bwd_dst(
     HEADS: tl.constexpr,
     CHANNELS: tl.constexpr,
     ATTRIBUTES: tl.constexpr,
-    UNROLL: tl.constexpr,
+    PAIRS: tl.constexpr,  # rows are read as pairs of bfloat16
+    UNROLL: tl.constexpr,  # edges in flight
     EDGES: tl.constexpr,  # of a tile of attributes
     PRECISION: tl.constexpr,
     WIDE: tl.constexpr,
@@ -79,7 +96,8 @@ def edge_attention_bwd_dst(
     begin, end = tl.load(colptr + i), tl.load(colptr + i + 1)
     head = tl.program_id(1) * HEADS
     h = head + tl.arange(0, HEADS)
-    offsets, mask = row_offsets(head, H, C, HEADS, CHANNELS)
+    offsets, mask = half_offsets(head, H, C, HEADS, CHANNELS, PAIRS)
+    WIDTH: tl.constexpr = H * C // 2 if PAIRS else H * C
     first_edge = wide(sample, WIDE) * num_edges
     first_src = wide(sample, WIDE) * num_src
     attr_first = wide(sample, WIDE) * attr_stride
@@ -90,54 +108,98 @@ def edge_attention_bwd_dst(
         )  # fmt: skip
         tl.debug_barrier()
 
-    do = load_row(grad_out, node, offsets, mask, H * C, WIDE)
-    share = tl.load(inverse + node * H + h, mask=h < H, other=0.0)
+    do = load_halves(grad_out, node * WIDTH, offsets, mask, PAIRS)
+    share = load_heads(inverse, node * H + h, h, H, HEADS)
     total = tl.zeros((HEADS,), tl.float32)
     delta = tl.zeros((HEADS,), tl.float32)
-    for e in tl.range(begin, end, loop_unroll_factor=UNROLL):
-        v = load_row(value, first_src + tl.load(row + e), offsets, mask, H * C, WIDE)
-        if EMBEDDED:
-            v += load_row(edge_attr, attr_first + caller_edge(perm, e), offsets, mask, H * C, WIDE)
-        at = wide(first_edge + e, WIDE) * H + h
-        dp = tl.sum(do * v, axis=1)
-        if D > 0:
-            dp += tl.load(products + at, mask=h < H, other=0.0)
-        if seed is not None:
-            number = caller_edge(perm, e) if edge_id is None else tl.load(edge_id + e)
-            dp *= keep_factor(seed, number, sample, h, drop_below, survivor)
-        tl.store(dweights + at, dp, mask=h < H)
-        p = share * tl.load(numerators + at, mask=h < H, other=0.0)
-        total += p
-        delta += p * dp
+    middle = end - (end - begin) % UNROLL
+    for e in range(begin, middle, UNROLL):
+        total, delta = _weigh(
+            total, delta, do, share, value, edge_attr, row, perm, edge_id, seed, products, numerators, dweights, sample,
+            first_src, first_edge, attr_first, e, h, offsets, mask, drop_below, survivor,
+            H, WIDTH, D, EMBEDDED, HEADS, PAIRS, UNROLL, WIDE,
+        )  # fmt: skip
+    for e in range(middle, end):
+        total, delta = _weigh(
+            total, delta, do, share, value, edge_attr, row, perm, edge_id, seed, products, numerators, dweights, sample,
+            first_src, first_edge, attr_first, e, h, offsets, mask, drop_below, survivor,
+            H, WIDTH, D, EMBEDDED, HEADS, PAIRS, 1, WIDE,
+        )  # fmt: skip
     delta = delta / tl.where(total == 0.0, 1.0, total)
     if grad_lse is not None:
-        delta -= tl.load(grad_lse + node * H + h, mask=h < H, other=0.0)
+        delta -= load_heads(grad_lse, node * H + h, h, H, HEADS)
     tl.debug_barrier()
 
-    dq = tl.zeros((HEADS, CHANNELS), tl.float32)
-    if EMBEDDED:
-        q = load_row(query, node, offsets, mask, H * C, WIDE)
-    for e in tl.range(begin, end, loop_unroll_factor=UNROLL):
-        at = wide(first_edge + e, WIDE) * H + h
-        p = share * tl.load(numerators + at, mask=h < H, other=0.0)
-        ds = scale * p * (tl.load(dweights + at, mask=h < H, other=0.0) - delta)
-        if seed is not None:
-            number = caller_edge(perm, e) if edge_id is None else tl.load(edge_id + e)
-            p *= keep_factor(seed, number, sample, h, drop_below, survivor)
-        pair = weights + wide(first_edge + e, WIDE) * (2 * H) + h
-        tl.store(pair, p.to(weights.dtype.element_ty), mask=h < H)
-        tl.store(pair + H, ds.to(weights.dtype.element_ty), mask=h < H)
-        if dquery is not None:
-            k = load_row(key, first_src + tl.load(row + e), offsets, mask, H * C, WIDE)
-            if EMBEDDED:
-                k += load_row(edge_attr, attr_first + caller_edge(perm, e), offsets, mask, H * C, WIDE)
-            dq += ds[:, None] * k
-        if dedge is not None:
-            dx = p[:, None] * do + ds[:, None] * q
-            edge = wide(first_edge + caller_edge(perm, e), WIDE)
-            tl.store(dedge + edge * (H * C) + offsets, dx.to(dedge.dtype.element_ty), mask=mask)
+    dq = zero_halves(HEADS, CHANNELS, PAIRS)
+    q = load_halves(query, node * WIDTH, offsets, mask, PAIRS) if EMBEDDED else do
+    for e in range(begin, middle, UNROLL):
+        dq = _sum_keys(
+            dq, delta, do, q, share, scale, key, edge_attr, row, perm, edge_id, seed, numerators, dweights, weights, dquery,
+            dedge, sample, first_src, first_edge, attr_first, e, h, offsets, mask, drop_below, survivor,
+            H, WIDTH, EMBEDDED, HEADS, PAIRS, UNROLL, WIDE,
+        )  # fmt: skip
+    for e in range(middle, end):
+        dq = _sum_keys(
+            dq, delta, do, q, share, scale, key, edge_attr, row, perm, edge_id, seed, numerators, dweights, weights, dquery,
+            dedge, sample, first_src, first_edge, attr_first, e, h, offsets, mask, drop_below, survivor,
+            H, WIDTH, EMBEDDED, HEADS, PAIRS, 1, WIDE,
+        )  # fmt: skip
     if dquery is not None:
-        tl.store(dquery + node * (H * C) + offsets, dq.to(dquery.dtype.element_ty), mask=mask)
+        store_halves(dquery, node * WIDTH, offsets, mask, dq, PAIRS)
+
+
+@triton.jit
+def _weigh(
+    total, delta, do, share, value, edge_attr, row, perm, edge_id, seed, products, numerators, dweights, sample,
+    first_src, first_edge, attr_first, e, h, offsets, mask, drop_below, survivor,
+    H: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, EMBEDDED: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr,
+    EACH: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Write dp of edges e .. e + EACH - 1; return the sums of p and of p dp so far."""
+    v = gather(value, row, first_src, e, offsets, mask, WIDTH, PAIRS, EACH, WIDE)
+    features = gather_features(edge_attr, perm, attr_first, e, offsets, mask, EMBEDDED, WIDTH, PAIRS, EACH, WIDE)
+    r = load_numbers(numerators, first_edge, e, h, H, HEADS, EACH, WIDE)
+    if D > 0:
+        t = load_numbers(products, first_edge, e, h, H, HEADS, EACH, WIDE)
+    for x in tl.static_range(EACH):
+        dp = dot_halves(do, joined(v, features, x, EMBEDDED, PAIRS), PAIRS)
+        if D > 0:
+            dp += t[x]
+        dp = drop(dp, e + x, perm, edge_id, seed, sample, h, drop_below, survivor)
+        store_heads(dweights, wide(first_edge + e + x, WIDE) * H + h, dp, h, H, HEADS)
+        p = share * r[x]
+        total += p
+        delta += p * dp
+    return total, delta
+
+
+@triton.jit
+def _sum_keys(
+    dq, delta, do, q, share, scale, key, edge_attr, row, perm, edge_id, seed, numerators, dweights, weights, dquery,
+    dedge, sample, first_src, first_edge, attr_first, e, h, offsets, mask, drop_below, survivor,
+    H: tl.constexpr, WIDTH: tl.constexpr, EMBEDDED: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr,
+    EACH: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Write [m p, ds], and dx, of edges e .. e + EACH - 1; return the sum of the keys that ds weighs so far."""
+    if dquery is not None:
+        k = gather(key, row, first_src, e, offsets, mask, WIDTH, PAIRS, EACH, WIDE)
+        features = gather_features(edge_attr, perm, attr_first, e, offsets, mask, EMBEDDED, WIDTH, PAIRS, EACH, WIDE)
+    r = load_numbers(numerators, first_edge, e, h, H, HEADS, EACH, WIDE)
+    dp = load_numbers(dweights, first_edge, e, h, H, HEADS, EACH, WIDE)
+    for x in tl.static_range(EACH):
+        p = share * r[x]
+        ds = scale * p * (dp[x] - delta)
+        p = drop(p, e + x, perm, edge_id, seed, sample, h, drop_below, survivor)
+        pair = wide(first_edge + e + x, WIDE) * (2 * H) + h
+        store_heads(weights, pair, p, h, H, HEADS)
+        store_heads(weights, pair + H, ds, h, H, HEADS)
+        if dquery is not None:
+            dq = add_halves(dq, ds, joined(k, features, x, EMBEDDED, PAIRS), PAIRS)
+        if dedge is not None:
+            dx = add_halves(scale_halves(p, do, PAIRS), ds, q, PAIRS)
+            place = wide(first_edge + caller_edge(perm, e + x), WIDE) * WIDTH
+            store_halves(dedge, place, offsets, mask, dx, PAIRS)
+    return dq
 
 
 @triton.jit(

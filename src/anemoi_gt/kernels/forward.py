@@ -24,16 +24,29 @@ import triton.language as tl
 
 from anemoi_gt.kernels.naming import launch_facts, row_kernel_name
 from anemoi_gt.kernels.primitives import (
-    caller_edge,
     caller_edges,
     head_offsets,
     keep_factor,
     load_attributes,
-    load_row,
     product,
     project_edges,
     row_offsets,
     wide,
+)
+from anemoi_gt.kernels.rows import (
+    add_halves,
+    dot_halves,
+    drop,
+    gather,
+    gather_features,
+    half_offsets,
+    joined,
+    load_halves,
+    load_numbers,
+    scale_halves,
+    store_halves,
+    store_heads,
+    zero_halves,
 )
 
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -77,7 +90,8 @@ def edge_attention_fwd(
     HEADS: tl.constexpr,
     CHANNELS: tl.constexpr,
     ATTRIBUTES: tl.constexpr,
-    UNROLL: tl.constexpr,
+    PAIRS: tl.constexpr,  # rows are read as pairs of bfloat16
+    UNROLL: tl.constexpr,  # edges in flight
     EDGES: tl.constexpr,  # of a tile of attributes
     PRECISION: tl.constexpr,
     WIDE: tl.constexpr,
@@ -93,7 +107,8 @@ def edge_attention_fwd(
     begin, end = tl.load(colptr + i), tl.load(colptr + i + 1)
     head = tl.program_id(1) * HEADS
     h = head + tl.arange(0, HEADS)
-    offsets, mask = row_offsets(head, H, C, HEADS, CHANNELS)
+    offsets, mask = half_offsets(head, H, C, HEADS, CHANNELS, PAIRS)
+    WIDTH: tl.constexpr = H * C // 2 if PAIRS else H * C
     first_edge = wide(sample, WIDE) * num_edges
     first_src = wide(sample, WIDE) * num_src
     attr_first = wide(sample, WIDE) * attr_stride
@@ -104,45 +119,87 @@ def edge_attention_fwd(
         )  # fmt: skip
         tl.debug_barrier()
 
-    q = load_row(query, node, offsets, mask, H * C, WIDE)  # [HEADS, CHANNELS]
+    q = load_halves(query, node * WIDTH, offsets, mask, PAIRS)
     high = tl.full((HEADS,), -float("inf"), tl.float32)
-    for e in tl.range(begin, end, loop_unroll_factor=UNROLL):
-        k = load_row(key, first_src + tl.load(row + e), offsets, mask, H * C, WIDE)
-        if EMBEDDED:
-            k += load_row(edge_attr, attr_first + caller_edge(perm, e), offsets, mask, H * C, WIDE)
-        s = tl.sum(q * k, axis=1) * score_scale
-        at = wide(first_edge + e, WIDE) * H + h
-        if D > 0:
-            s += tl.load(numerators + at, mask=h < H, other=0.0)
-        tl.store(scores + at, s, mask=h < H)
-        high = tl.maximum(high, s, propagate_nan=tl.PropagateNan.ALL)
+    middle = end - (end - begin) % UNROLL
+    for e in range(begin, middle, UNROLL):
+        high = _score(
+            high, q, key, edge_attr, row, perm, numerators, scores, first_src, first_edge, attr_first, e, h, offsets, mask,
+            score_scale, H, WIDTH, D, EMBEDDED, HEADS, PAIRS, UNROLL, WIDE,
+        )  # fmt: skip
+    for e in range(middle, end):
+        high = _score(
+            high, q, key, edge_attr, row, perm, numerators, scores, first_src, first_edge, attr_first, e, h, offsets, mask,
+            score_scale, H, WIDTH, D, EMBEDDED, HEADS, PAIRS, 1, WIDE,
+        )  # fmt: skip
     high = tl.where(high == -float("inf"), 0.0, high)  # -inf minus -inf would be NaN
     tl.debug_barrier()
 
     total = tl.zeros((HEADS,), tl.float32)
-    o = tl.zeros((HEADS, CHANNELS), tl.float32)
-    for e in tl.range(begin, end, loop_unroll_factor=UNROLL):
-        v = load_row(value, first_src + tl.load(row + e), offsets, mask, H * C, WIDE)
-        if EMBEDDED:
-            v += load_row(edge_attr, attr_first + caller_edge(perm, e), offsets, mask, H * C, WIDE)
-        at = wide(first_edge + e, WIDE) * H + h
-        r = tl.exp2(tl.load(scores + at, mask=h < H, other=0.0) - high)
-        tl.store(numerators + at, r, mask=h < H)
-        total += r
-        if seed is not None:
-            number = caller_edge(perm, e) if edge_id is None else tl.load(edge_id + e)
-            r *= keep_factor(seed, number, sample, h, drop_below, survivor)
-        o += r[:, None] * v
+    o = zero_halves(HEADS, CHANNELS, PAIRS)
+    for e in range(begin, middle, UNROLL):
+        total, o = _sum_values(
+            total, o, high, value, edge_attr, row, perm, edge_id, seed, scores, numerators, sample, first_src, first_edge,
+            attr_first, e, h, offsets, mask, drop_below, survivor, H, WIDTH, EMBEDDED, HEADS, PAIRS, UNROLL, WIDE,
+        )  # fmt: skip
+    for e in range(middle, end):
+        total, o = _sum_values(
+            total, o, high, value, edge_attr, row, perm, edge_id, seed, scores, numerators, sample, first_src, first_edge,
+            attr_first, e, h, offsets, mask, drop_below, survivor, H, WIDTH, EMBEDDED, HEADS, PAIRS, 1, WIDE,
+        )  # fmt: skip
     share = 1.0 / tl.where(total == 0.0, 1.0, total)
-    tl.store(out + node * (H * C) + offsets, (o * share[:, None]).to(out.dtype.element_ty), mask=mask)
-    at = node * H + h
-    tl.store(lse + at, (high + tl.log2(total)) * LN_2, mask=h < H)
-    tl.store(inverse + at, tl.where(total == 0.0, 0.0, share), mask=h < H)
+    store_halves(out, node * WIDTH, offsets, mask, scale_halves(share, o, PAIRS), PAIRS)
+    store_heads(lse, node * H + h, (high + tl.log2(total)) * LN_2, h, H, HEADS)
+    store_heads(inverse, node * H + h, tl.where(total == 0.0, 0.0, share), h, H, HEADS)
     if D > 0:
         _sum_attributes(
             edge_attr, perm, edge_id, seed, numerators, attr_sums, sample, node, first_edge, attr_first, begin, end,
             head, inverse, drop_below, survivor, H, D, BIAS, HEADS, ATTRIBUTES, EDGES, PRECISION, WIDE,
         )  # fmt: skip
+
+
+@triton.jit
+def _score(
+    high, q, key, edge_attr, row, perm, numerators, scores, first_src, first_edge, attr_first, e, h, offsets, mask,
+    score_scale,
+    H: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, EMBEDDED: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr,
+    EACH: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Write the scores of edges e .. e + EACH - 1; return the highest so far."""
+    k = gather(key, row, first_src, e, offsets, mask, WIDTH, PAIRS, EACH, WIDE)
+    features = gather_features(edge_attr, perm, attr_first, e, offsets, mask, EMBEDDED, WIDTH, PAIRS, EACH, WIDE)
+    if D > 0:
+        t = load_numbers(numerators, first_edge, e, h, H, HEADS, EACH, WIDE)
+    found = ()
+    for x in tl.static_range(EACH):
+        s = dot_halves(q, joined(k, features, x, EMBEDDED, PAIRS), PAIRS) * score_scale
+        if D > 0:
+            s += t[x]
+        high = tl.maximum(high, s, propagate_nan=tl.PropagateNan.ALL)
+        found = found + (s,)
+    for x in tl.static_range(EACH):
+        store_heads(scores, wide(first_edge + e + x, WIDE) * H + h, found[x], h, H, HEADS)
+    return high
+
+
+@triton.jit
+def _sum_values(
+    total, o, high, value, edge_attr, row, perm, edge_id, seed, scores, numerators, sample, first_src, first_edge,
+    attr_first, e, h, offsets, mask, drop_below, survivor,
+    H: tl.constexpr, WIDTH: tl.constexpr, EMBEDDED: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr,
+    EACH: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Write the numerators of edges e .. e + EACH - 1; return their sum, and that of the values which they weigh, so far."""
+    v = gather(value, row, first_src, e, offsets, mask, WIDTH, PAIRS, EACH, WIDE)
+    features = gather_features(edge_attr, perm, attr_first, e, offsets, mask, EMBEDDED, WIDTH, PAIRS, EACH, WIDE)
+    s = load_numbers(scores, first_edge, e, h, H, HEADS, EACH, WIDE)
+    for x in tl.static_range(EACH):
+        r = tl.exp2(s[x] - high)
+        store_heads(numerators, wide(first_edge + e + x, WIDE) * H + h, r, h, H, HEADS)
+        total += r
+        r = drop(r, e + x, perm, edge_id, seed, sample, h, drop_below, survivor)
+        o = add_halves(o, r, joined(v, features, x, EMBEDDED, PAIRS), PAIRS)
+    return total, o
 
 
 @triton.jit

@@ -4,24 +4,31 @@ Of a node with d edges, H heads of C channels in s bytes, and a tile of `heads` 
 
     x = heads C / (lanes w)             numbers of a row that a thread holds
     P                                   programs of a processor: as many as registers, warps and slots allow
-    I = fixed + d (per_edge + per_number x) + attributes        instructions of a warp
-    steps = min(d, d / U + (U - 1) / 2) rounds of a loop that takes U edges at a time, and what is left one by one
+    I = fixed + fixed_number x + d (per_edge + per_number x) + attributes       instructions of a warp
+    steps = (d - left) / U + left       rounds of a loop that takes U edges at a time, and what is left one by one;
+                                        left is d mod U where d is a whole number, else its mean, (U - 1) / 2
+    fetches = 1 + (readers - 1) F / (F + 110 MB),       F = P processors d rows chunk
 
-three things bound the time, and the longest counts most (a norm of order 6):
+three things bound the time, and the longest counts most (a norm of order 2.7):
 
     issue       H / heads  w I / (schedulers clock processors)
-    latency     H / heads  (start / nodes + sweeps steps 500 + 7 I) / (P clock processors)          cycles
-    memory      (sweeps rows s H C d min(1, 1.5 / readers) (1 + 128 / chunk) + 2 s H C + edge bytes) / bandwidth
+    latency     H / heads  (1600 / nodes + sweeps steps 750 + 3.2 I) / (P clock processors)         cycles
+    memory      (sweeps rows s H C d fetches / readers (1 + 128 / chunk) + 2 s H C + edge bytes) / bandwidth
 
-where chunk = heads C s bytes lie together, and a row has `readers` edges, most of which find it in a cache.
+where chunk = heads C s bytes lie together, a row has `readers` edges, and comes from memory `fetches` times: the more bytes of rows
+F are asked for at the same time, the later the next reader of a row finds it gone. More programs hide more latency and miss more.
 
-Where the numbers are from. Instructions and registers are fits to what ptxas makes of the kernels for sm_90 (1, 2, 4, 8 warps;
-1, 2, 4 edges; C = 32, 64; bf16, D = 11). 128 bytes: rows of one head, 128 bytes, are read at half the speed. 1.5: bytes of DRAM counted
-on an H200 (benchmarks/NOTES.md, "What bounds each kernel"). Numbers of 32 bits are assumed to take half as many instructions again. The 500 cycles of a load, 7 of an instruction that the next one
-waits for and 500 of a start are the best fit to the 22 times in `anemoi_gt.kernels.tile`, from which the prediction is 12% off
-(root mean square; at most 24%). By themselves the predictions would take another tile than the one measured best in 9 of the 18 cases
-of the sweeps, each time for a gain below 7%. So `settle` keeps the rule that the sweeps gave; where a prediction of more than that
-stands against it, on shapes that were not swept, `benchmarks/tiles.py` can decide.
+Where the numbers are from. Instructions and registers are fits to what ptxas makes of 216 kernels for sm_90 (1, 2, 4 warps; 1, 2, 3,
+4 edges; numbers and pairs; C = 32, 64; bf16, D = 11): 6% off in the root mean square, at most 18%; registers at most 24 off, 8 in 94%.
+128 bytes: rows of one head, 128 bytes, are read at half the speed. Numbers of 32 bits are assumed to take half as many instructions
+again. The 750 cycles of a round, 3.2 of an instruction that the next one waits for, 1600 of a start, the 110 MB and the 2.7 are the
+best fit to 282 times in benchmarks/results/row_tiles_h200.json, those of tiles that can be chosen, from which the prediction is 10%
+off (root mean square; at most 36%, more than 25% in 5). What it cannot see is in which order ptxas loads and computes: with two
+edges in flight and 32 numbers a thread, the backward pass over destinations takes 36 and 48% longer than is predicted.
+Of the tiles that were measured, predictions by themselves would take one within 2% of the best in 11 of the 18 cases of the
+sweeps, and one up to 16% slower in the others. So `settle` keeps the rule that the sweeps gave, against which no other tile is
+predicted to gain 7%; where a prediction of more than that stands against it, on shapes that were not swept, `benchmarks/tiles.py`
+can decide.
 """
 
 from collections.abc import Iterable
@@ -29,12 +36,12 @@ from dataclasses import dataclass
 from math import inf
 from typing import NamedTuple
 
-LOAD = 500  # cycles of a load
-DEPENDENCY = 7  # cycles of an instruction that the next one waits for
-START = 500  # cycles until a program is under way
-FETCHES = 1.5  # how often a row comes from memory, whatever its readers
+LOAD = 750  # cycles of a round: an index, and the row where it points
+DEPENDENCY = 3.2  # cycles of an instruction that the next one waits for
+START = 1600  # cycles until a program is under way
+CACHE = 110e6  # bytes of rows in flight at which half of the readers of a row come too late to find it in a cache
 APART = 128  # bytes that could have been fetched where a chunk begins or ends
-NORM = 6
+ROWS_NORM, CONTRACTIONS_NORM = 2.7, 6  # the higher, the less the shorter bounds count
 TILE_REGISTERS = 255  # of a thread; more are spilled to memory
 SLOTS = 32  # programs of a processor at most
 PRODUCT = 16  # smallest inner size of a matrix product
@@ -66,6 +73,7 @@ class Shape(NamedTuple):
     degree: float  # mean number of edges of a node whose edges a program walks
     readers: float  # mean number of edges that read a row
     itemsize: int  # bytes of a number
+    pairs_possible: bool = False  # whether the kernel can read two numbers of a row as one of 32 bits
 
 
 @dataclass(frozen=True)
@@ -77,6 +85,7 @@ class RowTile:
     unroll: int  # edges whose rows are in flight together
     num_warps: int
     nodes: int = 1  # nodes that a program takes one after the other
+    pairs: bool = False  # whether rows are read as pairs of bfloat16
 
 
 @dataclass(frozen=True)
@@ -100,16 +109,18 @@ class Work(NamedTuple):
     fixed: float  # instructions of a warp at a node
     fixed_number: float
     per_edge: float  # instructions of a warp at an edge
-    per_number: float
+    per_number: tuple[float, float]  # of a row that is read by numbers, by pairs
+    attribute: tuple[float, float]  # instructions of a warp for the attributes of an edge: always, for each number of u
+    attribute_product: tuple[float, float]  # the same of a product of 16 edges
     sweeps: int  # times that it walks the edges, waiting for rows at each
     rows: int  # rows that it gathers at an edge of a sweep
-    registers: tuple[float, float, float]  # of a thread: always, for each number, for each number of an edge in flight
+    registers: tuple[float, float, float]  # of a thread: always, for each number, for each 16-bit number in flight
     edge_bytes: int  # of [E, H] arrays that it reads and writes, for each head
 
 
-FORWARD = Work(560, 2.0, 40, 8.6, 2, 1, (28, 1.5, 0.25), 10)
-DESTINATIONS = Work(400, 2.0, 56, 9.4, 2, 1, (24, 1.6, 0.55), 18)
-SOURCES = Work(60, 6.0, 22, 6.6, 1, 2, (20, 2.2, 0.5), 4)
+FORWARD = Work(380, 11.3, 38, (7.8, 6.7), (30, 14.6), (50, 29.5), 2, 1, (22, 1.6, 0.5), 10)
+DESTINATIONS = Work(210, 4.7, 59, (8.3, 7.0), (19, 9.2), (13, 11.0), 2, 1, (32.5, 1.0, 0.65), 18)
+SOURCES = Work(100, 4.0, 12, (7.0, 7.0), (0, 0), (0, 0), 1, 2, (20, 2.7, 0.25), 4)
 
 
 class Scored(NamedTuple):
@@ -126,19 +137,28 @@ class Choice(NamedTuple):
     others: tuple[Scored, ...]
 
 
-def registers(work: Work, tile: RowTile, device: Device) -> int:
+def registers(work: Work, shape: Shape, tile: RowTile, device: Device) -> int:
     """Registers of a thread, in the steps in which they are given out."""
     held = tile.heads * tile.channels / (device.lanes * tile.num_warps)
     always, number, flight = work.registers
-    return -int(-(always + number * held + flight * held * tile.unroll) // 8) * 8
+    return -int(-(always + number * held + flight * held * tile.unroll * shape.itemsize / 2) // 8) * 8
 
 
-def programs(work: Work, tile: RowTile, device: Device) -> int:
+def programs(work: Work, shape: Shape, tile: RowTile, device: Device) -> int:
     """Programs of a processor that run at the same time; 0: it cannot run without spilling."""
-    each = registers(work, tile, device)
+    each = registers(work, shape, tile, device)
     if each > TILE_REGISTERS:
         return 0
     return min(SLOTS, device.warps // tile.num_warps, device.registers // (each * device.lanes * tile.num_warps))
+
+
+def steps(degree: float, unroll: int) -> float:
+    """Rounds of a loop that takes `unroll` edges at a time, and edges that are left one by one.
+
+    A mean degree that is a whole number is taken for the degree of every node; else any number of edges is left as often as another.
+    """
+    left = degree % unroll if degree == int(degree) else min(degree, (unroll - 1) / 2)
+    return (degree - left) / unroll + left
 
 
 def predict(work: Work, shape: Shape, tile: RowTile, device: Device) -> float:
@@ -152,23 +172,17 @@ def predict(work: Work, shape: Shape, tile: RowTile, device: Device) -> float:
     tile : RowTile
     device : Device
     """
-    parallel = programs(work, tile, device)
+    parallel = programs(work, shape, tile, device)
     if parallel == 0:
         return inf
     degree, groups = shape.degree, -(-shape.heads // tile.heads)
-    held = tile.heads * tile.channels / (device.lanes * tile.num_warps)
-    wide = shape.itemsize / 2  # loads of 32-bit numbers are twice as many
-    instructions = (
-        work.fixed + work.fixed_number * held + degree * (work.per_edge + work.per_number * held * (1 + wide) / 2)
-    )
-    if work.sweeps == 2 and shape.attributes:
-        instructions += _attributes(shape, tile, device)
-    steps = min(degree, degree / tile.unroll + (tile.unroll - 1) / 2)
-    latency = START / tile.nodes + work.sweeps * steps * LOAD + DEPENDENCY * instructions
+    instructions = _instructions(work, shape, tile, device)
+    latency = START / tile.nodes + work.sweeps * steps(degree, tile.unroll) * LOAD + DEPENDENCY * instructions
     row, chunk = (shape.itemsize * heads * shape.channels for heads in (shape.heads, min(shape.heads, tile.heads)))
-    gathered = (
-        work.sweeps * work.rows * row * degree * min(1.0, FETCHES / max(shape.readers, 1.0)) * (1 + APART / chunk)
-    )
+    in_flight = parallel * device.processors * degree * work.rows * chunk
+    readers = max(shape.readers, 1.0)
+    fetches = 1 + (readers - 1) * in_flight / (in_flight + CACHE)
+    gathered = work.sweeps * work.rows * row * degree * fetches / readers * (1 + APART / chunk)
     moved = gathered + 2 * row + degree * shape.heads * work.edge_bytes
     cycles = device.clock * device.processors
     bounds = (
@@ -176,16 +190,22 @@ def predict(work: Work, shape: Shape, tile: RowTile, device: Device) -> float:
         groups * latency / (parallel * cycles),
         moved / device.bandwidth,
     )
-    return _together(bounds)
+    return _together(bounds, ROWS_NORM)
 
 
-def _attributes(shape: Shape, tile: RowTile, device: Device) -> float:
-    """Instructions of a warp for the attributes of a node's edges: one by one, or as products of 16 edges."""
-    columns = max(PRODUCT, shape.attributes)
-    held = max(1.0, tile.heads * columns / (device.lanes * tile.num_warps))
-    if shape.degree < BUSY_DEGREE:
-        return shape.degree * (50 + 12.5 * held)
-    return -(-shape.degree // PRODUCT) * (450 + 34 * held)
+def _instructions(work: Work, shape: Shape, tile: RowTile, device: Device) -> float:
+    """Instructions of a warp at a node."""
+    held = tile.heads * tile.channels / (device.lanes * tile.num_warps)
+    wide = shape.itemsize / 2  # loads of 32-bit numbers are twice as many
+    number = work.per_number[tile.pairs] * (1 + wide) / 2
+    instructions = work.fixed + work.fixed_number * held + shape.degree * (work.per_edge + number * held)
+    if shape.attributes:
+        times, cost = shape.degree, work.attribute
+        if shape.degree >= BUSY_DEGREE:
+            times, cost = -(-shape.degree // PRODUCT), work.attribute_product
+        columns = tile.heads * max(PRODUCT, shape.attributes)
+        instructions += times * (cost[0] + cost[1] * max(1.0, columns / (device.lanes * tile.num_warps)))
+    return instructions
 
 
 def settle(work: Work, shape: Shape, rule: RowTile, candidates: Iterable[RowTile], device: Device) -> Choice:
@@ -244,10 +264,10 @@ def _predict_contraction(shape: Shape, traffic: tuple[int, int], tile: Contracti
         (3 * each + weight / together) / (128 * cycles),
         latency / (together * parallel * cycles),
     )
-    return shape.heads * _together(bounds)
+    return shape.heads * _together(bounds, CONTRACTIONS_NORM)
 
 
-def _together(bounds: tuple[float, ...]) -> float:
+def _together(bounds: tuple[float, ...], norm: float) -> float:
     """What several bounds make: the longest, and more where others come close."""
     longest = max(bounds)
-    return longest * sum((bound / longest) ** NORM for bound in bounds) ** (1 / NORM)
+    return longest * sum((bound / longest) ** norm for bound in bounds) ** (1 / norm)

@@ -1,15 +1,17 @@
 """How much of the problem one program holds on chip. The only place that chooses tile shapes.
 
 Shapes follow from sizes and from what the device is, never from a clock, so a program gives the same bits on every run. For
-each kernel there is a rule, what sweeps over heads, nodes, warps and unrolling gave on one H200 (bf16, H = 16, C = 32 and 64, the
-encoder, processor and decoder of N320 with icosphere 6, where no other graph is named): one node a program and all heads in it; few
-warps where a row is reduced, more where it is only summed; several nodes a program where a node has one or two edges. For kernels that
-gather rows, `anemoi_gt.kernels.score` predicts times of all tiles, which `explain` tells: on other shapes, dtypes and devices than those
-of the sweeps, a tile that is predicted to be much faster may be. The prediction alone does not find the tiles that were measured best,
-so it decides only where the rule's tile would spill. For contractions the sweeps differ by 2%, far less than predictions are worth.
+each kernel there is a rule, what sweeps over warps, edges in flight, pairs and nodes gave on one H200 (bf16, H = 16, C = 32 and 64,
+D = 11 with a bias, the encoder, processor and decoder of N320 with icosphere 6, where no other graph is named): all heads in a program;
+one warp where a row is reduced, more where it is only summed; several nodes a program where a node has one or two edges. Each tile
+of a rule is within 2% of the best that was measured. For kernels that gather rows, `anemoi_gt.kernels.score` predicts times of all
+tiles, which `explain` tells: on other shapes, dtypes and devices than those of the sweeps, a tile that is predicted to be much
+faster may be. The prediction alone does not find the tiles that were measured best, so it decides only where the rule's tile
+would spill. For contractions the sweeps differ by 2%, far less than predictions are worth.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import lru_cache
 from itertools import product
 
@@ -32,7 +34,10 @@ from anemoi_gt.kernels.score import (
 ROW_ELEMENTS = 1024  # heads x channels that a program holds: 32 numbers for each thread of a warp
 MOST_ATTRIBUTES = 256  # columns of W for which a program's arrays fit the registers and the shared memory of every GPU
 MOST_NUMBERS, FEWEST_NUMBERS = 32, 4  # of a row that a thread holds
+MANY_DEGREE = 16  # mean degree from which edges left over from a round do not count
+FLIGHT = 6144  # bytes of rows in flight that the registers of a warp have room for
 FEWER = 4  # least part of the heads that fit a program: rows of few heads are read at a fraction of the speed
+MOST_WARPS = 8  # of a program
 KEPT = 128  # choices of each kernel that are kept
 
 
@@ -52,12 +57,15 @@ def _row(shape: Shape) -> tuple[int, int]:
 def forward_choice(shape: Shape, device: Device = H200) -> Choice:
     """Tile of the forward pass over destinations.
 
-    Measured: encoder 0.91, processor 0.27, decoder 1.55 ms at C = 64 with one warp and one edge in flight (two warps 1.01,
-    0.29, 1.66); at C = 32 two edges in flight give 0.50, 0.16 where degrees are high (one: 0.52, 0.17), decoder 0.97.
+    Measured, with one warp and pairs: encoder 0.770, processor 0.239 ms at C = 64 with three edges in flight (one: 1.005, 0.268),
+    decoder 1.553 with one (three: 1.625). At C = 32 processor 0.138, decoder 0.919 with three (one: 0.157, 0.946), encoder 0.411 with
+    four and without pairs (with: 0.435; three with: 0.453).
     """
     group, padded = _row(shape)
-    unroll = 2 if group * padded < ROW_ELEMENTS and shape.degree >= BUSY_DEGREE else 1
-    rule = RowTile(group, padded, unroll, _warps(group * padded, 1))
+    warps = _warps(group * padded, 1)
+    in_flight = shape.degree >= BUSY_DEGREE or group * padded < ROW_ELEMENTS
+    unroll = _unroll(shape, group * padded / warps) if in_flight else 1
+    rule = RowTile(group, padded, unroll, warps, pairs=shape.pairs_possible and unroll < 4)
     return settle(FORWARD, shape, rule, row_tiles(shape, (1,)), device)
 
 
@@ -65,12 +73,13 @@ def forward_choice(shape: Shape, device: Device = H200) -> Choice:
 def destination_choice(shape: Shape, device: Device = H200) -> Choice:
     """Tile of the backward pass over destinations.
 
-    Measured: encoder 1.05, processor 0.32 ms at C = 64 with two warps and two edges in flight (one and one: 1.12, 0.33),
-    decoder 1.68 with one and one; at C = 32 encoder 0.64, processor 0.19, decoder 0.98 with one and one.
+    Measured, with one warp and pairs: encoder 0.794 ms at C = 64 with three edges in flight, 0.420 at C = 32 with four (one edge:
+    0.986, 0.566); processor 0.245, 0.135 with three (one: 0.290, 0.164); decoder 1.576, 0.880 with one (three: 1.574, 0.938).
     """
     group, padded = _row(shape)
-    pair = 2 if group * padded >= ROW_ELEMENTS and shape.degree >= BUSY_DEGREE else 1
-    rule = RowTile(group, padded, pair, _warps(group * padded, pair))
+    warps = _warps(group * padded, 1)
+    unroll = _unroll(shape, group * padded / warps) if shape.degree >= BUSY_DEGREE else 1
+    rule = RowTile(group, padded, unroll, warps, pairs=shape.pairs_possible)
     return settle(DESTINATIONS, shape, rule, row_tiles(shape, (1,)), device)
 
 
@@ -78,21 +87,50 @@ def destination_choice(shape: Shape, device: Device = H200) -> Choice:
 def source_choice(shape: Shape, device: Device = H200) -> Choice:
     """Tile of the backward pass over sources; `shape.attributes` is 0, for they are not its work.
 
-    Measured: decoder 0.73, processor 0.18 ms with one source, four edges in flight; encoder, whose sources have 1.6 edges,
-    0.58 with four sources and two edges.
+    Measured: decoder 1.023 ms at C = 64, 0.525 at C = 32 with four warps (two: 1.382, 0.617), processor 0.178 with four (two: 0.229),
+    at C = 32 0.098 with two (four: 0.122); four edges in flight where a thread holds 8 numbers of a row, two where it holds 4.
+    Encoder, whose sources have 1.6 edges: 0.689, 0.358 with four sources and one edge (one source: 0.853, 0.447).
     """
     group, padded = _row(shape)
-    nodes, unroll = (1, 4) if shape.degree >= BUSY_DEGREE else (4, 2)
-    rule = RowTile(group, padded, unroll, _warps(group * padded, group * padded // 256), nodes)
-    return settle(SOURCES, shape, rule, row_tiles(shape, (1, 2, 4) if shape.degree < BUSY_DEGREE else (1,)), device)
+    elements = group * padded
+    if shape.degree < BUSY_DEGREE:
+        rule = RowTile(group, padded, 1, _warps(elements, elements // 512), 4)
+        return settle(SOURCES, shape, rule, row_tiles(shape, (1, 2, 4)), device)
+    wanted = min(4, elements // 128) if shape.degree >= MANY_DEGREE else elements // 256
+    warps = _warps(elements, wanted)
+    rule = RowTile(group, padded, 4 if elements // warps >= 256 else 2, warps)
+    return settle(SOURCES, shape, rule, row_tiles(shape, (1,)), device)
 
 
 def row_tiles(shape: Shape, nodes: tuple[int, ...]) -> Iterator[RowTile]:
     """Yield the tiles that a kernel which gathers rows can have, with these numbers of nodes a program."""
     most, padded = _row(shape)
-    for heads, warps, unroll, number in product((most, most // 2, most // FEWER), (1, 2, 4, 8), (1, 2, 4), nodes):
+    pairs = (False, True) if shape.pairs_possible else (False,)
+    groups = (most, most // 2, most // FEWER)
+    for heads, warps, unroll, number, paired in product(groups, (1, 2, 4, 8), (1, 2, 3, 4), nodes, pairs):
         if FEWEST_NUMBERS * 32 * warps <= heads * padded <= MOST_NUMBERS * 32 * warps:
-            yield RowTile(heads, padded, unroll, warps, number)
+            yield RowTile(heads, padded, unroll, warps, number, paired)
+
+
+def _unroll(shape: Shape, elements: float) -> int:
+    """Edges in flight, so many that a warp which holds `elements` numbers of a row has registers for them.
+
+    Three divide the 6 edges of most nodes of a mesh, of which four leave two that are taken one by one.
+    """
+    wanted = 4 if shape.degree >= MANY_DEGREE else 3
+    return max(1, min(wanted, int(FLIGHT // (elements * shape.itemsize))))
+
+
+def equal_tile(shape: Shape, degree: int) -> RowTile | None:
+    """Tile of the kernels for one small degree, with all heads and all edges of a destination in one program; None: not for them.
+
+    A thread holds at most 32 numbers of a row, of 2 `degree` rows, which for 4 edges are 168 registers without spills.
+    """
+    heads, padded = next_power_of_two(shape.heads), next_power_of_two(shape.channels)
+    widest = heads * max(padded, attribute_columns(shape.attributes) if shape.attributes else 1)
+    if not 1 <= degree <= BUSY_DEGREE or widest > MOST_WARPS * ROW_ELEMENTS:
+        return None
+    return RowTile(heads, padded, degree, max(1, widest // ROW_ELEMENTS))
 
 
 def attribute_columns(attributes: int) -> int:
@@ -123,11 +161,10 @@ def _warps(elements: int, wanted: int) -> int:
     return max(1, min(8, max(wanted, elements // ROW_ELEMENTS)))
 
 
-def contraction_tile(channels: int, attributes: int) -> ContractionTile:
-    """Tile of a product of rows of `channels` with a weight of `attributes` columns; it fits the shared memory.
+def project_tile(channels: int, attributes: int) -> ContractionTile:
+    """Tile of `project`; it fits the shared memory, as those of the other contractions do.
 
-    Measured, decoder at C = 64, both calls: project 0.64, embed 1.27, weight 0.77 ms (0.65, 1.30, 0.79 with 32 nodes); at
-    C = 32 0.46, 1.12, 0.65 with 32 nodes (0.45, 1.15, 0.69).
+    Measured: decoder 0.318 ms at C = 64, 0.224 at C = 32, within 5% of all others.
     """
     columns = attribute_columns(attributes)
     padded = max(PRODUCT, min(next_power_of_two(channels), 64, 4096 // columns))
@@ -138,9 +175,43 @@ def contraction_tile(channels: int, attributes: int) -> ContractionTile:
     return ContractionTile(nodes, 4, padded, columns, num_warps=2 if columns <= 32 else 4, num_stages=stages)
 
 
-def contraction_choice(shape: Shape, traffic: tuple[int, int], device: Device = H200) -> Choice:
-    """`contraction_tile` and what is predicted of it and of others, for a kernel with so many rows and sums a node."""
-    rule = contraction_tile(shape.channels, shape.attributes)
+def embed_tile(channels: int, attributes: int) -> ContractionTile:
+    """Tile of `embed`.
+
+    Measured: decoder 0.617, encoder 0.051 ms at C = 64 (with the tile of `project`: 0.635, 0.056); 0.404 and 0.035 at C = 32
+    with 128 nodes (with the tile of `project`: 0.551, 0.040).
+    """
+    tile = project_tile(channels, attributes)
+    if tile.attributes > 32 or channels > tile.channels:
+        return tile
+    if tile.channels >= 64:
+        return replace(tile, tiles=1, num_stages=1)
+    return replace(tile, nodes=128, tiles=1, num_warps=8)
+
+
+def weight_tile(channels: int, attributes: int) -> ContractionTile:
+    """Tile of the gradient of W, of which a program takes many.
+
+    Measured with heads as the fast axis and 33 programs a head: decoder 0.641, encoder 0.055 ms at C = 64 (64 programs, heads the slow
+    axis: 0.828, 0.066); 0.464 at C = 32 (0.649).
+    """
+    tile = project_tile(channels, attributes)
+    if tile.attributes > 32 or channels > tile.channels:
+        return tile
+    return replace(tile, nodes=64, num_warps=4, num_stages=2 if tile.channels >= 64 else 4)
+
+
+CONTRACTIONS = {
+    "project": (project_tile, (1, 1)),
+    "embed": (embed_tile, (2, 1)),
+    "weight": (weight_tile, (2, 2)),
+}  # rows, sums
+
+
+def contraction_choice(shape: Shape, kernel: str, device: Device = H200) -> Choice:
+    """Tile of a contraction, "project", "embed" or "weight", and what is predicted of it and of others."""
+    rule_of, traffic = CONTRACTIONS[kernel]
+    rule = rule_of(shape.channels, shape.attributes)
     return rank_contractions(shape, traffic, rule, contraction_tiles(rule), device)
 
 

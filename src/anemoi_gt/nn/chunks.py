@@ -144,5 +144,6 @@ def _piece(graph: GraphStructure, dst: slice) -> Chunk:
         row.to(graph.row.dtype),
         torch.empty(src.shape[0], 0, device=graph.device),
         edge_id=graph.edge_numbers()[edges],
+        degree=graph.degree,
     )
     return Chunk(structure.with_reverse(), src.long(), dst, edges, (graph.num_src, graph.num_dst, graph.num_edges))

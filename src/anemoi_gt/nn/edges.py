@@ -26,9 +26,10 @@ class StaticStructure(nn.Module):
         """Return the structure."""
         return GraphStructure(**{name: getattr(self, name) for name in self._fields})
 
-    def drop_reverse(self) -> None:
-        """Forget the source side, which gradients alone need."""
-        self._fields = tuple(name for name in self._fields if name not in ("rowptr", "col", "csr_to_csc"))
+    def keep_for_inference(self) -> None:
+        """Forget the source side, which gradients alone need, and what holds for this graph but not for one of other edges."""
+        forgotten = ("rowptr", "col", "csr_to_csc", "degree")
+        self._fields = tuple(name for name in self._fields if name not in forgotten)
         self._buffers = {name: self._buffers[name] for name in self._fields}
 
 

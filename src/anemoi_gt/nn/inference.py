@@ -196,7 +196,7 @@ def _cut(graph: GraphStructure, dst: slice) -> tuple[slice, slice, GraphStructur
     if order is not None:
         order = order[(order >= dst.start) & (order < dst.stop)] - dst.start
     row = graph.row[edges].clone()  # slices lie at any address, and kernels are compiled apart for odd ones
-    return dst, edges, GraphStructure(colptr - colptr[0], row, graph.sources, program_order=order)
+    return dst, edges, GraphStructure(colptr - colptr[0], row, graph.sources, program_order=order, degree=graph.degree)
 
 
 def _take(rows: Tensor | None, block: slice) -> Tensor | None:

@@ -89,6 +89,7 @@ def _kernels(call: Call, needs: dict[str, bool]) -> tuple[tuple, tuple]:
     given = call.arguments
     operands = (*(given[name] for name in OPERANDS), given["colptr"], given["row"], given["perm"], given["edge_id"])
     numbers = {"seed": given["seed"], "scale": given["scale"], "dropout_p": given["dropout_p"]}
+    numbers["equal_degree"] = 0 if given["degree"] is None else given["degree"].shape[0]
     sizes = Problem(*operands, given["program_order"], **numbers).sizes
     return tuple(plan.forward_kernels(sizes)), tuple(plan.backward_kernels(sizes, plan.Needs(**needs)))
 

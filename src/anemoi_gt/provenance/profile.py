@@ -52,9 +52,10 @@ def _timed(layer: Layer, pass_: Pass, seen: dict[tuple, list]) -> Pass:
     events = seen.get((pass_.operator, tuple(layer.sizes.values())))
     if events is None:
         return pass_
-    kernels = tuple(_with_time(kernel, events) for kernel in pass_.kernels)
-    if all(event.kernels for event in events):
-        achieved = fmean(sum(kernel.duration for kernel in event.kernels) for event in events)
+    launched = [_launched(event) for event in events]
+    kernels = tuple(_with_time(kernel, launched) for kernel in pass_.kernels)
+    if all(launched):
+        achieved = fmean(sum(kernel.duration for kernel in each) for each in launched)
     elif layer.device.startswith("cpu"):
         achieved = fmean(event.cpu_time_total for event in events)
     else:
@@ -62,6 +63,11 @@ def _timed(layer: Layer, pass_: Pass, seen: dict[tuple, list]) -> Pass:
     return replace(pass_, kernels=kernels, achieved_ms=1e-3 * achieved)
 
 
-def _with_time(kernel: Kernel, events: list) -> Kernel:
-    times = [each.duration for event in events for each in event.kernels if each.name == kernel.name]
+def _launched(event) -> list:
+    """Kernels of an event and of those inside it: autograd's node, and what the operator calls."""
+    return [*event.kernels, *(kernel for child in event.cpu_children for kernel in _launched(child))]
+
+
+def _with_time(kernel: Kernel, launched: list[list]) -> Kernel:
+    times = [each.duration for kernels in launched for each in kernels if each.name == kernel.name]
     return replace(kernel, achieved_ms=1e-3 * fmean(times)) if times else kernel

@@ -91,6 +91,7 @@ def decompose(
     perm: Tensor | None,
     edge_id: Tensor | None,
     program_order: Tensor | None,
+    degree: Tensor | None,
     rowptr: Tensor | None,
     col: Tensor | None,
     csr_to_csc: Tensor | None,

@@ -20,10 +20,12 @@ from anemoi_gt.kernels.tile import (
     attribute_edges,
     attribute_heads,
     attribute_warps,
-    contraction_tile,
     destination_choice,
+    embed_tile,
     forward_choice,
+    project_tile,
     source_choice,
+    weight_tile,
 )
 from anemoi_gt.ops.dropout import drop_threshold
 from anemoi_gt.ops.dtypes import scratch_dtype
@@ -31,7 +33,7 @@ from anemoi_gt.ops.triton_backend.availability import interpreted
 from anemoi_gt.ops.triton_backend.problem import Problem, Sizes
 
 LOG2_E = 1.4426950408889634
-PARTIALS = 64  # programs that share the sum of dW; fixed, so that its order never changes
+PROGRAMS = 528  # that share the sum of dW, all heads; fixed, so that its order never changes
 KEPT = 128  # launches of each kernel that are kept: graphs times layers of different sizes in use at a time
 
 
@@ -55,7 +57,7 @@ def _attribute_constants(sizes: Sizes) -> dict:
     return constants | {"PRECISION": _precision(sizes.dtype)}
 
 
-def _dropout(sizes: Sizes) -> dict:
+def dropout_scalars(sizes: Sizes) -> dict:
     """Where the mask drops, and by how much survivors grow."""
     survivor = 1.0 / (1.0 - sizes.dropout_p) if sizes.dropout_p < 1.0 else 0.0
     return {"drop_below": drop_threshold(sizes.dropout_p), "survivor": survivor}
@@ -78,9 +80,8 @@ def _precision(dtype: torch.dtype) -> str:
     return "bf16" if dtype == torch.bfloat16 and not interpreted() else "tf32"
 
 
-def _node_map_launch(kernel, sizes: Sizes, tile: ContractionTile | None) -> Launch:
+def _node_map_launch(kernel, sizes: Sizes, tile: ContractionTile) -> Launch:
     """Launch of a contraction that maps the rows of each node."""
-    tile = tile or contraction_tile(sizes.channels, sizes.attributes)
     grid = (-(-sizes.destinations // (tile.nodes * tile.tiles)) * sizes.heads,)
     return _contraction_launch(kernel, sizes, tile, grid, {"TILES": tile.tiles})
 
@@ -88,7 +89,7 @@ def _node_map_launch(kernel, sizes: Sizes, tile: ContractionTile | None) -> Laun
 @lru_cache(KEPT)
 def project_launch(sizes: Sizes, tile: ContractionTile | None = None) -> Launch:
     """What `project` launches."""
-    return _node_map_launch(attributes.project, sizes, tile)
+    return _node_map_launch(attributes.project, sizes, tile or project_tile(sizes.channels, sizes.attributes))
 
 
 def project(problem: Problem, rows: Tensor, tile: ContractionTile | None = None) -> Tensor:
@@ -102,7 +103,7 @@ def project(problem: Problem, rows: Tensor, tile: ContractionTile | None = None)
 @lru_cache(KEPT)
 def embed_launch(sizes: Sizes, tile: ContractionTile | None = None) -> Launch:
     """What `embed` launches."""
-    return _node_map_launch(attributes.embed, sizes, tile)
+    return _node_map_launch(attributes.embed, sizes, tile or embed_tile(sizes.channels, sizes.attributes))
 
 
 def embed(problem: Problem, sums: Tensor, rows: Tensor, tile: ContractionTile | None = None) -> None:
@@ -115,8 +116,8 @@ def embed(problem: Problem, sums: Tensor, rows: Tensor, tile: ContractionTile | 
 def forward_launch(sizes: Sizes, tile: RowTile | None = None) -> Launch:
     """What `attend_rows` launches."""
     tile = tile or forward_choice(sizes.over_destinations, sizes.device).chosen.tile
-    scalars = {"attr_stride": sizes.attr_stride, "score_scale": sizes.scale * LOG2_E, **_dropout(sizes)}
-    constants = {"EMBEDDED": sizes.embedded, **_attribute_constants(sizes)}
+    scalars = {"attr_stride": sizes.attr_stride, "score_scale": sizes.scale * LOG2_E, **dropout_scalars(sizes)}
+    constants = {"EMBEDDED": sizes.embedded, "PAIRS": tile.pairs, **_attribute_constants(sizes)}
     constants["EDGES"] = attribute_edges(sizes.degree(sizes.num_dst))
     return _row_launch(forward.edge_attention_fwd, sizes, sizes.num_dst, tile, scalars, constants)
 
@@ -148,8 +149,8 @@ class Saved:
 def destination_launch(sizes: Sizes, tile: RowTile | None = None) -> Launch:
     """What `differentiate_rows` launches."""
     tile = tile or destination_choice(sizes.over_destinations, sizes.device).chosen.tile
-    scalars = {"attr_stride": sizes.attr_stride, "scale": sizes.scale, **_dropout(sizes)}
-    constants = {"EMBEDDED": sizes.embedded, **_attribute_constants(sizes)}
+    scalars = {"attr_stride": sizes.attr_stride, "scale": sizes.scale, **dropout_scalars(sizes)}
+    constants = {"EMBEDDED": sizes.embedded, "PAIRS": tile.pairs, **_attribute_constants(sizes)}
     constants["EDGES"] = attribute_edges(sizes.degree(sizes.num_dst))
     return _row_launch(backward.edge_attention_bwd_dst, sizes, sizes.num_dst, tile, scalars, constants)
 
@@ -226,9 +227,9 @@ def differentiate_attributes(
 @lru_cache(KEPT)
 def weight_launch(sizes: Sizes, tile: ContractionTile | None = None) -> tuple[Launch, int]:
     """What `differentiate_weight` launches, and the number of its partial sums."""
-    tile = tile or contraction_tile(sizes.channels, sizes.attributes)
-    partials = max(1, min(PARTIALS, -(-sizes.destinations // tile.nodes)))
-    grid = (partials, sizes.heads, -(-sizes.channels // tile.channels))
+    tile = tile or weight_tile(sizes.channels, sizes.attributes)
+    partials = max(1, min(-(-PROGRAMS // sizes.heads), -(-sizes.destinations // tile.nodes)))
+    grid = (partials * sizes.heads, -(-sizes.channels // tile.channels))
     return _contraction_launch(attributes.weight_bwd, sizes, tile, grid, {}), partials
 
 

@@ -37,7 +37,7 @@ def attend(
         edge_weight = edge_bias = None
     operands = (query, key, value, edge_attr, edge_weight, edge_bias)
     save = torch.is_grad_enabled() and any(operand is not None and operand.requires_grad for operand in operands)
-    structure = (graph.colptr, graph.row, graph.perm, graph.edge_id, graph.program_order)
+    structure = (graph.colptr, graph.row, graph.perm, graph.edge_id, graph.program_order, graph.degree)
     reverse = (graph.rowptr, graph.col, graph.csr_to_csc)
     return edge_attention_triton(*operands, *structure, *reverse, seed, scale, dropout_p, save)[:2]
 
@@ -55,6 +55,7 @@ def edge_attention_triton(
     perm: Tensor | None,
     edge_id: Tensor | None,
     program_order: Tensor | None,
+    degree: Tensor | None,
     rowptr: Tensor | None,
     col: Tensor | None,
     csr_to_csc: Tensor | None,
@@ -64,15 +65,17 @@ def edge_attention_triton(
     save: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Forward: out like query, lse [B, N_dst, H], without B as query, and what backward needs, empty unless `save`."""
-    from anemoi_gt.ops.triton_backend import launch
+    from anemoi_gt.ops.triton_backend import equal, launch
 
     nodes = (query, key, value, edge_attr, edge_weight, edge_bias)
     problem = launch.Problem(
-        *_contiguous(*nodes, colptr, row, perm, edge_id, program_order), seed=seed, scale=scale, dropout_p=dropout_p
-    )
+        *_contiguous(*nodes, colptr, row, perm, edge_id, program_order),
+        seed=seed, scale=scale, dropout_p=dropout_p, equal_degree=0 if degree is None else degree.shape[0],
+    )  # fmt: skip
     with launch.on_device(query):
         projected = None if edge_weight is None else launch.project(problem, problem.query)
-        out, lse, inverse, numerators, attr_sums = launch.attend_rows(problem, projected)
+        attend_rows = equal.attend_rows if equal.serves(problem.sizes) else launch.attend_rows
+        out, lse, inverse, numerators, attr_sums = attend_rows(problem, projected)
         if attr_sums is not None:
             launch.embed(problem, attr_sums, out)
     if not save:
@@ -119,6 +122,7 @@ def edge_attention_triton_backward(
     perm: Tensor | None,
     edge_id: Tensor | None,
     program_order: Tensor | None,
+    degree: Tensor | None,
     rowptr: Tensor | None,
     col: Tensor | None,
     csr_to_csc: Tensor | None,
@@ -135,13 +139,14 @@ def edge_attention_triton_backward(
 
     nodes = (query, key, value, edge_attr, edge_weight, edge_bias)
     problem = launch.Problem(
-        *_contiguous(*nodes, colptr, row, perm, edge_id, program_order), seed=seed, scale=scale, dropout_p=dropout_p
-    )
+        *_contiguous(*nodes, colptr, row, perm, edge_id, program_order),
+        seed=seed, scale=scale, dropout_p=dropout_p, equal_degree=0 if degree is None else degree.shape[0],
+    )  # fmt: skip
     saved = launch.Saved(inverse, numerators, None if edge_weight is None else projected)
-    grad_out = torch.zeros_like(problem.query) if grad_out is None else grad_out.contiguous()
-    grad_lse = None if grad_lse is None else grad_lse.contiguous()
+    grad_out = torch.zeros_like(problem.query) if grad_out is None else grad_out
+    grad_out, grad_lse = _contiguous(grad_out, grad_lse)
     with launch.on_device(query):
-        return _gradients(launch, problem, saved, grad_out, grad_lse, (rowptr, col, csr_to_csc), needs)
+        return _gradients(problem, saved, grad_out, grad_lse, (rowptr, col, csr_to_csc), needs)
 
 
 @torch.library.register_fake("anemoi_gt::edge_attention_triton_backward")
@@ -152,11 +157,11 @@ def _(grad_out, grad_lse, query, key, value, edge_attr, edge_weight, edge_bias, 
 
 def _backward(ctx, grad_out, grad_lse, *_):
     if grad_out is None and grad_lse is None:
-        return (None,) * 18
+        return (None,) * 19
     needs = list(ctx.needs_input_grad[:6])
     arguments = (grad_out, grad_lse, *ctx.saved_tensors, ctx.scale, ctx.dropout_p, needs)
     gradients = iter(call_unrecorded(edge_attention_triton_backward, *arguments))
-    return *(next(gradients) if need else None for need in needs), *((None,) * 12)
+    return *(next(gradients) if need else None for need in needs), *((None,) * 13)
 
 
 define_gradient(edge_attention_triton, _setup_context, _backward)
@@ -164,20 +169,22 @@ torch.library.register_autograd("anemoi_gt::edge_attention_triton_backward", ref
 
 
 def _contiguous(*tensors: Tensor | None) -> list[Tensor | None]:
-    return [None if tensor is None else tensor.contiguous() for tensor in tensors]
+    """The same numbers where a kernel can read them: side by side, pairs of 16 bits at addresses of 32-bit numbers."""
+    found = [None if tensor is None else tensor.contiguous() for tensor in tensors]
+    return [tensor.clone() if tensor is not None and tensor.data_ptr() % 4 else tensor for tensor in found]
 
 
-def _gradients(launch, problem, saved, grad_out, grad_lse, reverse, needs: list[bool]) -> list[Tensor]:
+def _gradients(problem, saved, grad_out, grad_lse, reverse, needs: list[bool]) -> list[Tensor]:
+    from anemoi_gt.ops.triton_backend import launch
+
     need_query, need_key, need_value, need_attr, need_weight, need_bias = needs
     raw, dweight, dbias = problem.edge_weight is not None, None, None
     dquery = torch.empty_like(problem.query) if need_query else None
     dattr = _attribute_gradient(problem) if need_attr else None
     projected_grad = launch.project(problem, grad_out) if raw else None
-    weights = launch.differentiate_rows(
-        problem, saved, projected_grad, grad_out, grad_lse, dquery, None if raw else dattr
-    )
-    if raw and (need_query or need_attr or need_weight or need_bias):
-        sums = launch.differentiate_attributes(problem, weights, saved, projected_grad, dattr)
+    given = (problem, saved, projected_grad, grad_out, grad_lse, dquery, dattr)
+    weights, sums = _differentiate_destinations(*given, want_sums=need_query or need_attr or need_weight or need_bias)
+    if raw and sums is not None:
         if need_query:
             launch.embed(problem, sums[1], dquery)
         if need_weight or need_bias:
@@ -191,6 +198,22 @@ def _gradients(launch, problem, saved, grad_out, grad_lse, reverse, needs: list[
         dattr = dattr.sum(0, keepdim=True).to(problem.edge_attr.dtype)
     every = (dquery, dkey, dvalue, dattr, dweight, dbias)
     return [gradient for gradient, need in zip(every, needs, strict=True) if need]
+
+
+def _differentiate_destinations(
+    problem, saved, projected_grad, grad_out, grad_lse, dquery, dattr, *, want_sums: bool
+) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+    """Fill dquery (without W B) and the gradient of edge_attr; return [m p, ds] of each edge, and A and B where they are wanted."""
+    from anemoi_gt.ops.triton_backend import equal, launch
+
+    given = (problem, saved, projected_grad, grad_out, grad_lse, dquery)
+    if equal.serves(problem.sizes):
+        return equal.differentiate_rows(*given, dattr)
+    raw = problem.edge_weight is not None
+    weights = launch.differentiate_rows(*given, None if raw else dattr)
+    if not (raw and want_sums):
+        return weights, None
+    return weights, launch.differentiate_attributes(problem, weights, saved, projected_grad, dattr)
 
 
 def _attribute_gradient(problem) -> Tensor:

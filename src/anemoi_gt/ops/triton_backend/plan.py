@@ -19,7 +19,7 @@ from anemoi_gt.kernels.tile import (
     source_choice,
 )
 from anemoi_gt.ops.dtypes import scratch_dtype
-from anemoi_gt.ops.triton_backend import launch
+from anemoi_gt.ops.triton_backend import equal, launch
 from anemoi_gt.ops.triton_backend.problem import Sizes
 
 NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
@@ -56,47 +56,67 @@ def forward_kernels(sizes: Sizes) -> Iterator[Planned]:
     """Yield what a forward pass launches."""
     count = Counts(sizes)
     if sizes.edge_dim:
-        yield _contraction(sizes, launch.project_launch(sizes), (1, 1), count.row + count.sums + count.weight)
-    chosen = forward_choice(sizes.over_destinations, sizes.device)
-    moved = 2 * count.row + 2 * count.source + 2 * count.statistic + 2 * count.scores + count.edges
+        yield _contraction(sizes, launch.project_launch(sizes), "project", count.row + count.sums + count.weight)
+    moved = 2 * count.row + 2 * count.source + 2 * count.statistic + count.scores + count.edges
     moved += 2 * count.sums + count.attributes + count.embedded
-    yield _planned(sizes, launch.forward_launch(sizes), chosen, sizes.destinations, moved)
+    if equal.serves(sizes):
+        yield _equal(sizes, equal.forward_launch(sizes), moved)
+    else:
+        chosen = forward_choice(sizes.over_destinations, sizes.device)
+        yield _planned(sizes, launch.forward_launch(sizes), chosen, sizes.destinations, moved + count.scores)
     if sizes.edge_dim:
-        yield _contraction(sizes, launch.embed_launch(sizes), (2, 1), 2 * count.row + count.sums + count.weight)
+        yield _contraction(sizes, launch.embed_launch(sizes), "embed", 2 * count.row + count.sums + count.weight)
 
 
 def backward_kernels(sizes: Sizes, needs: Needs) -> Iterator[Planned]:
     """Yield what a backward pass launches."""
     count, raw = Counts(sizes), bool(sizes.edge_dim)
     if raw:
-        yield _contraction(sizes, launch.project_launch(sizes), (1, 1), count.row + count.sums + count.weight)
-    chosen = destination_choice(sizes.over_destinations, sizes.device)
-    moved = (1 + needs.query) * count.row + 2 * count.source + count.statistic + (2 + raw) * count.scores + count.pairs
+        yield _contraction(sizes, launch.project_launch(sizes), "project", count.row + count.sums + count.weight)
+    moved = (1 + needs.query) * count.row + 2 * count.source + count.statistic + count.scores + count.pairs
     moved += count.edges + count.sums + count.attributes + count.embedded
     if sizes.embedded:
         moved += count.row + needs.edge_attr * count.embedded_gradient
-    yield _planned(sizes, launch.destination_launch(sizes), chosen, sizes.destinations, moved)
+    if equal.serves(sizes):
+        moved += 2 * count.sums + needs.edge_attr * (count.sums + count.attributes_gradient)
+        yield _equal(sizes, equal.destination_launch(sizes), moved)
+    else:
+        chosen = destination_choice(sizes.over_destinations, sizes.device)
+        moved += (1 + raw) * count.scores
+        yield _planned(sizes, launch.destination_launch(sizes), chosen, sizes.destinations, moved)
     if raw and (needs.query or needs.edge_attr or needs.edge_weight or needs.edge_bias):
-        yield from _attribute_kernels(sizes, count, needs)
+        if not equal.serves(sizes):
+            yield _attribute_kernel(sizes, count, needs)
+        yield from _weight_kernels(sizes, count, needs)
     if needs.key or needs.value:
         chosen = source_choice(sizes.over_sources, sizes.device)
         moved = (needs.key + needs.value) * (count.row + count.source) + count.pairs + 2 * count.edges
         yield _planned(sizes, launch.source_launch(sizes), chosen, sizes.samples * sizes.num_src, moved)
 
 
-def _attribute_kernels(sizes: Sizes, count: "Counts", needs: Needs) -> Iterator[Planned]:
-    """What follows from the sums over attributes."""
+def _equal(sizes: Sizes, bound: Launch, moved: int) -> Planned:
+    """A kernel for one small degree, which has one tile."""
+    tile = {"edges": bound.constants["K"], "num_warps": bound.constants["num_warps"]}
+    return Planned(bound.name(NAMES[sizes.dtype]), tile, None, (), moved)
+
+
+def _attribute_kernel(sizes: Sizes, count: "Counts", needs: Needs) -> Planned:
+    """What sums attributes over the edges of each destination."""
     tile = {"heads": attribute_heads(sizes.heads), "num_warps": attribute_warps(sizes.heads, sizes.attributes)}
     moved = count.pairs + count.attributes + 2 * count.sums + count.edges
     if needs.edge_attr:
         moved += 2 * count.sums + count.attributes_gradient
-    yield Planned(launch.attribute_launch(sizes).name(NAMES[sizes.dtype]), tile, None, (), moved)
+    return Planned(launch.attribute_launch(sizes).name(NAMES[sizes.dtype]), tile, None, (), moved)
+
+
+def _weight_kernels(sizes: Sizes, count: "Counts", needs: Needs) -> Iterator[Planned]:
+    """What follows from the sums over attributes."""
     if needs.query:
-        yield _contraction(sizes, launch.embed_launch(sizes), (2, 1), 2 * count.row + count.sums + count.weight)
+        yield _contraction(sizes, launch.embed_launch(sizes), "embed", 2 * count.row + count.sums + count.weight)
     if needs.edge_weight or needs.edge_bias:
         bound, partials = launch.weight_launch(sizes)
         moved = 2 * count.row + 2 * count.sums + 4 * partials * sizes.heads * sizes.channels * sizes.attributes
-        yield _contraction(sizes, bound, (2, 2), moved)
+        yield _contraction(sizes, bound, "weight", moved)
 
 
 class Counts:
@@ -122,8 +142,8 @@ class Counts:
         self.embedded_gradient = int(of_samples * self.embedded / sets) * sizes.samples
 
 
-def _contraction(sizes: Sizes, bound: Launch, traffic: tuple[int, int], moved: int) -> Planned:
-    choice = contraction_choice(sizes.over_destinations, traffic, sizes.device)
+def _contraction(sizes: Sizes, bound: Launch, kernel: str, moved: int) -> Planned:
+    choice = contraction_choice(sizes.over_destinations, kernel, sizes.device)
     return _planned(sizes, bound, choice, sizes.destinations, moved)
 
 

@@ -31,6 +31,7 @@ class Sizes(NamedTuple):
     scale: float
     dropout_p: float
     device: Device = H200
+    equal_degree: int = 0  # in-edges of every destination; 0: not the same, or not known
 
     @property
     def attributes(self) -> int:
@@ -41,6 +42,11 @@ class Sizes(NamedTuple):
     def columns(self) -> int:
         """Columns of what passes between kernels: `attributes` padded, at least the 16 of a matrix product."""
         return attribute_columns(self.attributes)
+
+    @property
+    def pairs_possible(self) -> bool:
+        """Whether a row can be read as pairs: two numbers of bfloat16 in 32 bits."""
+        return self.dtype == torch.bfloat16 and self.channels % 2 == 0
 
     @property
     def destinations(self) -> int:
@@ -55,11 +61,11 @@ class Sizes(NamedTuple):
     def over_destinations(self) -> Shape:
         """What the kernels that walk the edges of destinations, and gather rows of sources, are asked to do."""
         degrees = self.degree(self.num_dst), self.degree(self.num_src)
-        return Shape(self.heads, self.channels, self.attributes, *degrees, self.dtype.itemsize)
+        return Shape(self.heads, self.channels, self.attributes, *degrees, self.dtype.itemsize, self.pairs_possible)
 
     @property
     def over_sources(self) -> Shape:
-        """What the kernel that walks the edges of sources, and gathers rows of destinations, is asked to do."""
+        """What the kernel that walks the edges of sources, and gathers rows of destinations one by one, is asked to do."""
         degrees = self.degree(self.num_src), self.degree(self.num_dst)
         return Shape(self.heads, self.channels, 0, *degrees, self.dtype.itemsize)
 
@@ -82,6 +88,7 @@ class Problem:
     seed: Tensor | None
     scale: float
     dropout_p: float
+    equal_degree: int = 0
 
     @cached_property
     def sizes(self) -> Sizes:
@@ -99,6 +106,7 @@ class Problem:
             scale=self.scale,
             dropout_p=self.dropout_p,
             device=device_of(self.query.device),
+            equal_degree=self.equal_degree,
         )  # fmt: skip
 
     @property
