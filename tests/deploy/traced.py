@@ -138,7 +138,7 @@ class Attention(nn.Module):
 def eager():
     """Print for several problems what is compiled into the kernels of a program, and into those of an eager call."""
     odd = Call(6, 10, 3, form="embedded", dtype=torch.float32, graph=bare_graph())
-    for call in (odd, Call(16, 64, 11, graph=bare_graph()), Call(16, 64, 11, form="raw", graph=full_graph())):
+    for call in (odd, Call(16, 64, 11, graph=bare_graph()), Call(16, 64, 11, form="raw", graph=full_graph(91))):
         launched = {
             kernel.fn.__name__: compiled_in(kernel, args) for kernel, args in record(lambda call=call: run(call))
         }

@@ -23,8 +23,8 @@ from anemoi_gt.kernels.score import (
 )
 from anemoi_gt.kernels.tile import (
     contraction_choice,
-    embed_tile,
     destination_choice,
+    embed_tile,
     forward_choice,
     row_tiles,
     source_choice,

@@ -1,5 +1,7 @@
 """StaticEdges: the edges of one graph that never changes, as a module, with attributes that are given and trained."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 
@@ -76,8 +78,7 @@ class StaticEdges(nn.Module):
             raise ValueError("edge_attr must be finite, got NaN or infinity")
         check_whole("trainable", trainable, least=0, note=", the number of trained attributes of an edge")
         edge_attr = edge_attr[graph.edge_order().long()].to(torch.get_default_dtype())
-        in_order = GraphStructure.from_csc(graph.colptr, graph.row, graph.num_src, validate=False)
-        self.structure = StaticStructure(in_order.with_reverse())
+        self.structure = StaticStructure(replace(graph, perm=None).with_reverse())
         self.register_buffer("edge_attr", edge_attr, persistent=False)
         self.trainable = nn.Parameter(torch.zeros(graph.num_edges, trainable)) if trainable else None
 
