@@ -86,7 +86,9 @@ def load(path: Path, x: torch.Tensor, repeats: int) -> tuple[torch.Tensor, dict]
     command = [sys.executable, "-I", LOADER, path, path.with_name("x.pt"), path.with_name("out.pt"), str(repeats)]
     result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=LIMIT)
     if result.returncode:
-        raise RuntimeError(f"the package must run without this library: {result.stderr[-2000:]}")
+        raise RuntimeError(
+            f"the package must run without this library, exit status {result.returncode}: {result.stderr[-2000:]}"
+        )
     return torch.load(path.with_name("out.pt"), weights_only=True), json.loads(result.stdout.splitlines()[-1])
 
 

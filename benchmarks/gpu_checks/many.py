@@ -10,6 +10,7 @@ from support.accuracy import Corpus, assert_within
 from support.batch import run_batch, share
 from support.cases import full_cases, judge, pairwise_cases, run
 from support.oracle import make_problem
+from support.poison import poisoned_memory
 from support.run import structure
 
 from gpu_checks import DEVICE
@@ -97,8 +98,12 @@ def _matrix_cases(cases: list) -> Outcome:
     outcome = Outcome()
     for case in cases:
         outcome.count += 1
+        corpus = outcome.corpora.setdefault(str(case.dtype).removeprefix("torch."), Corpus())
         try:
-            judge(case, run(case, "triton", DEVICE))
+            with poisoned_memory():
+                judged = run(case, "triton", DEVICE)
+            judge(case, judged)
+            corpus.add_errors(*judged[:3])
         except Exception as error:
             outcome.failures.append(f"{case}: {error}")
     return outcome
@@ -112,7 +117,8 @@ def _random_configuration(configuration: Configuration) -> Outcome:
     for number in range(configuration.graphs):
         outcome.count += 1
         try:
-            judged = _random_graph(rng, shape, form, dtype, dropout_p)
+            with poisoned_memory():
+                judged = _random_graph(rng, shape, form, dtype, dropout_p)
             assert_within(*judged, dtype)
             corpus.add_errors(*judged[:3])
         except Exception as error:

@@ -14,7 +14,10 @@ from support.run import attend, structure
 
 from anemoi_gt.ops.triton_backend import launch
 
-CASES = full_cases() if torch.cuda.is_available() else pairwise_cases()
+SUMMED = [  # gradients of features that samples share are float32, though rows are read as pairs of bfloat16
+    Case(shape, 1, torch.bfloat16, "embedded", "batch_shares_attributes", "shuffled") for shape in ((4, 16), (6, 10))
+]
+CASES = full_cases() if torch.cuda.is_available() else pairwise_cases() + SUMMED
 ODD_TILES = (  # heads, channels, edge_dim, each beyond a limit of a tile
     (20, 64, 3),  # heads in two programs, the second not full
     (3, 130, 5),  # channels of the contractions in three pieces, the last not full

@@ -51,8 +51,12 @@ def load_halves(rows, place, offsets, mask, PAIRS: tl.constexpr):
 
 @triton.jit
 def store_halves(rows, place, offsets, mask, row, PAIRS: tl.constexpr):
-    """Write what `load_halves` would read."""
-    if PAIRS:
+    """Write what `load_halves` would read; with PAIRS also into an array of another dtype, number by number."""
+    if PAIRS and rows.dtype.element_ty != tl.bfloat16:
+        at = rows + place * 2 + offsets * 2
+        tl.store(at, row[0].to(rows.dtype.element_ty), mask=mask)
+        tl.store(at + 1, row[1].to(rows.dtype.element_ty), mask=mask)
+    elif PAIRS:
         even = row[0].to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32) & 65535
         odd = row[1].to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32) << 16
         tl.store(rows.to(tl.pointer_type(tl.int32)) + place + offsets, even | odd, mask=mask)
