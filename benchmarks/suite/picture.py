@@ -73,12 +73,15 @@ def roofline(results: dict) -> list[str]:
 def bars(results: dict) -> str:
     """Return the times of forward and backward as bars, a group for each part of the widest model, the floor as a line.
 
+    The first two peers are drawn: bars of others, up to 40 times as long, would leave no room for these.
+
     Raises
     ------
     ValueError
         If the file has no measurement of such a problem.
     """
     kind = "forward_backward"
+    results = results | {"peers": dict(list(results["peers"].items())[:2])}
     facts = drawn(results)
     widest = max(problem["channels"] for problem in facts.values())
     problems = [name for name, problem in facts.items() if problem["channels"] == widest]

@@ -125,7 +125,7 @@ def test_the_page_holds_the_tables_of_every_results_file():
     page, files = PAGE.read_text(), {}
     for path in (ROOT / "benchmarks" / "results").glob("*.json"):
         results = json.loads(path.read_text())
-        if "problems" in results:  # other benchmarks leave files there too
+        if "peers" in results:  # other benchmarks leave files there too
             files[path.name] = results
     assert sorted(re.findall(r"<!-- figures of (.*) -->", page)) == sorted(files)
     for name, results in files.items():
@@ -157,9 +157,32 @@ def test_the_readme_has_the_factors_of_the_results():
     ) in text  # fmt: skip
     assert "With 32 channels a head the factor is {} to {}.".format(*factors(r"\w+-n320-c32", "median_ms")) in text
     assert "where the host takes the time, it is {}.".format(factors("edges1000-c64", "median_ms")[0]) in text
-    bars = [figure(lines[key, peer]["median_ms"]) for key, peer in lines if re.fullmatch(wide, key)]
+    replays = {line["peer"]: line["median_ms"] for line in results["results"] if line["pass"] == "replay"}
+    assert f"From a CUDA graph it is {replays['anemoi'] / replays['ours']:.1f}." in text
+    drawn = [(key, peer) for key, peer in lines if re.fullmatch(wide, key) and peer in ("ours", "anemoi")]
+    bars = [figure(lines[line]["median_ms"]) for line in drawn]
     described = re.search(r'alt="(Bars: [^"]+)"', text)[1]
     assert sorted(re.findall(r"\d+\.\d+", described)) == sorted(bars)
+
+
+def test_readme_and_page_have_the_times_of_an_anemoi_step():
+    results = json.loads((ROOT / "benchmarks" / "results" / "anemoi_step_h200.json").read_text())["variants"]
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    told = tuple(int(results[name]["median_ms"]) for name in ("untouched", "install", "our blocks, compiled"))
+    assert "takes {} ms untouched, {} with `install`, {} with".format(*told) in readme
+    page = (ROOT / "docs" / "anemoi.md").read_text()
+    for variant in results.values():
+        assert f"| {variant['median_ms']:.1f} | {variant['peak_gb']:.1f} |" in page
+
+
+def test_the_page_of_pyg_has_the_times_of_its_models():
+    results = json.loads((ROOT / "benchmarks" / "results" / "pyg_models_h200.json").read_text())["models"]
+    page = (ROOT / "docs" / "pyg.md").read_text()
+    for model in results.values():
+        cells = (
+            f"{model[way]['median_ms']:.1f} ({model[way]['peak_gb']:.1f})" for way in ("pyg", "new graph", "one graph")
+        )
+        assert f"| {' | '.join(cells)} |" in page
 
 
 def test_the_page_has_the_times_of_a_cpu():
