@@ -13,6 +13,7 @@ from anemoi_gt.ops.triton_backend.launch import KEPT, LOG2_E, Saved, dropout_sca
 from anemoi_gt.ops.triton_backend.problem import Problem, Sizes
 
 
+@lru_cache(KEPT)
 def serves(sizes: Sizes) -> bool:
     """Whether these kernels take a problem: a degree that is known and small, no embedded features, rows that fit a program."""
     return not sizes.embedded and equal_tile(sizes.over_destinations, sizes.equal_degree) is not None
@@ -83,8 +84,8 @@ def differentiate_rows(
     weights = grad_out.new_empty(shape, dtype=scratch_dtype(grad_out.dtype))
     attr_sums, dscore_sums = (None if projected_grad is None else torch.empty_like(projected_grad) for _ in range(2))
     destination_launch(sizes)(
-        **_operands(problem), projected=None if dedge_attr is None else saved.projected, projected_grad=projected_grad, grad_out=grad_out,
-        grad_lse=grad_lse, inverse=saved.inverse, numerators=saved.numerators, dquery=dquery, weights=weights,
+        **_operands(problem), projected=None if dedge_attr is None else saved.projected,
+        projected_grad=projected_grad, grad_out=grad_out, grad_lse=grad_lse, inverse=saved.inverse, numerators=saved.numerators, dquery=dquery, weights=weights,
         attr_sums=attr_sums, dscore_sums=dscore_sums, dedge_attr=dedge_attr,
     )  # fmt: skip
     return weights, (attr_sums, dscore_sums)
