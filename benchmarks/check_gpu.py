@@ -8,6 +8,7 @@ Where there is no GPU, those that can run do so in small, under Triton's interpr
 """
 
 import argparse
+import math
 import os
 import sys
 from functools import partial
@@ -58,6 +59,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         "--configurations", type=int, default=280, help="of --random: shapes, forms and dtypes to compile"
     )
     parser.add_argument("--seed", type=int, default=0, help="of --random")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="of --random: when to stop, if it is not done")
     parser.add_argument("--grids", nargs="*", default=[], metavar="GRID:REFINEMENT", help='weather graphs, "O32:3"')
     parser.add_argument("--processes", type=int, default=min(12, os.cpu_count() or 1), help="of --random and --matrix")
     parser.add_argument("--log", type=Path, help="file for the lines that are printed")
@@ -75,7 +77,8 @@ def main(arguments: list[str] | None = None) -> int:
     if asked.all or asked.matrix:
         checks["matrix"] = partial(many.matrix, asked.processes)
     if asked.random:
-        checks["random"] = partial(many.random_graphs, asked.random, asked.configurations, asked.processes, asked.seed)
+        sizes = asked.random, asked.configurations, asked.processes, asked.seed, asked.seconds
+        checks["random"] = partial(many.random_graphs, *sizes)
     for name, check in checks.items():
         if name in NEED_GPU and DEVICE.type != "cuda":
             report.line(f"---- {name}: needs a GPU")

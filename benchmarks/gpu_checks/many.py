@@ -1,8 +1,10 @@
 """Many small problems, spread over processes because compilation is what takes the time: random graphs, the test matrix."""
 
+import math
 import multiprocessing
 import random
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -45,7 +47,9 @@ class Outcome:
                     sums[name] = sums.get(name, 0.0) + value
 
     def verdict(self) -> str:
-        """Raise if anything failed, else say what was seen."""
+        """Raise if anything failed or nothing was seen, else say what was."""
+        if not self.count:
+            raise AssertionError("nothing was judged in the time that there was")
         if self.failures:
             told = "; ".join(self.failures[:SHOWN])
             raise AssertionError(f"{len(self.failures)} of {self.count} failed: {told}")
@@ -66,12 +70,15 @@ class Configuration:
     graphs: int
 
 
-def random_graphs(count: int, configurations: int, processes: int, seed: int) -> str:
-    """`count` random graphs over random sizes, forms, dtypes, batches and dropout, by both rules of accuracy."""
+def random_graphs(count: int, configurations: int, processes: int, seed: int, seconds: float = math.inf) -> str:
+    """`count` random graphs over random sizes, forms, dtypes, batches and dropout, by both rules of accuracy.
+
+    Those that `seconds` are too short for are left out, and not counted.
+    """
     configurations = min(configurations, count)
     shares = [count // configurations + (place < count % configurations) for place in range(configurations)]
     tasks = [Configuration(seed * 1_000_003 + place, share_) for place, share_ in enumerate(shares)]
-    return _over_processes(_random_configuration, tasks, processes).verdict()
+    return _over_processes(_random_configuration, tasks, processes, seconds).verdict()
 
 
 def matrix(processes: int) -> str:
@@ -81,16 +88,21 @@ def matrix(processes: int) -> str:
     return _over_processes(_matrix_cases, tasks, processes).verdict()
 
 
-def _over_processes(work: Callable, tasks: Iterable, processes: int) -> Outcome:
-    """Sum of the outcomes of `work` on every task."""
-    total = Outcome()
+def _over_processes(work: Callable, tasks: Sequence, processes: int, seconds: float = math.inf) -> Outcome:
+    """Sum of the outcomes of `work` on every task, or on those that are done when `seconds` are over."""
+    total, end = Outcome(), time.monotonic() + seconds
     if processes == 1:
         for task in tasks:
-            total.add(work(task))
+            if time.monotonic() < end:
+                total.add(work(task))
         return total
     with multiprocessing.get_context("spawn").Pool(processes, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        for outcome in pool.imap_unordered(work, tasks):
-            total.add(outcome)
+        outcomes = pool.imap_unordered(work, tasks)
+        for _ in tasks:
+            try:
+                total.add(outcomes.next(None if math.isinf(end) else max(end - time.monotonic(), 0.0)))
+            except multiprocessing.TimeoutError:
+                break
     return total
 
 

@@ -344,6 +344,27 @@ def test_edges_are_embedded_where_their_weight_is_not_all(inputs, attentions, ca
     assert message.startswith(f"an Anemoi block embeds its edges before the attention: {reason}")
 
 
+def read_by_projections(block, inputs):
+    """What query, key and value are projected from, in bfloat16 autocast under `install`."""
+    seen = []
+    for name in ("lin_query", "lin_key", "lin_value"):
+        getattr(block, name).register_forward_pre_hook(lambda _, rows: seen.append(*rows))
+    with integration.install(), torch.autocast("cpu", torch.bfloat16):
+        block(*inputs)
+    return seen
+
+
+def test_autocast_casts_nodes_once_for_all_that_they_are_projected_to(inputs):
+    query, key, value = read_by_projections(make_block(), inputs)
+    assert query is key is value and query.dtype == torch.bfloat16
+
+
+def test_a_projection_of_another_class_reads_nodes_as_they_are(inputs):
+    block = make_block()
+    block.lin_value.__class__ = OwnLinear
+    assert [rows.dtype for rows in read_by_projections(block, inputs)] == [torch.float32] * 3
+
+
 def test_anemois_variable_for_its_backend_does_not_stop_us(inputs, attentions, monkeypatch):
     block = make_block()
     expected = run(block, inputs)
