@@ -5,8 +5,7 @@ from collections.abc import Callable
 import torch
 
 from suite.operands import Operands
-
-WARM_UP = 3  # calls before a capture, as PyTorch asks for
+from suite.timing import Gpu
 
 
 class Refused(Exception):
@@ -39,17 +38,7 @@ def replay(operands: Operands, attend: Callable) -> Callable:
     """
     if operands.query.device.type != "cuda":
         raise Refused("CUDA graphs need a GPU")
-    call = forward_backward(operands, attend)
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(WARM_UP):
-            call()
-    torch.cuda.current_stream().wait_stream(side)
-    captured = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(captured):
-        call()
-    return captured.replay
+    return Gpu.record(forward_backward(operands, attend), 1)
 
 
 CALLS = {"forward": forward, "forward_backward": forward_backward, "replay": replay}

@@ -14,7 +14,6 @@ from anemoi_gt.distributed import (
     attend_overlapped,
     shard_graph,
 )
-from distributed.ranks import seeded
 
 HEADS, CHANNELS, WIDTH, EDGE_DIM = 5, 4, 6, 3
 WAYS = {
@@ -24,9 +23,14 @@ WAYS = {
 }
 
 
+def on_cpu(seed):
+    """Where and of what random numbers are drawn that have to be the same on any device."""
+    return {"device": "cpu", "generator": torch.Generator("cpu").manual_seed(seed)}
+
+
 def sphere_points(size, seed):
     """Points [size, 3] on the unit sphere, from north to south."""
-    points = torch.randn(size, 3, generator=seeded(seed), dtype=torch.float64)
+    points = torch.randn(size, 3, dtype=torch.float64, **on_cpu(seed))
     points = points / points.norm(dim=1, keepdim=True)
     return points[points[:, 2].argsort(descending=True)]
 
@@ -34,13 +38,14 @@ def sphere_points(size, seed):
 def nearest(src, dst, k):
     """Each destination reads its k nearest sources: an edge there is rarely an edge back."""
     neighbours = torch.cdist(dst, src).topk(k, largest=False).indices  # [dst, k]
-    return torch.stack([neighbours.flatten(), torch.arange(len(dst)).repeat_interleave(k)])
+    edge_index = torch.stack([neighbours.flatten(), torch.arange(len(dst), device="cpu").repeat_interleave(k)])
+    return edge_index.to(torch.get_default_device())
 
 
 def symmetric(edge_index):
     """With every edge its way back, each once, in random order."""
     both = torch.cat([edge_index, edge_index.flip(0)], dim=1).unique(dim=1)
-    return both[:, torch.randperm(both.shape[1], generator=seeded(3))]
+    return both[:, torch.randperm(both.shape[1], **on_cpu(3)).to(both.device)]
 
 
 data, mesh = sphere_points(41, seed=1), sphere_points(17, seed=2)
