@@ -78,7 +78,7 @@ def jobs(options: argparse.Namespace) -> list[Job]:
                 every.append(model("anemoi", n, strategy, script="sharding_anemoi.py", who=who))
     every += [model("sizes", n, WAYS[0], small) for n in counts]
     if torch.cuda.is_available():
-        every += [model("replay", n, WAYS[0], replay="replay") for n in counts]
+        every += [model("replay", n, way, replay="replay") for n in counts for way in WAYS[: 2 if n > 1 else 1]]
     return [job for job in every if job.part in options.parts]
 
 

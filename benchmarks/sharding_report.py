@@ -36,7 +36,7 @@ def name_of(record: dict) -> str:
     """What a series is called."""
     if record["part"] == "anemoi":
         return f"anemoi-models, {record['way']}" + (", our attention" if record["who"] == "ours" else "")
-    return LABELS[record["way"]]
+    return LABELS[record["way"]] + (", replayed" if record["part"] == "replay" else "")
 
 
 def same_model(left: dict[int, dict], right: dict[int, dict]) -> bool:
@@ -47,7 +47,7 @@ def same_model(left: dict[int, dict], right: dict[int, dict]) -> bool:
 def summary(report: dict) -> str:
     """Times, efficiency and memory by way and number of ranks, whether they are what is wanted, and what failed."""
     lines = []
-    for part in ("strong", "anemoi"):
+    for part in ("strong", "replay", "anemoi"):
         for name, records in series(report, part).items():
             lines += [f"{name:40} {row(records, n)}" for n in records]
     lines += [
@@ -60,7 +60,6 @@ def summary(report: dict) -> str:
         for record in report["results"]
         if record["part"] == "exchange"
     ]
-    lines += [f"replayed on {r['ranks']}: {r['ms']:9.3f} ms" for r in report["results"] if r["part"] == "replay"]
     lines += [f"FAILED {job['name']}: {job['problem']}" for job in report["jobs"] if job["problem"]]
     return "\n".join(lines)
 
@@ -68,7 +67,9 @@ def summary(report: dict) -> str:
 def row(records: dict[int, dict], n: int) -> str:
     """A line of the table."""
     here, alone = records[n], records.get(1)
-    text = f"{n} ranks {here['ms']:10.3f} ms {here['peak_gb']:8.2f} GB"
+    text = f"{n} ranks {here['ms']:10.3f} ms"
+    if "peak_gb" in here:
+        text += f" {here['peak_gb']:8.2f} GB"
     if "halo_bytes" in here:
         text += f" {here['halo_bytes'] / 1e6:9.2f} MB sent"
     if n == 1 or alone is None:
@@ -77,7 +78,7 @@ def row(records: dict[int, dict], n: int) -> str:
     text += f", efficiency {efficiency:.3f}"
     if n in WANTED:
         text += f" ({'holds' if efficiency >= WANTED[n] else 'missed'}: {WANTED[n]} wanted)"
-    if alone["peak_gb"]:
+    if alone.get("peak_gb"):
         share = n * here["peak_gb"] / alone["peak_gb"]
         text += f", memory x {n} {share:.3f} ({'holds' if share <= WANTED_SHARE else 'missed'}: {WANTED_SHARE} wanted)"
     return text
@@ -96,9 +97,10 @@ def draw(report: dict, path: Path) -> None:
     for axes, key, label in zip(
         figure.subplots(1, 2), ("ms", "peak_gb"), ("ms a pass", "GB of the largest rank"), strict=True
     ):
-        for part, line in (("strong", "-"), ("anemoi", "--")):
+        for part, line in (("strong", "-"), ("replay", "-."), ("anemoi", "--")):
             for name, records in series(report, part).items():
-                axes.plot(list(records), [record[key] for record in records.values()], line, marker="o", label=name)
+                known = {n: record[key] for n, record in records.items() if key in record}
+                axes.plot(list(known), list(known.values()), line, marker="o", label=name)
         perfect = series(report, "strong").get(LABELS["overlapped"], {})
         if 1 in perfect:
             axes.plot(
