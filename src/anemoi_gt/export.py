@@ -19,7 +19,7 @@ from anemoi_gt.application import Run, build, check_backend, instantiate
 from anemoi_gt.data.datasets import ForecastDataset
 from anemoi_gt.deploy import Autocast, Trial, export_model, try_package, write_package
 from anemoi_gt.deploy.model import check_max_batch
-from anemoi_gt.deploy.package import check_compiler, check_place
+from anemoi_gt.deploy.package import check_compiler, check_place, check_toolkit
 from anemoi_gt.deploy.program import check_kernels
 from anemoi_gt.evaluate import launch_on_checkpoint
 from anemoi_gt.training.checkpoint import load_checkpoint, load_weights
@@ -70,7 +70,8 @@ def prepare(config: "DictConfig") -> Callable[[], None]:
     state, run = load_checkpoint(checkpoint), build(config)
     load_weights(run.model, state)
     device = choose_device(run.training.device)
-    check_compiler(device)
+    check_compiler()
+    check_toolkit(device)
     made = {"checkpoint": str(checkpoint), "step": str(state.get("step")), "precision": wanted.precision}
     made["backend"] = check_backend(instantiate(config.attention), device)
     if made["backend"] == "triton":

@@ -12,7 +12,7 @@ from torch.export import Dim
 from anemoi_gt import AttentionConfig, GraphTransformerConv
 from anemoi_gt.deploy import LayerOnTensors, export_program, try_package, write_package
 from anemoi_gt.deploy import package as packages
-from anemoi_gt.deploy.package import check_compiler, check_place
+from anemoi_gt.deploy.package import check_compiler, check_place, check_toolkit
 
 LOAD = """
 import sys, torch
@@ -126,12 +126,41 @@ def test_a_missing_compiler_is_named(monkeypatch):
 
     monkeypatch.setattr(packages, "get_cpp_compiler", missing)
     with pytest.raises(ValueError, match="compiled by a C.. compiler, none is found: install g"):
-        check_compiler(torch.device("cpu"))
+        check_compiler()
+
+
+@pytest.fixture
+def compile_by(tmp_path, monkeypatch):
+    """Let packages be compiled by a script."""
+
+    def use(script):
+        compiler = tmp_path / "compiler"
+        compiler.write_text(f"#!/bin/sh\n{script}\n")
+        compiler.chmod(0o755)
+        monkeypatch.setattr(packages, "get_cpp_compiler", lambda: str(compiler))
+
+    return use
+
+
+def test_a_compiler_that_links_its_standard_library_in_is_refused(compile_by):
+    """As g++ does where libstdc++.so is missing: what it makes crashes in PyTorch's loader."""
+    compiler = packages.get_cpp_compiler()
+    compile_by(f'exec {compiler} "$@"')
+    check_compiler()
+    compile_by(f'exec {compiler} "$@" -static-libstdc++')
+    with pytest.raises(ValueError, match="must share the C.. standard library with PyTorch, .*compiler links a copy"):
+        check_compiler()
+
+
+def test_what_a_broken_compiler_says_is_passed_on(compile_by):
+    compile_by("echo no space left on device >&2; exit 4")
+    with pytest.raises(ValueError, match="compiler fails: no space left on device"):
+        check_compiler()
 
 
 def test_a_missing_toolkit_is_named_where_a_gpu_needs_it(monkeypatch):
     monkeypatch.setattr(packages.cpp_extension, "CUDA_HOME", None)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    check_compiler(torch.device("cpu"))
+    check_toolkit(torch.device("cpu"))
     with pytest.raises(ValueError, match="needs the CUDA toolkit, none is found: install it, or name it in CUDA_HOME"):
-        check_compiler(torch.device("cuda"))
+        check_toolkit(torch.device("cuda"))

@@ -1,5 +1,7 @@
 """Packages: programs compiled by AOTInductor into one file, which PyTorch alone loads, from Python or from C++."""
 
+import subprocess
+import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,6 +14,8 @@ from torch.export import ExportedProgram
 from torch.utils import cpp_extension
 
 SUFFIX = ".pt2"
+PROBE = "#include <locale>\nstd::locale probe() { return std::locale(); }\n"
+STANDARD_LIBRARIES = (b"libstdc++.so", b"libc++.so")
 
 
 def write_package(program: ExportedProgram, path: str | Path, metadata: Mapping[str, str]) -> None:
@@ -29,13 +33,15 @@ def write_package(program: ExportedProgram, path: str | Path, metadata: Mapping[
     Raises
     ------
     ValueError
-        When the name does not end in ".pt2", or metadata is more than text; raised before anything is compiled.
+        When the name does not end in ".pt2", metadata is more than text, or there is no C++ compiler that makes packages that
+        can be loaded; raised before anything is compiled.
     OSError
         When the folder cannot be written; raised before anything is compiled.
     """
     check_place(Path(path))
     if not all(isinstance(text, str) for pair in metadata.items() for text in pair):
         raise ValueError(f"metadata must be text by names, JSON where it is more, got {dict(metadata)}")
+    check_compiler()
     options = {"aot_inductor.metadata": dict(metadata), **_float_scalars()}
     with torch.no_grad():
         torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=options)
@@ -54,18 +60,43 @@ def check_place(path: Path) -> None:
         raise OSError(f"could not write {path}: {error.strerror}") from error
 
 
-def check_compiler(device: torch.device) -> None:
-    """Raise ValueError where the compiler is missing that a package for `device` needs."""
+def check_compiler() -> None:
+    """Raise ValueError where there is no C++ compiler, or one whose packages crash when they are loaded.
+
+    A package that holds the C++ standard library, instead of asking for the one that PyTorch has, meets PyTorch's locale with its own
+    and ends the process, in `std::regex`, before anything of the model runs. A compiler links so where `libstdc++.so` is missing.
+    """
     try:
-        get_cpp_compiler()
+        compiler = get_cpp_compiler()
     except InvalidCxxCompiler as error:
         raise ValueError(
             "a package is compiled by a C++ compiler, none is found: install g++, or name one in CXX"
         ) from error
+    if sys.platform == "linux" and not _shares_standard_library(compiler):
+        raise ValueError(
+            f"a package must share the C++ standard library with PyTorch, {compiler} links a copy into what it makes, which "
+            "crashes when it is loaded: install its libstdc++.so (libstdc++-13-dev for g++ 13), or name another compiler in CXX"
+        )
+
+
+def check_toolkit(device: torch.device) -> None:
+    """Raise ValueError where the CUDA toolkit is missing that a package for `device` needs."""
     if device.type == "cuda" and torch.version.cuda and cpp_extension.CUDA_HOME is None:
         raise ValueError(
             "a package for a GPU needs the CUDA toolkit, none is found: install it, or name it in CUDA_HOME"
         )
+
+
+def _shares_standard_library(compiler: str) -> bool:
+    """Whether a library that it makes asks for the C++ standard library."""
+    with tempfile.TemporaryDirectory() as folder:
+        library = Path(folder) / "probe.so"
+        command = [compiler, "-shared", "-fPIC", "-x", "c++", "-", "-o", library]
+        made = subprocess.run(command, input=PROBE, capture_output=True, text=True, check=False)
+        if made.returncode:
+            raise ValueError(f"a package is compiled by a C++ compiler, {compiler} fails: {made.stderr.strip()}")
+        names = library.read_bytes()
+    return any(name in names for name in STANDARD_LIBRARIES)
 
 
 def _float_scalars() -> dict[str, bool]:
