@@ -14,21 +14,19 @@ A variant is a function that makes a context in which the model computes its way
 import argparse
 import gc
 import random
-import re
 import statistics
 import sys
 import time
-from collections import Counter
 from contextlib import contextmanager, nullcontext
 from functools import cache, partial
 from pathlib import Path
 
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / name) for name in ("benchmarks", "src", "tests")]
 
+from kernel_families import profile_of  # noqa: E402
 from own_blocks import own_blocks  # noqa: E402
 from parts import Parts  # noqa: E402
 from suite.environment import describe  # noqa: E402
@@ -38,19 +36,6 @@ from anemoi_gt.integrations import anemoi as integration  # noqa: E402
 
 PACKAGES = {"torch", "triton", "torch-geometric", "anemoi-models", "anemoi-utils"}
 PRECISIONS = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16, "32": None}
-FAMILIES = {  # the first whose pattern is found in the name of a kernel
-    "attention, ours": r"anemoi_gt|edge_attention|edge_attr",
-    "fused by Inductor": r"^triton_(poi|red|per|tem|for|mm)_|^cpp_fused",
-    "attention, Anemoi's": r"_gt_fwd|_gt_bwd|graph_transformer",
-    "sort, scan, unique": r"sort|scan|radix|unique|histogram|bincount|DeviceSelect|merge",
-    "matrix products": r"gemm|cutlass|nvjet|cublas|splitK|addmm|aten::mm|aten::bmm",
-    "layer norms": r"layer_norm|LayerNorm|GammaBeta",
-    "optimiser": r"multi_tensor|adam|foreach|amp_",
-    "gather, scatter, index": r"index|gather|scatter|embedding",
-    "copies and casts": r"copy|Memcpy|Memset|_to_copy|cat|fill",
-    "sums": r"reduce|sum",
-    "elementwise": r"elementwise|vectorized|gelu|add|mul",
-}
 
 
 @contextmanager
@@ -199,44 +184,15 @@ def measure(training, name, options):
     return times, peak, training.scaler.get_scale()  # a scale that fell tells of steps that were left out
 
 
-def family_of(kernel):
-    """Which family a kernel belongs to."""
-    return next((name for name, pattern in FAMILIES.items() if re.search(pattern, kernel, re.IGNORECASE)), "other")
-
-
 def profiled(training, name, options):
-    """Milliseconds a step by family, and the longest kernels (on a CPU, operators), from a profile."""
-    on_gpu = training.device.type == "cuda"
-    activities, steps = ([ProfilerActivity.CUDA], 3) if on_gpu else ([ProfilerActivity.CPU], 1)
+    """Milliseconds a step by family, and the longest kernels, from a profile."""
+    steps = 3 if training.device.type == "cuda" else 1
     training.restart()
     with VARIANTS[name](training.model):
         for _ in range(options.warmup):
             training.step()
         training.wait()
-        with profile(activities=activities) as trace:
-            for _ in range(steps):
-                training.step()
-            training.wait()
-    kernels, launches = Counter(), Counter()
-    for event in trace.events():
-        if (
-            on_gpu
-            and event.device_type == torch.autograd.DeviceType.CUDA
-            and not getattr(event, "is_user_annotation", False)
-        ):
-            kernels[event.name] += event.device_time_total / 1e3 / steps
-            launches[event.name] += 1 / steps
-        elif not on_gpu:
-            kernels[event.name] += event.self_cpu_time_total / 1e3 / steps
-            launches[event.name] += 1 / steps
-    families = Counter()
-    for kernel, ms in kernels.items():
-        families[family_of(kernel)] += ms
-    return {
-        "total_ms": sum(kernels.values()),
-        "families_ms": dict(families.most_common()),
-        "kernels": [{"name": k[:160], "ms": ms, "launches": launches[k]} for k, ms in kernels.most_common(25)],
-    }
+        return profile_of(training.step, steps, training.wait, training.device.type)
 
 
 def make_parser(description):

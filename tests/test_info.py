@@ -89,6 +89,12 @@ def test_an_unknown_command_names_the_known_one(arguments, capsys):
     assert "usage: python -m anemoi_gt" in error and "info" in error
 
 
+def test_the_version_is_an_option_of_the_command(capsys):
+    with pytest.raises(SystemExit) as end:
+        command_line.main(["--version"])
+    assert (end.value.code, capsys.readouterr().out) == (0, f"{anemoi_gt.__version__}\n")
+
+
 def test_the_changelog_has_the_version():
     assert re.search(
         rf"^## \[{re.escape(anemoi_gt.__version__)}\] - \d{{4}}-\d\d-\d\d$", (ROOT / "CHANGELOG.md").read_text(), re.M

@@ -4,6 +4,8 @@ import argparse
 import sys
 from importlib import import_module
 
+from anemoi_gt.version import __version__
+
 APPLICATIONS = {  # name of the module, which `python -m anemoi_gt.NAME` runs too
     "train": "train a model, or go on training",
     "evaluate": "score a trained model, and roll its forecasts out",
@@ -29,6 +31,7 @@ def main(arguments: list[str] | None = None) -> None:
         prog="python -m anemoi_gt",
         epilog="train, evaluate and export are Hydra applications: add --help to see theirs.",
     )
+    parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser(
         "info", help="print versions, devices, and for each attention backend whether it would run here"

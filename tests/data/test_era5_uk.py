@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from anemoi_gt.data.datasets import Splits
-from anemoi_gt.data.era5_uk import FIRST_TEST_HOUR, FIRST_VALID_HOUR, HourlyField, era5_uk, split
+from anemoi_gt.data.era5_uk import FIRST_TEST_HOUR, FIRST_VALID_HOUR, era5_uk, split
 from anemoi_gt.data.grids import regional
+from anemoi_gt.data.hourly import HourlyField
 
 HOURS, LEAD = 744, 6
 FIRST_HOUR = np.datetime64("2019-03-01T00")

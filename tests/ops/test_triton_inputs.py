@@ -198,7 +198,7 @@ class TestAvailability:
 
     def test_a_missing_package_is_named_with_its_extra(self, monkeypatch):
         monkeypatch.setattr(availability, "find_spec", lambda _: None)
-        assert why_not("triton", self.query()) == "the package triton is missing; pip install anemoi-gt[triton]"
+        assert why_not("triton", self.query()) == "the package triton is missing; pip install 'anemoi-gt[triton]'"
 
     def test_tensors_on_a_cpu_are_refused_where_kernels_are_compiled(self, monkeypatch):
         monkeypatch.setattr(availability, "interpreted", lambda: False)

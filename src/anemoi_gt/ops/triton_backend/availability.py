@@ -13,7 +13,7 @@ def why_not(query: Tensor) -> str | None:
     if query.dtype not in DTYPES:
         return f"its kernels take float16, bfloat16 or float32, got {query.dtype}; use backend 'torch' for others"
     if _is_missing():
-        return "the package triton is missing; pip install anemoi-gt[triton]"
+        return "the package triton is missing; pip install 'anemoi-gt[triton]'"
     if query.device.type != "cuda" and not interpreted():
         return _needs_gpu(query)
     return None

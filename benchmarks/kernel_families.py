@@ -1,0 +1,57 @@
+"""Where the time of a step goes: kernels of a profile, and the families that they belong to."""
+
+import re
+from collections import Counter
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+FAMILIES = {  # the first whose pattern is found in the name of a kernel
+    "attention, ours": r"anemoi_gt|edge_attention|edge_attr",
+    "fused by Inductor": r"^triton_(poi|red|per|tem|for|mm)_|^cpp_fused",
+    "attention, Anemoi's": r"_gt_fwd|_gt_bwd|graph_transformer",
+    "sort, scan, unique": r"sort|scan|radix|unique|histogram|bincount|DeviceSelect|merge",
+    "matrix products": r"gemm|cutlass|nvjet|cublas|splitK|addmm|aten::mm|aten::bmm",
+    "layer norms": r"layer_norm|LayerNorm|GammaBeta",
+    "optimiser": r"multi_tensor|adam|foreach|amp_",
+    "gather, scatter, index": r"index|gather|scatter|embedding",
+    "copies and casts": r"copy|Memcpy|Memset|_to_copy|cat|fill",
+    "sums": r"reduce|sum",
+    "elementwise": r"elementwise|vectorized|gelu|add|mul",
+}
+LONGEST, NAME = 25, 160  # kernels that are told by name, and how much of it
+
+
+def family_of(kernel):
+    """Which family a kernel belongs to."""
+    return next((name for name, pattern in FAMILIES.items() if re.search(pattern, kernel, re.IGNORECASE)), "other")
+
+
+def profile_of(step, steps, wait, device_type):
+    """Milliseconds a step by family, and the longest kernels (on a CPU, operators)."""
+    on_gpu = device_type == "cuda"
+    with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as trace:
+        for _ in range(steps):
+            step()
+        wait()
+    kernels, launches = Counter(), Counter()
+    for event in trace.events():
+        if on_gpu and not is_kernel(event):
+            continue
+        kernels[event.name] += (event.device_time_total if on_gpu else event.self_cpu_time_total) / 1e3 / steps
+        launches[event.name] += 1 / steps
+    families = Counter()
+    for kernel, ms in kernels.items():
+        families[family_of(kernel)] += ms
+    return {
+        "total_ms": sum(kernels.values()),
+        "families_ms": dict(families.most_common()),
+        "kernels": [
+            {"name": name[:NAME], "ms": ms, "launches": launches[name]} for name, ms in kernels.most_common(LONGEST)
+        ],
+    }
+
+
+def is_kernel(event):
+    """Whether an event of a profile is work of the device, and no range that the program named."""
+    return event.device_type == torch.autograd.DeviceType.CUDA and not getattr(event, "is_user_annotation", False)
