@@ -45,6 +45,12 @@ def test_layout_is_that_of_anemoi_graphs(graph):
         assert store.edge_dirs.shape == (store.num_edges, 2) and store.edge_dirs.dtype == torch.float32
 
 
+def test_edge_lists_lie_in_memory_row_by_row(graph):
+    """PyTorch's conversion to CSR, which PyTorch Geometric and Anemoi call, reads the wrong numbers from any other."""
+    for kind in graph.edge_types:
+        assert graph[kind].edge_index.is_contiguous(), kind
+
+
 def test_positions_are_latitude_and_longitude_in_radians(graph):
     np.testing.assert_allclose(graph["data"].x, octahedral(16).radians, atol=3e-7)
     assert graph["hidden"].x[0, 0] == pytest.approx(np.pi / 2)

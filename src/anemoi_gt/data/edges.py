@@ -28,9 +28,9 @@ MOST_TIES = 8  # a vertex of a triangular mesh has six neighbours, all equally f
 
 
 def sort_by_destination(edge_index: np.ndarray) -> np.ndarray:
-    """Return the edges, [2, E] integers, by destination, and by source within a destination."""
+    """Return the edges, [2, E] integers, by destination, and by source within a destination; row by row in memory."""
     source, destination = edge_index
-    return edge_index[:, np.lexsort((source, destination))]
+    return np.take(edge_index, np.lexsort((source, destination)), axis=1)  # indexing would lay out columns
 
 
 def nearest(source: Nodes, destination: Nodes, k: int) -> np.ndarray:

@@ -277,7 +277,7 @@ def _connect(sets: dict[str, Nodes], edge_indices: dict[tuple[str, str], np.ndar
     for (source, destination), edge_index in edge_indices.items():
         ends = sets[source], sets[destination], edge_index
         store = graph[source, "to", destination]
-        store.edge_index = torch.from_numpy(edge_index)
+        store.edge_index = torch.from_numpy(np.ascontiguousarray(edge_index))
         store.edge_length = torch.from_numpy(unit_std(edge_length(*ends))).float()
         store.edge_dirs = torch.from_numpy(unit_std(edge_direction(*ends))).float()
     return graph
