@@ -81,10 +81,10 @@ def test_compiled_code_that_computes_something_else_is_not_timed():
         compile_step.difference(part, lambda *inputs: 1.001 * part.module(*inputs))
 
 
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_the_documentation_has_the_counts_of_the_results(precision):
+@pytest.mark.parametrize("name", ["cpu_float32", "cpu_bfloat16", "h200"])
+def test_the_documentation_has_the_counts_of_the_results(name):
     root = Path(compile_step.ROOT)
-    found = json.loads((root / f"benchmarks/results/compile_step_cpu_{precision}.json").read_text())["parts"]["block"]
+    found = json.loads((root / f"benchmarks/results/compile_step_{name}.json").read_text())["parts"]["block"]
     page = (root / "docs" / "compile.md").read_text()
     for direction in ("forward", "backward"):
         eager, compiled = found["eager"]["operators"][direction], found["default"]["calls"][direction]
@@ -94,6 +94,21 @@ def test_the_documentation_has_the_counts_of_the_results(precision):
             assert sum(numbers) == sum(counted.values())
             cells.append(f"{' + '.join(map(str, numbers))} = {sum(numbers)}")
         assert f"{direction} | {' | '.join(cells)} |" in page
+
+
+def test_the_documentation_has_the_times_of_a_gpu():
+    root = Path(compile_step.ROOT)
+    found = json.loads((root / "benchmarks/results/compile_step_h200.json").read_text())["parts"]
+    page = (root / "docs" / "compile.md").read_text()
+    for part, digits in (("block", 2), ("model", 1)):
+        for direction in ("forward", "forward_backward"):
+            ways = [way for way in ("eager", *compile_step.MODES) if way in found[part]]
+            passes = [found[part][way]["passes"][direction] for way in ways]
+            times = [f"{each['median_ms']:.{digits}f}" for each in passes] + ["not measured"] * (3 - len(passes))
+            counts = [", ".join(str(each["launches"][kind]) for each in passes) for kind in ("kernels", "host_calls")]
+            peaks = ", ".join(f"{each['peak_gb']:.1f}" for each in passes[:2])
+            cells = [f"{part}, {direction.replace('_', ' and ')}", ", ".join(times), *counts, peaks]
+            assert f"| {' | '.join(cells)} |" in page
 
 
 def test_the_defaults_are_the_sizes_of_the_official_benchmark(monkeypatch):

@@ -11,7 +11,8 @@ import torch
 from suite import inference
 from suite.inference import CONTENDERS, PARTS, Setting, build_graphs, judge, judged_destinations
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "inference_9km.py"
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "benchmarks" / "inference_9km.py"
 SMALL = Setting("O4", 1, channels=32, heads=2, fields=5, dtype="float32", rows=64, repeats=1, device="cpu")
 
 
@@ -77,3 +78,12 @@ def test_the_script_reports_each_run_and_compares_pieces(tmp_path):
     assert report["environment"]["versions"]["torch"] == torch.__version__
     assert [(run["num_chunks"], run["outcome"]) for run in report["runs"]] == [(1, "right"), (2, "right")]
     assert "numbers_that_differ" in report["runs"][1]
+
+
+def test_the_documentation_has_the_figures_of_a_gpu():
+    runs = json.loads((ROOT / "benchmarks" / "results" / "inference_9km_h200.json").read_text())["runs"]
+    page = (ROOT / "docs" / "layers.md").read_text()
+    for run in (run for run in runs if run["contender"] == "ours"):
+        errors = f"{run['rms_error']:.4f}, {run['rms_error_of_plain']:.4f}"
+        cells = [run["part"], str(run["num_chunks"]), f"{run['seconds']:.3f}", f"{run['peak_gib']:.1f}", errors]
+        assert f"| {' | '.join(cells)} |" in page

@@ -168,11 +168,17 @@ def test_the_readme_has_the_factors_of_the_results():
 def test_readme_and_page_have_the_times_of_an_anemoi_step():
     results = json.loads((ROOT / "benchmarks" / "results" / "anemoi_step_h200.json").read_text())["variants"]
     readme = " ".join((ROOT / "README.md").read_text().split())
-    told = tuple(int(results[name]["median_ms"]) for name in ("untouched", "install", "our blocks, compiled"))
+    names = ("untouched", "install", "our blocks, compiled")
+    told = (int(results[name]["median_ms"]) for name in names)
     assert "takes {} ms untouched, {} with `install`, {} with".format(*told) in readme
+    kernels = (round(results[name]["profile"]["total_ms"]) for name in names)
+    assert "{}, {} and {} ms of that are kernels".format(*kernels) in readme
     page = (ROOT / "docs" / "anemoi.md").read_text()
     for variant in results.values():
-        assert f"| {variant['median_ms']:.1f} | {variant['peak_gb']:.1f} |" in page
+        families = variant["profile"]["families_ms"].items()
+        attention = sum(ms for family, ms in families if family.startswith("attention"))
+        times = (variant["median_ms"], variant["peak_gb"], variant["profile"]["total_ms"], attention)
+        assert f"| {' | '.join(f'{time:.1f}' for time in times)} |" in page
 
 
 def test_the_page_of_pyg_has_the_times_of_its_models():
