@@ -92,7 +92,7 @@ def bars(results: dict) -> str:
     shapes = []
     for row, name in enumerate(problems):
         top = 40 + row * group
-        shapes.append(_text(NAMES - 8, top + (group - GAP) / 2 + 5, name.split("-")[0], "end", size=15))
+        shapes.append(words(NAMES - 8, top + (group - GAP) / 2 + 5, name.split("-")[0], "end", size=15))
         shapes += [_bar(results, peer, top + n * BAR, scale, times[name]) for n, peer in enumerate(times[name])]
         x = NAMES + scale * 1e3 * floor_seconds(results, name, kind)
         about = f"floor of {name}: {figure(1e3 * floor_seconds(results, name, kind))} ms"
@@ -100,12 +100,12 @@ def bars(results: dict) -> str:
             f'<path class="floor" d="M{x:.1f},{top - 4}V{top + group - GAP + 2}"><title>{about}</title></path>'
         )
     height = 40 + group * len(problems) + 20
-    legend = _legend(results, WIDE, 18) + _text(NAMES, height - 8, "ms; line: time that the memory needs", size=14)
+    legend = _legend(results, WIDE, 18) + words(NAMES, height - 8, "ms; line: time that the memory needs", size=14)
     label = "; ".join(
         f"{name.split('-')[0]}: " + ", ".join(f"{results['peers'][p]} {figure(t)} ms" for p, t in line.items())
         for name, line in times.items()
     )
-    return _svg(WIDE, height, f"Time of forward and backward. {label}", legend + "".join(shapes))
+    return canvas(WIDE, height, f"Time of forward and backward. {label}", legend + "".join(shapes))
 
 
 def write(svg: str, path: Path) -> None:
@@ -119,7 +119,7 @@ def whole_roofline(results: dict) -> str:
     (width, height), panels = PANEL, roofline(results)
     bottom = height * -(-len(panels) // 2)
     placed = [_placed(panel, width * (n % 2), height * (n // 2)) for n, panel in enumerate(panels)]
-    return _svg(width * 2, bottom + 30, "Roofline", "".join([*placed, _placed(legend(results), 0, bottom)]))
+    return canvas(width * 2, bottom + 30, "Roofline", "".join([*placed, _placed(legend(results), 0, bottom)]))
 
 
 def as_file(svg: str, theme: str) -> str:
@@ -182,38 +182,38 @@ def _roofline_panel(results: dict, problems: dict, kind: str) -> str:
     for name, value in intensity.items():
         across, roof = x(value), y(copy * value)
         shapes.append(f'<path class="grid" d="M{across:.1f},{roof:.1f}V{y.start}" stroke-dasharray="3 3"/>')
-        shapes.append(_text(across - 5, roof - 5, name.split("-")[0], "end", size=12))
+        shapes.append(words(across - 5, roof - 5, name.split("-")[0], "end", size=12))
     for peer, name, at, speed in measured:
         about = f"{results['peers'][peer]}, {name}: {speed / (copy * at):.0%} of the copy's speed"
         shapes.append(_mark(results, peer, x(at), y(speed), about))
     title = f"{PASSES[kind]}, {next(iter(problems.values()))['channels']} channels"
-    shapes.append(_text(MARGIN["left"], 16, title, size=13))
+    shapes.append(words(MARGIN["left"], 16, title, size=13))
     label = f"Roofline, {title}. " + "; ".join(
         f"{results['peers'][peer]} on {name}: {speed:.2g} TFLOP/s" for peer, name, _, speed in measured
     )
-    return _svg(*PANEL, f"{label}; line: {copy:.3g} TB/s", "".join(shapes))
+    return canvas(*PANEL, f"{label}; line: {copy:.3g} TB/s", "".join(shapes))
 
 
 def legend(results: dict) -> str:
     """Return the marks of the roofline with their names, as a picture of its own."""
     entries = [
         f'<g transform="translate({12 + 160 * place},14)">{_mark(results, peer, 0, 0, title)}'
-        f"{_text(12, 5, title.split(',')[0], size=14)}</g>"
+        f"{words(12, 5, title.split(',')[0], size=14)}</g>"
         for place, (peer, title) in enumerate(results["peers"].items())
     ]
     copy = max(results["environment"]["copy_bytes_per_second"]) / 1e12
     end = 160 * len(entries)
-    entries.append(f'<path class="line" d="M{end + 2},14h26"/>{_text(end + 34, 19, f"copy, {copy:.3g} TB/s", size=14)}')
-    return _svg(end + 150, 28, "Marks of the roofline", "".join(entries))
+    entries.append(f'<path class="line" d="M{end + 2},14h26"/>{words(end + 34, 19, f"copy, {copy:.3g} TB/s", size=14)}')
+    return canvas(end + 150, 28, "Marks of the roofline", "".join(entries))
 
 
 def _axes(x: LogAxis, y: LogAxis) -> str:
     shapes = [f'<path class="grid" d="M{x.start},{y.end}V{y.start}H{x.end}"/>']
-    shapes += [_text(x(value), y.start + 16, f"{value:g}", "middle", "dim", 12) for value in x.ticks()]
-    shapes += [_text(x.start - 6, y(value) + 4, f"{value:g}", "end", "dim", 12) for value in y.ticks()]
-    shapes.append(_text((x.start + x.end) / 2, y.start + 34, "operations per compulsory byte", "middle", "dim", 12))
+    shapes += [words(x(value), y.start + 16, f"{value:g}", "middle", "dim", 12) for value in x.ticks()]
+    shapes += [words(x.start - 6, y(value) + 4, f"{value:g}", "end", "dim", 12) for value in y.ticks()]
+    shapes.append(words((x.start + x.end) / 2, y.start + 34, "operations per compulsory byte", "middle", "dim", 12))
     middle = (y.start + y.end) / 2
-    label = _text(12, middle, "TFLOP/s", "middle", "dim", 12)
+    label = words(12, middle, "TFLOP/s", "middle", "dim", 12)
     return "".join(shapes) + f'<g transform="rotate(-90 12 {middle})">{label}</g>'
 
 
@@ -222,7 +222,7 @@ def _bar(results: dict, peer: str, top: float, scale: float, times: dict) -> str
     ratio = f" ({times[peer] / times[first]:.1f}×)" if first in times and peer != first else ""  # noqa: RUF001  the sign
     length = scale * times[peer]
     bar = f'<rect class="peer{peers.index(peer)}" x="{NAMES}" y="{top}" width="{length:.1f}" height="{BAR - 2}"/>'
-    return bar + _text(NAMES + length + 7, top + BAR - 5, figure(times[peer]) + ratio, size=14)
+    return bar + words(NAMES + length + 7, top + BAR - 5, figure(times[peer]) + ratio, size=14)
 
 
 def _legend(results: dict, width: float, y: float) -> str:
@@ -231,7 +231,7 @@ def _legend(results: dict, width: float, y: float) -> str:
     for place, title in enumerate(results["peers"].values()):
         name = title.split(",")[0]
         shapes.append(f'<rect class="peer{place}" x="{x}" y="{y - 11}" width="13" height="13"/>')
-        shapes.append(_text(x + 19, y, name, size=14))
+        shapes.append(words(x + 19, y, name, size=14))
         x += 40 + 8.2 * len(name)
     return "".join(shapes)
 
@@ -245,12 +245,14 @@ def _placed(svg: str, x: float, y: float) -> str:
     return svg.replace("<svg ", f'<svg x="{x}" y="{y}" ', 1)
 
 
-def _text(x: float, y: float, text: str, anchor: str = "start", kind: str = "", size: int = 12) -> str:
+def words(x: float, y: float, text: str, anchor: str = "start", kind: str = "", size: int = 12) -> str:
+    """A line of text, of the class `kind`."""
     name = f' class="{kind}"' if kind else ""
     return f'<text{name} x="{x:.1f}" y="{y:.1f}" font-size="{size}" text-anchor="{anchor}">{text}</text>'
 
 
-def _svg(width: float, height: float, label: str, shapes: str) -> str:
+def canvas(width: float, height: float, label: str, shapes: str) -> str:
+    """A picture of `shapes`, which `label` describes to those who do not see it."""
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
         f'role="img" aria-label="{label}">{shapes}</svg>'

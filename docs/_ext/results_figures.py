@@ -5,6 +5,9 @@
 
 ```{times} n320_h200.json
 ```
+
+```{sharding} sharding_h200x2.json sharding_replay_h200x2.json
+```
 """
 
 import json
@@ -17,19 +20,21 @@ from sphinx.util.docutils import SphinxDirective
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
+import sharding_report  # noqa: E402
 from suite import picture  # noqa: E402
 
 
 class ResultsFigure(SphinxDirective):
-    """A picture of the results file that the directive names."""
+    """A picture of the results files that the directive names."""
 
     required_arguments = 1
 
     def run(self):
-        """Put the picture in place of the directive; the page is built again when the file changes."""
-        path = BENCHMARKS / "results" / self.arguments[0]
-        self.env.note_dependency(str(path))
-        return [nodes.raw("", self.html(json.loads(path.read_text())), format="html")]
+        """Put the picture in place of the directive; the page is built again when the files change."""
+        paths = [BENCHMARKS / "results" / name for name in self.arguments]
+        for path in paths:
+            self.env.note_dependency(str(path))
+        return [nodes.raw("", self.html(*(json.loads(path.read_text()) for path in paths)), format="html")]
 
 
 class Roofline(ResultsFigure):
@@ -49,8 +54,20 @@ class Times(ResultsFigure):
         return f'<div class="figure-svg times-figure">{picture.bars(results)}</div>'
 
 
+class Sharding(ResultsFigure):
+    """`sharding`: forward and backward of one graph on one GPU and on several, of two results files."""
+
+    required_arguments = 2
+
+    def html(self, *reports: dict) -> str:
+        """The bars."""
+        drawn = sharding_report.picture(sharding_report.merged(reports))
+        return f'<div class="figure-svg times-figure">{drawn}</div>'
+
+
 def setup(app):
     """Register the directives."""
     app.add_directive("roofline", Roofline)
     app.add_directive("times", Times)
+    app.add_directive("sharding", Sharding)
     return {"parallel_read_safe": True}

@@ -2,12 +2,14 @@
 
 import copy
 from functools import partial
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch_geometric.data import HeteroData
 
 from anemoi_gt import AttentionConfig, EncoderProcessorDecoder
+from anemoi_gt.distributed import model as model_shards
 from anemoi_gt.distributed import reduce_gradients, sum_loss
 from anemoi_gt.distributed.model import scatter_model, shard_model
 from anemoi_gt.distributed.part import edges_of_model
@@ -48,6 +50,7 @@ def make_model(**options):
     return model
 
 
+WAYS = ("attend_after_exchange", "attend_overlapped")
 MESHES = ((1, 1), (1, 2), (1, 3), (1, 4), (2, 2))  # (data, model)
 CASES = (("edges", True, {}), ("edges", False, {"checkpoint_groups": 2, "qk_norm": True}), ("heads", True, {}))
 
@@ -84,6 +87,20 @@ def outputs_loss_and_gradients_are_those_of_one_device(group, verdict):
                 gradient = expected[name].grad
                 gradient = gradient[cut.tables[name].numbers] if name in cut.tables else gradient
                 verdict.close(f"{label}: {name}", parameter.grad, gradient)
+
+
+@on_all_ranks
+def attention_waits_for_the_halo_unless_overlap_is_asked_for(group, verdict):
+    x = torch.randn(1, len(data), FIELDS, dtype=torch.float64)
+    for options, (used, other) in (({}, WAYS), ({"overlap": False}, WAYS), ({"overlap": True}, WAYS[::-1])):
+        part = make_model()
+        cut = shard_model(part, one_model(), **options)
+        with (
+            patch.object(model_shards, used, wraps=getattr(model_shards, used)) as called,
+            patch.object(model_shards, other) as idle,
+        ):
+            part(x[:, cut.partitions["data"].nodes(cut.rank)])
+        verdict.same(f"{options}: calls of {used} and {other}", (called.call_count, idle.call_count), (4, 0))
 
 
 @on_all_ranks
@@ -154,20 +171,22 @@ def copies_of_a_model_share_its_graphs(group, verdict):
     verdict.that(copy.deepcopy(part).processor_edges()[0] is part.processor_edges()[0], "the graph was copied")
 
 
-def scattered(mesh, strategy="edges", **options):
+def scattered(mesh, strategy="edges", overlap=False, **options):
     """A part of the model that the first rank makes, and how it is divided."""
     group = dist.new_group(backend="gloo")
-    return scatter_model(make_model(**options).cpu() if dist.get_rank() == 0 else None, mesh, group, strategy)
+    whole = make_model(**options).cpu() if dist.get_rank() == 0 else None
+    return scatter_model(whole, mesh, group, strategy, overlap=overlap)
 
 
 @on_all_ranks
 def a_model_that_one_rank_made_is_that_of_one_device_on_all(group, verdict):
     x = torch.randn(2, 2, len(data), FIELDS, dtype=torch.float64)
     world = dist.get_world_size()
-    for shape, strategy in (((1, world), "edges"), ((world // 2, 2), "edges"), ((world // 2, 2), "heads")):
+    ways = ((1, world), "edges", True), ((world // 2, 2), "edges", False), ((world // 2, 2), "heads", False)
+    for shape, strategy, overlap in ways:
         for options in ({}, {"dropout": 0.5}):
-            mesh, whole, label = mesh_of(*shape), make_model(**options), f"{shape} {strategy} {options}"
-            part, cut = scattered(mesh, strategy, **options)
+            mesh, whole, label = mesh_of(*shape), make_model(**options), f"{shape} {strategy} {overlap} {options}"
+            part, cut = scattered(mesh, strategy, overlap, **options)
             own = cut.partitions["data"].nodes(cut.rank)
             torch.manual_seed(3)
             out = whole(x[0])

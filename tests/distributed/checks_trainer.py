@@ -70,7 +70,7 @@ def a_trainer_records_the_losses_of_one_device_and_continues_on_other_meshes(gro
             same_losses(verdict, f"{shape} {strategy}", records.losses, expected.losses)
         shared = shared_folder(group)
         half = make_trainer(shared)
-        shard_trainer(half, mesh_of(1, world))
+        shard_trainer(half, mesh_of(1, world), overlap=True)
         half.config, half.batches.steps = replace(half.config, steps=4), 4  # the schedule stays that of all steps
         with MetricsFile(shared / "metrics.jsonl") if dist.get_rank() == 0 else Silence() as metrics:
             half.fit(metrics)

@@ -30,7 +30,7 @@ SIZES = {"data": 41, "mesh": 17}
 EDGES = {"encoder": ("data", "mesh"), "processor": ("mesh", "mesh"), "decoder": ("mesh", "data")}
 STEPS, SAMPLES = 10, 4
 MESHES = ((1, 1), (1, 2), (1, 3), (1, 4), (2, 2), (4, 1))  # (data, model)
-BOTH = ((1, 3), (2, 2))  # where heads are tried too
+ALL_WAYS = ((1, 3), (2, 2))  # where the other ways are tried too
 NAMES = {"encoder": "encoder", "processor": "symmetric", "decoder": "decoder"}
 
 
@@ -136,7 +136,7 @@ def ten_steps_are_the_same_on_every_mesh(group, verdict):
         mesh = mesh_of(data, model)
         if mesh.get_coordinate() is None:
             continue  # a rank that has no place in this mesh
-        for way in ("edges, overlapped", "heads") if (data, model) in BOTH else ("edges, overlapped",):
+        for way in WAYS if (data, model) in ALL_WAYS else ("edges, overlapped",):
             label = f"{data} x {model}, {way}"
             here, lengths, part, shards = learn_on(mesh, way)
             verdict.close(f"{label}: losses", here, losses)

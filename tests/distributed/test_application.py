@@ -67,7 +67,7 @@ def ranks_of(process):
 @pytest.fixture(scope="module")
 def stopped(place):
     """What torchrun said of one model on four ranks, of which one was told to stop after its first steps."""
-    with torchrun(place, 4, "sharding=edges", "sharding.model=4") as process:
+    with torchrun(place, 4, "sharding=edges", "sharding.model=4", "sharding.overlap=true") as process:
         end = time.monotonic() + PATIENCE
         while not steps_in(place / "run") and process.poll() is None and time.monotonic() < end:
             time.sleep(0.02)

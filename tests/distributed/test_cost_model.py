@@ -1,8 +1,9 @@
 """The cost model recovers the constants that made-up results were made from, and carries them on."""
 
 import json
+import re
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -10,17 +11,21 @@ from distributed.ranks import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import cost_model
-from cost_model import Link, Model, check, fit, halo_constants, pass_of, predicted
+from cost_model import check, halo_of, predicted
+from pass_cost import Link, Model, fit, pass_of
+from sharding_report import merged
+from suite.table import put_into
 
-TRUE = Model(unit=9e-7, host=1.5, link=Link(latency=0.02, bandwidth=2e8), fixed=3.0, slope=6e-8)
+TRUE = Model(unit=4e-6, lead=5.0, host=90.0, link=Link(shortest=0.02, bandwidth=2e8), fixed=3.0, slope=6e-8)
 SHAPE = {"heads": 16, "channels": 64, "layers": 16}
-C = {"encoder": 12.0, "processor": 7.0, "decoder": 5.0}
+POWERS = {"encoder": 1.0, "processor": 0.5, "decoder": 0.75}
+LARGE = (6_599_680, 655_362)
 
 
-def halo(ranks, data=500_000, hidden=40_000):
-    """A partition whose rows are exactly c sqrt(nodes of a rank)."""
+def halo(ranks, data=LARGE[0], hidden=LARGE[1]):
+    """A partition whose rows are powers of the nodes of a rank."""
     nodes = {"data": data, "hidden": hidden}
-    rows = {step: c * (nodes[cost_model.WHERE[step]] / ranks) ** 0.5 for step, c in C.items()}
+    rows = {step: (nodes[cost_model.WHERE[step]] / ranks) ** power for step, power in POWERS.items()}
     edges = {"encoder": 1.5 * data, "processor": 8 * hidden, "decoder": 3 * data}
     return {"line": "Morton", "ranks": ranks, "nodes": nodes, "edges": edges, "rows": rows}
 
@@ -33,28 +38,45 @@ def record(ranks, way, data=540_000, hidden=40_000, part="strong"):
     made = SHAPE | {"part": part, "grid": "made up", "ranks": ranks, "way": way, "owned": owned, "edges": edges}
     made |= {"halo_rows": rows, "element_bytes": 2}
     one = pass_of(made)
-    return made | {"ms": TRUE.milliseconds(one), "peak_gb": TRUE.gigabytes(one)}
+    return made | {"ms": (TRUE.device if part == "replay" else TRUE.milliseconds)(one), "peak_gb": TRUE.gigabytes(one)}
+
+
+def halos(*ranks):
+    """Two grids on each number of ranks."""
+    return [halo(n, *nodes) for n in ranks for nodes in (LARGE, (LARGE[0] // 4, LARGE[1] // 4))]
 
 
 @pytest.fixture
 def report():
     records = [record(1, "overlapped"), record(1, "overlapped", 40_320, 10_242, "sizes")]
     records += [record(n, way) for n in (2, 4) for way in ("overlapped", "after_exchange", "heads")]
-    sizes = (1e5, 1e6, 1e7)
+    records += [record(n, "after_exchange", part="replay") for n in (1, 2)]
+    sizes = (1e5, 1e6, 2e7, 4e7)
     messages = [{"part": "exchange", "ranks": 2, "message_bytes": s, "ms": TRUE.link.message(s)} for s in sizes]
-    return {"results": records + messages}
+    facts = {"device": "Abacus", "commit": "abc", "date": "today"}
+    return {"environment": facts, "jobs": [], "results": records + messages}
 
 
 def test_the_fit_recovers_the_constants_of_the_passes_and_of_the_messages(report):
-    model = fit(report)
-    assert [
-        model.unit,
-        model.host,
-        model.link.latency,
-        model.link.bandwidth,
-        model.fixed,
-        model.slope,
-    ] == pytest.approx([TRUE.unit, TRUE.host, TRUE.link.latency, TRUE.link.bandwidth, TRUE.fixed, TRUE.slope], rel=1e-6)
+    found, true = (asdict(model) | asdict(model.link) for model in (fit(report), TRUE))
+    assert {name: value for name, value in found.items() if name != "link"} == pytest.approx(
+        {name: value for name, value in true.items() if name != "link"}, rel=1e-6
+    )
+
+
+def test_a_pass_takes_as_long_as_python_needs_to_launch_it_where_the_device_is_faster():
+    small = pass_of(record(2, "after_exchange", 40_320, 10_242))
+    assert small.messages == 36
+    assert TRUE.milliseconds(small) == pytest.approx(90.0 + 36 * 0.02) and TRUE.bound(small) == "host"
+    large = pass_of(record(2, "after_exchange"))
+    assert TRUE.milliseconds(large) == pytest.approx(5.0 + TRUE.device(large)) and TRUE.bound(large) == "compute"
+
+
+def test_without_smaller_passes_that_wait_for_the_host_it_costs_nothing(report):
+    for found in report["results"]:
+        if found["part"] == "sizes":
+            found["ms"] = TRUE.device(pass_of(found))
+    assert fit(report).host == 0.0
 
 
 def test_passes_on_several_ranks_are_checked_and_not_fitted(report):
@@ -63,36 +85,73 @@ def test_passes_on_several_ranks_are_checked_and_not_fitted(report):
             found["ms"] *= 2
     model = fit(report)
     assert model.host == pytest.approx(TRUE.host, rel=1e-6)
-    assert [ms / found["ms"] for found, ms in check(model, report)] == pytest.approx([0.5] * 6, rel=1e-6)
+    assert [ms / found["ms"] for found, ms in check(model, report)] == pytest.approx([0.5] * 7, rel=1e-6)
 
 
 def test_overlap_hides_no_more_than_there_is_to_compute():
-    slow, one = Link(latency=1.0, bandwidth=1e5), pass_of(record(2, "overlapped"))
+    slow, one = Link(shortest=1.0, bandwidth=1e3), pass_of(record(2, "overlapped"))
     after = replace(one, way="after_exchange").exposed(slow, TRUE.unit)
     hidden = sum(times * TRUE.unit * one.edges[step] for step, times in one.times.items())
     assert one.exposed(slow, TRUE.unit) == pytest.approx(after - hidden)
     assert one.exposed(Link(0.0, 1e12), TRUE.unit) == 0.0
 
 
-def test_halos_grow_with_the_square_root_of_what_a_rank_owns():
-    found = [halo(ranks) for ranks in (4, 16, 64)]
-    assert halo_constants(found) == pytest.approx(C)
-    like = pass_of(record(2, "overlapped"))
-    few, many = (predicted((6_000_000, 600_000), ranks, "overlapped", found, like) for ranks in (16, 64))
-    assert few.rows["processor"] == pytest.approx(2 * many.rows["processor"])
+def test_halos_of_a_grid_that_was_divided_are_those_of_its_partition():
+    assert halo_of(LARGE, 16, halos(4, 16)) == pytest.approx(halo(16)["rows"])
+
+
+def test_halos_of_a_larger_grid_grow_as_they_grew_to_the_largest_that_was_divided():
+    larger = (4 * LARGE[0], 4 * LARGE[1])
+    assert halo_of(larger, 16, halos(4, 16)) == pytest.approx(halo(16, *larger)["rows"])
+
+
+def test_halos_of_one_grid_alone_are_refused_with_the_remedy():
+    with pytest.raises(ValueError, match="of two grids on 8 ranks, got 1: run benchmarks/halo_rows.py with --ranks 8"):
+        halo_of(LARGE, 8, [halo(8)])
+
+
+def test_edges_are_shared_out_among_ranks():
+    few, many = (
+        predicted(LARGE, ranks, "after_exchange", halos(16, 64), pass_of(record(2, "heads"))) for ranks in (16, 64)
+    )
     assert few.edges == pytest.approx({step: 4 * count for step, count in many.edges.items()})
 
 
-def test_results_without_messages_are_refused_with_the_remedy(report):
-    report["results"] = [found for found in report["results"] if found["part"] != "exchange"]
-    with pytest.raises(ValueError, match="got 2 passes and 0 messages: run benchmarks/sharding.py with the parts"):
+@pytest.mark.parametrize(("part", "told"), [("exchange", "1, 1, 1 and 0"), ("replay", "1, 0, 1 and 4")])
+def test_results_that_are_not_enough_are_refused_with_the_remedy(report, part, told):
+    report["results"] = [found for found in report["results"] if found["part"] != part]
+    with pytest.raises(ValueError, match=f"got {told}: run benchmarks/sharding.py with the parts"):
         fit(report)
 
 
 def test_the_command_prints_a_line_for_every_grid_and_number_of_gpus(report, tmp_path, capsys):
-    results, halos = tmp_path / "results.json", tmp_path / "halo.json"
+    results, rows = tmp_path / "results.json", tmp_path / "halo.json"
     results.write_text(json.dumps(report))
-    halos.write_text(json.dumps([halo(ranks) for ranks in (4, 64)]))
-    cost_model.main(["--results", str(results), "--halo", str(halos)])
+    rows.write_text(json.dumps(halos(*cost_model.RANKS)))
+    cost_model.main(["--results", str(results), "--halo", str(rows)])
     said = capsys.readouterr().out
     assert all(f"| {name} | {ranks} | edges |" in said for name in cost_model.GRIDS for ranks in cost_model.RANKS), said
+
+
+def test_the_page_holds_halos_as_they_were_found():
+    page = (ROOT / "docs" / "distributed.md").read_text().replace(",", "")
+    found = json.loads((ROOT / "benchmarks" / "results" / "halo_rows.json").read_text())
+    pattern = r"^\| (\w+) icosphere \d (\d+) ranks \| by number[^|]*\|(.*)\|$\n^\| \| Morton \|(.*)\|$"
+    lines = re.findall(pattern, page, re.MULTILINE)
+    assert lines
+    for grid, ranks, *cells in lines:
+        here = {one["line"]: one for one in found if (one["grid"], one["ranks"]) == (grid, int(ranks))}
+        number, morton = here["by number"], here["Morton"]
+        owned = [number["owned"][cost_model.WHERE[step]] for step in number["rows"]]
+        told = [f"{rows} ({own})" for rows, own in zip(number["rows"].values(), owned, strict=True)]
+        expected = [told, [str(rows) for rows in morton["rows"].values()]]
+        assert [[cell.strip() for cell in line.split("|")] for line in cells] == expected, (grid, ranks)
+
+
+def test_the_page_holds_what_the_model_says_of_the_results():
+    page, results = ROOT / "docs" / "distributed.md", ROOT / "benchmarks" / "results"
+    report = merged([json.loads((results / f"sharding{name}_h200x2.json").read_text()) for name in ("", "_replay")])
+    said = cost_model.text(report, json.loads((results / "halo_rows.json").read_text()))
+    assert put_into(page.read_text(), "cost_model.py", said) == page.read_text(), (
+        "python benchmarks/cost_model.py --results FILES --halo FILE --page docs/distributed.md"
+    )

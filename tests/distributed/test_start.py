@@ -1,12 +1,28 @@
+import inspect
+
 import pytest
 import torch
+import yaml
 
 from anemoi_gt.distributed import ShardingConfig, is_launched, started
+from anemoi_gt.distributed.model import ShardedGraph, scatter_model, shard_model
 from anemoi_gt.distributed.start import TORCHRUN, own_device
+from anemoi_gt.distributed.training import shard_trainer
+from distributed.ranks import ROOT
 
 
 def test_ranks_are_data_parallel_by_default():
-    assert ShardingConfig() == ShardingConfig(strategy="none", model=1, overlap=True, timeout=300.0)
+    assert ShardingConfig() == ShardingConfig(strategy="none", model=1, overlap=False, timeout=300.0)
+
+
+def test_the_config_file_holds_what_holds_without_it():
+    options = yaml.safe_load((ROOT / "configs" / "sharding" / "none.yaml").read_text())
+    assert ShardingConfig(**{name: value for name, value in options.items() if name != "_target_"}) == ShardingConfig()
+
+
+@pytest.mark.parametrize("takes", [ShardedGraph, shard_model, scatter_model, shard_trainer])
+def test_whatever_takes_overlap_leaves_it_out_by_default(takes):
+    assert inspect.signature(takes).parameters["overlap"].default is ShardingConfig().overlap is False
 
 
 @pytest.mark.parametrize(

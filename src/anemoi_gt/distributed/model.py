@@ -37,11 +37,11 @@ class ShardedGraph:
     shard : GraphShard
         This rank's part.
     overlap : bool
-        With strategy "edges", attend to interior edges while the halo travels.
+        With strategy "edges", attend to interior edges while the halo travels; else once it is there.
     """
 
     shard: GraphShard
-    overlap: bool = True
+    overlap: bool = False
 
     def attend(
         self,
@@ -93,7 +93,7 @@ class ModelShard:
 
 
 def shard_model(
-    model: EncoderProcessorDecoder, mesh: DeviceMesh, strategy: str = "edges", *, overlap: bool = True
+    model: EncoderProcessorDecoder, mesh: DeviceMesh, strategy: str = "edges", *, overlap: bool = False
 ) -> ModelShard:
     """Cut a model that every rank holds to this rank's rows, in place. Collective.
 
@@ -133,7 +133,7 @@ def scatter_model(
     group: dist.ProcessGroup,
     strategy: str = "edges",
     *,
-    overlap: bool = True,
+    overlap: bool = False,
 ) -> tuple[EncoderProcessorDecoder, ModelShard]:
     """Give every rank its part of a model that the first rank of the mesh holds; no other ever holds all edges. Collective.
 

@@ -121,7 +121,7 @@ def train_on_ranks(trainer: Trainer, cut: ModelShard, *, resumes: bool) -> list[
     return metrics.records
 
 
-def shard_trainer(trainer: Trainer, mesh: DeviceMesh, strategy: str = "edges", *, overlap: bool = True) -> ModelShard:
+def shard_trainer(trainer: Trainer, mesh: DeviceMesh, strategy: str = "edges", *, overlap: bool = False) -> ModelShard:
     """Make a trainer that every rank holds train on all ranks, in place. Collective.
 
     Parameters
