@@ -5,7 +5,14 @@ import torch
 from support.differentiate import randomise
 from torch.nn.functional import gelu, layer_norm, linear, relu, sigmoid, silu
 
-from anemoi_gt.nn import AutocastLayerNorm, ConditionalLayerNorm, LayerKernels
+from anemoi_gt import GraphStructure
+from anemoi_gt.nn import (
+    AutocastLayerNorm,
+    ConditionalLayerNorm,
+    GraphTransformerMapperBlock,
+    GraphTransformerProcessorBlock,
+    LayerKernels,
+)
 from anemoi_gt.nn.feed_forward import FeedForward, hidden_width
 
 GATES = {"glu": sigmoid, "swiglu": silu, "geglu": gelu, "reglu": relu}
@@ -57,3 +64,36 @@ def test_width_of_the_hidden_layer_is_rounded_with_halves_up(ratio, width):
 def test_network_without_width_is_refused(ratio):
     with pytest.raises(ValueError, match=r"mlp_ratio \* channels must be finite and at least 1/2, got .* \* 12"):
         hidden_width(12, ratio)
+
+
+SIZES = {"in_channels": 8, "hidden_dim": 16, "out_channels": 8, "num_heads": 2, "edge_dim": 3}
+GRAPH = GraphStructure.from_edge_index(torch.tensor([[0, 1, 4, 2], [0, 0, 1, 3]]), 5)
+
+
+def read_by_projections(block, x):
+    """What each projection of nodes reads, by name, in bfloat16 autocast."""
+    seen = {}
+    for name in ("lin_query", "lin_key", "lin_value", "lin_self"):
+        getattr(block, name).register_forward_pre_hook(lambda _, rows, name=name: seen.update({name: rows[0]}))
+    with torch.autocast("cpu", torch.bfloat16):
+        block(x, GRAPH, draw(4, 3))
+    return seen
+
+
+def test_autocast_casts_the_nodes_of_a_processor_block_once_for_all_projections():
+    seen = read_by_projections(GraphTransformerProcessorBlock(**SIZES), draw(5, 8))
+    assert len({id(rows) for rows in seen.values()}) == 1 and seen["lin_query"].dtype == torch.bfloat16
+
+
+def test_autocast_casts_each_side_of_a_mapper_block_once():
+    seen = read_by_projections(GraphTransformerMapperBlock(**SIZES), (draw(5, 8), draw(5, 8)))
+    assert seen["lin_key"] is seen["lin_value"] and seen["lin_query"] is seen["lin_self"]
+    assert all(rows.dtype == torch.bfloat16 for rows in seen.values())
+
+
+def test_projections_of_another_class_read_nodes_as_they_are():
+    class Linear(torch.nn.Linear):
+        pass
+
+    block = GraphTransformerProcessorBlock(**SIZES, layer_kernels=LayerKernels(Linear=Linear))
+    assert {rows.dtype for rows in read_by_projections(block, draw(5, 8)).values()} == {torch.float32}

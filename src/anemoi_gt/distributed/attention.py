@@ -20,7 +20,7 @@ from anemoi_gt.distributed.heads import head_ranges, to_heads, to_nodes
 from anemoi_gt.distributed.shard import EdgeShard, GraphShard, HeadShard
 from anemoi_gt.ops import attend_heads, edge_attention, merge
 from anemoi_gt.ops.dropout import draw_seed
-from anemoi_gt.ops.dtypes import autocast_is_active
+from anemoi_gt.ops.dtypes import cast_for_autocast
 
 KeyValue = Callable[[Tensor], tuple[Tensor, Tensor]]  # rows [.., n, F] to key and value [.., n, H, C]
 
@@ -62,7 +62,7 @@ def attend_after_exchange(
         When rows are not those of this rank's nodes and edges, before anything travels.
     """
     _check_own(shard, query, x_src, edge_attr, edge_weight)
-    key, value = key_value(shard.exchange(_as_read(x_src)))
+    key, value = key_value(shard.exchange(cast_for_autocast(x_src)))
     out, _ = edge_attention(query, key, value, shard.graph, edge_attr, edge_weight, edge_bias, **options)
     return out
 
@@ -84,7 +84,7 @@ def attend_overlapped(
     _check_own(shard, query, x_src, edge_attr, edge_weight)
     if options.get("dropout_p", 0.0) > 0 and options.get("dropout_seed") is None:
         options["dropout_seed"] = draw_seed(query.device)  # one for both calls: then they drop what one call would
-    x_src = _as_read(x_src)
+    x_src = cast_for_autocast(x_src)
     pending = shard.halo.start(x_src)
     inner, outer = _split_edges(shard, edge_attr, edge_weight)
     key, value = key_value(x_src)
@@ -155,14 +155,6 @@ def _check_own(
 def _dim_of_edges(edge_weight: Tensor | None) -> int:
     """Where attributes count edges: raw they have one dimension behind it, embedded two."""
     return -3 if edge_weight is None else -2
-
-
-def _as_read(x: Tensor) -> Tensor:
-    """Rows in the dtype in which `key_value` reads them: autocast's, where that is active, is half of what would travel."""
-    device_type = x.device.type
-    if x.dtype == torch.float32 and autocast_is_active(device_type):
-        return x.to(torch.get_autocast_dtype(device_type))
-    return x
 
 
 def _split_edges(shard: EdgeShard, edge_attr: Tensor | None, edge_weight: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -22,6 +22,7 @@ from anemoi_gt.nn.feed_forward import FeedForward
 from anemoi_gt.nn.layer_kernels import LayerKernels, check_kernels
 from anemoi_gt.nn.norm import apply_norm
 from anemoi_gt.ops import edge_attention
+from anemoi_gt.ops.dtypes import cast_for_autocast
 from anemoi_gt.options import check_probability, check_whole
 
 Exchange = Callable[[Tensor], Tensor]
@@ -151,6 +152,11 @@ class GraphTransformerBaseBlock(nn.Module):
         """Return key and value [..., heads, C] of normed features [..., in_channels] of any sources."""
         return self.k_norm(self._heads(self.lin_key(src))), self._heads(self.lin_value(src))
 
+    def _as_read(self, normed: Tensor) -> Tensor:
+        """Normed features in the dtype in which all projections read them; projections of other classes decide for themselves."""
+        projections = (self.lin_query, self.lin_key, self.lin_value, self.lin_self)
+        return cast_for_autocast(normed) if all(type(linear) is nn.Linear for linear in projections) else normed
+
     def _make_norm(self) -> nn.Module:
         return self.layer_kernels.LayerNorm(normalized_shape=self.channels)
 
@@ -212,7 +218,7 @@ class GraphTransformerProcessorBlock(GraphTransformerBaseBlock):
         """
         check_graph(graph)
         check_features("x", x, self.channels, like=self.lin_query.weight)
-        normed = apply_norm(self.layer_norm_attention, x, cond)
+        normed = self._as_read(apply_norm(self.layer_norm_attention, x, cond))
         sources = normed if exchange is None else exchange(normed)
         x = x + self.attend(sources, normed, graph, edge_attr)
         return x + self.node_dst_mlp(apply_norm(self.layer_norm_mlp_dst, x, cond))
@@ -290,10 +296,11 @@ class GraphTransformerMapperBlock(GraphTransformerBaseBlock):
         check_graph(graph)
         x_src, x_dst = check_sides(x, (self.channels, self.channels), like=self.lin_query.weight)
         cond_src, cond_dst = (None, None) if cond is None else cond
-        sources = apply_norm(self.layer_norm_attention_src, x_src, cond_src)
+        sources = self._as_read(apply_norm(self.layer_norm_attention_src, x_src, cond_src))
         if exchange is not None:
             sources = exchange(sources)
-        x_dst = x_dst + self.attend(sources, apply_norm(self.layer_norm_attention, x_dst, cond_dst), graph, edge_attr)
+        normed = self._as_read(apply_norm(self.layer_norm_attention, x_dst, cond_dst))
+        x_dst = x_dst + self.attend(sources, normed, graph, edge_attr)
         x_dst = x_dst + self.node_dst_mlp(apply_norm(self.layer_norm_mlp_dst, x_dst, cond_dst))
         if self.update_src_nodes:
             x_src = x_src + self.node_src_mlp(apply_norm(self.layer_norm_mlp_src, x_src, cond_src))

@@ -34,6 +34,16 @@ def autocast_is_active(device_type: str) -> bool:
     return device_type in AUTOCAST_DEVICES and torch.is_autocast_enabled(device_type)
 
 
+def cast_for_autocast(x: Tensor) -> Tensor:
+    """Return float32 in the dtype in which autocast has matrix products read it, everything else as it is.
+
+    Several of them that read one tensor would each make, keep and differentiate a copy of their own.
+    """
+    if x.dtype == torch.float32 and autocast_is_active(x.device.type):
+        return x.to(torch.get_autocast_dtype(x.device.type))
+    return x
+
+
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of sums, softmax and lse for operands of `dtype`."""
     return torch.float64 if dtype == torch.float64 else torch.float32

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from anemoi_gt.integrations.anemoi.edges import structure_of, traced_structure
 from anemoi_gt.integrations.anemoi.settings import CHOSEN, Settings
 from anemoi_gt.ops import edge_attention
-from anemoi_gt.ops.dtypes import autocast_is_active
+from anemoi_gt.ops.dtypes import cast_for_autocast
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +29,8 @@ def projecting(theirs):
         if not _reads_raw_edges(self):
             return theirs(self, x, edge_attr)
         x_src, x_dst = x if isinstance(x, tuple) else (x, x)
-        src = _cast_once(x_src, self.lin_query, self.lin_key, self.lin_value)
+        plain = all(type(linear) is nn.Linear for linear in (self.lin_query, self.lin_key, self.lin_value))
+        src = cast_for_autocast(x_src) if plain else x_src
         dst = src if x_dst is x_src else x_dst
         return self.lin_query(dst), self.lin_key(src), self.lin_value(src), self.edge_pre_mlp(edge_attr)
 
@@ -161,14 +162,6 @@ def _why_not_raw(block) -> str | None:
     if embed._forward_hooks or embed._forward_pre_hooks or embed._backward_hooks or embed._backward_pre_hooks:
         return "hooks watch its lin_edge, which would not be called"
     return None
-
-
-def _cast_once(rows: Tensor, *readers: nn.Module) -> Tensor:
-    """Rows as autocast has `readers` read them: otherwise each makes, keeps and differentiates a copy of its own."""
-    device = rows.device.type
-    if autocast_is_active(device) and rows.dtype == torch.float32 and all(type(each) is nn.Linear for each in readers):
-        return rows.to(torch.get_autocast_dtype(device))
-    return rows
 
 
 def _split_heads(block, rows: Tensor) -> Tensor:
