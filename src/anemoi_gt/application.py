@@ -181,6 +181,14 @@ def tell(explanation: Explanation, where: str, folder: Path) -> None:
     log.info("kernels of each layer: %s", path)
 
 
+def is_multirun() -> bool:
+    """Whether Hydra was asked for several runs, `--multirun`."""
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.types import RunMode
+
+    return HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
+
+
 def output_folder() -> Path:
     """Return the folder that Hydra made for what this run leaves."""
     from hydra.core.hydra_config import HydraConfig

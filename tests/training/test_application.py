@@ -204,6 +204,16 @@ def test_a_sweep_leaves_a_folder_for_each_run(application):
     assert losses[0] != losses[1]
 
 
+def test_a_sweep_under_torchrun_is_refused(refusal, monkeypatch):
+    monkeypatch.setattr(train, "is_launched", lambda: True)
+    monkeypatch.setattr(train, "leave", sys.exit)
+    monkeypatch.setenv("RANK", "0")
+    sentence = refusal("-m", *SMALL, "training.seed=0,1")
+    assert sentence == (
+        "anemoi_gt.train: torchrun trains one run on all ranks, --multirun asks for several: start torchrun for each"
+    )
+
+
 def test_a_bare_null_chooses_the_precision_that_arrives(application):
     folder = application(*SMALL, "attention/precision=null")
     assert "precision: null" in (folder / ".hydra" / "config.yaml").read_text()
