@@ -71,7 +71,9 @@ def prepare(config: "DictConfig") -> Callable[[], float]:
         if config.explain is not None:
             raise ValueError("explain must be null under torchrun: one process explains the layers of the whole graph")
         if is_multirun():
-            raise ValueError("torchrun trains one run on all ranks, --multirun asks for several: start torchrun for each")
+            raise ValueError(
+                "torchrun trains one run on all ranks, --multirun asks for several: start torchrun for each"
+            )
         return partial(train_together, config)
     if instantiate(config.sharding).strategy != "none":
         raise ValueError(
