@@ -78,7 +78,7 @@ def random_graphs(count: int, configurations: int, processes: int, seed: int, se
     configurations = min(configurations, count)
     shares = [count // configurations + (place < count % configurations) for place in range(configurations)]
     tasks = [Configuration(seed * 1_000_003 + place, share_) for place, share_ in enumerate(shares)]
-    return _over_processes(_random_configuration, tasks, processes, seconds).verdict()
+    return f"seed {seed}: {_over_processes(_random_configuration, tasks, processes, seconds).verdict()}"
 
 
 def matrix(processes: int) -> str:

@@ -169,7 +169,7 @@ def test_readme_and_page_have_the_times_of_an_anemoi_step():
     results = json.loads((ROOT / "benchmarks" / "results" / "anemoi_step_h200.json").read_text())["variants"]
     readme = " ".join((ROOT / "README.md").read_text().split())
     names = ("untouched", "install", "our blocks, compiled")
-    told = (int(results[name]["median_ms"]) for name in names)
+    told = (round(results[name]["median_ms"]) for name in names)
     assert "takes {} ms untouched, {} with `install`, {} with".format(*told) in readme
     kernels = (round(results[name]["profile"]["total_ms"]) for name in names)
     assert "{}, {} and {} ms of that are kernels".format(*kernels) in readme
@@ -179,6 +179,14 @@ def test_readme_and_page_have_the_times_of_an_anemoi_step():
         attention = sum(ms for family, ms in families if family.startswith("attention"))
         times = (variant["median_ms"], variant["peak_gb"], variant["profile"]["total_ms"], attention)
         assert f"| {' | '.join(f'{time:.1f}' for time in times)} |" in page
+
+
+def test_the_page_has_how_far_loss_curves_of_an_anemoi_model_are_apart():
+    results = json.loads((ROOT / "benchmarks" / "results" / "anemoi_curves_h200.json").read_text())
+    page = (ROOT / "docs" / "anemoi.md").read_text()
+    found = results["bf16-mixed"]
+    apart = (*found["apart"].values(), found["spread_of_seeds"])
+    assert f"| bf16-mixed | {' | '.join(f'{far:.1e}'.replace('e-0', 'e-') for far in apart)} |" in page
 
 
 def test_the_page_of_pyg_has_the_times_of_its_models():

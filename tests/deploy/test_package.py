@@ -152,6 +152,12 @@ def test_a_compiler_that_links_its_standard_library_in_is_refused(compile_by):
         check_compiler()
 
 
+def test_a_driver_of_c_that_compiles_c_plus_plus_will_do(compile_by):
+    """It names no standard library: the package finds that of PyTorch."""
+    compile_by('exec gcc "$@"')
+    check_compiler()
+
+
 def test_what_a_broken_compiler_says_is_passed_on(compile_by):
     compile_by("echo no space left on device >&2; exit 4")
     with pytest.raises(ValueError, match="compiler fails: no space left on device"):

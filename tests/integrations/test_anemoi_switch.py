@@ -11,9 +11,13 @@ import pytest
 import torch
 from anemoi.models.distributed import khop_edges
 from anemoi.models.distributed.khop_edges import GraphPartition
-from anemoi.models.distributed.shapes import GraphShardInfo
+from anemoi.models.distributed.shapes import BipartiteGraphShardInfo, GraphShardInfo
 from anemoi.models.layers import mapper, processor
-from anemoi.models.layers.block import GraphTransformerBaseBlock, GraphTransformerProcessorBlock
+from anemoi.models.layers.block import (
+    GraphTransformerBaseBlock,
+    GraphTransformerMapperBlock,
+    GraphTransformerProcessorBlock,
+)
 from anemoi.models.layers.graph_provider import StaticGraphProvider
 from anemoi.models.layers.mapper import GraphTransformerBaseMapper
 from anemoi.models.layers.utils import load_layer_kernels
@@ -36,12 +40,12 @@ CHANGED = (
 NODES, EDGES = 30, 150
 
 
-def make_block(**options):
-    """A processor block of 2 heads of 8 channels."""
+def make_block(kind=GraphTransformerProcessorBlock, **options):
+    """A block of 2 heads of 8 channels."""
     torch.manual_seed(0)
     sizes = {"in_channels": 16, "hidden_dim": 32, "out_channels": 16, "num_heads": 2, "edge_dim": 5}
     options = {"layer_kernels": load_layer_kernels(), "graph_attention_backend": "pyg"} | options
-    return GraphTransformerProcessorBlock(**sizes, **options)
+    return kind(**sizes, **options)
 
 
 @pytest.fixture
@@ -357,6 +361,15 @@ def read_by_projections(block, inputs):
 def test_autocast_casts_nodes_once_for_all_that_they_are_projected_to(inputs):
     query, key, value = read_by_projections(make_block(), inputs)
     assert query is key is value and query.dtype == torch.bfloat16
+
+
+def test_autocast_casts_the_sources_of_a_mapper_once(inputs):
+    block = make_block(GraphTransformerMapperBlock)
+    x, edge_attr, edge_index, *_ = inputs
+    query, key, value = read_by_projections(
+        block, ((x, x + 1), edge_attr, edge_index, BipartiteGraphShardInfo(), 1, (NODES, NODES))
+    )
+    assert key is value and key.dtype == torch.bfloat16 and query.dtype == torch.float32
 
 
 def test_a_projection_of_another_class_reads_nodes_as_they_are(inputs):

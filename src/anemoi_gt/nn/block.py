@@ -139,6 +139,12 @@ class GraphTransformerBaseBlock(nn.Module):
             out = graph.attend(query, src, self.key_value, *edges, **options)
         return self.combine(out, dst)
 
+    def normed(self, norm: nn.Module, x: Tensor, cond: Tensor | None) -> Tensor:
+        """Return normed features in the dtype in which all projections read them; those of other classes decide for themselves."""
+        projections = (self.lin_query, self.lin_key, self.lin_value, self.lin_self)
+        features = apply_norm(norm, x, cond)
+        return cast_for_autocast(features) if all(type(linear) is nn.Linear for linear in projections) else features
+
     def make_query(self, dst: Tensor) -> Tensor:
         """Return the query [..., heads, C] of normed features [..., in_channels] of any destinations."""
         return self.q_norm(self._heads(self.lin_query(dst)))
@@ -151,11 +157,6 @@ class GraphTransformerBaseBlock(nn.Module):
     def key_value(self, src: Tensor) -> tuple[Tensor, Tensor]:
         """Return key and value [..., heads, C] of normed features [..., in_channels] of any sources."""
         return self.k_norm(self._heads(self.lin_key(src))), self._heads(self.lin_value(src))
-
-    def _as_read(self, normed: Tensor) -> Tensor:
-        """Normed features in the dtype in which all projections read them; projections of other classes decide for themselves."""
-        projections = (self.lin_query, self.lin_key, self.lin_value, self.lin_self)
-        return cast_for_autocast(normed) if all(type(linear) is nn.Linear for linear in projections) else normed
 
     def _make_norm(self) -> nn.Module:
         return self.layer_kernels.LayerNorm(normalized_shape=self.channels)
@@ -218,7 +219,7 @@ class GraphTransformerProcessorBlock(GraphTransformerBaseBlock):
         """
         check_graph(graph)
         check_features("x", x, self.channels, like=self.lin_query.weight)
-        normed = self._as_read(apply_norm(self.layer_norm_attention, x, cond))
+        normed = self.normed(self.layer_norm_attention, x, cond)
         sources = normed if exchange is None else exchange(normed)
         x = x + self.attend(sources, normed, graph, edge_attr)
         return x + self.node_dst_mlp(apply_norm(self.layer_norm_mlp_dst, x, cond))
@@ -296,10 +297,10 @@ class GraphTransformerMapperBlock(GraphTransformerBaseBlock):
         check_graph(graph)
         x_src, x_dst = check_sides(x, (self.channels, self.channels), like=self.lin_query.weight)
         cond_src, cond_dst = (None, None) if cond is None else cond
-        sources = self._as_read(apply_norm(self.layer_norm_attention_src, x_src, cond_src))
+        sources = self.normed(self.layer_norm_attention_src, x_src, cond_src)
         if exchange is not None:
             sources = exchange(sources)
-        normed = self._as_read(apply_norm(self.layer_norm_attention, x_dst, cond_dst))
+        normed = self.normed(self.layer_norm_attention, x_dst, cond_dst)
         x_dst = x_dst + self.attend(sources, normed, graph, edge_attr)
         x_dst = x_dst + self.node_dst_mlp(apply_norm(self.layer_norm_mlp_dst, x_dst, cond_dst))
         if self.update_src_nodes:

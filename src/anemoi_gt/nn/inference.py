@@ -262,13 +262,13 @@ def _stages_of_block(block: GraphTransformerBaseBlock) -> _Stages:
         return x, x
 
     def finish(x, out, cond):
-        x = x + block.combine(out, apply_norm(block.layer_norm_attention, x, cond))
+        x = x + block.combine(out, block.normed(block.layer_norm_attention, x, cond))
         return x + block.node_dst_mlp(apply_norm(block.layer_norm_mlp_dst, x, cond))
 
     return _Stages(
         sides=sides,
-        sources=lambda x, cond: block.key_value(apply_norm(norm_src, x, cond)),
-        query=lambda x, cond: block.make_query(apply_norm(block.layer_norm_attention, x, cond)),
+        sources=lambda x, cond: block.key_value(block.normed(norm_src, x, cond)),
+        query=lambda x, cond: block.make_query(block.normed(block.layer_norm_attention, x, cond)),
         finish=finish,
         edges=lambda graph, attr: (block.edge_pre_mlp(attr), block.lin_edge.weight, block.lin_edge.bias),
         config=block.config,

@@ -31,7 +31,7 @@ def projecting(theirs):
         x_src, x_dst = x if isinstance(x, tuple) else (x, x)
         plain = all(type(linear) is nn.Linear for linear in (self.lin_query, self.lin_key, self.lin_value))
         src = cast_for_autocast(x_src) if plain else x_src
-        dst = src if x_dst is x_src else x_dst
+        dst = src if x_dst is x_src else x_dst  # of a mapper, which lin_query alone reads here
         return self.lin_query(dst), self.lin_key(src), self.lin_value(src), self.edge_pre_mlp(edge_attr)
 
     return get_qkve
