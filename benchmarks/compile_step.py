@@ -31,6 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / name) for name in ("benchmarks", "src")]
 
+from kernel_families import is_kernel  # noqa: E402
 from parts import Parts  # noqa: E402
 from suite.environment import describe  # noqa: E402
 
@@ -187,8 +188,7 @@ def launches(step: Callable) -> dict[str, int]:
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
         step()
         torch.cuda.synchronize()
-    on_device = [event for event in trace.events() if event.device_type == torch.autograd.DeviceType.CUDA]
-    on_device = [event.name for event in on_device if not getattr(event, "is_user_annotation", False)]
+    on_device = [event.name for event in trace.events() if is_kernel(event)]
     copies = sum(name.startswith(("Memcpy", "Memset")) for name in on_device)
     called = sum(bool(HOST_CALL.match(event.name)) for event in trace.events())
     return {"kernels": len(on_device) - copies, "copies": copies, "host_calls": called}

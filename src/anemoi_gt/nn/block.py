@@ -19,10 +19,9 @@ from anemoi_gt.config import AttentionConfig, check_config
 from anemoi_gt.graph import GraphStructure
 from anemoi_gt.nn.checks import check_features, check_graph, check_sides
 from anemoi_gt.nn.feed_forward import FeedForward
-from anemoi_gt.nn.layer_kernels import LayerKernels, check_kernels
+from anemoi_gt.nn.layer_kernels import LayerKernels, cast_for_projections, check_kernels
 from anemoi_gt.nn.norm import apply_norm
 from anemoi_gt.ops import edge_attention
-from anemoi_gt.ops.dtypes import cast_for_autocast
 from anemoi_gt.options import check_probability, check_whole
 
 Exchange = Callable[[Tensor], Tensor]
@@ -142,8 +141,7 @@ class GraphTransformerBaseBlock(nn.Module):
     def normed(self, norm: nn.Module, x: Tensor, cond: Tensor | None) -> Tensor:
         """Return normed features in the dtype in which all projections read them; those of other classes decide for themselves."""
         projections = (self.lin_query, self.lin_key, self.lin_value, self.lin_self)
-        features = apply_norm(norm, x, cond)
-        return cast_for_autocast(features) if all(type(linear) is nn.Linear for linear in projections) else features
+        return cast_for_projections(apply_norm(norm, x, cond), *projections)
 
     def make_query(self, dst: Tensor) -> Tensor:
         """Return the query [..., heads, C] of normed features [..., in_channels] of any destinations."""

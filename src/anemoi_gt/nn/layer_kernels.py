@@ -4,9 +4,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import partial
 
-from torch import nn
+from torch import Tensor, nn
 
 from anemoi_gt.nn.norm import AutocastLayerNorm
+from anemoi_gt.ops.dtypes import cast_for_autocast
 
 QKNorm = partial(AutocastLayerNorm, bias=False)
 
@@ -41,6 +42,11 @@ class LayerKernels:
     Activation: Callable[[], nn.Module] = nn.GELU
     QueryNorm: Callable[[int], nn.Module] = QKNorm
     KeyNorm: Callable[[int], nn.Module] = QKNorm
+
+
+def cast_for_projections(x: Tensor, *projections: nn.Module) -> Tensor:
+    """Return features as autocast has all projections read them; where one is no plain linear map, as they are: it decides for itself."""
+    return cast_for_autocast(x) if all(type(projection) is nn.Linear for projection in projections) else x
 
 
 def check_kernels(kernels: object) -> None:

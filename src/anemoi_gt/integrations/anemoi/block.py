@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from anemoi_gt.integrations.anemoi.edges import structure_of, traced_structure
 from anemoi_gt.integrations.anemoi.settings import CHOSEN, Settings
+from anemoi_gt.nn.layer_kernels import cast_for_projections
 from anemoi_gt.ops import edge_attention
-from anemoi_gt.ops.dtypes import cast_for_autocast
 
 log = logging.getLogger(__name__)
 
@@ -29,8 +29,7 @@ def projecting(theirs):
         if not _reads_raw_edges(self):
             return theirs(self, x, edge_attr)
         x_src, x_dst = x if isinstance(x, tuple) else (x, x)
-        plain = all(type(linear) is nn.Linear for linear in (self.lin_query, self.lin_key, self.lin_value))
-        src = cast_for_autocast(x_src) if plain else x_src
+        src = cast_for_projections(x_src, self.lin_query, self.lin_key, self.lin_value)
         dst = src if x_dst is x_src else x_dst  # of a mapper, which lin_query alone reads here
         return self.lin_query(dst), self.lin_key(src), self.lin_value(src), self.edge_pre_mlp(edge_attr)
 

@@ -85,7 +85,8 @@ def differentiate_rows(
     attr_sums, dscore_sums = (None if projected_grad is None else torch.empty_like(projected_grad) for _ in range(2))
     destination_launch(sizes)(
         **_operands(problem), projected=None if dedge_attr is None else saved.projected,
-        projected_grad=projected_grad, grad_out=grad_out, grad_lse=grad_lse, inverse=saved.inverse, numerators=saved.numerators, dquery=dquery, weights=weights,
+        projected_grad=projected_grad, grad_out=grad_out, grad_lse=grad_lse,
+        inverse=saved.inverse, numerators=saved.numerators, dquery=dquery, weights=weights,
         attr_sums=attr_sums, dscore_sums=dscore_sums, dedge_attr=dedge_attr,
     )  # fmt: skip
     return weights, (attr_sums, dscore_sums)
