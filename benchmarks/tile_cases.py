@@ -6,10 +6,8 @@ run, `EqualCase` where those for one small degree do.
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import product
-from unittest.mock import patch
 
 import torch
 from suite.graphs import Coo
@@ -17,7 +15,6 @@ from suite.operands import draw
 from suite.problems import Problem
 
 from anemoi_gt import GraphStructure
-from anemoi_gt.kernels.launcher import Launch
 from anemoi_gt.kernels.score import Choice, RowTile, Tile
 from anemoi_gt.kernels.tile import (
     CONTRACTIONS,
@@ -136,8 +133,7 @@ class EqualCase(Case):
 
     def attend(self, tile=None) -> tuple[torch.Tensor, ...]:
         """All that the kernel of the forward pass computes."""
-        with _tile_given("forward_launch", self.problem.sizes, tile):
-            return equal.attend_rows(self.problem, self.projected)
+        return equal.attend_rows(self.problem, self.projected, tile=tile)
 
     def handed_on(self) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         """As of any graph."""
@@ -150,19 +146,14 @@ class EqualCase(Case):
         dquery, dtype = torch.empty_like(problem.query), problem.edge_attr.dtype
         shape = (problem.samples, *problem.edge_attr.shape[-2:])
         dedge_attr = dquery.new_empty(shape, dtype=torch.float32 if problem.shares_attributes else dtype)
-        with _tile_given("destination_launch", problem.sizes, tile):
-            weights, sums = equal.differentiate_rows(
-                problem, self.saved, self.projected_grad, self.grad_out, None, dquery, dedge_attr
-            )
+        given = (problem, self.saved, self.projected_grad, self.grad_out, None, dquery, dedge_attr)
+        weights, sums = equal.differentiate_rows(*given, tile=tile)
         return dquery, dedge_attr, weights, *sums
 
     def tiles(self) -> dict[str, tuple[Tile, list[Tile]]]:
         """As of any graph; of the kernels for one degree, those that `equal_tiles` yields."""
         sizes = self.problem.sizes
-        chosen = {
-            "forward": _tile_of(equal.forward_launch(sizes)),
-            "destinations": _tile_of(equal.destination_launch(sizes)),
-        }
+        chosen = {"forward": equal.forward_tile(sizes), "destinations": equal.destination_tile(sizes)}
         own = {
             name: (tile, [other for other in equal_tiles(sizes, tile) if other != tile])
             for name, tile in chosen.items()
@@ -216,20 +207,3 @@ def equal_tiles(sizes: Sizes, chosen: RowTile) -> Iterator[RowTile]:
 def _able(choice: Choice) -> tuple[Tile, list[Tile]]:
     """The chosen tile, and those of the others that are predicted to run."""
     return choice.chosen.tile, [other.tile for other in choice.others if math.isfinite(other.seconds)]
-
-
-def _tile_of(bound: Launch) -> RowTile:
-    """With what a kernel for one degree is launched."""
-    c = bound.constants
-    return RowTile(c["HEADS"], c["CHANNELS"], c["K"], c["num_warps"], pairs=c["PAIRS"])
-
-
-@contextmanager
-def _tile_given(name: str, sizes: Sizes, tile: RowTile | None) -> Iterator[None]:
-    """Let the function `name` of `equal`, which takes no tile, say a launch with this one; None: with its own."""
-    bound = getattr(equal, name)(sizes)
-    if tile is not None:
-        constants = bound.constants | {"num_warps": tile.num_warps, "PAIRS": tile.pairs}
-        bound = Launch(bound.kernel, bound.grid, bound.scalars, constants)
-    with patch.object(equal, name, lambda _: bound):
-        yield

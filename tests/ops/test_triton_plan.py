@@ -1,5 +1,6 @@
 """What is told of the kernels of a call is what the call launches."""
 
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from anemoi_gt import GraphStructure
 from anemoi_gt.kernels.launcher import Launch
 from anemoi_gt.ops import triton_backend
-from anemoi_gt.ops.triton_backend import launch, plan
+from anemoi_gt.ops.triton_backend import equal, launch, plan
 from anemoi_gt.ops.triton_backend.problem import Problem, Sizes
 
 INDICES = ("colptr", "rowptr", "perm", "order")  # of nodes, and the caller's order, which bytes leave out
@@ -129,3 +130,17 @@ def test_the_kernels_over_destinations_read_even_rows_of_bfloat16_as_pairs(dtype
     for launch_of in (launch.forward_launch, launch.destination_launch):
         assert launch_of(sizes).constants["PAIRS"] == pairs
     assert not launch.source_choice(sizes.over_sources).chosen.tile.pairs
+
+
+@pytest.mark.parametrize(("channels", "pairs"), [(32, True), (64, False)])  # 16 and 32 numbers of a row in each thread
+def test_of_the_kernels_for_one_degree_the_backward_reads_rows_as_pairs_where_threads_hold_few_numbers(channels, pairs):
+    sizes = Sizes(
+        samples=1, num_dst=4, num_src=5, num_edges=12, heads=16, channels=channels, edge_dim=3, bias=1, embedded=False,
+        attr_stride=0, dtype=torch.bfloat16, wide=False, scale=0.5, dropout_p=0.0, equal_degree=3,
+    )  # fmt: skip
+    assert equal.destination_launch(sizes).constants["PAIRS"] == pairs
+    assert not equal.forward_launch(sizes).constants["PAIRS"]
+    given = replace(equal.forward_tile(sizes), pairs=True, num_warps=8)
+    for launch_of in (equal.forward_launch, equal.destination_launch):
+        constants = launch_of(sizes, given).constants
+        assert constants["PAIRS"] and constants["num_warps"] == 8
