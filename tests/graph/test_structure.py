@@ -119,6 +119,21 @@ def test_strided_tensor_is_not_an_adjacency():
         GraphStructure.from_adj_t(torch.ones(2, 2))
 
 
+@pytest.mark.parametrize(
+    ("matrix", "got"),
+    [
+        (torch.ones(3).to_sparse(), r"got shape \(3,\) with 1 sparse"),
+        (torch.ones(2, 2, 2).to_sparse(), r"got shape \(2, 2, 2\) with 3 sparse"),
+        (torch.ones(2, 3).to_sparse(1), r"got shape \(2, 3\) with 1 sparse and 1 dense"),
+        (torch.ones(2, 3, 3).to_sparse_csc(), r"got shape \(2, 3, 3\) with 2 sparse"),
+    ],
+    ids=["vector", "three dimensions", "rows", "batch"],
+)
+def test_a_sparse_tensor_that_is_no_matrix_is_no_adjacency(matrix, got):
+    with pytest.raises(ValueError, match=r"adj_t must have two sparse dimensions \[N_dst, N_src\].*" + got):
+        GraphStructure.from_adj_t(matrix)
+
+
 def test_edge_index_object_brings_its_sizes():
     edge_index = EdgeIndex(EXAMPLE, sparse_size=(3, 4))
     graph = GraphStructure.from_edge_index(edge_index)

@@ -12,6 +12,7 @@ from support.oracle import make_problem
 from support.run import attend, scalar, structure
 
 from anemoi_gt import AttentionConfig, GraphStructure, edge_attention, merge
+from anemoi_gt.kernels.tile import MOST_ATTRIBUTES
 from anemoi_gt.ops.backends import why_not
 from anemoi_gt.ops.triton_backend import availability
 
@@ -77,6 +78,15 @@ def test_rows_at_odd_addresses_equal_those_at_even_ones(problem_and_graph, name)
 
     assert odd(problem.query).data_ptr() % 4 == 2
     assert_equal(run(odd), run(lambda rows: rows.detach().clone()))
+
+
+def test_a_structure_of_strided_tensors_is_read_as_it_is(problem_and_graph):
+    problem, graph = problem_and_graph("self_loops")
+    graph = graph.with_reverse().with_program_order()
+    state = {name: tensor for name, tensor in graph.state_dict().items() if tensor.dim() == 1}
+    strided = {name: torch.stack([tensor, tensor + 2**30], 1)[:, 0] for name, tensor in state.items()}
+    assert {"rowptr", "col", "csr_to_csc", "perm", "program_order"} <= strided.keys()
+    assert_equal(attend(problem, replace(graph, **strided), "triton"), attend(problem, graph, "triton"))
 
 
 def test_expanded_inputs_get_the_summed_gradient(problem_and_graph):
@@ -187,6 +197,16 @@ def test_precision_casts_in_and_the_output_back(problem_and_graph, dtype):
     out, lse = edge_attention(**operands, graph=graph, config=AttentionConfig("triton", name))
     expected = edge_attention(**{n: o.to(dtype) for n, o in operands.items()}, graph=graph, config=TRITON)
     assert out.dtype == torch.float32 and torch.equal(out, expected[0].float()) and torch.equal(lse, expected[1])
+
+
+def test_precision_holds_inside_autocast_for_attributes_that_are_embedded_first(problem_and_graph):
+    problem, graph = problem_and_graph("one_edge", edge_dim=MOST_ATTRIBUTES)
+    operands = {name: operand.to(graph.device) for name, operand in problem.operands().items()}
+    config = AttentionConfig("triton", "fp32")
+    expected = edge_attention(**operands, graph=graph, config=config)
+    with torch.autocast(graph.device.type, dtype=torch.bfloat16):
+        result = edge_attention(**operands, graph=graph, config=config)
+    assert all(torch.equal(left, right) for left, right in zip(result, expected, strict=True))
 
 
 class TestAvailability:

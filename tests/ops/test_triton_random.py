@@ -16,10 +16,15 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # nump
 
 @st.composite
 def graphs(draw):
-    """Up to 5 nodes a side and 10 edges, in any order."""
+    """Up to 5 nodes a side with 10 edges in any order, or with as many at every destination, for which there are kernels."""
     num_src, num_dst = draw(st.integers(0, 5)), draw(st.integers(0, 5))
-    node = st.tuples(st.integers(0, max(num_src - 1, 0)), st.integers(0, max(num_dst - 1, 0)))
-    pairs = draw(st.lists(node, max_size=10 if num_src and num_dst else 0))
+    source, destination = (st.integers(0, max(nodes - 1, 0)) for nodes in (num_src, num_dst))
+    degree = draw(st.sampled_from([None, None, 1, 2, 3]))
+    if degree is None or num_src == 0:
+        pairs = draw(st.lists(st.tuples(source, destination), max_size=10 if num_src and num_dst else 0))
+    else:
+        dst = draw(st.permutations(sorted([*range(num_dst)] * degree)))
+        pairs = [(draw(source), i) for i in dst]
     return torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2).T.contiguous(), (num_src, num_dst)
 
 

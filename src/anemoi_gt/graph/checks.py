@@ -35,6 +35,17 @@ def check_edge_index(edge_index: Tensor) -> None:
         raise ValueError(f"edge_index must have dtype int32 or int64, got {edge_index.dtype}")
 
 
+def check_adjacency(adj_t: Tensor) -> None:
+    """Raise unless a `torch.sparse` tensor is one matrix: two sparse dimensions, and no batch of them."""
+    if adj_t.layout == torch.strided:
+        return
+    if adj_t.sparse_dim() != 2 or adj_t.dim() - adj_t.dense_dim() != 2:
+        raise ValueError(
+            "adj_t must have two sparse dimensions [N_dst, N_src], behind which its values may have dense ones, "
+            f"got shape {tuple(adj_t.shape)} with {adj_t.sparse_dim()} sparse and {adj_t.dense_dim()} dense dimensions"
+        )
+
+
 def check_device(name: str, tensor: Tensor, like: Tensor) -> None:
     """Raise unless `tensor` is where `like` is."""
     if tensor.device != like.device:

@@ -31,6 +31,7 @@ from anemoi_gt.graph import order
 from anemoi_gt.graph.checks import (
     INDEX_DTYPES,
     as_size,
+    check_adjacency,
     check_degree,
     check_edge_index,
     check_index,
@@ -266,7 +267,7 @@ class GraphStructure:
         Raises
         ------
         ValueError
-            For another layout, and what `from_csc` and `from_edge_index` refuse.
+            For another layout or other dimensions, and what `from_csc` and `from_edge_index` refuse.
         """
         if hasattr(adj_t, "sparse_sizes"):  # torch_sparse.SparseTensor, whose package has no wheel for every platform
             rowptr, col, _ = adj_t.csr()
@@ -276,6 +277,7 @@ class GraphStructure:
                 "adj_t must be a torch.sparse tensor or a torch_sparse.SparseTensor [N_dst, N_src], got "
                 f"{type(adj_t).__name__}; use from_edge_index or from_csc for others"
             )
+        check_adjacency(adj_t)
         if adj_t.layout == torch.sparse_csr:
             return cls.from_csc(adj_t.crow_indices(), adj_t.col_indices(), adj_t.shape[1], validate=validate)
         num_dst, num_src = adj_t.shape[:2]  # behind them the values may carry attributes

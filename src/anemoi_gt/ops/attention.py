@@ -7,6 +7,7 @@ from anemoi_gt.config import AttentionConfig, check_config
 from anemoi_gt.graph import GraphStructure
 from anemoi_gt.ops.backends import check_counts_heads, choose_backend
 from anemoi_gt.ops.checks import check_dropout, check_operands, check_scale
+from anemoi_gt.ops.derivative import refuse_forward_mode
 from anemoi_gt.ops.dropout import draw_seed
 from anemoi_gt.ops.dtypes import cast_operands
 
@@ -77,7 +78,8 @@ def edge_attention(
     -----
     Mixed dtypes: with `config.precision` everything is cast to it; else inside autocast everything (float64 apart) to
     autocast's dtype; else everything to the dtype of query. Sums and softmax are float32, or float64 for float64.
-    The result is bitwise reproducible. A second derivative raises RuntimeError.
+    The result is bitwise reproducible. A second derivative raises RuntimeError, and so do tangents of
+    forward mode.
 
     Examples
     --------
@@ -160,6 +162,7 @@ def _attend(
     check_config(config)
     check_scale(scale)
     check_operands(query, key, value, graph, edge_attr, edge_weight, edge_bias)
+    refuse_forward_mode(query, key, value, edge_attr, edge_weight, edge_bias)
     operands, out_dtype = cast_operands(config.precision, query, key, value, edge_attr, edge_weight, edge_bias)
     q, k, v, attr, weight, bias = operands
     if query.dim() == 4 and attr is not None and attr.dim() == (3 if weight is None else 2):

@@ -1,5 +1,7 @@
 """The one rule for dtypes: precision, else autocast, else the dtype of query."""
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch import Tensor
 
@@ -32,6 +34,11 @@ def cast_operands(
 def autocast_is_active(device_type: str) -> bool:
     """Whether autocast chooses dtypes on devices of this type; some, such as meta, have none."""
     return device_type in AUTOCAST_DEVICES and torch.is_autocast_enabled(device_type)
+
+
+def without_autocast(device_type: str) -> AbstractContextManager:
+    """Keep autocast from rounding the operands of matrix products, where dtypes have been chosen."""
+    return torch.autocast(device_type, enabled=False) if autocast_is_active(device_type) else nullcontext()
 
 
 def cast_for_autocast(x: Tensor) -> Tensor:

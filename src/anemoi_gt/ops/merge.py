@@ -45,8 +45,8 @@ def merge(out1: Tensor, lse1: Tensor, out2: Tensor, lse2: Tensor) -> tuple[Tenso
     high = torch.where(torch.isneginf(high), torch.zeros_like(high), high)
     share1, share2 = torch.exp(lse1 - high), torch.exp(lse2 - high)
     total = share1 + share2
-    occupied = total > 0
+    occupied = total != 0  # NaN of an infinite logit is no empty part
     total = torch.where(occupied, total, torch.ones_like(total))
     out = (share1 / total).unsqueeze(-1) * out1 + (share2 / total).unsqueeze(-1) * out2
     lse = torch.where(occupied, high + torch.log(total), torch.full_like(high, -torch.inf))
-    return out.to(out1.dtype), lse
+    return out.to(out1.dtype), lse.to(lse1.dtype)

@@ -6,7 +6,7 @@ from torch import Tensor
 from anemoi_gt.config import AttentionConfig, check_config
 from anemoi_gt.graph import GraphStructure
 from anemoi_gt.ops.checks import check_operands, check_scale
-from anemoi_gt.ops.dtypes import accumulator_dtype, cast_operands
+from anemoi_gt.ops.dtypes import accumulator_dtype, cast_operands, without_autocast
 
 
 def attention_weights(
@@ -55,8 +55,9 @@ def attention_weights(
     heads, channels = query.shape[-2:]
     score = (q[..., dst, :, :] * k[..., src, :, :]).sum(-1)  # [.., E, H]
     if weight is not None:
-        projected = torch.einsum("...nhc,hcd->...nhd", q, weight.reshape(heads, channels, -1))
-        score = score + torch.einsum("...ehd,...ed->...eh", projected[..., dst, :, :], attr)
+        with without_autocast(q.device.type):
+            projected = torch.einsum("...nhc,hcd->...nhd", q, weight.reshape(heads, channels, -1))
+            score = score + torch.einsum("...ehd,...ed->...eh", projected[..., dst, :, :], attr)
     elif attr is not None:
         score = score + (q[..., dst, :, :] * attr).sum(-1)
     score = score * (channels**-0.5 if scale is None else scale)

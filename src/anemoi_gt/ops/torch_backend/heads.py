@@ -206,7 +206,7 @@ def differentiate_heads(heads: Heads, do: Tensor, dlse: Tensor, edges: Edges, ne
     score, dp = _dots(heads, edges, (heads.q, heads.k, u), (do, heads.v, g))
     p, _, occupied = _softmax(score.mul_(heads.scale), edges)
     w = heads.drop(p)
-    dlse = dlse * occupied
+    dlse = torch.where(occupied > 0, dlse, 0.0)  # whatever arrives where lse is -inf, NaN of lse * lse too
 
     if heads.bias is not None and heads.keep is not None:
         dp += (do * heads.bias).sum(-1).index_select(0, edges.dst)

@@ -9,7 +9,7 @@ from anemoi_gt.graph import GraphStructure
 from anemoi_gt.kernels.tile import MOST_ATTRIBUTES, attribute_columns
 from anemoi_gt.operators import call_unrecorded, define_gradient, define_operator
 from anemoi_gt.ops.derivative import refuse_second_derivative
-from anemoi_gt.ops.dtypes import scratch_dtype
+from anemoi_gt.ops.dtypes import scratch_dtype, without_autocast
 
 
 def attend(
@@ -33,7 +33,8 @@ def attend(
     """
     warn_if_untested("triton")
     if edge_weight is not None and edge_weight.shape[1] + int(edge_bias is not None) > MOST_ATTRIBUTES:
-        edge_attr = linear(edge_attr, edge_weight, edge_bias).unflatten(-1, query.shape[-2:])
+        with without_autocast(query.device.type):
+            edge_attr = linear(edge_attr, edge_weight, edge_bias).unflatten(-1, query.shape[-2:])
         edge_weight = edge_bias = None
     operands = (query, key, value, edge_attr, edge_weight, edge_bias)
     save = torch.is_grad_enabled() and any(operand is not None and operand.requires_grad for operand in operands)
@@ -146,7 +147,7 @@ def edge_attention_triton_backward(
     grad_out = torch.zeros_like(problem.query) if grad_out is None else grad_out
     grad_out, grad_lse = _contiguous(grad_out, grad_lse)
     with launch.on_device(query):
-        return _gradients(problem, saved, grad_out, grad_lse, (rowptr, col, csr_to_csc), needs)
+        return _gradients(problem, saved, grad_out, grad_lse, _contiguous(rowptr, col, csr_to_csc), needs)
 
 
 @torch.library.register_fake("anemoi_gt::edge_attention_triton_backward")
