@@ -3,11 +3,12 @@
 import copy
 import gc
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
 from anemoi.models.distributed.khop_edges import build_graph_partition
-from support.anemoi_model import build, differentiate, draw, graph_of, make_options
+from support.anemoi_model import build, differentiate, draw, make_options
 from torch.library import opcheck
 
 from anemoi_gt import GraphStructure
@@ -257,10 +258,14 @@ def test_compiled_code_may_write_into_the_structure_it_got():
     assert edges.structure_of(edge_index, (3, 2), reverse=True).graph.validate().row.tolist() == [1, 0, 2]
 
 
-def test_o96_gives_what_anemoi_gives():
-    graph = graph_of("O96", 4)
-    model = build(graph, make_options(channels=8, heads=1, layers=1, layer_chunks=1, checkpointing=False))
-    with torch.no_grad():
-        expected = model(draw(graph))["data"]
-        with integration.install():
-            torch.testing.assert_close(model(draw(graph))["data"], expected, rtol=1e-4, atol=1e-5)
+def test_model_groups_of_other_sizes_have_lists_of_their_own():
+    whole = edges.HandedOut(torch.tensor([[0, 1, 2, 3], [0, 1, 2, 3]]))
+    x, shard_info = (torch.zeros(4, 1), torch.zeros(4, 1)), SimpleNamespace(src_nodes=None, dst_nodes=None, edges=None)
+
+    def cut(self, x, shard_info, batch_size, edge_attr, edge_index, model_comm_group, cond, edges_are_dst_sorted):
+        return *x, edge_attr, edge_index[:, : 4 // model_comm_group.size()].clone()
+
+    for size in (2, 4):
+        group = SimpleNamespace(rank=lambda: 0, size=lambda size=size: size)
+        *_, local = lists.localising(cut)(None, x, shard_info, 1, None, whole.edge_index, group)
+        assert local.shape == (2, 4 // size)

@@ -85,9 +85,9 @@ def test_embedded_edges_give_what_anemoi_gives(graph, assert_same):
     assert_same(make_options(), draw(graph, batch=2), fuse_edges=False)
 
 
-def train(graph, steps):
-    """Losses and parameters of a model with Anemoi's default options, small."""
-    model = build(graph, make_options(layers=4))
+def train(graph, steps, options):
+    """Losses and parameters of a model."""
+    model = build(graph, options)
     optimiser = torch.optim.AdamW(model.parameters(), lr=1e-3)
     x, target = draw(graph), draw(graph, seed=4)["data"][:, :1, ..., :3]
     losses = []
@@ -100,11 +100,16 @@ def train(graph, steps):
     return losses, dict(model.named_parameters())
 
 
-def test_ten_steps_of_training_on_o32_are_anemois():
-    graph = graph_of("O32", 3)
-    losses, parameters = train(graph, 10)
+@pytest.mark.parametrize(
+    ("name", "refinement", "changes"),
+    (("O32", 3, {"layers": 4}), ("O96", 4, {"channels": 8, "heads": 2, "layers": 1, "layer_chunks": 1})),
+    ids=("O32", "O96"),
+)
+def test_ten_steps_of_training_with_default_options_are_anemois(name, refinement, changes):
+    graph, options = graph_of(name, refinement), make_options(**changes)
+    losses, parameters = train(graph, 10, options)
     with integration.install():
-        our_losses, our_parameters = train(graph, 10)
+        our_losses, our_parameters = train(graph, 10, options)
     torch.testing.assert_close(our_losses, losses, rtol=2e-6, atol=0)
     assert losses[-1] < 0.9 * losses[0]
     for name, parameter in parameters.items():

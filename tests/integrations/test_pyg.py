@@ -117,6 +117,18 @@ def test_hooks_stay_and_can_be_removed():
     assert len(calls) == 1
 
 
+def test_what_else_the_layer_was_given_stays():
+    conv = TransformerConv(6, 4)
+    conv.extra, conv.scale = nn.Linear(2, 2), nn.Parameter(torch.ones(1))
+    conv.register_buffer("kept", torch.ones(1))
+    conv.register_buffer("dropped", torch.ones(1), persistent=False)
+    conv.number = 3
+    keys = list(conv.state_dict())
+    ours = swap_layers(conv)
+    assert type(ours) is GraphTransformerConv and list(ours.state_dict()) == keys
+    assert ours.extra is conv.extra and ours.scale is conv.scale and ours.dropped is conv.dropped and ours.number == 3
+
+
 @pytest.mark.parametrize("flow", ("source_to_target", "target_to_source"))
 def test_the_direction_of_flow_stays(flow):
     conv = TransformerConv(6, 4, flow=flow)
@@ -281,9 +293,28 @@ def with_own_linear():
     return conv
 
 
-def with_watched_linear():
+def with_watched_linear(register):
+    """`register` is a method of torch.nn.Module; pruning and spectral norms of PyTorch hook themselves so."""
     conv = TransformerConv(6, 4, edge_dim=DIM)
-    conv.lin_edge.register_forward_hook(lambda *_: None)
+    getattr(conv.lin_edge, register)(lambda *_: None)
+    return conv
+
+
+def with_biased_linear():
+    conv = TransformerConv(6, 4, edge_dim=DIM)
+    conv.lin_edge.bias = nn.Parameter(torch.ones(4))
+    return conv
+
+
+def with_adapter(name):
+    conv = TransformerConv(6, 4, edge_dim=DIM)
+    setattr(conv, name, nn.Sequential(getattr(conv, name)))
+    return conv
+
+
+def with_own_forward():
+    conv = TransformerConv(6, 4, edge_dim=DIM)
+    conv.forward = lambda *_: None
     return conv
 
 
@@ -293,7 +324,13 @@ UNSERVED = {
         6, 4, edge_dim=DIM, aggr="max"
     ),
     "its lin_edge is OwnLinear, and PyG's Linear is needed": with_own_linear,
-    "hooks watch its lin_edge": with_watched_linear,
+    "hooks watch its lin_edge": lambda: with_watched_linear("register_forward_hook"),
+    "hooks watch its lin_edge, which": lambda: with_watched_linear("register_forward_pre_hook"),
+    "hooks watch its lin_edge, which would": lambda: with_watched_linear("register_full_backward_hook"),
+    "its lin_edge has a bias, which PyG's has not": with_biased_linear,
+    "its lin_query is Sequential, and PyG's Linear is needed": lambda: with_adapter("lin_query"),
+    "its lin_key is Sequential, and PyG's Linear is needed": lambda: with_adapter("lin_key"),
+    "somebody has put another forward on it": with_own_forward,
 }
 
 

@@ -7,6 +7,7 @@ from torch import nn
 from torch_geometric.nn import Linear, TransformerConv
 
 from anemoi_gt.config import AttentionConfig, check_config
+from anemoi_gt.integrations.hooks import hooks_of
 from anemoi_gt.nn import GraphTransformerConv
 
 log = logging.getLogger(__name__)
@@ -15,8 +16,8 @@ log = logging.getLogger(__name__)
 def swap_layers(model: nn.Module, config: AttentionConfig = AttentionConfig()) -> nn.Module:  # noqa: B008  frozen
     """Replace every `TransformerConv` of a model by a `GraphTransformerConv` that holds its parameters.
 
-    Parameters are moved, not copied: an optimiser that was made before goes on with them. Hooks, the training mode and
-    the state dict stay. A layer that appears twice in the model still does.
+    Parameters are moved, not copied: an optimiser that was made before goes on with them. Hooks, the training mode,
+    the state dict and what else the layer was given stay. A layer that appears twice in the model still does.
 
     Parameters
     ----------
@@ -79,13 +80,22 @@ def _why_not(theirs: TransformerConv) -> str | None:
     """Return why our layer cannot stand for this one, or None when it can."""
     if type(theirs) is not TransformerConv:
         return f"{type(theirs).__qualname__} is a class of its own, which may compute something else"
+    replaced = [name for name in vars(theirs) if callable(getattr(TransformerConv, name, None))]
+    if replaced:
+        return f"somebody has put another {replaced[0]} on it"
+    for name in ("lin_query", "lin_key"):
+        kind = type(getattr(theirs, name))
+        if not issubclass(kind, Linear):
+            return f"its {name} is {kind.__qualname__}, and PyG's Linear is needed, which knows its in_channels"
     embed = theirs.lin_edge
     if embed is None:
         return None
     if type(embed) is not Linear:
         return f"its lin_edge is {type(embed).__qualname__}, and PyG's Linear is needed, whose weight is all it does"
-    if embed._forward_hooks:
-        return "hooks watch its lin_edge, which would not be called"
+    if embed.bias is not None:
+        return "its lin_edge has a bias, which PyG's has not and ours would leave out"
+    if any(getattr(hook, "__func__", None) is not Linear.initialize_parameters for hook in hooks_of(embed)):
+        return "hooks watch its lin_edge, which would not be called"  # that of a lazy Linear apart, which ours runs
     return None
 
 
@@ -106,10 +116,11 @@ def _with_parameters_of(theirs: TransformerConv, config: AttentionConfig) -> Gra
             flow=theirs.flow,
             decomposed_layers=theirs.decomposed_layers,
         )
-    for name, child in theirs._modules.items():
-        if name.startswith("lin_"):
-            setattr(ours, name, child)
-    vars(ours).update({name: hooks for name, hooks in vars(theirs).items() if "_hooks" in name})
+    for name, held in (theirs._modules | theirs._parameters).items():  # what else somebody has put there, too
+        setattr(ours, name, held)
+    for name, buffer in theirs._buffers.items():
+        ours.register_buffer(name, buffer, persistent=name not in theirs._non_persistent_buffers_set)
+    vars(ours).update({n: value for n, value in vars(theirs).items() if "_hooks" in n or not hasattr(ours, n)})
     ours.training = theirs.training
     if theirs.explain is not None:
         ours.explain = theirs.explain

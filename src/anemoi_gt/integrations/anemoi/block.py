@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from anemoi_gt.integrations.anemoi.edges import structure_of, traced_structure
 from anemoi_gt.integrations.anemoi.settings import CHOSEN, Settings
+from anemoi_gt.integrations.hooks import hooks_of
 from anemoi_gt.nn.layer_kernels import cast_for_projections
 from anemoi_gt.ops import edge_attention
 
@@ -103,7 +104,7 @@ def _why_not(block, edge_index) -> str | None:
     conv = block.conv
     if _name_of(conv) not in ATTENTIONS:
         return f"its conv is {_name_of(conv)}, which is not Anemoi's attention"
-    if isinstance(conv, nn.Module) and (conv._forward_hooks or conv._forward_pre_hooks):
+    if isinstance(conv, nn.Module) and hooks_of(conv):
         return "hooks watch its conv, which would not be called"
     return None
 
@@ -158,7 +159,7 @@ def _why_not_raw(block) -> str | None:
     embed = block.lin_edge
     if type(embed) is not nn.Linear:
         return f"its lin_edge is {_name_of(embed)}, and torch.nn.Linear is needed"
-    if embed._forward_hooks or embed._forward_pre_hooks or embed._backward_hooks or embed._backward_pre_hooks:
+    if hooks_of(embed):
         return "hooks watch its lin_edge, which would not be called"
     return None
 

@@ -101,8 +101,8 @@ def localising(theirs):
         whole = None if torch.compiler.is_compiling() else recognise(edge_index)
         if whole is not None and recognise(local) is None:
             sizes = (shard_info.src_nodes, shard_info.dst_nodes, shard_info.edges)
-            rank = model_comm_group.rank() if model_comm_group else 0
-            key = ("local", rank, edges_are_dst_sorted, x[0].shape[0], x[1].shape[0], *map(_frozen, sizes))
+            place = (model_comm_group.rank(), model_comm_group.size()) if model_comm_group else (0, 1)
+            key = ("local", *place, edges_are_dst_sorted, x[0].shape[0], x[1].shape[0], *map(_frozen, sizes))
             local = whole.part(key, lambda: HandedOut(local)).edge_index
         return x_src, x_dst, edge_attr, local, *rest
 

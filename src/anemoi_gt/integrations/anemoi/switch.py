@@ -8,6 +8,7 @@ import logging
 import sys
 from contextlib import nullcontext
 from importlib import import_module
+from importlib.metadata import version
 from inspect import signature
 from operator import attrgetter
 from types import ModuleType
@@ -49,10 +50,12 @@ class Installation:
     It pickles as an empty context of the standard library, for layer kernels become part of Anemoi's checkpoints.
     """
 
-    def __init__(self, before: Settings | None):
-        self._before = before
+    def __init__(self, settings: Settings, before: Settings | None):
+        self._settings, self._before = settings, before
 
     def __enter__(self) -> "Installation":
+        _put_in_place()  # it may have ended, at the end of another `with` or by `uninstall`
+        CHOSEN.everywhere = self._settings
         return self
 
     def __exit__(self, *error) -> None:
@@ -99,7 +102,7 @@ def install(backend: str = "auto", precision: str | None = None, fuse_edges: boo
     would go on with the methods it was made from; it is compiled again when it is called.
     """
     settings = _switch_on(AttentionConfig(backend=backend, precision=precision), fuse_edges)
-    installation = Installation(CHOSEN.everywhere)
+    installation = Installation(settings, before=CHOSEN.everywhere)
     CHOSEN.everywhere = settings
     return installation
 
@@ -176,7 +179,9 @@ def _put_in_place() -> None:
             _theirs[owner, name] = theirs
             setattr(owner, name, stand_in(theirs))
         elif name == "apply_gt":  # the first
-            raise ImportError(f"anemoi-models must have {BLOCK[1]}.apply_gt as 0.18.0 and 0.19.0 have it")
+            raise ImportError(
+                f"anemoi-models must have {BLOCK[1]}.apply_gt as 0.18.0 and 0.19.0 have it, got {version('anemoi-models')}"
+            )
         else:
             log.warning(
                 "this anemoi-models has another %s.%s: expect less speed, not other results", owner.__name__, name
