@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules import module as torch_module
 from torch.profiler import profile
 
@@ -165,6 +166,31 @@ def test_a_layer_that_computes_twice_is_named_once(conv, inputs):
             return self.layer(*given) + self.layer(*given)
 
     assert str(explain(Twice(), *inputs)).startswith("layer: 2 alike GraphTransformerConv\n")
+
+
+def test_no_layer_is_held_in_memory_while_the_next_ones_compute(conv, inputs):
+    """Else a model that computes layer by layer in the memory of one would need that of all."""
+    _, graph, edge_attr = inputs
+    queries, held = [], []
+    conv.lin_query.register_forward_hook(lambda _, __, query: queries.append(StorageWeakRef(query.untyped_storage())))
+
+    def begins(*_):
+        held.append([not query.expired() for query in queries])
+
+    other = GraphTransformerConv(32, 16, heads=2, edge_dim=3)
+    other.register_forward_pre_hook(begins)
+
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = conv, other
+
+        def forward(self, x):
+            return self.second(self.first(x, graph, edge_attr), graph, edge_attr)
+
+    with torch.no_grad():
+        assert len(explain(Two(), inputs[0]).layers) == 2
+    assert held == [[False]]
 
 
 def test_random_numbers_of_every_gpu_that_holds_something_are_given_back():

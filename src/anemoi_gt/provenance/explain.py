@@ -99,14 +99,19 @@ def explain_attention(
 
 
 def _watch(compute: Callable, names: dict, bandwidth: float | None, gpus: list[torch.device]) -> Explanation:
-    """Compute under watch, and describe what was seen."""
+    """Compute under watch, and describe what is seen."""
     if bandwidth is not None and not (isinstance(bandwidth, (int, float)) and bandwidth > 0 and isfinite(bandwidth)):
         raise ValueError(f"bandwidth must be a positive number of bytes per second, or None, got {bandwidth!r}")
-    with torch.random.fork_rng(gpus), watching() as calls:
+    layers, known = [], set()
+
+    def see(call: Call) -> None:
+        attained = bandwidth or bandwidth_of(call)
+        known.add(attained)
+        layers.append(_layer(call, names, attained))
+
+    with torch.random.fork_rng(gpus), watching(see):
         compute()
-    layers = tuple(_layer(call, names, bandwidth) for call in calls)
-    known = {bandwidth or bandwidth_of(call) for call in calls} - {None}
-    return Explanation(layers, min(known, default=None))
+    return Explanation(tuple(layers), min(known - {None}, default=None))
 
 
 def _gpus_of(*tensors) -> list[torch.device]:
@@ -126,5 +131,5 @@ def _layer(call: Call, names: dict, bandwidth: float | None) -> Layer:
         device=str(query.device),
         backend=call.backend,
         passed_over=passed_over(call.backend, query),
-        passes=passes_of(call, bandwidth or bandwidth_of(call)),
+        passes=passes_of(call, bandwidth),
     )

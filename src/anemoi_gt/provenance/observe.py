@@ -5,7 +5,7 @@ otherwise where a hook watches a part of them.
 """
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -30,11 +30,11 @@ class Call(NamedTuple):
 
 
 class Watch(TorchDispatchMode):
-    """Notes the attentions that this thread computes, and what module does."""
+    """Hands the attentions that this thread computes, and what module does, to `see`; keeps none of their tensors."""
 
-    def __init__(self):
+    def __init__(self, see: Callable[[Call], None]):
         super().__init__()
-        self.calls: list[Call] = []
+        self._see = see
         self._thread = threading.get_ident()
         self._inside: list[tuple[nn.Module | None, bool]] = [(None, torch.is_grad_enabled())]
 
@@ -44,7 +44,7 @@ class Watch(TorchDispatchMode):
             names = [argument.name for argument in operator._schema.arguments]
             arguments = dict(zip(names, args, strict=False)) | (kwargs or {})
             module, records = self._inside[-1]
-            self.calls.append(Call(module, name, ATTENTIONS[name], arguments, records))
+            self._see(Call(module, name, ATTENTIONS[name], arguments, records))
         return operator(*args, **(kwargs or {}))
 
     def enter(self, module: nn.Module, inputs) -> None:
@@ -59,13 +59,13 @@ class Watch(TorchDispatchMode):
 
 
 @contextmanager
-def watching() -> Iterator[list[Call]]:
-    """Give the list to which the attentions computed inside are added."""
-    watch = Watch()
+def watching(see: Callable[[Call], None]) -> Iterator[None]:
+    """Call `see` with each attention computed inside, when it comes: a list of them all would hold every layer's operands."""
+    watch = Watch(see)
     hooks = [register_module_forward_pre_hook(watch.enter), register_module_forward_hook(watch.leave, always_call=True)]
     try:
         with watch:
-            yield watch.calls
+            yield
     finally:
         for hook in hooks:
             hook.remove()
