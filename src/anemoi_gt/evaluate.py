@@ -14,6 +14,7 @@ import torch
 
 from anemoi_gt.application import Run, build, check_explain, launch, output_folder, require_packages, stop, tell
 from anemoi_gt.distributed import is_launched
+from anemoi_gt.distributed.folder import require_file
 from anemoi_gt.provenance import explain
 from anemoi_gt.training.batches import load
 from anemoi_gt.training.checkpoint import load_checkpoint, load_weights
@@ -93,7 +94,7 @@ def store_config(arguments: list[str]) -> None:
     Raises
     ------
     FileNotFoundError, ValueError
-        If there is no such file, or it is no checkpoint of a run.
+        If there is no such file, or it is no checkpoint of a run, or a folder of several ranks.
     """
     from hydra.core.config_store import ConfigStore
 
@@ -101,6 +102,7 @@ def store_config(arguments: list[str]) -> None:
     if not given:
         return  # --help needs none; Hydra asks for it otherwise
     path = _file_named_by(given[-1])
+    require_file(path)
     config = load_checkpoint(path).get("config")
     if not isinstance(config, dict):
         raise ValueError(f"a checkpoint must hold the config of its run, {path} holds none")

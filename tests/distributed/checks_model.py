@@ -131,6 +131,27 @@ def models_that_cannot_be_cut_say_why(group, verdict):
 
 
 @on_all_ranks
+def a_model_that_cannot_be_divided_by_heads_says_so_before_its_first_step(group, verdict):
+    mesh, world = one_model(), dist.get_world_size()
+    few = make_model(heads=world - 1, channels=12 * (world - 1))
+    said = f"got {world - 1} heads and {world} ranks; use strategy 'edges'"
+    verdict.raises(ValueError, said, lambda: shard_model(few, mesh, "heads"))
+    kernels = make_model(heads=world, channels=4 * world, dropout=0.5, config=AttentionConfig(backend="triton")).float()
+    said = "kernels count heads from 0, got 0.5; use attention backend 'torch', or strategy 'edges'"
+    verdict.raises(ValueError, said, lambda: shard_model(kernels, mesh, "heads"))
+    shard_model(kernels, mesh, "edges")
+
+
+@on_all_ranks
+def ranks_whose_layers_differ_beside_their_weights_are_found(group, verdict):
+    is_other, backend = dist.get_rank() == 1, AttentionConfig(backend="torch")
+    for other in ({"heads": 2}, {"dropout": 0.5}, {"config": AttentionConfig(backend="torch", precision="bf16")}):
+        model = make_model(**({"config": backend} | other if is_other else {}))
+        said = "heads, dropout and config of the layers must be the same on all ranks, got "
+        verdict.raises(ValueError, said, partial(shard_model, model, one_model()))
+
+
+@on_all_ranks
 def rows_that_are_not_trained_stay_so(group, verdict):
     whole = make_model()
     whole.nodes["data"].trainable.requires_grad_(False)

@@ -1,6 +1,7 @@
 """Checks on ranks: who owns what, what travels, and what is refused before it could hang."""
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,7 @@ from anemoi_gt.distributed import (
 )
 from anemoi_gt.graph.order import morton_order
 from distributed.problems import GRAPHS
-from distributed.ranks import everywhere, on_ranks, seeded
+from distributed.ranks import everywhere, mesh_of, on_all_ranks, on_ranks, seeded
 
 
 def structure(name):
@@ -92,6 +93,15 @@ def every_rank_has_its_share_of_the_cost_and_at_most_one_node_more(group, verdic
 
 
 @on_ranks(2)
+def a_graph_of_one_edge_is_divided_whatever_its_strides(group, verdict):
+    edge_index = torch.tensor([[4, 1, 1], [0, 1, 1]])[:, :1]  # rows of one number, three apart
+    graph = GraphStructure.from_edge_index(edge_index, (5, 1))
+    graph = replace(graph, row=torch.zeros(3, 3, dtype=torch.int32)[:, 0][:1])
+    shard = shard_graph(graph, group)
+    verdict.same("edges of all ranks", sum(everywhere(shard.graph.num_edges, group)), 1)
+
+
+@on_ranks(2)
 def what_is_not_divided_as_the_graph_is_is_refused(group, verdict):
     shard = shard_graph(structure("asymmetric"), group)
     own = len(shard.sources.nodes(shard.rank))
@@ -103,6 +113,39 @@ def what_is_not_divided_as_the_graph_is_is_refused(group, verdict):
     verdict.raises(
         ValueError, "must be Partitions, got Tensor", lambda: shard_graph(structure("asymmetric"), group, **nodes)
     )
+
+
+@on_ranks(3)
+def what_one_rank_alone_gives_wrong_is_refused_on_all(group, verdict):
+    graph, is_wrong = structure("asymmetric"), dist.get_rank(group) == 1
+    nodes, edges = Partition(Ranges.even(41, 3)), torch.zeros(2, 0, dtype=torch.int64)
+    verdict.raises(
+        ValueError,
+        "rank 1: graph must be a GraphStructure, got NoneType",
+        lambda: shard_graph(None if is_wrong else graph, group),
+    )
+    verdict.raises(
+        ValueError,
+        "rank 1: sources and destinations must be Partitions, got Ranges",
+        lambda: shard_graph(graph, group, destinations=nodes.ranges if is_wrong else nodes),
+    )
+    for sources, edge_index, numbers, said in (
+        (None, edges, None, "sources and destinations must be Partitions, got NoneType"),
+        (nodes, [[], []], None, "edge_index must have shape [2, E], got list"),
+        (nodes, edges, [], "numbers must be int64 [0], one for each edge, got list"),
+    ):
+        given = (sources, edge_index, numbers) if is_wrong else (nodes, edges, None if numbers is None else edges[0])
+        call = partial(shard_edges, given[1], group, destinations=nodes, sources=given[0], numbers=given[2])
+        verdict.raises(ValueError, f"rank 1: {said}", call)
+
+
+@on_all_ranks
+def what_is_no_group_of_this_rank_is_refused(group, verdict):
+    graph, alone = structure("asymmetric"), dist.new_group([0])
+    for wrong in (None, mesh_of(1, 2)) + (() if dist.get_rank() == 0 else (alone,)):
+        verdict.raises(ValueError, "group must be a ProcessGroup that this rank", partial(shard_graph, graph, wrong))
+        call = partial(shard_edges, GRAPHS["asymmetric"][0], wrong, destinations=None, sources=None)
+        verdict.raises(ValueError, "group must be a ProcessGroup that this rank", call)
 
 
 @on_ranks(3)

@@ -160,7 +160,12 @@ def ranks_are_laid_out_with_those_of_one_model_side_by_side(group, verdict):
         ValueError, "sharding.model must divide the number of ranks 4, got 3", lambda: make_mesh(device_type(), model=3)
     )
     other = mesh_of(2, 2, ("model", "data"))
-    verdict.raises(ValueError, "mesh must have the axes ('data', 'model')", lambda: reduce_gradients([], [], other))
+    loss = torch.tensor(1.0)
+    for call in (partial(reduce_gradients, [], []), partial(clip_gradients, [], [], 1.0), partial(sum_loss, loss)):
+        verdict.raises(ValueError, "mesh must have the axes ('data', 'model')", partial(call, other))
+        verdict.raises(ValueError, "mesh must be a DeviceMesh with the axes ('data', 'model')", partial(call, group))
+    verdict.raises(ValueError, "device_type must be one of cuda, cpu, got 'gpu'", lambda: make_mesh("gpu", model=2))
+    verdict.same("the length of no gradients", float(clip_gradients([], [], 1.0, mesh)), 0.0)
 
 
 @on_ranks(4)

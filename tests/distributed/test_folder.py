@@ -2,6 +2,8 @@
 
 import os
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 
 from anemoi_gt import train
 from anemoi_gt.distributed.checkpoint import load_checkpoint, load_values, save_checkpoint
-from anemoi_gt.distributed.folder import ONE_PROCESS, TORCHRUN, checkpoint_to_continue, find_run
+from anemoi_gt.distributed.folder import ONE_PROCESS, TORCHRUN, checkpoint_to_continue, find_run, require_file
 from anemoi_gt.distributed.training import write_whole
 from anemoi_gt.training.checkpoint import load_checkpoint as load_file
 
@@ -175,6 +177,18 @@ def test_a_full_disk_leaves_the_former_whole_file_and_names_it(best):
     with pytest.raises(OSError, match=f"could not write {best}: No space left on device"):
         write_whole(best)
     assert best.read_bytes() == b"former"
+
+
+@pytest.mark.parametrize("asked", ["last.pt", "last"])
+@pytest.mark.parametrize("form", ["last", "last.former"])
+def test_one_process_that_is_to_read_a_folder_of_ranks_is_told_how_to_make_a_file_of_it(written, asked, form, capfd):
+    written.rename(written.with_name(form))
+    with pytest.raises(ValueError, match=f"one file, {written.with_name(form)} is that of several ranks") as refused:
+        require_file(written.with_name(asked))
+    command = re.search(r"python -m (.*) FILE.pt", str(refused.value))[1].split()
+    subprocess.run([sys.executable, "-m", *command, written.with_name("file.pt")], check=True)
+    assert torch.equal(load_file(written.with_name("file.pt"))["weight"], torch.arange(5.0))
+    require_file(written.with_name("file.pt"))
 
 
 def test_a_missing_best_checkpoint_is_one_sentence(tmp_path):

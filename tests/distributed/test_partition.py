@@ -1,3 +1,5 @@
+import re
+
 import pytest
 import torch
 
@@ -70,6 +72,42 @@ def test_a_line_of_nodes_is_cut_by_the_costs_along_it():
     assert Partition.balanced(cost, 2, order).ranges.bounds == (0, 3, 4)
 
 
-def test_an_order_of_other_length_is_refused():
-    with pytest.raises(ValueError, match=r"order must hold 3 nodes, .* got \(2,\)"):
-        Partition(Ranges((0, 3)), torch.tensor([0, 1]))
+@pytest.mark.parametrize(
+    ("order", "said"),
+    [
+        (torch.tensor([0, 1]), "order must hold 3 nodes, one for each place, int64 [3], got torch.int64 (2,)"),
+        (torch.tensor([0.0, 2.0, 1.0]), "int64 [3], got torch.float32 (3,)"),
+        ([0, 2, 1], "int64 [3], got list"),
+        (torch.tensor([0, 2, 2]), "hold each node 0 .. 2 once, sorted it has 2 at place 1"),  # 1 would have no owner
+        (torch.tensor([0, 1, 3]), "sorted it has 3 at place 2"),
+        (torch.tensor([-1, 0, 1]), "sorted it has -1 at place 0"),
+    ],
+)
+def test_an_order_that_is_no_permutation_is_refused(order, said):
+    with pytest.raises(ValueError, match=re.escape(said)):
+        Partition(Ranges((0, 3)), order)
+
+
+@pytest.mark.parametrize("bounds", [[0, 3], (0, 1.5, 3), torch.tensor([0, 3])])
+def test_bounds_that_are_no_whole_numbers_are_refused(bounds):
+    with pytest.raises(ValueError, match="bounds must be a tuple of int, got "):
+        Ranges(bounds)
+
+
+@pytest.mark.parametrize(
+    ("cost", "said"),
+    [
+        (torch.tensor([3, -9, 4]), "cost must be 0 at least, got -9"),
+        (torch.ones(3, 2, dtype=torch.int64), r"tensor \[N\], got torch.int64 \(3, 2\)"),
+    ],
+)
+def test_costs_that_cannot_be_summed_along_a_line_are_refused(cost, said):
+    with pytest.raises(ValueError, match=said):
+        Ranges.balanced(cost, 2)
+
+
+def test_a_partition_of_no_ranges_or_no_parts_is_refused():
+    with pytest.raises(ValueError, match="ranges must be Ranges, got tuple"):
+        Partition((0, 3))
+    with pytest.raises(ValueError, match="the number of parts must be at least 1, got 0"):
+        Ranges.even(3, 0)

@@ -58,6 +58,22 @@ def test_a_rank_takes_the_gpu_of_its_number_on_the_host_or_the_cpu(monkeypatch, 
     assert own_device(device_type) == device
 
 
+@pytest.mark.parametrize(
+    "device_type", ["gpu", "cuda:0", torch.device("cuda", 0)]
+)  # the last two are one GPU for all ranks
+def test_what_names_no_type_of_device_is_refused(device_type):
+    with pytest.raises(ValueError, match="^device_type must be one of cuda, cpu, got "):
+        own_device(device_type)
+
+
+def test_what_is_no_sharding_config_is_refused():
+    with (
+        pytest.raises(ValueError, match="config must be a ShardingConfig, got {'model': 2}"),
+        started({"model": 2}, "cpu"),
+    ):
+        pass
+
+
 def test_more_ranks_of_a_host_than_gpus_are_refused(monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "2")
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)

@@ -104,6 +104,15 @@ def test_a_rollout_leaves_scores_by_lead_time_and_a_picture(trained, evaluated, 
     assert f"written: {folder / 'rollout.png'}" in capsys.readouterr().out
 
 
+def test_a_checkpoint_that_ranks_left_in_a_folder_is_refused_with_the_way_to_a_file(refusal, tmp_path):
+    (tmp_path / "best").mkdir()
+    (tmp_path / "best" / ".metadata").write_bytes(b"of ranks")
+    said = refusal(f"checkpoint={tmp_path / 'best.pt'}")
+    assert said.startswith(
+        f"anemoi_gt.evaluate: a checkpoint must be one file, {tmp_path / 'best'} is that of several ranks"
+    )
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -2,7 +2,8 @@
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -30,6 +31,17 @@ def raise_together(problem: str | None, group: dist.ProcessGroup, error: type[Ex
     wrong = [rank for rank, said in enumerate(problems) if said is not None]
     if wrong:
         raise error(f"{_ranks(wrong)}: {problems[wrong[0]]}")
+
+
+@contextmanager
+def agreed(group: dist.ProcessGroup) -> Iterator[None]:
+    """Raise on all ranks the ValueError that one of them raises in the block, where nothing is collective. Collective at its end."""
+    problem = None
+    try:
+        yield
+    except ValueError as error:
+        problem = str(error)
+    raise_together(problem, group)
 
 
 def check_same(values: Mapping[str, Any], group: dist.ProcessGroup) -> None:
@@ -126,7 +138,9 @@ def fingerprint(*tensors: Tensor) -> str:
     digest = hashlib.sha256()
     for tensor in tensors:
         digest.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
-        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+        flat = tensor.detach().cpu().contiguous().flatten()
+        flat = flat.as_strided(flat.shape, (1,))  # a lone number may have any stride, which cannot be viewed as bytes
+        digest.update(flat.view(torch.uint8).numpy().data)
     return digest.hexdigest()[:16]
 
 

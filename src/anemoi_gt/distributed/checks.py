@@ -1,11 +1,21 @@
 """What partitions and edges of a rank must be. The only place that words these errors."""
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from anemoi_gt.distributed.agreement import fingerprint
-from anemoi_gt.distributed.partition import Partition
+from anemoi_gt.distributed.partition import Partition, described
 from anemoi_gt.graph.checks import INDEX_DTYPES
+
+
+def check_member(group: dist.ProcessGroup) -> None:
+    """Raise unless `group` is a process group that this rank belongs to."""
+    if not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0:
+        raise ValueError(
+            f"group must be a ProcessGroup that this rank belongs to, got {type(group).__name__}; "
+            "torch.distributed.group.WORLD is that of all ranks, mesh.get_group('model') one of a mesh"
+        )
 
 
 def check_partitions(sources: Partition, destinations: Partition, sizes: tuple[int, int], parts: int) -> None:
@@ -17,10 +27,8 @@ def check_partitions(sources: Partition, destinations: Partition, sizes: tuple[i
             raise ValueError(f"{name} must be a partition of {size} nodes, got one of {partition.size}")
 
 
-def describe(partition: Partition | None) -> str:
+def describe(partition: Partition) -> str:
     """A short text that two ranks share when their partitions are the same."""
-    if partition is None:
-        return "default"
     if not isinstance(partition, Partition):
         raise ValueError(f"sources and destinations must be Partitions, got {type(partition).__name__}")
     order = "by number" if partition.order is None else f"order {fingerprint(partition.order)}"
@@ -39,8 +47,8 @@ def check_own_rows(name: str, rows: Tensor, dim: int, count: int, kind: str) -> 
 
 def misplaced(edge_index: Tensor, sources: Partition, destinations: Partition, rank: int) -> str | None:
     """What is wrong with the edges [2, E] that `rank` holds, which must all end in its own nodes; or None."""
-    if edge_index.dim() != 2 or edge_index.shape[0] != 2:
-        return f"edge_index must have shape [2, E], got {tuple(edge_index.shape)}"
+    if not isinstance(edge_index, Tensor) or edge_index.dim() != 2 or edge_index.shape[0] != 2:
+        return f"edge_index must have shape [2, E], got {described(edge_index)}"
     if edge_index.dtype not in INDEX_DTYPES:
         return f"edge_index must be int32 or int64, got {edge_index.dtype}"
     for name, index, size in zip(
@@ -58,8 +66,7 @@ def misplaced(edge_index: Tensor, sources: Partition, destinations: Partition, r
 
 def misnumbered(edge_index: Tensor, numbers: Tensor | None) -> str | None:
     """What is wrong with the numbers in the whole graph of the edges [2, E] of a rank; or None."""
-    if numbers is None or (tuple(numbers.shape) == (edge_index.shape[1],) and numbers.dtype == torch.int64):
+    shape, is_tensor = (edge_index.shape[1],), isinstance(numbers, Tensor)
+    if numbers is None or (is_tensor and tuple(numbers.shape) == shape and numbers.dtype == torch.int64):
         return None
-    return (
-        f"numbers must be int64 [{edge_index.shape[1]}], one for each edge, got {numbers.dtype} {tuple(numbers.shape)}"
-    )
+    return f"numbers must be int64 [{shape[0]}], one for each edge, got {described(numbers)}"

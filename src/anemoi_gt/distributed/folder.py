@@ -28,6 +28,22 @@ def find_run(last: Path) -> Path | None:
     return last if last.exists() else find_checkpoint(sharded(last))
 
 
+def require_file(path: Path) -> None:
+    """Raise a ValueError when a checkpoint that one process is to read is there as a folder of several ranks alone, and say the way out.
+
+    Parameters
+    ----------
+    path : Path
+        The file, or the folder in its place.
+    """
+    found = None if path.is_file() else find_checkpoint(sharded(path))
+    if found is not None:
+        raise ValueError(
+            f"a checkpoint must be one file, {found} is that of several ranks, who leave best.pt when their run ends; "
+            f"python -m torch.distributed.checkpoint.format_utils dcp_to_torch {found} FILE.pt writes one now"
+        )
+
+
 def checkpoint_to_continue(last: Path, writer: str, *, resume: bool) -> Path | None:
     """Return the checkpoint that a run continues from; None: it begins.
 

@@ -21,6 +21,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from anemoi_gt.options import check_whole
 
 AXES = ("data", "model")
+DEVICE_TYPES = ("cuda", "cpu")
 BUCKET_BYTES = 64 * 2**20
 
 
@@ -37,9 +38,10 @@ def make_mesh(device_type: str, model: int) -> DeviceMesh:
     Raises
     ------
     ValueError
-        When the number of ranks is not a multiple of `model`.
+        For another type of device, or when the number of ranks is not a multiple of `model`.
     """
     world = dist.get_world_size()
+    check_device_type(device_type)
     check_whole("sharding.model", model, least=None)
     if model < 1 or world % model:
         raise ValueError(f"sharding.model must divide the number of ranks {world}, got {model}")
@@ -61,8 +63,7 @@ def reduce_gradients(shared: Iterable[Parameter], own: Iterable[Parameter], mesh
     ValueError
         For a mesh with other axes.
     """
-    if mesh.mesh_dim_names != AXES:
-        raise ValueError(f"mesh must have the axes {AXES}, got {mesh.mesh_dim_names}")
+    check_mesh(mesh)
     shared, own = ([parameter for parameter in both if parameter.requires_grad] for both in (shared, own))
     _reduce(shared, mesh, "model", factor=1.0)
     _reduce(shared + own, mesh, "data", factor=1.0 / mesh["data"].size())
@@ -83,7 +84,13 @@ def clip_gradients(shared: Iterable[Parameter], own: Iterable[Parameter], max_no
     -------
     Tensor
         Scalar: the length before; NaN when it is not finite, and then so are the gradients of all ranks.
+
+    Raises
+    ------
+    ValueError
+        For a mesh with other axes.
     """
+    check_mesh(mesh)
     shared, own = list(shared), list(own)
     squares = _squares(own, mesh)
     dist.all_reduce(squares, group=mesh.get_group("model"))
@@ -94,11 +101,34 @@ def clip_gradients(shared: Iterable[Parameter], own: Iterable[Parameter], max_no
 
 
 def sum_loss(loss: Tensor, mesh: DeviceMesh) -> Tensor:
-    """The loss of the whole batch, for the record: summed over model, averaged over data. Collective, without gradient."""
+    """The loss of the whole batch, for the record: summed over model, averaged over data. Collective, without gradient.
+
+    Raises
+    ------
+    ValueError
+        For a mesh with other axes.
+    """
+    check_mesh(mesh)
     total = loss.detach().clone()
     for axis in AXES:
         dist.all_reduce(total, group=mesh.get_group(axis))
     return total / mesh["data"].size()
+
+
+def check_mesh(mesh: DeviceMesh) -> None:
+    """Raise unless `mesh` is one as `make_mesh` lays it out."""
+    if not isinstance(mesh, DeviceMesh):
+        raise ValueError(
+            f"mesh must be a DeviceMesh with the axes {AXES}, as make_mesh makes it, got {type(mesh).__name__}"
+        )
+    if mesh.mesh_dim_names != AXES:
+        raise ValueError(f"mesh must have the axes {AXES}, got {mesh.mesh_dim_names}")
+
+
+def check_device_type(device_type: object) -> None:
+    """Raise unless it names where ranks can compute; a device with a number would be one for all of them."""
+    if device_type not in DEVICE_TYPES:
+        raise ValueError(f"device_type must be one of {', '.join(DEVICE_TYPES)}, got {device_type!r}")
 
 
 def _reduce(parameters: list[Parameter], mesh: DeviceMesh, axis: str, factor: float) -> None:
@@ -119,7 +149,8 @@ def _squares(parameters: list[Parameter], mesh: DeviceMesh) -> Tensor:
 
 
 def _widest(parameters: list[Parameter]) -> torch.dtype:
-    return reduce(torch.promote_types, (parameter.dtype for parameter in parameters))
+    dtypes = [parameter.dtype for parameter in parameters]
+    return reduce(torch.promote_types, dtypes) if dtypes else torch.float32
 
 
 def _gradients(parameters: list[Parameter]) -> list[Tensor]:

@@ -17,11 +17,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from anemoi_gt.distributed.agreement import check_same, fingerprint, raise_together
+from anemoi_gt.distributed.agreement import agreed, check_same, fingerprint
 from anemoi_gt.distributed.attention import attend_after_exchange, attend_by_heads, attend_overlapped
 from anemoi_gt.distributed.checkpoint import RowTable
-from anemoi_gt.distributed.gradients import AXES
-from anemoi_gt.distributed.part import EdgePart, ModelCut, ModelPart, edges_of_model, without_rows
+from anemoi_gt.distributed.gradients import AXES, check_mesh
+from anemoi_gt.distributed.part import EdgePart, ModelCut, ModelPart, edges_of_model, options_of, without_rows
 from anemoi_gt.distributed.partition import Partition
 from anemoi_gt.distributed.shard import GraphShard, HeadShard, shard_edges, shard_graph
 from anemoi_gt.nn import EncoderProcessorDecoder
@@ -116,14 +116,16 @@ def shard_model(
     Raises
     ------
     ValueError
-        On all ranks, when weights, graphs or options are not the same on all of them, or the mappers work in pieces.
+        On all ranks, when weights, graphs or options are not the same on all of them, or the model cannot be divided so.
     """
+    check_mesh(mesh)
     if not isinstance(model, EncoderProcessorDecoder):
         raise ValueError(f"model must be an EncoderProcessorDecoder, got {type(model).__name__}")
     same = {"weights": fingerprint(*model.state_dict().values()), "graphs": fingerprint(*model.buffers())}
+    same |= {"strategy": strategy, "overlap": overlap, "heads, dropout and config of the layers": options_of(model)}
     for axis in AXES:
-        check_same(same | {"strategy": strategy, "overlap": overlap}, mesh.get_group(axis))
-    cut = ModelCut(model, mesh["model"].size(), strategy)
+        check_same(same, mesh.get_group(axis))
+    cut = ModelCut(model, mesh["model"].size(), strategy, mesh.device_type)
     return _hold(model, cut.part(mesh.get_local_rank("model")), mesh, overlap)
 
 
@@ -162,8 +164,9 @@ def scatter_model(
     ValueError
         On all ranks, when the model cannot be divided, or is not on the first rank alone.
     """
+    check_mesh(mesh)
     ranks, (data, place) = mesh.mesh.tolist(), mesh.get_coordinate()
-    cut = _cut_together(model, (data, place) == (0, 0), len(ranks[0]), strategy, group)
+    cut = _cut_together(model, (data, place) == (0, 0), mesh, strategy, group)
     if cut is not None:
         bare = without_rows(model)
         for other, rank in enumerate(ranks[0][1:], 1):  # one at a time: the first rank holds one part beside the whole
@@ -181,19 +184,13 @@ def scatter_model(
 
 
 def _cut_together(
-    model: EncoderProcessorDecoder | None, is_first: bool, parts: int, strategy: str, group: dist.ProcessGroup
+    model: EncoderProcessorDecoder | None, is_first: bool, mesh: DeviceMesh, strategy: str, group: dist.ProcessGroup
 ) -> ModelCut | None:
     """Return the cut model on the first rank, None on the others; or raise on all."""
-    cut, problem = None, None
-    if (model is not None) != is_first:
-        problem = "model must be given on the first rank of the mesh, and be None on the others"
-    elif is_first:
-        try:
-            cut = ModelCut(model, parts, strategy)
-        except ValueError as error:
-            problem = str(error)
-    raise_together(problem, group)
-    return cut
+    with agreed(group):
+        if (model is not None) != is_first:
+            raise ValueError("model must be given on the first rank of the mesh, and be None on the others")
+        return ModelCut(model, mesh["model"].size(), strategy, mesh.device_type) if is_first else None
 
 
 def _hold(model: EncoderProcessorDecoder, part: ModelPart, mesh: DeviceMesh, overlap: bool) -> ModelShard:

@@ -8,17 +8,20 @@ With strategy "heads" a rank attends on the whole graph, so there the structure 
 """
 
 import copy
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from anemoi_gt.distributed.heads import head_ranges
 from anemoi_gt.distributed.partition import Partition, destination_cost
 from anemoi_gt.distributed.shard import STRATEGIES
 from anemoi_gt.graph import GraphStructure
 from anemoi_gt.graph.order import morton_order
-from anemoi_gt.nn import EncoderProcessorDecoder
+from anemoi_gt.nn import EncoderProcessorDecoder, GraphTransformerBaseBlock
+from anemoi_gt.ops.backends import check_counts_heads, choose_backend
 
 HIDDEN = "hidden"
 NODE_ROWS, EDGE_ROWS = ("waves", "trainable"), ("edge_attr", "trainable")
@@ -75,19 +78,24 @@ class ModelCut:
         Ranks that are to share it.
     strategy : {"edges", "heads"}
         As for `shard_graph`.
+    device_type : str
+        Where the ranks will compute.
 
     Raises
     ------
     ValueError
-        For another strategy, or when the mappers of the model work in pieces.
+        For another strategy, when the mappers of the model work in pieces, or with strategy "heads" when a layer cannot be divided by
+        heads, which the first step would find.
     """
 
-    def __init__(self, model: EncoderProcessorDecoder, parts: int, strategy: str):
+    def __init__(self, model: EncoderProcessorDecoder, parts: int, strategy: str, device_type: str):
         if strategy not in STRATEGIES:
             raise ValueError(f"strategy must be one of {', '.join(STRATEGIES)}, got {strategy!r}")
         self.model, self.strategy, self.edges = model, strategy, edges_of_model(model)
         if any(len(getattr(module, "pieces", ())) > 1 for module, _, _ in self.edges.values()):
             raise ValueError("mapper_chunks must be 1 in a model that is sharded: a rank's part is a piece already")
+        if strategy == "heads" and parts > 1:
+            _check_heads(model, parts, device_type)
         self.partitions = _partitions(model, parts)
         self._runs = {path: self._by_owner(module, dst) for path, (module, _, dst) in self.edges.items()}
 
@@ -123,11 +131,29 @@ def edges_of_model(model: EncoderProcessorDecoder) -> dict[str, tuple[nn.Module,
     return found | {f"decoder_edges.{name}": (part, HIDDEN, name) for name, part in model.decoder_edges.items()}
 
 
+def options_of(model: EncoderProcessorDecoder) -> list[tuple]:
+    """Return what ranks must share of the layers of a model beside their weights: heads, dropout, config."""
+    return [(block.num_heads, block.dropout, block.config) for block in _blocks(model)]
+
+
 def without_rows(model: EncoderProcessorDecoder) -> EncoderProcessorDecoder:
     """Return a copy of a model in which no node and no edge has a row; whatever else it has is copied."""
     places = [*model.nodes.values(), *(module for module, _, _ in edges_of_model(model).values())]
     tensors = (tensor for place in places for tensor in (*place.parameters(), *place.buffers()))
     return copy.deepcopy(model, {id(tensor): _emptied(tensor) for tensor in tensors})
+
+
+def _blocks(model: EncoderProcessorDecoder) -> Iterator[GraphTransformerBaseBlock]:
+    return (module for module in model.modules() if isinstance(module, GraphTransformerBaseBlock))
+
+
+def _check_heads(model: EncoderProcessorDecoder, parts: int, device_type: str) -> None:
+    """Raise what `attend_by_heads` would raise on so many ranks."""
+    for block in _blocks(model):
+        head_ranges(block.num_heads, parts)
+        if block.dropout > 0:
+            query = torch.empty(0, block.num_heads, 1, dtype=block.lin_query.weight.dtype, device=device_type)
+            check_counts_heads(choose_backend(block.config.backend, query), block.dropout)
 
 
 def _emptied(tensor: Tensor) -> Tensor:

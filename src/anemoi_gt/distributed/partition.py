@@ -31,7 +31,7 @@ class Ranges:
     Raises
     ------
     ValueError
-        When the bounds do not rise from 0.
+        When the bounds are no tuple of whole numbers that rise from 0.
 
     Examples
     --------
@@ -43,6 +43,8 @@ class Ranges:
     bounds: tuple[int, ...]
 
     def __post_init__(self):
+        if not isinstance(self.bounds, tuple) or not all(isinstance(bound, int) for bound in self.bounds):
+            raise ValueError(f"bounds must be a tuple of int, got {self.bounds!r}")
         falls = any(low > high for low, high in zip(self.bounds, self.bounds[1:], strict=False))
         if len(self.bounds) < 2 or self.bounds[0] != 0 or falls:
             raise ValueError(f"bounds must rise from 0, with one more than there are ranks, got {self.bounds}")
@@ -54,20 +56,22 @@ class Ranges:
         Parameters
         ----------
         cost : Tensor [N], integer
-            What each number costs; sums stay below 2^63 / parts.
+            What each number costs, 0 at least; sums stay below 2^63 / parts.
         parts : int
             Number of ranks.
 
         Raises
         ------
         ValueError
-            For costs that are no integers, on which ranks could round differently, or no parts.
+            For costs that are no integers, on which ranks could round differently, or negative, or no parts.
         """
         check_whole("the number of parts", parts)
-        if not isinstance(cost, Tensor):
-            raise ValueError(f"cost must be a tensor [N], got {type(cost).__name__}")
+        if not isinstance(cost, Tensor) or cost.dim() != 1:
+            raise ValueError(f"cost must be a tensor [N], got {described(cost)}")
         if cost.is_floating_point():
             raise ValueError(f"cost must be integer, so that every rank finds the same cuts, got {cost.dtype}")
+        if bool((cost < 0).any()):
+            raise ValueError(f"cost must be 0 at least, got {int(cost.min())}")
         before = torch.zeros(cost.shape[0] + 1, dtype=torch.int64, device=cost.device)
         torch.cumsum(cost, 0, out=before[1:])
         targets = before[-1] * torch.arange(parts + 1, device=cost.device)
@@ -80,6 +84,7 @@ class Ranges:
     @classmethod
     def even(cls, size: int, parts: int) -> "Ranges":
         """Cut into parts of equal size; the first take what is left over."""
+        check_whole("the number of parts", parts)
         share, left = divmod(size, parts)
         return cls(tuple(p * share + min(p, left) for p in range(parts + 1)))
 
@@ -122,7 +127,7 @@ class Partition:
     Raises
     ------
     ValueError
-        When the order is not one place for each number of the ranges.
+        When the order does not have each number of the ranges once.
 
     Examples
     --------
@@ -135,10 +140,10 @@ class Partition:
     order: Tensor | None = None
 
     def __post_init__(self):
-        if self.order is not None and tuple(self.order.shape) != (self.ranges.size,):
-            raise ValueError(
-                f"order must hold {self.ranges.size} nodes, one for each place, got {tuple(self.order.shape)}"
-            )
+        if not isinstance(self.ranges, Ranges):
+            raise ValueError(f"ranges must be Ranges, got {type(self.ranges).__name__}")
+        if self.order is not None:
+            self._check_order()
 
     @classmethod
     def balanced(cls, cost: Tensor, parts: int, order: Tensor | None = None) -> "Partition":
@@ -167,6 +172,20 @@ class Partition:
             return torch.arange(own.start, own.stop, device=device)
         return self.order[own].to(device)
 
+    def _check_order(self) -> None:
+        """Raise unless the order is a permutation: with a node twice, another has no owner, and ranks wait for each other's rows."""
+        order, size = self.order, self.ranges.size
+        if not isinstance(order, Tensor) or order.dtype != torch.int64 or tuple(order.shape) != (size,):
+            raise ValueError(
+                f"order must hold {size} nodes, one for each place, int64 [{size}], got {described(order)}"
+            )
+        rising = order.sort().values
+        wrong = (rising != torch.arange(size, device=order.device)).nonzero()
+        if len(wrong):
+            place = int(wrong[0])
+            got = int(rising[place])
+            raise ValueError(f"order must hold each node 0 .. {size - 1} once, sorted it has {got} at place {place}")
+
     def places(self, index: Tensor) -> Tensor:
         """The place on the line of each node of `index` [n], int64."""
         if self.order is None:
@@ -174,6 +193,11 @@ class Partition:
         place = torch.empty_like(self.order)
         place[self.order] = torch.arange(self.size, device=place.device)
         return place.to(index.device)[index.long()]
+
+
+def described(value: object) -> str:
+    """What came, for a message: dtype and shape of a tensor, the type of anything else."""
+    return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
 
 
 def destination_cost(in_degree: Tensor) -> Tensor:

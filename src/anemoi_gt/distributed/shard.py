@@ -16,8 +16,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from anemoi_gt.distributed.agreement import check_same, fingerprint, raise_together
-from anemoi_gt.distributed.checks import check_own_rows, check_partitions, describe, misnumbered, misplaced
+from anemoi_gt.distributed.agreement import agreed, check_same, fingerprint, raise_together
+from anemoi_gt.distributed.checks import (
+    check_member,
+    check_own_rows,
+    check_partitions,
+    describe,
+    misnumbered,
+    misplaced,
+)
 from anemoi_gt.distributed.edges import PlacedEdges, joined, renumbered, structure, within
 from anemoi_gt.distributed.partition import Partition, Ranges, destination_cost
 from anemoi_gt.distributed.rows import RowExchange
@@ -151,15 +158,13 @@ def shard_graph(
         x, edge_attr = x[shard.sources.nodes(shard.rank)], edge_attr[shard.edges]
         y = block(x, shard.graph, edge_attr, exchange=shard.exchange)      # rows of owned destinations
     """
-    check_structure(graph)
+    check_member(group)
+    with agreed(group):
+        check_structure(graph)
+        partitions = {"destinations": destinations, "sources": sources}
+        given = {name: None if nodes is None else describe(nodes) for name, nodes in partitions.items()}
+    check_same({"strategy": strategy, "graph": fingerprint(*graph.state_dict().values())} | given, group)
     parts = dist.get_world_size(group)
-    same = {
-        "strategy": strategy,
-        "graph": fingerprint(*graph.state_dict().values()),
-        "destinations": describe(destinations),
-        "sources": describe(sources),
-    }
-    check_same(same, group)
     if strategy not in STRATEGIES:
         raise ValueError(f"strategy must be one of {', '.join(STRATEGIES)}, got {strategy!r}")
     destinations = destinations or Partition.balanced(destination_cost(graph.colptr.diff()), parts)
@@ -200,8 +205,10 @@ def shard_edges(
     ValueError
         On all ranks, when the partitions are not the same on all of them, or a rank has an edge that does not end in its own nodes.
     """
+    check_member(group)
     rank, parts = dist.get_rank(group), dist.get_world_size(group)
-    given = {"destinations": describe(destinations), "sources": describe(sources)}
+    with agreed(group):
+        given = {"destinations": describe(destinations), "sources": describe(sources)}
     check_same(given | {"whether numbers are given": numbers is not None}, group)
     check_partitions(sources, destinations, (sources.size, destinations.size), parts)
     raise_together(misplaced(edge_index, sources, destinations, rank) or misnumbered(edge_index, numbers), group)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from anemoi_gt.distributed.gradients import make_mesh
+from anemoi_gt.distributed.gradients import check_device_type, make_mesh
 from anemoi_gt.distributed.watch import watched
 from anemoi_gt.options import check_number, check_whole
 
@@ -72,8 +72,9 @@ def own_device(device_type: str) -> torch.device:
     Raises
     ------
     ValueError
-        When this host has no such GPU.
+        For another type of device, or when this host has no such GPU.
     """
+    check_device_type(device_type)
     if device_type != "cuda":
         return torch.device(device_type)
     local, count = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
@@ -103,6 +104,8 @@ def started(config: ShardingConfig, device_type: str) -> Iterator[DeviceMesh]:
     ValueError
         When no launcher started this process, a rank has no GPU of its own, or the ranks cannot be shared out.
     """
+    if not isinstance(config, ShardingConfig):
+        raise ValueError(f"config must be a ShardingConfig, got {config!r}")
     missing = [name for name in TORCHRUN if name not in os.environ]
     if missing:
         raise ValueError(f"several ranks must be started by torchrun, {', '.join(missing)} are not set")
