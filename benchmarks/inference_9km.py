@@ -1,7 +1,7 @@
 """Encoder and decoder of a model at 9 km, without gradients: time, peak memory and correctness, beside anemoi-models.
 
     python benchmarks/inference_9km.py --output benchmarks/results/inference_9km_h200.json
-    python benchmarks/inference_9km.py --grid O8 --refinement 2 --channels 32 --heads 4 --fields 5 --rows 64
+    python benchmarks/inference_9km.py --grid O8 --refinement 2 --channels 32 --heads 4 --fields 5 --rows 16
 
 The defaults are O1280, 6,599,680 points, and icosphere 7; 1024 channels in 16 heads, 11 attributes, bfloat16: the features of the grid
 hold 3.1 times 2^31 numbers. The encoder is a forward mapper, the decoder a backward mapper with the three nearest hidden nodes. Ours are

@@ -22,12 +22,13 @@ ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / name) for name in ("benchmarks", "src", "tests")]
 
 from sharded_model import Case, ShardedModel  # noqa: E402
+from suite.timing import Gpu  # noqa: E402
 
 from anemoi_gt.distributed import RowExchange, make_mesh  # noqa: E402
 from anemoi_gt.distributed.partition import NODE_COST  # noqa: E402
 
 AGREE = {"cuda": 3e-2, "cpu": 1e-4}  # relative, of loss and gradients: bfloat16 on a GPU, float32 on a CPU
-WARM_UP = 3  # also what PyTorch asks for before a capture
+WARM_UP = 3
 MESSAGES = (64, 256, 1024, 4096, 16384, 65536)  # rows that a rank sends to each other one
 
 
@@ -101,16 +102,7 @@ class World:
 
     def replay(self, step: Callable) -> dict:
         """Times of a step captured in a CUDA graph."""
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(WARM_UP):
-                step()
-        torch.cuda.current_stream().wait_stream(side)
-        captured = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(captured, capture_error_mode="thread_local"):  # NCCL's watchdog asks for events meanwhile
-            step()
-        times = self.times(captured.replay, self.work["repeats"])
+        times = self.times(Gpu.record(step, 1), self.work["repeats"])
         return {"ms": statistics.median(times), "ms_all": times, "replayed": True}
 
     def gathered(self, value) -> list:

@@ -21,6 +21,7 @@ from suite.environment import describe
 from anemoi_gt.training.metrics import read_metrics
 
 BACKENDS, SEEDS = ("torch", "triton"), (0, 1)
+WARM_UP = 50  # steps
 
 
 def train(folder: Path, run: tuple[str, str, str, int], options: argparse.Namespace) -> list[dict]:
@@ -29,7 +30,7 @@ def train(folder: Path, run: tuple[str, str, str, int], options: argparse.Namesp
     out = folder / f"{data}_{precision}_{backend}_{seed}"
     overrides = [
         f"data={data}", f"training.precision={precision}", f"attention/backend={backend}", f"training.seed={seed}",
-        f"training.steps={options.steps}", f"hydra.run.dir={out}",
+        f"training.steps={options.steps}", f"training.warmup_steps={min(WARM_UP, options.steps)}", f"hydra.run.dir={out}",
     ]  # fmt: skip
     if data == "era5_uk":
         overrides.append(f"data.path={options.era5}")

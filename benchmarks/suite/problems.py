@@ -111,6 +111,15 @@ def _variants(group: str, grid: str, refinement: int) -> list[Problem]:
     ]
 
 
+def _replays(group: str, grid: str, refinement: int) -> list[Problem]:
+    """The same parts from a CUDA graph beside what the host launches: how much of a time is the host's."""
+    return [
+        replace(problem, name=f"{problem.name}-replay", group=f"{group}-replay", passes=("forward_backward", "replay"))
+        for problem in _model(group, grid, refinement, (64, 32))
+        if problem.passes == ATTENTION
+    ]
+
+
 def _small() -> list[Problem]:
     """Float32 problems that two CPU cores do in seconds."""
     parts = [
@@ -127,6 +136,7 @@ PROBLEMS = {
     for problem in [
         *_model("n320", "N320", 6, (64, 32)),
         *_variants("n320", "N320", 6),
+        *_replays("n320", "N320", 6),
         *_model("o320", "O320", 6, (64, 32)),
         *_model("o96", "O96", 5, (64, 32)),
         *_variants("o96", "O96", 5),

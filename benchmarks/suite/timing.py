@@ -49,7 +49,7 @@ class Gpu:
                 call()
         torch.cuda.current_stream().wait_stream(side)
         captured = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(captured):
+        with torch.cuda.graph(captured, capture_error_mode="thread_local"):  # NCCL's watchdog asks for events meanwhile
             for _ in range(count):
                 call()
         return captured.replay

@@ -35,6 +35,12 @@ def test_variants_differ_from_their_problem_in_one_respect():
         assert changed - {"name", "group", "gradients"} in ({"edge_dim"}, {"batch"}, {"dtype"})
 
 
+def test_what_is_replayed_is_judged_and_timed_without_a_recording_too():
+    replayed = [problem for problem in PROBLEMS.values() if "replay" in problem.passes]
+    assert {f"{part}-n320-c{c}-replay" for part in OFFICIAL for c in (64, 32)} < {problem.name for problem in replayed}
+    assert all("forward_backward" in problem.passes for problem in replayed)
+
+
 @pytest.mark.parametrize("part", OFFICIAL)
 def test_the_floor_is_the_published_one(part):
     """Milliseconds at the 4.27 TB/s at which the table was made, forward and backward."""

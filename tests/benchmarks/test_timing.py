@@ -28,14 +28,18 @@ def order(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: current)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: within(stream.name))
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: graph)
-    monkeypatch.setattr(torch.cuda, "graph", lambda captured: within("capture") if captured is graph else None)
+
+    def capture(captured, capture_error_mode):
+        return within(f"capture, {capture_error_mode}") if captured is graph else None
+
+    monkeypatch.setattr(torch.cuda, "graph", capture)
     return done
 
 
 def test_a_recording_is_captured_after_a_warm_up_on_another_stream(order):
     Gpu.record(lambda: order.append("call"), 2)
     warm_up = ["side waits for current", "enter side", *["call"] * Gpu.WARM_UP, "leave side", "current waits for side"]
-    assert order == [*warm_up, "enter capture", "call", "call", "leave capture"]
+    assert order == [*warm_up, "enter capture, thread_local", "call", "call", "leave capture, thread_local"]
 
 
 def test_a_replay_makes_no_call(order):
