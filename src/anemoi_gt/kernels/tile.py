@@ -178,27 +178,30 @@ def project_tile(channels: int, attributes: int) -> ContractionTile:
 def embed_tile(channels: int, attributes: int) -> ContractionTile:
     """Tile of `embed`.
 
-    Measured: decoder 0.617, encoder 0.051 ms at C = 64 (with the tile of `project`: 0.635, 0.056); 0.404 and 0.035 at C = 32
-    with 128 nodes (with the tile of `project`: 0.551, 0.040).
+    Measured: decoder 0.616, encoder 0.049 ms at C = 64 (with the tile of `project`: 0.635, 0.056); 0.388 and 0.032 at C = 32 with
+    64 nodes and 8 warps (4 warps: 0.509, 0.036; 128 nodes, 8 warps: 0.510, 0.033; 128 nodes, 4 warps: 0.441, 0.032).
     """
     tile = project_tile(channels, attributes)
     if tile.attributes > 32 or channels > tile.channels:
         return tile
     if tile.channels >= 64:
         return replace(tile, tiles=1, num_stages=1)
-    return replace(tile, nodes=128, tiles=1, num_warps=8)
+    return replace(tile, nodes=64, tiles=1, num_warps=8, num_stages=1)
 
 
 def weight_tile(channels: int, attributes: int) -> ContractionTile:
     """Tile of the gradient of W, of which a program takes many.
 
     Measured with heads as the fast axis and 33 programs a head: decoder 0.641, encoder 0.055 ms at C = 64 (64 programs, heads the slow
-    axis: 0.828, 0.066); 0.464 at C = 32 (0.649).
+    axis: 0.828, 0.066). At C = 32 with two warps 0.523, 0.041 (four: 0.549, 0.041; 128 nodes, two: 0.465, 0.050, which costs 16
+    layers of a processor what it spares a decoder).
     """
     tile = project_tile(channels, attributes)
     if tile.attributes > 32 or channels > tile.channels:
         return tile
-    return replace(tile, nodes=64, num_warps=4, num_stages=2 if tile.channels >= 64 else 4)
+    if tile.channels >= 64:
+        return replace(tile, nodes=64, num_warps=4, num_stages=2)
+    return replace(tile, nodes=64, num_warps=2, num_stages=4)
 
 
 CONTRACTIONS = {
