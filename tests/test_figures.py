@@ -77,3 +77,10 @@ def test_every_picture_on_a_page_says_what_it_shows(page):
         picture = (page.parent / name).read_text()
         written += [picture[picture.index("<desc") :].partition(">")[2].partition("<")[0]]
     assert all(len(words) > 20 for words in written), written
+
+
+def test_the_legend_of_the_roofline_names_every_peer_in_full(extension):
+    figures, path = extension("results_figures"), ROOT / "benchmarks" / "results" / "n320_h200.json"
+    results = json.loads(path.read_text())
+    names = re.findall(r"</svg>([^<]+)</span>", figures.legend(results))
+    assert names[:-1] == list(results["peers"].values()) and names[-1].startswith("copy, ")

@@ -4,6 +4,7 @@ import ast
 import importlib
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -149,3 +150,9 @@ def test_docstring_examples_run(path):
     module = importlib.import_module(name)
     result = doctest.testmod(module, extraglobs={"torch": torch, **vars(anemoi_gt)})
     assert result.attempted > 0 and result.failed == 0
+
+
+def test_type_checkers_read_the_hints_of_an_installed_package():
+    project = tomllib.loads((SOURCE.parents[1] / "pyproject.toml").read_text())
+    assert (SOURCE / "py.typed").is_file()
+    assert project["tool"]["setuptools"]["package-data"]["anemoi_gt"] == ["py.typed"]

@@ -10,62 +10,41 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch_geometric.data import HeteroData
-from torch_geometric.nn import TransformerConv
+from support.refusals import raises, refused
 
 from anemoi_gt import (
-    EncoderProcessorDecoder,
     GraphStructure,
     GraphTransformerConv,
-    GraphTransformerProcessorBlock,
     attention_weights,
     edge_attention,
     explain,
     merge,
 )
-from anemoi_gt.data import edges
-from anemoi_gt.data.graphs import hierarchical_graph, icosphere_graph, limited_area_graph
-from anemoi_gt.data.grids import grid, octahedral
-from anemoi_gt.data.icosphere import icosphere, stretched_icosphere
-from anemoi_gt.data.sphere import sphere
-from anemoi_gt.deploy import export_model
-from anemoi_gt.distributed import Partition, ShardingConfig
-from anemoi_gt.integrations.pyg import swap_layers
-from anemoi_gt.nn import (
-    ChunkedInference,
-    ConditionalLayerNorm,
-    GraphTransformerBackwardMapper,
-    GraphTransformerForwardMapper,
-    GraphTransformerProcessor,
-    split_destinations,
+from anemoi_gt.data import attributes, edges
+from anemoi_gt.data.area import area_weights
+from anemoi_gt.data.flows import Flow
+from anemoi_gt.data.graphs import (
+    encoder_processor_decoder,
+    hierarchical_graph,
+    icosphere_graph,
+    limited_area_graph,
+    stretched_graph,
 )
+from anemoi_gt.data.grids import classic, grid, octahedral
+from anemoi_gt.data.icosphere import icosphere, limited_area_icosphere, stretched_icosphere
+from anemoi_gt.data.nodes import Nodes
+from anemoi_gt.data.sphere import sphere
+from anemoi_gt.distributed import Partition, ShardingConfig
 from anemoi_gt.training import Trainer, TrainingConfig
 from anemoi_gt.training.loss import weighted_mse
 
 EDGES = torch.tensor([[3, 0, 2, 1, 0], [0, 2, 0, 2, 0]])
 GRAPH = GraphStructure.from_edge_index(EDGES, (4, 3))
-SQUARE = GraphStructure.from_edge_index(torch.tensor([[1, 2, 0], [0, 1, 2]]), 3)
 RING = torch.tensor([[0, 1, 2], [1, 2, 0]])
 QUERY, KEY = torch.ones(3, 2, 8), torch.ones(4, 2, 8)
 OUT, LSE = torch.ones(3, 2, 8), torch.ones(3, 2)
 X, ATTRIBUTES = torch.ones(3, 16), torch.ones(3, 3)
-SIZES = {"num_heads": 2, "edge_dim": 3}
-BLOCK = {"in_channels": 16, "hidden_dim": 32, "out_channels": 16} | SIZES
-MAPPER = {"in_channels_src": 16, "in_channels_dst": 16, "num_channels": 16} | SIZES
 POINTS = octahedral(4)
-ENCODER = ("data", "to", "hidden")
-MESHED = icosphere_graph(POINTS, refinement=1)
-
-
-def refused(calls):
-    """Parametrise a test over (call, message)."""
-    cases = [pytest.param(call, message, id=message[:60]) for call, message in calls]
-    return pytest.mark.parametrize(("call", "message"), cases)
-
-
-def raises(call, message):
-    with pytest.raises(ValueError, match=message):
-        call()
 
 
 @refused(
@@ -133,147 +112,6 @@ def test_sizes_of_numpy_are_sizes():
 
 @refused(
     [
-        (lambda: GraphTransformerConv(6, 8, heads="2"), "heads must be a whole number, got '2'"),
-        (lambda: GraphTransformerConv(6, 8.0), "out_channels must be a whole number, got 8.0"),
-        (lambda: GraphTransformerConv(0, 8), "in_channels must be at least 1, or -1 .*, got 0"),
-        (lambda: GraphTransformerConv(None, 8), "in_channels must be a whole number, or -1 .*, got None"),
-        (lambda: GraphTransformerConv((6, 6, 6), 8), "in_channels must be a number or a pair"),
-        (lambda: GraphTransformerConv(6, 8, edge_dim=-5), "edge_dim must be at least 1, or None .*, got -5"),
-        (lambda: GraphTransformerConv(6, 8, edge_dim="3"), "edge_dim must be a whole number, or None .*, got '3'"),
-        (lambda: GraphTransformerConv(6, 8, dropout=None), "dropout must be a number, got None"),
-        (lambda: GraphTransformerConv(6, 8, config="torch"), "config must be an AttentionConfig"),
-        (lambda: GraphTransformerConv(16, 8)(None, RING), r"x must be a tensor or a pair .*, got \(NoneType\)"),
-        (lambda: GraphTransformerConv(16, 8)(X.long(), RING), "x_src must be floating point, got torch.int64; cast it"),
-        (
-            lambda: GraphTransformerConv(16, 8)(X.double(), RING),
-            "x_src must have the dtype of the weights, torch.float32, got torch.float64",
-        ),
-        (
-            lambda: GraphTransformerConv(16, 8)(X, RING + 1),
-            "source .* must hold values in 0 .. 2, .* got values from 1 to 3",
-        ),
-        (
-            lambda: GraphTransformerConv(16, 8)(X, RING - 1),
-            "source .* must hold values in 0 .. 2, .* got values from -1 to 1",
-        ),
-        (lambda: swap_layers(None), "model must be a torch.nn.Module, got None"),
-        (lambda: swap_layers(TransformerConv(4, 8), "torch"), "config must be an AttentionConfig"),
-    ]
-)
-def test_layer_names_what_it_cannot_take(call, message):
-    raises(call, message)
-
-
-@refused(
-    [
-        (lambda: block(num_heads=2.0), "num_heads must be a whole number, got 2.0"),
-        (lambda: block(edge_dim=None), "edge_dim must be a whole number, got None"),
-        (lambda: block(hidden_dim="32"), "hidden_dim must be a whole number, got '32'"),
-        (lambda: block(dropout="x"), "dropout must be a number, got 'x'"),
-        (lambda: block(layer_kernels={}), "layer_kernels must have the attributes Linear, .*, got dict without Linear"),
-        (lambda: block(config=None), "config must be an AttentionConfig"),
-        (lambda: block()(X.int(), SQUARE, ATTRIBUTES), "x must be floating point, got torch.int32"),
-        (lambda: block()(X, SQUARE, ATTRIBUTES, cond="c"), "cond must be None, .* got str"),
-        (
-            lambda: ConditionalLayerNorm(16, 4)(X, torch.ones(1, 5)),
-            r"cond must have shape \[..., 3 or 1, 4\], got \(1, 5\)",
-        ),
-        (
-            lambda: ConditionalLayerNorm(16, 4)(X, torch.ones(2, 4)),
-            r"cond must have shape \[..., 3 or 1, 4\], got \(2, 4\)",
-        ),
-        (lambda: processor(num_layers=1.5), "num_layers must be a whole number, got 1.5"),
-        (lambda: processor(checkpoint_groups=1.5), "checkpoint_groups must be a whole number, or None, got 1.5"),
-        (lambda: processor(mlp_hidden_ratio="4"), "mlp_ratio must be a number, got '4'"),
-        (lambda: processor(num_channels=None), "channels must be a whole number, got None"),
-        (lambda: forward_mapper(in_channels_src=0), "in_channels_src must be at least 1, got 0"),
-        (lambda: forward_mapper(in_channels_dst=-1), "in_channels_dst must be at least 1, got -1"),
-        (lambda: backward_mapper(0), "out_channels_dst must be at least 1, got 0"),
-        (lambda: backward_mapper("1"), "out_channels_dst must be a whole number, got '1'"),
-        (lambda: forward_mapper()((X, X), RING, ATTRIBUTES), "graph must be a GraphStructure, got Tensor"),
-        (
-            lambda: forward_mapper()((X, X), [SQUARE], ATTRIBUTES),
-            "at least one piece from split_destinations, got GraphStructure",
-        ),
-        (lambda: split_destinations(RING, 1), "graph must be a GraphStructure, got Tensor"),
-        (lambda: split_destinations(SQUARE, "2"), "num_chunks must be a whole number, got '2'"),
-        (lambda: ChunkedInference(SQUARE, "1"), "num_chunks must be a whole number, got '1'"),
-        (lambda: ChunkedInference(SQUARE, rows=1.5), "rows must be a whole number, got 1.5"),
-    ]
-)
-def test_part_of_a_model_names_what_it_cannot_take(call, message):
-    raises(call, message)
-
-
-def block(**options):
-    return GraphTransformerProcessorBlock(**{**BLOCK, **options})
-
-
-def processor(**options):
-    return GraphTransformerProcessor(**{"num_layers": 2, "num_channels": 16, **SIZES, **options})
-
-
-def forward_mapper(**options):
-    return GraphTransformerForwardMapper(**{**MAPPER, **options})
-
-
-def backward_mapper(out):
-    return GraphTransformerBackwardMapper(out_channels_dst=out, **MAPPER)
-
-
-@refused(
-    [
-        (lambda: model(graph=None), "graph must be a HeteroData, .*, got NoneType"),
-        (lambda: model(graph=HeteroData()), "graph must have nodes 'data' with positions"),
-        (lambda: model(in_channels="2"), "in_channels must be a whole number, got '2'"),
-        (
-            lambda: model(in_channels={"data": "2"}, out_channels={"data": 1}),
-            r"in_channels\['data'\] must be a whole number, got '2'",
-        ),
-        (lambda: model(channels="16"), "channels must be a whole number, got '16'"),
-        (
-            lambda: model(trainable_nodes=None),
-            "trainable must be a whole number, the number of trained features of a node, got None",
-        ),
-        (
-            lambda: model(trainable_edges=1.5),
-            "trainable must be a whole number, the number of trained attributes .*, got 1.5",
-        ),
-        (lambda: model(mapper_chunks="2"), "num_chunks must be a whole number, got '2'"),
-        (lambda: model(config="torch"), "config must be an AttentionConfig"),
-        (lambda: model()(torch.ones(1, 208, 2).long()), "x must be floating point, got torch.int64"),
-        (
-            lambda: model()(torch.ones(1, 208, 2).double()),
-            "x must have the dtype of the weights, torch.float32, got torch.float64",
-        ),
-        (
-            lambda: model(graph=spoiled(MESHED[ENCODER].edge_length * math.nan)),
-            "edge_attr must be finite, got NaN or infinity",
-        ),
-        (lambda: model(graph=spoiled([1.0])), "edge_length of edges .* must be a tensor, got list"),
-        (lambda: export_model(None, torch.ones(1, 208, 2), 1), "model must be a torch.nn.Module, got NoneType"),
-    ]
-)
-def test_model_names_what_it_cannot_take(call, message):
-    raises(call, message)
-
-
-def model(in_channels=2, out_channels=1, **options):
-    graph = options.pop("graph", MESHED)
-    return EncoderProcessorDecoder(
-        graph, in_channels, out_channels, **{"channels": 16, "heads": 2, "num_layers": 1, **options}
-    )
-
-
-def spoiled(edge_length):
-    """The graph with other lengths of its encoder's edges."""
-    graph = icosphere_graph(POINTS, refinement=1)
-    graph[ENCODER].edge_length = edge_length
-    return graph
-
-
-@refused(
-    [
         (lambda: TrainingConfig(steps="5"), "training.steps must be a whole number, got '5'"),
         (lambda: TrainingConfig(steps=2.5), "training.steps must be a whole number, got 2.5"),
         (lambda: TrainingConfig(batch_size=True), "training.batch_size must be a whole number, got True"),
@@ -323,7 +161,56 @@ def test_run_names_what_it_cannot_take(call, message):
             lambda: sphere("O4", train_size=1, valid_size=1, test_size=1, lead_time=math.inf),
             "lead_time must be positive and finite, in hours, got inf",
         ),
+        (lambda: Nodes("a", [0.0]), "lat must be a vector of numbers, in degrees, got 'a'"),
+        (lambda: Nodes([0.0], [[1.0], [1.0, 2.0]]), "lon must be a vector of numbers, in degrees, got"),
+        (lambda: classic("320"), "n must be a whole number, the number of rows .*, got '320'"),
+        (lambda: icosphere(2, levels=2), r"levels must be one or more of 0 to 2, .* as in \(1, 2\), got 2"),
+        (lambda: icosphere(2, levels=([1],)), "levels must be one or more of 0 to 2"),
+        (lambda: limited_area_icosphere(2, None), "area must be Nodes, .*, got NoneType"),
+        (lambda: limited_area_graph("O4", refinement=2), "nodes must be Nodes, .*, got str"),
+        (lambda: limited_area_graph(POINTS, refinement=1, nearest="a"), "nearest must be a whole number, got 'a'"),
+        (
+            lambda: stretched_graph(None, refinement=1, area_refinement=2, area=(60, 0, 30, 30)),
+            "nodes must be Nodes, .*, got NoneType",
+        ),
+        (lambda: encoder_processor_decoder(POINTS, POINTS), r"mesh must be a Mesh, as icosphere\(5\) .*, got Nodes"),
+        (lambda: edges.grid_spacing("O4"), "nodes must be Nodes, .*, got str"),
+        (lambda: attributes.edge_length("O4", POINTS, RING.numpy()), "source must be Nodes, .*, got str"),
+        (
+            lambda: attributes.edge_length(POINTS, POINTS, RING),
+            r"edge_index must be a NumPy array \[2, E\], got Tensor",
+        ),
+        (
+            lambda: attributes.edge_direction(POINTS, POINTS, np.zeros((2, 3))),
+            r"edge_index must be whole numbers \[2, E\], .* got float64 \(2, 3\)",
+        ),
+        (lambda: area_weights("O4"), "nodes must be Nodes, .*, got str"),
+        (lambda: area_weights(Nodes([1, 1, 2, 2, 50], [1, 1, 2, 3, 9])), "no two in one place, got 5"),
+        (lambda: area_weights(Nodes([0, 0, 0, 0], [0, 90, 180, 270])), "nodes must be at least four, .*, got 4"),
+        (lambda: Flow([1, 0, 0], [0, 1]), r"centre must be a vector \[3\], got \(2,\)"),
+        (lambda: tracer(flows="rotation"), r"flows must be a list of kinds, as \[rotation, .*, got 'rotation'"),
+        (lambda: tracer(flows=3), "flows must be a list of kinds, .*, got 3"),
+        (lambda: tracer(flows=[["rotation"]]), "flows must be one or more of rotation, deformation, got"),
+        (lambda: tracer(seed=-1), "seed must be at least 0, got -1"),
+        (lambda: tracer(seed=None), "seed must be a whole number, got None"),
+        (lambda: tracer().forecast(0, np.zeros((208, 1))), r"output must be a tensor \(208, 1\), .* got ndarray"),
     ]
 )
 def test_data_name_what_they_cannot_take(call, message):
     raises(call, message)
+
+
+def tracer(**options):
+    """The training samples of a small data set."""
+    return sphere("O4", train_size=2, valid_size=1, test_size=1, **options).train
+
+
+@pytest.mark.parametrize("part", ["inputs", "present", "truth", "title"])
+def test_a_sample_that_is_not_there_is_not_made(part):
+    with pytest.raises(IndexError, match=r"sample must be in \[0, 2\), got 2"):
+        getattr(tracer(), part)(2)
+
+
+def test_vectors_of_a_flow_may_be_lists():
+    flow = Flow([1, 0, 0], [0, 1, 0])
+    assert np.isfinite(flow.wind(POINTS.xyz, 0.0)).all()

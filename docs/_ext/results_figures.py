@@ -43,7 +43,20 @@ class Roofline(ResultsFigure):
     def html(self, results: dict) -> str:
         """The panels and their legend."""
         panels = "".join(picture.roofline(results))
-        return f'<div class="figure-svg results-figure">{panels}</div><div class="figure-svg legend-svg">{picture.legend(results)}</div>'
+        return f'<div class="figure-svg results-figure">{panels}</div>{legend(results)}'
+
+
+def legend(results: dict) -> str:
+    """Marks of the roofline with the whole names of what they stand for: text of the page, which breaks on a narrow screen."""
+    marks = [f'<path class="peer{place}" d="{picture.MARKS[place]}"/>' for place in range(len(results["peers"]))]
+    names = list(results["peers"].values())
+    copy = max(results["environment"]["copy_bytes_per_second"]) / 1e12
+    entries = zip([*marks, '<path class="line" d="M-8,0h16"/>'], [*names, f"copy, {copy:.3g} TB/s"], strict=True)
+    items = "".join(
+        f'<span><svg viewBox="-8 -8 16 16" role="img" aria-label="mark of {name}">{mark}</svg>{name}</span>'
+        for mark, name in entries
+    )
+    return f'<div class="figure-svg legend-row">{items}</div>'
 
 
 class Times(ResultsFigure):

@@ -84,5 +84,5 @@ def test_iteration_ends_after_the_last_sample(dataset):
 
 @pytest.mark.parametrize("shape", [(NODES, 1), (1, NODES, 2), (NODES + 1, 2)])
 def test_output_of_another_shape_raises(dataset, shape):
-    with pytest.raises(ValueError, match=r"output must be \(5, 2\)"):
+    with pytest.raises(ValueError, match=r"output must be a tensor \(5, 2\)"):
         dataset.forecast(0, torch.zeros(shape))

@@ -244,7 +244,7 @@ def test_wrong_inputs_are_refused_with_what_came(conv, x, edge_index, edge_attr)
         (lambda: conv(x, "edges", edge_attr), "edge_index must be a GraphStructure, .* got str"),
         (
             lambda: conv((x[0][1:], x[1]), graph, edge_attr),
-            r"key must have 9 rows, one per source node, got \(8, 3, 8\)",
+            r"x_src must have 9 rows, one per source of the graph, got \(8, 6\)",
         ),
         (lambda: reverse(x, graph), "'target_to_source' must come with an edge_index .* got GraphStructure"),
     ]

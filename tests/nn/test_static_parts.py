@@ -84,7 +84,8 @@ def test_poles_rounded_to_float32_are_nodes():
             lambda: StaticNodes(torch.tensor([[50.0, 10.0]])),
             "must lie within .* radians, got up to 50; convert degrees",
         ),
-        (lambda: StaticNodes(torch.tensor([[math.nan, 0.0]])), "must lie within .* radians, got up to nan"),
+        (lambda: StaticNodes(torch.tensor([[math.nan, 0.0]])), "positions must be finite, got NaN"),
+        (lambda: StaticNodes(torch.tensor([[0.0, math.inf]])), "positions must be finite, got NaN or infinity"),
         (lambda: StaticNodes(torch.zeros(4, 3)), r"shape \[N, 2\], .* got torch.float32 \(4, 3\)"),
         (lambda: StaticNodes(torch.zeros(4, 2, dtype=torch.int64)), r"floating point .* got torch.int64 \(4, 2\)"),
         (

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from anemoi_gt.data.nodes import Nodes
+from anemoi_gt.data.nodes import Nodes, check_nodes
 from anemoi_gt.extras import import_extra
 
 
@@ -22,7 +22,14 @@ def area_weights(nodes: Nodes) -> np.ndarray:
     Raises
     ------
     ValueError
-        If two nodes coincide.
+        If two nodes coincide, or they are too few, or all on one circle.
     """
-    areas = import_extra("scipy.spatial", "graphs").SphericalVoronoi(nodes.xyz).calculate_areas()
+    check_nodes(nodes=nodes)
+    voronoi = import_extra("scipy.spatial", "graphs").SphericalVoronoi
+    try:
+        areas = voronoi(nodes.xyz).calculate_areas()
+    except ValueError as error:
+        raise ValueError(
+            f"nodes must be at least four, all over the globe, no two in one place, got {len(nodes)}: {error}"
+        ) from error
     return areas / areas.mean()

@@ -16,7 +16,7 @@ anemoi-graphs 0.9.8, edges/attributes.py, edges/directional.py, normalise.py (de
 
 import numpy as np
 
-from anemoi_gt.data.nodes import Nodes
+from anemoi_gt.data.nodes import Nodes, check_nodes
 
 COINCIDENT = 1e-12  # a shorter horizontal part has no direction
 
@@ -81,8 +81,13 @@ def unit_std(values: np.ndarray) -> np.ndarray:
 
 
 def _check_edges(source: Nodes, destination: Nodes, edge_index: np.ndarray) -> None:
-    if edge_index.ndim != 2 or len(edge_index) != 2:
-        raise ValueError(f"edge_index must be [2, E], sources and destinations, got {edge_index.shape}")
+    check_nodes(source=source, destination=destination)
+    if not isinstance(edge_index, np.ndarray):
+        raise ValueError(f"edge_index must be a NumPy array [2, E], got {type(edge_index).__name__}")
+    if edge_index.ndim != 2 or len(edge_index) != 2 or edge_index.dtype.kind not in "iu":
+        raise ValueError(
+            f"edge_index must be whole numbers [2, E], sources and destinations, got {edge_index.dtype} {edge_index.shape}"
+        )
     for name, nodes, numbers in zip(("source", "destination"), (source, destination), edge_index, strict=True):
         if numbers.size and not 0 <= numbers.min() <= numbers.max() < len(nodes):
             raise ValueError(

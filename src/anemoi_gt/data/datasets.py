@@ -125,10 +125,14 @@ class ForecastDataset(Dataset, ABC):
         IndexError
             If i is not in [0, len).
         """
-        if not 0 <= i < len(self):
-            raise IndexError(f"sample must be in [0, {len(self)}), got {i}")
+        self.check_sample(i)
         change = self.truth(i) - self.reference(i)
         return Sample(self.inputs(i), (change - self.change_mean) / self.change_std)
+
+    def check_sample(self, i: int) -> None:
+        """Raise IndexError unless there is a sample i."""
+        if not 0 <= i < len(self):
+            raise IndexError(f"sample must be in [0, {len(self)}), got {i}")
 
     def forecast(self, i: int, output: Tensor) -> Tensor:
         """Return the forecast that a network's output means.
@@ -151,9 +155,10 @@ class ForecastDataset(Dataset, ABC):
             If output has another shape.
         """
         expected = (len(self.nodes), self.out_channels)
-        if tuple(output.shape) != expected:
+        if not isinstance(output, Tensor) or tuple(output.shape) != expected:
+            got = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
             raise ValueError(
-                f"output must be {expected}, one row per node and one column per variable, got {tuple(output.shape)}"
+                f"output must be a tensor {expected}, one row per node and one column per variable, got {got}"
             )
         return self.add_change(self.reference(i), output)
 

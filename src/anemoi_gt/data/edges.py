@@ -108,6 +108,7 @@ def grid_spacing(nodes: Nodes) -> float:
     ValueError
         If there are fewer than two nodes.
     """
+    check_nodes(nodes=nodes)
     if len(nodes) < 2:
         raise ValueError(f"a spacing needs at least two nodes, got {len(nodes)}")
     distance, _ = _tree(nodes).query(_points(nodes), k=[2], workers=-1)

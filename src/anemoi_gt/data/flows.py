@@ -58,9 +58,9 @@ class Flow:
 
     Parameters
     ----------
-    axis : numpy.ndarray
+    axis : array_like
         [3], unit vector about which everything turns once in a period.
-    centre : numpy.ndarray
+    centre : array_like
         [3], unit vector at right angles to `axis`: where the deformation is centred at time 0.
     deformation : float
         k T, the strength of the deformation; 10 in the test case, 0 for solid-body rotation.
@@ -79,6 +79,11 @@ class Flow:
     period: float = 288.0
 
     def __post_init__(self):
+        for name in ("axis", "centre"):
+            vector = np.asarray(getattr(self, name), dtype=np.float64)
+            if vector.shape != (3,):
+                raise ValueError(f"{name} must be a vector [3], got {vector.shape}")
+            object.__setattr__(self, name, vector)
         gram = np.stack([self.axis, self.centre]) @ np.stack([self.axis, self.centre]).T
         if not np.allclose(gram, np.eye(2), atol=1e-12):
             raise ValueError(f"axis and centre must be unit vectors at right angles, got {self.axis} and {self.centre}")

@@ -31,7 +31,7 @@ from torch_geometric.data import HeteroData
 from anemoi_gt.data import edges
 from anemoi_gt.data.attributes import edge_direction, edge_length, unit_std
 from anemoi_gt.data.icosphere import Mesh, icosphere, limited_area_icosphere, stretched_icosphere
-from anemoi_gt.data.nodes import Nodes
+from anemoi_gt.data.nodes import Nodes, check_nodes
 from anemoi_gt.options import check_whole
 
 DATA, HIDDEN = "data", "hidden"
@@ -98,6 +98,8 @@ def limited_area_graph(
     ValueError
         If an option is out of range, or the mesh is too coarse to have `nearest` nodes over the region.
     """
+    check_nodes(nodes=nodes)
+    check_whole("nearest", nearest)
     mesh = limited_area_icosphere(refinement, nodes, margin)
     if len(mesh.nodes) < max(nearest, 2):
         raise ValueError(
@@ -112,7 +114,7 @@ def stretched_graph(
     *,
     refinement: int,
     area_refinement: int,
-    area: tuple[float, ...],
+    area: Sequence[float],
     margin: float = 100.0,
     encoder_nearest: int = 12,
     nearest: int = 3,
@@ -129,7 +131,7 @@ def stretched_graph(
         Refinement of the icosphere outside the area.
     area_refinement : int
         Refinement inside; the processor has the edges of levels 1 to `area_refinement`.
-    area : tuple of float
+    area : sequence of float
         North, west, south, east in degrees.
     margin : float
         The fine mesh ends this many kilometres outside the data nodes of the area.
@@ -155,6 +157,7 @@ def stretched_graph(
     >>> len(alps["hidden"].x) - len(icosphere_graph(octahedral(96), refinement=4)["hidden"].x)
     60
     """
+    check_nodes(nodes=nodes)
     inside = nodes.inside(area)
     if not inside.any():
         raise ValueError(f"area must hold data nodes, which say where the fine mesh goes, {list(area)} holds none")
@@ -172,7 +175,7 @@ def stretched_graph(
 def hierarchical_graph(
     nodes: Nodes,
     *,
-    refinements: tuple[int, ...] = (5, 4, 3),
+    refinements: Sequence[int] = (5, 4, 3),
     cutoff: float = 0.6,
     nearest: int = 3,
     down_cutoff: float = 1.5,
@@ -187,7 +190,7 @@ def hierarchical_graph(
     ----------
     nodes : Nodes
         The data nodes.
-    refinements : tuple of int
+    refinements : sequence of int
         Refinements of the icospheres, falling; the first is called "hidden", the others "hidden_2", "hidden_3", ...
     cutoff, nearest
         Between data and the finest level, as for `icosphere_graph`.
@@ -251,8 +254,10 @@ def encoder_processor_decoder(nodes: Nodes, mesh: Mesh, *, cutoff: float = 0.6, 
     Raises
     ------
     ValueError
-        If cutoff or nearest is out of range.
+        If mesh is none, or cutoff or nearest is out of range.
     """
+    if not isinstance(mesh, Mesh):
+        raise ValueError(f"mesh must be a Mesh, as icosphere(5) gives one, got {type(mesh).__name__}")
     return _connect({DATA: nodes, HIDDEN: mesh.nodes}, _edges_with_data(nodes, mesh, cutoff, nearest))
 
 

@@ -15,6 +15,7 @@ import re
 from importlib.resources import files
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from anemoi_gt.data.nodes import Nodes
 from anemoi_gt.options import check_whole
@@ -63,12 +64,12 @@ def _legendre(n: int, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return value, before
 
 
-def reduced_gaussian(lengths: np.ndarray) -> Nodes:
+def reduced_gaussian(lengths: ArrayLike) -> Nodes:
     """Return the nodes of the reduced Gaussian grid with these row lengths.
 
     Parameters
     ----------
-    lengths : numpy.ndarray
+    lengths : array_like of int
         Points in each row, north first; the number of rows is the order of the Gaussian latitudes.
 
     Returns
@@ -133,13 +134,14 @@ def classic(n: int) -> Nodes:
     Raises
     ------
     ValueError
-        If the table does not have the grid.
+        If n is no whole number, or the table does not have the grid.
 
     Examples
     --------
     >>> len(classic(320))
     542080
     """
+    check_whole("n", n, least=None, note=", the number of rows between a pole and the equator")
     table = _classic_table()
     if n not in table:
         raise ValueError(
@@ -186,12 +188,12 @@ def grid(name: str) -> Nodes:
     return family(int(match[2]))
 
 
-def regional(lat: np.ndarray, lon: np.ndarray) -> Nodes:
+def regional(lat: ArrayLike, lon: ArrayLike) -> Nodes:
     """Return the latitude-longitude grid over these axes.
 
     Parameters
     ----------
-    lat, lon : numpy.ndarray
+    lat, lon : array_like
         Degrees, [n_lat] and [n_lon]; the order is kept.
 
     Returns

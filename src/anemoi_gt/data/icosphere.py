@@ -21,7 +21,7 @@ from itertools import combinations
 import numpy as np
 
 from anemoi_gt.data.edges import sort_by_destination, within
-from anemoi_gt.data.nodes import Nodes
+from anemoi_gt.data.nodes import Nodes, check_nodes
 from anemoi_gt.options import check_whole
 
 
@@ -173,6 +173,7 @@ def stretched_icosphere(refinement: int, area_refinement: int, area: Nodes, marg
 
 def _over(area: Nodes, nodes: Nodes, margin: float) -> np.ndarray:
     """Return which nodes lie at most `margin` kilometres outside an area."""
+    check_nodes(area=area)
     if len(area) == 0:
         raise ValueError("area must have at least one node, or there is no place for its mesh, got none")
     return within(area, nodes, margin)
@@ -181,8 +182,14 @@ def _over(area: Nodes, nodes: Nodes, margin: float) -> np.ndarray:
 def _refine(refinement: int, levels: Sequence[int]) -> tuple[Mesh, np.ndarray]:
     """Return the icosphere and the number of each vertex in the order of splitting: level l has the first 10 4^l + 2."""
     check_whole("refinement", refinement)
-    if len(levels) == 0 or not set(levels) <= set(range(refinement + 1)):
-        raise ValueError(f"levels must be one or more of 0 to {refinement}, the refinement, got {tuple(levels)}")
+    if (
+        not isinstance(levels, Sequence)
+        or len(levels) == 0
+        or any(level not in range(refinement + 1) for level in levels)
+    ):
+        raise ValueError(
+            f"levels must be one or more of 0 to {refinement}, the refinement, as in (1, 2), got {levels!r}"
+        )
 
     xyz, faces = _icosahedron()
     sides = [_sides(faces)[0]]

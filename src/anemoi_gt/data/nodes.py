@@ -3,9 +3,11 @@
 Angles are degrees where people read them (`lat`, `lon`); everything geometric is computed from unit vectors in float64.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 EARTH_RADIUS = 6.371e6  # m, mean radius
 
@@ -16,15 +18,15 @@ class Nodes:
 
     Parameters
     ----------
-    lat : numpy.ndarray
+    lat : array_like
         Latitudes in degrees north, [N], within [-90, 90]. Kept as float64.
-    lon : numpy.ndarray
+    lon : array_like
         Longitudes in degrees east, [N], any range. Kept as float64.
 
     Raises
     ------
     ValueError
-        If the two are not vectors of one length, hold a non-finite value, or a latitude lies beyond a pole.
+        If the two are not vectors of numbers, of one length, hold a non-finite value, or a latitude lies beyond a pole.
 
     Examples
     --------
@@ -39,9 +41,12 @@ class Nodes:
     lat: np.ndarray
     lon: np.ndarray
 
-    def __post_init__(self):
-        for name in ("lat", "lon"):
-            values = np.array(getattr(self, name), dtype=np.float64)
+    def __init__(self, lat: ArrayLike, lon: ArrayLike):
+        for name, given in (("lat", lat), ("lon", lon)):
+            try:
+                values = np.array(given, dtype=np.float64)
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"{name} must be a vector of numbers, in degrees, got {given!r}") from error
             values.flags.writeable = False
             object.__setattr__(self, name, values)
         if self.lat.ndim != 1 or self.lat.shape != self.lon.shape:
@@ -59,12 +64,12 @@ class Nodes:
         return Nodes(self.lat[index], self.lon[index])
 
     @classmethod
-    def from_xyz(cls, xyz: np.ndarray) -> "Nodes":
+    def from_xyz(cls, xyz: ArrayLike) -> "Nodes":
         """Return the nodes in the directions of some vectors.
 
         Parameters
         ----------
-        xyz : numpy.ndarray
+        xyz : array_like
             [N, 3], of any length but zero.
 
         Raises
@@ -117,12 +122,12 @@ class Nodes:
         sin, cos = np.sin(self.radians[:, 1, None]), np.cos(self.radians[:, 1, None])
         return np.stack([-self.east * sin - self.north * cos, self.east * cos - self.north * sin], axis=1)
 
-    def inside(self, area: tuple[float, ...]) -> np.ndarray:
+    def inside(self, area: Sequence[float]) -> np.ndarray:
         """Return which nodes lie in an area between two parallels and two meridians.
 
         Parameters
         ----------
-        area : tuple of float
+        area : sequence of float
             North, west, south, east in degrees, as ECMWF's archive orders them. The area runs from west eastwards to
             east, over the date line if it lies between, and all the way round where the two are one meridian.
 

@@ -155,7 +155,8 @@ class SphereDataset(ForecastDataset):
         return self.size
 
     def case(self, i: int) -> Case:
-        """Return the problem of sample i."""
+        """Return the problem of sample i; IndexError where there is none, for any number would make one."""
+        self.check_sample(i)
         return draw_case(np.random.default_rng((*self.key, i)), self.flows)
 
     def inputs(self, i: int) -> Tensor:
@@ -205,7 +206,7 @@ class SphereDataset(ForecastDataset):
 
 def sphere(
     grid_name: str = "O24",
-    flows: tuple[str, ...] = ("rotation", "deformation"),
+    flows: Sequence[str] = ("rotation", "deformation"),
     lead_time: float = 12.0,
     train_size: int = 1024,
     valid_size: int = 64,
@@ -218,14 +219,14 @@ def sphere(
     ----------
     grid_name : str
         Grid of the fields, as `grids.grid` takes it.
-    flows : tuple of str
+    flows : sequence of str
         Kinds of flow to draw from: "rotation", "deformation", or both.
     lead_time : float
         Hours from the present to the truth. The flows turn once in 288 h.
     train_size, valid_size, test_size : int
         Numbers of samples.
     seed : int
-        Another seed makes other samples; the same makes the same.
+        At least 0. Another seed makes other samples; the same makes the same.
 
     Returns
     -------
@@ -235,7 +236,7 @@ def sphere(
     Raises
     ------
     ValueError
-        For an unknown kind of flow, a lead time or a size that is not positive.
+        For an unknown kind of flow, a lead time or a size that is not positive, or a negative seed.
 
     Examples
     --------
@@ -243,11 +244,13 @@ def sphere(
     >>> train[0].inputs.shape, train[0].target.shape
     (torch.Size([544, 9]), torch.Size([544, 1]))
     """
-    unknown = sorted(set(flows) - set(DEFORMATION))
-    if unknown or not flows:
+    if isinstance(flows, str) or not isinstance(flows, Sequence):
+        raise ValueError(f"flows must be a list of kinds, as [{', '.join(DEFORMATION)}], got {flows!r}")
+    if not flows or any(kind not in tuple(DEFORMATION) for kind in flows):
         raise ValueError(f"flows must be one or more of {', '.join(DEFORMATION)}, got {list(flows)}")
     for name, size in {"train_size": train_size, "valid_size": valid_size, "test_size": test_size}.items():
         check_whole(name, size)
+    check_whole("seed", seed, least=0)
     check_number("lead_time", lead_time)
     if not 0 < lead_time < np.inf:
         raise ValueError(f"lead_time must be positive and finite, in hours, got {lead_time}")

@@ -17,7 +17,14 @@ from torch import Tensor, nn
 
 from anemoi_gt.config import AttentionConfig, check_config
 from anemoi_gt.graph import GraphStructure
-from anemoi_gt.nn.checks import check_features, check_graph, check_sides
+from anemoi_gt.nn.checks import (
+    check_attributes,
+    check_conditions,
+    check_dtype,
+    check_features,
+    check_nodes,
+    check_sides,
+)
 from anemoi_gt.nn.feed_forward import FeedForward
 from anemoi_gt.nn.layer_kernels import LayerKernels, cast_for_projections, check_kernels
 from anemoi_gt.nn.norm import apply_norm
@@ -130,7 +137,7 @@ class GraphTransformerBaseBlock(nn.Module):
             What the residual connection adds.
         """
         query = self.make_query(dst)
-        edges = self.edge_pre_mlp(edge_attr), self.lin_edge.weight, self.lin_edge.bias
+        edges = self.edge_operands(edge_attr)
         options = {"dropout_p": self.dropout if self.training else 0.0, "config": self.config}
         if isinstance(graph, GraphStructure):
             out, _ = edge_attention(query, *self.key_value(src), graph, *edges, **options)
@@ -155,6 +162,14 @@ class GraphTransformerBaseBlock(nn.Module):
     def key_value(self, src: Tensor) -> tuple[Tensor, Tensor]:
         """Return key and value [..., heads, C] of normed features [..., in_channels] of any sources."""
         return self.k_norm(self._heads(self.lin_key(src))), self._heads(self.lin_value(src))
+
+    def edge_operands(self, edge_attr: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return what attention takes of the edges: attributes [.., E, edge_dim], and weight and bias that embed them."""
+        weight = self.lin_edge.weight
+        check_attributes(edge_attr, weight.shape[1])
+        if len(self.edge_pre_mlp):
+            check_dtype("edge_attr", edge_attr, like=weight)
+        return self.edge_pre_mlp(edge_attr), weight, self.lin_edge.bias
 
     def _make_norm(self) -> nn.Module:
         return self.layer_kernels.LayerNorm(normalized_shape=self.channels)
@@ -215,8 +230,8 @@ class GraphTransformerProcessorBlock(GraphTransformerBaseBlock):
         ValueError
             When features, graph and attributes do not fit together.
         """
-        check_graph(graph)
         check_features("x", x, self.channels, like=self.lin_query.weight)
+        check_nodes(graph, x if exchange is None else None, x)
         normed = self.normed(self.layer_norm_attention, x, cond)
         sources = normed if exchange is None else exchange(normed)
         x = x + self.attend(sources, normed, graph, edge_attr)
@@ -292,9 +307,9 @@ class GraphTransformerMapperBlock(GraphTransformerBaseBlock):
         ValueError
             When features, graph and attributes do not fit together.
         """
-        check_graph(graph)
         x_src, x_dst = check_sides(x, (self.channels, self.channels), like=self.lin_query.weight)
-        cond_src, cond_dst = (None, None) if cond is None else cond
+        check_nodes(graph, x_src if exchange is None else None, x_dst)
+        cond_src, cond_dst = check_conditions(cond)
         sources = self.normed(self.layer_norm_attention_src, x_src, cond_src)
         if exchange is not None:
             sources = exchange(sources)

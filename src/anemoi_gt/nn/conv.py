@@ -16,7 +16,7 @@ from torch_geometric.utils import softmax
 from anemoi_gt.config import AttentionConfig, check_config
 from anemoi_gt.graph import GraphStructure
 from anemoi_gt.nn.adjacency import is_adjacency, is_sparse_tensor, read_edges
-from anemoi_gt.nn.checks import check_features
+from anemoi_gt.nn.checks import check_dtype, check_features, check_nodes
 from anemoi_gt.ops import attention_weights, edge_attention
 from anemoi_gt.options import check_probability, check_whole
 
@@ -163,9 +163,10 @@ class GraphTransformerConv(MessagePassing):
             When x, edges and attributes do not fit together.
         """
         x_src, x_dst = self._sides(x)
+        graph, edge_attr = self._edges(edge_index, edge_attr, (x_src.shape[-2], x_dst.shape[-2]))
+        check_nodes(graph, x_src, x_dst)
         query, key, value = self.lin_query(x_dst), self.lin_key(x_src), self.lin_value(x_src)
         query, key, value = (self._split_heads(features) for features in (query, key, value))
-        graph, edge_attr = self._edges(edge_index, edge_attr, (x_src.shape[-2], x_dst.shape[-2]))
 
         if self._is_watched():
             out = self._attend_by_messages(query, key, value, graph, edge_attr)
@@ -226,6 +227,10 @@ class GraphTransformerConv(MessagePassing):
                 raise ValueError(f"{name} must have shape [N, F] or [B, N, F], got {tuple(side.shape)}")
             if linear.in_channels != LAZY:
                 check_features(name, side, linear.in_channels, like=linear.weight)
+            elif side.shape[-1] == 0:
+                raise ValueError(f"{name} must have at least one feature, got {tuple(side.shape)}")
+            else:
+                check_dtype(name, side, like=linear.weight)
         return sides
 
     def _edges(

@@ -69,6 +69,8 @@ class StaticEdges(nn.Module):
     def __init__(self, edge_index: Tensor, edge_attr: Tensor, num_nodes: tuple[int, int], trainable: int = 0):
         super().__init__()
         graph = GraphStructure.from_edge_index(edge_index, num_nodes)
+        if not isinstance(edge_attr, Tensor):
+            raise ValueError(f"edge_attr must be a tensor [{graph.num_edges}, D], got {type(edge_attr).__name__}")
         if edge_attr.dim() != 2 or edge_attr.shape[0] != graph.num_edges or not edge_attr.is_floating_point():
             raise ValueError(
                 f"edge_attr must be floating point of shape [{graph.num_edges}, D], one row per edge, "

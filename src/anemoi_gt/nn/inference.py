@@ -27,7 +27,7 @@ from anemoi_gt.nn.block import (
     GraphTransformerMapperBlock,
     GraphTransformerProcessorBlock,
 )
-from anemoi_gt.nn.checks import check_features, check_rows, check_sides, check_structure
+from anemoi_gt.nn.checks import check_conditions, check_features, check_rows, check_sides, check_structure
 from anemoi_gt.nn.conv import GraphTransformerConv
 from anemoi_gt.nn.mapper import GraphTransformerBackwardMapper, GraphTransformerBaseMapper
 from anemoi_gt.nn.norm import apply_norm
@@ -44,6 +44,7 @@ class _Stages:
     """What a layer does with rows of nodes, before and after its attention; `cond` is None or as many rows."""
 
     sides: Callable[..., tuple[Tensor, Tensor]]  # x as the layer takes it to x_src, x_dst, checked as it does
+    conditions: Callable[..., tuple[Tensor | None, Tensor | None]]  # cond as the layer takes it to cond_src, cond_dst
     sources: Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]]  # x_src, cond to key, value
     query: Callable[[Tensor, Tensor | None], Tensor]  # x_dst, cond to query
     finish: Callable[[Tensor, Tensor, Tensor | None], Tensor]  # x_dst, out, cond to the result
@@ -143,7 +144,7 @@ class ChunkedInference:
             return x
         stages = _stages(layer)
         x_src, x_dst = stages.sides(x)
-        cond_src, cond_dst = (cond, cond) if cond is None or isinstance(cond, Tensor) else cond
+        cond_src, cond_dst = stages.conditions(cond)
         sizes = self.graph.num_src, self.graph.num_dst, self.graph.num_edges
         check_rows(sizes, x_src=x_src, x_dst=x_dst, edge_attr=edge_attr, cond_src=cond_src, cond_dst=cond_dst)
         key, value = self._by_rows(
@@ -204,6 +205,11 @@ def _take(rows: Tensor | None, block: slice) -> Tensor | None:
     return rows if rows is None or rows.shape[-2] == 1 else rows[..., block, :]
 
 
+def _for_both(cond: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """The condition of sources and destinations where they are the same nodes."""
+    return cond, cond
+
+
 def _with_rows(like: Tensor, num_rows: int, nodes: int) -> Tensor:
     """Memory for as many rows as there are, each as in `like`."""
     size = list(like.shape)
@@ -228,9 +234,12 @@ def _stages(layer: nn.Module) -> _Stages:
 
 
 def _stages_of_conv(conv: GraphTransformerConv) -> _Stages:
-    def sources(x, cond):
+    def conditions(cond):
         if cond is not None:
-            raise ValueError(f"cond must be None, for GraphTransformerConv has no norms, got {tuple(cond.shape)}")
+            raise ValueError(f"cond must be None, for GraphTransformerConv has no norms, got {type(cond).__name__}")
+        return None, None
+
+    def sources(x, cond):
         return conv._split_heads(conv.lin_key(x)), conv._split_heads(conv.lin_value(x))
 
     def edges(graph, attr):
@@ -239,6 +248,7 @@ def _stages_of_conv(conv: GraphTransformerConv) -> _Stages:
 
     return _Stages(
         sides=conv._sides,
+        conditions=conditions,
         sources=sources,
         query=lambda x, cond: conv._split_heads(conv.lin_query(x)),
         finish=lambda x, out, cond: conv._add_skip(conv._join_heads(out), x),
@@ -267,10 +277,11 @@ def _stages_of_block(block: GraphTransformerBaseBlock) -> _Stages:
 
     return _Stages(
         sides=sides,
+        conditions=check_conditions if is_mapper else _for_both,
         sources=lambda x, cond: block.key_value(block.normed(norm_src, x, cond)),
         query=lambda x, cond: block.make_query(block.normed(block.layer_norm_attention, x, cond)),
         finish=finish,
-        edges=lambda graph, attr: (block.edge_pre_mlp(attr), block.lin_edge.weight, block.lin_edge.bias),
+        edges=lambda graph, attr: block.edge_operands(attr),
         config=block.config,
     )
 
@@ -280,6 +291,7 @@ def _stages_of_mapper(mapper: GraphTransformerBaseMapper) -> _Stages:
     extract = mapper.node_data_extractor if isinstance(mapper, GraphTransformerBackwardMapper) else nn.Identity()
     return _Stages(
         sides=mapper.check_sides,
+        conditions=inner.conditions,
         sources=lambda x, cond: inner.sources(mapper.emb_nodes_src(x), cond),
         query=lambda x, cond: inner.query(mapper.emb_nodes_dst(x), cond),
         finish=lambda x, out, cond: extract(inner.finish(mapper.emb_nodes_dst(x), out, cond)),

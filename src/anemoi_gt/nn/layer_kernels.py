@@ -58,3 +58,10 @@ def check_kernels(kernels: object) -> None:
             f"layer_kernels must have the attributes {', '.join(names)}, as LayerKernels(...) does, got "
             f"{type(kernels).__name__} without {', '.join(missing)}"
         )
+    for name in names:
+        maker = getattr(kernels, name)
+        if not callable(maker) or isinstance(maker, nn.Module):
+            raise ValueError(
+                f"layer_kernels.{name} must be a class, or a function that makes a module, such as "
+                f"torch.nn.{'GELU' if name == 'Activation' else 'LayerNorm' if 'Norm' in name else 'Linear'}, got {maker!r}"
+            )

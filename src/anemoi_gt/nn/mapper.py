@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from anemoi_gt.graph import GraphStructure
 from anemoi_gt.nn.block import GraphTransformerMapperBlock
-from anemoi_gt.nn.checks import check_sides, check_structure
+from anemoi_gt.nn.checks import check_conditions, check_sides, check_structure
 from anemoi_gt.nn.chunks import Chunk
 from anemoi_gt.nn.feed_forward import hidden_width
 from anemoi_gt.nn.recompute import recompute
@@ -104,7 +104,7 @@ class GraphTransformerBaseMapper(nn.Module):
         """
         self.check_sides(x)
         chunks = _pieces_of(graph)
-        cond_src, cond_dst = (None, None) if cond is None else cond
+        cond_src, cond_dst = cond = check_conditions(cond)
         chunks[0].check_rows(x_src=x[0], x_dst=x[1], edge_attr=edge_attr, cond_src=cond_src, cond_dst=cond_dst)
         drops = self.training and self.proc.dropout > 0
         if drops and len(chunks) > 1:
@@ -121,12 +121,11 @@ class GraphTransformerBaseMapper(nn.Module):
         return check_sides(x, (self.in_channels_src, self.in_channels_dst), like=self.emb_nodes_dst.weight)
 
     def map_chunk(
-        self, chunk: Chunk, x: tuple[Tensor, Tensor], edge_attr: Tensor, cond: tuple[Tensor, Tensor] | None
+        self, chunk: Chunk, x: tuple[Tensor, Tensor], edge_attr: Tensor, cond: tuple[Tensor | None, Tensor | None]
     ) -> Tensor:
         """Return what the destinations of one piece get: [..., N_dst of the piece, num_channels]."""
         x_src, x_dst = self.emb_nodes_src(chunk.sources(x[0])), self.emb_nodes_dst(chunk.destinations(x[1]))
-        if cond is not None:
-            cond = _by_node(cond[0], chunk.sources), _by_node(cond[1], chunk.destinations)
+        cond = _by_node(cond[0], chunk.sources), _by_node(cond[1], chunk.destinations)
         _, x_dst = self.proc((x_src, x_dst), chunk.graph, chunk.attributes(edge_attr), cond=cond)
         return x_dst
 
@@ -182,7 +181,7 @@ class GraphTransformerBackwardMapper(GraphTransformerBaseMapper):
         self.node_data_extractor = nn.Sequential(nn.LayerNorm(channels), nn.Linear(channels, out_channels_dst))
 
     def map_chunk(
-        self, chunk: Chunk, x: tuple[Tensor, Tensor], edge_attr: Tensor, cond: tuple[Tensor, Tensor] | None
+        self, chunk: Chunk, x: tuple[Tensor, Tensor], edge_attr: Tensor, cond: tuple[Tensor | None, Tensor | None]
     ) -> Tensor:
         """Return what the destinations of one piece get: [..., N_dst of the piece, out_channels_dst]."""
         return self.node_data_extractor(super().map_chunk(chunk, x, edge_attr, cond))
@@ -199,9 +198,24 @@ def _pieces_of(graph: GraphStructure | Sequence[Chunk]) -> tuple[Chunk, ...]:
             "graph must be a GraphStructure, or at least one piece from split_destinations, "
             f"got {', '.join(wrong) or 'none'}"
         )
+    if not _are_all(graph):
+        raise ValueError(
+            "graph must hold all pieces of one split_destinations, in their order, "
+            f"got destinations {[(piece.dst.start, piece.dst.stop) for piece in graph]} of graphs with "
+            f"{[piece.sizes for piece in graph]} sources, destinations and edges"
+        )
     return tuple(graph)
 
 
-def _by_node(cond: Tensor, take: Callable[[Tensor], Tensor]) -> Tensor:
-    """Take the rows of a condition that has one for each node; one row is every node's."""
-    return cond if cond.shape[-2] == 1 else take(cond)
+def _are_all(pieces: Sequence[Chunk]) -> bool:
+    """Whether pieces lie end to end over all destinations of one graph: results are laid side by side."""
+    sizes, starts = pieces[0].sizes, [piece.dst.start for piece in pieces]
+    if sizes is None:
+        return len(pieces) == 1
+    ends = [piece.dst.stop for piece in pieces]
+    return all(piece.sizes == sizes for piece in pieces) and starts == [0, *ends[:-1]] and ends[-1] == sizes[1]
+
+
+def _by_node(cond: Tensor | None, take: Callable[[Tensor], Tensor]) -> Tensor | None:
+    """Take the rows of a condition that has one for each node; one row is every node's, and none is none."""
+    return cond if cond is None or cond.shape[-2] == 1 else take(cond)

@@ -23,7 +23,7 @@ class StaticNodes(nn.Module):
     Raises
     ------
     ValueError
-        When positions are not [N, 2], or a latitude lies beyond a pole, as it does in degrees.
+        When positions are not [N, 2] or not finite, or a latitude lies beyond a pole, as it does in degrees.
 
     Examples
     --------
@@ -33,11 +33,17 @@ class StaticNodes(nn.Module):
 
     def __init__(self, positions: Tensor, trainable: int = 0):
         super().__init__()
+        if not isinstance(positions, Tensor):
+            raise ValueError(
+                f"positions must be a tensor [N, 2], latitude and longitude in radians, got {type(positions).__name__}"
+            )
         if positions.dim() != 2 or positions.shape[1] != 2 or not positions.is_floating_point():
             raise ValueError(
                 "positions must be floating point of shape [N, 2], latitude and longitude in radians, "
                 f"got {positions.dtype} {tuple(positions.shape)}"
             )
+        if not bool(positions.isfinite().all()):
+            raise ValueError("positions must be finite, got NaN or infinity")
         if not bool((positions[:, 0].abs() <= math.pi / 2 + 1e-4).all()):  # a pole in float32 may lie beyond pi / 2
             raise ValueError(
                 f"latitudes must lie within +-pi/2 radians, got up to {float(positions[:, 0].abs().max()):g}; "

@@ -10,6 +10,9 @@ from inspect import signature
 
 from torch import Tensor, nn
 
+from anemoi_gt.nn.checks import check_dtype
+from anemoi_gt.options import check_whole
+
 
 class AutocastLayerNorm(nn.LayerNorm):
     """Layer norm whose output has the dtype of its input, under autocast too, where PyTorch's gives float32.
@@ -41,6 +44,11 @@ class ConditionalLayerNorm(nn.Module):
     condition_shape : int
         Features of the condition.
 
+    Raises
+    ------
+    ValueError
+        When one of them is no whole number, or below 1.
+
     Examples
     --------
     >>> norm = ConditionalLayerNorm(8, condition_shape=3)
@@ -50,6 +58,8 @@ class ConditionalLayerNorm(nn.Module):
 
     def __init__(self, normalized_shape: int, condition_shape: int = 16):
         super().__init__()
+        check_whole("normalized_shape", normalized_shape)
+        check_whole("condition_shape", condition_shape)
         self.norm = nn.LayerNorm(normalized_shape, elementwise_affine=False)
         self.scale = nn.Linear(condition_shape, normalized_shape)
         self.bias = nn.Linear(condition_shape, normalized_shape)
@@ -62,12 +72,19 @@ class ConditionalLayerNorm(nn.Module):
         Raises
         ------
         ValueError
-            When the condition is of another shape.
+            When the features or the condition are of another shape or dtype. Where both have samples these are as many, or
+            one; samples of the condition alone are those of the result.
         """
-        features, rows = self.scale.in_features, x.shape[-2]
+        channels, features = self.scale.out_features, self.scale.in_features
+        if not isinstance(x, Tensor) or x.dim() < 2 or x.shape[-1] != channels:
+            raise ValueError(f"x must have shape [..., N, {channels}], got {_shape(x)}")
+        rows = x.shape[-2]
         shape = cond.shape if isinstance(cond, Tensor) and cond.dim() >= 2 else (0, 0)
         if shape[-1] != features or shape[-2] not in (1, rows):
             raise ValueError(f"cond must have shape [..., {rows} or 1, {features}], got {_shape(cond)}")
+        if not _fits(shape[:-2], x.shape[:-2]):
+            raise ValueError(f"cond must have as many samples as x {_shape(x)}, or one, or none, got {_shape(cond)}")
+        check_dtype("cond", cond, like=self.scale.weight)
         return ((1 + self.scale(cond)) * self.norm(x) + self.bias(cond)).type_as(x)
 
 
@@ -88,6 +105,11 @@ def apply_norm(norm: nn.Module, x: Tensor, cond: Tensor | None) -> Tensor:
             f"cond must be None, for the norms are of class {kind}, which take none; got {_shape(cond)}; "
             "make conditional norms with LayerKernels(LayerNorm=partial(ConditionalLayerNorm, condition_shape=...))"
         ) from error
+
+
+def _fits(samples: tuple[int, ...], of_features: tuple[int, ...]) -> bool:
+    """Whether samples of a condition and of features spread over each other."""
+    return all(1 in pair or pair[0] == pair[1] for pair in zip(samples[::-1], of_features[::-1], strict=False))
 
 
 def _shape(cond: object) -> tuple[int, ...] | str:

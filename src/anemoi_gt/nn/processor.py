@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from anemoi_gt.graph import GraphStructure
 from anemoi_gt.nn.block import GraphTransformerProcessorBlock
+from anemoi_gt.nn.checks import check_features
 from anemoi_gt.nn.feed_forward import hidden_width
 from anemoi_gt.nn.recompute import recompute
 from anemoi_gt.options import check_whole
@@ -82,6 +83,8 @@ class GraphTransformerProcessor(nn.Module):
         -------
         Tensor [N, num_channels] or [B, N, num_channels]
         """
+        first = self.proc[0]
+        check_features("x", x, first.channels, like=first.lin_query.weight)  # groups ask it for its device
         if self.checkpoint_groups is None:
             return _run(self.proc, x, graph, edge_attr, cond)
         layers, groups = len(self.proc), self.checkpoint_groups

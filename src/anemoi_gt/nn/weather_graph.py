@@ -53,7 +53,12 @@ def _fields(graph: HeteroData, source: str, destination: str) -> tuple[torch.Ten
     for name in ("edge_index", *EDGE_ATTRIBUTES):
         if not isinstance(edges[name], torch.Tensor):
             raise ValueError(f"{name} of edges {kind} must be a tensor, got {type(edges[name]).__name__}")
-    num_edges = edges.edge_index.shape[-1]
+    if edges.edge_index.dim() != 2 or edges.edge_index.shape[0] != 2:
+        raise ValueError(
+            f"edge_index of edges {kind} must have shape [2, E], sources and destinations, "
+            f"got {tuple(edges.edge_index.shape)}"
+        )
+    num_edges = edges.edge_index.shape[1]
     for name in EDGE_ATTRIBUTES:
         if edges[name].dim() != 2 or edges[name].shape[0] != num_edges:
             raise ValueError(
