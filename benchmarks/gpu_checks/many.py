@@ -150,12 +150,15 @@ def _random_graph(rng: random.Random, shape: tuple, form: str, dtype: torch.dtyp
 
 
 def _random_edges(rng: random.Random) -> tuple:
-    """Up to 24 nodes a side and 120 edges: spread out, in hubs, or few; as they come, or sorted by destination."""
+    """Up to 24 nodes a side and 120 edges: spread out, in hubs, few, or as many at each destination; as they come, or sorted by it."""
     num_src, num_dst = rng.randint(1, 24), rng.randint(1, 24)
     generator = torch.Generator().manual_seed(rng.getrandbits(40))
-    num_edges = rng.choice((0, 1, rng.randint(2, 16), rng.randint(17, 120)))
+    degree = rng.choice((0, 0, 0, 0, 1, 3))  # 0: of any degree
+    num_edges = degree * num_dst or rng.choice((0, 1, rng.randint(2, 16), rng.randint(17, 120)))
     places = torch.rand(2, num_edges, generator=generator) ** rng.choice((1, 1, 4))  # the fourth power crowds into hubs
     edge_index = (places * torch.tensor([[num_src], [num_dst]])).long()
+    if degree:
+        edge_index[1] = torch.arange(num_edges) % num_dst
     if rng.random() < 0.5:
         edge_index = edge_index[:, edge_index[1].argsort(stable=True)]
     return edge_index, (num_src, num_dst)

@@ -16,6 +16,7 @@ from pathlib import Path
 
 TOOLS = ("memcheck", "racecheck")
 FORMS = ("raw", "raw_without_bias", "embedded", "none")
+EQUAL = ("nearest", "one_each")  # every destination has as many in-edges: kernels of their own
 
 
 def check() -> str:
@@ -64,6 +65,9 @@ def work() -> None:
     for name in ("no_edges", "hub", "shuffled"):
         run(name, (6, 10, 3), "raw", torch.bfloat16, 0.0)
     run("shuffled", (16, 64, 11), "raw", torch.bfloat16, 0.0)
+    for name, dtype in product(EQUAL, dtypes if DEVICE.type == "cuda" else dtypes[1:2]):
+        run(name, (6, 10, 3), "raw", dtype, 0.3)
+    run("nearest", (16, 64, 11), "raw", torch.bfloat16, 0.0)
     run("duplicates", (2, 1100, 3), "raw", torch.bfloat16, 0.0)
     if DEVICE.type == "cuda":
         torch.cuda.synchronize()

@@ -1,12 +1,22 @@
 """Graph-transformer layers for weather models, compatible with Anemoi and PyTorch Geometric."""
 
 from importlib import import_module
+from typing import TYPE_CHECKING
 
 from anemoi_gt.compatibility import UntestedVersionsWarning
 from anemoi_gt.config import AttentionConfig
 from anemoi_gt.graph import GraphStructure
 from anemoi_gt.ops import attention_weights, edge_attention, merge
 from anemoi_gt.version import __version__
+
+if TYPE_CHECKING:  # `__getattr__` tells type checkers nothing
+    from anemoi_gt.nn import (
+        EncoderProcessorDecoder,
+        GraphTransformerConv,
+        GraphTransformerMapperBlock,
+        GraphTransformerProcessorBlock,
+    )
+    from anemoi_gt.provenance import explain, explain_attention
 
 _FROM_PROVENANCE = ("explain", "explain_attention")
 _FROM_NN = (
@@ -18,14 +28,18 @@ _FROM_NN = (
 
 __all__ = [
     "AttentionConfig",
+    "EncoderProcessorDecoder",
     "GraphStructure",
+    "GraphTransformerConv",
+    "GraphTransformerMapperBlock",
+    "GraphTransformerProcessorBlock",
     "UntestedVersionsWarning",
     "__version__",
     "attention_weights",
     "edge_attention",
+    "explain",
+    "explain_attention",
     "merge",
-    *_FROM_PROVENANCE,
-    *_FROM_NN,
 ]
 
 

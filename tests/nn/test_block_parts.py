@@ -3,6 +3,7 @@
 import pytest
 import torch
 from support.differentiate import randomise
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import gelu, layer_norm, linear, relu, sigmoid, silu
 
 from anemoi_gt import GraphStructure
@@ -14,6 +15,7 @@ from anemoi_gt.nn import (
     LayerKernels,
 )
 from anemoi_gt.nn.feed_forward import FeedForward, hidden_width
+from anemoi_gt.nn.norm import norm_in_pieces, wraps
 
 GATES = {"glu": sigmoid, "swiglu": silu, "geglu": gelu, "reglu": relu}
 
@@ -31,6 +33,33 @@ def test_conditional_norm_is_its_formula():
     norm, x, cond = randomise(ConditionalLayerNorm(8, condition_shape=3)), draw(2, 5, 8), draw(2, 1, 3)
     expected = (1 + norm.scale(cond)) * layer_norm(x, (8,)) + norm.bias(cond)
     torch.testing.assert_close(norm(x, cond=cond), expected)
+
+
+@pytest.mark.parametrize("most", [1, 16, 40, 10_000])
+@pytest.mark.parametrize("nodes", [None, 1, 5])
+def test_norms_in_pieces_give_the_bits_of_one(nodes, most):
+    norm, x = randomise(ConditionalLayerNorm(8, condition_shape=3)), draw(2, 5, 8)
+    cond = draw(2, nodes or 1, 3)
+    if nodes is None:
+        norm, cond = randomise(AutocastLayerNorm(8)), None
+    expected = norm(x) if cond is None else norm(x, cond=cond)
+    assert torch.equal(norm_in_pieces(norm, x, cond, most), expected)
+
+
+def test_heads_are_normed_in_pieces_of_nodes():
+    norm, x = randomise(torch.nn.LayerNorm(8)), draw(7, 2, 8)
+    assert torch.equal(norm_in_pieces(norm, x, None, most=48), norm(x))
+
+
+def test_norms_are_cut_where_numbers_pass_32_bits_on_a_gpu():
+    norm = torch.nn.LayerNorm(1024)
+    with FakeTensorMode():
+        most, more, on_cpu = (
+            torch.empty(rows, 1024, device=device)
+            for rows, device in ((2**22 - 1, "cuda"), (2**22, "cuda"), (2**22, "cpu"))
+        )
+    assert wraps(norm, more) and not wraps(norm, most)
+    assert not wraps(norm, on_cpu) and not wraps(torch.nn.Identity(), more)
 
 
 def test_one_row_of_a_condition_is_every_nodes():

@@ -152,7 +152,7 @@ class GraphTransformerBaseBlock(nn.Module):
 
     def make_query(self, dst: Tensor) -> Tensor:
         """Return the query [..., heads, C] of normed features [..., in_channels] of any destinations."""
-        return self.q_norm(self._heads(self.lin_query(dst)))
+        return apply_norm(self.q_norm, self._heads(self.lin_query(dst)))
 
     def combine(self, out: Tensor, dst: Tensor) -> Tensor:
         """Return what the residual connection adds, of the attention's result [..., heads, C] and normed features."""
@@ -161,7 +161,7 @@ class GraphTransformerBaseBlock(nn.Module):
 
     def key_value(self, src: Tensor) -> tuple[Tensor, Tensor]:
         """Return key and value [..., heads, C] of normed features [..., in_channels] of any sources."""
-        return self.k_norm(self._heads(self.lin_key(src))), self._heads(self.lin_value(src))
+        return apply_norm(self.k_norm, self._heads(self.lin_key(src))), self._heads(self.lin_value(src))
 
     def edge_operands(self, edge_attr: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return what attention takes of the edges: attributes [.., E, edge_dim], and weight and bias that embed them."""

@@ -16,6 +16,7 @@ from anemoi_gt.nn.block import GraphTransformerMapperBlock
 from anemoi_gt.nn.checks import check_conditions, check_sides, check_structure
 from anemoi_gt.nn.chunks import Chunk
 from anemoi_gt.nn.feed_forward import hidden_width
+from anemoi_gt.nn.norm import apply_norm
 from anemoi_gt.nn.recompute import recompute
 from anemoi_gt.ops.dropout import draw_seed
 from anemoi_gt.options import check_whole
@@ -184,7 +185,8 @@ class GraphTransformerBackwardMapper(GraphTransformerBaseMapper):
         self, chunk: Chunk, x: tuple[Tensor, Tensor], edge_attr: Tensor, cond: tuple[Tensor | None, Tensor | None]
     ) -> Tensor:
         """Return what the destinations of one piece get: [..., N_dst of the piece, out_channels_dst]."""
-        return self.node_data_extractor(super().map_chunk(chunk, x, edge_attr, cond))
+        x_dst = super().map_chunk(chunk, x, edge_attr, cond)
+        return apply_norm(self.node_data_extractor, x_dst)  # which begins with one
 
 
 def _pieces_of(graph: GraphStructure | Sequence[Chunk]) -> tuple[Chunk, ...]:

@@ -1,5 +1,7 @@
 """Norms that PyTorch does not have: one that gives the dtype back, one whose scale and shift follow a condition.
 
+The only place that calls norms, `apply_norm`, which PyTorch's own are wrong without on very large grids.
+
 normal(x) = (x - mean x) / sqrt(var x + eps)          over the features of a node
 
 AutocastLayerNorm       weight * normal(x) + bias
@@ -8,10 +10,15 @@ ConditionalLayerNorm    (1 + scale(c)) * normal(x) + bias(c)          c is the c
 
 from inspect import signature
 
+import torch
 from torch import Tensor, nn
 
 from anemoi_gt.nn.checks import check_dtype
 from anemoi_gt.options import check_whole
+
+# PyTorch's layer norm for CUDA addresses an input of so many numbers in 32 bits and normalises other rows than those that
+# it was given, without a word: seen with 2.11, reported as pytorch/pytorch#181555.
+WRAPS = 2**32
 
 
 class AutocastLayerNorm(nn.LayerNorm):
@@ -88,8 +95,35 @@ class ConditionalLayerNorm(nn.Module):
         return ((1 + self.scale(cond)) * self.norm(x) + self.bias(cond)).type_as(x)
 
 
-def apply_norm(norm: nn.Module, x: Tensor, cond: Tensor | None) -> Tensor:
-    """Norm `x` under a condition where there is one; ValueError when the norm takes none, or cannot be without."""
+def apply_norm(norm: nn.Module, x: Tensor, cond: Tensor | None = None) -> Tensor:
+    """Norm `x` under a condition where there is one, in pieces where PyTorch cannot in one.
+
+    `norm` is whatever computes each row of `x` [..., F] alone.
+
+    Raises
+    ------
+    ValueError
+        When the norm takes no condition, or cannot be without.
+    """
+    return norm_in_pieces(norm, x, cond, WRAPS // 2) if wraps(norm, x) else _norm(norm, x, cond)
+
+
+def wraps(norm: nn.Module, x: Tensor) -> bool:
+    """Whether PyTorch's layer norm would take other rows than those of `x`; compiled code has kernels of its own."""
+    return x.is_cuda and not isinstance(norm, nn.Identity) and not torch.compiler.is_compiling() and x.numel() >= WRAPS
+
+
+def norm_in_pieces(norm: nn.Module, x: Tensor, cond: Tensor | None, most: int) -> Tensor:
+    """Norm at most so many numbers of `x` at once, or one row of its longest dimension; with a condition, of its nodes."""
+    dim = x.dim() - 2 if cond is not None else max(range(x.dim() - 1), key=x.shape.__getitem__)
+    rows = max(1, most * x.shape[dim] // x.numel())
+    pieces = x.split(rows, dim)
+    shared = cond is None or cond.shape[-2] == 1
+    conditions = [cond] * len(pieces) if shared else cond.split(rows, -2)
+    return torch.cat([_norm(norm, *pair) for pair in zip(pieces, conditions, strict=True)], dim)
+
+
+def _norm(norm: nn.Module, x: Tensor, cond: Tensor | None) -> Tensor:
     options = {} if cond is None else {"cond": cond}
     try:
         return norm(x, **options)

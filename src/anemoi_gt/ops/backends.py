@@ -63,8 +63,9 @@ def check_counts_heads(backend: Backend, dropout_p: float) -> None:
     """Raise ValueError unless a backend's dropout knows the number of a head among all of a layer, where a caller has some of them."""
     if backend is BACKENDS["triton"]:
         raise ValueError(
-            "dropout_p must be 0 for some of the heads on attention backend 'triton', whose kernels count heads from 0, "
-            f"got {dropout_p}; use attention backend 'torch', or strategy 'edges' where ranks share the heads"
+            "dropout_p must be 0 where a call has some of a layer's heads on attention backend 'triton', whose "
+            f"kernels count heads from 0, got {dropout_p}; use attention backend 'torch', or strategy 'edges' where ranks "
+            "share the heads"
         )
 
 
