@@ -181,12 +181,15 @@ def test_readme_and_page_have_the_times_of_an_anemoi_step():
         assert f"| {' | '.join(f'{time:.1f}' for time in times)} |" in page
 
 
-def test_the_page_has_how_far_loss_curves_of_an_anemoi_model_are_apart():
-    results = json.loads((ROOT / "benchmarks" / "results" / "anemoi_curves_h200.json").read_text())
+@pytest.mark.parametrize(
+    ("precision", "name"), [("bf16-mixed", "anemoi_curves_h200.json"), ("16-mixed", "anemoi_curves_16_mixed_h200.json")]
+)
+def test_the_page_has_how_far_loss_curves_of_an_anemoi_model_are_apart(precision, name):
+    found = json.loads((ROOT / "benchmarks" / "results" / name).read_text())[precision]
     page = (ROOT / "docs" / "anemoi.md").read_text()
-    found = results["bf16-mixed"]
     apart = (*found["apart"].values(), found["spread_of_seeds"])
-    assert f"| bf16-mixed | {' | '.join(f'{far:.1e}'.replace('e-0', 'e-') for far in apart)} |" in page
+    assert f"| {precision} | {' | '.join(f'{far:.1e}'.replace('e-0', 'e-') for far in apart)} |" in page
+    assert found["within"]
 
 
 def test_the_page_of_pyg_has_the_times_of_its_models():
