@@ -100,7 +100,8 @@ def test_the_documentation_has_the_times_of_a_gpu():
     root = Path(compile_step.ROOT)
     files = {"block": "compile_step_h200.json", "model": "compile_model_h200.json"}
     found = {
-        part: json.loads((root / "benchmarks/results" / name).read_text())["parts"][part] for part, name in files.items()
+        part: json.loads((root / "benchmarks/results" / name).read_text())["parts"][part]
+        for part, name in files.items()
     }
     page = (root / "docs" / "compile.md").read_text()
     for part, digits in (("block", 2), ("model", 1)):
