@@ -30,6 +30,7 @@ HTML_LINK = re.compile(r'(?:src|href|srcset)="([^"]+)"')
 EXTERNAL = {  # every link to elsewhere, so that a new one is looked at; nothing here reaches the network
     "https://anemoi.readthedocs.io/projects/models",
     "https://docs.pytorch.org/docs/stable/distributed.html",
+    "https://github.com/pytorch/pytorch/issues/181555",
     "https://keepachangelog.com/en/1.1.0/",
     "https://semver.org/spec/v2.0.0.html",
 }
