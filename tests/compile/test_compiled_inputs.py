@@ -55,7 +55,9 @@ def test_attributes_may_come_for_each_sample():
     torch.testing.assert_close(actual, expected)
 
 
-@pytest.mark.parametrize(("name", "message"), [("attr", "edge_attr must have shape"), ("src", "x_src must have 9 rows")])
+@pytest.mark.parametrize(
+    ("name", "message"), [("attr", "edge_attr must have shape"), ("src", "x_src must have 9 rows")]
+)
 def test_rows_that_are_not_there_raise_while_compiling(name, message):
     torch.compiler.reset()
     layer, sample = make_layer("conv"), sample_for("conv", SIZES[0])
