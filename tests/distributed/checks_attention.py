@@ -290,15 +290,15 @@ def under_strategy_heads_attributes_travel_raw(group, verdict):
 def under_autocast_rows_travel_in_its_dtype_and_the_result_is_that_of_one_device(group, verdict):
     problem = make_problem("asymmetric", torch.float32)
     own_src = shard_graph(problem.graph, group).sources.nodes(dist.get_rank(group))
-    start, seen = RowExchange.start, []
+    send, seen = RowExchange.send, []
 
-    def noting(exchange, x):
-        seen.append(x.dtype)
-        return start(exchange, x)
+    def noting(exchange, rows):
+        seen.append(rows.dtype)
+        return send(exchange, rows)
 
     device_type = problem.x_src.device.type
     try:
-        RowExchange.start = noting
+        RowExchange.send = noting
         with torch.autocast(device_type, dtype=torch.bfloat16):
             whole = problem.layer(
                 problem.x_src, problem.x_dst, problem.edge_attr, partial(attend_whole, problem.graph, config=CONFIG)
@@ -311,7 +311,7 @@ def under_autocast_rows_travel_in_its_dtype_and_the_result_is_that_of_one_device
                 )
                 verdict.close(attend.__name__, out.detach().bfloat16(), whole.detach()[own_src].bfloat16())
     finally:
-        RowExchange.start = start
+        RowExchange.send = send
     verdict.same("dtypes", seen, [torch.bfloat16] * 2)
 
 

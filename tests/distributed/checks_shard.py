@@ -81,6 +81,23 @@ def interior_edges_read_owned_sources_only(group, verdict):
         part.validate()
 
 
+@on_ranks(3)
+def every_structure_of_a_rank_reads_attributes_in_the_order_in_which_it_computes(group, verdict):
+    src, dst = GRAPHS["asymmetric"][0]
+    shard = shard_graph(structure("asymmetric"), group)
+    inner, outer = shard.edges[shard.parted].split([shard.interior.num_edges, shard.boundary.num_edges])
+    own = shard.destinations.nodes(shard.rank)
+    for name, edges, part, reading in (
+        ("all", shard.edges, shard.graph, own),
+        ("interior", inner, shard.interior, own),
+        ("boundary", outer, shard.boundary, own[shard.boundary_dst]),
+    ):
+        verdict.that(part.perm is None, f"{name}: attributes must not be looked up")
+        verdict.same(f"{name}: destinations", reading[part.dst.long()], dst[edges])
+        verdict.same(f"{name}: numbers", part.edge_numbers(), edges)
+    verdict.same("interior: sources", shard.sources.nodes(shard.rank)[shard.interior.row.long()], src[inner])
+
+
 @on_ranks(4)
 def every_rank_has_its_share_of_the_cost_and_at_most_one_node_more(group, verdict):
     degree = torch.randint(0, 300, (97,), generator=seeded(4))
@@ -178,6 +195,10 @@ def rows_arrive_in_the_order_in_which_they_were_asked_for(group, verdict):
     batch = torch.randn(3, 9, 2, generator=seeded(0))
     verdict.same("batch", exchange(batch[:, ranges.of(rank)]), batch[:, wanted])
     verdict.same("no features", exchange(torch.zeros(ranges.counts[rank], 0)).shape, (len(wanted), 0))
+    for own in (batch[0, ranges.of(rank)], batch[:, ranges.of(rank)], batch[:, ranges.of(rank)].flip(0)):
+        appended = exchange.append(own)
+        verdict.same("behind own rows", appended, torch.cat([own, exchange(own)], dim=-2))
+        verdict.that(appended.is_contiguous(), "rows must lie one behind the other")
 
 
 @on_ranks(4)
@@ -193,13 +214,21 @@ def gradients_are_summed_in_order_of_ranks(group, verdict):
         total += gradient
     verdict.same("dx", x.grad, total[ranges.of(rank)])
 
+    x = torch.zeros(2, ranges.counts[rank], 2, requires_grad=True)
+    own = torch.randn(2, ranges.counts[rank], 2, generator=seeded(rank))
+    exchange.append(x).backward(torch.cat([own, gradients[rank].expand(2, 8, 2)], dim=1))
+    for gradient in gradients:
+        own += gradient[ranges.of(rank)]
+    verdict.same("dx behind own rows", x.grad, own)
+
 
 @on_ranks(2)
 def a_second_derivative_raises(group, verdict):
     exchange = RowExchange.of_requests(torch.tensor([0, 1]), Ranges((0, 1, 2)), group)
     x = torch.ones(1, 2, requires_grad=True)
-    (gradient,) = torch.autograd.grad(exchange(x).square().sum(), x, create_graph=True)
-    verdict.raises(RuntimeError, "once_differentiable", lambda: gradient.sum().backward())
+    for travel in (exchange, exchange.append):
+        (gradient,) = torch.autograd.grad(travel(x).square().sum(), x, create_graph=True)
+        verdict.raises(RuntimeError, "once_differentiable", lambda gradient=gradient: gradient.sum().backward())
 
 
 @on_ranks(3)

@@ -161,4 +161,5 @@ def _split_edges(shard: EdgeShard, edge_attr: Tensor | None, edge_weight: Tensor
     """Attributes of interior and of boundary edges."""
     if edge_attr is None:
         return None, None
-    return edge_attr.split([shard.interior.num_edges, shard.boundary.num_edges], dim=_dim_of_edges(edge_weight))
+    dim = _dim_of_edges(edge_weight)
+    return edge_attr.index_select(dim, shard.parted).split([shard.interior.num_edges, shard.boundary.num_edges], dim)

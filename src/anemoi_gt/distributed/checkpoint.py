@@ -48,7 +48,8 @@ class RowTable:
     def whole(self, rows: Tensor) -> DTensor:
         """The table [size, F] that the ranks' rows [n, F] make, in pieces. Collective."""
         own = self.pieces.counts[self.mesh.get_local_rank("model")]
-        piece = self.exchange.sum_back(self.exchange.send_back(rows.detach()[self.order]), own)
+        rows = rows.detach()[self.order]
+        piece = self.exchange.sum_back(self.exchange.send_back(rows), rows.new_zeros(own, *rows.shape[1:]))
         shape = torch.Size((self.size, *rows.shape[1:]))
         stride = torch.empty(shape, device="meta").stride()
         return DTensor.from_local(

@@ -51,8 +51,9 @@ def structure(edges: PlacedEdges, src: Tensor, sizes: tuple[int, int]) -> tuple[
     return position, replace(graph, perm=None, program_order=order).with_reverse()
 
 
-def joined(interior: GraphStructure, boundary: GraphStructure, boundary_dst: Tensor) -> GraphStructure:
-    """Interior and boundary edges as one structure: sources owned, then halo; attributes in the order interior, boundary."""
+def joined(interior: GraphStructure, boundary: GraphStructure, boundary_dst: Tensor) -> tuple[Tensor, GraphStructure]:
+    """Sort interior and boundary edges together, sources owned, then halo; return their places among the interior's edges and the
+    boundary's behind them, and a structure that reads attributes in that order."""
     inner, outer = interior.edge_index(), boundary.edge_index()
     outer = torch.stack([outer[0] + interior.num_src, boundary_dst[outer[1]]])
     graph = GraphStructure.from_edge_index(
@@ -60,8 +61,8 @@ def joined(interior: GraphStructure, boundary: GraphStructure, boundary_dst: Ten
         (interior.num_src + boundary.num_src, interior.num_dst),
         edge_id=torch.cat([interior.edge_id, boundary.edge_id]),
     )
-    order = interior.program_order
-    return replace(graph, program_order=None if order is None else order.to(graph.colptr.dtype)).with_reverse()
+    order = None if interior.program_order is None else interior.program_order.to(graph.colptr.dtype)
+    return graph.edge_order().long(), replace(graph, perm=None, program_order=order).with_reverse()
 
 
 def within(places: Tensor | None, own: slice) -> Tensor | None:

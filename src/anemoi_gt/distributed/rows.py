@@ -3,8 +3,9 @@
     forward     y = rows of x that this rank asked for, from their owners
     backward    dx_j = sum over ranks p of dy_j on p, rank 0 first          the transposed exchange, summed in a fixed order
 
-A message carries each row once, so the sum is one addition for each rank, in order of ranks, and repeats bit by bit. Sending and
-waiting are two steps, forward and backward, so that work can be done in between:
+A message carries each row once, so the sum is one addition for each rank, in order of ranks, and repeats bit by bit. `append` puts
+the rows behind own ones, whose gradient is where the sum begins. Sending and waiting are two steps, forward and backward, so that
+work can be done in between:
 
     pending = rows.start(x)        messages leave                 backward:  4. they are waited for and summed
     ...                            work                                      3. backward of this work
@@ -104,21 +105,36 @@ class RowExchange:
         """
         return self.start(x).wait()
 
+    def append(self, x: Tensor) -> Tensor:
+        """Return own rows and the wanted ones behind them. Collective, and so is its backward.
+
+        Parameters
+        ----------
+        x : Tensor [N, F] or [B, N, F]
+            This rank's own rows.
+
+        Returns
+        -------
+        Tensor [N + R, F] or [B, N + R, F]
+        """
+        return _AppendRows.apply(x, self)
+
     def start(self, x: Tensor) -> "Pending":
         """Send own rows and go on. Collective; takes what `__call__` takes."""
-        rows = x.movedim(-2, 0)
-        sent = _SendRows.apply(rows, self)
-        arriving = functional.all_to_all_single(sent.detach(), self.recv_counts, self.send_counts, self.group_name)
-        return Pending(sent, arriving, self)
+        sent = _SendRows.apply(x.movedim(-2, 0), self)
+        return Pending(sent, self.send(sent.detach()), self)
+
+    def send(self, sent: Tensor) -> Tensor:
+        """Start to send rows [S, ...]; return [R, ...], not to be read before it was waited for."""
+        return functional.all_to_all_single(sent, self.recv_counts, self.send_counts, self.group_name)
 
     def send_back(self, y: Tensor) -> Tensor:
         """Start to bring rows [R, ...] home, one for each wanted row; return [S, ...], to be waited for and summed."""
         return functional.all_to_all_single(y.contiguous(), self.send_counts, self.recv_counts, self.group_name)
 
-    def sum_back(self, returning: Tensor, size: int) -> Tensor:
-        """Wait for what `send_back` started and sum it for each own row: [S, ...] to [size, ...], rank 0 first."""
+    def sum_back(self, returning: Tensor, total: Tensor) -> Tensor:
+        """Wait for what `send_back` started, [S, ...], and add it to the own rows of `total` [N, ...], rank 0 first."""
         received = functional.wait_tensor(returning)
-        total = received.new_zeros(size, *received.shape[1:])
         for rows, part in zip(self.send_rows.split(self.send_counts), received.split(self.send_counts), strict=True):
             if rows.shape[0]:
                 total.index_add_(0, rows, part)  # no row twice: one addition each
@@ -148,7 +164,7 @@ class _SendRows(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        return ctx.exchange.sum_back(grad, ctx.size), None
+        return ctx.exchange.sum_back(grad, grad.new_zeros(ctx.size, *grad.shape[1:])), None
 
 
 class _ReceiveRows(torch.autograd.Function):
@@ -163,3 +179,30 @@ class _ReceiveRows(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad):
         return ctx.exchange.send_back(grad), None, None
+
+
+class _AppendRows(torch.autograd.Function):
+    """x [.., N, F] to [.., N + R, F]: one buffer that own rows and what arrives are written to, and one in backward.
+
+    Own rows are copied while messages travel, forward and backward.
+    """
+
+    @staticmethod
+    def forward(ctx, x, exchange):
+        ctx.exchange = exchange
+        own, wanted = x.shape[-2], exchange.num_received
+        arriving = exchange.send(x.movedim(-2, 0).index_select(0, exchange.send_rows))
+        rows = x.new_empty(*x.shape[:-2], own + wanted, x.shape[-1])
+        rows.narrow(-2, 0, own).copy_(x)
+        rows.narrow(-2, own, wanted).copy_(functional.wait_tensor(arriving).movedim(0, -2))
+        return rows
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        exchange, wanted = ctx.exchange, ctx.exchange.num_received
+        own = grad.shape[-2] - wanted
+        returning = exchange.send_back(grad.narrow(-2, own, wanted).movedim(-2, 0))
+        total = grad.narrow(-2, 0, own).clone(memory_format=torch.contiguous_format)
+        exchange.sum_back(returning, total.movedim(-2, 0))
+        return total, None

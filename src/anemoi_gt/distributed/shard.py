@@ -64,9 +64,11 @@ class EdgeShard(GraphShard):
     Attributes
     ----------
     interior : GraphStructure
-        Edges whose sources are owned: from owned sources to owned destinations. Theirs are the first of `edges`.
+        Edges whose sources are owned: from owned sources to owned destinations.
     boundary : GraphStructure
         All others: from the halo to those owned destinations that read it.
+    parted : Tensor [E_own], int64
+        Places in `edges` of the interior's edges, then of the boundary's, in the order in which these two read attributes.
     boundary_dst : Tensor [n], int64
         Which owned destinations those are.
     halo : RowExchange
@@ -75,6 +77,7 @@ class EdgeShard(GraphShard):
 
     interior: GraphStructure
     boundary: GraphStructure
+    parted: Tensor
     boundary_dst: Tensor
     halo: RowExchange
 
@@ -97,7 +100,7 @@ class EdgeShard(GraphShard):
             When `x` has not one row for each owned source.
         """
         check_own_rows("x", x, -2, self.sources.ranges.counts[self.rank], "sources")
-        return torch.cat([x, self.halo(x)], dim=-2)
+        return self.halo.append(x)
 
 
 @dataclass(frozen=True, eq=False)
@@ -244,14 +247,16 @@ def _shard_by_edges(
         outer._replace(dst=compact, program_order=order), halo_number, (len(wanted), len(boundary_dst))
     )
     halo = RowExchange.of_requests(wanted, sources.ranges, group)
+    order, graph = joined(interior, boundary, boundary_dst)
     return EdgeShard(
         rank=rank,
         sources=sources,
         destinations=destinations,
-        edges=torch.cat([interior_edges, boundary_edges]),
-        graph=joined(interior, boundary, boundary_dst),
+        edges=torch.cat([interior_edges, boundary_edges])[order],
+        graph=graph,
         interior=interior,
         boundary=boundary,
+        parted=torch.argsort(order),
         boundary_dst=boundary_dst,
         halo=halo,
     )
