@@ -1,8 +1,7 @@
 """What a pass should cost on many GPUs: fitted to one of them and to messages between two, checked on 2 and more, carried on to grids that
 nobody has measured here.
 
-    python benchmarks/cost_model.py --results benchmarks/results/sharding_h200x2.json benchmarks/results/sharding_replay_h200x2.json \\
-        --halo benchmarks/results/halo_rows.json
+    python benchmarks/cost_model.py --results benchmarks/results/sharding_h200x4.json --halo benchmarks/results/halo_rows.json
 
 The formulas are those of `pass_cost`. Beyond one host, the bandwidth is that of the command line: assumed, not measured.
 """
@@ -18,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / name) for name in ("benchmarks", "src")]
 
 from pass_cost import FITTED, Model, Pass, fit, pass_of, passes_of  # noqa: E402
-from sharding_report import LABELS, merged  # noqa: E402
+from sharding_records import LABELS, merged, replayed  # noqa: E402
 from suite.table import put_into  # noqa: E402
 
 from anemoi_gt.distributed.partition import NODE_COST  # noqa: E402
@@ -35,10 +34,11 @@ HOST_SIZE, NETWORK = 8, 50.0  # GPUs that the measured link joins; GB/s of a GPU
 
 
 def check(model: Model, report: dict) -> list[tuple[dict, float]]:
-    """Measured passes on `CHECKED` ranks, with what the model says, in ms; it was not fitted to them."""
-    found = passes_of(report, ("strong", "sizes", "replay"), CHECKED)
+    """Measured passes on `CHECKED` ranks, and replays of smaller grids on one, with what the model says, in ms; it was not fitted to them."""
+    found = [record for record in passes_of(report, ("sizes",), FITTED) if replayed(record)]
+    found += passes_of(report, ("strong", "sizes", "replay"), CHECKED)
     says = {True: model.device, False: model.milliseconds}
-    return [(record, says[record["part"] == "replay"](pass_of(record))) for record in found]
+    return [(record, says[replayed(record)](pass_of(record))) for record in found]
 
 
 def halo_of(nodes: tuple[int, int], ranks: int, found: list[dict]) -> dict[str, float]:
@@ -84,9 +84,10 @@ def predicted(nodes: tuple[int, int], ranks: int, way: str, found: list[dict], l
 
 def constants(model: Model) -> str:
     """What was fitted, as a sentence."""
+    python = "" if model.launch == model.link.shortest else f", {model.launch:.3f} ms where Python launches it"
     return (
         f"An edge: {1e6 * model.unit:.2f} ns, a node {NODE_COST} times that; lead {model.lead:.1f} ms, host {model.host:.1f} ms; a message "
-        f"at least {model.link.shortest:.3f} ms, {model.link.bandwidth / 1e6:.0f} GB/s; memory {model.fixed:.2f} GB and "
+        f"at least {model.link.shortest:.3f} ms{python}, {model.link.bandwidth / 1e6:.0f} GB/s; memory {model.fixed:.2f} GB and "
         f"{1e9 * model.slope:.0f} B an edge."
     )
 
@@ -95,7 +96,7 @@ def checked(model: Model, report: dict) -> str:
     """A table of measured passes on several ranks beside what the model says."""
     lines = ["| graph and way | GPUs | ms, measured | ms, model | |", "|" + " --- |" * 5]
     for record, ms in check(model, report):
-        name = f"{record['grid']}, {LABELS[record['way']]}" + (", replayed" if record["part"] == "replay" else "")
+        name = f"{record['grid']}, {LABELS[record['way']]}" + ", replayed" * replayed(record)
         lines.append(f"| {name} | {record['ranks']} | {record['ms']:.1f} | {ms:.1f} | {ms / record['ms'] - 1:+.1%} |")
     return "\n".join(lines)
 

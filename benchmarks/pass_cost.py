@@ -1,7 +1,7 @@
 """What a pass of a divided model costs, and how that is fitted to measurements.
 
     device    = unit * work + sum over steps of exposed                     a pass, forward and backward, of the busiest rank, replayed
-    t         = max(host + messages * shortest, lead + device)              the same launched by Python
+    t         = max(host + messages * launch, lead + device)                the same launched by Python
     work      = sum over steps of NODE_COST * destinations + edges          steps: encoder, each processor layer, decoder
     message   = max(shortest, bytes / bandwidth)
     exposed   = 2 messages                          after exchange: forward and backward
@@ -12,12 +12,14 @@
 
 `unit` is fitted to replays on one rank, which leave nothing to the host; `lead` to what the same pass takes longer when Python launches
 it; `host` to smaller passes, which wait for Python; `fixed` and `slope` to the memory of all these; `shortest` and `bandwidth` to messages
-between two. All by least squares of relative errors. So every pass on several ranks is a check.
+between two that were replayed; `launch` to the shorter of those that Python launched. Where no two sizes were replayed, launched ones
+stand for both. All by least squares of relative errors. So every pass on several ranks is a check.
 """
 
 from dataclasses import dataclass
 
 import numpy as np
+from sharding_records import replayed
 
 from anemoi_gt.distributed.partition import NODE_COST
 
@@ -99,6 +101,7 @@ class Model:
     unit: float  # ms for an edge
     lead: float  # ms for a pass
     host: float  # ms for a pass
+    launch: float  # ms for a message
     link: Link
     fixed: float  # GB
     slope: float  # GB for an edge
@@ -109,7 +112,7 @@ class Model:
 
     def launching(self, one: Pass) -> float:
         """Milliseconds that Python needs to launch a pass."""
-        return self.host + one.messages * self.link.shortest
+        return self.host + one.messages * self.launch
 
     def milliseconds(self, one: Pass) -> float:
         """Of a pass that Python launches."""
@@ -145,26 +148,36 @@ def fit(report: dict) -> Model:
     ValueError
         When the results lack a pass, its replay, smaller passes, or messages of two sizes.
     """
-    strong, replayed, sizes = (passes_of(report, (part,), FITTED) for part in ("strong", "replay", "sizes"))
-    messages = [record for record in report["results"] if record["part"] == "exchange" and record["ranks"] in MESSAGES]
-    if not (strong and replayed and sizes) or len({record["message_bytes"] for record in messages}) < 2:
+    strong, replays, sizes = (passes_of(report, (part,), FITTED) for part in ("strong", "replay", "sizes"))
+    sizes = [record for record in sizes if not replayed(record)]
+    messages = passes_of(report, ("exchange",), MESSAGES)
+    launched = [record for record in messages if not replayed(record)]
+    if not (strong and replays and sizes) or len({record["message_bytes"] for record in launched}) < 2:
         raise ValueError(
             "results must hold a pass, its replay and smaller passes on one rank, and messages of two sizes on two, got "
-            f"{len(strong)}, {len(replayed)}, {len(sizes)} and {len(messages)}: run benchmarks/sharding.py with the parts "
+            f"{len(strong)}, {len(replays)}, {len(sizes)} and {len(launched)}: run benchmarks/sharding.py with the parts "
             "strong, replay, sizes and exchange on two ranks"
         )
-    unit = _factor([pass_of(record).work for record in replayed], [record["ms"] for record in replayed])
+    unit = _factor([pass_of(record).work for record in replays], [record["ms"] for record in replays])
     lead = float(np.mean([record["ms"] - unit * pass_of(record).work for record in strong]))
-    waiting = [record["ms"] for record in sizes if record["ms"] > lead + unit * pass_of(record).work]
-    host = _factor([1.0] * len(waiting), waiting) if waiting else 0.0
+    host = _host([(lead + unit * pass_of(record).work, record["ms"]) for record in sizes])
     measured = strong + sizes
     slope, fixed = _line([pass_of(record).work for record in measured], [record["peak_gb"] for record in measured])
-    return Model(unit, lead, host, _link(messages), fixed, slope)
+    by_python, by_device = _link(launched), [record for record in messages if replayed(record)]
+    link = _link(by_device) if len({record["message_bytes"] for record in by_device}) > 1 else by_python
+    return Model(unit, lead, host, by_python.shortest, link, fixed, slope)
 
 
 def passes_of(report: dict, parts: tuple[str, ...], ranks: tuple[int, ...]) -> list[dict]:
-    """The measured passes of our model in these parts of the benchmark, on these numbers of ranks."""
+    """What was measured in these parts of the benchmark, on these numbers of ranks."""
     return [r for r in report["results"] if r["part"] in parts and r["ranks"] in ranks]
+
+
+def _host(known: list[tuple[float, float]]) -> float:
+    """What passes wait for: with the least relative errors of the larger of it and the first of each pair, against the second."""
+    times = [ms for _, ms in sorted(known)]  # the fewer ms a device needs, the sooner a pass waits for Python
+    hosts = [0.0] + [_factor([1.0] * count, times[:count]) for count in range(1, len(times) + 1)]
+    return min(hosts, key=lambda host: sum((max(host, device) / ms - 1) ** 2 for device, ms in known))
 
 
 def _factor(x: list[float], y: list[float]) -> float:

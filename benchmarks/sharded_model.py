@@ -10,6 +10,7 @@ from anemoi_gt import EncoderProcessorDecoder
 from anemoi_gt.data.graphs import icosphere_graph
 from anemoi_gt.data.grids import grid
 from anemoi_gt.distributed.model import shard_model
+from anemoi_gt.training.compiled import compile_blocks
 
 FIELDS = 100  # in and out of the data grid
 WAYS = {
@@ -30,11 +31,17 @@ class Case:
     layers: int
     ranks: int
     way: str
+    compiled: bool = False  # its blocks
 
     @property
     def width(self) -> int:
         """Features of a node."""
         return self.heads * self.channels
+
+    @property
+    def graph(self) -> str:
+        """What its graph is called."""
+        return f"{self.grid}-{self.refinement}"
 
 
 class ShardedModel:
@@ -54,9 +61,13 @@ class ShardedModel:
         self.case = case
         torch.manual_seed(0)
         sizes = {"channels": case.width, "heads": case.heads, "num_layers": case.layers}
-        self.model = EncoderProcessorDecoder(graph, FIELDS, FIELDS, **sizes).to(device)
+        with device:  # weights are drawn where they stay
+            self.model = EncoderProcessorDecoder(graph, FIELDS, FIELDS, **sizes)
+        self.model.to(device)
         strategy, overlap = WAYS[case.way]
         self.cut = shard_model(self.model, mesh, strategy, overlap=overlap)
+        if case.compiled:
+            compile_blocks(self.model)
         num_nodes = graph["data"].x.shape[0]
         own = self.cut.partitions["data"].nodes(self.cut.rank, "cpu")
         fields = torch.randn(num_nodes, FIELDS, generator=torch.Generator().manual_seed(1))

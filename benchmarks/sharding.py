@@ -1,17 +1,20 @@
 """One model on several GPUs: does it compute the same, how much faster is it, how much less memory does a GPU need.
 
-    python benchmarks/sharding.py --ranks 2 --commit HASH --out benchmarks/results/sharding_h200x2.json
-    python benchmarks/sharding.py --ranks 2 --tiny --out FILE       on a CPU, with gloo: everything but NCCL
+    python benchmarks/sharding.py --ranks 4 --commit HASH --out benchmarks/results/sharding_h200x4.json
+    python benchmarks/sharding.py --ranks 2 --tiny --out FILE       on a CPU, with gloo: everything but NCCL and CUDA graphs
 
-Runs one part after the other, each in processes of its own with a limit of time, until the time of all is up; a part that fails is
-reported, and the others go on. Results are written after each part, the picture (SVG, beside the results, for light and dark ground) at the end.
+A job is processes that belong together, with a limit of time; for each number of ranks there is one for our model, whose tasks run one
+after the other, and one for anemoi-models. A job that fails is reported with the task that it was at; what its earlier tasks found is kept,
+and the other jobs go on until the time of all is up. Results are written after each job, the picture (SVG, beside the results, for light
+and dark ground) at the end.
 
     checks      the tests' checks on these ranks
     strong      forward + backward of encoder, processor, decoder on 1, 2, 4 ranks, each way of attending, with overlap and without
-    exchange    messages of several sizes alone
+    replay      the same captured in a CUDA graph, which leaves the host nothing to do
+    exchange    messages of several sizes alone, launched and replayed
+    sizes       smaller grids on every number of ranks, launched and replayed: weak scaling, and what the cost model is fitted to
+    compiled    the same model with its blocks compiled by Inductor, launched and replayed
     anemoi      the same model of anemoi-models with its own sharding, and with our attention in it
-    sizes       smaller grids on every number of ranks: weak scaling, and what the cost model is fitted to
-    replay      the pass captured in a CUDA graph, which leaves the host nothing to do
 
 Nothing is timed before its loss and gradients agree with one rank's.
 """
@@ -34,15 +37,18 @@ ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / name) for name in ("benchmarks", "src", "tests")]
 
 from sharded_model import Case, weather_graph  # noqa: E402
-from sharding_report import draw, drawn, summary  # noqa: E402
+from sharding_records import drawn  # noqa: E402
+from sharding_report import draw, summary  # noqa: E402
 from suite.environment import describe  # noqa: E402
 
-PARTS = ("checks", "strong", "exchange", "anemoi", "sizes", "replay")
+PARTS = ("checks", "strong", "replay", "exchange", "sizes", "compiled", "anemoi")
 CHECKS = ("checks_shard", "checks_attention", "checks_training", "checks_model", "checks_trainer")
 RANKS = (1, 2, 4, 8)
 WAYS = ("after_exchange", "overlapped", "heads")  # the default first
+REPLAYED = WAYS[:2]
 ANEMOI = (("edges", "theirs"), ("heads", "theirs"), ("edges", "ours"))  # its strategy, and whose attention
-SIZES = (("O96", 5), ("O176", 5))
+# O192 on 4 ranks is as much work for each as O96 on 1, and N320 as much as O176.
+SIZES = (("O96", 5), ("O176", 5), ("O192", 6))
 TINY = {"grid": "O8", "refinement": 2, "heads": 4, "channels": 4, "layers": 2, "repeats": 2}
 TINY_SIZES = (("O4", 1),)
 GRACE = 5.0  # s, for the other ranks to end when one has failed
@@ -51,35 +57,62 @@ GRACE = 5.0  # s, for the other ranks to end when one has failed
 class Job(NamedTuple):
     """Processes that belong together."""
 
-    part: str
     name: str
     script: str  # beside this file; "" are checks
     ranks: int
-    work: dict  # what the ranks read
+    tasks: list[dict]  # what the ranks read
 
 
-def jobs(options: argparse.Namespace) -> list[Job]:
-    """Everything that was asked for, in the order in which it runs."""
+def jobs(options: argparse.Namespace, replays: bool) -> list[Job]:
+    """Everything that was asked for, in the order in which it runs; with replays where there are CUDA graphs."""
     counts = [n for n in RANKS if n <= options.ranks]
+    every = [Job(name, "", options.ranks, []) for name in CHECKS if "checks" in options.parts and options.ranks > 1]
+    every += [Job(f"models on {n}", "sharding_rank.py", n, tasks(options, n, replays)) for n in counts]
+    if "anemoi" in options.parts:
+        ends = sorted({counts[0], counts[-1]})
+        every += [Job(f"anemoi on {n}", "sharding_anemoi.py", n, anemoi_tasks(options, n)) for n in ends]
+    return [job for job in every if job.tasks or not job.script]
+
+
+def tasks(options: argparse.Namespace, ranks: int, replays: bool) -> list[dict]:
+    """What so many ranks do with our model; neighbours that differ in nothing but `replayed` share one."""
+    every = []
+    for way in WAYS if ranks > 1 else WAYS[:1]:
+        every.append(_task(options, "strong", ranks, way))
+        every += [_task(options, "replay", ranks, way, replayed=True)] * (way in REPLAYED)
+    if ranks > 1:
+        message = {"part": "exchange", "width": options.heads * options.channels, "layers": options.layers}
+        every.append(message | {"name": "exchange", "replayed": False})
+        every.append(message | {"name": "exchange, replayed", "replayed": True})
+    for grid in TINY_SIZES if options.tiny else SIZES:
+        every += [_task(options, "sizes", ranks, WAYS[0], grid, replayed=replayed) for replayed in (False, True)]
+    every += [
+        _task(options, "compiled", ranks, WAYS[0], replayed=replayed, compiled=True) for replayed in (False, True)
+    ]
+    return [task for task in every if task["part"] in options.parts and (replays or not task["replayed"])]
+
+
+def anemoi_tasks(options: argparse.Namespace, ranks: int) -> list[dict]:
+    """What so many ranks do with the model of anemoi-models."""
+    asked = [(strategy, who) for strategy, who in ANEMOI if ranks > 1 or strategy == "edges"]
+    every = [_task(options, "anemoi", ranks, strategy) | {"who": who} for strategy, who in asked]
+    return [task | {"name": f"{task['name']}, {task['who']}"} for task in every]
+
+
+def _task(
+    options: argparse.Namespace,
+    part: str,
+    ranks: int,
+    way: str,
+    grid: tuple[str, int] | None = None,
+    replayed: bool = False,
+    compiled: bool = False,
+) -> dict:
+    """One case of a part, of the large grid unless another is given."""
     shape = {name: getattr(options, name) for name in ("heads", "channels", "layers")}
-    large, small = [(options.grid, options.refinement)], TINY_SIZES if options.tiny else SIZES
-
-    def model(part: str, ranks: int, way: str, grids=large, script="sharding_rank.py", **more) -> Job:
-        cases = [asdict(Case(grid, level, **shape, ranks=ranks, way=way)) for grid, level in grids]
-        label = " ".join([part, way, *map(str, more.values()), f"on {ranks}"])
-        return Job(part, label, script, ranks, {"cases": cases} | more)
-
-    every = [Job("checks", name, "", options.ranks, {}) for name in CHECKS if options.ranks > 1]
-    every += [model("strong", n, way) for n in counts for way in (WAYS if n > 1 else WAYS[:1])]
-    every += [Job("exchange", f"exchange on {n}", "sharding_rank.py", n, {"exchange": shape}) for n in counts[1:]]
-    for n in sorted({counts[0], counts[-1]}):
-        for strategy, who in ANEMOI:
-            if n > 1 or strategy == "edges":
-                every.append(model("anemoi", n, strategy, script="sharding_anemoi.py", who=who))
-    every += [model("sizes", n, WAYS[0], small) for n in counts]
-    if torch.cuda.is_available():
-        every += [model("replay", n, way, replay="replay") for n in counts for way in WAYS[: 2 if n > 1 else 1]]
-    return [job for job in every if job.part in options.parts]
+    case = Case(*(grid or (options.grid, options.refinement)), **shape, ranks=ranks, way=way, compiled=compiled)
+    name = f"{part} {way} {case.graph}" + ", replayed" * replayed
+    return {"part": part, "name": name, "replayed": replayed, "case": asdict(case)}
 
 
 class Bench:
@@ -109,7 +142,7 @@ class Bench:
         }
 
     def run(self, job: Job) -> None:
-        """Run a job and keep what it found; its failure is a line of the report."""
+        """Run a job and keep what it found; its failure is a line of the report, with the task that it was at."""
         begin = time.monotonic()
         seconds = min(self.options.limit, self.deadline - begin)
         if seconds <= 0:
@@ -121,9 +154,9 @@ class Bench:
                 problem, records = f"{type(error).__name__}: {error}", []
         took = time.monotonic() - begin
         self.report["jobs"].append(
-            {"part": job.part, "name": job.name, "seconds": round(took, 1), "problem": problem, "found": len(records)}
+            {"name": job.name, "seconds": round(took, 1), "problem": problem, "found": len(records)}
         )
-        self.report["results"] += [{"part": job.part, "job": job.name} | record for record in records]
+        self.report["results"] += [{"job": job.name} | record for record in records]
         print(f"{took:6.1f} s  {job.name}: {'done' if problem is None else problem}", flush=True)
         self.write()
 
@@ -134,21 +167,22 @@ class Bench:
             self.options.out.write_text(json.dumps(self.report, indent=1) + "\n")
 
     def _models(self, job: Job, seconds: float) -> tuple[str | None, list[dict]]:
-        work = job.work | {"repeats": self.options.repeats, "graphs": {}, "seconds": seconds}
-        for case in job.work.get("cases", ()):
-            work["graphs"][f"{case['grid']}-{case['refinement']}"] = str(self._graph(case))
-        work["expected"] = self._signatures()
+        work = {"tasks": job.tasks, "repeats": self.options.repeats, "seconds": seconds, "expected": self._signatures()}
+        cases = [Case(**task["case"]) for task in job.tasks if "case" in task]
+        work["graphs"] = {case.graph: str(self._graph(case)) for case in cases}
         place = Path(tempfile.mkdtemp(dir=self.folder))
         (place / "work.json").write_text(json.dumps(work))
         problem = launch([ROOT / "benchmarks" / job.script, place], job.ranks, place, seconds)
-        path = place / "records.jsonl"
-        return problem, [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        doing, found = place / "doing", place / "records.jsonl"
+        if problem and doing.exists():
+            problem = f"in {doing.read_text()}: {problem}"
+        return problem, [json.loads(line) for line in found.read_text().splitlines()] if found.exists() else []
 
-    def _graph(self, case: dict) -> Path:
+    def _graph(self, case: Case) -> Path:
         """The file of a case's graph, made once."""
-        path = self.folder / f"{case['grid']}-{case['refinement']}.pt"
+        path = self.folder / f"{case.graph}.pt"
         if not path.exists():
-            torch.save(weather_graph(Case(**case)), path)
+            torch.save(weather_graph(case), path)
         return path
 
     def _signatures(self) -> dict[str, list[float]]:
@@ -166,7 +200,8 @@ class Bench:
         said = verdicts(f"distributed.{job.name}", job.ranks, self.folder / job.name, timeout=seconds)
         said = {check: problems for check, problems in said.items() if check[1] <= job.ranks}
         wrong = {f"{check}-{ranks}": problems for (check, ranks), problems in said.items() if problems}
-        return (f"wrong: {wrong}" if wrong else None), [{"checks": len(said), "hold": len(said) - len(wrong)}]
+        found = {"part": "checks", "checks": len(said), "hold": len(said) - len(wrong)}
+        return (f"wrong: {wrong}" if wrong else None), [found]
 
 
 def launch(arguments: list, ranks: int, place: Path, seconds: float) -> str | None:
@@ -217,7 +252,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--tiny", action="store_true", help="small enough for a CPU")
     parser.add_argument("--seconds", type=float, default=450, help="for everything")
-    parser.add_argument("--limit", type=float, default=150, help="seconds for one job")
+    parser.add_argument("--limit", type=float, default=300, help="seconds for one job")
     parser.add_argument("--out", type=Path, help="JSON file for the results")
     parser.add_argument("--commit", help="what to record where git cannot tell")
     options = parser.parse_args(arguments)
@@ -231,7 +266,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(options, Path(folder))
-        for job in jobs(options):
+        for job in jobs(options, replays=torch.cuda.is_available()):
             bench.run(job)
     print(summary(bench.report))
     if options.out and drawn(bench.report):

@@ -1,4 +1,4 @@
-"""One rank of a job of benchmarks/sharding.py: a model of anemoi-models of the same sizes, with its own sharding.
+"""One rank of a job of benchmarks/sharding.py: models of anemoi-models of the same sizes, with their own sharding.
 
 `way` of a case is its strategy, edges or heads; `who` says whose attention is in it: theirs, or ours by `integrations.anemoi.install`.
 """
@@ -16,7 +16,7 @@ sys.path[:0] = [str(ROOT / name) for name in ("benchmarks", "src", "tests")]
 
 from anemoi.models.distributed.shapes import get_shard_sizes  # noqa: E402
 from sharded_model import FIELDS, Case  # noqa: E402
-from sharding_rank import World, judge  # noqa: E402
+from sharding_rank import World  # noqa: E402
 from support.anemoi_model import build, draw, make_options  # noqa: E402
 
 from anemoi_gt.integrations import anemoi as integration  # noqa: E402
@@ -71,19 +71,24 @@ class AnemoiModel:
         return values
 
 
-def main(folder: str) -> None:
+def run(world: World, task: dict) -> None:
     """Judge and time a case."""
-    world = World(Path(folder))
-    (case,) = (Case(**case) for case in world.work["cases"])
-    name, who = f"{case.grid}-{case.refinement}", world.work["who"]
-    part = AnemoiModel(case, torch.load(world.work["graphs"][name], weights_only=False), world)
+    case, who = Case(**task["case"]), task["who"]
+    part = AnemoiModel(case, world.graph(case), world)
     with integration.install() if who == "ours" else nullcontext():
         found = part.signature(world.autocast())
-        judge(found, world.work["expected"].get(f"anemoi {name}"), world.device, world.size)
+        world.judge(f"anemoi {case.graph}", found)
         measured = world.measure(lambda: part.step(world.autocast()))
-    world.write(asdict(case) | measured | {"model": "anemoi-models", "who": who, "signature": found})
-    dist.barrier()
-    dist.destroy_process_group()
+    world.write(task, asdict(case) | measured | {"model": "anemoi-models", "who": who, "signature": found})
+
+
+def main(folder: str) -> None:
+    """Do this rank's share of the tasks that the folder describes."""
+    world = World(Path(folder))
+    for task in world.tasks():
+        run(world, task)
+        world.free()  # before the next model is made
+    world.end()
 
 
 if __name__ == "__main__":

@@ -1,15 +1,16 @@
-"""One rank of a job of benchmarks/sharding.py: cases of our model, or messages alone.
+"""One rank of a job of benchmarks/sharding.py: cases of our model, and messages alone.
 
 Times are medians, over repetitions, of the slowest rank; memory is the largest peak of a rank; rows, bytes and work are those of the
 busiest rank, in all layers, forward and backward.
 """
 
+import gc
 import json
 import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import asdict
 from datetime import timedelta
@@ -22,7 +23,7 @@ ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / name) for name in ("benchmarks", "src", "tests")]
 
 from sharded_model import Case, ShardedModel  # noqa: E402
-from suite.timing import Gpu  # noqa: E402
+from suite.timing import CLOCKS  # noqa: E402
 
 from anemoi_gt.distributed import RowExchange, make_mesh  # noqa: E402
 from anemoi_gt.distributed.partition import NODE_COST  # noqa: E402
@@ -38,7 +39,7 @@ class World:
     Parameters
     ----------
     folder : Path
-        With `work.json`; rank 0 adds lines to `records.jsonl`.
+        With `work.json`; rank 0 adds lines to `records.jsonl`, and says in `doing` which task it is at.
     """
 
     def __init__(self, folder: Path):
@@ -46,10 +47,11 @@ class World:
         local = int(os.environ["LOCAL_RANK"])
         self.gpu = torch.cuda.device_count() > local
         self.device = torch.device("cuda", local) if self.gpu else torch.device("cpu")
+        self.graphs = {}
+        ranks = int(os.environ["WORLD_SIZE"])
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks) if self.gpu else 1)
         if self.gpu:
             torch.cuda.set_device(self.device)
-        else:
-            torch.set_num_threads(1)
         timeout = timedelta(seconds=self.work["seconds"])
         dist.init_process_group(
             "nccl" if self.gpu else "gloo", timeout=timeout, device_id=self.device if self.gpu else None
@@ -57,11 +59,29 @@ class World:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.mesh = make_mesh(self.device.type, model=self.size)
 
-    def write(self, record: dict) -> None:
-        """Add a record, on rank 0."""
+    def tasks(self) -> Iterator[dict]:
+        """What is to be done, one after the other."""
+        for task in self.work["tasks"]:
+            if self.rank == 0:
+                (self.folder / "doing").write_text(task["name"])
+            yield task
+
+    def write(self, task: dict, record: dict) -> None:
+        """Add a record of a task, on rank 0."""
         if self.rank == 0:
             with (self.folder / "records.jsonl").open("a") as file:
-                file.write(json.dumps(record) + "\n")
+                file.write(json.dumps({"part": task["part"]} | record) + "\n")
+
+    def graph(self, case: Case):
+        """The graph of a case, on the CPU; read once."""
+        if case.graph not in self.graphs:
+            self.graphs[case.graph] = torch.load(self.work["graphs"][case.graph], weights_only=False)
+        return self.graphs[case.graph]
+
+    def judge(self, name: str, found: list[float]) -> None:
+        """Raise unless loss and gradients are those of one rank; what one rank finds first is the reference."""
+        judge(found, self.work["expected"].get(name), self.device, self.size)
+        self.work["expected"].setdefault(name, found)
 
     def autocast(self):
         """bfloat16 where there is a GPU."""
@@ -71,6 +91,20 @@ class World:
         """Until the device is done."""
         if self.gpu:
             torch.cuda.synchronize()
+
+    def free(self) -> None:
+        """Give back the memory that nothing holds any more, CUDA graphs and what is in reference cycles included."""
+        self.wait()
+        gc.collect()
+        if self.gpu:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+
+    def end(self) -> None:
+        """Leave the group together; NCCL must not go before the CUDA graphs that call it."""
+        self.free()
+        dist.barrier()
+        dist.destroy_process_group()
 
     def largest(self, values: list[float]) -> list[float]:
         """The largest of each value over the ranks."""
@@ -101,8 +135,9 @@ class World:
         return {"ms": statistics.median(times), "ms_all": times, "peak_gb": self.largest([peak])[0]}
 
     def replay(self, step: Callable) -> dict:
-        """Times of a step captured in a CUDA graph."""
-        times = self.times(Gpu.record(step, 1), self.work["repeats"])
+        """Times of a step captured in a CUDA graph; the graph is gone when they are known."""
+        self.free()
+        times = self.times(CLOCKS[self.device.type].record(step, 1), self.work["repeats"])
         return {"ms": statistics.median(times), "ms_all": times, "replayed": True}
 
     def gathered(self, value) -> list:
@@ -154,28 +189,52 @@ def traffic(world: World, part: ShardedModel) -> dict:
     }
 
 
-def run_case(world: World, case: Case) -> None:
+class Models:
+    """The model of one case at a time, for launched and replayed passes; it is freed before the one of another case is made.
+
+    Parameters
+    ----------
+    world : World
+    """
+
+    def __init__(self, world: World):
+        self.world = world
+        self.part, self.signature = None, []
+
+    def of(self, case: Case) -> ShardedModel:
+        """The model of a case, once it is found to compute what one rank computes."""
+        if self.part is None or self.part.case != case:
+            self.free()
+            self.part = ShardedModel(case, self.world.graph(case), self.world.mesh, self.world.device)
+            self.signature = signature(self.world, self.part)
+            self.world.judge(case.graph, self.signature)
+        return self.part
+
+    def free(self) -> None:
+        """Hold no model."""
+        self.part = None
+        self.world.free()
+
+
+def run_case(world: World, models: Models, task: dict) -> None:
     """Judge and time a case."""
-    name = f"{case.grid}-{case.refinement}"
-    graph = torch.load(world.work["graphs"][name], weights_only=False)
-    part = ShardedModel(case, graph, world.mesh, world.device)
-    found = signature(world, part)
-    judge(found, world.work["expected"].get(name), world.device, world.size)
+    case = Case(**task["case"])
+    part = models.of(case)
 
     def step():
         return part.step(world.autocast())
 
-    measured = world.replay(step) if world.work.get("replay") else world.measure(step)
+    measured = world.replay(step) if task["replayed"] else world.measure(step)
     everywhere = world.gathered(traffic(world, part))
     busiest = max(everywhere, key=lambda there: there["halo_bytes"]) | {
         "work": max(there["work"] for there in everywhere)
     }
-    world.write(asdict(case) | measured | busiest | {"signature": found})
+    world.write(task, asdict(case) | measured | busiest | {"signature": models.signature})
 
 
-def run_exchange(world: World, heads: int, channels: int, layers: int) -> None:
+def run_exchange(world: World, task: dict) -> None:
     """Time messages alone: each rank sends rows of one layer to every other one."""
-    width, dtype = heads * channels, torch.bfloat16 if world.gpu else torch.float32
+    width, dtype = task["width"], torch.bfloat16 if world.gpu else torch.float32
     group, others = world.mesh.get_group("model"), world.size - 1
     for rows in MESSAGES if world.gpu else MESSAGES[:3]:
         counts = tuple(0 if rank == world.rank else rows for rank in range(world.size))
@@ -183,23 +242,26 @@ def run_exchange(world: World, heads: int, channels: int, layers: int) -> None:
         x = torch.randn(rows, width, device=world.device, dtype=dtype)
 
         def call(exchange=exchange, x=x):
-            for _ in range(layers):  # as the layers of a processor do, one after the other
+            for _ in range(task["layers"]):  # as the layers of a processor do, one after the other
                 exchange(x)
 
-        measured = world.measure(call)
-        message = rows * others * width * x.element_size()
-        world.write({"ranks": world.size, "rows": rows, "message_bytes": message, "ms": measured["ms"] / layers})
+        measured = world.replay(call) if task["replayed"] else world.measure(call)
+        message = {"ranks": world.size, "rows": rows, "message_bytes": rows * others * width * x.element_size()}
+        world.write(task, message | {"ms": measured["ms"] / task["layers"], "replayed": task["replayed"]})
 
 
 def main(folder: str) -> None:
-    """Do this rank's share of the work that the folder describes."""
+    """Do this rank's share of the tasks that the folder describes."""
     world = World(Path(folder))
-    for case in world.work.get("cases", ()):
-        run_case(world, Case(**case))
-    if "exchange" in world.work:
-        run_exchange(world, **world.work["exchange"])
-    dist.barrier()
-    dist.destroy_process_group()
+    models = Models(world)
+    for task in world.tasks():
+        if "case" in task:
+            run_case(world, models, task)
+        else:
+            models.free()
+            run_exchange(world, task)
+    models.free()
+    world.end()
 
 
 if __name__ == "__main__":

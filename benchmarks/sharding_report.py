@@ -1,112 +1,48 @@
-"""Results of benchmarks/sharding.py as tables and a picture.
+"""Results of benchmarks/sharding.py as tables and a picture; `sharding_records` says what their numbers are.
 
-python benchmarks/sharding_report.py benchmarks/results/sharding_h200x2.json benchmarks/results/sharding_replay_h200x2.json
+python benchmarks/sharding_report.py benchmarks/results/sharding_h200x4.json
 python benchmarks/sharding_report.py RESULTS.json --page docs/distributed.md --picture outputs/sharding.svg
-
-efficiency   t(1) / (n t(n))                   of a graph, n ranks
-share        n memory(n) / memory(1)           1 where memory falls as 1 / n
 """
 
 import argparse
 import json
 from pathlib import Path
 
+from sharding_records import (
+    compared,
+    drawn,
+    efficiency,
+    graph_of,
+    merged,
+    messages,
+    replayed,
+    share,
+    weak,
+    weak_efficiency,
+)
 from suite.picture import BAR, WIDE, canvas, words, write
 from suite.table import EMPTY, put_into
 
 WANTED = {2: 0.95, 4: 0.90}  # efficiency
 WANTED_SHARE = 1.15
-LABELS = {
-    "overlapped": "edges, overlapped",
-    "after_exchange": "edges, after exchange",
-    "heads": "heads",
-}
-PARTS = ("strong", "replay", "anemoi", "sizes")  # one graph on one rank and on several
-FIGURES = "sharding_h200x2.json"  # what the comments of the page name
-RUN = ("commit", "date")  # what differs between two runs on one machine
 ENDS = 130  # of the picture: room for figures behind bars
-
-
-def merged(reports: list[dict]) -> dict:
-    """Reports as one, of all commits and dates.
-
-    Raises
-    ------
-    ValueError
-        When they are not of one device, or of other versions.
-    """
-    made = [report["environment"] for report in reports]
-    machines = [{name: value for name, value in one.items() if name not in RUN} for one in made]
-    if any(machine != machines[0] for machine in machines):
-        raise ValueError(f"results must be of one device with the same versions, got {machines}")
-    facts = {name: ", ".join(dict.fromkeys(one[name] for one in made)) for name in RUN}
-    lists = {name: [line for report in reports for line in report[name]] for name in ("jobs", "results")}
-    return {"environment": machines[0] | facts} | lists
-
-
-def series(report: dict, part: str) -> dict[str, dict[int, dict]]:
-    """Records of a part by way, then by number of ranks; one rank belongs to every way."""
-    found: dict[str, dict[int, dict]] = {}
-    for record in report["results"]:
-        if record["part"] == part and "way" in record:
-            found.setdefault(name_of(record), {})[record["ranks"]] = record
-    for ways in found.values():
-        alone = next((records[1] for records in found.values() if 1 in records and same_model(records, ways)), None)
-        if alone:
-            ways.setdefault(1, alone)
-    return {name: dict(sorted(ways.items())) for name, ways in found.items()}
-
-
-def compared(report: dict) -> dict[str, dict[int, dict]]:
-    """All series of one graph on one rank and on several."""
-    return {name: records for part in PARTS for name, records in series(report, part).items()}
-
-
-def drawn(report: dict) -> dict[str, dict[int, dict]]:
-    """The series that the picture shows: of one rank and of several."""
-    return {name: records for name, records in compared(report).items() if 1 in records and len(records) > 1}
-
-
-def name_of(record: dict) -> str:
-    """What a series is called."""
-    if record["part"] == "anemoi":
-        return f"anemoi-models, {record['way']}" + (", our attention" if record["who"] == "ours" else "")
-    if record["part"] == "sizes":
-        return f"{record['grid']}, icosphere {record['refinement']}"
-    return LABELS[record["way"]] + (", replayed" if record["part"] == "replay" else "")
-
-
-def same_model(left: dict[int, dict], right: dict[int, dict]) -> bool:
-    """Whether two series are of one graph and one model with the same attention, so that one rank is the same in both."""
-    facts = [[next(iter(records.values())).get(name) for name in ("grid", "who")] for records in (left, right)]
-    return facts[0] == facts[1]
-
-
-def efficiency(records: dict[int, dict], n: int) -> float | None:
-    """Of n ranks; None where one rank was not measured."""
-    return records[1]["ms"] / (n * records[n]["ms"]) if 1 in records else None
-
-
-def share(records: dict[int, dict], n: int) -> float | None:
-    """Memory of n ranks together over that of one; None where it is not known."""
-    alone = records.get(1, {}).get("peak_gb")
-    return n * records[n]["peak_gb"] / alone if alone and "peak_gb" in records[n] else None
 
 
 def summary(report: dict) -> str:
     """Times, efficiency and memory by way and number of ranks, whether they are what is wanted, and what failed."""
     lines = [f"{name:40} {row(records, n)}" for name, records in compared(report).items() for n in records]
     lines += [
+        f"weak scaling, {graph_of(one)} on 1, {graph_of(several)} on {several['ranks']}: {weak_efficiency(one, several):.3f}"
+        + ", replayed" * replayed(one)
+        for one, several in weak(report)
+    ]
+    lines += [
         f"message of {m['message_bytes'] / 1e6:8.3f} MB on {m['ranks']}: {1e3 * m['ms']:8.1f} us"
+        + ", replayed" * replayed(m)
         for m in messages(report)
     ]
     lines += [f"FAILED {job['name']}: {job['problem']}" for job in report["jobs"] if job["problem"]]
     return "\n".join(lines)
-
-
-def messages(report: dict) -> list[dict]:
-    """Records of messages alone."""
-    return [record for record in report["results"] if record["part"] == "exchange"]
 
 
 def row(records: dict[int, dict], n: int) -> str:
@@ -129,10 +65,9 @@ def row(records: dict[int, dict], n: int) -> str:
 
 
 def tables(report: dict) -> str:
-    """Where the figures were made; times, efficiency and memory; messages. In Markdown."""
-    sent = [[f"{m['message_bytes'] / 1e6:.3g}", m["ranks"], f"{m['ms']:.2f}"] for m in messages(report)]
-    parts = [_where(report), _times(report), _markdown(["A message, MB", "GPUs", "ms"], sent)]
-    return "\n\n".join(parts)
+    """Where the figures were made; times and efficiency; memory and halo; weak scaling; messages. In Markdown."""
+    parts = [_where(report), _times(report), _memory(report), _weak(report), _messages(report)]
+    return "\n\n".join(part for part in parts if part)
 
 
 def _where(report: dict) -> str:
@@ -143,21 +78,70 @@ def _where(report: dict) -> str:
 
 def _times(report: dict) -> str:
     found = compared(report)
-    ranks = sorted({n for records in found.values() for n in records})
+    ranks = _ranks(found)
     header = ["Forward and backward, ms"]
     for n in ranks:
         header += [f"{n} GPU{'s' * (n > 1)}"] + ["efficiency"] * (n > 1)
-    header += [f"GB on {n}" for n in ranks]
     lines = []
     for name, records in found.items():
         cells = [name]
         for n in ranks:
-            reached = efficiency(records, n) if n in records else None
-            cells += [f"{records[n]['ms']:.1f}" if n in records else EMPTY]
-            cells += [EMPTY if reached is None else f"{reached:.3f}"] * (n > 1)
-        peaks = [records.get(n, {}).get("peak_gb") for n in ranks]
-        lines.append(cells + [EMPTY if peak is None else f"{peak:.1f}" for peak in peaks])
+            cells += [_cell(records.get(n, {}).get("ms"), ".1f")]
+            cells += [_cell(efficiency(records, n) if n in records else None, ".3f")] * (n > 1)
+        lines.append(cells)
     return _markdown(header, lines)
+
+
+def _memory(report: dict) -> str:
+    """Memory with what it is of that of one GPU, and the bytes that halos are in a pass."""
+    found = {
+        name: records for name, records in compared(report).items() if any("peak_gb" in r for r in records.values())
+    }
+    ranks = _ranks(found)
+    header = ["Memory, halo"]
+    for n in ranks:
+        header += [f"GB on {n}"] + ["share"] * (n > 1)
+    header += [f"MB on {n}" for n in ranks if n > 1]
+    lines = []
+    for name, records in found.items():
+        cells = [name]
+        for n in ranks:
+            cells += [_cell(records.get(n, {}).get("peak_gb"), ".1f")]
+            cells += [_cell(share(records, n) if n in records else None, ".2f")] * (n > 1)
+        sent = [records.get(n, {}).get("halo_bytes") for n in ranks if n > 1]
+        lines.append(cells + [_cell(size / 1e6 if size else None, ".1f") for size in sent])
+    return _markdown(header, lines) if lines else ""
+
+
+def _weak(report: dict) -> str:
+    lines = []
+    for one, several in weak(report):
+        names = [graph_of(one) + ", replayed" * replayed(one), graph_of(several), several["ranks"]]
+        work = [f"{record['work'] / 1e6:.1f}" for record in (one, several)]
+        times = [f"{record['ms']:.1f}" for record in (one, several)]
+        lines.append([*names, *work, *times, f"{weak_efficiency(one, several):.3f}"])
+    header = ["Weak scaling: on 1", "on n", "n", "10^6 edges on 1", "of each of n", "ms on 1", "ms on n", "efficiency"]
+    return _markdown(header, lines) if lines else ""
+
+
+def _messages(report: dict) -> str:
+    """Launched beside replayed."""
+    found = {}
+    for m in messages(report):
+        found.setdefault((m["message_bytes"], m["ranks"]), {})[replayed(m)] = m["ms"]
+    lines = [
+        [f"{size / 1e6:.3g}", ranks, _cell(ms.get(False), ".3f"), _cell(ms.get(True), ".3f")]
+        for (size, ranks), ms in found.items()
+    ]
+    return _markdown(["A message, MB", "GPUs", "ms, launched", "replayed"], lines) if lines else ""
+
+
+def _ranks(found: dict[str, dict[int, dict]]) -> list[int]:
+    return sorted({n for records in found.values() for n in records})
+
+
+def _cell(value: float | None, form: str) -> str:
+    return EMPTY if value is None else format(value, form)
 
 
 def _markdown(header: list[str], lines: list[list]) -> str:
@@ -178,7 +162,7 @@ def picture(report: dict) -> str:
         raise ValueError(
             "the results must hold times of one graph on one rank and on several, got none: run the part strong"
         )
-    ranks = sorted({n for records in found.values() for n in records})
+    ranks = _ranks(found)
     scale = (WIDE - ENDS) / max(record["ms"] for records in found.values() for record in records.values())
     shapes, y = [_ranks_named(ranks)], 40
     for name, records in found.items():
@@ -223,12 +207,12 @@ def main(arguments: list[str] | None = None) -> None:
     """Print what results files of one machine hold, put it into a page, or draw it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", type=Path, nargs="+")
-    parser.add_argument("--page", type=Path, help=f"Markdown page with comments that name {FIGURES}")
+    parser.add_argument("--page", type=Path, help="Markdown page with comments that name the first file")
     parser.add_argument("--picture", type=Path, help="SVG file; one for dark ground comes beside it")
     options = parser.parse_args(arguments)
     report = merged([json.loads(path.read_text()) for path in options.results])
     if options.page:
-        options.page.write_text(put_into(options.page.read_text(), FIGURES, tables(report)))
+        options.page.write_text(put_into(options.page.read_text(), options.results[0].name, tables(report)))
     if options.picture:
         draw(report, options.picture)
     if not (options.page or options.picture):

@@ -13,10 +13,11 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import cost_model
 from cost_model import check, halo_of, predicted
 from pass_cost import Link, Model, fit, pass_of
-from sharding_report import merged
+from sharding_records import merged
 from suite.table import put_into
 
-TRUE = Model(unit=4e-6, lead=5.0, host=90.0, link=Link(shortest=0.02, bandwidth=2e8), fixed=3.0, slope=6e-8)
+LINK = Link(shortest=0.02, bandwidth=2e8)
+TRUE = Model(unit=4e-6, lead=5.0, host=90.0, launch=0.17, link=LINK, fixed=3.0, slope=6e-8)
 SHAPE = {"heads": 16, "channels": 64, "layers": 16}
 POWERS = {"encoder": 1.0, "processor": 0.5, "decoder": 0.75}
 LARGE = (6_599_680, 655_362)
@@ -38,7 +39,16 @@ def record(ranks, way, data=540_000, hidden=40_000, part="strong"):
     made = SHAPE | {"part": part, "grid": "made up", "ranks": ranks, "way": way, "owned": owned, "edges": edges}
     made |= {"halo_rows": rows, "element_bytes": 2}
     one = pass_of(made)
-    return made | {"ms": (TRUE.device if part == "replay" else TRUE.milliseconds)(one), "peak_gb": TRUE.gigabytes(one)}
+    if part == "replay":
+        return made | {"ms": TRUE.device(one), "replayed": True}
+    return made | {"ms": TRUE.milliseconds(one), "peak_gb": TRUE.gigabytes(one)}
+
+
+def message(size, replayed):
+    """A message that takes what the true model says, or what Python needs to launch it."""
+    ms = TRUE.link.message(size)
+    made = {"part": "exchange", "ranks": 2, "message_bytes": size, "replayed": replayed}
+    return made | {"ms": ms if replayed else max(TRUE.launch, ms)}
 
 
 def halos(*ranks):
@@ -51,8 +61,7 @@ def report():
     records = [record(1, "overlapped"), record(1, "overlapped", 40_320, 10_242, "sizes")]
     records += [record(n, way) for n in (2, 4) for way in ("overlapped", "after_exchange", "heads")]
     records += [record(n, "after_exchange", part="replay") for n in (1, 2)]
-    sizes = (1e5, 1e6, 2e7, 4e7)
-    messages = [{"part": "exchange", "ranks": 2, "message_bytes": s, "ms": TRUE.link.message(s)} for s in sizes]
+    messages = [message(size, replayed) for replayed in (False, True) for size in (1e5, 1e6, 2e7, 4e7)]
     facts = {"device": "Abacus", "commit": "abc", "date": "today"}
     return {"environment": facts, "jobs": [], "results": records + messages}
 
@@ -64,10 +73,36 @@ def test_the_fit_recovers_the_constants_of_the_passes_and_of_the_messages(report
     )
 
 
+def test_without_replayed_messages_launched_ones_stand_for_both(report):
+    report["results"] = [found for found in report["results"] if found["part"] != "exchange" or not found["replayed"]]
+    model = fit(report)
+    assert model.launch == model.link.shortest == pytest.approx(TRUE.launch, rel=1e-6)
+    assert model.link.bandwidth == pytest.approx(TRUE.link.bandwidth, rel=1e-6)
+    assert "where Python launches it" not in cost_model.constants(model)
+    assert "a message at least 0.020 ms, 0.170 ms where Python launches it, 200 GB/s" in cost_model.constants(TRUE)
+
+
+def test_a_smaller_pass_that_does_not_wait_for_python_leaves_the_host_as_it_is(report):
+    alone = fit(report).host
+    long = record(1, "after_exchange", 154_368, 40_962, "sizes")
+    assert long["ms"] > TRUE.host
+    report["results"].append(long | {"ms": 1.02 * long["ms"]})  # it takes a little longer than the model says
+    assert fit(report).host == pytest.approx(alone, rel=1e-6)
+
+
+def test_replays_of_smaller_passes_are_checked_and_not_fitted(report):
+    small = record(1, "after_exchange", 40_320, 10_242, "replay") | {"part": "sizes"}
+    report["results"].append(small | {"ms": 2 * small["ms"]})
+    model = fit(report)
+    assert (model.unit, model.host) == pytest.approx((TRUE.unit, TRUE.host), rel=1e-6)
+    assert check(model, report)[0][1] / (2 * small["ms"]) == pytest.approx(0.5, rel=1e-6)
+    assert "| made up, edges, after exchange, replayed | 1 |" in cost_model.checked(model, report)
+
+
 def test_a_pass_takes_as_long_as_python_needs_to_launch_it_where_the_device_is_faster():
     small = pass_of(record(2, "after_exchange", 40_320, 10_242))
     assert small.messages == 36
-    assert TRUE.milliseconds(small) == pytest.approx(90.0 + 36 * 0.02) and TRUE.bound(small) == "host"
+    assert TRUE.milliseconds(small) == pytest.approx(90.0 + 36 * 0.17) and TRUE.bound(small) == "host"
     large = pass_of(record(2, "after_exchange"))
     assert TRUE.milliseconds(large) == pytest.approx(5.0 + TRUE.device(large)) and TRUE.bound(large) == "compute"
 
@@ -149,9 +184,10 @@ def test_the_page_holds_halos_as_they_were_found():
 
 
 def test_the_page_holds_what_the_model_says_of_the_results():
-    page, results = ROOT / "docs" / "distributed.md", ROOT / "benchmarks" / "results"
-    report = merged([json.loads((results / f"sharding{name}_h200x2.json").read_text()) for name in ("", "_replay")])
+    page, results = (ROOT / "docs" / "distributed.md").read_text(), ROOT / "benchmarks" / "results"
+    files = re.search(r"^```\{sharding\} (.+)$", page, re.MULTILINE)[1].split()
+    report = merged([json.loads((results / name).read_text()) for name in files])
     said = cost_model.text(report, json.loads((results / "halo_rows.json").read_text()))
-    assert put_into(page.read_text(), "cost_model.py", said) == page.read_text(), (
-        "python benchmarks/cost_model.py --results FILES --halo FILE --page docs/distributed.md"
+    assert put_into(page, "cost_model.py", said) == page, (
+        f"python benchmarks/cost_model.py --results {' '.join(files)} --halo halo_rows.json --page docs/distributed.md"
     )
