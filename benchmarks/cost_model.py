@@ -16,11 +16,9 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / name) for name in ("benchmarks", "src")]
 
-from pass_cost import FITTED, Model, Pass, fit, pass_of, passes_of  # noqa: E402
+from pass_cost import FITTED, Cost, Model, Pass, fit, launches, pass_of, passes_of, replays  # noqa: E402
 from sharding_records import LABELS, merged, replayed  # noqa: E402
 from suite.table import put_into  # noqa: E402
-
-from anemoi_gt.distributed.partition import NODE_COST  # noqa: E402
 
 CHECKED = (2, 4, 8)  # ranks
 WHERE = {"encoder": "data", "processor": "hidden", "decoder": "hidden"}  # whose rows travel
@@ -34,11 +32,15 @@ HOST_SIZE, NETWORK = 8, 50.0  # GPUs that the measured link joins; GB/s of a GPU
 
 
 def check(model: Model, report: dict) -> list[tuple[dict, float]]:
-    """Measured passes on `CHECKED` ranks, and replays of smaller grids on one, with what the model says, in ms; it was not fitted to them."""
-    found = [record for record in passes_of(report, ("sizes",), FITTED) if replayed(record)]
-    found += passes_of(report, ("strong", "sizes", "replay"), CHECKED)
+    """Measured passes on `CHECKED` ranks, with what the model says, in ms; it was not fitted to them."""
     says = {True: model.device, False: model.milliseconds}
+    found = passes_of(report, ("strong", "sizes", "replay"), CHECKED)
     return [(record, says[replayed(record)](pass_of(record))) for record in found]
+
+
+def left(cost: Cost, records: list[dict], name: str) -> float:
+    """The largest relative error of a cost among records that it was fitted to."""
+    return max(abs(cost.of(pass_of(record)) / record[name] - 1) for record in records)
 
 
 def halo_of(nodes: tuple[int, int], ranks: int, found: list[dict]) -> dict[str, float]:
@@ -82,13 +84,16 @@ def predicted(nodes: tuple[int, int], ranks: int, way: str, found: list[dict], l
     )
 
 
-def constants(model: Model) -> str:
-    """What was fitted, as a sentence."""
+def constants(model: Model, report: dict) -> str:
+    """What was fitted, and how well, in sentences."""
     python = "" if model.launch == model.link.shortest else f", {model.launch:.3f} ms where Python launches it"
+    compute, memory = model.compute, model.memory
+    errors = left(compute, replays(report), "ms"), left(memory, launches(report), "peak_gb")
     return (
-        f"An edge: {1e6 * model.unit:.2f} ns, a node {NODE_COST} times that; lead {model.lead:.1f} ms, host {model.host:.1f} ms; a message "
-        f"at least {model.link.shortest:.3f} ms{python}, {model.link.bandwidth / 1e6:.0f} GB/s; memory {model.fixed:.2f} GB and "
-        f"{1e9 * model.slope:.0f} B an edge."
+        f"Compute: {compute.floor:.1f} ms, {1e6 * compute.data:.0f} ns a data node, {1e6 * compute.hidden:.0f} ns a hidden node and layer; "
+        f"memory: {memory.floor:.2f} GB, {1e6 * memory.data:.1f} kB and {1e6 * memory.hidden:.1f} kB. They are off by {errors[0]:.1%} and "
+        f"{errors[1]:.1%} at most where they were fitted, on one GPU. Lead {model.lead:.1f} ms, host {model.host:.1f} ms; a message at least "
+        f"{model.link.shortest:.3f} ms{python}, {model.link.bandwidth / 1e6:.0f} GB/s."
     )
 
 
@@ -122,7 +127,7 @@ def table(model: Model, found: list[dict], like: dict, network: float, host_size
             here = model if ranks <= host_size else far
             ways = ["after_exchange"] + (["heads"] if ranks <= heads else [])
             best = min((predicted(nodes, ranks, way, found, like) for way in ways), key=here.milliseconds)
-            compute, exchange, held = here.unit * best.work, best.exposed(here.link, here.unit), here.gigabytes(best)
+            compute, exchange, held = here.compute.of(best), here.exposed(best), here.memory.of(best)
             cells = [name, ranks, "heads" if best.way == "heads" else "edges"]
             cells += [f"{here.milliseconds(best):.0f}", here.bound(best), f"{here.device(best):.1f}", f"{compute:.1f}"]
             cells += [f"{exchange:.1f}", f"{held:.1f}" if held < HELD else f"{held:.0f}, does not fit"]
@@ -133,9 +138,9 @@ def table(model: Model, found: list[dict], like: dict, network: float, host_size
 def text(report: dict, found: list[dict], network: float = NETWORK, host_size: int = HOST_SIZE) -> str:
     """Constants, check and table, as the page holds them."""
     model = fit(report)
-    largest = max(passes_of(report, ("strong",), FITTED), key=lambda record: pass_of(record).work)
+    largest = max(passes_of(report, ("strong",), FITTED), key=lambda record: model.device(pass_of(record)))
     assumed = f"Assumed: {network:g} GB/s for each GPU beyond {host_size} of them."
-    parts = constants(model), checked(model, report), table(model, found, largest, network, host_size), assumed
+    parts = constants(model, report), checked(model, report), table(model, found, largest, network, host_size), assumed
     return "\n\n".join(parts)
 
 

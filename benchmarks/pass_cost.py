@@ -1,19 +1,22 @@
 """What a pass of a divided model costs, and how that is fitted to measurements.
 
-    device    = unit * work + sum over steps of exposed                     a pass, forward and backward, of the busiest rank, replayed
-    t         = max(host + messages * launch, lead + device)                the same launched by Python
-    work      = sum over steps of NODE_COST * destinations + edges          steps: encoder, each processor layer, decoder
+    device    = compute + sum over steps of exposed                a pass, forward and backward, of the busiest rank, replayed
+    t         = max(host + messages * launch, lead + device)       the same launched by Python
+    compute   = floor + data * D + hidden * layers * H             D own data nodes, H own hidden nodes
+    memory    = floor + data * D + hidden * layers * H             in GB, with constants of its own
+    edge      = hidden / (NODE_COST + mean in-degree of the processor's graph)
     message   = max(shortest, bytes / bandwidth)
-    exposed   = 2 messages                          after exchange: forward and backward
-                max(0, 2 messages - unit * edges)   overlapped: hidden behind the edges of the step, which may be cut for nothing
+    exposed   = 2 messages                          after exchange, of each step: forward and backward
+                max(0, 2 messages - edge * E)       overlapped: hidden behind the E edges of the step, which may be cut for nothing
                 8 messages of all own nodes         heads: query, key with value, output, attributes; there and, backward, back
     rows      = halo of the real partition, or of the next smaller grid, grown as it grew to that
-    memory    = fixed + slope * work
 
-`unit` is fitted to replays on one rank, which leave nothing to the host; `lead` to what the same pass takes longer when Python launches
-it; `host` to smaller passes, which wait for Python; `fixed` and `slope` to the memory of all these; `shortest` and `bandwidth` to messages
-between two that were replayed; `launch` to the shorter of those that Python launched. Where no two sizes were replayed, launched ones
-stand for both. All by least squares of relative errors. So every pass on several ranks is a check.
+Steps are encoder, each processor layer, decoder. `floor` is what kernels cost however few nodes they have, `data` pays encoder, decoder and
+embeddings, `hidden` a layer of the processor. All three are fitted to replays of three grids or more on one rank, which leave nothing to the
+host; those of memory to the same passes launched by Python; `lead` is what the largest of them takes longer when Python launches it; `host`
+is fitted to smaller ones, which wait for Python; `shortest` and `bandwidth` to messages between two that were replayed; `launch` to the
+shorter of those that Python launched. Where no two sizes were replayed, launched ones stand for both. All by least squares of relative
+errors. So every pass on several ranks is a check.
 """
 
 from dataclasses import dataclass
@@ -24,6 +27,8 @@ from sharding_records import replayed
 from anemoi_gt.distributed.partition import NODE_COST
 
 FITTED, MESSAGES = (1,), (2,)  # ranks
+FITTED_WAY = "after_exchange"
+DEPENDENT = 0.01  # where a relative error of 1% in what was measured can change a constant by as much as the constant
 EDGE_DIM = 11
 
 
@@ -65,22 +70,27 @@ class Pass:
     way: str
 
     @property
-    def work(self) -> float:
-        """In units of an edge."""
-        return sum(times * (NODE_COST * self.destinations[s] + self.edges[s]) for s, times in self.times.items())
+    def counts(self) -> tuple[float, float, float]:
+        """What the constants of a `Cost` are for: 1 pass, own data nodes, own hidden nodes of all layers."""
+        return 1.0, self.destinations["decoder"], self.times["processor"] * self.destinations["processor"]
+
+    @property
+    def in_degree(self) -> float:
+        """Mean number of edges into an own hidden node, in the processor's graph."""
+        return self.edges["processor"] / self.destinations["processor"]
 
     @property
     def messages(self) -> int:
         """How many a rank sends, forward and backward."""
         return sum(times * len(self._sizes(step)) for step, times in self.times.items())
 
-    def exposed(self, link: Link, unit: float) -> float:
-        """Milliseconds in which nothing is computed."""
-        return sum(times * self._exposed(step, link, unit) for step, times in self.times.items())
+    def exposed(self, link: Link, edge: float) -> float:
+        """Milliseconds in which nothing is computed, where an edge takes `edge` of them."""
+        return sum(times * self._exposed(step, link, edge) for step, times in self.times.items())
 
-    def _exposed(self, step: str, link: Link, unit: float) -> float:
+    def _exposed(self, step: str, link: Link, edge: float) -> float:
         sent = sum(map(link.message, self._sizes(step)))
-        return max(0.0, sent - unit * self.edges[step]) if self.way == "overlapped" else sent
+        return max(0.0, sent - edge * self.edges[step]) if self.way == "overlapped" else sent
 
     def _sizes(self, step: str) -> list[float]:
         """Bytes of the messages of a step, forward and backward."""
@@ -95,20 +105,41 @@ class Pass:
 
 
 @dataclass(frozen=True)
+class Cost:
+    """What a pass takes in ms or in GB: however small it is, for each data node, for each hidden node and layer."""
+
+    floor: float
+    data: float
+    hidden: float
+
+    def of(self, one: Pass) -> float:
+        """Milliseconds or GB of a pass: floor + data * data nodes + hidden * layers * hidden nodes."""
+        constants = self.floor, self.data, self.hidden
+        return sum(constant * count for constant, count in zip(constants, one.counts, strict=True))
+
+
+@dataclass(frozen=True)
 class Model:
     """What is fitted."""
 
-    unit: float  # ms for an edge
+    compute: Cost  # ms
+    memory: Cost  # GB
     lead: float  # ms for a pass
     host: float  # ms for a pass
     launch: float  # ms for a message
     link: Link
-    fixed: float  # GB
-    slope: float  # GB for an edge
 
     def device(self, one: Pass) -> float:
         """Milliseconds of a pass that is replayed."""
-        return self.unit * one.work + one.exposed(self.link, self.unit)
+        return self.compute.of(one) + self.exposed(one)
+
+    def exposed(self, one: Pass) -> float:
+        """Milliseconds in which nothing is computed."""
+        return one.exposed(self.link, self.edge(one))
+
+    def edge(self, one: Pass) -> float:
+        """Milliseconds of an edge, where a hidden node costs as much as `NODE_COST` edges, and its in-edges besides."""
+        return self.compute.hidden / (NODE_COST + one.in_degree)
 
     def launching(self, one: Pass) -> float:
         """Milliseconds that Python needs to launch a pass."""
@@ -122,11 +153,7 @@ class Model:
         """What a pass that Python launches spends most of its time on."""
         if self.launching(one) > self.lead + self.device(one):
             return "host"
-        return "exchange" if one.exposed(self.link, self.unit) > self.unit * one.work else "compute"
-
-    def gigabytes(self, one: Pass) -> float:
-        """Of the largest rank."""
-        return self.fixed + self.slope * one.work
+        return "exchange" if self.exposed(one) > self.compute.of(one) else "compute"
 
 
 def pass_of(record: dict) -> Pass:
@@ -146,26 +173,37 @@ def fit(report: dict) -> Model:
     Raises
     ------
     ValueError
-        When the results lack a pass, its replay, smaller passes, or messages of two sizes.
+        When the results lack a pass, its replay, smaller passes, or messages of two sizes, or have less than three grids.
     """
-    strong, replays, sizes = (passes_of(report, (part,), FITTED) for part in ("strong", "replay", "sizes"))
-    sizes = [record for record in sizes if not replayed(record)]
+    by_device, by_python = replays(report), launches(report)
+    strong, sizes = ([record for record in by_python if record["part"] == part] for part in ("strong", "sizes"))
+    replay = [record for record in by_device if record["part"] == "replay"]
     messages = passes_of(report, ("exchange",), MESSAGES)
     launched = [record for record in messages if not replayed(record)]
-    if not (strong and replays and sizes) or len({record["message_bytes"] for record in launched}) < 2:
+    if not (strong and replay and sizes) or len({record["message_bytes"] for record in launched}) < 2:
         raise ValueError(
             "results must hold a pass, its replay and smaller passes on one rank, and messages of two sizes on two, got "
-            f"{len(strong)}, {len(replays)}, {len(sizes)} and {len(launched)}: run benchmarks/sharding.py with the parts "
+            f"{len(strong)}, {len(replay)}, {len(sizes)} and {len(launched)}: run benchmarks/sharding.py with the parts "
             "strong, replay, sizes and exchange on two ranks"
         )
-    unit = _factor([pass_of(record).work for record in replays], [record["ms"] for record in replays])
-    lead = float(np.mean([record["ms"] - unit * pass_of(record).work for record in strong]))
-    host = _host([(lead + unit * pass_of(record).work, record["ms"]) for record in sizes])
-    measured = strong + sizes
-    slope, fixed = _line([pass_of(record).work for record in measured], [record["peak_gb"] for record in measured])
-    by_python, by_device = _link(launched), [record for record in messages if replayed(record)]
-    link = _link(by_device) if len({record["message_bytes"] for record in by_device}) > 1 else by_python
-    return Model(unit, lead, host, by_python.shortest, link, fixed, slope)
+    compute, memory = _cost(by_device, "ms"), _cost(by_python, "peak_gb")
+    lead = _mean(strong) - _mean(replay)
+    host = _host([(lead + compute.of(pass_of(record)), record["ms"]) for record in sizes])
+    short, again = _link(launched), [record for record in messages if replayed(record)]
+    link = _link(again) if len({record["message_bytes"] for record in again}) > 1 else short
+    return Model(compute, memory, lead, host, short.shortest, link)
+
+
+def replays(report: dict) -> list[dict]:
+    """Replayed passes on one rank, to which time is fitted."""
+    found = passes_of(report, ("replay", "sizes"), FITTED)
+    return [record for record in found if replayed(record) and record["way"] == FITTED_WAY]
+
+
+def launches(report: dict) -> list[dict]:
+    """Passes on one rank that Python launches, to which memory is fitted."""
+    found = passes_of(report, ("strong", "sizes"), FITTED)
+    return [record for record in found if not replayed(record) and record["way"] == FITTED_WAY]
 
 
 def passes_of(report: dict, parts: tuple[str, ...], ranks: tuple[int, ...]) -> list[dict]:
@@ -186,13 +224,23 @@ def _factor(x: list[float], y: list[float]) -> float:
     return float(ratio.sum() / (ratio**2).sum())
 
 
-def _line(x: list[float], y: list[float]) -> tuple[float, float]:
-    """Slope and intercept of the line of least relative errors."""
-    scale = 1 / np.maximum(np.abs(np.asarray(y, dtype=float)), 1e-12)
-    columns = np.stack([np.asarray(x, dtype=float), np.ones(len(x))], axis=1)
-    norm = np.abs(columns).max(axis=0)
-    (slope, intercept), *_ = np.linalg.lstsq(columns / norm * scale[:, None], np.asarray(y) * scale, rcond=None)
-    return float(slope / norm[0]), float(intercept / norm[1])
+def _cost(records: list[dict], name: str) -> Cost:
+    """Constants of least relative errors of what records hold under a name."""
+    counts = np.array([pass_of(record).counts for record in records])
+    relative = counts / np.array([[record[name]] for record in records])
+    norm = np.linalg.norm(relative, axis=0)
+    constants, _, rank, _ = np.linalg.lstsq(relative / norm, np.ones(len(records)), rcond=DEPENDENT)
+    if rank < counts.shape[1]:
+        grids = sorted({(int(data), int(hidden)) for _, data, hidden in counts})
+        raise ValueError(
+            f"{name} on one rank must be of three grids or more whose data and hidden nodes are not near one line, got {grids} (hidden "
+            "nodes of all layers): run benchmarks/sharding.py with the parts strong, replay and sizes, which have such grids"
+        )
+    return Cost(*(constants / norm).tolist())
+
+
+def _mean(records: list[dict]) -> float:
+    return float(np.mean([record["ms"] for record in records]))
 
 
 def _link(messages: list[dict]) -> Link:

@@ -6,7 +6,7 @@
 ```{times} n320_h200.json
 ```
 
-```{sharding} sharding_h200x2.json sharding_replay_h200x2.json
+```{sharding} sharding_h200x4.json
 ```
 """
 
@@ -68,9 +68,7 @@ class Times(ResultsFigure):
 
 
 class Sharding(ResultsFigure):
-    """`sharding`: forward and backward of one graph on one GPU and on several, of two results files."""
-
-    required_arguments = 2
+    """`sharding`: forward and backward of one graph on one GPU and on several."""
 
     def html(self, *reports: dict) -> str:
         """The bars."""
