@@ -57,7 +57,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-MAY_DIFFER = ("attention.", "data.path", "training.device", "training.threads")  # where and how fast a run computes
+# Where and how fast a run computes: its numbers stay the same, or agree to rounding.
+MAY_DIFFER = (
+    *("attention.", "data.path"),
+    *("training.compile", "training.cuda_graph", "training.device", "training.threads"),
+)
 EMPTY = (None, {})  # a checkpoint of ranks keeps no key that has none below it
 # Between ranks; what comes of device and backend is compared instead.
 RANKS_MAY_DIFFER = ("data.path", "training.device", "training.threads", "attention.backend")

@@ -171,6 +171,20 @@ def test_a_run_goes_on_elsewhere_with_its_own_config(tmp_path):
         train.former_state(tmp_path, True, BEGUN | {"training": {"steps": 5}})
 
 
+@pytest.mark.parametrize("before", [None, False, True])
+@pytest.mark.parametrize("now", [False, True])
+@pytest.mark.parametrize("option", ["compile", "cuda_graph"])
+def test_a_run_goes_on_compiled_or_recorded_or_neither_whether_or_not_it_knew_of_them(tmp_path, option, before, now):
+    begun = BEGUN | {"training": BEGUN["training"] | ({} if before is None else {option: before})}
+    save_checkpoint(tmp_path / "last.pt", {"config": begun})
+    assert train.former_state(tmp_path, True, BEGUN | {"training": BEGUN["training"] | {option: now}})
+
+
+def test_a_cuda_graph_on_a_cpu_is_one_sentence(refusal):
+    sentence = refusal(*SMALL, "training.cuda_graph=true")
+    assert sentence.startswith("anemoi_gt.train: training.cuda_graph must be false on device cpu, got true: ")
+
+
 def test_a_run_begins_where_there_is_none_to_go_on_with(tmp_path):
     assert train.former_state(tmp_path, True, BEGUN) is None
 

@@ -120,6 +120,12 @@ def test_the_seed_draws_the_weights():
     assert torch.equal(weights[0], weights[1]) and not torch.equal(weights[0], weights[2])
 
 
+@pytest.mark.parametrize("option", ["compile", "cuda_graph"])
+def test_compilation_and_a_cuda_graph_are_asked_for_by_a_value(option):
+    training = [instantiate(composed(*overrides).training) for overrides in ([], [f"training.{option}=true"])]
+    assert [getattr(config, option) for config in training] == [False, True]
+
+
 def test_a_value_that_is_not_there_is_refused():
     with pytest.raises(ConfigCompositionException, match="Could not override 'model.chanels'"):
         composed("model.chanels=3")

@@ -26,12 +26,20 @@ from anemoi_gt.training.device import choose_device, cpu_threads
         ({"warmup_steps": 11, "steps": 10}, r"training.warmup_steps must be 0 to steps \(10\), got 11"),
         ({"average_decay": 1.0}, r"training.average_decay must be in \[0, 1\), got 1.0"),
         ({"threads": 0}, "training.threads must be at least 1, or null, got 0"),
+        ({"cuda_graph": "yes"}, "training.cuda_graph must be true or false, got 'yes'"),
+        ({"cuda_graph": 1}, "training.cuda_graph must be true or false, got 1"),
+        ({"compile": "default"}, "training.compile must be true or false, got 'default'"),
+        ({"compile": 0}, "training.compile must be true or false, got 0"),
         ({"device": "gpu"}, "training.device must be one of auto, cpu, cuda, got 'gpu'"),
     ],
 )
 def test_a_number_out_of_range_is_named(numbers, message):
     with pytest.raises(ValueError, match=message):
         TrainingConfig(**numbers)
+
+
+def test_a_checkpoint_of_a_run_with_a_cuda_graph_is_evaluated_without_a_gpu():
+    assert TrainingConfig(device="cpu", cuda_graph=True).cuda_graph  # who trains is who refuses
 
 
 def test_asking_for_a_missing_gpu_raises(monkeypatch):

@@ -32,6 +32,11 @@ class ShardedLearner(Learner):
     cut : ModelShard
     mesh : DeviceMesh
         With axes (data, model).
+
+    Raises
+    ------
+    ValueError
+        When `config.compile` or `config.cuda_graph` asks for what the device, the model or the ranks cannot do.
     """
 
     def __init__(
@@ -46,6 +51,8 @@ class ShardedLearner(Learner):
         mesh: DeviceMesh,
     ):
         super().__init__(model, weights, config, device)
+        if config.cuda_graph:
+            check_messages_recordable(mesh)
         self.num_nodes, self.mesh = num_nodes, mesh
         self.shared, self.own = cut.parameters(self.model)
 
@@ -54,14 +61,17 @@ class ShardedLearner(Learner):
         self.model.train()
         self.optimizer.zero_grad()
         with own_draws(self.mesh, self.device):
-            loss = self.own_loss(self.model, batch)
-            self.scaler.scale(loss).backward()
+            loss = self.differentiate(batch)
         reduce_gradients(self.shared, self.own, self.mesh)
         # Before they are unscaled: what is not finite on one rank is so on all, and all skip the step or none.
         clip_gradients(self.shared, self.own, self.config.clip_norm * self.scaler.get_scale(), self.mesh)
         self.scaler.unscale_(self.optimizer)
         self.move()
         return sum_loss(loss, self.mesh)
+
+    def training_loss(self, batch: Sample) -> Tensor:
+        """Return what own nodes add to the loss, a scalar; its gradients come from all ranks of the model."""
+        return self.own_loss(self.model, batch)
 
     def loss(self, model: nn.Module, batch: Sample) -> Tensor:
         """Return the loss of a model on the batches of all ranks, a scalar without gradient. Collective."""
@@ -89,6 +99,15 @@ class ShardedLearner(Learner):
         by_name = state["optimizer"]
         super().load_state_dict(state | {"optimizer": self.optimizer.state_dict()})
         set_optimizer_state_dict(self.model, self.optimizer, by_name)
+
+
+def check_messages_recordable(mesh: DeviceMesh) -> None:
+    """Raise a ValueError unless the ranks of a model communicate by NCCL, whose messages a CUDA graph records."""
+    backends = dist.get_backend_config(mesh.get_group("model"))
+    if "cuda:nccl" not in backends:
+        raise ValueError(
+            f"training.cuda_graph must be false where the ranks of a model do not communicate by NCCL, got true and {backends}"
+        )
 
 
 @contextmanager

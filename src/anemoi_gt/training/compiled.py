@@ -26,4 +26,6 @@ def compile_blocks(model: nn.Module) -> None:
             f"training.compile must be false for a model without graph-transformer blocks, got true and {type(model).__name__}"
         )
     for block in blocks:
-        block.compile()
+        # The decoder's sizes are not those of the encoder, but stay as well; and PyTorch 2.13 fails on counts of rows that a rank
+        # sends while it computes, where it takes them for numbers that change.
+        block.compile(dynamic=False)

@@ -6,7 +6,9 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from anemoi_gt.data.datasets import Sample
 from anemoi_gt.training.checkpoint import load_weights
+from anemoi_gt.training.compiled import compile_blocks
 from anemoi_gt.training.loss import weighted_mse
+from anemoi_gt.training.recorded import RecordedPass, Recorder, check_recordable, record_cuda_graph
 from anemoi_gt.training.schedule import warmup_cosine
 from anemoi_gt.training.settings import TrainingConfig
 
@@ -33,11 +35,16 @@ class Learner:
     Attributes
     ----------
     model : nn.Module
-        With the weights that the optimiser last left.
+        With the weights that the optimiser last left; its blocks are compiled when `config.compile` asks for it.
     average : torch.optim.swa_utils.AveragedModel
         With an exponential moving average of them, which forecasts; its buffers are those of `model`.
     step : int
         Steps taken.
+
+    Raises
+    ------
+    ValueError
+        When `config.compile` or `config.cuda_graph` asks for what the device or the model cannot do.
     """
 
     def __init__(self, model: nn.Module, weights: Tensor, config: TrainingConfig, device: torch.device):
@@ -45,6 +52,8 @@ class Learner:
         self.model, self.weights = model.to(device), weights.to(device)
         self.average = AveragedModel(self.model, multi_avg_fn=get_ema_multi_avg_fn(config.average_decay))
         share_buffers(self.average.module, self.model)
+        if config.compile:
+            compile_blocks(self.model)
         self.optimizer = torch.optim.AdamW(parameter_groups(model, config.weight_decay), lr=config.learning_rate)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self._rate)
         self.optimizer.zero_grad()
@@ -52,17 +61,33 @@ class Learner:
         scaled = config.precision == "16-mixed"
         self.scaler = torch.amp.GradScaler(device.type, init_scale=LOSS_SCALE, enabled=scaled)
         self.step = 0
+        self._recorded: RecordedPass | None = None
+        if config.cuda_graph:
+            check_recordable(self.model, device)
+            self.record(record_cuda_graph)
 
     def learn(self, batch: Sample) -> Tensor:
         """Take one optimiser step; returns the loss before it, a scalar."""
         self.model.train()
         self.optimizer.zero_grad()
-        loss = self.loss(self.model, batch)
-        self.scaler.scale(loss).backward()
+        loss = self.differentiate(batch)
         self.scaler.unscale_(self.optimizer)
         nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip_norm)
         self.move()
-        return loss.detach()
+        return loss
+
+    def differentiate(self, batch: Sample) -> Tensor:
+        """Leave the gradients of the scaled loss at the parameters, which have none; returns the loss, a scalar without history."""
+        return (self._recorded or self._differentiate)(batch)
+
+    def record(self, recorder: Recorder) -> None:
+        """From the next step on, replay what `recorder` makes of forward and backward, as `RecordedPass` says."""
+        self._recorded = RecordedPass(self._differentiate, list(self.model.parameters()), self.device, recorder)
+
+    def close(self) -> None:
+        """Let go of a recorded step: of its memory, and of messages in it, for which the end of a process group would wait."""
+        if self._recorded is not None:
+            self._recorded.forget()
 
     def move(self) -> None:
         """Move the weights along the clipped gradients, and all that follows the steps."""
@@ -71,6 +96,10 @@ class Learner:
         self.schedule.step()
         self.average.update_parameters(self.model)
         self.step += 1
+
+    def training_loss(self, batch: Sample) -> Tensor:
+        """Return the loss that gradients are taken of, a scalar."""
+        return self.loss(self.model, batch)
 
     def loss(self, model: nn.Module, batch: Sample) -> Tensor:
         """Return the loss of a model on a batch, a scalar, in the precision of the run."""
@@ -113,6 +142,11 @@ class Learner:
             getattr(self, name).load_state_dict(state[name])
         self.step = state["step"]
         self.average.n_averaged.fill_(self.step)  # 0 would make the next step overwrite the average
+
+    def _differentiate(self, batch: Sample) -> Tensor:
+        loss = self.training_loss(batch)
+        self.scaler.scale(loss).backward()
+        return loss.detach()
 
     def _rate(self, step: int) -> float:
         """The learning rate of a step over its highest value."""

@@ -2,6 +2,7 @@
 
 import copy
 import math
+from contextlib import closing
 from pathlib import Path
 
 import torch
@@ -101,7 +102,12 @@ class Trainer:
         self._meter.start()
         samples = self.config.batch_size  # of a step, in all processes; a batch here may be a part of them
         total, done = self.config.steps * samples, self.learner.step * samples
-        with cpu_threads(self.config.threads), self.progress(total, done) as bar, self.stop_request() as stop:
+        with (
+            cpu_threads(self.config.threads),
+            closing(self.learner),
+            self.progress(total, done) as bar,
+            self.stop_request() as stop,
+        ):
             for batch in self.batches.since(self.learner.step):
                 self._rate = self.learner.rate()
                 self._meter.add(self.learner.learn(batch), samples)
