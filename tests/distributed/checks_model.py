@@ -21,7 +21,8 @@ FIELDS = 3
 
 
 def lat_lon(points):
-    return torch.stack([points[:, 2].asin(), torch.atan2(points[:, 1], points[:, 0])], dim=1)
+    radians = torch.stack([points[:, 2].asin(), torch.atan2(points[:, 1], points[:, 0])], dim=1)
+    return radians.to(torch.get_default_device())  # points are drawn on the CPU, the model is where its edges are
 
 
 def weather_graph():
