@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Where and how fast a run computes: its numbers stay the same, or agree to rounding.
+# Where and how fast a run computes: its numbers stay the same, or agree to rounding, but for what compiled blocks drop.
 MAY_DIFFER = (
     *("attention.", "data.path"),
     *("training.compile", "training.cuda_graph", "training.device", "training.threads"),
@@ -87,6 +87,8 @@ def prepare(config: "DictConfig") -> Callable[[], float]:
     folder, description = output_folder(), describe(config)
     state = former_state(folder, config.resume, description)
     run = build(config)
+    if run.training.compile:
+        torch.compiler.reset()  # what earlier runs of a sweep compiled counts against PyTorch's limit
     trainer = Trainer(run.model, run.splits, run.training, folder, description)
     if state is not None:
         trainer.load_state_dict(state)

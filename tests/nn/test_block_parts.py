@@ -39,7 +39,9 @@ def test_conditional_norm_is_its_formula():
 @pytest.mark.parametrize("nodes", [None, 1, 5])
 def test_norms_in_pieces_give_the_bits_of_one(nodes, most):
     norm, x = randomise(ConditionalLayerNorm(8, condition_shape=3)), draw(2, 5, 8)
-    cond = draw(2, nodes or 1, 3)
+    cond = draw(2, nodes or 1, 3).mul(8).round() / 8
+    for parameter in norm.parameters():  # numbers of few bits: a BLAS may sum fewer rows in another order
+        parameter.data = parameter.data.mul(8).round() / 8
     if nodes is None:
         norm, cond = randomise(AutocastLayerNorm(8)), None
     expected = norm(x) if cond is None else norm(x, cond=cond)

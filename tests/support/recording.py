@@ -9,15 +9,17 @@ def record_in_place(function):
     outputs = function()
     kept = written(outputs)
     for tensor in kept:
-        tensor.fill_(math.nan)
+        if tensor is not None:
+            tensor.fill_(math.nan)
 
     def replay():
         for tensor, new in zip(kept, written(function()), strict=True):
-            tensor.copy_(new)
+            if tensor is not None and new is not None:
+                tensor.copy_(new)
 
     return outputs, replay
 
 
 def written(outputs):
-    """The tensors among the outputs of a pass."""
-    return [tensor for tensor in (outputs.loss, *outputs.gradients) if tensor is not None]
+    """The outputs of a pass; None where a parameter has no gradient."""
+    return [outputs.loss, *outputs.gradients]

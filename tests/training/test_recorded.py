@@ -180,10 +180,26 @@ def test_what_a_replay_reads_stays_in_its_memory(make_trainer):
 
 def test_a_copy_of_a_model_with_recorded_gradients_has_none(make_trainer):
     trainer = make_trainer("run")
-    trainer.learner.record(record_in_place)
+    learner = trainer.learner
+    learner.record(record_in_place)
     fit(trainer)
-    assert {parameter.grad is None for parameter in trainer.learner.model.parameters()} == {False}
+    assert {parameter.grad for parameter in learner.model.parameters()} == {None}  # let go of at the end
+    learner.learn(next(iter(trainer.batches.since(0))))
+    assert {parameter.grad is None for parameter in learner.model.parameters()} == {False}
     assert {parameter.grad for parameter in trainer.best_model().parameters()} == {None}
+
+
+def test_a_weight_that_is_frozen_after_the_recording_stays_where_it_is(make_trainer):
+    trainer = make_trainer("run")
+    learner = trainer.learner
+    learner.record(record_in_place)
+    batches = iter(trainer.batches.since(0))
+    learner.learn(next(batches))
+    frozen, moved, *_ = learner.model.parameters()
+    frozen.requires_grad_(False)
+    before = frozen.clone(), moved.clone()
+    learner.learn(next(batches))
+    assert torch.equal(frozen, before[0]) and not torch.equal(moved, before[1])
 
 
 @pytest.mark.parametrize("number", [1e-3, float("nan")])

@@ -10,6 +10,7 @@ that the generator has then, and moves the offset on by as much as the pass did.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -91,13 +92,16 @@ class RecordedPass:
         return outputs.loss.clone()  # the next replay writes there
 
     def forget(self) -> None:
-        """Let go of the recording and its memory; the next batch is recorded anew."""
+        """Let go of the recording and its memory, gradients included; the next batch is recorded anew."""
+        if self._recording is not None:
+            self._put([None] * len(self.parameters))
         self._recording = None
 
     def _record(self, batch: Sample) -> Recording:
         states = generator_states(self.device)
         held = Sample(*(tensor.clone() for tensor in batch))
-        outputs, replay = self.recorder(lambda: self._outputs(held))
+        with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
+            outputs, replay = self.recorder(lambda: self._outputs(held))
         set_generator_states(states, self.device)
         return Recording(held, outputs, replay)
 
@@ -112,7 +116,7 @@ class RecordedPass:
 
     def _put(self, gradients: list[Tensor | None]) -> None:
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
-            parameter.grad = gradient
+            parameter.grad = gradient if parameter.requires_grad else None  # what was frozen since does not move
 
 
 def record_cuda_graph(function: Callable[[], Outputs]) -> tuple[Outputs, Callable[[], None]]:
