@@ -251,7 +251,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=16, help="of the processor")
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--tiny", action="store_true", help="small enough for a CPU")
-    parser.add_argument("--seconds", type=float, default=450, help="for everything")
+    parser.add_argument("--seconds", type=float, default=900, help="for everything")
     parser.add_argument("--limit", type=float, default=300, help="seconds for one job")
     parser.add_argument("--out", type=Path, help="JSON file for the results")
     parser.add_argument("--commit", help="what to record where git cannot tell")

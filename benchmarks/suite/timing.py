@@ -7,6 +7,8 @@ from itertools import cycle, islice
 
 import torch
 
+from anemoi_gt.training.recorded import record_cuda_graph
+
 
 class Gpu:
     """Device events around every call; calls are queued one behind the other, as in training."""
@@ -35,24 +37,20 @@ class Gpu:
         torch.cuda.synchronize()
         return [begin.elapsed_time(end) for begin, end in pairs]
 
-    @classmethod
-    def record(cls, call: Callable, count: int) -> Callable:
+    @staticmethod
+    def record(call: Callable, count: int) -> Callable:
         """Return what replays `count` calls from a CUDA graph, which leaves the host nothing to do.
 
         Memory that the calls allocate is the graph's, and lives as long as what is returned; each of them finds free what the
         one before it has allocated.
         """
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):  # as PyTorch asks for before a capture
-            for _ in range(cls.WARM_UP):
-                call()
-        torch.cuda.current_stream().wait_stream(side)
-        captured = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(captured, capture_error_mode="thread_local"):  # NCCL's watchdog asks for events meanwhile
+
+        def calls():
             for _ in range(count):
                 call()
-        return captured.replay
+
+        _, replay = record_cuda_graph(calls, warm_up=call)
+        return replay
 
     @staticmethod
     def peak_bytes(call: Callable) -> int:

@@ -1,11 +1,10 @@
 """A recorded step: the numbers of one that is not, what is kept between batches, what is refused, and how a GPU records."""
 
 import weakref
-from contextlib import contextmanager
-from types import SimpleNamespace
 
 import pytest
 import torch
+from support.cuda_calls import stub_cuda_graphs
 from support.recording import record_in_place
 from torch import nn
 
@@ -241,25 +240,7 @@ def test_layers_that_draw_again_in_backward_are_refused_by_name(splits):
 
 @pytest.fixture
 def order(monkeypatch):
-    """What is done, in order, in place of a GPU."""
-    done = []
-
-    @contextmanager
-    def within(name):
-        done.append(f"enter {name}")
-        yield
-        done.append(f"leave {name}")
-
-    def stream(name):
-        return SimpleNamespace(name=name, wait_stream=lambda other: done.append(f"{name} waits for {other.name}"))
-
-    current = stream("current")
-    monkeypatch.setattr(torch.cuda, "Stream", lambda: stream("side"))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: current)
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: within(stream.name))
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=lambda: done.append("replay")))
-    monkeypatch.setattr(torch.cuda, "graph", lambda graph, capture_error_mode: within(capture_error_mode))
-    return done
+    return stub_cuda_graphs(monkeypatch)
 
 
 def test_a_pass_is_captured_after_a_warm_up_on_another_stream_and_replayed_without_it(order):
@@ -272,11 +253,18 @@ def test_a_pass_is_captured_after_a_warm_up_on_another_stream_and_replayed_witho
     assert order == ["replay"]
 
 
-def test_what_cannot_be_captured_says_which_option_captured_it(order):
-    def waits():
+def test_a_warm_up_may_be_another_function(order):
+    record_cuda_graph(lambda: order.append("pass"), warm_up=lambda: order.append("warm up"))
+    assert (order.count("warm up"), order.count("pass")) == (WARM_UP, 1)
+
+
+def test_what_cannot_be_captured_says_which_option_captured_it(order, make_trainer):
+    def waits(batch):
         if "enter thread_local" in order:
             raise RuntimeError("operation not permitted when stream is capturing")
+        return batch.inputs.sum()
 
+    batch = Sample(torch.ones(1), torch.ones(1))
     with pytest.raises(RuntimeError, match="not permitted") as raised:
-        record_cuda_graph(waits)
+        RecordedPass(waits, [], torch.device("cpu"), record_cuda_graph)(batch)
     assert "training.cuda_graph=false" in raised.value.__notes__[0]

@@ -11,7 +11,7 @@ that the generator has then, and moves the offset on by as much as the pass did.
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -100,8 +100,14 @@ class RecordedPass:
     def _record(self, batch: Sample) -> Recording:
         states = generator_states(self.device)
         held = Sample(*(tensor.clone() for tensor in batch))
-        with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
-            outputs, replay = self.recorder(lambda: self._outputs(held))
+        try:
+            with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
+                outputs, replay = self.recorder(lambda: self._outputs(held))
+        except RuntimeError as error:
+            error.add_note(
+                "while training.cuda_graph=true recorded the step; training.cuda_graph=false records nothing"
+            )
+            raise
         set_generator_states(states, self.device)
         return Recording(held, outputs, replay)
 
@@ -119,18 +125,22 @@ class RecordedPass:
             parameter.grad = gradient if parameter.requires_grad else None  # what was frozen since does not move
 
 
-def record_cuda_graph(function: Callable[[], Outputs]) -> tuple[Outputs, Callable[[], None]]:
+def record_cuda_graph(
+    function: Callable[[], Any], warm_up: Callable[[], Any] | None = None
+) -> tuple[Any, Callable[[], None]]:
     """Capture a function in a CUDA graph on the current device, as `RecordedPass` wants it.
 
     Parameters
     ----------
     function : callable
-        Called `WARM_UP` times, and once more while it is captured, when nothing is computed.
+        Called once while it is captured, when nothing is computed.
+    warm_up : callable, optional
+        Called `WARM_UP` times before; None is `function`.
 
     Returns
     -------
-    outputs : Outputs
-        In memory of the graph; nothing is there before the first replay.
+    outputs
+        What the function returned, in memory of the graph; nothing is there before the first replay.
     replay : callable
         Computes them, behind what the current stream has to do.
     """
@@ -138,15 +148,11 @@ def record_cuda_graph(function: Callable[[], Outputs]) -> tuple[Outputs, Callabl
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for _ in range(WARM_UP):
-            function()
+            (warm_up or function)()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    try:
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL's watchdog asks for events meanwhile
-            outputs = function()
-    except RuntimeError as error:
-        error.add_note("while training.cuda_graph=true recorded the step; training.cuda_graph=false records nothing")
-        raise
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL's watchdog asks for events meanwhile
+        outputs = function()
     return outputs, graph.replay
 
 
