@@ -33,11 +33,12 @@ from anemoi_gt.application import (
     tell,
 )
 from anemoi_gt.distributed import ShardingConfig, by_first_rank, is_launched, of_first_rank, started
+from anemoi_gt.distributed.batches import share_of_batch
 from anemoi_gt.distributed.checkpoint import load_values
 from anemoi_gt.distributed.folder import ONE_PROCESS, TORCHRUN, checkpoint_to_continue
 from anemoi_gt.distributed.meeting import code_in_use, leave_last, meeting
 from anemoi_gt.distributed.model import scatter_model
-from anemoi_gt.distributed.start import own_device
+from anemoi_gt.distributed.start import check_model_options, own_device
 from anemoi_gt.distributed.training import check_samples, cpu_group, divide_trainer, train_on_ranks
 from anemoi_gt.distributed.watch import leave
 from anemoi_gt.provenance import explain
@@ -213,6 +214,7 @@ def train_together(config: "DictConfig") -> float | None:
 
 def train_on_mesh(config: "DictConfig", sharding: ShardingConfig, mesh: "DeviceMesh") -> float | None:
     """Train as `train_together` does, on ranks that have joined. Collective; raises Stopped on all of them."""
+    check_shares(config, sharding, mesh)
     is_first, description = mesh.get_rank() == 0, describe(config)
     folder = Path(of_first_rank(str(output_folder())))
     resumes = by_first_rank(partial(continues_on_ranks, folder, config.resume, description))
@@ -234,6 +236,15 @@ def train_on_mesh(config: "DictConfig", sharding: ShardingConfig, mesh: "DeviceM
             write_report(folder, whole.eval(), test, records)
     dist.barrier(group)  # however long that takes: the group is patient
     return trainer.best_loss if is_first else None
+
+
+def check_shares(config: "DictConfig", sharding: ShardingConfig, mesh: "DeviceMesh") -> None:
+    """Raise a ValueError where the config alone says that these ranks cannot share the run: data, graph and model are not made yet."""
+    for group in ("training", "model"):
+        check_types(group, config[group])
+    share_of_batch(instantiate(config.training).batch_size, mesh["data"].size())
+    backend = check_backend(instantiate(config.attention), own_device(mesh.device_type))
+    check_model_options(config.model, sharding.strategy, mesh["model"].size(), backend)
 
 
 def continues_on_ranks(folder: Path, resume: bool, description: dict) -> bool:

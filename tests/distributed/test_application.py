@@ -119,6 +119,26 @@ def test_a_config_that_differs_between_ranks_is_found_at_the_start(place):
     assert process.returncode != 0 and said.count("must be the same") == said.count(problem) == 1, said
 
 
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["training.batch_size=3"], "training.batch_size must be a multiple of the 2 ranks of the data axis, got 3"),
+        (
+            ["sharding=heads", "sharding.model=2", "model.heads=1"],
+            "strategy 'heads' must have at least one head for each rank, got 1 heads and 2 ranks; "
+            "use strategy 'edges', or fewer ranks for one model",
+        ),
+    ],
+    ids=["batch", "heads"],
+)
+def test_what_ranks_cannot_share_is_refused_before_anything_is_made(place, arguments, sentence):
+    # The data set cannot be made either, which nobody comes to say.
+    with torchrun(place, 2, *arguments, "data.grid_name=nowhere", "hydra.run.dir=unshared") as process:
+        _, said = process.communicate(timeout=PATIENCE)
+    assert process.returncode != 0
+    assert re.findall(r"^anemoi_gt.train: (.*)$", said, re.MULTILINE) == [sentence], said
+
+
 def test_one_process_cannot_divide_a_model(monkeypatch):
     for name in TORCHRUN:
         monkeypatch.delenv(name, raising=False)

@@ -6,7 +6,7 @@ import yaml
 
 from anemoi_gt.distributed import ShardingConfig, is_launched, started
 from anemoi_gt.distributed.model import ShardedGraph, scatter_model, shard_model
-from anemoi_gt.distributed.start import TORCHRUN, own_device
+from anemoi_gt.distributed.start import TORCHRUN, check_model_options, own_device
 from anemoi_gt.distributed.training import shard_trainer
 from distributed.ranks import ROOT
 
@@ -38,6 +38,37 @@ def test_whatever_takes_overlap_leaves_it_out_by_default(takes):
 def test_configs_that_mean_nothing_are_refused(numbers, message):
     with pytest.raises(ValueError, match=message):
         ShardingConfig(**numbers)
+
+
+@pytest.mark.parametrize(
+    ("options", "strategy", "message"),
+    [
+        ({"heads": 2}, "heads", "at least one head for each rank, got 2 heads and 4 ranks"),
+        (
+            {"heads": 4, "dropout": 0.1},
+            "heads",
+            "attention backend 'triton', whose kernels count heads from 0, got 0.1",
+        ),
+        ({"mapper_chunks": 2}, "edges", "^model.mapper_chunks must be 1 under torchrun, got 2: "),
+        ({"mapper_chunks": 2}, "none", "^model.mapper_chunks must be 1 under torchrun, got 2: "),
+    ],
+)
+def test_a_model_that_ranks_cannot_share_is_known_by_its_options(options, strategy, message):
+    with pytest.raises(ValueError, match=message):
+        check_model_options(options, strategy, 4, "triton")
+
+
+@pytest.mark.parametrize(
+    ("options", "strategy", "parts", "backend"),
+    [
+        ({}, "heads", 4, "triton"),
+        ({"heads": 4, "dropout": 0.1, "mapper_chunks": 1}, "heads", 4, "torch"),
+        ({"heads": 2, "dropout": 0.1}, "heads", 1, "triton"),
+        ({"heads": 2, "dropout": 0.1}, "edges", 4, "triton"),
+    ],
+)
+def test_options_that_ranks_can_share_are_not_refused(options, strategy, parts, backend):
+    check_model_options(options, strategy, parts, backend)
 
 
 def test_a_process_without_launcher_is_told_of_torchrun(monkeypatch):

@@ -161,6 +161,14 @@ def test_disjoint_places_graphs_side_by_side():
     assert (graph.num_src, graph.num_dst) == tuple(a + b for a, b in zip(first[1], second[1], strict=True))
 
 
+def test_disjoint_keeps_the_program_order_of_each_graph():
+    plain, ordered = (GraphStructure.from_edge_index(EXAMPLE, (3, 3)) for _ in range(2))
+    ordered = replace(ordered, program_order=torch.tensor([2, 0, 1], dtype=torch.int32))
+    joined = GraphStructure.disjoint([ordered, plain, ordered]).validate()
+    assert joined.program_order.tolist() == [2, 0, 1, 3, 4, 5, 8, 6, 7]
+    assert GraphStructure.disjoint([plain, plain]).program_order is None
+
+
 def test_disjoint_of_no_graph_raises():
     with pytest.raises(ValueError, match="at least one graph"):
         GraphStructure.disjoint([])

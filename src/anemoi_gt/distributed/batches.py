@@ -30,16 +30,28 @@ class ShardedBatches(TrainingBatches):
 
     def __init__(self, mesh: DeviceMesh, **options: Any):
         super().__init__(**options)
-        self.part, self.parts = mesh.get_local_rank("data"), mesh["data"].size()
-        if self.batch_size % self.parts:
-            raise ValueError(
-                f"training.batch_size must be a multiple of the {self.parts} ranks of the data axis, got {self.batch_size}"
-            )
+        self.part = mesh.get_local_rank("data")
+        self.own_size = share_of_batch(self.batch_size, mesh["data"].size())
 
     def since(self, step: int) -> Iterator[Sample]:
         """Yield this rank's part of the batches that are left when `step` of them have been taken."""
-        generator, size = torch.Generator().manual_seed(self.seed), self.batch_size // self.parts
+        generator = torch.Generator().manual_seed(self.seed)
         order = RandomSampler(self.dataset, num_samples=self.steps * self.batch_size, generator=generator)
         left = islice(enumerate(order), step * self.batch_size, None)
-        own = (sample for place, sample in left if place % self.batch_size // size == self.part)
-        return load(self.dataset, size, self.device, own)
+        own = (sample for place, sample in left if place % self.batch_size // self.own_size == self.part)
+        return load(self.dataset, self.own_size, self.device, own)
+
+
+def share_of_batch(batch_size: int, parts: int) -> int:
+    """Return how many samples of a batch each of so many data ranks takes.
+
+    Raises
+    ------
+    ValueError
+        When the batch cannot be split evenly.
+    """
+    if batch_size % parts:
+        raise ValueError(
+            f"training.batch_size must be a multiple of the {parts} ranks of the data axis, got {batch_size}"
+        )
+    return batch_size // parts

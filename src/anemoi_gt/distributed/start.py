@@ -2,17 +2,20 @@
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from anemoi_gt.distributed.gradients import check_device_type, make_mesh
+from anemoi_gt.distributed.heads import head_ranges
 from anemoi_gt.distributed.watch import watched
+from anemoi_gt.ops.backends import BACKENDS, check_counts_heads
 from anemoi_gt.options import check_number, check_whole
 
 STRATEGIES = ("none", "edges", "heads")
@@ -81,6 +84,36 @@ def own_device(device_type: str) -> torch.device:
     if local >= count:
         raise ValueError(f"ranks of a host must have a GPU each, got local rank {local} and {count} GPUs")
     return torch.device("cuda", local)
+
+
+def check_model_options(options: Mapping[str, Any], strategy: str, parts: int, backend: str) -> None:
+    """Raise before a model is made where its options say that the ranks cannot share it; `shard_model` looks at what is made.
+
+    Parameters
+    ----------
+    options : mapping of str to values
+        Of `EncoderProcessorDecoder`, by name; one that is not there says nothing.
+    strategy : {"none", "edges", "heads"}
+    parts : int
+        Ranks that share the model.
+    backend : str
+        The attention backend that will run.
+
+    Raises
+    ------
+    ValueError
+        For mappers that work in pieces; with strategy "heads" for fewer heads than ranks, and for dropout on a backend that must see
+        all heads.
+    """
+    if options.get("mapper_chunks", 1) != 1:
+        pieces = options["mapper_chunks"]
+        raise ValueError(
+            f"model.mapper_chunks must be 1 under torchrun, got {pieces}: a rank's part is a piece already"
+        )
+    if strategy == "heads" and parts > 1:
+        head_ranges(options.get("heads", parts), parts)
+        if options.get("dropout", 0) > 0:
+            check_counts_heads(BACKENDS[backend], options["dropout"])
 
 
 @contextmanager

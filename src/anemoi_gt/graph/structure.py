@@ -304,7 +304,8 @@ class GraphStructure:
         Returns
         -------
         GraphStructure
-            Without its source side.
+            Without its source side. Where a graph has a `program_order`, programs take the graphs one after another and the
+            destinations of each in its own order; None where no graph has one.
 
         Raises
         ------
@@ -322,19 +323,24 @@ class GraphStructure:
         if any(graph.edge_id is not None for graph in graphs):
             raise ValueError("graphs must be whole, got one that carries edge_id: join the parts of a graph first")
         src_begin = _offsets(graph.num_src for graph in graphs)
+        dst_begin = _offsets(graph.num_dst for graph in graphs)
         edge_begin = _offsets(graph.num_edges for graph in graphs)
-        dtype = _index_dtype(src_begin[-1], sum(graph.num_dst for graph in graphs), edge_begin[-1])
-        begins = list(zip(graphs, src_begin, edge_begin, strict=False))
-        colptr = [graph.colptr[:-1].to(dtype) + first for graph, _, first in begins]
-        colptr.append(colptr[0].new_full((1,), edge_begin[-1]))
-        row = [graph.row.to(dtype) + first for graph, first, _ in begins]
-        perm = None
+        dtype = _index_dtype(src_begin[-1], dst_begin[-1], edge_begin[-1])
+        colptr = _side_by_side([graph.colptr[:-1] for graph in graphs], edge_begin, dtype)
+        perm = program_order = None
         if any(graph.perm is not None for graph in graphs):
-            perm = torch.cat([graph.edge_order().to(dtype) + first for graph, _, first in begins])
-        sources = torch.empty(src_begin[-1], 0, device=graphs[0].device)
+            perm = _side_by_side([graph.edge_order() for graph in graphs], edge_begin, dtype)
+        if any(graph.program_order is not None for graph in graphs):
+            program_order = _side_by_side([_order_of_programs(graph) for graph in graphs], dst_begin, dtype)
         degrees = {None if graph.degree is None else graph.degree.shape[0] for graph in graphs}
-        degree = graphs[0].degree if len(degrees) == 1 else None
-        return cls(torch.cat(colptr), torch.cat(row), sources, perm=perm, degree=degree)
+        return cls(
+            colptr=torch.cat([colptr, colptr.new_full((1,), edge_begin[-1])]),
+            row=_side_by_side([graph.row for graph in graphs], src_begin, dtype),
+            sources=torch.empty(src_begin[-1], 0, device=graphs[0].device),
+            perm=perm,
+            program_order=program_order,
+            degree=graphs[0].degree if len(degrees) == 1 else None,
+        )
 
     def with_reverse(self, *, stable: bool = True) -> "GraphStructure":
         """Return this structure with its source side, which gradients of key and value need; itself if it has it.
@@ -489,6 +495,18 @@ def _index_dtype(*sizes: int) -> torch.dtype:
 
 def _is_sorted(index: Tensor) -> bool:
     return bool((index.diff() >= 0).all())
+
+
+def _order_of_programs(graph: GraphStructure) -> Tensor:
+    """The destinations in the order in which programs take them: `program_order`, or 0, 1, 2, ..."""
+    if graph.program_order is not None:
+        return graph.program_order
+    return torch.arange(graph.num_dst, dtype=graph.colptr.dtype, device=graph.device)
+
+
+def _side_by_side(indices: Sequence[Tensor], offsets: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Indices of several graphs as indices of all: those of each are counted from its offset; behind the last is the total."""
+    return torch.cat([index.to(dtype) + first for index, first in zip(indices, offsets[:-1], strict=True)])
 
 
 def _offsets(sizes: Iterable[int]) -> list[int]:

@@ -1,9 +1,11 @@
 """What `explain` returns: frozen values, plain numbers and words, that print as a table and become JSON."""
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from typing import Any
+
+from anemoi_gt.provenance.profile import Times, times_of
 
 SHOWN = 2  # runners-up of a tile in the table; `to_dict` has them all
 
@@ -164,9 +166,15 @@ class Explanation:
         ValueError
             If it has no shapes, or none of these layers.
         """
-        from anemoi_gt.provenance.profile import add_times
-
-        return add_times(self, profile)
+        seen = times_of(profile)
+        layers = tuple(
+            replace(layer, passes=tuple(_timed(layer, pass_, seen) for pass_ in layer.passes)) for layer in self.layers
+        )
+        if all(pass_.achieved_ms is None for layer in layers for pass_ in layer.passes):
+            raise ValueError(
+                f"profile must be of the calls that were explained, it holds others: {sorted(map(str, seen))}"
+            )
+        return replace(self, layers=layers)
 
     def __str__(self) -> str:
         lines = [line for _, alike in groupby(self.layers, _all_but_name) for line in _layer_lines(list(alike))]
@@ -175,6 +183,20 @@ class Explanation:
         if any(kernel.runners_up for layer in self.layers for pass_ in layer.passes for kernel in pass_.kernels):
             lines.append("not taken: what is predicted of other tiles; the rule that sweeps on a GPU gave decides")
         return "\n".join(lines)
+
+
+def _timed(layer: Layer, pass_: Pass, seen: dict[tuple, Times]) -> Pass:
+    """A pass with the times of the calls of its operator on the layer's sizes; as it is where there are none."""
+    times = seen.get((pass_.operator, tuple(layer.sizes.values())))
+    if times is None:
+        return pass_
+    achieved = times.host if times.device is None and layer.device.startswith("cpu") else times.device
+    if achieved is None:
+        return pass_  # a profile of the host alone does not know what the device does
+    kernels = (
+        replace(kernel, achieved_ms=times.kernels.get(kernel.name, kernel.achieved_ms)) for kernel in pass_.kernels
+    )
+    return replace(pass_, kernels=tuple(kernels), achieved_ms=achieved)
 
 
 def _all_but_name(layer: Layer) -> tuple:
