@@ -11,6 +11,7 @@ from anemoi_gt.data.graphs import icosphere_graph
 from anemoi_gt.data.grids import grid
 from anemoi_gt.distributed.model import shard_model
 from anemoi_gt.training.compiled import compile_blocks
+from anemoi_gt.training.mixed import CastTogether
 
 FIELDS = 100  # in and out of the data grid
 WAYS = {
@@ -66,6 +67,7 @@ class ShardedModel:
         self.model.to(device)
         strategy, overlap = WAYS[case.way]
         self.cut = shard_model(self.model, mesh, strategy, overlap=overlap)
+        self.cast_together = CastTogether(self.model)  # as in training
         if case.compiled:
             compile_blocks(self.model)
         num_nodes = graph["data"].x.shape[0]
@@ -73,11 +75,11 @@ class ShardedModel:
         fields = torch.randn(num_nodes, FIELDS, generator=torch.Generator().manual_seed(1))
         self.fields, self.scale = fields[own].unsqueeze(0).to(device), 1 / (num_nodes * FIELDS)
 
-    def step(self, autocast) -> Tensor:
-        """Forward and backward; returns this rank's part of the loss, the mean square of what comes out."""
+    def step(self, dtype: torch.dtype | None) -> Tensor:
+        """Forward and backward, under autocast to a dtype or as it is; returns this rank's part of the loss, a mean square."""
         self.model.zero_grad()
-        with autocast:
-            out = self.model(self.fields)
+        with torch.autocast(self.fields.device.type, dtype=dtype, enabled=dtype is not None):
+            out = self.cast_together(self.fields)
         loss = out.float().square().sum() * self.scale
         loss.backward()
         return loss.detach()

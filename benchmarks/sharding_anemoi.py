@@ -48,19 +48,19 @@ class AnemoiModel:
         own = whole.split(self.sizes, 3)[world.rank] if self.group else whole
         self.x = {"data": own.to(world.device)}
 
-    def step(self, autocast) -> torch.Tensor:
-        """Forward and backward; returns this rank's part of the loss, the mean square of what comes out."""
+    def step(self, dtype: torch.dtype | None) -> torch.Tensor:
+        """Forward and backward, under autocast to a dtype or as it is; returns this rank's part of the loss, the mean square of what comes out."""
         self.model.zero_grad(set_to_none=True)
         shards = {"grid_shard_sizes": {"data": self.sizes}} if self.group else {}
-        with autocast:
+        with torch.autocast(self.x["data"].device.type, dtype=dtype, enabled=dtype is not None):
             out = self.model(self.x, model_comm_group=self.group, **shards)["data"]
         loss = out.float().square().sum() * self.scale
         loss.backward()
         return loss.detach()
 
-    def signature(self, autocast) -> list[float]:
+    def signature(self, dtype: torch.dtype | None) -> list[float]:
         """Loss and lengths of some gradients of the whole run, to compare."""
-        loss = self.step(autocast).double()
+        loss = self.step(dtype).double()
         dist.all_reduce(loss)
         values = [loss.item()]
         for name, parameter in self.model.named_parameters():
@@ -76,9 +76,9 @@ def run(world: World, task: dict) -> None:
     case, who = Case(**task["case"]), task["who"]
     part = AnemoiModel(case, world.graph(case), world)
     with integration.install() if who == "ours" else nullcontext():
-        found = part.signature(world.autocast())
+        found = part.signature(world.autocast_dtype)
         world.judge(f"anemoi {case.graph}", found)
-        measured = world.measure(lambda: part.step(world.autocast()))
+        measured = world.measure(lambda: part.step(world.autocast_dtype))
     world.write(task, asdict(case) | measured | {"model": "anemoi-models", "who": who, "signature": found})
 
 

@@ -11,7 +11,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
@@ -83,9 +82,10 @@ class World:
         judge(found, self.work["expected"].get(name), self.device, self.size)
         self.work["expected"].setdefault(name, found)
 
-    def autocast(self):
+    @property
+    def autocast_dtype(self) -> torch.dtype | None:
         """bfloat16 where there is a GPU."""
-        return torch.autocast("cuda", dtype=torch.bfloat16) if self.gpu else nullcontext()
+        return torch.bfloat16 if self.gpu else None
 
     def wait(self) -> None:
         """Until the device is done."""
@@ -149,7 +149,7 @@ class World:
 
 def signature(world: World, part: ShardedModel) -> list[float]:
     """Loss and lengths of gradients of the whole run, to compare."""
-    loss = part.step(world.autocast()).double()
+    loss = part.step(world.autocast_dtype).double()
     dist.all_reduce(loss)
     values = [loss.item()]
     for gradient in part.judged():
@@ -222,7 +222,7 @@ def run_case(world: World, models: Models, task: dict) -> None:
     part = models.of(case)
 
     def step():
-        return part.step(world.autocast())
+        return part.step(world.autocast_dtype)
 
     measured = world.replay(step) if task["replayed"] else world.measure(step)
     everywhere = world.gathered(traffic(world, part))

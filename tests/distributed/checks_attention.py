@@ -20,6 +20,8 @@ from anemoi_gt.distributed import (
 )
 from anemoi_gt.distributed import attention as sharded_attention
 from anemoi_gt.distributed.heads import head_ranges
+from anemoi_gt.distributed.model import ShardedGraph
+from anemoi_gt.nn import GraphTransformerProcessorBlock
 from distributed.problems import (
     CHANNELS,
     EDGE_DIM,
@@ -176,8 +178,9 @@ def edges_may_come_without_attributes_or_embedded(group, verdict):
             verdict.close(attend.__name__, part.detach(), whole[own_dst].detach())
 
 
-@on_ranks(2)
+@on_ranks(2, 4)
 def a_layer_compiles_as_one_graph_and_gives_the_same(group, verdict):
+    torch.compiler.reset()  # what was compiled for fewer ranks has other sizes
     problem = make_problem("encoder", batch=(2,))
     problem.edge_attr.requires_grad_()
     for way, (strategy, attend) in WAYS.items():
@@ -252,6 +255,50 @@ def interior_edges_are_attended_while_rows_travel_forward_and_backward(group, ve
             setattr(RowExchange, name, function)
     forward = ["leave", "interior", "arrive", "boundary"]
     verdict.same("order", events, [*forward, "gradients leave", "interior backward", "gradients arrive"])
+
+
+@on_ranks(3)
+def a_block_computes_what_needs_no_halo_while_it_travels_forward_and_backward(group, verdict):
+    events = []
+    problem = make_problem("asymmetric")
+    shard = shard_graph(problem.graph, group)
+    width, own = HEADS * CHANNELS, shard.sources.nodes(shard.rank)
+    torch.manual_seed(0)
+    sizes = {"in_channels": width, "out_channels": width, "hidden_dim": width, "num_heads": HEADS}
+    block = GraphTransformerProcessorBlock(**sizes, edge_dim=EDGE_DIM, config=CONFIG).to(problem.x_src)
+
+    def noting(name):
+        def hook(module, inputs, out):
+            events.append(name)
+            out.register_hook(lambda gradient: events.append(f"{name} backward"))
+
+        return hook
+
+    def note(name, function):
+        def noting(*arguments):
+            events.append(name)
+            return function(*arguments)
+
+        return noting
+
+    for name in ("lin_query", "lin_self", "lin_key"):
+        getattr(block, name).register_forward_hook(noting(name))
+    names = {"send": "leave", "send_back": "gradients leave", "sum_back": "gradients arrive"}
+    kept, wait = {name: getattr(RowExchange, name) for name in names}, rows.Pending.wait
+    try:
+        rows.Pending.wait = note("arrive", wait)
+        for name, event in names.items():
+            setattr(RowExchange, name, note(event, kept[name]))
+        x = torch.randn(problem.graph.num_src, width, generator=seeded(0)).to(problem.x_src)
+        out = block(x[own].requires_grad_(), ShardedGraph(shard), problem.edge_attr[shard.edges])
+        out.sum().backward()
+    finally:
+        rows.Pending.wait = wait
+        for name, function in kept.items():
+            setattr(RowExchange, name, function)
+    verdict.same("forward", events[:5], ["leave", "lin_query", "lin_self", "arrive", "lin_key"])
+    backward = ["lin_key backward", "gradients leave", "lin_self backward", "lin_query backward", "gradients arrive"]
+    verdict.same("backward", events[5:], backward)
 
 
 @on_ranks(3)

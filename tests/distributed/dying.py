@@ -14,9 +14,11 @@ import torch
 import torch.distributed as dist
 
 from anemoi_gt.distributed import ShardingConfig, started
+from anemoi_gt.distributed.start import own_device
 
-TIMEOUT = 4.0  # s
-FROZEN = 6  # s, until somebody thaws the frozen rank
+DEVICE_TYPE = "cuda" if torch.cuda.device_count() > 2 else "cpu"  # NCCL where three ranks have a GPU each
+TIMEOUT = 4.0 if DEVICE_TYPE == "cpu" else 12.0  # s
+FROZEN = TIMEOUT + 2  # s, until somebody thaws the frozen rank
 
 
 def grief(kind, rank):
@@ -37,8 +39,8 @@ def save(path, state):
 
 
 def main(kind, rank, folder):
-    with started(ShardingConfig(timeout=TIMEOUT), "cpu"):
-        state = torch.zeros(1000)
+    with started(ShardingConfig(timeout=TIMEOUT), DEVICE_TYPE):
+        state = torch.zeros(1000, device=own_device(DEVICE_TYPE))
         for step in range(20):
             if step == 10:
                 print(f"grief at {time.time()}", flush=True)
@@ -46,7 +48,7 @@ def main(kind, rank, folder):
             dist.all_reduce(state)
             state = state + 1
             if dist.get_rank() == 0:
-                save(Path(folder) / "last.pt", {"step": step, "state": state})
+                save(Path(folder) / "last.pt", {"step": step, "state": state.cpu()})
     print("came to the end", flush=True)
 
 

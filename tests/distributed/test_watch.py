@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 
 from anemoi_gt.distributed.watch import TELLING, _Watch
+from distributed.dying import TIMEOUT
 from distributed.ranks import HERE, spawn
 
-TIMEOUT = 4.0  # s, of `dying.py`
 BUSY = 4.0  # s, for processes to end on a busy machine
 
 

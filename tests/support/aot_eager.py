@@ -1,7 +1,6 @@
 """Compiled blocks without Inductor, which takes a minute in each process: what was traced runs operator by operator."""
 
 from contextlib import contextmanager
-from functools import partialmethod
 from unittest.mock import patch
 
 from torch import nn
@@ -9,6 +8,11 @@ from torch import nn
 
 @contextmanager
 def without_inductor():
-    """Let `nn.Module.compile` take the backend `aot_eager` in the block."""
-    with patch.object(nn.Module, "compile", partialmethod(nn.Module.compile, backend="aot_eager")):
+    """Let `nn.Module.compile` take the backend `aot_eager` in the block, which knows none of Inductor's options."""
+    original = nn.Module.compile
+
+    def compile_without(module, *, options=None, **arguments):
+        original(module, backend="aot_eager", **arguments)
+
+    with patch.object(nn.Module, "compile", compile_without):
         yield

@@ -8,7 +8,12 @@ from anemoi_gt.distributed.agreement import (
     of_first_rank,
     raise_together,
 )
-from anemoi_gt.distributed.attention import attend_after_exchange, attend_by_heads, attend_overlapped
+from anemoi_gt.distributed.attention import (
+    attend_after_exchange,
+    attend_by_heads,
+    attend_overlapped,
+    start_exchange,
+)
 from anemoi_gt.distributed.checkpoint import RowTable, load_checkpoint, save_checkpoint
 from anemoi_gt.distributed.gradients import clip_gradients, make_mesh, reduce_gradients, sum_loss
 from anemoi_gt.distributed.partition import Partition, Ranges, destination_cost
@@ -44,6 +49,7 @@ __all__ = [
     "save_checkpoint",
     "shard_edges",
     "shard_graph",
+    "start_exchange",
     "started",
     "sum_loss",
     "watched",

@@ -3,7 +3,7 @@
 A layer hands over what it would have computed attention from: queries of its destinations, rows of its sources, and the function that
 makes key and value of rows. So rows of sources travel, F numbers each, and not keys and values, twice as many.
 
-    after exchange     key, value of [owned, halo];  attention over all own edges
+    after exchange     halo leaves;  key, value of [owned, halo];  attention over all own edges
     overlapped         halo leaves;  attention over interior edges;  halo is there;  attention over boundary edges;  merged:
                        lse = log(exp(lse_interior) + exp(lse_boundary)),   out = exp(lse_interior - lse) out_interior + ...
     by heads           query, key, value to heads;  attention over all edges, own heads;  out back to nodes
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from anemoi_gt.distributed.checks import check_own_rows
 from anemoi_gt.distributed.heads import head_ranges, to_heads, to_nodes
+from anemoi_gt.distributed.rows import Pending
 from anemoi_gt.distributed.shard import EdgeShard, GraphShard, HeadShard
 from anemoi_gt.ops import attend_heads, edge_attention, merge
 from anemoi_gt.ops.dropout import draw_seed
@@ -25,10 +26,34 @@ from anemoi_gt.ops.dtypes import cast_for_autocast
 KeyValue = Callable[[Tensor], tuple[Tensor, Tensor]]  # rows [.., n, F] to key and value [.., n, H, C]
 
 
+def start_exchange(shard: EdgeShard, x_src: Tensor) -> Pending:
+    """Send rows of this rank's sources, in the dtype in which projections read them, and go on. Collective, and so is its backward.
+
+    What is computed before `attend_after_exchange` or `attend_overlapped` waits for the halo hides messages, and in backward so does
+    the backward of it.
+
+    Parameters
+    ----------
+    shard : EdgeShard
+    x_src : Tensor [n_src, F] or [B, n_src, F]
+
+    Returns
+    -------
+    Pending
+        Takes the place of `x_src` in either, once.
+
+    Raises
+    ------
+    ValueError
+        When rows are not those of this rank's nodes, before anything travels.
+    """
+    return shard.start(cast_for_autocast(x_src))
+
+
 def attend_after_exchange(
     shard: EdgeShard,
     query: Tensor,
-    x_src: Tensor,
+    x_src: Tensor | Pending,
     key_value: KeyValue,
     edge_attr: Tensor | None = None,
     edge_weight: Tensor | None = None,
@@ -43,7 +68,7 @@ def attend_after_exchange(
     query : Tensor [n_dst, H, C] or [B, n_dst, H, C]
         Of this rank's destinations.
     x_src : Tensor [n_src, F] or [B, n_src, F]
-        Rows of this rank's sources.
+        Rows of this rank's sources; or what `start_exchange` made of them, for work in between.
     key_value : callable
         Makes key and value [.., n, H, C] of rows [.., n, F], for any n, 0 too.
     edge_attr, edge_weight, edge_bias
@@ -62,7 +87,7 @@ def attend_after_exchange(
         When rows are not those of this rank's nodes and edges, before anything travels.
     """
     _check_own(shard, query, x_src, edge_attr, edge_weight)
-    key, value = key_value(shard.exchange(cast_for_autocast(x_src)))
+    key, value = key_value(_started(shard, x_src).joined())
     out, _ = edge_attention(query, key, value, shard.graph, edge_attr, edge_weight, edge_bias, **options)
     return out
 
@@ -70,7 +95,7 @@ def attend_after_exchange(
 def attend_overlapped(
     shard: EdgeShard,
     query: Tensor,
-    x_src: Tensor,
+    x_src: Tensor | Pending,
     key_value: KeyValue,
     edge_attr: Tensor | None = None,
     edge_weight: Tensor | None = None,
@@ -84,10 +109,9 @@ def attend_overlapped(
     _check_own(shard, query, x_src, edge_attr, edge_weight)
     if options.get("dropout_p", 0.0) > 0 and options.get("dropout_seed") is None:
         options["dropout_seed"] = draw_seed(query.device)  # one for both calls: then they drop what one call would
-    x_src = cast_for_autocast(x_src)
-    pending = shard.halo.start(x_src)
+    pending = _started(shard, x_src)
     inner, outer = _split_edges(shard, edge_attr, edge_weight)
-    key, value = key_value(x_src)
+    key, value = key_value(pending.own)
     out, lse = edge_attention(query, key, value, shard.interior, inner, edge_weight, edge_bias, **options)
 
     key, value = key_value(pending.wait())
@@ -142,12 +166,17 @@ def attend_by_heads(
     return to_nodes(out, shard.destinations.ranges, *where)
 
 
+def _started(shard: EdgeShard, x_src: Tensor | Pending) -> Pending:
+    return x_src if isinstance(x_src, Pending) else start_exchange(shard, x_src)
+
+
 def _check_own(
-    shard: GraphShard, query: Tensor, x_src: Tensor, edge_attr: Tensor | None, edge_weight: Tensor | None
+    shard: GraphShard, query: Tensor, x_src: Tensor | Pending, edge_attr: Tensor | None, edge_weight: Tensor | None
 ) -> None:
     """Raise unless all rows are this rank's: of others they would be taken for its own, or leave the ranks waiting for each other."""
     check_own_rows("query", query, -3, shard.destinations.ranges.counts[shard.rank], "destinations")
-    check_own_rows("x_src", x_src, -2, shard.sources.ranges.counts[shard.rank], "sources")
+    own = x_src.own if isinstance(x_src, Pending) else x_src
+    check_own_rows("x_src", own, -2, shard.sources.ranges.counts[shard.rank], "sources")
     if edge_attr is not None:
         check_own_rows("edge_attr", edge_attr, _dim_of_edges(edge_weight), shard.edges.shape[0], "edges")
 

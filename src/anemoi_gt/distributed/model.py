@@ -18,11 +18,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from anemoi_gt.distributed.agreement import agreed, check_same, fingerprint
-from anemoi_gt.distributed.attention import attend_after_exchange, attend_by_heads, attend_overlapped
+from anemoi_gt.distributed.attention import attend_after_exchange, attend_by_heads, attend_overlapped, start_exchange
 from anemoi_gt.distributed.checkpoint import RowTable
 from anemoi_gt.distributed.gradients import AXES, check_mesh
 from anemoi_gt.distributed.part import EdgePart, ModelCut, ModelPart, edges_of_model, options_of, without_rows
 from anemoi_gt.distributed.partition import Partition
+from anemoi_gt.distributed.rows import Pending
 from anemoi_gt.distributed.shard import GraphShard, HeadShard, shard_edges, shard_graph
 from anemoi_gt.nn import EncoderProcessorDecoder
 from anemoi_gt.ops import edge_attention
@@ -43,10 +44,16 @@ class ShardedGraph:
     shard: GraphShard
     overlap: bool = False
 
+    def start(self, x_src: Tensor) -> Tensor | Pending:
+        """Send rows of this rank's sources where they are read as they are, and go on; `attend` takes what comes back."""
+        if self.shard.sources.ranges.parts == 1 or isinstance(self.shard, HeadShard):
+            return x_src
+        return start_exchange(self.shard, x_src)
+
     def attend(
         self,
         query: Tensor,
-        x_src: Tensor,
+        x_src: Tensor | Pending,
         key_value: Callable[[Tensor], tuple[Tensor, Tensor]],
         edge_attr: Tensor | None,
         edge_weight: Tensor | None,

@@ -1,11 +1,10 @@
 """Rows that travel: from the rank that owns a row to the ranks that read it, and gradients back. The only place that sends rows.
 
     forward     y = rows of x that this rank asked for, from their owners
-    backward    dx_j = sum over ranks p of dy_j on p, rank 0 first          the transposed exchange, summed in a fixed order
+    backward    dx_j = dx_j of this rank's own use + sum over ranks p of dy_j on p, rank 0 first
 
-A message carries each row once, so the sum is one addition for each rank, in order of ranks, and repeats bit by bit. `append` puts
-the rows behind own ones, whose gradient is where the sum begins. Sending and waiting are two steps, forward and backward, so that
-work can be done in between:
+A message carries each row once, so the sum is one addition for each rank, in order of ranks, and repeats bit by bit. Sending and
+waiting are two steps, forward and backward, so that work can be done in between:
 
     pending = rows.start(x)        messages leave                 backward:  4. they are waited for and summed
     ...                            work                                      3. backward of this work
@@ -38,12 +37,16 @@ class RowExchange:
         Own rows that others read: those for rank 0 first, no row twice for one rank.
     send_counts, recv_counts : tuple of int
         How many go to each rank, and come from each.
+    returned : Tensor [P, N], int64, optional
+        For each of the P ranks that read any of the N own rows, which of the S rows that come home is each own row's; -1 where none is.
+        What a compiler fuses the sum of gradients from; None leaves it to additions one after the other.
     """
 
     group_name: str
     send_rows: Tensor
     send_counts: tuple[int, ...]
     recv_counts: tuple[int, ...]
+    returned: Tensor | None = None
 
     @classmethod
     def of_requests(cls, wanted: Tensor, ranges: Ranges, group: dist.ProcessGroup) -> "RowExchange":
@@ -70,7 +73,8 @@ class RowExchange:
         requested = wanted.new_empty(sum(sends))
         dist.all_to_all_single(requested, wanted.contiguous(), sends, recvs, group=group)
         own = ranges.of(dist.get_rank(group))
-        return cls(group.group_name, requested - own.start, tuple(sends), tuple(recvs))
+        rows = requested - own.start
+        return cls(group.group_name, rows, tuple(sends), tuple(recvs), _places(rows, sends, own.stop - own.start))
 
     @classmethod
     def of_everything(
@@ -117,12 +121,12 @@ class RowExchange:
         -------
         Tensor [N + R, F] or [B, N + R, F]
         """
-        return _AppendRows.apply(x, self)
+        return self.start(x).joined()
 
     def start(self, x: Tensor) -> "Pending":
         """Send own rows and go on. Collective; takes what `__call__` takes."""
-        sent = _SendRows.apply(x.movedim(-2, 0), self)
-        return Pending(sent, self.send(sent.detach()), self)
+        own, sent = _SendRows.apply(x, self)
+        return Pending(own, sent, self.send(sent.detach()), self)
 
     def send(self, sent: Tensor) -> Tensor:
         """Start to send rows [S, ...]; return [R, ...], not to be read before it was waited for."""
@@ -133,8 +137,15 @@ class RowExchange:
         return functional.all_to_all_single(y.contiguous(), self.send_counts, self.recv_counts, self.group_name)
 
     def sum_back(self, returning: Tensor, total: Tensor) -> Tensor:
-        """Wait for what `send_back` started, [S, ...], and add it to the own rows of `total` [N, ...], rank 0 first."""
+        """Wait for what `send_back` started, [S, ...], and add it to the own rows of `total` [N, ...], rank 0 first; return these."""
         received = functional.wait_tensor(returning)
+        if self.returned is not None and torch.compiler.is_compiling():
+            for places in self.returned:
+                is_read = (places >= 0).view(-1, *[1] * (total.dim() - 1))
+                total = total + torch.where(
+                    is_read, received[places], 0
+                )  # no scattering: a part of the kernel that makes total
+            return total
         for rows, part in zip(self.send_rows.split(self.send_counts), received.split(self.send_counts), strict=True):
             if rows.shape[0]:
                 total.index_add_(0, rows, part)  # no row twice: one addition each
@@ -142,8 +153,9 @@ class RowExchange:
 
 
 class Pending(NamedTuple):
-    """Rows on their way. Wait for them once."""
+    """Rows on their way. Wait for them once, by one of both."""
 
+    own: Tensor  # [.., N, F], the rows that were sent from, to be read in their place: then gradients meet in one sum
     sent: Tensor  # [S, ..., F], what gradients come back to
     arriving: Tensor  # [R, ..., F], not to be read before it was waited for
     exchange: RowExchange
@@ -152,19 +164,24 @@ class Pending(NamedTuple):
         """Return the rows [R, F] or [B, R, F]."""
         return _ReceiveRows.apply(self.sent, self.arriving, self.exchange).movedim(0, -2)
 
+    def joined(self) -> Tensor:
+        """Return own rows and behind them those that arrive, [N + R, F] or [B, N + R, F]."""
+        return torch.cat([self.own, self.wait()], dim=-2)
+
 
 class _SendRows(torch.autograd.Function):
-    """x [N, ...] to the rows [S, ...] that others read; backward waits for their gradients and sums them."""
+    """x [.., N, F] to itself and to the rows [S, .., F] that others read; backward waits for their gradients and sums all."""
 
     @staticmethod
     def forward(ctx, x, exchange):
-        ctx.exchange, ctx.size = exchange, x.shape[0]
-        return x.index_select(0, exchange.send_rows)
+        ctx.exchange = exchange
+        return x.view_as(x), x.movedim(-2, 0).index_select(0, exchange.send_rows)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad):
-        return ctx.exchange.sum_back(grad, grad.new_zeros(ctx.size, *grad.shape[1:])), None
+    def backward(ctx, own, returning):
+        total = own.clone(memory_format=torch.contiguous_format)
+        return ctx.exchange.sum_back(returning, total.movedim(-2, 0)).movedim(0, -2), None
 
 
 class _ReceiveRows(torch.autograd.Function):
@@ -181,28 +198,10 @@ class _ReceiveRows(torch.autograd.Function):
         return ctx.exchange.send_back(grad), None, None
 
 
-class _AppendRows(torch.autograd.Function):
-    """x [.., N, F] to [.., N + R, F]: one buffer that own rows and what arrives are written to, and one in backward.
-
-    Own rows are copied while messages travel, forward and backward.
-    """
-
-    @staticmethod
-    def forward(ctx, x, exchange):
-        ctx.exchange = exchange
-        own, wanted = x.shape[-2], exchange.num_received
-        arriving = exchange.send(x.movedim(-2, 0).index_select(0, exchange.send_rows))
-        rows = x.new_empty(*x.shape[:-2], own + wanted, x.shape[-1])
-        rows.narrow(-2, 0, own).copy_(x)
-        rows.narrow(-2, own, wanted).copy_(functional.wait_tensor(arriving).movedim(0, -2))
-        return rows
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        exchange, wanted = ctx.exchange, ctx.exchange.num_received
-        own = grad.shape[-2] - wanted
-        returning = exchange.send_back(grad.narrow(-2, own, wanted).movedim(-2, 0))
-        total = grad.narrow(-2, 0, own).clone(memory_format=torch.contiguous_format)
-        exchange.sum_back(returning, total.movedim(-2, 0))
-        return total, None
+def _places(rows: Tensor, counts: list[int], size: int) -> Tensor:
+    """For each rank that reads any of `size` rows, where each of them lies among those that are sent, -1 where it does not."""
+    counts = torch.tensor([count for count in counts if count], dtype=torch.int64, device=rows.device)
+    places = rows.new_full((len(counts), size), -1)
+    readers = torch.repeat_interleave(torch.arange(len(counts), device=rows.device), counts)
+    places[readers, rows] = torch.arange(len(rows), device=rows.device)
+    return places

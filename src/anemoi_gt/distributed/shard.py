@@ -27,7 +27,7 @@ from anemoi_gt.distributed.checks import (
 )
 from anemoi_gt.distributed.edges import PlacedEdges, joined, renumbered, structure, within
 from anemoi_gt.distributed.partition import Partition, Ranges, destination_cost
-from anemoi_gt.distributed.rows import RowExchange
+from anemoi_gt.distributed.rows import Pending, RowExchange
 from anemoi_gt.graph import GraphStructure
 from anemoi_gt.nn.checks import check_structure
 
@@ -99,8 +99,12 @@ class EdgeShard(GraphShard):
         ValueError
             When `x` has not one row for each owned source.
         """
+        return self.start(x).joined()
+
+    def start(self, x: Tensor) -> Pending:
+        """Send owned sources to the ranks that read them and go on; takes what `exchange` takes, and raises what it does. Collective."""
         check_own_rows("x", x, -2, self.sources.ranges.counts[self.rank], "sources")
-        return self.halo.append(x)
+        return self.halo.start(x)
 
 
 @dataclass(frozen=True, eq=False)

@@ -127,8 +127,9 @@ class GraphTransformerBaseBlock(nn.Module):
         dst : Tensor [N_dst, in_channels] or [B, N_dst, in_channels]
             Normed features of the destinations.
         graph : GraphStructure
-            Or, where a graph is divided among processes, what takes its place and has a method `attend(query, src, key_value,
-            edge_attr, edge_weight, edge_bias, dropout_p=..., config=...)`; `src` is then what this process has.
+            Or, where a graph is divided among processes, what takes its place and has two methods: `start(src)`, of what this
+            process has, and of what that returned `attend(query, started, key_value, edge_attr, edge_weight, edge_bias,
+            dropout_p=..., config=...)`. Between them is computed what needs no source of another process.
         edge_attr : Tensor [E, edge_dim] or [B, E, edge_dim]
 
         Returns
@@ -136,14 +137,14 @@ class GraphTransformerBaseBlock(nn.Module):
         Tensor [N_dst, out_channels] or [B, N_dst, out_channels]
             What the residual connection adds.
         """
-        query = self.make_query(dst)
         edges = self.edge_operands(edge_attr)
         options = {"dropout_p": self.dropout if self.training else 0.0, "config": self.config}
         if isinstance(graph, GraphStructure):
-            out, _ = edge_attention(query, *self.key_value(src), graph, *edges, **options)
-        else:
-            out = graph.attend(query, src, self.key_value, *edges, **options)
-        return self.combine(out, dst)
+            out, _ = edge_attention(self.make_query(dst), *self.key_value(src), graph, *edges, **options)
+            return self.combine(out, self.lin_self(dst))
+        started = graph.start(src)
+        query, skip = self.make_query(dst), self.lin_self(dst)
+        return self.combine(graph.attend(query, started, self.key_value, *edges, **options), skip)
 
     def normed(self, norm: nn.Module, x: Tensor, cond: Tensor | None) -> Tensor:
         """Return normed features in the dtype in which all projections read them; those of other classes decide for themselves."""
@@ -154,10 +155,10 @@ class GraphTransformerBaseBlock(nn.Module):
         """Return the query [..., heads, C] of normed features [..., in_channels] of any destinations."""
         return apply_norm(self.q_norm, self._heads(self.lin_query(dst)))
 
-    def combine(self, out: Tensor, dst: Tensor) -> Tensor:
-        """Return what the residual connection adds, of the attention's result [..., heads, C] and normed features."""
+    def combine(self, out: Tensor, skip: Tensor) -> Tensor:
+        """Return what the residual connection adds, of the attention's result [..., heads, C] and what `lin_self` makes of destinations."""
         attended = rearrange(out, "... nodes heads channels -> ... nodes (heads channels)")
-        return self.projection(attended + self.lin_self(dst))
+        return self.projection(attended + skip)
 
     def key_value(self, src: Tensor) -> tuple[Tensor, Tensor]:
         """Return key and value [..., heads, C] of normed features [..., in_channels] of any sources."""

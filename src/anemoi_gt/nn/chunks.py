@@ -34,6 +34,10 @@ class SeededGraph:
     graph: GraphStructure
     seed: Tensor
 
+    def start(self, src: Tensor) -> Tensor:
+        """Return the sources: they are all here."""
+        return src
+
     def attend(
         self,
         query: Tensor,

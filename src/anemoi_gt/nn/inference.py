@@ -272,7 +272,7 @@ def _stages_of_block(block: GraphTransformerBaseBlock) -> _Stages:
         return x, x
 
     def finish(x, out, cond):
-        x = x + block.combine(out, block.normed(block.layer_norm_attention, x, cond))
+        x = x + block.combine(out, block.lin_self(block.normed(block.layer_norm_attention, x, cond)))
         return x + block.node_dst_mlp(apply_norm(block.layer_norm_mlp_dst, x, cond))
 
     return _Stages(

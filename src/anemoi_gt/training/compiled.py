@@ -4,6 +4,12 @@ from torch import nn
 
 from anemoi_gt.nn import GraphTransformerBaseBlock
 
+# Messages leave as soon as their rows are there, and are waited for where they are read: behind all that does not need them.
+HIDE_MESSAGES = {
+    "reorder_for_compute_comm_overlap": True,
+    "reorder_for_compute_comm_overlap_passes": ["sink_waits", "raise_comms"],
+}
+
 
 def compile_blocks(model: nn.Module) -> None:
     """Compile every graph-transformer block of a model, in place: at its first call, and again where sizes or types change.
@@ -28,4 +34,4 @@ def compile_blocks(model: nn.Module) -> None:
     for block in blocks:
         # The decoder's sizes are not those of the encoder, but stay as well; and PyTorch 2.13 fails on counts of rows that a rank
         # sends while it computes, where it takes them for numbers that change.
-        block.compile(dynamic=False)
+        block.compile(dynamic=False, options=HIDE_MESSAGES)
