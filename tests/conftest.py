@@ -8,6 +8,9 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read by triton when it is imported, hence before any test module is
+    from support.interpreter import patch_once_a_launch
+
+    patch_once_a_launch()
 
 
 def pytest_addoption(parser):

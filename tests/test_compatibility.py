@@ -106,6 +106,11 @@ def test_importing_the_package_looks_no_release_up():
     assert result.returncode == 0, result.stderr
 
 
+def test_importing_the_package_imports_no_compiler():
+    code = "import sys, anemoi_gt\nsys.exit('torch._dynamo' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
+
+
 def test_info_tells_whether_the_pair_was_tested(untested):
     assert "  tested     PyTorch 9.8 with Triton 7.6 has not been tested; tested are 2.10 with 3.6" in info.describe()
 

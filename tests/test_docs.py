@@ -8,6 +8,7 @@ import inspect
 import pydoc
 import re
 import textwrap
+from functools import cache
 from pkgutil import iter_modules
 
 import pytest
@@ -128,6 +129,7 @@ def test_every_page_is_in_a_table_of_contents():
     assert listed == pages - {ROOT / "docs" / "index.md"}
 
 
+@cache
 def described():
     """Full names of what the API reference describes: by name, or as a member of a module that it describes whole."""
     text = "".join(page.read_text() for page in (ROOT / "docs" / "api").glob("*.md"))

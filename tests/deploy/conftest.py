@@ -14,6 +14,13 @@ SMALL = {"channels": 16, "heads": 2, "num_layers": 1, "config": AttentionConfig(
 OTHER = {"data": 17, "hidden": 23}, {kind: edges // 2 + 9 for kind, edges in KINDS.items()}
 
 
+@pytest.fixture(scope="session", autouse=True)
+def wrappers_as_they_are():
+    """Let the compiler of C++ leave the code around the kernels of packages as it is: to optimise it takes seconds."""
+    with torch._inductor.config.patch({"aot_inductor.compile_wrapper_opt_level": "O0"}):
+        yield
+
+
 @pytest.fixture
 def make_model():
     """Make a model with random weights, on the graph of these nodes and edges."""

@@ -1,21 +1,17 @@
 """Programs: modules after torch.export, with sizes left open, and with none of our operators in them."""
 
-import json
-import os
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
+from support.compiling import lines_of
 from support.differentiate import randomise
 from support.graphs import GRAPHS
 from support.run import structure
 from support.weather import weather_graph
 from torch.export import Dim
 
-import anemoi_gt
 from anemoi_gt import AttentionConfig, EncoderProcessorDecoder, GraphTransformerProcessorBlock
 from anemoi_gt.deploy import Autocast, GraphAsInput, LayerOnTensors, export_model, export_program, graph_tensors
 from anemoi_gt.deploy.program import _replacement
@@ -166,15 +162,8 @@ def test_kernels_of_the_interpreter_cannot_be_exported():
 
 @cache
 def traced(what):
-    """The lines that traced.py prints; in a process where Triton does not interpret."""
-    here = Path(__file__).parent
-    paths = [Path(anemoi_gt.__file__).parents[1], here.parent / "kernels", here.parent]
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join([*map(str, paths), environment.get("PYTHONPATH", "")])
-    command = [sys.executable, str(here / "traced.py"), what]
-    result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
-    assert result.returncode == 0, result.stderr[-4000:]
-    return [json.loads(line) for line in result.stdout.splitlines()]
+    """The lines that traced.py prints."""
+    return lines_of(Path(__file__).with_name("traced.py"), what)
 
 
 WRITTEN = {  # by each kernel of the forward pass

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 import traceback
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
@@ -155,9 +155,7 @@ def shared_folder(group):
 
 def spawn(arguments, world_size, *, environment=None, timeout=TIMEOUT):
     """Run `python *arguments` once for each rank with the environment that torchrun gives; return how each ended."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    (port,) = _free_ports(1)
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world_size)}
     shared |= {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests")]), "OMP_NUM_THREADS": "1"}
     processes = []
@@ -196,9 +194,8 @@ def verdicts(module_name, world_size, folder, timeout=TIMEOUT):
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not report.exists():
-            environment = {} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"}
-            results = spawn([__file__, module_name, folder], world_size, environment=environment, timeout=timeout)
-            report.write_text(json.dumps(_collect(module_name, folder, results)))
+            ended = spawn([__file__, module_name, folder], world_size, environment=of_kernels(), timeout=timeout)
+            report.write_text(json.dumps(found(module_name, folder, ended)))
     return {
         (name, int(ranks)): said
         for key, said in json.loads(report.read_text()).items()
@@ -206,13 +203,30 @@ def verdicts(module_name, world_size, folder, timeout=TIMEOUT):
     }
 
 
-def _collect(module_name, folder, results):
+def spawn_together(names, world_size, folder, timeout):
+    """Run the checks of modules of this folder one after another in the same processes; how each ended.
+
+    What they found so far is in a folder for each module, which `found` reads.
+    """
+    for name in names:
+        (folder / name).mkdir(parents=True)
+    jobs = [word for job in zip(_free_ports(len(names)), names, strict=True) for word in job]
+    return spawn([HERE / "every_check.py", folder, *jobs], world_size, environment=of_kernels(), timeout=timeout)
+
+
+def of_kernels():
+    """The environment in which kernels run here: on a GPU, or interpreted."""
+    return {} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"}
+
+
+def found(module_name, folder, ended):
+    """What the checks of a module found, by "check-ranks": problems by rank, of those too that were not reached."""
     said = [
         json.loads(path.read_text()) if path.exists() else {}
-        for path in (folder / f"{rank}.json" for rank in range(len(results)))
+        for path in (folder / f"{rank}.json" for rank in range(len(ended)))
     ]
     ends = [
-        f"rank {rank} ended with {status} before: {output[-1500:]}" for rank, (status, output, _) in enumerate(results)
+        f"rank {rank} ended with {status} before: {output[-1500:]}" for rank, (status, output, _) in enumerate(ended)
     ]
     return {
         f"{name}-{ranks}": {
@@ -220,10 +234,19 @@ def _collect(module_name, folder, results):
             for rank in range(ranks)
             if (problem := said[rank].get(f"{name}-{ranks}", ends[rank])) != "fine"
         }
-        for name, numbers in checks_of(module_name, len(results)).items()
+        for name, numbers in checks_of(module_name, len(ended)).items()
         for ranks in numbers
-        if ranks <= len(results)
+        if ranks <= len(ended)
     }
+
+
+def _free_ports(count):
+    """Ports at which nobody listens."""
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for free in sockets:
+            free.bind(("127.0.0.1", 0))
+        return [free.getsockname()[1] for free in sockets]
 
 
 def main(module_name, folder):

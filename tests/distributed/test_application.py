@@ -11,15 +11,17 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 from omegaconf import OmegaConf
 
 from anemoi_gt import train
 from anemoi_gt.distributed.start import TORCHRUN
 from distributed.ranks import ROOT
 
+DEVICE = "cuda" if torch.cuda.device_count() >= 4 else "cpu"  # NCCL where all ranks have a GPU
 ARGUMENTS = [
     *("data.grid_name=O4", "data.train_size=8", "data.valid_size=2", "data.test_size=2", "graph.refinement=1"),
-    *("training.steps=16", "training.warmup_steps=1", "training.batch_size=2", "training.device=cpu"),
+    *("training.steps=16", "training.warmup_steps=1", "training.batch_size=2", f"training.device={DEVICE}"),
     *("training.valid_every=8", "training.log_every=1", "hydra.run.dir=run"),
 ]
 PATIENCE = 120  # s, on a busy machine

@@ -2,7 +2,7 @@
 
 import os
 import re
-import subprocess
+import runpy
 import sys
 
 import pytest
@@ -181,12 +181,16 @@ def test_a_full_disk_leaves_the_former_whole_file_and_names_it(best):
 
 @pytest.mark.parametrize("asked", ["last.pt", "last"])
 @pytest.mark.parametrize("form", ["last", "last.former"])
-def test_one_process_that_is_to_read_a_folder_of_ranks_is_told_how_to_make_a_file_of_it(written, asked, form, capfd):
+def test_one_process_that_is_to_read_a_folder_of_ranks_is_told_how_to_make_a_file_of_it(
+    written, asked, form, capfd, monkeypatch
+):
     written.rename(written.with_name(form))
     with pytest.raises(ValueError, match=f"one file, {written.with_name(form)} is that of several ranks") as refused:
         require_file(written.with_name(asked))
-    command = re.search(r"python -m (.*) FILE.pt", str(refused.value))[1].split()
-    subprocess.run([sys.executable, "-m", *command, written.with_name("file.pt")], check=True)
+    module, *words = re.search(r"python -m (.*) FILE.pt", str(refused.value))[1].split()
+    monkeypatch.setattr(sys, "argv", [module, *words, str(written.with_name("file.pt"))])
+    monkeypatch.delitem(sys.modules, module, raising=False)  # as in a process of its own
+    runpy.run_module(module, run_name="__main__")
     assert torch.equal(load_file(written.with_name("file.pt"))["weight"], torch.arange(5.0))
     require_file(written.with_name("file.pt"))
 

@@ -1,17 +1,12 @@
 """The kernels as compilers see them, on any machine: they compile for every GPU, fit its registers, and count far enough."""
 
-import json
-import os
 import re
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 
 import pytest
+from support.compiling import lines_of
 from support.ir import narrow_offsets, unordered_updates
-
-import anemoi_gt
 
 KERNELS = {
     "project", "embed", "attribute_bwd", "weight_bwd", "edge_attention_fwd", "edge_attention_bwd_dst",
@@ -25,14 +20,8 @@ GROWING = {  # arguments whose size grows with nodes x channels or edges x heads
 
 @cache
 def compile_kernels(what, *target):
-    """The lines that compile_all.py prints; in a process where Triton does not interpret."""
-    source = Path(anemoi_gt.__file__).parents[1]
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(source), environment.get("PYTHONPATH", "")])
-    command = [sys.executable, str(Path(__file__).with_name("compile_all.py")), what, *target]
-    result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
-    assert result.returncode == 0, result.stderr[-4000:]
-    return [json.loads(line) for line in result.stdout.splitlines()]
+    """The lines that compile_all.py prints."""
+    return lines_of(Path(__file__).with_name("compile_all.py"), what, *target)
 
 
 SHARED = {  # bytes of shared memory that a program may have

@@ -1,27 +1,17 @@
 """A kernel that is launched again: past Triton's binder, and as Triton would have launched it."""
 
-import json
-import os
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 
-import anemoi_gt
+from support.compiling import lines_of
 
 LAUNCHES = 9  # of a forward and a backward pass with raw attributes
 
 
 @cache
 def relaunch(what):
-    """The lines that relaunch.py prints; in a process where Triton does not interpret."""
-    source = Path(anemoi_gt.__file__).parents[1]
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(source), environment.get("PYTHONPATH", "")])
-    command = [sys.executable, str(Path(__file__).with_name("relaunch.py")), what]
-    result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
-    assert result.returncode == 0, result.stderr[-4000:]
-    return [json.loads(line) for line in result.stdout.splitlines()]
+    """The lines that relaunch.py prints."""
+    return lines_of(Path(__file__).with_name("relaunch.py"), what, timeout=300)
 
 
 def test_a_second_launch_hands_the_driver_what_triton_hands_it():

@@ -57,7 +57,7 @@ def head_major(rows):
         ("isolated", "embedded", (6, 10, 3)),
         ("duplicates", "raw_without_bias", (1, 1, 1)),
         ("one_edge", "none", (3, 5, 1)),
-        ("nearest", "raw", (2, 3, 5)),
+        ("one_each", "raw", (2, 3, 5)),
         ("no_edges", "raw", (2, 2, 2)),
         ("no_destinations", "raw", (1, 1, 1)),
     ],

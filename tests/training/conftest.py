@@ -53,6 +53,12 @@ def run(splits, make_model, tmp_path):
 
 
 @pytest.fixture
+def without_pictures(monkeypatch):
+    """Leave an empty file where a run draws its forecast, which takes longer than a small run."""
+    monkeypatch.setattr("anemoi_gt.training.report.draw_picture", lambda path, *_: path.touch())
+
+
+@pytest.fixture
 def without_speed():
     """What must repeat of a run's records: all but how fast it was."""
 

@@ -212,7 +212,7 @@ def test_a_missing_package_is_named_with_the_extra_that_brings_it(package, monke
     assert sentence.endswith("pip install 'anemoi-gt[train]'")
 
 
-def test_a_sweep_leaves_a_folder_for_each_run(application):
+def test_a_sweep_leaves_a_folder_for_each_run(application, without_pictures):
     sweep = application("-m", *SMALL, "training.seed=0,1")
     losses = [json.loads((sweep / run / "metrics.jsonl").read_text().splitlines()[0])["loss"] for run in "01"]
     assert losses[0] != losses[1]
@@ -228,7 +228,7 @@ def test_a_sweep_under_torchrun_is_refused(refusal, monkeypatch):
     )
 
 
-def test_a_bare_null_chooses_the_precision_that_arrives(application):
+def test_a_bare_null_chooses_the_precision_that_arrives(application, without_pictures):
     folder = application(*SMALL, "attention/precision=null")
     assert "precision: null" in (folder / ".hydra" / "config.yaml").read_text()
     assert "attention/precision: 'null'" in (folder / ".hydra" / "hydra.yaml").read_text()

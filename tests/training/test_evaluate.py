@@ -72,7 +72,9 @@ def test_the_scores_of_the_best_checkpoint_are_those_of_the_end_of_training(trai
     assert not (folder / "rollout.json").exists()
 
 
-def test_the_weights_are_the_averaged_ones_of_the_checkpoint_that_is_named(trained, evaluated, tmp_path):
+def test_the_weights_are_the_averaged_ones_of_the_checkpoint_that_is_named(
+    trained, evaluated, without_pictures, tmp_path
+):
     state = load_checkpoint(trained / "best.pt")
     for part, value in (("model", float("nan")), ("average", 0.0)):
         for weights in state[part].values():
@@ -90,11 +92,11 @@ def test_a_checkpoint_alone_is_enough(trained, evaluated, tmp_path):
     assert scores(folder) == scores(trained) and (folder / "forecast.png").stat().st_size > 10_000
 
 
-def test_a_value_on_the_command_line_changes_that_of_the_run(trained, evaluated):
+def test_a_value_on_the_command_line_changes_that_of_the_run(trained, evaluated, without_pictures):
     assert scores(evaluated(f"checkpoint={trained / 'best.pt'}", "data.test_size=2"))[0]["samples"] == 2
 
 
-def test_a_rollout_leaves_scores_by_lead_time_and_a_picture(trained, evaluated, capsys):
+def test_a_rollout_leaves_scores_by_lead_time_and_a_picture(trained, evaluated, without_pictures, capsys):
     folder = evaluated(f"checkpoint={trained / 'best.pt'}", "rollout=3")
     rollout = scores(folder, "rollout.json")
     assert [(s["forecast"], s["lead_time"]) for s in rollout] == [

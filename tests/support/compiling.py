@@ -1,0 +1,74 @@
+"""Scripts in processes where Triton compiles, though in this one it may interpret: forks of one that has imported it already."""
+
+import json
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import tempfile
+import traceback
+from functools import cache
+from pathlib import Path
+
+import anemoi_gt
+
+KERNELS = Path(__file__).parents[1] / "kernels"  # whose scripts others import
+
+
+def lines_of(script, *arguments, timeout=600):
+    """The JSON lines that a script prints."""
+    server = start()
+    print(json.dumps([str(script), *arguments, timeout]), file=server.stdin, flush=True)
+    status, output, error = json.loads(server.stdout.readline())
+    assert status == 0, error[-4000:]
+    return [json.loads(line) for line in output.splitlines()]
+
+
+@cache
+def start():
+    """The process that is forked; it ends with this one, which then asks no more."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    paths = [Path(anemoi_gt.__file__).parents[1], KERNELS]
+    environment["PYTHONPATH"] = os.pathsep.join([*map(str, paths), environment.get("PYTHONPATH", "")])
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    return subprocess.Popen([sys.executable, __file__], env=environment, **pipes)
+
+
+def serve():
+    """Run a script for each line that comes, and answer with its exit status and what it wrote."""
+    import anemoi_gt.deploy
+    import anemoi_gt.ops.triton_backend.op  # noqa: F401
+
+    for line in sys.stdin:
+        script, *arguments, timeout = json.loads(line)
+        with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as error:
+            child = os.fork()
+            if child == 0:
+                os.dup2(output.fileno(), 1)
+                os.dup2(error.fileno(), 2)
+                run(script, arguments, timeout)
+            _, status = os.waitpid(child, 0)
+            said = [(file.seek(0), file.read())[1] for file in (output, error)]
+        print(json.dumps([status, *said]), flush=True)
+
+
+def run(script, arguments, timeout):
+    """Run a script as Python does, in so many seconds, and leave."""
+    signal.alarm(timeout)
+    sys.argv = [script, *arguments]
+    sys.path.insert(0, str(Path(script).parent))
+    status = 1
+    try:
+        runpy.run_path(script, run_name="__main__")
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+if __name__ == "__main__":
+    serve()
