@@ -3,8 +3,8 @@
     python benchmarks/sharding.py --ranks 4 --commit HASH --out benchmarks/results/sharding_h200x4.json
     python benchmarks/sharding.py --ranks 2 --tiny --out FILE       on a CPU, with gloo: everything but NCCL and CUDA graphs
 
-A job is processes that belong together, with a limit of time; for each number of ranks there is one for our model, whose tasks run one
-after the other, and one for anemoi-models. A job that fails is reported with the task that it was at; what its earlier tasks found is kept,
+A job is processes that belong together, with a limit of time: one for the checks, for each number of ranks one for our model, whose tasks
+run one after the other, and one for anemoi-models. A job that fails is reported with the task that it was at; what its earlier tasks found is kept,
 and the other jobs go on until the time of all is up. Results are written after each job, the picture (SVG, beside the results, for light
 and dark ground) at the end.
 
@@ -66,7 +66,7 @@ class Job(NamedTuple):
 def jobs(options: argparse.Namespace, replays: bool) -> list[Job]:
     """Everything that was asked for, in the order in which it runs; with replays where there are CUDA graphs."""
     counts = [n for n in RANKS if n <= options.ranks]
-    every = [Job(name, "", options.ranks, []) for name in CHECKS if "checks" in options.parts and options.ranks > 1]
+    every = [Job("checks", "", options.ranks, [])] if "checks" in options.parts and options.ranks > 1 else []
     every += [Job(f"models on {n}", "sharding_rank.py", n, tasks(options, n, replays)) for n in counts]
     if "anemoi" in options.parts:
         ends = sorted({counts[0], counts[-1]})
@@ -195,13 +195,17 @@ class Bench:
         }
 
     def _checks(self, job: Job, seconds: float) -> tuple[str | None, list[dict]]:
-        from distributed.ranks import verdicts
+        from distributed.ranks import found, spawn_together
 
-        said = verdicts(f"distributed.{job.name}", job.ranks, self.folder / job.name, timeout=seconds)
-        said = {check: problems for check, problems in said.items() if check[1] <= job.ranks}
-        wrong = {f"{check}-{ranks}": problems for (check, ranks), problems in said.items() if problems}
-        found = {"part": "checks", "checks": len(said), "hold": len(said) - len(wrong)}
-        return (f"wrong: {wrong}" if wrong else None), [found]
+        folder = self.folder / "checks"
+        ended = spawn_together(CHECKS, job.ranks, folder, seconds)
+        wrong, records = {}, []
+        for module in CHECKS:
+            said = found(f"distributed.{module}", folder / module, ended)
+            problems = {check: problem for check, problem in said.items() if problem}
+            wrong |= problems
+            records.append({"part": "checks", "name": module, "checks": len(said), "hold": len(said) - len(problems)})
+        return (f"wrong: {wrong}" if wrong else None), records
 
 
 def launch(arguments: list, ranks: int, place: Path, seconds: float) -> str | None:

@@ -5,6 +5,8 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
+from anemoi_gt.compatibility import constant_when_traced
+
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -28,12 +30,12 @@ def _needs_gpu(query: Tensor) -> str:
     return f"its kernels run on a GPU, got tensors on {query.device}; move them, or use backend 'torch'"
 
 
-@torch.compiler.assume_constant_result  # packages do not come and go; find_spec cannot be traced before torch 2.12
+@constant_when_traced  # packages do not come and go; find_spec cannot be traced before torch 2.12
 def _is_missing() -> bool:
     return find_spec("triton") is None
 
 
-@torch.compiler.assume_constant_result
+@constant_when_traced
 def interpreted() -> bool:
     """Whether Triton was imported with its interpreter, which runs kernels on the CPU."""
     from triton.runtime import JITFunction
