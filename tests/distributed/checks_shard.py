@@ -223,6 +223,30 @@ def gradients_are_summed_in_order_of_ranks(group, verdict):
 
 
 @on_ranks(2)
+def rows_are_waited_for_once(group, verdict):
+    exchange = RowExchange.of_requests(torch.tensor([0, 1]), Ranges((0, 1, 2)), group)
+    pending = exchange.start(torch.ones(1, 2))
+    pending.wait()
+    for again in (pending.wait, pending.joined):
+        verdict.raises(ValueError, "rows must be waited for once, got a second wait: start an exchange", again)
+
+
+@on_ranks(2)
+def anomaly_detection_finds_nothing_in_rows_on_their_way(group, verdict):
+    exchange = RowExchange.of_requests(torch.arange(2000), Ranges((0, 1000, 2000)), group)
+    was_deterministic = torch.are_deterministic_algorithms_enabled()
+    try:
+        torch.use_deterministic_algorithms(True)  # fills memory with NaN before anything arrives
+        with torch.autograd.detect_anomaly():
+            for travel in (exchange, exchange.append):
+                x = torch.ones(1000, 16, requires_grad=True)
+                travel(x).square().sum().backward()
+                verdict.that(bool(x.grad.isfinite().all()), "gradients must be finite")
+    finally:
+        torch.use_deterministic_algorithms(was_deterministic)
+
+
+@on_ranks(2)
 def a_second_derivative_raises(group, verdict):
     exchange = RowExchange.of_requests(torch.tensor([0, 1]), Ranges((0, 1, 2)), group)
     x = torch.ones(1, 2, requires_grad=True)

@@ -61,6 +61,15 @@ def test_an_edge_index_in_place_of_a_structure_is_refused_with_the_remedy(layers
         layers[name](features(), EDGES, ATTR)
 
 
+def test_what_attends_in_place_of_a_structure_must_start_too(layers):
+    class Stand:
+        def attend(self, *arguments, **options):
+            raise AssertionError("must not be asked")
+
+    with pytest.raises(ValueError, match="graph must be a GraphStructure, got Stand"):
+        layers["block"](features(), Stand(), ATTR)
+
+
 @pytest.mark.parametrize("name", ["block", "processor"])
 def test_lists_are_no_features(layers, name):
     with pytest.raises(ValueError, match="x must be a tensor .*, got list"):

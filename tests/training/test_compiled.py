@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+import torch._inductor.comms
 from support.aot_eager import without_inductor
 from support.recording import record_in_place
 from torch import nn
@@ -15,9 +16,11 @@ from anemoi_gt.nn import GraphTransformerBaseBlock
 from anemoi_gt.training import TrainingConfig
 from anemoi_gt.training.batches import TrainingBatches
 from anemoi_gt.training.checkpoint import load_checkpoint
+from anemoi_gt.training.compiled import HIDE_MESSAGES, compile_blocks
 from anemoi_gt.training.learner import Learner
 
 CPU, STEPS = torch.device("cpu"), 4
+MOVES = "reorder_for_compute_comm_overlap"  # an option of Inductor
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -110,6 +113,31 @@ def test_validation_and_the_best_model_compute_as_ever(run, compiled_graphs):
     assert not compiled_parts(best) and compiled_parts(trainer.learner.model)
     expected = load_checkpoint(trainer.folder / "best.pt")["average"]
     assert_same_bits(list(best.state_dict().values()), list(expected.values()))
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_layers_that_are_computed_again_may_be_compiled(make_learner, learnt, splits, precision):
+    graph = icosphere_graph(splits.train.nodes, refinement=1)
+    fields = splits.train.in_channels, splits.train.out_channels
+
+    def model():
+        torch.manual_seed(0)
+        return EncoderProcessorDecoder(graph, *fields, channels=8, heads=2, num_layers=2, checkpoint_groups=1)
+
+    compiled, plain = (learnt(make_learner(model(), compile=c, precision=precision)) for c in (True, False))
+    torch.testing.assert_close(compiled, plain)
+
+
+def test_inductor_knows_what_is_asked_of_it():
+    assert set(HIDE_MESSAGES) <= set(torch._inductor.list_options())
+    assert all(hasattr(torch._inductor.comms, name) for name in HIDE_MESSAGES[f"{MOVES}_passes"])
+
+
+def test_blocks_are_compiled_with_messages_moved(make_model, monkeypatch):
+    asked = []
+    monkeypatch.setattr(nn.Module, "compile", lambda module, **options: asked.append(options))
+    compile_blocks(make_model())
+    assert asked == [{"dynamic": False, "options": HIDE_MESSAGES}] * 3
 
 
 def test_a_state_goes_from_a_compiled_learner_to_another_and_back(make_learner, learnt):

@@ -5,11 +5,15 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from anemoi_gt import AttentionConfig, EncoderProcessorDecoder
 from anemoi_gt.data.graphs import icosphere_graph
 from anemoi_gt.nn import ConditionalLayerNorm, GraphTransformerProcessor, LayerKernels
+from anemoi_gt.training import TrainingConfig
+from anemoi_gt.training.batches import TrainingBatches
+from anemoi_gt.training.learner import Learner
 from anemoi_gt.training.mixed import CastTogether
 
 CASTS = torch.ops.aten._to_copy.default
@@ -143,6 +147,69 @@ def test_a_model_of_other_layers_is_left_to_autocast():
     with torch.autocast("cpu", dtype=torch.bfloat16), Operators() as operators:
         CastTogether(model)(torch.randn(2, 4)).float().sum().backward()
     assert ALL_AT_ONCE not in dict(operators.called) and model[0].weight.grad is not None
+
+
+class NormInFloat32(nn.Module):
+    """A norm with a map of its own, which it keeps from autocast."""
+
+    def __init__(self, normalized_shape):
+        super().__init__()
+        self.norm, self.mix = nn.LayerNorm(normalized_shape), nn.Linear(normalized_shape, normalized_shape)
+
+    def forward(self, x):
+        with torch.autocast("cpu", enabled=False):
+            return self.mix(self.norm(x.float()))
+
+
+def with_a_norm_of_its_own(model):
+    for block in model.processor.proc:
+        block.layer_norm_attention = NormInFloat32(8)
+
+
+def with_a_hook(model):
+    model.processor.proc[0].lin_value.register_forward_pre_hook(lambda part, inputs: (inputs[0] + part.weight.norm(),))
+
+
+def with_normed_weights(model):
+    nn.utils.parametrizations.weight_norm(model.processor.proc[0].lin_value)
+
+
+def with_pruned_weights(model):
+    prune.l1_unstructured(model.processor.proc[0].lin_value, "weight", 0.3)
+
+
+@pytest.mark.parametrize("change", [with_a_norm_of_its_own, with_a_hook, with_normed_weights, with_pruned_weights])
+def test_maps_that_something_else_reads_too_are_left_to_autocast(make_model, differentiate, change):
+    model = make_model()
+    change(model)
+    assert_same_bits(
+        differentiate(CastTogether(model), model, torch.bfloat16), differentiate(model, model, torch.bfloat16)
+    )
+
+
+def test_a_map_under_spectral_norm_is_left_to_autocast(make_model):
+    model = make_model()
+    nn.utils.spectral_norm(model.processor.proc[0].lin_value)
+    left = {name for name, _ in model.named_parameters()} - set(CastTogether(model).weights)
+    assert {"processor.proc.0.lin_value.weight_orig", "processor.proc.0.lin_value.bias"} <= left
+
+
+def test_a_model_with_compiled_parts_is_left_to_autocast(make_model):
+    model = make_model()
+    model.processor.proc[1].compile(backend="eager")
+    assert (
+        CastTogether(model).weights == {} and CastTogether(torch.compile(make_model(), backend="eager")).weights == {}
+    )
+
+
+@pytest.mark.parametrize(("precision", "times"), [("bf16-mixed", 2), ("16-mixed", 2), ("32-true", 0)])
+def test_a_training_step_casts_weights_together_in_mixed_precision(make_model, splits, precision, times):
+    config = TrainingConfig(steps=2, batch_size=2, warmup_steps=1, device="cpu", precision=precision)
+    learner = Learner(make_model(), splits.train.weights, config, torch.device("cpu"))
+    batch = next(TrainingBatches(splits.train, 2, 2, seed=0, device=torch.device("cpu")).since(0))
+    with Operators() as operators:
+        learner.differentiate(batch)
+    assert sum(function is ALL_AT_ONCE for function, _ in operators.called) == times
 
 
 def test_maps_of_conditional_norms_are_cast_with_the_others():

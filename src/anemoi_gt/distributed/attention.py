@@ -84,7 +84,7 @@ def attend_after_exchange(
     Raises
     ------
     ValueError
-        When rows are not those of this rank's nodes and edges, before anything travels.
+        When rows are not those of this rank's nodes and edges; before anything travels, unless it was started.
     """
     _check_own(shard, query, x_src, edge_attr, edge_weight)
     key, value = key_value(_started(shard, x_src).joined())

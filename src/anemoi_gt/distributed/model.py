@@ -45,7 +45,7 @@ class ShardedGraph:
     overlap: bool = False
 
     def start(self, x_src: Tensor) -> Tensor | Pending:
-        """Send rows of this rank's sources where they are read as they are, and go on; `attend` takes what comes back."""
+        """With strategy "edges", send rows of this rank's sources and go on; else return them. `attend` takes what comes back."""
         if self.shard.sources.ranges.parts == 1 or isinstance(self.shard, HeadShard):
             return x_src
         return start_exchange(self.shard, x_src)

@@ -13,7 +13,6 @@ waiting are two steps, forward and backward, so that work can be done in between
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -137,14 +136,13 @@ class RowExchange:
         return functional.all_to_all_single(y.contiguous(), self.send_counts, self.recv_counts, self.group_name)
 
     def sum_back(self, returning: Tensor, total: Tensor) -> Tensor:
-        """Wait for what `send_back` started, [S, ...], and add it to the own rows of `total` [N, ...], rank 0 first; return these."""
+        """Wait for what `send_back` started, [S, ...], and return its sum with `total` [N, ...], rank 0 first; `total` may be written to."""
         received = functional.wait_tensor(returning)
         if self.returned is not None and torch.compiler.is_compiling():
             for places in self.returned:
                 is_read = (places >= 0).view(-1, *[1] * (total.dim() - 1))
-                total = total + torch.where(
-                    is_read, received[places], 0
-                )  # no scattering: a part of the kernel that makes total
+                # No scattering: this is a part of the kernel that makes total. Where a row was not sent, -1 takes the last.
+                total = total + torch.where(is_read, received[places], 0)
             return total
         for rows, part in zip(self.send_rows.split(self.send_counts), received.split(self.send_counts), strict=True):
             if rows.shape[0]:
@@ -152,20 +150,37 @@ class RowExchange:
         return total
 
 
-class Pending(NamedTuple):
-    """Rows on their way. Wait for them once, by one of both."""
+class Pending:
+    """Rows on their way, to be waited for once: by `wait` or by `joined`.
 
-    own: Tensor  # [.., N, F], the rows that were sent from, to be read in their place: then gradients meet in one sum
-    sent: Tensor  # [S, ..., F], what gradients come back to
-    arriving: Tensor  # [R, ..., F], not to be read before it was waited for
-    exchange: RowExchange
+    Attributes
+    ----------
+    own : Tensor [N, F] or [B, N, F]
+        The rows that were sent from, to be read in their place: then gradients meet in one sum.
+    """
+
+    def __init__(self, own: Tensor, sent: Tensor, arriving: Tensor, exchange: RowExchange):
+        self.own = own
+        self._sent, self._arriving, self._exchange = sent, arriving, exchange
+        self._was_waited_for = False
 
     def wait(self) -> Tensor:
-        """Return the rows [R, F] or [B, R, F]."""
-        return _ReceiveRows.apply(self.sent, self.arriving, self.exchange).movedim(0, -2)
+        """Return the rows [R, F] or [B, R, F].
+
+        Raises
+        ------
+        ValueError
+            The second time: gradients of both would be added before they are there.
+        """
+        if self._was_waited_for:
+            raise ValueError(
+                "rows must be waited for once, got a second wait: start an exchange for each use, or keep what came"
+            )
+        self._was_waited_for = True
+        return _ReceiveRows.apply(self._sent, self._arriving, self._exchange).movedim(0, -2)
 
     def joined(self) -> Tensor:
-        """Return own rows and behind them those that arrive, [N + R, F] or [B, N + R, F]."""
+        """Return own rows and behind them those that arrive, [N + R, F] or [B, N + R, F]; raises as `wait` does."""
         return torch.cat([self.own, self.wait()], dim=-2)
 
 
@@ -195,7 +210,10 @@ class _ReceiveRows(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        return ctx.exchange.send_back(grad), None, None
+        returning = ctx.exchange.send_back(grad)
+        if not torch.compiler.is_compiling() and torch.is_anomaly_enabled():
+            returning = functional.wait_tensor(returning)  # anomaly detection reads it at once
+        return returning, None, None
 
 
 def _places(rows: Tensor, counts: list[int], size: int) -> Tensor:

@@ -99,12 +99,16 @@ class EdgeShard(GraphShard):
         ValueError
             When `x` has not one row for each owned source.
         """
-        return self.start(x).joined()
+        self._check_owned(x)
+        return self.halo.append(x)
 
     def start(self, x: Tensor) -> Pending:
         """Send owned sources to the ranks that read them and go on; takes what `exchange` takes, and raises what it does. Collective."""
-        check_own_rows("x", x, -2, self.sources.ranges.counts[self.rank], "sources")
+        self._check_owned(x)
         return self.halo.start(x)
+
+    def _check_owned(self, x: Tensor) -> None:
+        check_own_rows("x", x, -2, self.sources.ranges.counts[self.rank], "sources")
 
 
 @dataclass(frozen=True, eq=False)

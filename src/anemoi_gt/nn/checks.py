@@ -43,7 +43,7 @@ def check_nodes(graph: object, x_src: Tensor | None, x_dst: Tensor) -> None:
 
     Sources are None where they are still to be made. What attends in place of a structure knows its rows itself.
     """
-    if not hasattr(graph, "attend"):
+    if not (hasattr(graph, "start") and hasattr(graph, "attend")):
         check_structure(graph)
     names = ("x", "x") if x_src is x_dst else ("x_src", "x_dst")
     if x_src is not None and x_src.shape[:-2] != x_dst.shape[:-2]:

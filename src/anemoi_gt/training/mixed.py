@@ -1,18 +1,21 @@
 """Mixed precision: the weights of a model's layers cast all at once. The only place that hands a model other weights than its own.
 
-Autocast casts each weight where it is read, and each gradient back, in a kernel of its own: 400 of the 2,400 that a pass of sixteen layers
-launches, however small a part of the graph a rank has. Together they take some twenty. Numbers are the same, bit by bit.
+Autocast casts each weight where it is read, and each gradient back, in a kernel of its own: 520 in a pass of sixteen layers, however small a
+part of the graph a rank has. Together they take 26. Numbers are the same, bit by bit.
 """
+
+from collections.abc import Iterator
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.func import functional_call
 
-from anemoi_gt.nn import GraphTransformerBaseBlock, GraphTransformerBaseMapper
 from anemoi_gt.ops.dtypes import autocast_is_active
 
-READ = "lin_edge"  # not called: attention reads its weight, in a precision that its config may choose
+LAYERS = "anemoi_gt.nn."  # modules whose classes call their linear maps and read no weight of them, but one:
+READ = "lin_edge"  # attention reads it, in a precision that its config may choose
 
 
 class CastTogether:
@@ -21,12 +24,13 @@ class CastTogether:
     Parameters
     ----------
     model : nn.Module
-        Weights of the linear maps that our blocks and mappers call are cast, those that get gradients; others are left to autocast.
+        Weights of the plain linear maps that layers of this library call are cast, those that get gradients. Others are left to
+        autocast, and so are all of a model with parts that torch.compile compiles: it casts within kernels, and layers that are computed
+        again would be compiled for other weights.
     """
 
     def __init__(self, model: nn.Module):
         self.model = model
-        self.weights = _called_weights(model)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return model(x)."""
@@ -37,6 +41,19 @@ class CastTogether:
             return self.model(x)
         cast = _Cast.apply(torch.get_autocast_dtype(x.device.type), *weights.values())
         return functional_call(self.model, dict(zip(weights, cast, strict=True)), (x,))
+
+    @cached_property
+    def weights(self) -> dict[str, nn.Parameter]:
+        """Those that are cast, by name, as the model is when they are first asked for."""
+        if any(_is_compiled(part) for part in self.model.modules()):
+            return {}
+        maps = {id(weight) for part in _called_maps(self.model) for weight in part.parameters()}
+        read = {id(weight) for path, weight in self.model.named_parameters() if READ in path.split(".")}
+        return {
+            path: weight
+            for path, weight in self.model.named_parameters()
+            if id(weight) in maps - read and weight.dtype == torch.float32
+        }
 
 
 class _Cast(torch.autograd.Function):
@@ -63,17 +80,19 @@ def _cast(tensors, dtypes) -> tuple[Tensor, ...]:
     return tuple(cast)
 
 
-def _called_weights(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Float32 weights and biases of the linear maps that blocks and mappers of a model call, by name."""
-    called, read = set(), set()
+def _called_maps(model: nn.Module) -> Iterator[nn.Linear]:
+    """The linear maps that layers of this library call, without hooks and without another way to their weights."""
     for layer in model.modules():
-        if isinstance(layer, GraphTransformerBaseBlock | GraphTransformerBaseMapper):
-            for path, part in layer.named_modules():
-                if type(part) is nn.Linear:
-                    ids = read if path.rpartition(".")[2] == READ else called
-                    ids.update(map(id, part.parameters(recurse=False)))
-    return {
-        name: weight
-        for name, weight in model.named_parameters()
-        if id(weight) in called - read and weight.dtype == torch.float32
-    }
+        if type(layer).__module__.startswith(LAYERS):
+            for part in layer.children():
+                for inner in part.children() if type(part) is nn.Sequential else (part,):
+                    if type(inner) is nn.Linear and _is_plain(inner):
+                        yield inner
+
+
+def _is_plain(part: nn.Linear) -> bool:
+    return set(part._parameters) == {"weight", "bias"} and not (part._forward_pre_hooks or part._forward_hooks)
+
+
+def _is_compiled(part: nn.Module) -> bool:
+    return part._compiled_call_impl is not None or "_orig_mod" in part._modules
