@@ -195,10 +195,10 @@ class Bench:
         }
 
     def _checks(self, job: Job, seconds: float) -> tuple[str | None, list[dict]]:
-        from distributed.ranks import found, spawn_together
+        from distributed.ranks import found, spawn_checks
 
         folder = self.folder / "checks"
-        ended = spawn_together(CHECKS, job.ranks, folder, seconds)
+        ended = spawn_checks(CHECKS, job.ranks, folder, seconds)
         wrong, records = {}, []
         for module in CHECKS:
             said = found(f"distributed.{module}", folder / module, ended)

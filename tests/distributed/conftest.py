@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from distributed.ranks import HERE, TIMEOUT, WORLD_SIZE, found, spawn_together, verdicts
+from distributed.ranks import HERE, TIMEOUT, WORLD_SIZE, found, spawn_checks, verdicts
 
 
 @pytest.fixture(scope="session")
@@ -18,21 +18,21 @@ def verdicts_of(tmp_path_factory, worker_id, request):
 
     def of(module_name):
         run_together(modules, shared)
-        return verdicts(f"distributed.{module_name}", WORLD_SIZE, shared / module_name)
+        return verdicts(module_name, WORLD_SIZE, shared)
 
     return of
 
 
 def run_together(modules, folder):
     """Run the checks of all modules in the same processes, once; where one ends them, each module is left to start its own."""
-    together = folder / "every_check"
+    together = folder / "together"
     together.mkdir(exist_ok=True)
     with (together / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if (together / "started").exists():
             return
         (together / "started").touch()
-        ended = spawn_together(modules, WORLD_SIZE, together, TIMEOUT * len(modules))
+        ended = spawn_checks(modules, WORLD_SIZE, together, TIMEOUT * len(modules))
         if all(end.status == 0 for end in ended):
             for module in modules:
                 (folder / module).mkdir()

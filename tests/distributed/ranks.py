@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 import traceback
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
@@ -155,7 +155,9 @@ def shared_folder(group):
 
 def spawn(arguments, world_size, *, environment=None, timeout=TIMEOUT):
     """Run `python *arguments` once for each rank with the environment that torchrun gives; return how each ended."""
-    (port,) = _free_ports(1)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world_size)}
     shared |= {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests")]), "OMP_NUM_THREADS": "1"}
     processes = []
@@ -187,31 +189,30 @@ def spawn(arguments, world_size, *, environment=None, timeout=TIMEOUT):
             process.wait()
 
 
-def verdicts(module_name, world_size, folder, timeout=TIMEOUT):
-    """Run all checks of a module; return {(check, ranks): problems by rank}, made once for all workers of a test run."""
-    folder.mkdir(exist_ok=True)
-    report = folder / "verdicts.json"
-    with (folder / "lock").open("w") as lock:
+def verdicts(name, world_size, folder, timeout=TIMEOUT):
+    """Run all checks of a module of this folder; return {(check, ranks): problems by rank}, made once for all workers of a test run."""
+    (folder / name).mkdir(exist_ok=True)
+    report = folder / name / "verdicts.json"
+    with (folder / name / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not report.exists():
-            ended = spawn([__file__, module_name, folder], world_size, environment=of_kernels(), timeout=timeout)
-            report.write_text(json.dumps(found(module_name, folder, ended)))
+            ended = spawn_checks([name], world_size, folder, timeout)
+            report.write_text(json.dumps(found(f"distributed.{name}", folder / name, ended)))
     return {
-        (name, int(ranks)): said
+        (check, int(ranks)): said
         for key, said in json.loads(report.read_text()).items()
-        for name, ranks in [key.split("-")]
+        for check, ranks in [key.split("-")]
     }
 
 
-def spawn_together(names, world_size, folder, timeout):
+def spawn_checks(names, world_size, folder, timeout):
     """Run the checks of modules of this folder one after another in the same processes; how each ended.
 
     What they found so far is in a folder for each module, which `found` reads.
     """
     for name in names:
-        (folder / name).mkdir(parents=True)
-    jobs = [word for job in zip(_free_ports(len(names)), names, strict=True) for word in job]
-    return spawn([HERE / "every_check.py", folder, *jobs], world_size, environment=of_kernels(), timeout=timeout)
+        (folder / name).mkdir(parents=True, exist_ok=True)
+    return spawn([__file__, folder, *names], world_size, environment=of_kernels(), timeout=timeout)
 
 
 def of_kernels():
@@ -240,19 +241,9 @@ def found(module_name, folder, ended):
     }
 
 
-def _free_ports(count):
-    """Ports at which nobody listens."""
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for free in sockets:
-            free.bind(("127.0.0.1", 0))
-        return [free.getsockname()[1] for free in sockets]
-
-
-def main(module_name, folder):
-    """Run the checks of a module as one rank; with NCCL where every rank has a GPU."""
+def main(folder, *module_names):
+    """Run the checks of modules as one rank, each with what it writes in its part of the folder; with NCCL where every rank has a GPU."""
     torch.set_num_threads(1)
-    tempfile.tempdir = folder  # what checks write lies in the folder of the run, and goes with it
     gpu = torch.cuda.device_count() > int(os.environ["LOCAL_RANK"])
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpu else torch.device("cpu")
     if gpu:
@@ -260,15 +251,23 @@ def main(module_name, folder):
         torch.set_default_device(device)
     timeout = timedelta(seconds=TIMEOUT)
     dist.init_process_group("nccl" if gpu else "gloo", timeout=timeout, device_id=device if gpu else None)
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    module = importlib.import_module(module_name)
+    world_size = dist.get_world_size()
     groups = {size: dist.new_group(range(size)) for size in range(1, world_size)} | {world_size: dist.group.WORLD}
+    for name in module_names:
+        tempfile.tempdir = str(Path(folder) / name)
+        run_module(f"distributed.{name}", Path(folder) / name, groups)
+
+
+def run_module(module_name, folder, groups):
+    """Run the checks of a module on the groups of so many ranks; write what this rank found behind each."""
+    module = importlib.import_module(module_name)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
     said = {}
     for name, numbers in checks_of(module_name, world_size).items():
         for ranks in numbers:
             if rank < ranks <= world_size:
                 said[f"{name}-{ranks}"] = run(getattr(module, name), groups[ranks])
-                (Path(folder) / f"{rank}.json").write_text(json.dumps(said))
+                (folder / f"{rank}.json").write_text(json.dumps(said))
 
 
 def run(check, group):

@@ -92,8 +92,11 @@ class ModelCut:
         if strategy not in STRATEGIES:
             raise ValueError(f"strategy must be one of {', '.join(STRATEGIES)}, got {strategy!r}")
         self.model, self.strategy, self.edges = model, strategy, edges_of_model(model)
-        if any(len(getattr(module, "pieces", ())) > 1 for module, _, _ in self.edges.values()):
-            raise ValueError("mapper_chunks must be 1 in a model that is sharded: a rank's part is a piece already")
+        pieces = max((len(getattr(module, "pieces", ())) for module, _, _ in self.edges.values()), default=1)
+        if pieces > 1:
+            raise ValueError(
+                f"mapper_chunks must be 1 where ranks share a model, got {pieces}: a rank's part is a piece already"
+            )
         if strategy == "heads" and parts > 1:
             _check_heads(model, parts, device_type)
         self.partitions = _partitions(model, parts)
