@@ -11,7 +11,6 @@ from anemoi_gt.data.graphs import icosphere_graph
 from anemoi_gt.data.grids import grid
 from anemoi_gt.distributed.model import shard_model
 from anemoi_gt.training.compiled import compile_blocks
-from anemoi_gt.training.mixed import CastTogether
 
 FIELDS = 100  # in and out of the data grid
 WAYS = {
@@ -67,7 +66,6 @@ class ShardedModel:
         self.model.to(device)
         strategy, overlap = WAYS[case.way]
         self.cut = shard_model(self.model, mesh, strategy, overlap=overlap)
-        self.cast_together = CastTogether(self.model)  # as in training
         if case.compiled:
             compile_blocks(self.model)
         num_nodes = graph["data"].x.shape[0]
@@ -79,7 +77,7 @@ class ShardedModel:
         """Forward and backward, under autocast to a dtype or as it is; returns this rank's part of the loss, a mean square."""
         self.model.zero_grad()
         with torch.autocast(self.fields.device.type, dtype=dtype, enabled=dtype is not None):
-            out = self.cast_together(self.fields)
+            out = self.model(self.fields)
         loss = out.float().square().sum() * self.scale
         loss.backward()
         return loss.detach()

@@ -23,6 +23,7 @@ from anemoi_gt.ops.backends import BACKENDS, choose_backend
 from anemoi_gt.provenance import Explanation
 from anemoi_gt.training import TrainingConfig
 from anemoi_gt.training.device import choose_device
+from anemoi_gt.training.recorded import check_device_records
 from anemoi_gt.training.stop import Stopped
 
 if TYPE_CHECKING:
@@ -146,6 +147,15 @@ def check_types(group: str, config: "DictConfig") -> None:
 def fits(value: Any, kinds: tuple[type, ...]) -> bool:
     """Whether a value is of one of some plain types; a whole number is a number, true and false are none."""
     return type(value) in kinds or (type(value) is int and float in kinds)
+
+
+def check_device(config: "DictConfig") -> TrainingConfig:
+    """Return the numbers of a run; raise a ValueError where its device cannot do what they ask for. Data, graph and model are not made yet."""
+    check_types("training", config.training)
+    training = instantiate(config.training)
+    if training.cuda_graph:
+        check_device_records(choose_device(training.device))
+    return training
 
 
 def check_backend(attention: AttentionConfig, device: torch.device) -> str:

@@ -22,6 +22,7 @@ from anemoi_gt.application import (
     build_data,
     build_model,
     check_backend,
+    check_device,
     check_explain,
     check_types,
     describe,
@@ -36,6 +37,7 @@ from anemoi_gt.distributed import ShardingConfig, by_first_rank, is_launched, of
 from anemoi_gt.distributed.batches import share_of_batch
 from anemoi_gt.distributed.checkpoint import load_values
 from anemoi_gt.distributed.folder import ONE_PROCESS, TORCHRUN, checkpoint_to_continue
+from anemoi_gt.distributed.learner import check_messages_recordable
 from anemoi_gt.distributed.meeting import code_in_use, leave_last, meeting
 from anemoi_gt.distributed.model import scatter_model
 from anemoi_gt.distributed.start import check_model_options, own_device
@@ -86,6 +88,7 @@ def prepare(config: "DictConfig") -> Callable[[], float]:
             "torchrun --nproc-per-node=NUMBER -m anemoi_gt.train ..."
         )
     folder, description = output_folder(), describe(config)
+    check_device(config)
     state = former_state(folder, config.resume, description)
     run = build(config)
     if run.training.compile:
@@ -240,9 +243,11 @@ def train_on_mesh(config: "DictConfig", sharding: ShardingConfig, mesh: "DeviceM
 
 def check_shares(config: "DictConfig", sharding: ShardingConfig, mesh: "DeviceMesh") -> None:
     """Raise a ValueError where the config alone says that these ranks cannot share the run: data, graph and model are not made yet."""
-    for group in ("training", "model"):
-        check_types(group, config[group])
-    share_of_batch(instantiate(config.training).batch_size, mesh["data"].size())
+    check_types("model", config.model)
+    training = check_device(config)
+    share_of_batch(training.batch_size, mesh["data"].size())
+    if training.cuda_graph:
+        check_messages_recordable(mesh)
     backend = check_backend(instantiate(config.attention), own_device(mesh.device_type))
     check_model_options(config.model, sharding.strategy, mesh["model"].size(), backend)
 

@@ -17,6 +17,7 @@ from anemoi_gt.distributed import (
     rows,
     shard_edges,
     shard_graph,
+    start_exchange,
 )
 from anemoi_gt.distributed import attention as sharded_attention
 from anemoi_gt.distributed.heads import head_ranges
@@ -178,12 +179,17 @@ def edges_may_come_without_attributes_or_embedded(group, verdict):
             verdict.close(attend.__name__, part.detach(), whole[own_dst].detach())
 
 
+def attend_what_was_started(shard, query, x_src, *layer, **options):
+    """Attention with its messages sent on their own, as blocks send them."""
+    return attend_after_exchange(shard, query, start_exchange(shard, x_src), *layer, **options)
+
+
 @on_ranks(2, 4)
 def a_layer_compiles_as_one_graph_and_gives_the_same(group, verdict):
     torch.compiler.reset()  # what was compiled for fewer ranks has other sizes
     problem = make_problem("encoder", batch=(2,))
     problem.edge_attr.requires_grad_()
-    for way, (strategy, attend) in WAYS.items():
+    for way, (strategy, attend) in (WAYS | {"started before": ("edges", attend_what_was_started)}).items():
         shard = shard_graph(problem.graph, group, strategy)
         own_src, own_dst = shard.sources.nodes(shard.rank), shard.destinations.nodes(shard.rank)
         attend = partial(attend, shard, config=CONFIG)
@@ -406,6 +412,14 @@ def what_cannot_run_says_why(group, verdict):
         for nodes, name in (((query, x), "query"), ((own, problem.x_src), "x_src")):
             call = partial(attend, shard, *nodes, layer.key_value)
             verdict.raises(ValueError, f"{name} must have one row for each of the {len(x)} ", call)
+    pending, another = start_exchange(edges, x), shard_graph(problem.graph, group)
+    for attend in (attend_overlapped, attend_after_exchange):
+        call = partial(attend, another, two_heads(x)[0], pending, two_heads)
+        verdict.raises(ValueError, "x_src must be started on the shard that attends, got rows started on another", call)
+    call = partial(attend_by_heads, heads, two_heads(x)[0], pending, two_heads)
+    verdict.raises(ValueError, "x_src must be rows under strategy 'heads', got Pending", call)
+    pending.wait()
+    verdict.raises(ValueError, "shard must be one of strategy 'edges', got HeadShard", lambda: start_exchange(heads, x))
     layer.float()
     x, triton = x.float(), {"dropout_p": 0.5, "config": AttentionConfig(backend="triton")}
     verdict.raises(ValueError, "'triton', whose kernels count heads from 0", lambda: by_heads(**triton))

@@ -19,7 +19,7 @@ from anemoi_gt.distributed import (
 )
 from anemoi_gt.graph.order import morton_order
 from distributed.problems import GRAPHS
-from distributed.ranks import everywhere, mesh_of, on_all_ranks, on_ranks, seeded
+from distributed.ranks import everywhere, mesh_of, on_all_ranks, on_ranks, seeded, without_default_device
 
 
 def structure(name):
@@ -216,10 +216,17 @@ def gradients_are_summed_in_order_of_ranks(group, verdict):
 
     x = torch.zeros(2, ranges.counts[rank], 2, requires_grad=True)
     own = torch.randn(2, ranges.counts[rank], 2, generator=seeded(rank))
-    exchange.append(x).backward(torch.cat([own, gradients[rank].expand(2, 8, 2)], dim=1))
+    begun = own.clone()
+    exchange.append(x).backward(torch.cat([begun, gradients[rank].expand(2, 8, 2)], dim=1))
     for gradient in gradients:
         own += gradient[ranges.of(rank)]
     verdict.same("dx behind own rows", x.grad, own)
+
+    x.grad = None
+    with without_default_device():
+        compiled = torch.compile(exchange.append, fullgraph=True, backend="aot_eager")(x)
+        compiled.backward(torch.cat([begun, gradients[rank].expand(2, 8, 2)], dim=1))
+    verdict.same("dx behind own rows, compiled", x.grad, own)
 
 
 @on_ranks(2)

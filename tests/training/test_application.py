@@ -180,7 +180,8 @@ def test_a_run_goes_on_compiled_or_recorded_or_neither_whether_or_not_it_knew_of
     assert train.former_state(tmp_path, True, BEGUN | {"training": BEGUN["training"] | {option: now}})
 
 
-def test_a_cuda_graph_on_a_cpu_is_one_sentence(refusal):
+def test_a_cuda_graph_on_a_cpu_is_one_sentence_before_anything_is_made(refusal, monkeypatch):
+    monkeypatch.delattr(train, "build")
     sentence = refusal(*SMALL, "training.cuda_graph=true")
     assert sentence.startswith("anemoi_gt.train: training.cuda_graph must be false on device cpu, got true: ")
 

@@ -137,7 +137,8 @@ def test_blocks_are_compiled_with_messages_moved(make_model, monkeypatch):
     asked = []
     monkeypatch.setattr(nn.Module, "compile", lambda module, **options: asked.append(options))
     compile_blocks(make_model())
-    assert asked == [{"dynamic": False, "options": HIDE_MESSAGES}] * 3
+    moved = {MOVES: True, f"{MOVES}_passes": ["sink_waits", "raise_comms"]}
+    assert asked == [{"dynamic": False, "options": moved}] * 3
 
 
 def test_a_state_goes_from_a_compiled_learner_to_another_and_back(make_learner, learnt):

@@ -40,13 +40,17 @@ def start_exchange(shard: EdgeShard, x_src: Tensor) -> Pending:
     Returns
     -------
     Pending
-        Takes the place of `x_src` in either, once.
+        Takes the place of `x_src` in either, once and with this shard; in a function that is computed again for backward, start it there.
 
     Raises
     ------
     ValueError
-        When rows are not those of this rank's nodes, before anything travels.
+        When rows are not those of this rank's nodes, and for a shard of strategy "heads", before anything travels.
     """
+    if not isinstance(shard, EdgeShard):
+        raise ValueError(
+            f"shard must be one of strategy 'edges', got {type(shard).__name__}: others have no halo to start"
+        )
     return shard.start(cast_for_autocast(x_src))
 
 
@@ -84,7 +88,8 @@ def attend_after_exchange(
     Raises
     ------
     ValueError
-        When rows are not those of this rank's nodes and edges; before anything travels, unless it was started.
+        When rows are not those of this rank's nodes and edges, or were started on another shard; before anything travels, unless it
+        was started.
     """
     _check_own(shard, query, x_src, edge_attr, edge_weight)
     key, value = key_value(_started(shard, x_src).joined())
@@ -139,12 +144,16 @@ def attend_by_heads(
     Raises
     ------
     ValueError
-        As `attend_after_exchange`; when there are more ranks than heads; for embedded edge features; for dropout on the backend
+        As `attend_after_exchange`; for rows on their way; when there are more ranks than heads; for embedded edge features; for dropout on the backend
         `triton`, whose kernels count heads from 0.
     """
     if edge_attr is not None and edge_weight is None:
         raise ValueError(
             "edge_attr must come raw, [E, D] with edge_weight, under strategy 'heads': embedded features would travel as [E, H, C]"
+        )
+    if isinstance(x_src, Pending):
+        raise ValueError(
+            "x_src must be rows under strategy 'heads', got Pending: start_exchange is for strategy 'edges'"
         )
     _check_own(shard, query, x_src, edge_attr, edge_weight)
     count = query.shape[-2]
@@ -176,6 +185,10 @@ def _check_own(
     """Raise unless all rows are this rank's: of others they would be taken for its own, or leave the ranks waiting for each other."""
     check_own_rows("query", query, -3, shard.destinations.ranges.counts[shard.rank], "destinations")
     own = x_src.own if isinstance(x_src, Pending) else x_src
+    if own is not x_src and x_src.exchange is not shard.halo:
+        raise ValueError(
+            "x_src must be started on the shard that attends, got rows started on another: start_exchange(shard, x_src)"
+        )
     check_own_rows("x_src", own, -2, shard.sources.ranges.counts[shard.rank], "sources")
     if edge_attr is not None:
         check_own_rows("edge_attr", edge_attr, _dim_of_edges(edge_weight), shard.edges.shape[0], "edges")

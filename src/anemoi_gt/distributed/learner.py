@@ -1,6 +1,6 @@
 """A learner whose model is divided: gradients over the mesh, the loss of all, one verdict on what is finite."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
@@ -71,13 +71,13 @@ class ShardedLearner(Learner):
 
     def training_loss(self, batch: Sample) -> Tensor:
         """Return what own nodes add to the loss, a scalar; its gradients come from all ranks of the model."""
-        return self.own_loss(self._cast_together, batch)
+        return self.own_loss(self.model, batch)
 
-    def loss(self, model: Callable[[Tensor], Tensor], batch: Sample) -> Tensor:
+    def loss(self, model: nn.Module, batch: Sample) -> Tensor:
         """Return the loss of a model on the batches of all ranks, a scalar without gradient. Collective."""
         return sum_loss(self.own_loss(model, batch), self.mesh)
 
-    def own_loss(self, model: Callable[[Tensor], Tensor], batch: Sample) -> Tensor:
+    def own_loss(self, model: nn.Module, batch: Sample) -> Tensor:
         """Return what own nodes add to `weighted_mse` of the whole."""
         dtype = AUTOCAST[self.config.precision]
         with torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None):

@@ -157,12 +157,13 @@ class Pending:
     ----------
     own : Tensor [N, F] or [B, N, F]
         The rows that were sent from, to be read in their place: then gradients meet in one sum.
+    exchange : RowExchange
+        What carries them.
     """
 
     def __init__(self, own: Tensor, sent: Tensor, arriving: Tensor, exchange: RowExchange):
-        self.own = own
-        self._sent, self._arriving, self._exchange = sent, arriving, exchange
-        self._was_waited_for = False
+        self.own, self.exchange = own, exchange
+        self._travelling: tuple[Tensor, Tensor] | None = (sent, arriving)  # until they are waited for
 
     def wait(self) -> Tensor:
         """Return the rows [R, F] or [B, R, F].
@@ -172,12 +173,13 @@ class Pending:
         ValueError
             The second time: gradients of both would be added before they are there.
         """
-        if self._was_waited_for:
+        if self._travelling is None:
             raise ValueError(
-                "rows must be waited for once, got a second wait: start an exchange for each use, or keep what came"
+                "rows must be waited for once, got a second wait: start an exchange for each use, or keep what came; "
+                "what is computed again for backward must start it too"
             )
-        self._was_waited_for = True
-        return _ReceiveRows.apply(self._sent, self._arriving, self._exchange).movedim(0, -2)
+        (sent, arriving), self._travelling = self._travelling, None
+        return _ReceiveRows.apply(sent, arriving, self.exchange).movedim(0, -2)
 
     def joined(self) -> Tensor:
         """Return own rows and behind them those that arrive, [N + R, F] or [B, N + R, F]; raises as `wait` does."""

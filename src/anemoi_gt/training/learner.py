@@ -1,7 +1,5 @@
 """Learner: one optimiser step, and all that it changes. The only place that scales losses and moves weights."""
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -10,7 +8,6 @@ from anemoi_gt.data.datasets import Sample
 from anemoi_gt.training.checkpoint import load_weights
 from anemoi_gt.training.compiled import compile_blocks
 from anemoi_gt.training.loss import weighted_mse
-from anemoi_gt.training.mixed import CastTogether
 from anemoi_gt.training.recorded import RecordedPass, Recorder, check_recordable, record_cuda_graph
 from anemoi_gt.training.schedule import warmup_cosine
 from anemoi_gt.training.settings import TrainingConfig
@@ -55,7 +52,6 @@ class Learner:
         self.model, self.weights = model.to(device), weights.to(device)
         self.average = AveragedModel(self.model, multi_avg_fn=get_ema_multi_avg_fn(config.average_decay))
         share_buffers(self.average.module, self.model)
-        self._cast_together = CastTogether(self.model)
         if config.compile:
             compile_blocks(self.model)
         self.optimizer = torch.optim.AdamW(parameter_groups(model, config.weight_decay), lr=config.learning_rate)
@@ -103,9 +99,9 @@ class Learner:
 
     def training_loss(self, batch: Sample) -> Tensor:
         """Return the loss that gradients are taken of, a scalar."""
-        return self.loss(self._cast_together, batch)
+        return self.loss(self.model, batch)
 
-    def loss(self, model: Callable[[Tensor], Tensor], batch: Sample) -> Tensor:
+    def loss(self, model: nn.Module, batch: Sample) -> Tensor:
         """Return the loss of a model on a batch, a scalar, in the precision of the run."""
         dtype = AUTOCAST[self.config.precision]
         with torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None):

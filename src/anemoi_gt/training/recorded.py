@@ -162,18 +162,23 @@ def check_recordable(model: nn.Module, device: torch.device) -> None:
     Raises
     ------
     ValueError
-        On a CPU; when layers that are computed again for backward drop attention, for which PyTorch would read the state of the
-        generator while it captures, and refuses.
+        As `check_device_records` does; when layers that are computed again for backward drop attention, for which PyTorch would read the
+        state of the generator while it captures, and refuses.
     """
-    if device.type != "cuda":
-        raise ValueError(
-            f"training.cuda_graph must be false on device {device}, got true: CUDA graphs are for training.device=cuda"
-        )
+    check_device_records(device)
     again = [name or type(part).__name__ for name, part in model.named_modules() if _draws_again(part)]
     if again:
         raise ValueError(
             "training.cuda_graph must be false where layers that drop attention are computed again for backward, got true and "
             f"{', '.join(again)}: set model.checkpoint_groups=null or model.dropout=0"
+        )
+
+
+def check_device_records(device: torch.device) -> None:
+    """Raise a ValueError unless a device has CUDA graphs."""
+    if device.type != "cuda":
+        raise ValueError(
+            f"training.cuda_graph must be false on device {device}, got true: CUDA graphs are for training.device=cuda"
         )
 
 
