@@ -185,7 +185,7 @@ def _check_own(
     """Raise unless all rows are this rank's: of others they would be taken for its own, or leave the ranks waiting for each other."""
     check_own_rows("query", query, -3, shard.destinations.ranges.counts[shard.rank], "destinations")
     own = x_src.own if isinstance(x_src, Pending) else x_src
-    if own is not x_src and x_src.exchange is not shard.halo:
+    if isinstance(x_src, Pending) and x_src.exchange is not shard.halo:
         raise ValueError(
             "x_src must be started on the shard that attends, got rows started on another: start_exchange(shard, x_src)"
         )
