@@ -37,7 +37,6 @@ from anemoi_gt.distributed import ShardingConfig, by_first_rank, is_launched, of
 from anemoi_gt.distributed.batches import share_of_batch
 from anemoi_gt.distributed.checkpoint import load_values
 from anemoi_gt.distributed.folder import ONE_PROCESS, TORCHRUN, checkpoint_to_continue
-from anemoi_gt.distributed.learner import check_messages_recordable
 from anemoi_gt.distributed.meeting import code_in_use, leave_last, meeting
 from anemoi_gt.distributed.model import scatter_model
 from anemoi_gt.distributed.start import check_model_options, own_device
@@ -244,10 +243,7 @@ def train_on_mesh(config: "DictConfig", sharding: ShardingConfig, mesh: "DeviceM
 def check_shares(config: "DictConfig", sharding: ShardingConfig, mesh: "DeviceMesh") -> None:
     """Raise a ValueError where the config alone says that these ranks cannot share the run: data, graph and model are not made yet."""
     check_types("model", config.model)
-    training = check_device(config)
-    share_of_batch(training.batch_size, mesh["data"].size())
-    if training.cuda_graph:
-        check_messages_recordable(mesh)
+    share_of_batch(check_device(config).batch_size, mesh["data"].size())
     backend = check_backend(instantiate(config.attention), own_device(mesh.device_type))
     check_model_options(config.model, sharding.strategy, mesh["model"].size(), backend)
 
