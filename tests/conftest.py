@@ -41,3 +41,12 @@ def logging_as_before():
     handlers, level, raises = root.handlers[:], root.level, logging.raiseExceptions
     yield
     root.handlers[:], root.level, logging.raiseExceptions = handlers, level, raises
+
+
+@pytest.fixture
+def anemoi_as_it_is():
+    """Whatever a test lets Anemoi's blocks compute with ends with it."""
+    from anemoi_gt.integrations import anemoi
+
+    yield
+    anemoi.uninstall()

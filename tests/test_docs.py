@@ -48,7 +48,7 @@ def test_every_block_says_what_it_is(page):
 
 
 @pages_with("python", "pycon")
-def test_code_runs_from_top_to_bottom(page, tmp_path, monkeypatch):
+def test_code_runs_from_top_to_bottom(page, tmp_path, monkeypatch, anemoi_as_it_is):
     monkeypatch.chdir(tmp_path)
     namespace = {"__name__": "__main__"}
     for kind, code in BLOCK.findall(page.read_text()):

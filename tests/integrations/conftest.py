@@ -3,15 +3,12 @@
 import pytest
 from support.anemoi_model import graph_of
 
-from anemoi_gt.integrations import anemoi
 from anemoi_gt.integrations.anemoi import block
 
 
 @pytest.fixture(autouse=True)
-def anemoi_as_it_is():
+def every_test_leaves_anemoi_as_it_is(anemoi_as_it_is):
     """Whatever a test installs ends with it."""
-    yield
-    anemoi.uninstall()
 
 
 @pytest.fixture(scope="session")

@@ -20,12 +20,11 @@ def test_swapped_layers_of_pyg_are_told():
 
 
 @pytest.mark.parametrize("fuse_edges", [True, False])
-def test_swapped_blocks_of_anemoi_are_told_and_their_edges_stay_raw(fuse_edges):
+def test_swapped_blocks_of_anemoi_are_told_and_their_edges_stay_raw(anemoi_as_it_is, fuse_edges):
     graph = graph_of("O4", 1)
     model = build(graph, make_options())
     with anemoi.install(fuse_edges=fuse_edges):
         found = explain(model, draw(graph))
-    anemoi.uninstall()
     assert len(found.layers) >= 3 and all("proc" in layer.name for layer in found.layers)
     assert {layer.features for layer in found.layers} == {"raw" if fuse_edges else "embedded"}
     assert all(layer.module.startswith("GraphTransformer") for layer in found.layers)
