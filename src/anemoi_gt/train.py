@@ -4,7 +4,6 @@
 """
 
 import logging
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -37,6 +36,7 @@ from anemoi_gt.distributed import ShardingConfig, by_first_rank, is_launched, of
 from anemoi_gt.distributed.batches import share_of_batch
 from anemoi_gt.distributed.checkpoint import load_values
 from anemoi_gt.distributed.folder import ONE_PROCESS, TORCHRUN, checkpoint_to_continue
+from anemoi_gt.distributed.launcher import own_rank
 from anemoi_gt.distributed.meeting import code_in_use, leave_last, meeting
 from anemoi_gt.distributed.model import scatter_model
 from anemoi_gt.distributed.start import check_model_options, own_device
@@ -209,7 +209,7 @@ def train_together(config: "DictConfig") -> float | None:
                 stopped = error  # leaves the block as a value: the ranks end together, and none has failed
     except ERRORS_OF_PREPARATION as error:
         stop("anemoi_gt.train", error)
-    if os.environ["RANK"] != "0":
+    if own_rank() != 0:
         leave_last(stopped.exit_status)
     raise stopped
 
@@ -279,7 +279,7 @@ def main() -> None:
     """Run the application with the arguments of the command line."""
     if not is_launched():
         return launch("train", prepare)
-    if os.environ["RANK"] != "0":  # Hydra's folder and log are the first rank's
+    if own_rank() != 0:  # Hydra's folder and log are the first rank's
         sys.argv += ["hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=disabled"]
     status = 0
     try:

@@ -153,17 +153,26 @@ def shared_folder(group):
     return Path(everywhere(tempfile.mkdtemp() if dist.get_rank(group) == 0 else None, group)[0])
 
 
-def spawn(arguments, world_size, *, environment=None, timeout=TIMEOUT):
-    """Run `python *arguments` once for each rank with the environment that torchrun gives; return how each ended."""
+def free_port():
+    """A port of this machine on which nobody listens."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world_size)}
+        return free.getsockname()[1]
+
+
+def spawn(arguments, world_size, *, hosts=1, environment=None, timeout=TIMEOUT):
+    """Run `python *arguments` once for each rank with the environment that torchrun gives; return how each ended.
+
+    Ranks that are told that they are on several hosts talk to those of others as hosts do, and may share the GPUs of this one.
+    """
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world_size)}
     shared |= {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests")]), "OMP_NUM_THREADS": "1"}
     processes = []
     try:
         for rank in range(world_size):
-            variables = os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} | (environment or {})
+            host, local_rank = divmod(rank, -(-world_size // hosts))
+            own = {"RANK": str(rank), "LOCAL_RANK": str(local_rank), "NCCL_HOSTID": f"host {host}"}
+            variables = os.environ | shared | own | (environment or {})
             processes.append(
                 subprocess.Popen(
                     [sys.executable, *map(str, arguments)],
@@ -205,14 +214,15 @@ def verdicts(name, world_size, folder, timeout=TIMEOUT):
     }
 
 
-def spawn_checks(names, world_size, folder, timeout):
+def spawn_checks(names, world_size, folder, timeout, hosts=1):
     """Run the checks of modules of this folder one after another in the same processes; how each ended.
 
-    What they found so far is in a folder for each module, which `found` reads.
+    What they found so far is in a folder for each module, which `found` reads. Hosts are those of `spawn`.
     """
     for name in names:
         (folder / name).mkdir(parents=True, exist_ok=True)
-    return spawn([__file__, folder, *names], world_size, environment=of_kernels(), timeout=timeout)
+    arguments = [__file__, folder, *names]
+    return spawn(arguments, world_size, hosts=hosts, environment=of_kernels(), timeout=timeout)
 
 
 def of_kernels():

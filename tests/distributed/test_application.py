@@ -1,4 +1,6 @@
-"""The application under torchrun: one model on four ranks, stopped, continued as two models on two ranks each."""
+"""The application under torchrun: one model on four ranks, stopped, continued as two models of two ranks each, under two torchruns, as on two
+hosts.
+"""
 
 import json
 import os
@@ -7,16 +9,17 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
 from omegaconf import OmegaConf
 
 from anemoi_gt import train
-from anemoi_gt.distributed.start import TORCHRUN
-from distributed.ranks import ROOT
+from anemoi_gt.distributed.launcher import VARIABLES
+from distributed.ranks import ROOT, free_port
 
 DEVICE = "cuda" if torch.cuda.device_count() >= 4 else "cpu"  # NCCL where all ranks have a GPU
 ARGUMENTS = [
@@ -25,6 +28,16 @@ ARGUMENTS = [
     *("training.valid_every=8", "training.log_every=1", "hydra.run.dir=run"),
 ]
 PATIENCE = 120  # s, on a busy machine
+
+
+class Host(NamedTuple):
+    """What torchrun is told of the host that it starts ranks on."""
+
+    options: tuple[str, ...]
+    variables: dict[str, str]
+
+
+ONE_HOST = Host(("--standalone",), {})
 
 
 @pytest.fixture(scope="module")
@@ -40,10 +53,10 @@ def place(tmp_path_factory):
 
 
 @contextmanager
-def torchrun(place, ranks, *arguments):
-    """Start the application on so many ranks; the process of torchrun, which is at its end behind the block."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    environment = os.environ | {"PYTHONPATH": str(place / "site"), "OMP_NUM_THREADS": "1"}
+def torchrun(place, ranks, *arguments, host=ONE_HOST):
+    """Start the application on so many ranks of a host; the process of torchrun, which is at its end behind the block."""
+    command = [sys.executable, "-m", "torch.distributed.run", *host.options, f"--nproc-per-node={ranks}"]
+    environment = os.environ | {"PYTHONPATH": str(place / "site"), "OMP_NUM_THREADS": "1"} | host.variables
     command += ["-m", "anemoi_gt.train", *ARGUMENTS, *arguments]
     pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, env=environment, cwd=place, **pipes) as process:
@@ -51,6 +64,15 @@ def torchrun(place, ranks, *arguments):
             yield process
         finally:
             process.terminate()
+
+
+def two_hosts():
+    """Two of this one, with two of its GPUs each where it has them."""
+    meeting = ("--nnodes=2", "--master-addr=127.0.0.1", f"--master-port={free_port()}")
+    return [
+        Host((*meeting, f"--node-rank={host}"), {"NCCL_HOSTID": f"host {host}", "CUDA_VISIBLE_DEVICES": gpus})
+        for host, gpus in enumerate(("0,1", "2,3"))
+    ]
 
 
 def steps_in(folder):
@@ -80,11 +102,13 @@ def stopped(place):
 
 @pytest.fixture(scope="module")
 def continued(place, stopped):
-    """How two models on two ranks each, by heads, ended that continued the stopped run; and the steps that had been taken."""
+    """How two models by heads ended, each on two ranks of a host, that continued the stopped run; and the steps that had been taken."""
     before = steps_in(place / "run")
-    with torchrun(place, 4, "sharding=heads", "sharding.model=2", "resume=true") as process:
-        _, said = process.communicate(timeout=PATIENCE)
-    return process.returncode, said, before
+    with ExitStack() as hosts:
+        arguments = ("sharding=heads", "sharding.model=2", "resume=true")
+        processes = [hosts.enter_context(torchrun(place, 2, *arguments, host=host)) for host in two_hosts()]
+        said = [process.communicate(timeout=PATIENCE)[1] for process in processes]
+    return [process.returncode for process in processes], said, before
 
 
 def test_a_signal_to_one_rank_stops_all_with_one_message_that_names_the_folder(place, stopped):
@@ -98,9 +122,9 @@ def test_ranks_that_a_signal_stopped_exit_with_its_status(stopped):
     assert statuses and set(statuses) == {"143"}, stopped
 
 
-def test_two_models_by_heads_continue_what_four_ranks_by_edges_began(place, continued):
-    status, said, before = continued
-    assert status == 0, said
+def test_two_hosts_by_heads_continue_what_four_ranks_of_one_by_edges_began(place, continued):
+    statuses, said, before = continued
+    assert statuses == [0, 0], said
     assert 0 < len(before) < 16 and steps_in(place / "run") == list(range(1, 17))
 
 
@@ -110,8 +134,10 @@ def test_a_run_on_ranks_leaves_what_one_process_leaves(place, continued):
     assert {path.name for path in place.iterdir()} == {"site", "run"}
 
 
-def test_the_bar_of_ranks_counts_the_samples_of_all_models(continued):
-    assert re.findall(r"(\d+)/32 ", continued[1])[-1] == "32", continued[1]
+def test_the_bar_of_one_rank_counts_the_samples_of_all_models(continued):
+    _, (first, other), _ = continued
+    assert re.findall(r"(\d+)/32 ", first)[-1] == "32", first
+    assert not re.findall(r"\d+/32 ", other), other
 
 
 def test_a_config_that_differs_between_ranks_is_found_at_the_start(place):
@@ -142,7 +168,7 @@ def test_what_ranks_cannot_share_is_refused_before_anything_is_made(place, argum
 
 
 def test_one_process_cannot_divide_a_model(monkeypatch):
-    for name in TORCHRUN:
+    for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
     sharding = {"_target_": "anemoi_gt.distributed.ShardingConfig", "strategy": "edges", "model": 2}
     with pytest.raises(ValueError, match="sharding=edges must be started on several ranks: torchrun"):

@@ -1,7 +1,6 @@
 """Ranks that meet before they join; what differs between them is in `test_application`."""
 
 import re
-import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -10,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from anemoi_gt.distributed.meeting import code_in_use, leave_last, meeting
+from distributed.ranks import free_port
 
 
 @pytest.fixture
@@ -17,10 +17,7 @@ def as_rank_0(monkeypatch):
     """Be rank 0 of some, as torchrun would say it."""
 
     def of(size):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        named = {"RANK": 0, "WORLD_SIZE": size, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        named = {"RANK": 0, "WORLD_SIZE": size, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
         for name, value in named.items():
             monkeypatch.setenv(name, str(value))
 

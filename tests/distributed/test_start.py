@@ -1,14 +1,20 @@
 import inspect
+import os
+import subprocess
+import sys
+from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
 import yaml
 
 from anemoi_gt.distributed import ShardingConfig, is_launched, started
+from anemoi_gt.distributed.launcher import VARIABLES, join_store
 from anemoi_gt.distributed.model import ShardedGraph, scatter_model, shard_model
-from anemoi_gt.distributed.start import TORCHRUN, check_model_options, own_device
+from anemoi_gt.distributed.start import check_model_options, own_device
 from anemoi_gt.distributed.training import shard_trainer
-from distributed.ranks import ROOT
+from distributed.ranks import HERE, ROOT, free_port
 
 
 def test_ranks_are_data_parallel_by_default():
@@ -72,7 +78,7 @@ def test_options_that_ranks_can_share_are_not_refused(options, strategy, parts, 
 
 
 def test_a_process_without_launcher_is_told_of_torchrun(monkeypatch):
-    for name in TORCHRUN:
+    for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
     assert not is_launched()
     with (
@@ -112,7 +118,43 @@ def test_more_ranks_of_a_host_than_gpus_are_refused(monkeypatch):
         own_device("cuda")
 
 
+def test_each_start_of_a_rank_has_keys_of_its_own_in_the_store_of_its_launcher(monkeypatch):
+    held = dist.HashStore()
+    monkeypatch.setattr(dist, "rendezvous", lambda *_, **__: iter([(held, 0, 1)]))
+    first, *_ = join_store("group", timedelta(seconds=1))
+    first.set("address of rank 1", "nobody listens there any more")
+    for purpose in ("group", "meeting"):
+        store, rank, size = join_store(purpose, timedelta(seconds=1))
+        assert (rank, size) == (0, 1) and not store.check(["address of rank 1"])
+
+
+@pytest.fixture
+def counted(tmp_path):
+    """Start two ranks under a launcher, so many times in the same processes; the ranks that each counted, and what the launcher said."""
+
+    def starting(*arguments, restarts=0):
+        command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1", "--nproc-per-node=2"]
+        command += [f"--master-port={free_port()}", "--master-addr=127.0.0.1", f"--max-restarts={restarts}"]
+        command += [HERE / "starting.py", tmp_path, *arguments]
+        environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+        ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+        files = (tmp_path / f"{rank}.txt" for rank in range(2))
+        return [file.read_text() if file.exists() else "" for file in files], ended.stderr[-2000:]
+
+    return starting
+
+
+def test_ranks_of_a_launcher_start_again_and_again(counted):
+    ranks, said = counted("6")
+    assert ranks == ["2 2 2 2 2 2 "] * 2, said
+
+
+def test_ranks_start_anew_when_one_died_before_it_had_joined(counted):
+    ranks, said = counted("2", "dying", restarts=1)
+    assert ranks == ["2 2 "] * 2, said
+
+
 def test_a_process_with_all_of_its_variables_is_launched(monkeypatch):
-    for name in TORCHRUN:
+    for name in VARIABLES:
         monkeypatch.setenv(name, "0")
     assert is_launched()

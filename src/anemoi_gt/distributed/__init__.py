@@ -16,10 +16,11 @@ from anemoi_gt.distributed.attention import (
 )
 from anemoi_gt.distributed.checkpoint import RowTable, load_checkpoint, save_checkpoint
 from anemoi_gt.distributed.gradients import clip_gradients, make_mesh, reduce_gradients, sum_loss
+from anemoi_gt.distributed.launcher import is_launched
 from anemoi_gt.distributed.partition import Partition, Ranges, destination_cost
 from anemoi_gt.distributed.rows import Pending, RowExchange
 from anemoi_gt.distributed.shard import EdgeShard, GraphShard, HeadShard, shard_edges, shard_graph
-from anemoi_gt.distributed.start import ShardingConfig, is_launched, started
+from anemoi_gt.distributed.start import ShardingConfig, started
 from anemoi_gt.distributed.watch import watched
 
 __all__ = [

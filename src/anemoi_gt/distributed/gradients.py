@@ -9,12 +9,13 @@ The loss of a rank is the sum over its nodes divided by the number of nodes of a
 """
 
 from collections.abc import Iterable
+from datetime import timedelta
 from functools import reduce
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Parameter
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
@@ -25,15 +26,17 @@ DEVICE_TYPES = ("cuda", "cpu")
 BUCKET_BYTES = 64 * 2**20
 
 
-def make_mesh(device_type: str, model: int) -> DeviceMesh:
+def make_mesh(device_type: str, model: int, timeout: timedelta | None = None) -> DeviceMesh:
     """Lay out all ranks on the axes (data, model). Collective.
 
     Parameters
     ----------
     device_type : str
-        "cuda" or "cpu".
+        "cuda", where every rank has set its device, or "cpu".
     model : int
         Ranks that share one model; neighbours, so that they are on one host where they fit.
+    timeout : timedelta, optional
+        Of collectives along one axis. None: PyTorch's default.
 
     Raises
     ------
@@ -45,7 +48,9 @@ def make_mesh(device_type: str, model: int) -> DeviceMesh:
     check_whole("sharding.model", model, least=None)
     if model < 1 or world % model:
         raise ValueError(f"sharding.model must divide the number of ranks {world}, got {model}")
-    return init_device_mesh(device_type, (world // model, model), mesh_dim_names=AXES)
+    ranks = torch.arange(world).view(-1, model)
+    groups = [_group_along(axis, among.tolist(), timeout) for axis, among in zip(AXES, (ranks.T, ranks), strict=True)]
+    return DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=AXES)
 
 
 def reduce_gradients(shared: Iterable[Parameter], own: Iterable[Parameter], mesh: DeviceMesh) -> None:
@@ -129,6 +134,18 @@ def check_device_type(device_type: object) -> None:
     """Raise unless it names where ranks can compute; a device with a number would be one for all of them."""
     if device_type not in DEVICE_TYPES:
         raise ValueError(f"device_type must be one of {', '.join(DEVICE_TYPES)}, got {device_type!r}")
+
+
+def _group_along(axis: str, ranks: list[list[int]], timeout: timedelta | None) -> dist.ProcessGroup:
+    """Make a group of each of these lists of ranks, with all of them; return the one that this rank is in.
+
+    `init_device_mesh` would split them off the group of all ranks, in which PyTorch 2.11 ends with a segmentation fault where a process had
+    another group of NCCL before (github.com/pytorch/pytorch/pull/192109).
+    """
+    if len(ranks) == 1:
+        return dist.group.WORLD
+    own, _ = dist.new_subgroups_by_enumeration(ranks, timeout, group_desc=f"ranks along {axis}")
+    return own
 
 
 def _reduce(parameters: list[Parameter], mesh: DeviceMesh, axis: str, factor: float) -> None:

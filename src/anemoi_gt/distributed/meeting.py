@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from anemoi_gt.distributed.agreement import difference
+from anemoi_gt.distributed.launcher import join_store
 from anemoi_gt.distributed.watch import TELLING
 
 
@@ -43,8 +44,7 @@ def meeting(values: Mapping[str, Any], timeout: float) -> Iterator[None]:
     digest = hashlib.sha256(said.encode()).hexdigest()
     try:
         # Held while the body runs: where no launcher holds the store, rank 0 does, and others would lose it before they join.
-        store, rank, size = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout)))
-        place = dist.PrefixStore("anemoi_gt meeting", store)
+        place, rank, size = join_store("meeting", timedelta(seconds=timeout))
         place.set(f"said {rank}", said)
         place.set(f"digest {rank}", digest)
         digests = [f"digest {other}" for other in range(size)]

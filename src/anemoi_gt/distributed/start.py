@@ -1,7 +1,6 @@
 """The start and the end of a job on several ranks, as torchrun launches it."""
 
 import math
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,12 +13,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from anemoi_gt.distributed.gradients import check_device_type, make_mesh
 from anemoi_gt.distributed.heads import head_ranges
+from anemoi_gt.distributed.launcher import join_store, local_rank, missing_variables
 from anemoi_gt.distributed.watch import watched
 from anemoi_gt.ops.backends import BACKENDS, check_counts_heads
 from anemoi_gt.options import check_number, check_whole
 
 STRATEGIES = ("none", "edges", "heads")
-TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(frozen=True)
@@ -64,11 +63,6 @@ class ShardingConfig:
             raise ValueError(f"sharding.timeout must be positive and finite, in seconds, got {self.timeout}")
 
 
-def is_launched() -> bool:
-    """Whether torchrun, or another launcher that sets the same variables, started this process."""
-    return all(name in os.environ for name in TORCHRUN)
-
-
 def own_device(device_type: str) -> torch.device:
     """Return the device of this rank: for "cuda" the GPU of its local rank.
 
@@ -80,7 +74,7 @@ def own_device(device_type: str) -> torch.device:
     check_device_type(device_type)
     if device_type != "cuda":
         return torch.device(device_type)
-    local, count = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+    local, count = local_rank(), torch.cuda.device_count()
     if local >= count:
         raise ValueError(f"ranks of a host must have a GPU each, got local rank {local} and {count} GPUs")
     return torch.device("cuda", local)
@@ -139,16 +133,17 @@ def started(config: ShardingConfig, device_type: str) -> Iterator[DeviceMesh]:
     """
     if not isinstance(config, ShardingConfig):
         raise ValueError(f"config must be a ShardingConfig, got {config!r}")
-    missing = [name for name in TORCHRUN if name not in os.environ]
-    if missing:
+    if missing := missing_variables():
         raise ValueError(f"several ranks must be started by torchrun, {', '.join(missing)} are not set")
     timeout, device = timedelta(seconds=config.timeout), own_device(device_type)
     patience = 2 * timeout  # of collectives: the watch is to speak first
+    store, rank, size = join_store("group", patience)
+    joining = {"store": store, "rank": rank, "world_size": size, "timeout": patience}
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        dist.init_process_group("nccl", timeout=patience, device_id=device)
+        dist.init_process_group("nccl", **joining, device_id=device)
     else:
-        dist.init_process_group("gloo", timeout=patience)
+        dist.init_process_group("gloo", **joining)
     with watched(timeout):
-        yield make_mesh(device_type, config.model)
+        yield make_mesh(device_type, config.model, patience)
     dist.destroy_process_group()
