@@ -1,12 +1,14 @@
 """One rank of a job in which another comes to grief: trains in a loop of collectives and writes checkpoints under `started`.
 
-python dying.py KIND RANK FOLDER        KIND: killed, frozen, failing, all_failing or fine; RANK: whose grief it is
+python dying.py KIND RANK FOLDER        KIND: killed, frozen, failing, all_failing, late or fine; RANK: whose grief it is
+                                        host_killed: of this rank and all that follow
 """
 
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -15,6 +17,7 @@ import torch.distributed as dist
 
 from anemoi_gt.distributed import ShardingConfig, started
 from anemoi_gt.distributed.start import own_device
+from anemoi_gt.distributed.watch import LETTING_GO
 
 DEVICE_TYPE = "cuda" if torch.cuda.device_count() > 2 else "cpu"  # NCCL where three ranks have a GPU each
 TIMEOUT = 4.0 if DEVICE_TYPE == "cpu" else 12.0  # s
@@ -24,13 +27,19 @@ FROZEN = TIMEOUT + 2  # s, until somebody thaws the frozen rank
 def grief(kind, rank):
     if kind == "all_failing":
         raise ValueError("the config must have a heart")
-    if dist.get_rank() == rank and kind == "killed":
+    if (dist.get_rank() == rank and kind == "killed") or (dist.get_rank() >= rank and kind == "host_killed"):
         os.kill(os.getpid(), signal.SIGKILL)
     if dist.get_rank() == rank and kind == "frozen":
         subprocess.Popen(["sh", "-c", f"sleep {FROZEN}; kill -CONT {os.getpid()}"])
         os.kill(os.getpid(), signal.SIGSTOP)
     if dist.get_rank() == rank and kind == "failing":
         raise ValueError("this rank lost heart")
+
+
+def let_go():
+    """As a thread of gloo that is late."""
+    time.sleep(LETTING_GO / 2)
+    print("let go", flush=True)
 
 
 def save(path, state):
@@ -50,6 +59,8 @@ def main(kind, rank, folder):
             if dist.get_rank() == 0:
                 save(Path(folder) / "last.pt", {"step": step, "state": state.cpu()})
     print("came to the end", flush=True)
+    if kind == "late":
+        threading.Thread(target=let_go, daemon=True).start()
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
 """A rank that dies, freezes or fails ends the job on all ranks, in time, with one message that names it."""
 
 import re
+import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from distributed.dying import TIMEOUT
 from distributed.ranks import HERE, spawn
 
 BUSY = 4.0  # s, for processes to end on a busy machine
+OTHERS = [rank for rank in range(12) if rank != 4]
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +51,87 @@ def test_one_message_names_the_rank(job, kind, rank, ranks):
     assert "Traceback" not in output
 
 
+def test_one_message_names_all_ranks_of_a_host_that_is_gone(job):
+    ended, _ = job("host_killed", 1, 3)
+    output = "".join(end.output for end in ended)
+    name = r"\(process \d+ on \S+\)"
+    messages = re.findall(r"^anemoi_gt: .*$", output, re.MULTILINE)
+    assert len(messages) == 1, output
+    assert re.match(rf"anemoi_gt: rank 1 {name}, rank 2 {name} died or froze: no sign of life for ", messages[0]), (
+        output
+    )
+
+
+@pytest.mark.parametrize(
+    ("silent", "words"),
+    [
+        ([3], None),  # who is missed, 5, has come back in this moment
+        ([5], "rank 5 (process 5 on a)"),
+        ([0, 3, 5], "rank 0 (process 0 on a), rank 3 (process 3 on a), rank 5 (process 5 on a)"),
+        (OTHERS, ", ".join(f"rank {rank} (process {rank} on a)" for rank in OTHERS[:8]) + ", and 3 more,"),
+    ],
+)
+def test_ranks_whose_numbers_stand_still_are_silent_and_the_first_ones_are_named(monkeypatch, silent, words):
+    watch, said = _Watch.__new__(_Watch), []
+    watch.store, watch.world_size, watch.rank, watch.neighbour, watch.signature = dist.HashStore(), 12, 4, 5, ""
+    watch.timeout, watch.period, watch.seen, watch.seen_at = 8.0, 1.0, "9 process 5 on a", time.monotonic() - 6.5
+    for rank in range(watch.world_size):
+        watch.store.set(f"beat {rank}", f"{9 if rank in silent else 10} process {rank} on a")
+    watch.beats, watch.beats_at = [f"9 process {rank} on a" for rank in range(watch.world_size)], watch.seen_at + 4.5
+    monkeypatch.setattr(watch, "_end", lambda message, speaks: said.append(message))
+    watch.seen_at += 1  # not yet for long enough
+    watch._look(10)
+    assert not said
+    watch.seen_at -= 1
+    watch._look(11)
+    assert said == ([] if words is None else [f"{words} died or froze: no sign of life for 6.5 s"])
+
+
+@pytest.mark.parametrize(
+    ("rank", "local_rank", "speaks"), [(0, "0", False), (1, "1", True), (2, "0", True), (3, "1", False)]
+)
+@pytest.mark.parametrize("answer", ["none", "error"])
+def test_a_store_that_does_not_answer_ends_a_rank_and_one_of_each_host_says_so(
+    monkeypatch, rank, local_rank, speaks, answer
+):
+    monkeypatch.setattr(
+        "anemoi_gt.distributed.watch._get_default_store", lambda: SimpleNamespace(clone=lambda: dist.HashStore())
+    )
+    monkeypatch.setenv("LOCAL_RANK", local_rank)
+    watch, said = _Watch(rank, 4, 0.4), []
+
+    def look(count):
+        if answer == "error":
+            raise dist.DistNetworkError("its host is gone")
+        assert watch.done.wait(60)
+
+    def end(message, speaks):
+        said.append((message, speaks))
+        watch.done.set()
+
+    monkeypatch.setattr(watch, "_look", look)
+    monkeypatch.setattr(watch, "_end", end)
+    watch.start()
+    watch.join(60)
+    reason = {"none": "frozen, or off the network", "error": "its host is gone"}[answer]
+    assert said == [(f"rank 0 or its launcher, which holds the store, does not answer ({reason})", speaks)]
+
+
+def test_a_rank_that_is_missed_and_comes_back_ends_nobody(monkeypatch):
+    watch = _Watch.__new__(_Watch)
+    watch.store, watch.world_size, watch.rank, watch.neighbour = dist.HashStore(), 2, 0, 1
+    watch.timeout, watch.period, watch.seen, watch.seen_at, watch.beats = 8.0, 1.0, "", time.monotonic() - 100, []
+    watch.store.set("beat 1", "9 process 1 on a")
+    monkeypatch.setattr(watch, "_end", lambda message, speaks: pytest.fail(message))
+    watch._look(1)  # it is there
+    watch.seen_at -= 100
+    watch._look(2)  # this rank did not run for long: nothing is known before another look
+    assert watch.beats == ["2 " + watch._beat(2).partition(" ")[2], "9 process 1 on a"]
+    watch.store.set("beat 1", "10 process 1 on a")
+    watch._look(3)
+    assert watch.beats == []
+
+
 @pytest.mark.parametrize(("kind", "rank", "ranks"), GRIEFS)
 def test_the_last_checkpoint_is_whole(job, kind, rank, ranks):
     _, folder = job(kind, rank, ranks)
@@ -69,7 +153,7 @@ def test_an_error_of_one_rank_is_told_once_with_its_rank(job, rank):
 )
 def test_a_rank_that_follows_leaves_time_to_the_one_that_tells_its_error(monkeypatch, obituary, waits):
     watch, slept = _Watch.__new__(_Watch), []
-    watch.store = dist.HashStore()
+    watch.store, watch.holds_store = dist.HashStore(), False
     watch.store.set("obituary", f"{obituary} (told by rank 0)")
     monkeypatch.setattr("time.sleep", slept.append)
     monkeypatch.setattr("anemoi_gt.distributed.watch.leave", slept.append)
@@ -96,3 +180,8 @@ def test_a_job_without_grief_ends_in_silence(job):
     ended, _ = job("fine", 0)
     assert [end.status for end in ended] == [0, 0], ended
     assert all(end.output.endswith("came to the end\n") and "anemoi_gt:" not in end.output for end in ended)
+
+
+def test_the_interpreter_waits_for_threads_that_are_late(job):
+    ended, _ = job("late", 0)
+    assert [(end.status, end.output.splitlines()[-1]) for end in ended] == [(0, "let go")] * 2, ended
