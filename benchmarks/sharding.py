@@ -2,6 +2,7 @@
 
     python benchmarks/sharding.py --ranks 4 --commit HASH --out benchmarks/results/sharding_h200x4.json
     python benchmarks/sharding.py --ranks 2 --tiny --out FILE       on a CPU, with gloo: everything but NCCL and CUDA graphs
+    python benchmarks/sharding.py --ranks 4 --hosts 2 --parts checks       four ranks on two GPUs, which talk as those of two hosts
 
 A job is processes that belong together, with a limit of time: one for the checks, for each number of ranks one for our model, whose tasks
 run one after the other, and one for anemoi-models. A job that fails is reported with the task that it was at; what its earlier tasks found is kept,
@@ -198,7 +199,7 @@ class Bench:
         from distributed.ranks import found, spawn_checks
 
         folder = self.folder / "checks"
-        ended = spawn_checks(CHECKS, job.ranks, folder, seconds)
+        ended = spawn_checks(CHECKS, job.ranks, folder, seconds, self.options.hosts)
         wrong, records = {}, []
         for module in CHECKS:
             said = found(f"distributed.{module}", folder / module, ended)
@@ -248,6 +249,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=max(torch.cuda.device_count(), 1), help="the most; one a GPU")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument(
+        "--hosts", type=int, default=1, help="told to the checks: ranks of several may share the GPUs of this one"
+    )
     parser.add_argument("--grid", default="N320")
     parser.add_argument("--refinement", type=int, default=6)
     parser.add_argument("--heads", type=int, default=16)
