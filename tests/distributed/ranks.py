@@ -24,6 +24,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from anemoi_gt.distributed.watch import leave
+
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 WORLD_SIZE, ALL = 4, 0  # ranks of the tests; a check on all of them
@@ -296,3 +298,4 @@ def run(check, group):
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
+    leave(0)

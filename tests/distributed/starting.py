@@ -15,13 +15,14 @@ from anemoi_gt.distributed import ShardingConfig, started
 
 DEVICE_TYPE = "cuda" if torch.cuda.device_count() > 1 else "cpu"  # NCCL where two ranks have a GPU each
 TIMEOUT = 10.0  # s
-HEAD_START = 2.0  # s, in which rank 0 comes to the store
+HEAD_START = 2.0  # s, in which rank 0 comes to the store, and when all start anew rank 1 to what rank 0 had left there
 
 
 def main(folder, times, dying=""):
-    if dying and os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    if dying and (os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]) in (("1", "0"), ("0", "1")):
         time.sleep(HEAD_START)
-        sys.exit(1)
+        if os.environ["RANK"] == "1":
+            sys.exit(1)
     for _ in range(int(times)):
         with started(ShardingConfig("edges", model=2, timeout=TIMEOUT), DEVICE_TYPE) as mesh:
             count = torch.ones(1, device=mesh.device_type)

@@ -84,7 +84,9 @@ def test_ranks_whose_numbers_stand_still_are_silent_and_the_first_ones_are_named
     assert not said
     watch.seen_at -= 1
     watch._look(11)
-    assert said == ([] if words is None else [f"{words} died or froze: no sign of life for 6.5 s"])
+    assert [re.sub(r" for [\d.]+ s$", "", message) for message in said] == (
+        [] if words is None else [f"{words} died or froze: no sign of life"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -115,6 +117,16 @@ def test_a_store_that_does_not_answer_ends_a_rank_and_one_of_each_host_says_so(
     watch.join(60)
     reason = {"none": "frozen, or off the network", "error": "its host is gone"}[answer]
     assert said == [(f"rank 0 or its launcher, which holds the store, does not answer ({reason})", speaks)]
+
+
+@pytest.mark.parametrize(("waits", "misses"), [([False] * 6, True), ([False] * 5 + [True], False)])
+def test_a_rank_that_stood_still_itself_gives_the_store_time_to_answer(monkeypatch, waits, misses):
+    watch, missed = _Watch.__new__(_Watch), []
+    watch.timeout, watch.period = 8.0, 1.0
+    monkeypatch.setattr(watch, "_miss_store", missed.append)
+    answers = iter(waits)
+    watch._miss_answer(SimpleNamespace(wait=lambda seconds: seconds == watch.period and next(answers)))
+    assert bool(missed) == misses and not list(answers)
 
 
 def test_a_rank_that_is_missed_and_comes_back_ends_nobody(monkeypatch):

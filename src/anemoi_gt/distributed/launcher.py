@@ -8,7 +8,7 @@ from uuid import uuid4
 import torch.distributed as dist
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-ANSWER = timedelta(seconds=0.5)  # that rank 0 may take before others look whether it has named another start
+PAUSES = 0.01, 0.5  # s, the first and the longest between looks whether rank 0 has answered
 
 
 def is_launched() -> bool:
@@ -47,7 +47,8 @@ def join_store(purpose: str, timeout: timedelta) -> tuple[dist.Store, int, int]:
     A process may start more than once under one launcher, and a launcher may start processes anew when one has died. PyTorch would name the
     keys of each start alike, and a rank could read what another wrote in a former one, such as an address where nobody listens any
     more; so each start has keys of its own. Rank 0 names it; the others answer with a token, and take the name for that of this
-    start when rank 0 says their token back: what a former start left in the store does not know it.
+    start when rank 0 says their token back: what a former start left in the store does not know it. Where no launcher holds the store,
+    it goes with rank 0's use of it, and a process starts once.
 
     Parameters
     ----------
@@ -78,14 +79,12 @@ def _name_start(place: dist.Store, size: int) -> str:
 
 
 def _take_start(place: dist.Store, rank: int, timeout: timedelta) -> str:
-    token, end = uuid4().hex, time.monotonic() + timeout.total_seconds()
-    while True:
+    token, end, (pause, longest) = uuid4().hex, time.monotonic() + timeout.total_seconds(), PAUSES
+    while time.monotonic() < end:
         start = place.get("start").decode()
         place.set(f"{start} token of rank {rank}", token)
-        try:
-            place.wait([f"{token} is of this start"], ANSWER)
-        except dist.DistStoreError:
-            if time.monotonic() > end:
-                raise
-        else:
+        time.sleep(pause)  # a store that is made to wait for a key tells stderr when there is none
+        if place.check([f"{token} is of this start"]):
             return place.get(f"{token} is of this start").decode()
+        pause = min(2 * pause, longest)
+    raise dist.DistStoreError(f"rank 0 has not named this start within {timeout.total_seconds():g} s")

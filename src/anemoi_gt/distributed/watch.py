@@ -107,20 +107,19 @@ class _Watch(threading.Thread):
         count = 0
         while not self.done.wait(self.period):
             count += 1
-            late = threading.Timer(self.timeout - 2 * self.period, self._miss_store, ["frozen, or off the network"])
-            late.daemon = True
-            late.start()  # what waits for a store whose host stands still cannot be told to give up
+            answered = threading.Event()
+            threading.Thread(target=self._miss_answer, args=[answered], daemon=True).start()
             try:
                 self._look(count)
             except Exception as error:  # whatever the store throws when its host is gone
                 self._miss_store(error)
             finally:
-                late.cancel()
+                answered.set()
 
     def fail(self, error: BaseException) -> None:
         """Tell the others what ended the body here, or follow them when they told first."""
         if self._is_loss(error):
-            self.done.wait(self.timeout)  # the thread ends this process when it finds out who died
+            self.done.wait(self.timeout + 2 * self.period)  # the thread ends this process when it finds out who died
         try:
             is_first = self._write(f"rank {self.rank}{FAILED}{type(error).__name__}: {error}")
         except LOST:  # with the store goes rank 0, which has told; or has died, which the thread finds out
@@ -164,6 +163,12 @@ class _Watch(threading.Thread):
                 f"{', '.join(list(silent.values())[:NAMED])}{more} died or froze: no sign of life for {silence:.1f} s"
             )
             self._end(message, speaks=self._write(message))
+
+    def _miss_answer(self, answered: threading.Event) -> None:
+        """Miss a store whose host stands still: what waits for it cannot be told to give up. This rank may have stood still itself, in one wait."""
+        waits = round(self.timeout / self.period) - 2
+        if not any(answered.wait(self.period) for _ in range(waits)):
+            self._miss_store("frozen, or off the network")
 
     def _miss_store(self, reason: Exception | str) -> None:
         if not self.done.is_set():
