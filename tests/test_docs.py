@@ -12,6 +12,7 @@ from functools import cache
 from pkgutil import iter_modules
 
 import pytest
+import torch
 import yaml
 from hydra import compose, initialize_config_dir
 from support.pages import BLOCK, FILE, LANGUAGES, PAGES, ROOT, blocks, name_of, pages_with
@@ -50,6 +51,7 @@ def test_every_block_says_what_it_is(page):
 @pages_with("python", "pycon")
 def test_code_runs_from_top_to_bottom(page, tmp_path, monkeypatch, anemoi_as_it_is):
     monkeypatch.chdir(tmp_path)
+    torch.compiler.reset()  # what a test has compiled here before is none of the page's
     namespace = {"__name__": "__main__"}
     for kind, code in BLOCK.findall(page.read_text()):
         if kind == "python" and not FILE.match(code):  # a file is run by a command: test_commands.py
