@@ -42,11 +42,11 @@ from anemoi_gt.data.datasets import Sample  # noqa: E402
 from anemoi_gt.data.graphs import icosphere_graph  # noqa: E402
 from anemoi_gt.data.grids import grid  # noqa: E402
 from anemoi_gt.distributed import ShardingConfig, is_launched, make_mesh, started  # noqa: E402
-from anemoi_gt.distributed.learner import ShardedLearner  # noqa: E402
-from anemoi_gt.distributed.model import shard_model  # noqa: E402
-from anemoi_gt.distributed.start import own_device  # noqa: E402
+from anemoi_gt.distributed.mesh import own_device  # noqa: E402
+from anemoi_gt.distributed.model_shard import shard_model  # noqa: E402
 from anemoi_gt.training import TrainingConfig  # noqa: E402
-from anemoi_gt.training.learner import AUTOCAST, Learner  # noqa: E402
+from anemoi_gt.training.parallel.sharded_step import ShardedLearner  # noqa: E402
+from anemoi_gt.training.step import AUTOCAST, Learner  # noqa: E402
 
 DEVICE_TYPE = "cuda" if torch.cuda.is_available() else "cpu"
 FIELDS, STEPS, WARM_UP, TIMED, DROPOUT = 100, 12, 3, 10, 0.1

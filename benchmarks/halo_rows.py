@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
 from anemoi_gt.data.graphs import icosphere_graph
 from anemoi_gt.data.grids import grid
 from anemoi_gt.distributed import Partition, destination_cost
-from anemoi_gt.graph.order import morton_order
+from anemoi_gt.graph.ordering import morton_order
 
 EDGES = {"encoder": ("data", "hidden"), "processor": ("hidden", "hidden"), "decoder": ("hidden", "data")}
 LINES = ("by number", "Morton")

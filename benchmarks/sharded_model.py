@@ -9,8 +9,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from anemoi_gt import EncoderProcessorDecoder
 from anemoi_gt.data.graphs import icosphere_graph
 from anemoi_gt.data.grids import grid
-from anemoi_gt.distributed.model import shard_model
-from anemoi_gt.training.compiled import compile_blocks
+from anemoi_gt.distributed.model_shard import shard_model
+from anemoi_gt.training.compilation import compile_blocks
 
 FIELDS = 100  # in and out of the data grid
 WAYS = {

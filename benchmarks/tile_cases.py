@@ -15,8 +15,10 @@ from suite.operands import draw
 from suite.problems import Problem
 
 from anemoi_gt import GraphStructure
-from anemoi_gt.kernels.score import Choice, RowTile, Tile
-from anemoi_gt.kernels.tile import (
+from anemoi_gt.ops.triton_backend import fixed_degree_launch, launch
+from anemoi_gt.ops.triton_backend.problem import Sizes
+from anemoi_gt.ops.triton_backend.tile_score import Choice, RowTile, Tile
+from anemoi_gt.ops.triton_backend.tiles import (
     CONTRACTIONS,
     FEWEST_NUMBERS,
     MOST_NUMBERS,
@@ -25,8 +27,6 @@ from anemoi_gt.kernels.tile import (
     forward_choice,
     source_choice,
 )
-from anemoi_gt.ops.triton_backend import equal, launch
-from anemoi_gt.ops.triton_backend.problem import Sizes
 
 OVER_DESTINATIONS = ("forward", "destinations")
 ROWS = (*OVER_DESTINATIONS, "sources")
@@ -133,7 +133,7 @@ class EqualCase(Case):
 
     def attend(self, tile=None) -> tuple[torch.Tensor, ...]:
         """All that the kernel of the forward pass computes."""
-        return equal.attend_rows(self.problem, self.projected, tile=tile)
+        return fixed_degree_launch.attend_rows(self.problem, self.projected, tile=tile)
 
     def handed_on(self) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         """As of any graph."""
@@ -147,13 +147,16 @@ class EqualCase(Case):
         shape = (problem.samples, *problem.edge_attr.shape[-2:])
         dedge_attr = dquery.new_empty(shape, dtype=torch.float32 if problem.shares_attributes else dtype)
         given = (problem, self.saved, self.projected_grad, self.grad_out, None, dquery, dedge_attr)
-        weights, sums = equal.differentiate_rows(*given, tile=tile)
+        weights, sums = fixed_degree_launch.differentiate_rows(*given, tile=tile)
         return dquery, dedge_attr, weights, *sums
 
     def tiles(self) -> dict[str, tuple[Tile, list[Tile]]]:
         """As of any graph; of the kernels for one degree, those that `equal_tiles` yields."""
         sizes = self.problem.sizes
-        chosen = {"forward": equal.forward_tile(sizes), "destinations": equal.destination_tile(sizes)}
+        chosen = {
+            "forward": fixed_degree_launch.forward_tile(sizes),
+            "destinations": fixed_degree_launch.destination_tile(sizes),
+        }
         own = {
             name: (tile, [other for other in equal_tiles(sizes, tile) if other != tile])
             for name, tile in chosen.items()
@@ -172,7 +175,7 @@ def make_case(problem: Problem, coo: Coo) -> Case:
     given = launch.Problem(
         *nodes, *structure, seed=None, scale=problem.channels**-0.5, dropout_p=0.0, equal_degree=degree
     )
-    kind = EqualCase if equal.serves(given.sizes) else Case
+    kind = EqualCase if fixed_degree_launch.serves(given.sizes) else Case
     return kind(given, drawn.grad_out, (graph.rowptr, graph.col, graph.csr_to_csc))
 
 

@@ -42,7 +42,7 @@ if not torch.cuda.is_available():
 from tile_cases import KERNELS, OVER_DESTINATIONS, ROWS, Case, make_case, make_small_case
 
 from anemoi_gt import AttentionConfig, GraphStructure, edge_attention
-from anemoi_gt.kernels.tile import BUSY_DEGREE, CONTRACTIONS
+from anemoi_gt.ops.triton_backend.tiles import BUSY_DEGREE, CONTRACTIONS
 
 MEAN, WORST = 1.10, 1.25  # chosen over fastest
 FINALISTS, FEW, MANY, WARM_UP = 3, 2, 20, 1  # tiles; replays

@@ -19,7 +19,7 @@ import torch
 from suite.problems import ATTENTION, GRADIENTS
 from suite.table import figure
 
-from anemoi_gt.ops.triton_backend import plan
+from anemoi_gt.ops.triton_backend import launch_plan
 from anemoi_gt.ops.triton_backend.problem import Sizes
 
 KERNELS = {  # part of a kernel's name: what benchmarks/tiles.py calls it
@@ -33,7 +33,7 @@ KERNELS = {  # part of a kernel's name: what benchmarks/tiles.py calls it
 }
 
 
-def launches(facts: dict, kind: str) -> list[plan.Planned]:
+def launches(facts: dict, kind: str) -> list[launch_plan.Planned]:
     """Launches of a pass of a problem, as the results file tells of it."""
     num_src, num_dst, num_edges = facts["sizes"]
     # each point of the data grid reads as many hidden nodes
@@ -43,9 +43,9 @@ def launches(facts: dict, kind: str) -> list[plan.Planned]:
         channels=facts["channels"], edge_dim=facts["edge_dim"], bias=1, embedded=False, attr_stride=0,
         dtype=getattr(torch, facts["dtype"]), wide=False, scale=facts["channels"] ** -0.5, dropout_p=0.0, equal_degree=degree,
     )  # fmt: skip
-    needs = plan.Needs(**{name: name in facts["gradients"] for name in GRADIENTS})
-    backward = [] if kind == "forward" else plan.backward_kernels(sizes, needs)
-    return [*plan.forward_kernels(sizes), *backward]
+    needs = launch_plan.Needs(**{name: name in facts["gradients"] for name in GRADIENTS})
+    backward = [] if kind == "forward" else launch_plan.backward_kernels(sizes, needs)
+    return [*launch_plan.forward_kernels(sizes), *backward]
 
 
 def of_passes(results: dict) -> str:

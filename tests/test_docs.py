@@ -20,8 +20,8 @@ from test_house import MAY_IMPORT
 
 import anemoi_gt
 import anemoi_gt.data
-import anemoi_gt.deploy
 import anemoi_gt.distributed
+import anemoi_gt.export
 import anemoi_gt.integrations.anemoi
 import anemoi_gt.integrations.pyg
 import anemoi_gt.nn
@@ -164,7 +164,7 @@ def public():
     names |= {f"anemoi_gt.nn.{name}" for name in anemoi_gt.nn.__all__ if name not in anemoi_gt.__all__}
     names |= {f"anemoi_gt.distributed.{name}" for name in anemoi_gt.distributed.__all__}
     names |= {f"anemoi_gt.training.{name}" for name in anemoi_gt.training.__all__}
-    names |= {f"anemoi_gt.deploy.{name}" for name in anemoi_gt.deploy.__all__}
+    names |= {f"anemoi_gt.export.{name}" for name in anemoi_gt.export.__all__}
     names |= {f"anemoi_gt.integrations.anemoi.{name}" for name in anemoi_gt.integrations.anemoi.__all__}
     names |= {f"anemoi_gt.integrations.pyg.{name}" for name in definitions(anemoi_gt.integrations.pyg)}
     for part in iter_modules(anemoi_gt.data.__path__):

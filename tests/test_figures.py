@@ -11,7 +11,7 @@ import pytest
 import torch
 from support.pages import PAGES, ROOT, name_of
 
-from anemoi_gt.data.icosphere import icosphere
+from anemoi_gt.data.meshes import icosphere
 
 
 @pytest.fixture(scope="module")

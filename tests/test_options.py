@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from anemoi_gt.options import check_number, check_probability, check_whole
+from anemoi_gt.option_checks import check_number, check_probability, check_whole
 
 
 @pytest.mark.parametrize(

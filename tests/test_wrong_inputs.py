@@ -20,7 +20,7 @@ from anemoi_gt import (
     explain,
     merge,
 )
-from anemoi_gt.data import attributes, edges
+from anemoi_gt.data import edge_attributes, edges
 from anemoi_gt.data.area import area_weights
 from anemoi_gt.data.flows import Flow
 from anemoi_gt.data.graphs import (
@@ -31,7 +31,7 @@ from anemoi_gt.data.graphs import (
     stretched_graph,
 )
 from anemoi_gt.data.grids import classic, grid, octahedral
-from anemoi_gt.data.icosphere import icosphere, limited_area_icosphere, stretched_icosphere
+from anemoi_gt.data.meshes import icosphere, limited_area_icosphere, stretched_icosphere
 from anemoi_gt.data.nodes import Nodes
 from anemoi_gt.data.sphere import sphere
 from anemoi_gt.distributed import Partition, ShardingConfig
@@ -175,13 +175,13 @@ def test_run_names_what_it_cannot_take(call, message):
         ),
         (lambda: encoder_processor_decoder(POINTS, POINTS), r"mesh must be a Mesh, as icosphere\(5\) .*, got Nodes"),
         (lambda: edges.grid_spacing("O4"), "nodes must be Nodes, .*, got str"),
-        (lambda: attributes.edge_length("O4", POINTS, RING.numpy()), "source must be Nodes, .*, got str"),
+        (lambda: edge_attributes.edge_length("O4", POINTS, RING.numpy()), "source must be Nodes, .*, got str"),
         (
-            lambda: attributes.edge_length(POINTS, POINTS, RING),
+            lambda: edge_attributes.edge_length(POINTS, POINTS, RING),
             r"edge_index must be a NumPy array \[2, E\], got Tensor",
         ),
         (
-            lambda: attributes.edge_direction(POINTS, POINTS, np.zeros((2, 3))),
+            lambda: edge_attributes.edge_direction(POINTS, POINTS, np.zeros((2, 3))),
             r"edge_index must be whole numbers \[2, E\], .* got float64 \(2, 3\)",
         ),
         (lambda: area_weights("O4"), "nodes must be Nodes, .*, got str"),

@@ -18,7 +18,7 @@ from anemoi_gt import (
 )
 from anemoi_gt.data.graphs import icosphere_graph
 from anemoi_gt.data.grids import octahedral
-from anemoi_gt.deploy import export_model
+from anemoi_gt.export import export_model
 from anemoi_gt.integrations.pyg import swap_layers
 from anemoi_gt.nn import (
     ChunkedInference,

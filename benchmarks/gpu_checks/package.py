@@ -10,8 +10,8 @@ from support.run import structure
 from torch.export import Dim
 
 from anemoi_gt import AttentionConfig, GraphTransformerConv
-from anemoi_gt.deploy import LayerOnTensors, export_program, write_package
-from anemoi_gt.deploy.trial import LIMITS, relative_error
+from anemoi_gt.export import LayerOnTensors, export_program, write_package
+from anemoi_gt.export.trial import LIMITS, relative_error
 from gpu_checks import DEVICE
 
 SMALL = ["--grid=O32", "--refinement=3", "--heads=8", "--channels=32", "--layers=2", "--repeats=3"]

@@ -94,9 +94,9 @@ def build_graphs(setting: Setting, parts: list[str], folder: Path) -> dict:
     import numpy as np
 
     from anemoi_gt.data import edges
-    from anemoi_gt.data.attributes import edge_direction, edge_length, unit_std
+    from anemoi_gt.data.edge_attributes import edge_direction, edge_length, unit_std
     from anemoi_gt.data.grids import grid
-    from anemoi_gt.data.icosphere import icosphere
+    from anemoi_gt.data.meshes import icosphere
 
     points, mesh = grid(setting.grid), icosphere(setting.refinement).nodes
     sizes = {}

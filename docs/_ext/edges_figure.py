@@ -16,7 +16,7 @@ from sphinx.util.docutils import SphinxDirective
 
 from anemoi_gt.data.graphs import icosphere_graph
 from anemoi_gt.data.grids import octahedral
-from anemoi_gt.data.icosphere import icosphere
+from anemoi_gt.data.meshes import icosphere
 from anemoi_gt.data.nodes import Nodes
 
 NEAR, FAR = 0.30, 0.75  # half the width of a map: sine of the angle from its centre

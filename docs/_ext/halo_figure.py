@@ -13,10 +13,10 @@ from docutils import nodes
 from maps import map_of, project, seen
 from sphinx.util.docutils import SphinxDirective
 
-from anemoi_gt.data.icosphere import icosphere
+from anemoi_gt.data.meshes import icosphere
 from anemoi_gt.data.nodes import Nodes
 from anemoi_gt.distributed import Partition, destination_cost
-from anemoi_gt.graph.order import morton_order
+from anemoi_gt.graph.ordering import morton_order
 
 REFINEMENT, RANKS, RANK = 3, 8, 0
 HALF_WIDTH = 1.04  # of a map: the globe and a margin

@@ -3,22 +3,22 @@
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from anemoi_gt.attention_config import AttentionConfig
 from anemoi_gt.compatibility import UntestedVersionsWarning
-from anemoi_gt.config import AttentionConfig
 from anemoi_gt.graph import GraphStructure
 from anemoi_gt.ops import attention_weights, edge_attention, merge
 from anemoi_gt.version import __version__
 
 if TYPE_CHECKING:  # `__getattr__` tells type checkers nothing
+    from anemoi_gt.explanation import explain, explain_attention
     from anemoi_gt.nn import (
         EncoderProcessorDecoder,
         GraphTransformerConv,
         GraphTransformerMapperBlock,
         GraphTransformerProcessorBlock,
     )
-    from anemoi_gt.provenance import explain, explain_attention
 
-_FROM_PROVENANCE = ("explain", "explain_attention")
+_FROM_EXPLANATION = ("explain", "explain_attention")
 _FROM_NN = (
     "EncoderProcessorDecoder",
     "GraphTransformerConv",
@@ -45,7 +45,7 @@ __all__ = [
 
 def __getattr__(name: str):
     """Import the modules on first use, so that the structure and the operation need torch alone."""
-    for room, names in (("nn", _FROM_NN), ("provenance", _FROM_PROVENANCE)):
+    for package, names in (("nn", _FROM_NN), ("explanation", _FROM_EXPLANATION)):
         if name in names:
-            return getattr(import_module(f"anemoi_gt.{room}"), name)
+            return getattr(import_module(f"anemoi_gt.{package}"), name)
     raise AttributeError(f"module 'anemoi_gt' has no attribute {name!r}")

@@ -6,8 +6,8 @@ from importlib import import_module
 
 from anemoi_gt.version import __version__
 
-APPLICATIONS = {  # name of the module, which `python -m anemoi_gt.NAME` runs too
-    "train": "train a model, or go on training",
+APPLICATIONS = {  # by the name that `python -m anemoi_gt.NAME` takes too
+    "train": "train a model, or continue a run",
     "evaluate": "score a trained model, and roll its forecasts out",
     "export": "make a package of a trained model that runs without this library",
 }
@@ -25,7 +25,7 @@ def main(arguments: list[str] | None = None) -> None:
     if arguments and arguments[0] in APPLICATIONS:
         name, *rest = arguments
         sys.argv = [f"anemoi_gt.{name}", *rest]  # where Hydra reads it
-        import_module(f"anemoi_gt.{name}").main()
+        import_module("anemoi_gt.export.__main__" if name == "export" else f"anemoi_gt.{name}").main()
         return
     parser = argparse.ArgumentParser(
         prog="python -m anemoi_gt",

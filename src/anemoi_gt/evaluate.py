@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from anemoi_gt.application import Run, build, check_explain, launch, output_folder, require_packages, stop, tell
 from anemoi_gt.distributed import is_launched
 from anemoi_gt.distributed.folder import require_file
-from anemoi_gt.provenance import explain
-from anemoi_gt.training.batches import load
+from anemoi_gt.explanation import explain
+from anemoi_gt.hydra_app import Run, build, check_explain, launch, output_folder, require_packages, stop, tell
 from anemoi_gt.training.checkpoint import load_checkpoint, load_weights
+from anemoi_gt.training.data_loading import load
 from anemoi_gt.training.device import choose_device, cpu_threads
 from anemoi_gt.training.metrics import read_metrics
 from anemoi_gt.training.report import write_report, write_rollout_report

@@ -15,7 +15,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from anemoi_gt.application import (
+from anemoi_gt.distributed import ShardingConfig, by_first_rank, is_launched, of_first_rank, started
+from anemoi_gt.distributed.folder import ONE_PROCESS, TORCHRUN, checkpoint_to_continue
+from anemoi_gt.distributed.launcher import own_rank
+from anemoi_gt.distributed.meeting import code_in_use, leave_last, meeting
+from anemoi_gt.distributed.mesh import check_model_options, own_device
+from anemoi_gt.distributed.model_shard import scatter_model
+from anemoi_gt.distributed.sharded_checkpoint import load_values
+from anemoi_gt.distributed.watch import leave
+from anemoi_gt.explanation import explain
+from anemoi_gt.hydra_app import (
     ERRORS_OF_PREPARATION,
     build,
     build_data,
@@ -32,25 +41,16 @@ from anemoi_gt.application import (
     stop,
     tell,
 )
-from anemoi_gt.distributed import ShardingConfig, by_first_rank, is_launched, of_first_rank, started
-from anemoi_gt.distributed.batches import share_of_batch
-from anemoi_gt.distributed.checkpoint import load_values
-from anemoi_gt.distributed.folder import ONE_PROCESS, TORCHRUN, checkpoint_to_continue
-from anemoi_gt.distributed.launcher import own_rank
-from anemoi_gt.distributed.meeting import code_in_use, leave_last, meeting
-from anemoi_gt.distributed.model import scatter_model
-from anemoi_gt.distributed.start import check_model_options, own_device
-from anemoi_gt.distributed.training import check_samples, cpu_group, divide_trainer, train_on_ranks
-from anemoi_gt.distributed.watch import leave
-from anemoi_gt.provenance import explain
 from anemoi_gt.training import Trainer
-from anemoi_gt.training.batches import load
 from anemoi_gt.training.checkpoint import load_checkpoint, load_weights
+from anemoi_gt.training.data_loading import load
 from anemoi_gt.training.device import choose_device, cpu_threads
-from anemoi_gt.training.learner import AUTOCAST
 from anemoi_gt.training.metrics import MetricsFile
+from anemoi_gt.training.parallel.sharded_batches import share_of_batch
+from anemoi_gt.training.parallel.sharded_trainer import check_samples, cpu_group, divide_trainer, train_on_ranks
 from anemoi_gt.training.report import write_report
-from anemoi_gt.training.stop import Stopped
+from anemoi_gt.training.signals import Stopped
+from anemoi_gt.training.step import AUTOCAST
 from anemoi_gt.training.trainer import BEST, LAST
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ from suite.graphs import Coo
 from suite.operands import draw
 from suite.problems import Problem, Random
 
-from anemoi_gt.kernels.launcher import Launch
-from anemoi_gt.kernels.score import ContractionTile, RowTile
+from anemoi_gt.kernels.jit_launch import Launch
+from anemoi_gt.ops.triton_backend.tile_score import ContractionTile, RowTile
 
 
 @pytest.fixture

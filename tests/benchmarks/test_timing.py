@@ -4,7 +4,7 @@ import pytest
 from suite.timing import Cpu, Gpu
 from support.cuda_calls import stub_cuda_graphs
 
-from anemoi_gt.training.recorded import WARM_UP
+from anemoi_gt.training.cuda_graph import WARM_UP
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from support.compiled import (
 from torch import nn
 
 from anemoi_gt import GraphStructure
-from anemoi_gt.graph import group
+from anemoi_gt.graph import build
 
 
 def compiled_once(function, **options):
@@ -93,7 +93,7 @@ def test_edges_kept_by_a_mask_are_compiled_once_for_any_number():
 
 
 def test_kernels_take_edges_that_are_grouped_without_order(kernel_device, monkeypatch):
-    monkeypatch.setattr(group, "_order_may_be_open", lambda index: True)  # on a CPU the sort would take its place
+    monkeypatch.setattr(build, "_order_may_be_open", lambda index: True)  # on a CPU the sort would take its place
     layer = make_layer("conv", "triton", kernel_device)
     step = by_nonzero(layer, stable=False)
     compiled, _ = compiled_once(step)

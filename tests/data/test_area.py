@@ -5,7 +5,7 @@ import pytest
 
 from anemoi_gt.data.area import area_weights
 from anemoi_gt.data.grids import octahedral
-from anemoi_gt.data.icosphere import icosphere
+from anemoi_gt.data.meshes import icosphere
 from anemoi_gt.data.nodes import Nodes
 
 

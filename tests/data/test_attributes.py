@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from anemoi_gt.data.attributes import edge_direction, edge_length, unit_std
+from anemoi_gt.data.edge_attributes import edge_direction, edge_length, unit_std
 from anemoi_gt.data.edges import nearest
-from anemoi_gt.data.icosphere import icosphere
+from anemoi_gt.data.meshes import icosphere
 from anemoi_gt.data.nodes import Nodes
 
 

@@ -5,7 +5,7 @@ import pytest
 
 from anemoi_gt.data.edges import cutoff, grid_spacing, nearest, within
 from anemoi_gt.data.grids import octahedral, regional
-from anemoi_gt.data.icosphere import icosphere
+from anemoi_gt.data.meshes import icosphere
 from anemoi_gt.data.nodes import EARTH_RADIUS, Nodes
 
 

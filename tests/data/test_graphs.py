@@ -6,7 +6,7 @@ import torch
 
 from anemoi_gt import EncoderProcessorDecoder
 from anemoi_gt.data import edges
-from anemoi_gt.data.attributes import edge_direction, edge_length
+from anemoi_gt.data.edge_attributes import edge_direction, edge_length
 from anemoi_gt.data.graphs import (
     encoder_processor_decoder,
     hierarchical_graph,
@@ -15,7 +15,7 @@ from anemoi_gt.data.graphs import (
     stretched_graph,
 )
 from anemoi_gt.data.grids import classic, octahedral, regional
-from anemoi_gt.data.icosphere import icosphere, stretched_icosphere
+from anemoi_gt.data.meshes import icosphere, stretched_icosphere
 from anemoi_gt.data.nodes import EARTH_RADIUS, Nodes
 
 ENCODER, PROCESSOR, DECODER = ("data", "to", "hidden"), ("hidden", "to", "hidden"), ("hidden", "to", "data")

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from anemoi_gt.data.icosphere import icosphere, limited_area_icosphere, stretched_icosphere
+from anemoi_gt.data.meshes import icosphere, limited_area_icosphere, stretched_icosphere
 from anemoi_gt.data.nodes import EARTH_RADIUS, Nodes
 
 BERN, SEATTLE = Nodes([47.0], [7.4]), Nodes([47.6], [-122.3])

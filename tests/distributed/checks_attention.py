@@ -13,15 +13,15 @@ from anemoi_gt.distributed import (
     attend_after_exchange,
     attend_by_heads,
     attend_overlapped,
+    halo,
     heads,
-    rows,
     shard_edges,
     shard_graph,
     start_exchange,
 )
-from anemoi_gt.distributed import attention as sharded_attention
+from anemoi_gt.distributed import halo_attention as sharded_attention
 from anemoi_gt.distributed.heads import head_ranges
-from anemoi_gt.distributed.model import ShardedGraph
+from anemoi_gt.distributed.model_shard import ShardedGraph
 from anemoi_gt.nn import GraphTransformerProcessorBlock
 from distributed.problems import (
     CHANNELS,
@@ -246,17 +246,17 @@ def interior_edges_are_attended_while_rows_travel_forward_and_backward(group, ve
 
     names = {"start": "leave", "send_back": "gradients leave", "sum_back": "gradients arrive"}
     kept = {name: getattr(RowExchange, name) for name in names}
-    wait = rows.Pending.wait
+    wait = halo.Pending.wait
     try:
         sharded_attention.edge_attention = attention
-        rows.Pending.wait = note("arrive", wait)
+        halo.Pending.wait = note("arrive", wait)
         for name, event in names.items():
             setattr(RowExchange, name, note(event, kept[name]))
         attend = partial(attend_overlapped, shard, config=CONFIG)
         problem.layer(x_src, problem.x_dst[own_dst], problem.edge_attr[shard.edges], attend).sum().backward()
     finally:
         sharded_attention.edge_attention = original
-        rows.Pending.wait = wait
+        halo.Pending.wait = wait
         for name, function in kept.items():
             setattr(RowExchange, name, function)
     forward = ["leave", "interior", "arrive", "boundary"]
@@ -290,16 +290,16 @@ def a_block_computes_what_needs_no_halo_while_it_travels_forward_and_backward(gr
     for name in ("lin_query", "lin_self", "lin_key"):
         getattr(block, name).register_forward_hook(noting(name))
     names = {"send": "leave", "send_back": "gradients leave", "sum_back": "gradients arrive"}
-    kept, wait = {name: getattr(RowExchange, name) for name in names}, rows.Pending.wait
+    kept, wait = {name: getattr(RowExchange, name) for name in names}, halo.Pending.wait
     try:
-        rows.Pending.wait = note("arrive", wait)
+        halo.Pending.wait = note("arrive", wait)
         for name, event in names.items():
             setattr(RowExchange, name, note(event, kept[name]))
         x = torch.randn(problem.graph.num_src, width, generator=seeded(0)).to(problem.x_src)
         out = block(x[own].requires_grad_(), ShardedGraph(shard), problem.edge_attr[shard.edges])
         out.sum().backward()
     finally:
-        rows.Pending.wait = wait
+        halo.Pending.wait = wait
         for name, function in kept.items():
             setattr(RowExchange, name, function)
     verdict.same("forward", events[:5], ["leave", "lin_query", "lin_self", "arrive", "lin_key"])
@@ -313,7 +313,7 @@ def under_strategy_heads_attributes_travel_raw(group, verdict):
     shard = shard_graph(problem.graph, group, "heads")
     own_src, own_dst = shard.sources.nodes(shard.rank), shard.destinations.nodes(shard.rank)
     sent = []
-    functional = rows.functional
+    functional = halo.functional
 
     class Counting:
         wait_tensor = functional.wait_tensor
@@ -324,11 +324,11 @@ def under_strategy_heads_attributes_travel_raw(group, verdict):
             return functional.all_to_all_single(message, *arguments)
 
     try:
-        rows.functional = heads.functional = Counting
+        halo.functional = heads.functional = Counting
         attend = partial(attend_by_heads, shard, config=CONFIG)
         problem.layer(problem.x_src[own_src], problem.x_dst[own_dst], problem.edge_attr[shard.edges], attend)
     finally:
-        rows.functional = heads.functional = functional
+        halo.functional = heads.functional = functional
     inner, own_heads = HEADS * CHANNELS, head_ranges(HEADS, 3).counts[shard.rank]
     expected = {
         "key and value": len(own_src) * 2 * inner,

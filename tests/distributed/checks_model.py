@@ -9,10 +9,9 @@ import torch.distributed as dist
 from torch_geometric.data import HeteroData
 
 from anemoi_gt import AttentionConfig, EncoderProcessorDecoder
-from anemoi_gt.distributed import model as model_shards
-from anemoi_gt.distributed import reduce_gradients, sum_loss
-from anemoi_gt.distributed.model import scatter_model, shard_model
-from anemoi_gt.distributed.part import edges_of_model
+from anemoi_gt.distributed import model_shard, reduce_gradients, sum_loss
+from anemoi_gt.distributed.model_shard import scatter_model, shard_model
+from anemoi_gt.distributed.shard_plan import edges_of_model
 from distributed.problems import data, nearest
 from distributed.problems import mesh as mesh_points
 from distributed.ranks import everywhere, fitting, mesh_of, on_all_ranks
@@ -45,7 +44,7 @@ def make_model(**options):
     torch.manual_seed(2)
     options = {"channels": 12, "heads": 4, "num_layers": 2, "config": AttentionConfig(backend="torch")} | options
     model = EncoderProcessorDecoder(weather_graph(), FIELDS, FIELDS, **options).double()
-    for name, parameter in model.named_parameters():
+    for name, parameter in model_shard.named_parameters():
         if name.endswith("trainable"):
             torch.nn.init.normal_(parameter)
     return model
@@ -97,8 +96,8 @@ def attention_waits_for_the_halo_unless_overlap_is_asked_for(group, verdict):
         part = make_model()
         cut = shard_model(part, one_model(), **options)
         with (
-            patch.object(model_shards, used, wraps=getattr(model_shards, used)) as called,
-            patch.object(model_shards, other) as idle,
+            patch.object(model_shard, used, wraps=getattr(model_shard, used)) as called,
+            patch.object(model_shard, other) as idle,
         ):
             part(x[:, cut.partitions["data"].nodes(cut.rank)])
         verdict.same(f"{options}: calls of {used} and {other}", (called.call_count, idle.call_count), (4, 0))
@@ -121,13 +120,13 @@ def models_that_cannot_be_cut_say_why(group, verdict):
     verdict.raises(ValueError, "mapper_chunks must be 1", lambda: shard_model(make_model(mapper_chunks=2), mesh))
     verdict.raises(ValueError, "strategy must be one of edges, heads", lambda: shard_model(model, mesh, "nodes"))
     if dist.get_rank() == dist.get_world_size() - 1:
-        next(model.parameters()).data += 1
+        next(model_shard.parameters()).data += 1
     for other in (one_model(), mesh_of(dist.get_world_size(), 1)):
         cut = partial(shard_model, model, other)
         verdict.raises(ValueError, "weights must be the same on all ranks, got", cut)
     model = make_model()
     if dist.get_rank() == 1:
-        model.decoder_edges["data"].edge_attr += 1
+        model_shard.decoder_edges["data"].edge_attr += 1
     verdict.raises(ValueError, "graphs must be the same on all ranks, got", partial(shard_model, model, mesh))
 
 

@@ -17,7 +17,7 @@ from anemoi_gt.distributed import (
     shard_edges,
     shard_graph,
 )
-from anemoi_gt.graph.order import morton_order
+from anemoi_gt.graph.ordering import morton_order
 from distributed.problems import GRAPHS
 from distributed.ranks import everywhere, mesh_of, on_all_ranks, on_ranks, seeded, without_default_device
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from anemoi_gt.distributed import ShardingConfig, started, watch
-from anemoi_gt.distributed.start import own_device
+from anemoi_gt.distributed.mesh import own_device
 
 DEVICE_TYPE = "cuda" if torch.cuda.device_count() > 2 else "cpu"  # NCCL where three ranks have a GPU each
 TIMEOUT = 4.0 if DEVICE_TYPE == "cpu" else 12.0  # s

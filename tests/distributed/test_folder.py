@@ -11,10 +11,10 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from anemoi_gt import train
-from anemoi_gt.distributed.checkpoint import load_checkpoint, load_values, save_checkpoint
 from anemoi_gt.distributed.folder import ONE_PROCESS, TORCHRUN, checkpoint_to_continue, find_run, require_file
-from anemoi_gt.distributed.training import write_whole
+from anemoi_gt.distributed.sharded_checkpoint import load_checkpoint, load_values, save_checkpoint
 from anemoi_gt.training.checkpoint import load_checkpoint as load_file
+from anemoi_gt.training.parallel.sharded_trainer import write_whole
 
 FORMS = {"last.pt": ONE_PROCESS, "last/.metadata": TORCHRUN, "last.former/.metadata": TORCHRUN}
 OTHERS = [(form, writer) for form, former in FORMS.items() for writer in (ONE_PROCESS, TORCHRUN) if writer != former]

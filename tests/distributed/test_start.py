@@ -11,9 +11,9 @@ import yaml
 
 from anemoi_gt.distributed import ShardingConfig, is_launched, started
 from anemoi_gt.distributed.launcher import VARIABLES, join_store
-from anemoi_gt.distributed.model import ShardedGraph, scatter_model, shard_model
-from anemoi_gt.distributed.start import check_model_options, own_device
-from anemoi_gt.distributed.training import shard_trainer
+from anemoi_gt.distributed.mesh import check_model_options, own_device
+from anemoi_gt.distributed.model_shard import ShardedGraph, scatter_model, shard_model
+from anemoi_gt.training.parallel.sharded_trainer import shard_trainer
 from distributed.ranks import HERE, ROOT, free_port
 
 

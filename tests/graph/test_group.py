@@ -8,8 +8,8 @@ from support.run import attend, structure
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from anemoi_gt import GraphStructure
-from anemoi_gt.graph import group
-from anemoi_gt.graph.group import Sides, group_both_ends_unordered, group_coo, group_edges, group_edges_unordered
+from anemoi_gt.graph import build
+from anemoi_gt.graph.build import Sides, group_both_ends_unordered, group_coo, group_edges, group_edges_unordered
 
 DTYPES = (torch.int32, torch.int64)
 
@@ -23,7 +23,7 @@ def named(request, kernel_device):
 @pytest.fixture
 def unordered(monkeypatch):
     """Take the way without order where kernels are interpreted too."""
-    monkeypatch.setattr(group, "_order_may_be_open", lambda _: True)
+    monkeypatch.setattr(build, "_order_may_be_open", lambda _: True)
 
 
 def refuse(*_):
@@ -68,15 +68,15 @@ def test_grouping_both_ends_holds_the_same_edges_of_each_node(named, given, dtyp
 
 def test_sums_over_both_ends_past_32_bits_change_nothing(named, monkeypatch):
     edge_index, (num_src, num_dst) = named
-    assert [group._counting_dtype(edges) for edges in (2**30 - 1, 2**30)] == [torch.int32, torch.int64]
-    monkeypatch.setattr(group, "_counting_dtype", lambda _: torch.int64)
+    assert [build._counting_dtype(edges) for edges in (2**30 - 1, 2**30)] == [torch.int32, torch.int64]
+    monkeypatch.setattr(build, "_counting_dtype", lambda _: torch.int64)
     sides = group_both_ends_unordered(edge_index, num_src, num_dst, torch.int32)
     GraphStructure(**Sides(*sides)._asdict(), sources=edge_index.new_empty(num_src, 0)).validate()
 
 
 def test_more_edges_than_a_program_holds_and_more_nodes_than_edges_are_grouped(kernel_device):
     generator = torch.Generator().manual_seed(0)
-    for sizes, edges in (((30, 20), 2 * group.EDGES_PER_PROGRAM + 3), ((3 * group.EDGES_PER_PROGRAM, 700), 5)):
+    for sizes, edges in (((30, 20), 2 * build.EDGES_PER_PROGRAM + 3), ((3 * build.EDGES_PER_PROGRAM, 700), 5)):
         edge_index = torch.stack([torch.randint(nodes, (edges,), generator=generator) for nodes in sizes])
         edge_index = edge_index.to(kernel_device)
         sides = Sides(*group_both_ends_unordered(edge_index, *sizes, torch.int32))
@@ -118,7 +118,7 @@ def test_the_source_side_comes_with_it_while_gradients_are_recorded(kernel_devic
 
 
 def test_the_source_side_is_left_out_where_no_gradients_are_recorded(kernel_device, unordered, monkeypatch):
-    monkeypatch.setattr(group, "group_both_ends_unordered", refuse)
+    monkeypatch.setattr(build, "group_both_ends_unordered", refuse)
     edge_index, sizes = GRAPHS["shuffled"]
     with torch.no_grad():
         graph = GraphStructure.from_edge_index(edge_index.to(kernel_device), sizes, stable=False)
@@ -128,8 +128,8 @@ def test_the_source_side_is_left_out_where_no_gradients_are_recorded(kernel_devi
 
 @pytest.mark.parametrize("recorded", [True, False])
 def test_it_steps_aside_when_deterministic_algorithms_are_asked_for(kernel_device, monkeypatch, recorded):
-    monkeypatch.setattr(group, "group_edges_unordered", refuse)
-    monkeypatch.setattr(group, "group_both_ends_unordered", refuse)
+    monkeypatch.setattr(build, "group_edges_unordered", refuse)
+    monkeypatch.setattr(build, "group_both_ends_unordered", refuse)
     edge_index, (num_src, num_dst) = GRAPHS["shuffled"]
     edge_index = edge_index.to(kernel_device)
     torch.use_deterministic_algorithms(True)

@@ -3,7 +3,7 @@
 import pytest
 from support.anemoi_model import graph_of
 
-from anemoi_gt.integrations.anemoi import block
+from anemoi_gt.integrations.anemoi import attention
 
 
 @pytest.fixture(autouse=True)
@@ -20,11 +20,11 @@ def graph():
 @pytest.fixture
 def attentions(monkeypatch):
     """The arguments of every call of our attention by an Anemoi block: query, key, value, graph, edges, and weight, bias of raw edges."""
-    calls, attend = [], block.edge_attention
+    calls, attend = [], attention.edge_attention
 
     def record(*operands, **options):
         calls.append(operands)
         return attend(*operands, **options)
 
-    monkeypatch.setattr(block, "edge_attention", record)
+    monkeypatch.setattr(attention, "edge_attention", record)
     return calls

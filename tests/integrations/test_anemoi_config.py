@@ -14,7 +14,7 @@ from hydra.errors import InstantiationException
 from support.anemoi_model import CONFIG, build, draw, make_options, options_of
 
 from anemoi_gt.integrations import anemoi as integration
-from anemoi_gt.integrations.anemoi.settings import CHOSEN
+from anemoi_gt.integrations.anemoi.block_settings import CHOSEN
 
 with warnings.catch_warnings(action="ignore"):  # of pydantic, at every field of the schema
     from anemoi.models.schemas.models import BaseModelSchema

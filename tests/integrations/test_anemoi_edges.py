@@ -13,7 +13,7 @@ from torch.library import opcheck
 
 from anemoi_gt import GraphStructure
 from anemoi_gt.integrations import anemoi as integration
-from anemoi_gt.integrations.anemoi import edges, lists
+from anemoi_gt.integrations.anemoi import edge_cache, edge_lists
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def sorts(monkeypatch):
 def remembered():
     """How many edge lists are remembered."""
     gc.collect()
-    return len(edges._BY_ADDRESS) + len(edges._BY_TENSOR) + len(lists._BY_PROVIDER)
+    return len(edge_cache._BY_ADDRESS) + len(edge_cache._BY_TENSOR) + len(edge_lists._BY_PROVIDER)
 
 
 def train(model, x, steps):
@@ -102,7 +102,9 @@ def test_everything_dies_with_the_model(graph):
         train(model, draw(graph, batch=2), steps=1)
         assert remembered() > 0
         structures = [
-            weakref.ref(folded.graph) for held in edges._BY_ADDRESS.values() for folded in held._structures.values()
+            weakref.ref(folded.graph)
+            for held in edge_cache._BY_ADDRESS.values()
+            for folded in held._structures.values()
         ]
         assert len(structures) == 5
         del model
@@ -114,11 +116,11 @@ def test_structures_die_with_the_edges_of_a_model_that_goes_elsewhere(graph):
     with integration.install():
         for batch in (1, 2):
             model(draw(graph, batch=batch))
-        assert len(edges._BY_ADDRESS) > 0
+        assert len(edge_cache._BY_ADDRESS) > 0
         model.double()
         model._apply(torch.clone)  # as to another device
         gc.collect()
-        assert len(edges._BY_ADDRESS) == 0
+        assert len(edge_cache._BY_ADDRESS) == 0
 
 
 def test_uninstall_forgets_everything(graph):
@@ -162,7 +164,7 @@ def test_a_list_that_somebody_wrote_into_is_made_anew(graph):
     expected = model(x)["data"]
     with integration.install():
         model(x)
-        for held in list(edges._BY_ADDRESS.values()):
+        for held in list(edge_cache._BY_ADDRESS.values()):
             held.edge_index.zero_()
         torch.testing.assert_close(model(x)["data"], expected, rtol=1e-4, atol=1e-5)
 
@@ -200,35 +202,35 @@ def test_training_follows_inference_mode(graph):
 
 def test_an_unknown_list_is_sorted_once_while_it_lives(sorts):
     edge_index = torch.tensor([[0, 1, 2], [1, 0, 1]])
-    first = edges.structure_of(edge_index, (3, 2), reverse=False)
-    assert edges.structure_of(edge_index, (3, 2), reverse=False) is first and len(sorts) == 1
+    first = edge_cache.structure_of(edge_index, (3, 2), reverse=False)
+    assert edge_cache.structure_of(edge_index, (3, 2), reverse=False) is first and len(sorts) == 1
     edge_index[0, 0] = 2
-    assert edges.structure_of(edge_index, (3, 2), reverse=False).graph.row.tolist() == [1, 2, 2]
+    assert edge_cache.structure_of(edge_index, (3, 2), reverse=False).graph.row.tolist() == [1, 2, 2]
     del edge_index, first
     assert remembered() == 0
 
 
 def test_a_list_that_was_written_into_is_not_recognised():
-    held = edges.HandedOut(torch.tensor([[0, 1], [0, 1]]))
-    assert edges.recognise(held.edge_index.view(2, 2)) is held
-    edges.structure_of(held.edge_index, (3, 2), reverse=False)
+    held = edge_cache.HandedOut(torch.tensor([[0, 1], [0, 1]]))
+    assert edge_cache.recognise(held.edge_index.view(2, 2)) is held
+    edge_cache.structure_of(held.edge_index, (3, 2), reverse=False)
     held.edge_index[0, 0] = 2
-    assert edges.recognise(held.edge_index) is None
-    assert edges.structure_of(held.edge_index, (3, 2), reverse=False).graph.row.tolist() == [2, 1]
+    assert edge_cache.recognise(held.edge_index) is None
+    assert edge_cache.structure_of(held.edge_index, (3, 2), reverse=False).graph.row.tolist() == [2, 1]
 
 
 def test_side_by_side_graphs_that_differ_are_not_folded():
     copies = torch.tensor([[0, 1, 2, 3], [0, 1, 2, 3]])
     other = torch.tensor([[0, 1, 3, 2], [0, 1, 2, 3]])
     for edge_index, samples in ((copies, 2), (other, 1)):
-        held = edges.HandedOut(edge_index, samples=2)
-        assert edges.structure_of(held.edge_index, (4, 4), reverse=False).samples == samples
+        held = edge_cache.HandedOut(edge_index, samples=2)
+        assert edge_cache.structure_of(held.edge_index, (4, 4), reverse=False).samples == samples
 
 
 def test_chunks_without_edges_and_lists_without_edges_work():
-    held = edges.HandedOut(torch.zeros(2, 0, dtype=torch.int64))
-    assert edges.recognise(held.edge_index) is None
-    assert edges.structure_of(held.edge_index, (3, 2), reverse=True).graph.num_edges == 0
+    held = edge_cache.HandedOut(torch.zeros(2, 0, dtype=torch.int64))
+    assert edge_cache.recognise(held.edge_index) is None
+    assert edge_cache.structure_of(held.edge_index, (3, 2), reverse=True).graph.num_edges == 0
 
 
 def test_a_chunk_holds_what_anemois_holds():
@@ -237,7 +239,7 @@ def test_a_chunk_holds_what_anemois_holds():
     pair = (torch.arange(6.0).unsqueeze(1), torch.arange(4.0).unsqueeze(1))
     edge_attr = torch.arange(5.0).unsqueeze(1)
     expected = [partition.materialise(i, pair, edge_attr, edge_index, cond=pair) for i in range(2)]
-    held = edges.HandedOut(edge_index)
+    held = edge_cache.HandedOut(edge_index)
     with integration.install():
         for i, chunk in enumerate(expected):
             for _ in range(2):
@@ -253,13 +255,13 @@ def test_the_operator_for_compiled_code_keeps_the_rules_of_pytorch(reverse):
 
 def test_compiled_code_may_write_into_the_structure_it_got():
     edge_index = torch.tensor([[0, 1, 2], [1, 0, 1]])
-    for tensor in edges.edge_structure(edge_index, 3, 2, True):
+    for tensor in edge_cache.edge_structure(edge_index, 3, 2, True):
         tensor.zero_()
-    assert edges.structure_of(edge_index, (3, 2), reverse=True).graph.validate().row.tolist() == [1, 0, 2]
+    assert edge_cache.structure_of(edge_index, (3, 2), reverse=True).graph.validate().row.tolist() == [1, 0, 2]
 
 
 def test_model_groups_of_other_sizes_have_lists_of_their_own():
-    whole = edges.HandedOut(torch.tensor([[0, 1, 2, 3], [0, 1, 2, 3]]))
+    whole = edge_cache.HandedOut(torch.tensor([[0, 1, 2, 3], [0, 1, 2, 3]]))
     x, shard_info = (torch.zeros(4, 1), torch.zeros(4, 1)), SimpleNamespace(src_nodes=None, dst_nodes=None, edges=None)
 
     def cut(self, x, shard_info, batch_size, edge_attr, edge_index, model_comm_group, cond, edges_are_dst_sorted):
@@ -267,5 +269,5 @@ def test_model_groups_of_other_sizes_have_lists_of_their_own():
 
     for size in (2, 4):
         group = SimpleNamespace(rank=lambda: 0, size=lambda size=size: size)
-        *_, local = lists.localising(cut)(None, x, shard_info, 1, None, whole.edge_index, group)
+        *_, local = edge_lists.localising(cut)(None, x, shard_info, 1, None, whole.edge_index, group)
         assert local.shape == (2, 4 // size)

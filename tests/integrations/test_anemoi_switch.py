@@ -25,8 +25,8 @@ from anemoi.models.triton.gt import graph_transformer_attention_conv
 from support.anemoi_model import build, draw, make_options
 
 from anemoi_gt.integrations import anemoi as integration
-from anemoi_gt.integrations.anemoi import block as our_methods
-from anemoi_gt.integrations.anemoi.settings import CHOSEN
+from anemoi_gt.integrations.anemoi import attention as our_methods
+from anemoi_gt.integrations.anemoi.block_settings import CHOSEN
 
 CHANGED = (
     GraphTransformerBaseBlock,

@@ -27,7 +27,7 @@ from triton.compiler import ASTSource
 from triton.runtime import JITFunction
 
 from anemoi_gt.graph import GraphStructure
-from anemoi_gt.graph.group import group_both_ends_unordered, group_edges_unordered
+from anemoi_gt.graph.build import group_both_ends_unordered, group_edges_unordered
 from anemoi_gt.ops import triton_backend
 from anemoi_gt.ops.triton_backend import launch
 

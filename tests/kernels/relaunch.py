@@ -21,10 +21,10 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction, driver
 
 from anemoi_gt.graph import GraphStructure
-from anemoi_gt.kernels import attributes, backward, forward
-from anemoi_gt.kernels.launcher import Launch
+from anemoi_gt.kernels import backward, edge_features, forward
+from anemoi_gt.kernels.jit_launch import Launch
 
-KERNELS = [kernel for module in (attributes, forward, backward) for kernel in vars(module).values()]
+KERNELS = [kernel for module in (edge_features, forward, backward) for kernel in vars(module).values()]
 KERNELS = [kernel for kernel in KERNELS if isinstance(kernel, JITFunction) and "num_warps" not in kernel.arg_names]
 SMALL = Call(2, 16, 3, graph=bare_graph(100))
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from anemoi_gt.kernels.score import (
+from anemoi_gt.ops.triton_backend.tile_score import (
     DESTINATIONS,
     FORWARD,
     H200,
@@ -21,7 +21,7 @@ from anemoi_gt.kernels.score import (
     settle,
     steps,
 )
-from anemoi_gt.kernels.tile import (
+from anemoi_gt.ops.triton_backend.tiles import (
     contraction_choice,
     destination_choice,
     embed_tile,

@@ -14,7 +14,7 @@ from anemoi_gt.nn import (
     GraphTransformerProcessorBlock,
     LayerKernels,
 )
-from anemoi_gt.nn.feed_forward import FeedForward, hidden_width
+from anemoi_gt.nn.mlp import FeedForward, hidden_width
 from anemoi_gt.nn.norm import norm_in_pieces, wraps
 
 GATES = {"glu": sigmoid, "swiglu": silu, "geglu": gelu, "reglu": relu}

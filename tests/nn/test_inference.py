@@ -15,8 +15,6 @@ from anemoi_gt import (
     GraphTransformerMapperBlock,
     GraphTransformerProcessorBlock,
 )
-from anemoi_gt.kernels.score import Shape
-from anemoi_gt.kernels.tile import forward_choice
 from anemoi_gt.nn import (
     ChunkedInference,
     ConditionalLayerNorm,
@@ -25,6 +23,8 @@ from anemoi_gt.nn import (
     GraphTransformerProcessor,
     LayerKernels,
 )
+from anemoi_gt.ops.triton_backend.tile_score import Shape
+from anemoi_gt.ops.triton_backend.tiles import forward_choice
 
 SRC, DST, EDGES, DIM = 23, 19, 80, 3
 BLOCK = {"in_channels": 16, "out_channels": 16, "hidden_dim": 24, "num_heads": 2, "edge_dim": DIM, "qk_norm": True}

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from anemoi_gt.nn.recompute import recompute
+from anemoi_gt.nn.activation_checkpointing import recompute
 
 
 @pytest.fixture

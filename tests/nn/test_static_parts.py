@@ -7,7 +7,7 @@ import torch
 
 from anemoi_gt import GraphStructure
 from anemoi_gt.nn import StaticEdges, StaticNodes
-from anemoi_gt.nn.edges import StaticStructure
+from anemoi_gt.nn.static_edges import StaticStructure
 
 EDGE_INDEX = torch.tensor([[2, 0, 2, 1], [0, 1, 1, 0]])
 

@@ -5,8 +5,8 @@ import torch
 from support.differentiate import differentiate
 
 from anemoi_gt import AttentionConfig, GraphStructure, edge_attention
-from anemoi_gt.ops.torch_backend import heads as definition
 from anemoi_gt.ops.torch_backend import op
+from anemoi_gt.ops.torch_backend import reference as definition
 
 NODES, EDGES, HEADS, CHANNELS = 9, 40, 6, 4
 TORCH = AttentionConfig(backend="torch")

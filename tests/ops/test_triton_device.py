@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from anemoi_gt.kernels.score import H200
 from anemoi_gt.ops.triton_backend.device import device_of
+from anemoi_gt.ops.triton_backend.tile_score import H200
 
 FOUND = {
     "multi_processor_count": 108, "regs_per_multiprocessor": 65536, "max_threads_per_multi_processor": 2048, "warp_size": 32,

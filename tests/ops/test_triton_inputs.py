@@ -12,9 +12,9 @@ from support.oracle import make_problem
 from support.run import attend, scalar, structure
 
 from anemoi_gt import AttentionConfig, GraphStructure, edge_attention, merge
-from anemoi_gt.kernels.tile import MOST_ATTRIBUTES
 from anemoi_gt.ops.backends import why_not
 from anemoi_gt.ops.triton_backend import availability
+from anemoi_gt.ops.triton_backend.tiles import MOST_ATTRIBUTES
 
 TRITON = AttentionConfig(backend="triton")
 HALF = (torch.bfloat16, torch.float16)

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from anemoi_gt import GraphStructure
-from anemoi_gt.kernels.launcher import Launch
+from anemoi_gt.kernels.jit_launch import Launch
 from anemoi_gt.ops import triton_backend
-from anemoi_gt.ops.triton_backend import equal, launch, plan
+from anemoi_gt.ops.triton_backend import fixed_degree_launch, launch, launch_plan
 from anemoi_gt.ops.triton_backend.problem import Problem, Sizes
 
 INDICES = ("colptr", "rowptr", "perm", "order")  # of nodes, and the caller's order, which bytes leave out
@@ -95,9 +95,9 @@ def graph(request):
 def test_the_plan_is_what_a_forward_and_a_backward_launch(launched, graph, form, dtype, samples):
     operands = operands_of(form, dtype, samples)
     differentiate(operands, graph)
-    needs = plan.Needs(**{name: operands[name] is not None for name in LEAVES})
+    needs = launch_plan.Needs(**{name: operands[name] is not None for name in LEAVES})
     sizes = sizes_of(operands, graph)
-    planned = [*plan.forward_kernels(sizes), *plan.backward_kernels(sizes, needs)]
+    planned = [*launch_plan.forward_kernels(sizes), *launch_plan.backward_kernels(sizes, needs)]
     assert [kernel.name for kernel in planned] == [name for name, _ in launched]
     raw = form.startswith("raw")
     assert [kernel.bytes for kernel in planned] == [bytes_of(name, tensors, raw) for name, tensors in launched]
@@ -112,8 +112,8 @@ def test_the_plan_knows_which_gradients_are_needed(launched, graph, wanted):
         operand.requires_grad_(name in wanted)
     differentiate(operands, graph)
     sizes = sizes_of(operands, graph)
-    needs = plan.Needs(**{name: name in wanted for name in LEAVES})
-    planned = [*plan.forward_kernels(sizes), *plan.backward_kernels(sizes, needs)]
+    needs = launch_plan.Needs(**{name: name in wanted for name in LEAVES})
+    planned = [*launch_plan.forward_kernels(sizes), *launch_plan.backward_kernels(sizes, needs)]
     assert [kernel.name for kernel in planned] == [name for name, _ in launched]
     assert [kernel.bytes for kernel in planned] == [bytes_of(name, tensors, True) for name, tensors in launched]
 
@@ -138,9 +138,9 @@ def test_of_the_kernels_for_one_degree_the_backward_reads_rows_as_pairs_where_th
         samples=1, num_dst=4, num_src=5, num_edges=12, heads=16, channels=channels, edge_dim=3, bias=1, embedded=False,
         attr_stride=0, dtype=torch.bfloat16, wide=False, scale=0.5, dropout_p=0.0, equal_degree=3,
     )  # fmt: skip
-    assert equal.destination_launch(sizes).constants["PAIRS"] == pairs
-    assert not equal.forward_launch(sizes).constants["PAIRS"]
-    given = replace(equal.forward_tile(sizes), pairs=True, num_warps=8)
-    for launch_of in (equal.forward_launch, equal.destination_launch):
+    assert fixed_degree_launch.destination_launch(sizes).constants["PAIRS"] == pairs
+    assert not fixed_degree_launch.forward_launch(sizes).constants["PAIRS"]
+    given = replace(fixed_degree_launch.forward_tile(sizes), pairs=True, num_warps=8)
+    for launch_of in (fixed_degree_launch.forward_launch, fixed_degree_launch.destination_launch):
         constants = launch_of(sizes, given).constants
         assert constants["PAIRS"] and constants["num_warps"] == 8

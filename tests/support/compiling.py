@@ -37,7 +37,7 @@ def start():
 
 def serve():
     """Run a script for each line that comes, and answer with its exit status and what it wrote."""
-    import anemoi_gt.deploy
+    import anemoi_gt.export
     import anemoi_gt.ops.triton_backend.op  # noqa: F401
 
     for line in sys.stdin:

@@ -10,7 +10,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from anemoi_gt import train
-from anemoi_gt.application import check_types
+from anemoi_gt.hydra_app import check_types
 from anemoi_gt.ops import backends
 from anemoi_gt.training.checkpoint import save_checkpoint
 

@@ -14,10 +14,10 @@ from anemoi_gt import EncoderProcessorDecoder
 from anemoi_gt.data.graphs import icosphere_graph
 from anemoi_gt.nn import GraphTransformerBaseBlock
 from anemoi_gt.training import TrainingConfig
-from anemoi_gt.training.batches import TrainingBatches
 from anemoi_gt.training.checkpoint import load_checkpoint
-from anemoi_gt.training.compiled import HIDE_MESSAGES, compile_blocks
-from anemoi_gt.training.learner import Learner
+from anemoi_gt.training.compilation import HIDE_MESSAGES, compile_blocks
+from anemoi_gt.training.data_loading import TrainingBatches
+from anemoi_gt.training.step import Learner
 
 CPU, STEPS = torch.device("cpu"), 4
 MOVES = "reorder_for_compute_comm_overlap"  # an option of Inductor

@@ -94,7 +94,7 @@ def test_attention_is_chosen_by_group_or_by_value(overrides, expected):
 
 
 def test_every_backend_and_precision_is_a_choice():
-    from anemoi_gt.config import BACKENDS, PRECISIONS
+    from anemoi_gt.attention_config import BACKENDS, PRECISIONS
 
     choices = {option.replace("'", "") for option in options(CONFIGS / "attention", "attention")}
     assert {f"attention/backend={name}" for name in BACKENDS} <= choices

@@ -2,7 +2,7 @@
 
 import pytest
 
-from anemoi_gt.training.files import naming, replacing
+from anemoi_gt.training.atomic_write import naming, replacing
 from anemoi_gt.training.metrics import MetricsFile
 
 

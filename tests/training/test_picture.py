@@ -7,8 +7,8 @@ from matplotlib.image import imread
 from support.picture import colours
 
 from anemoi_gt.data.grids import octahedral, regional
-from anemoi_gt.training.maps import MapImage
-from anemoi_gt.training.picture import draw_picture, median_sample
+from anemoi_gt.training.plots.maps import MapImage
+from anemoi_gt.training.plots.training_plot import draw_picture, median_sample
 from anemoi_gt.training.scores import sample_rmse, score
 
 RECORDS = [{"split": split, "step": step, "loss": 1 / step} for step in range(1, 20) for split in ("train", "valid")]

@@ -12,9 +12,9 @@ from anemoi_gt import EncoderProcessorDecoder
 from anemoi_gt.data.datasets import Sample
 from anemoi_gt.data.graphs import icosphere_graph
 from anemoi_gt.training import Trainer, TrainingConfig
-from anemoi_gt.training.learner import AUTOCAST
+from anemoi_gt.training.cuda_graph import WARM_UP, RecordedPass, check_recordable, record_cuda_graph
 from anemoi_gt.training.metrics import MetricsFile
-from anemoi_gt.training.recorded import WARM_UP, RecordedPass, check_recordable, record_cuda_graph
+from anemoi_gt.training.step import AUTOCAST
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 

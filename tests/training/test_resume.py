@@ -11,11 +11,11 @@ import torch
 
 from anemoi_gt.data.datasets import Splits
 from anemoi_gt.training import Trainer, TrainingConfig
-from anemoi_gt.training.batches import TrainingBatches
 from anemoi_gt.training.checkpoint import load_checkpoint
+from anemoi_gt.training.data_loading import TrainingBatches
 from anemoi_gt.training.metrics import MetricsFile
-from anemoi_gt.training.randomness import generator_states, seed_generators, set_generator_states
-from anemoi_gt.training.stop import Stopped, StopRequest
+from anemoi_gt.training.rng import generator_states, seed_generators, set_generator_states
+from anemoi_gt.training.signals import Stopped, StopRequest
 
 # Neither records nor validations fall on the step of the stop, so that a mean loss is half collected there.
 NUMBERS = {"steps": 9, "batch_size": 3, "warmup_steps": 2, "valid_every": 3, "log_every": 3, "device": "cpu", "seed": 5}

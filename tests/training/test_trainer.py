@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch.nn.utils import get_total_norm
 
-from anemoi_gt.training.batches import TrainingBatches
 from anemoi_gt.training.checkpoint import load_checkpoint
-from anemoi_gt.training.learner import AUTOCAST, Learner, parameter_groups
+from anemoi_gt.training.data_loading import TrainingBatches
 from anemoi_gt.training.loss import weighted_mse
 from anemoi_gt.training.metrics import MetricsFile
+from anemoi_gt.training.step import AUTOCAST, Learner, parameter_groups
 
 
 def gradient_norm(model):
@@ -172,7 +172,7 @@ def test_a_step_whose_gradients_overflow_is_left_out_and_the_scale_lowered(run):
 
 
 def test_a_skipped_first_step_warns_of_nothing(run, monkeypatch):
-    monkeypatch.setattr("anemoi_gt.training.learner.LOSS_SCALE", 2.0**60)
+    monkeypatch.setattr("anemoi_gt.training.step.LOSS_SCALE", 2.0**60)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         trainer, _ = run(precision="16-mixed", steps=1, warmup_steps=0)

@@ -20,7 +20,7 @@ import numpy as np
 
 from anemoi_gt.data.nodes import EARTH_RADIUS, Nodes, check_nodes, unit_vectors
 from anemoi_gt.extras import import_extra
-from anemoi_gt.options import check_number, check_whole
+from anemoi_gt.option_checks import check_number, check_whole
 
 MAX_NEIGHBOURS = 64
 TIE = 1e-9  # distances that differ by less are equal: rounding is 1e-16, what a float32 position leaves open is 1e-7

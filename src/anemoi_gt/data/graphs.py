@@ -29,10 +29,10 @@ import torch
 from torch_geometric.data import HeteroData
 
 from anemoi_gt.data import edges
-from anemoi_gt.data.attributes import edge_direction, edge_length, unit_std
-from anemoi_gt.data.icosphere import Mesh, icosphere, limited_area_icosphere, stretched_icosphere
+from anemoi_gt.data.edge_attributes import edge_direction, edge_length, unit_std
+from anemoi_gt.data.meshes import Mesh, icosphere, limited_area_icosphere, stretched_icosphere
 from anemoi_gt.data.nodes import Nodes, check_nodes
-from anemoi_gt.options import check_whole
+from anemoi_gt.option_checks import check_whole
 
 DATA, HIDDEN = "data", "hidden"
 

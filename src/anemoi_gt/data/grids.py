@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from anemoi_gt.data.nodes import Nodes
-from anemoi_gt.options import check_whole
+from anemoi_gt.option_checks import check_whole
 
 
 def gaussian_latitudes(n: int) -> np.ndarray:

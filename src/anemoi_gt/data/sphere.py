@@ -21,7 +21,7 @@ from anemoi_gt.data.area import area_weights
 from anemoi_gt.data.datasets import ForecastDataset, Splits, Step
 from anemoi_gt.data.flows import Flow
 from anemoi_gt.data.grids import grid
-from anemoi_gt.options import check_number, check_whole
+from anemoi_gt.option_checks import check_number, check_whole
 
 DEFORMATION = {"rotation": 0.0, "deformation": 10.0}
 STATISTICS_SAMPLES = 64  # the normalisation is estimated from so many of the training samples

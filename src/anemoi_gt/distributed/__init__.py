@@ -1,6 +1,6 @@
 """One graph across many ranks: who owns what, what travels, and how results come together. It speaks of ranks and halos."""
 
-from anemoi_gt.distributed.agreement import (
+from anemoi_gt.distributed.consensus import (
     by_first_rank,
     check_finite,
     check_same,
@@ -8,19 +8,19 @@ from anemoi_gt.distributed.agreement import (
     of_first_rank,
     raise_together,
 )
-from anemoi_gt.distributed.attention import (
+from anemoi_gt.distributed.grad_sync import clip_gradients, make_mesh, reduce_gradients, sum_loss
+from anemoi_gt.distributed.graph_shard import EdgeShard, GraphShard, HeadShard, shard_edges, shard_graph
+from anemoi_gt.distributed.halo import Pending, RowExchange
+from anemoi_gt.distributed.halo_attention import (
     attend_after_exchange,
     attend_by_heads,
     attend_overlapped,
     start_exchange,
 )
-from anemoi_gt.distributed.checkpoint import RowTable, load_checkpoint, save_checkpoint
-from anemoi_gt.distributed.gradients import clip_gradients, make_mesh, reduce_gradients, sum_loss
 from anemoi_gt.distributed.launcher import is_launched
+from anemoi_gt.distributed.mesh import ShardingConfig, started
 from anemoi_gt.distributed.partition import Partition, Ranges, destination_cost
-from anemoi_gt.distributed.rows import Pending, RowExchange
-from anemoi_gt.distributed.shard import EdgeShard, GraphShard, HeadShard, shard_edges, shard_graph
-from anemoi_gt.distributed.start import ShardingConfig, started
+from anemoi_gt.distributed.sharded_checkpoint import RowTable, load_checkpoint, save_checkpoint
 from anemoi_gt.distributed.watch import watched
 
 __all__ = [

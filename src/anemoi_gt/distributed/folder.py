@@ -6,7 +6,7 @@ torchrun      the folder last/, or last.former/ when the job was cut off between
 
 from pathlib import Path
 
-from anemoi_gt.distributed.checkpoint import find_checkpoint
+from anemoi_gt.distributed.sharded_checkpoint import find_checkpoint
 
 ONE_PROCESS, TORCHRUN = "one process", "torchrun"
 WAY_ON = {ONE_PROCESS: "resume=true without torchrun", TORCHRUN: "resume=true with torchrun"}

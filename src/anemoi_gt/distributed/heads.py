@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from anemoi_gt.distributed.halo import functional
 from anemoi_gt.distributed.partition import Ranges
-from anemoi_gt.distributed.rows import functional
 
 
 def head_ranges(heads: int, parts: int) -> Ranges:

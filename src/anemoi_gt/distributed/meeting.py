@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from anemoi_gt.distributed.agreement import difference
+from anemoi_gt.distributed.consensus import difference
 from anemoi_gt.distributed.launcher import join_store
 from anemoi_gt.distributed.watch import TELLING
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from anemoi_gt.options import check_whole
+from anemoi_gt.option_checks import check_whole
 
 # Projections and feed-forward network of a node of F features take 12 F^2 products, attention along an edge reads 2 F numbers. On an
 # H200 in bfloat16 with F = 1024 that is 36 ns at 700 TFLOP/s against 0.95 ns an edge (327,600 edges in 0.31 ms).
@@ -156,7 +156,7 @@ class Partition:
         parts : int
             Number of ranks.
         order : Tensor [N], int64, optional
-            The line, as `anemoi_gt.graph.order.morton_order` makes it from positions.
+            The line, as `anemoi_gt.graph.ordering.morton_order` makes it from positions.
         """
         return cls(Ranges.balanced(cost if order is None else cost[order], parts), order)
 

@@ -27,8 +27,9 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 
-from anemoi_gt.graph import order
-from anemoi_gt.graph.checks import (
+from anemoi_gt.graph import ordering
+from anemoi_gt.graph.build import group_coo, group_edges, pointers
+from anemoi_gt.graph.validation import (
     INDEX_DTYPES,
     as_size,
     check_adjacency,
@@ -42,7 +43,6 @@ from anemoi_gt.graph.checks import (
     equal_degree,
     have_size,
 )
-from anemoi_gt.graph.group import group_coo, group_edges, pointers
 
 
 @dataclass(frozen=True, eq=False)
@@ -371,14 +371,14 @@ class GraphStructure:
             When `positions` is no tensor, or has another shape.
         """
         if positions is None:
-            positions = order.landmark_distances(self.row.long(), self.dst.long(), self.num_src, self.num_dst)
+            positions = ordering.landmark_distances(self.row.long(), self.dst.long(), self.num_src, self.num_dst)
         if not isinstance(positions, Tensor):
             raise ValueError(f"positions must be a tensor [{self.num_dst}, 1 to 3], got {type(positions).__name__}")
         if positions.dim() != 2 or positions.shape[0] != self.num_dst or not 1 <= positions.shape[1] <= 3:
             raise ValueError(
                 f"positions must have shape [{self.num_dst}, 1 to 3], one row per destination, got {tuple(positions.shape)}"
             )
-        morton = order.morton_order(positions)
+        morton = ordering.morton_order(positions)
         return replace(self, program_order=morton.to(device=self.device, dtype=self.colptr.dtype))
 
     @property

@@ -1,7 +1,7 @@
 """Edge attention, backward: the kernels that walk edges and gather rows of heads x channels.
 
 Symbols as in `anemoi_gt.kernels.forward`, with the gradients do_i, dlse_i that arrive and g_i = W^T do_i ready from
-`anemoi_gt.kernels.attributes`.
+`anemoi_gt.kernels.edge_features`.
 
     over destinations:
         dp_e    = m_e (<do_i, v_j> + <g_i, a_e>)

@@ -1,7 +1,7 @@
 """Edge attention, forward: the kernel that walks the in-edges of each destination and gathers rows of heads x channels.
 
 For destination i, source j, edge e = (j -> i), with attributes a_e and u_i = W^T q_i ready from
-`anemoi_gt.kernels.attributes` (the bias is one more attribute that is always 1):
+`anemoi_gt.kernels.edge_features` (the bias is one more attribute that is always 1):
 
     s_e   = (<q_i, k_j> + <u_i, a_e>) * scale * log2(e)
     r_e   = 2^(s_e - max s)                                    the numerator, stored [E, H]

@@ -1,10 +1,9 @@
 """Layers and models as modules: channels and heads, parameters and norms. The only room that makes query, key and value."""
 
 from anemoi_gt.nn.block import GraphTransformerBaseBlock, GraphTransformerMapperBlock, GraphTransformerProcessorBlock
-from anemoi_gt.nn.chunks import Chunk, split_destinations
+from anemoi_gt.nn.chunked_inference import ChunkedInference
+from anemoi_gt.nn.chunking import Chunk, split_destinations
 from anemoi_gt.nn.conv import GraphTransformerConv
-from anemoi_gt.nn.edges import ChunkedEdges, StaticEdges
-from anemoi_gt.nn.inference import ChunkedInference
 from anemoi_gt.nn.layer_kernels import LayerKernels
 from anemoi_gt.nn.mapper import (
     GraphTransformerBackwardMapper,
@@ -12,9 +11,10 @@ from anemoi_gt.nn.mapper import (
     GraphTransformerForwardMapper,
 )
 from anemoi_gt.nn.model import EncoderProcessorDecoder
-from anemoi_gt.nn.nodes import StaticNodes
 from anemoi_gt.nn.norm import AutocastLayerNorm, ConditionalLayerNorm
 from anemoi_gt.nn.processor import GraphTransformerProcessor
+from anemoi_gt.nn.static_edges import ChunkedEdges, StaticEdges
+from anemoi_gt.nn.static_nodes import StaticNodes
 
 __all__ = [
     "AutocastLayerNorm",

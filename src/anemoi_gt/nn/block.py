@@ -15,9 +15,9 @@ from collections.abc import Callable
 from einops import rearrange
 from torch import Tensor, nn
 
-from anemoi_gt.config import AttentionConfig, check_config
+from anemoi_gt.attention_config import AttentionConfig, check_config
 from anemoi_gt.graph import GraphStructure
-from anemoi_gt.nn.checks import (
+from anemoi_gt.nn.input_validation import (
     check_attributes,
     check_conditions,
     check_dtype,
@@ -25,11 +25,11 @@ from anemoi_gt.nn.checks import (
     check_nodes,
     check_sides,
 )
-from anemoi_gt.nn.feed_forward import FeedForward
 from anemoi_gt.nn.layer_kernels import LayerKernels, cast_for_projections, check_kernels
+from anemoi_gt.nn.mlp import FeedForward
 from anemoi_gt.nn.norm import apply_norm
 from anemoi_gt.ops import edge_attention
-from anemoi_gt.options import check_probability, check_whole
+from anemoi_gt.option_checks import check_probability, check_whole
 
 Exchange = Callable[[Tensor], Tensor]
 

@@ -13,12 +13,12 @@ from torch_geometric.nn.conv import MessagePassing
 from torch_geometric.typing import OptTensor
 from torch_geometric.utils import softmax
 
-from anemoi_gt.config import AttentionConfig, check_config
+from anemoi_gt.attention_config import AttentionConfig, check_config
 from anemoi_gt.graph import GraphStructure
-from anemoi_gt.nn.adjacency import is_adjacency, is_sparse_tensor, read_edges
-from anemoi_gt.nn.checks import check_dtype, check_features, check_nodes
+from anemoi_gt.nn.input_validation import check_dtype, check_features, check_nodes
+from anemoi_gt.nn.pyg_inputs import is_adjacency, is_sparse_tensor, read_edges
 from anemoi_gt.ops import attention_weights, edge_attention
-from anemoi_gt.options import check_probability, check_whole
+from anemoi_gt.option_checks import check_probability, check_whole
 
 LAZY = -1  # takes the number from the first input
 

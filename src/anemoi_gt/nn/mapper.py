@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from anemoi_gt.graph import GraphStructure
+from anemoi_gt.nn.activation_checkpointing import recompute
 from anemoi_gt.nn.block import GraphTransformerMapperBlock
-from anemoi_gt.nn.checks import check_conditions, check_sides, check_structure
-from anemoi_gt.nn.chunks import Chunk
-from anemoi_gt.nn.feed_forward import hidden_width
+from anemoi_gt.nn.chunking import Chunk
+from anemoi_gt.nn.input_validation import check_conditions, check_sides, check_structure
+from anemoi_gt.nn.mlp import hidden_width
 from anemoi_gt.nn.norm import apply_norm
-from anemoi_gt.nn.recompute import recompute
 from anemoi_gt.ops.dropout import draw_seed
-from anemoi_gt.options import check_whole
+from anemoi_gt.option_checks import check_whole
 
 
 class GraphTransformerBaseMapper(nn.Module):

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 from torch_geometric.data import HeteroData
 
-from anemoi_gt.config import AttentionConfig
-from anemoi_gt.nn.checks import check_dtype
+from anemoi_gt.attention_config import AttentionConfig
+from anemoi_gt.nn.input_validation import check_dtype
 from anemoi_gt.nn.mapper import GraphTransformerBackwardMapper, GraphTransformerForwardMapper
 from anemoi_gt.nn.processor import GraphTransformerProcessor
 from anemoi_gt.nn.residual import Residual
-from anemoi_gt.nn.weather_graph import DATA, HIDDEN, chunked_edges_of, edges_of, nodes_of
-from anemoi_gt.options import check_whole
+from anemoi_gt.nn.static_graph import DATA, HIDDEN, chunked_edges_of, edges_of, nodes_of
+from anemoi_gt.option_checks import check_whole
 
 
 class EncoderProcessorDecoder(nn.Module):

@@ -13,8 +13,8 @@ from inspect import signature
 import torch
 from torch import Tensor, nn
 
-from anemoi_gt.nn.checks import check_dtype
-from anemoi_gt.options import check_whole
+from anemoi_gt.nn.input_validation import check_dtype
+from anemoi_gt.option_checks import check_whole
 
 # PyTorch's layer norm for CUDA addresses an input of so many numbers in 32 bits and normalises other rows than those that
 # it was given, without a word: seen with 2.11, reported as pytorch/pytorch#181555.

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from anemoi_gt.graph import GraphStructure
+from anemoi_gt.nn.activation_checkpointing import recompute
 from anemoi_gt.nn.block import GraphTransformerProcessorBlock
-from anemoi_gt.nn.checks import check_features
-from anemoi_gt.nn.feed_forward import hidden_width
-from anemoi_gt.nn.recompute import recompute
-from anemoi_gt.options import check_whole
+from anemoi_gt.nn.input_validation import check_features
+from anemoi_gt.nn.mlp import hidden_width
+from anemoi_gt.option_checks import check_whole
 
 
 class GraphTransformerProcessor(nn.Module):

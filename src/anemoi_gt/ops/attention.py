@@ -3,13 +3,13 @@
 import torch
 from torch import Tensor
 
-from anemoi_gt.config import AttentionConfig, check_config
+from anemoi_gt.attention_config import AttentionConfig, check_config
 from anemoi_gt.graph import GraphStructure
 from anemoi_gt.ops.backends import check_counts_heads, choose_backend
-from anemoi_gt.ops.checks import check_dropout, check_operands, check_scale
 from anemoi_gt.ops.derivative import refuse_forward_mode
 from anemoi_gt.ops.dropout import draw_seed
 from anemoi_gt.ops.dtypes import cast_operands
+from anemoi_gt.ops.operands import check_dropout, check_operands, check_scale
 
 
 def edge_attention(

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from anemoi_gt.ops.checks import check_parts
+from anemoi_gt.ops.operands import check_parts
 
 
 def merge(out1: Tensor, lse1: Tensor, out2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,6 +1,6 @@
 """Training: from a model and a data set to weights, checkpoints, metrics, scores and a picture. Knows no config files."""
 
-from anemoi_gt.training.settings import TrainingConfig
+from anemoi_gt.training.config import TrainingConfig
 from anemoi_gt.training.trainer import Trainer
 
 __all__ = ["Trainer", "TrainingConfig"]

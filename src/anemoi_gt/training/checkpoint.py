@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from anemoi_gt.training.files import replacing
+from anemoi_gt.training.atomic_write import replacing
 
 
 def save_checkpoint(path: Path, state: dict[str, Any]) -> None:

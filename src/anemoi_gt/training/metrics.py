@@ -4,7 +4,7 @@ import json
 import os
 from pathlib import Path
 
-from anemoi_gt.training.files import naming, replacing
+from anemoi_gt.training.atomic_write import naming, replacing
 
 
 class MetricsFile:

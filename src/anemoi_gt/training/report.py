@@ -7,10 +7,10 @@ from pathlib import Path
 from torch import nn
 
 from anemoi_gt.data.datasets import ForecastDataset
-from anemoi_gt.training.files import replacing
-from anemoi_gt.training.picture import draw_picture
+from anemoi_gt.training.atomic_write import replacing
+from anemoi_gt.training.plots.rollout_plot import draw_rollout
+from anemoi_gt.training.plots.training_plot import draw_picture
 from anemoi_gt.training.rollout import roll_out, rollout_table, score_rollouts
-from anemoi_gt.training.rollout_picture import draw_rollout
 from anemoi_gt.training.scores import Score, as_records, as_table, model_forecast, score
 
 log = logging.getLogger(__name__)

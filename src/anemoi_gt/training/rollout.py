@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from anemoi_gt.data.datasets import ForecastDataset
-from anemoi_gt.options import check_whole
+from anemoi_gt.option_checks import check_whole
 from anemoi_gt.training.scores import Errors, Score, place_of_median
 
 

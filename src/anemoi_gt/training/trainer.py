@@ -9,15 +9,15 @@ import torch
 from torch import nn
 
 from anemoi_gt.data.datasets import Splits
-from anemoi_gt.training.batches import TrainingBatches, load
 from anemoi_gt.training.checkpoint import load_checkpoint, load_weights, save_checkpoint
+from anemoi_gt.training.config import TrainingConfig
+from anemoi_gt.training.data_loading import TrainingBatches, load
 from anemoi_gt.training.device import choose_device, cpu_threads
-from anemoi_gt.training.learner import Learner
 from anemoi_gt.training.metrics import MetricsFile
 from anemoi_gt.training.progress import Meter, ProgressBar
-from anemoi_gt.training.randomness import generator_states, seed_generators, set_generator_states
-from anemoi_gt.training.settings import TrainingConfig
-from anemoi_gt.training.stop import Stopped, StopRequest
+from anemoi_gt.training.rng import generator_states, seed_generators, set_generator_states
+from anemoi_gt.training.signals import Stopped, StopRequest
+from anemoi_gt.training.step import Learner
 
 LAST, BEST = "last.pt", "best.pt"
 

@@ -1,11 +1,11 @@
 """Anemoi's graph transformers computing with our attention: everywhere (`install`), in one model, or from a config."""
 
-from anemoi_gt.integrations.anemoi.components import (
+from anemoi_gt.integrations.anemoi.config_targets import (
     graph_transformer_backward_mapper,
     graph_transformer_forward_mapper,
     graph_transformer_processor,
 )
-from anemoi_gt.integrations.anemoi.switch import Installation, install, swap_layers, uninstall
+from anemoi_gt.integrations.anemoi.patch import Installation, install, swap_layers, uninstall
 
 __all__ = [
     "Installation",

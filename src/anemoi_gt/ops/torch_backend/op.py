@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from anemoi_gt.compatibility import warn_if_untested
+from anemoi_gt.custom_ops import define_operator
 from anemoi_gt.graph import GraphStructure
-from anemoi_gt.operators import define_operator
 from anemoi_gt.ops.derivative import refuse_second_derivative
 from anemoi_gt.ops.dropout import keep_factor
 from anemoi_gt.ops.dtypes import accumulator_dtype
-from anemoi_gt.ops.torch_backend.heads import (
+from anemoi_gt.ops.torch_backend.reference import (
     Edges,
     HeadGradients,
     Heads,

@@ -4,7 +4,7 @@ from functools import lru_cache
 
 import torch
 
-from anemoi_gt.kernels.score import H200, Device
+from anemoi_gt.ops.triton_backend.tile_score import H200, Device
 
 COPIED = 0.87  # part of what the memory's bus could carry that a copy attains on an H200
 SUSTAINED = 1.755 / 1.98  # part of its highest clock at which an H200 ran what the predictions were fitted to

@@ -12,10 +12,14 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from anemoi_gt.kernels import attributes, backward, forward
-from anemoi_gt.kernels.launcher import Launch
-from anemoi_gt.kernels.score import ContractionTile, RowTile
-from anemoi_gt.kernels.tile import (
+from anemoi_gt.kernels import backward, edge_features, forward
+from anemoi_gt.kernels.jit_launch import Launch
+from anemoi_gt.ops.dropout import drop_threshold
+from anemoi_gt.ops.dtypes import scratch_dtype
+from anemoi_gt.ops.triton_backend.availability import interpreted
+from anemoi_gt.ops.triton_backend.problem import Problem, Sizes
+from anemoi_gt.ops.triton_backend.tile_score import ContractionTile, RowTile
+from anemoi_gt.ops.triton_backend.tiles import (
     PRODUCT,
     attribute_edges,
     attribute_heads,
@@ -27,10 +31,6 @@ from anemoi_gt.kernels.tile import (
     source_choice,
     weight_tile,
 )
-from anemoi_gt.ops.dropout import drop_threshold
-from anemoi_gt.ops.dtypes import scratch_dtype
-from anemoi_gt.ops.triton_backend.availability import interpreted
-from anemoi_gt.ops.triton_backend.problem import Problem, Sizes
 
 LOG2_E = 1.4426950408889634
 PROGRAMS = 528  # that share the sum of dW, all heads; fixed, so that its order never changes
@@ -89,7 +89,7 @@ def _node_map_launch(kernel, sizes: Sizes, tile: ContractionTile) -> Launch:
 @lru_cache(KEPT)
 def project_launch(sizes: Sizes, tile: ContractionTile | None = None) -> Launch:
     """What `project` launches."""
-    return _node_map_launch(attributes.project, sizes, tile or project_tile(sizes.channels, sizes.attributes))
+    return _node_map_launch(edge_features.project, sizes, tile or project_tile(sizes.channels, sizes.attributes))
 
 
 def project(problem: Problem, rows: Tensor, tile: ContractionTile | None = None) -> Tensor:
@@ -103,7 +103,7 @@ def project(problem: Problem, rows: Tensor, tile: ContractionTile | None = None)
 @lru_cache(KEPT)
 def embed_launch(sizes: Sizes, tile: ContractionTile | None = None) -> Launch:
     """What `embed` launches."""
-    return _node_map_launch(attributes.embed, sizes, tile or embed_tile(sizes.channels, sizes.attributes))
+    return _node_map_launch(edge_features.embed, sizes, tile or embed_tile(sizes.channels, sizes.attributes))
 
 
 def embed(problem: Problem, sums: Tensor, rows: Tensor, tile: ContractionTile | None = None) -> None:
@@ -209,7 +209,7 @@ def attribute_launch(sizes: Sizes) -> Launch:
     scalars = {"num_dst": sizes.num_dst, "num_edges": sizes.num_edges, "attr_stride": sizes.attr_stride}
     constants = {"H": sizes.heads, "HEADS": attribute_heads(sizes.heads), "EDGES": PRODUCT, "WIDE": sizes.wide}
     constants |= {"num_warps": attribute_warps(sizes.heads, sizes.attributes), **_attribute_constants(sizes)}
-    return Launch(attributes.attribute_bwd, (sizes.destinations,), scalars, constants)
+    return Launch(edge_features.attribute_bwd, (sizes.destinations,), scalars, constants)
 
 
 def differentiate_attributes(
@@ -230,7 +230,7 @@ def weight_launch(sizes: Sizes, tile: ContractionTile | None = None) -> tuple[La
     tile = tile or weight_tile(sizes.channels, sizes.attributes)
     partials = max(1, min(-(-PROGRAMS // sizes.heads), -(-sizes.destinations // tile.nodes)))
     grid = (partials * sizes.heads, -(-sizes.channels // tile.channels))
-    return _contraction_launch(attributes.weight_bwd, sizes, tile, grid, {}), partials
+    return _contraction_launch(edge_features.weight_bwd, sizes, tile, grid, {}), partials
 
 
 def differentiate_weight(

@@ -5,11 +5,11 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from anemoi_gt.compatibility import warn_if_untested
+from anemoi_gt.custom_ops import call_unrecorded, define_gradient, define_operator
 from anemoi_gt.graph import GraphStructure
-from anemoi_gt.kernels.tile import MOST_ATTRIBUTES, attribute_columns
-from anemoi_gt.operators import call_unrecorded, define_gradient, define_operator
 from anemoi_gt.ops.derivative import refuse_second_derivative
 from anemoi_gt.ops.dtypes import scratch_dtype, without_autocast
+from anemoi_gt.ops.triton_backend.tiles import MOST_ATTRIBUTES, attribute_columns
 
 
 def attend(
@@ -66,7 +66,7 @@ def edge_attention_triton(
     save: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Forward: out like query, lse [B, N_dst, H], without B as query, and what backward needs, empty unless `save`."""
-    from anemoi_gt.ops.triton_backend import equal, launch
+    from anemoi_gt.ops.triton_backend import fixed_degree_launch, launch
 
     nodes = (query, key, value, edge_attr, edge_weight, edge_bias)
     problem = launch.Problem(
@@ -75,7 +75,9 @@ def edge_attention_triton(
     )  # fmt: skip
     with launch.on_device(query):
         projected = None if edge_weight is None else launch.project(problem, problem.query)
-        attend_rows = equal.attend_rows if equal.serves(problem.sizes) else launch.attend_rows
+        attend_rows = (
+            fixed_degree_launch.attend_rows if fixed_degree_launch.serves(problem.sizes) else launch.attend_rows
+        )
         out, lse, inverse, numerators, attr_sums = attend_rows(problem, projected)
         if attr_sums is not None:
             launch.embed(problem, attr_sums, out)
@@ -205,11 +207,11 @@ def _differentiate_destinations(
     problem, saved, projected_grad, grad_out, grad_lse, dquery, dattr, *, want_sums: bool
 ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
     """Fill dquery (without W B) and the gradient of edge_attr; return [m p, ds] of each edge, and A and B where they are wanted."""
-    from anemoi_gt.ops.triton_backend import equal, launch
+    from anemoi_gt.ops.triton_backend import fixed_degree_launch, launch
 
     given = (problem, saved, projected_grad, grad_out, grad_lse, dquery)
-    if equal.serves(problem.sizes):
-        return equal.differentiate_rows(*given, dattr)
+    if fixed_degree_launch.serves(problem.sizes):
+        return fixed_degree_launch.differentiate_rows(*given, dattr)
     raw = problem.edge_weight is not None
     weights = launch.differentiate_rows(*given, None if raw else dattr)
     if not (raw and want_sums):

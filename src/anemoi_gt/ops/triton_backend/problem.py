@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from anemoi_gt.kernels.score import H200, ContractionTile, Device, RowTile, Shape
-from anemoi_gt.kernels.tile import attribute_columns
 from anemoi_gt.ops.triton_backend.device import device_of
+from anemoi_gt.ops.triton_backend.tile_score import H200, ContractionTile, Device, RowTile, Shape
+from anemoi_gt.ops.triton_backend.tiles import attribute_columns
 
 
 class Sizes(NamedTuple):

@@ -1,0 +1,241 @@
+"""Hidden meshes from the icosahedron: the only place that refines triangles.
+
+Refinement r splits every triangle of the icosahedron r times in four and keeps the corners on the sphere: 10 * 4^r + 2
+vertices, of which those of level l < r are a subset; 60 * 4^l directed edges at level l. A multi-scale mesh keeps the
+edges of many levels, so that a message crosses the globe in a few steps (Lam et al. 2023).
+
+Vertices are ordered by latitude, north first, and along a parallel by longitude, east first, both compared as float32
+radians. anemoi-graphs sorts its TriNodes by latitude likewise, but leaves the order along a parallel to an unstable
+sort, whose result depends on the machine.
+
+References
+----------
+Lam, R. et al. (2023), Learning skillful medium-range global weather forecasting, Science 382, 1416-1421.
+anemoi-graphs 0.9.8, generate/tri_icosahedron.py and generate/utils.py (definition of levels, areas and order).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+import numpy as np
+
+from anemoi_gt.data.edges import sort_by_destination, within
+from anemoi_gt.data.nodes import Nodes, check_nodes
+from anemoi_gt.option_checks import check_whole
+
+
+@dataclass(frozen=True, eq=False)
+class Mesh:
+    """Nodes with edges among them.
+
+    Parameters
+    ----------
+    nodes : Nodes
+        N vertices.
+    edge_index : numpy.ndarray
+        [2, E] int64, row 0 source, row 1 destination, sorted by destination, then source.
+    """
+
+    nodes: Nodes
+    edge_index: np.ndarray
+
+    def restrict(self, keep: np.ndarray) -> "Mesh":
+        """Return a part of the mesh.
+
+        Parameters
+        ----------
+        keep : numpy.ndarray
+            [N] bool: which vertices stay.
+
+        Returns
+        -------
+        Mesh
+            Those vertices, in the same order, and the edges among them.
+
+        Raises
+        ------
+        ValueError
+            If keep is not one truth value for each vertex.
+        """
+        keep = np.asarray(keep)
+        if keep.shape != (len(self.nodes),) or keep.dtype != bool:
+            raise ValueError(f"keep must be bool [{len(self.nodes)}], one per vertex, got {keep.dtype} {keep.shape}")
+        new_number = np.cumsum(keep) - 1
+        inside = keep[self.edge_index].all(axis=0)
+        return Mesh(self.nodes[keep], new_number[self.edge_index[:, inside]])
+
+
+def icosphere(refinement: int, levels: tuple[int, ...] | None = None) -> Mesh:
+    """Return a refined icosahedron with the edges of several levels.
+
+    Parameters
+    ----------
+    refinement : int
+        How often each triangle is split in four, at least 1.
+    levels : tuple of int or None
+        Levels whose edges the mesh has; None means 1 to `refinement`.
+
+    Returns
+    -------
+    Mesh
+        10 * 4^refinement + 2 nodes; 60 * 4^l edges for each level l, both directions counted.
+
+    Raises
+    ------
+    ValueError
+        If refinement is below 1, or a level is not in [0, refinement].
+
+    Examples
+    --------
+    >>> mesh = icosphere(5)
+    >>> len(mesh.nodes), mesh.edge_index.shape
+    (10242, (2, 81840))
+    """
+    check_whole("refinement", refinement)
+    return _refine(refinement, range(1, refinement + 1) if levels is None else levels)[0]
+
+
+def limited_area_icosphere(refinement: int, area: Nodes, margin: float = 100.0) -> Mesh:
+    """Return the part of a multi-scale icosphere that lies over a region.
+
+    Parameters
+    ----------
+    refinement : int
+        How often each triangle is split in four, at least 1.
+    area : Nodes
+        Points all over the region, such as its data nodes; at least one.
+    margin : float
+        The mesh ends this many kilometres outside those points.
+
+    Returns
+    -------
+    Mesh
+        The vertices near the points, and the edges of levels 1 to `refinement` that have both ends there.
+
+    Raises
+    ------
+    ValueError
+        If refinement is below 1, margin negative, or area empty.
+
+    Examples
+    --------
+    >>> mesh = limited_area_icosphere(5, Nodes(lat=[47.0], lon=[8.0]), margin=500)
+    >>> len(mesh.nodes), mesh.edge_index.shape
+    (17, (2, 82))
+    """
+    mesh = icosphere(refinement)
+    return mesh.restrict(_over(area, mesh.nodes, margin))
+
+
+def stretched_icosphere(refinement: int, area_refinement: int, area: Nodes, margin: float = 100.0) -> Mesh:
+    """Return a multi-scale icosphere that is finer over a region.
+
+    Parameters
+    ----------
+    refinement : int
+        How often each triangle of the globe is split in four, at least 1.
+    area_refinement : int
+        How often over the region; more often.
+    area : Nodes
+        Points all over the region, such as its data nodes; at least one.
+    margin : float
+        The fine part ends this many kilometres outside those points.
+
+    Returns
+    -------
+    Mesh
+        The vertices of the icosphere of `refinement` and, near the points, those of `area_refinement`; the edges of
+        levels 1 to `area_refinement` that have both ends there.
+
+    Raises
+    ------
+    ValueError
+        If refinement is below 1, area_refinement not above it, margin negative, or area empty.
+
+    Examples
+    --------
+    >>> mesh = stretched_icosphere(3, 5, Nodes(lat=[47.0], lon=[8.0]), margin=500)
+    >>> len(icosphere(3).nodes), len(mesh.nodes), len(limited_area_icosphere(5, Nodes([47.0], [8.0]), 500).nodes)
+    (642, 658, 17)
+    """
+    check_whole("refinement", refinement)
+    check_whole("area_refinement", area_refinement)
+    if area_refinement <= refinement:
+        raise ValueError(
+            f"area_refinement must be above refinement, for a finer mesh over the area, got {area_refinement} and "
+            f"{refinement}"
+        )
+    mesh, number = _refine(area_refinement, range(1, area_refinement + 1))
+    of_the_globe = number < 10 * 4**refinement + 2
+    return mesh.restrict(of_the_globe | _over(area, mesh.nodes, margin))
+
+
+def _over(area: Nodes, nodes: Nodes, margin: float) -> np.ndarray:
+    """Return which nodes lie at most `margin` kilometres outside an area."""
+    check_nodes(area=area)
+    if len(area) == 0:
+        raise ValueError("area must have at least one node, or there is no place for its mesh, got none")
+    return within(area, nodes, margin)
+
+
+def _refine(refinement: int, levels: Sequence[int]) -> tuple[Mesh, np.ndarray]:
+    """Return the icosphere and the number of each vertex in the order of splitting: level l has the first 10 4^l + 2."""
+    check_whole("refinement", refinement)
+    if (
+        not isinstance(levels, Sequence)
+        or len(levels) == 0
+        or any(level not in range(refinement + 1) for level in levels)
+    ):
+        raise ValueError(
+            f"levels must be one or more of 0 to {refinement}, the refinement, as in (1, 2), got {levels!r}"
+        )
+
+    xyz, faces = _icosahedron()
+    sides = [_sides(faces)[0]]
+    for _ in range(refinement):
+        xyz, faces = _split(xyz, faces)
+        sides.append(_sides(faces)[0])
+
+    nodes = Nodes.from_xyz(xyz)
+    number = _north_to_south(nodes)
+    rank = np.empty_like(number)
+    rank[number] = np.arange(len(number))
+    one_way = rank[np.concatenate([sides[level] for level in set(levels)])].T
+    edge_index = sort_by_destination(np.concatenate([one_way, one_way[::-1]], axis=1))
+    return Mesh(nodes[number], edge_index), number
+
+
+def _icosahedron() -> tuple[np.ndarray, np.ndarray]:
+    """Return the 12 vertices (0, +-1, +-golden ratio) and their cyclic shifts, on the unit sphere, and the 20 faces."""
+    golden = (1 + 5**0.5) / 2
+    rectangle = np.array([[0.0, one, phi] for one in (-1, 1) for phi in (-golden, golden)])
+    corners = np.concatenate([np.roll(rectangle, shift, axis=1) for shift in range(3)])
+    edge_length = 2.0
+    near = np.isclose(np.linalg.norm(corners[:, None] - corners, axis=-1), edge_length)
+    faces = [(a, b, c) for a, b, c in combinations(range(12), 3) if near[a, b] and near[b, c] and near[c, a]]
+    return corners / np.hypot(1, golden), np.array(faces)
+
+
+def _sides(faces: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the sides of the triangles [F, 3], each once, [U, 2], and which of them each triangle has, [F, 3]."""
+    ends = np.sort(faces[:, [[0, 1], [1, 2], [2, 0]]], axis=-1).reshape(-1, 2)
+    _, first, side = np.unique(ends[:, 0] << 32 | ends[:, 1], return_index=True, return_inverse=True)
+    return ends[first], side.reshape(-1, 3)
+
+
+def _split(xyz: np.ndarray, faces: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Split each triangle in four at the midpoints of its sides, pushed out to the sphere; old vertices come first."""
+    sides, side_of_face = _sides(faces)
+    middle = xyz[sides].sum(axis=1)
+    middle /= np.linalg.norm(middle, axis=1, keepdims=True)
+    ab, bc, ca = (len(xyz) + side_of_face).T
+    a, b, c = faces.T
+    quarters = [(a, ab, ca), (ab, b, bc), (ca, bc, c), (ab, bc, ca)]
+    return np.concatenate([xyz, middle]), np.concatenate([np.stack(quarter, axis=1) for quarter in quarters])
+
+
+def _north_to_south(nodes: Nodes) -> np.ndarray:
+    """Return the order by falling latitude, then falling longitude."""
+    lat, lon = nodes.stored.T  # vertices of one parallel differ in the last bits of a float64
+    return np.lexsort((lon, lat))[::-1]

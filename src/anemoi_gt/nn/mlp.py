@@ -1,0 +1,92 @@
+"""FeedForward: two linear maps with an activation or a gate between them, for each node by itself.
+
+y = W_out act(W_in x)                                    "mlp"
+y = W_out (gate(W_gate x) * W_value x)                   "glu", "swiglu", "geglu", "reglu"
+"""
+
+import math
+
+from torch import Tensor, nn
+
+from anemoi_gt.nn.layer_kernels import LayerKernels
+from anemoi_gt.option_checks import check_number, check_whole
+
+GATES = {"glu": nn.Sigmoid, "swiglu": nn.SiLU, "geglu": nn.GELU, "reglu": nn.ReLU}
+IMPLEMENTATIONS = ("mlp", *GATES)
+
+
+class GatedLinear(nn.Module):
+    """Linear map times a gate: gate(W_gate x) * W_value x.
+
+    Parameters
+    ----------
+    in_features, out_features : int
+    gate : nn.Module
+        Function of W_gate x.
+    kernels : LayerKernels
+
+    References
+    ----------
+    Shazeer (2020), GLU Variants Improve Transformer, section 2.
+    """
+
+    def __init__(self, in_features: int, out_features: int, gate: nn.Module, kernels: LayerKernels):
+        super().__init__()
+        self.gate_proj = kernels.Linear(in_features, out_features)
+        self.value_proj = kernels.Linear(in_features, out_features)
+        self.gating = gate
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map `x` [..., in_features] to [..., out_features]."""
+        return self.gating(self.gate_proj(x)) * self.value_proj(x)
+
+
+class FeedForward(nn.Module):
+    """Feed-forward network of one hidden layer, with the state dict of Anemoi's `MLP` without extra layers and norm.
+
+    Parameters
+    ----------
+    channels : int
+        Features that go in and come out.
+    hidden_dim : int
+        Features of the hidden layer.
+    implementation : {"mlp", "glu", "swiglu", "geglu", "reglu"}
+        "mlp" has `kernels.Activation`; the others have the gate of Shazeer (2020), and 1.5 times the parameters.
+    kernels : LayerKernels
+
+    Raises
+    ------
+    ValueError
+        For another implementation, or a width below 1.
+    """
+
+    def __init__(self, channels: int, hidden_dim: int, implementation: str, kernels: LayerKernels):
+        super().__init__()
+        if implementation not in IMPLEMENTATIONS:
+            raise ValueError(f"mlp_implementation must be one of {', '.join(IMPLEMENTATIONS)}, got {implementation!r}")
+        check_whole("hidden_dim", hidden_dim)
+        if implementation == "mlp":
+            hidden = [kernels.Linear(channels, hidden_dim), kernels.Activation()]
+        else:
+            hidden = [GatedLinear(channels, hidden_dim, GATES[implementation](), kernels)]
+        self.mlp = nn.Sequential(*hidden, kernels.Linear(hidden_dim, channels))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map `x` [..., channels] to [..., channels]."""
+        return self.mlp(x)
+
+
+def hidden_width(channels: int, ratio: float) -> int:
+    """Return the width of a hidden layer: `ratio` times `channels`, halves rounded up as Anemoi does.
+
+    Raises
+    ------
+    ValueError
+        When that is not at least 1, or one of them is no number.
+    """
+    check_whole("channels", channels)
+    check_number("mlp_ratio", ratio)
+    width = math.floor(ratio * channels + 0.5) if math.isfinite(ratio) else 0
+    if width < 1:
+        raise ValueError(f"mlp_ratio * channels must be finite and at least 1/2, got {ratio} * {channels}")
+    return width

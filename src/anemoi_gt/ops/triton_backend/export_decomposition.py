@@ -1,0 +1,121 @@
+"""The forward pass of the `triton` backend for export: the same launches, as nodes of a graph instead of calls.
+
+A process without our Python code cannot run our operator, of which it knows only the name. `edge_attention_triton_exported`
+does the same by `torch.library.triton_op`: AOTInductor looks into it and puts the kernels into its package. An export takes
+it by decomposition (`anemoi_gt.export.export_program`); eager and compiled models never do.
+
+What is compiled into a kernel is decided once, while exporting. Sizes may be symbols then, so what depends on how many
+edges a node has (the tile) follows from the example that was exported with, and offsets have 64 bits unless the ranges of
+the sizes prove that 32 do. Grids and sizes stay symbols.
+
+Nothing here runs under Triton's interpreter, which leaves no graph behind.
+"""
+
+from collections.abc import Callable
+from functools import cached_property
+
+import torch
+from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.library import triton_op, wrap_triton
+
+from anemoi_gt.kernels.jit_launch import Launch
+from anemoi_gt.ops.triton_backend import launch
+from anemoi_gt.ops.triton_backend.problem import Problem, Sizes
+from anemoi_gt.ops.triton_backend.tile_score import ContractionTile, RowTile
+from anemoi_gt.ops.triton_backend.tiles import BUSY_DEGREE
+
+
+class TracedSizes(Sizes):
+    """Sizes that may be symbols. Their ratios, which choose tiles, are those of the example."""
+
+    def degree(self, num_nodes: int) -> float:
+        """Mean number of edges of a node in the example; a busy node's where an example does not tell."""
+        edges, nodes = _example(self.num_edges), _example(num_nodes)
+        return float(BUSY_DEGREE) if None in (edges, nodes) else edges / max(nodes, 1)
+
+
+class TracedProblem(Problem):
+    """A problem whose launches are recorded in the graph that is being traced."""
+
+    @cached_property
+    def sizes(self) -> Sizes:
+        """Read once from the operands."""
+        return TracedSizes(*super().sizes)
+
+    def wide(self) -> bool:
+        """Whether an offset may pass 2^31 for sizes that the program admits."""
+        return not all(statically_known_true(numbers < 2**31) for numbers in self.largest_offsets())
+
+    def launch(self, launch_of: Callable[..., Launch], tile: RowTile | ContractionTile | None) -> Callable[..., None]:
+        """Return what records a launch on tensors by name; nothing is kept, for symbols are no keys."""
+        found = launch_of.__wrapped__(self.sizes, tile)
+        kernel = wrap_triton(found.kernel)[found.grid]
+        return lambda **tensors: kernel(**tensors, **found.scalars, **found.constants)
+
+
+@triton_op("anemoi_gt::edge_attention_triton_exported", mutates_args=())
+def edge_attention_triton_exported(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    edge_attr: Tensor | None,
+    edge_weight: Tensor | None,
+    edge_bias: Tensor | None,
+    colptr: Tensor,
+    row: Tensor,
+    perm: Tensor | None,
+    program_order: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Forward without dropout: out like query, lse [B, N_dst, H], without B as query."""
+    tensors = (query, key, value, edge_attr, edge_weight, edge_bias, colptr, row, perm, None, program_order)
+    contiguous = (None if tensor is None else tensor.contiguous() for tensor in tensors)
+    problem = TracedProblem(*contiguous, seed=None, scale=scale, dropout_p=0.0)
+    projected = None if edge_weight is None else launch.project(problem, problem.query)
+    out, lse, _, _, attr_sums = launch.attend_rows(problem, projected)
+    if attr_sums is not None:
+        launch.embed(problem, attr_sums, out)
+    return out, lse
+
+
+def decompose(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    edge_attr: Tensor | None,
+    edge_weight: Tensor | None,
+    edge_bias: Tensor | None,
+    colptr: Tensor,
+    row: Tensor,
+    perm: Tensor | None,
+    edge_id: Tensor | None,
+    program_order: Tensor | None,
+    degree: Tensor | None,
+    rowptr: Tensor | None,
+    col: Tensor | None,
+    csr_to_csc: Tensor | None,
+    seed: Tensor | None,
+    scale: float,
+    dropout_p: float,
+    save: bool,
+) -> tuple[Tensor, ...]:
+    """What `edge_attention_triton` is in an exported program; its arguments and results, with nothing saved for a backward.
+
+    Raises
+    ------
+    ValueError
+        When something is to be dropped: programs are exported for inference.
+    """
+    if seed is not None:
+        raise ValueError(f"a program is exported for inference, got dropout_p={dropout_p}; call model.eval() first")
+    operands = (query, key, value, edge_attr, edge_weight, edge_bias, colptr, row, perm, program_order)
+    out, lse = edge_attention_triton_exported(*operands, scale)
+    return out, lse, *(lse.new_empty(0) for _ in range(3))
+
+
+def _example(size: int | torch.SymInt) -> int | None:
+    """The number that a size had in the example; None where it had none."""
+    if isinstance(size, int):
+        return size
+    return int(size.node.hint) if size.node.has_hint() else None

@@ -1,0 +1,105 @@
+"""TrainingConfig: the numbers of a training run, checked once."""
+
+from dataclasses import dataclass
+from math import isinf
+
+from anemoi_gt.option_checks import check_number, check_whole
+
+DEVICES = ("auto", "cpu", "cuda")
+PRECISIONS = ("32-true", "bf16-mixed", "16-mixed")
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    """How a model is fitted.
+
+    Parameters
+    ----------
+    steps : int
+        Optimiser steps.
+    batch_size : int
+        Samples of a step.
+    learning_rate : float
+        Its highest value, reached after `warmup_steps`.
+    warmup_steps : int
+        Steps of linear growth from nothing; then it falls to nothing as half a cosine.
+    weight_decay : float
+        Of AdamW, on matrices; vectors (biases, norms) do not decay.
+    clip_norm : float
+        Longest gradient, over all parameters, that is not shortened.
+    average_decay : float
+        The forecasts are made with an exponential moving average of the weights, of about 1 / (1 - average_decay) steps;
+        0 takes the last weights.
+    valid_every : int
+        Steps between validations; the weights that validate best are kept.
+    log_every : int
+        Steps whose mean loss makes a record.
+    seed : int
+        Draws the initial weights, the order of the samples and the dropout.
+    device : {"auto", "cpu", "cuda"}
+        `auto` is a GPU where there is one.
+    precision : {"32-true", "bf16-mixed", "16-mixed"}
+        Lightning's names: float32 throughout, or autocast to bfloat16, or to float16 with a scaled loss.
+    compile : bool
+        Compile the blocks of the model that is trained by `torch.compile`: fewer kernels and less memory, for a minute of compiling
+        at the first step. The numbers agree to rounding, and dropout draws others; validation and forecasts compute as ever.
+    cuda_graph : bool
+        On a GPU, record forward and backward of the first step in a CUDA graph and replay it in every step: the same numbers, bit
+        by bit, without Python between the kernels. Worth it where a GPU waits for Python; it keeps its memory for itself.
+    threads : int, optional
+        CPU threads of PyTorch while training. None is as many as PyTorch finds cores: good for large models, while small
+        ones spend more time waiting for each other's threads than computing. A run is repeated bit by bit only with the
+        same number.
+
+    Raises
+    ------
+    ValueError
+        For a value that is no number, or one out of range.
+    """
+
+    steps: int = 1000
+    batch_size: int = 8
+    learning_rate: float = 1e-3
+    warmup_steps: int = 50
+    weight_decay: float = 0.01
+    clip_norm: float = 1.0
+    average_decay: float = 0.99
+    valid_every: int = 100
+    log_every: int = 10
+    seed: int = 0
+    device: str = "auto"
+    precision: str = "32-true"
+    compile: bool = False
+    cuda_graph: bool = False
+    threads: int | None = None
+
+    def __post_init__(self):
+        for name in ("steps", "batch_size", "valid_every", "log_every"):
+            check_whole(f"training.{name}", getattr(self, name))
+        for name in ("warmup_steps", "seed"):
+            check_whole(f"training.{name}", getattr(self, name), least=None)
+        for name in ("learning_rate", "weight_decay", "clip_norm", "average_decay"):
+            check_number(f"training.{name}", getattr(self, name))
+        for name in ("compile", "cuda_graph"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"training.{name} must be true or false, got {getattr(self, name)!r}")
+        if self.threads is not None:
+            check_whole("training.threads", self.threads, note=", or null")
+        for name in ("learning_rate", "clip_norm"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"training.{name} must be positive, got {getattr(self, name)}")
+        if not self.weight_decay >= 0:
+            raise ValueError(f"training.weight_decay must not be negative, got {self.weight_decay}")
+        for name in ("learning_rate", "weight_decay"):
+            if isinf(getattr(self, name)):
+                raise ValueError(f"training.{name} must be finite, got {getattr(self, name)}")
+        if not 0 <= self.seed < 2**64:
+            raise ValueError(f"training.seed must be 0 to 2^64 - 1, as PyTorch's generators take it, got {self.seed}")
+        if not 0 <= self.warmup_steps <= self.steps:
+            raise ValueError(f"training.warmup_steps must be 0 to steps ({self.steps}), got {self.warmup_steps}")
+        if not 0 <= self.average_decay < 1:
+            raise ValueError(f"training.average_decay must be in [0, 1), got {self.average_decay}")
+        if self.device not in DEVICES:
+            raise ValueError(f"training.device must be one of {', '.join(DEVICES)}, got {self.device!r}")
+        if self.precision not in PRECISIONS:
+            raise ValueError(f"training.precision must be one of {', '.join(PRECISIONS)}, got {self.precision!r}")

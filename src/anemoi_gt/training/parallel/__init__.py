@@ -1,0 +1,1 @@
+"""Training on several ranks: sharded batches, training step, trainer and stop signals."""

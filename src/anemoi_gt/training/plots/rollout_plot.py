@@ -1,0 +1,103 @@
+"""The picture of a rollout: truth, forecast and error at some lead times, and how the error grows with the lead time."""
+
+from pathlib import Path
+
+import numpy as np
+
+from anemoi_gt.data.datasets import ForecastDataset
+from anemoi_gt.extras import import_extra
+from anemoi_gt.training.atomic_write import replacing
+from anemoi_gt.training.plots.maps import MapImage
+from anemoi_gt.training.plots.training_plot import (
+    ERROR_COLOURS,
+    FIELD_COLOURS,
+    GREY,
+    ORANGE,
+    colour_bar,
+    first_variable,
+)
+from anemoi_gt.training.rollout import Outcome
+from anemoi_gt.training.scores import Score
+
+COLUMNS = 4  # lead times that are drawn as maps
+COLUMN_SIZE = {"mollweide": (3.3, 1.9), "rectilinear": (3.0, 3.0)}  # inches
+
+
+def draw_rollout(
+    path: Path, dataset: ForecastDataset, sample: int, outcomes: list[Outcome], scores: list[Score]
+) -> None:
+    """Draw a rollout as a PNG file.
+
+    Parameters
+    ----------
+    path : Path
+        The file.
+    dataset : ForecastDataset
+        The test samples; their first variable is drawn.
+    sample : int
+        Where the rollout started.
+    outcomes : list of Outcome
+        The rollout, its steps all with a truth.
+    scores : list of Score
+        Those of all rollouts.
+
+    Raises
+    ------
+    ImportError
+        If matplotlib or scipy is missing.
+    """
+    image = MapImage(dataset.nodes)
+    steps = drawn_steps(len(outcomes))
+    width, height = COLUMN_SIZE[image.projection]
+    figure_class = import_extra("matplotlib.figure", "train").Figure
+    figure = figure_class(figsize=(width * (len(steps) + 1.4), 3 * height + 0.4), dpi=150, layout="constrained")
+    grid = figure.add_gridspec(3, len(steps) + 1, width_ratios=[*([1] * len(steps)), 1.2])
+    rows = [
+        [figure.add_subplot(grid[row, column], projection=image.projection) for column in range(len(steps))]
+        for row in range(3)
+    ]
+    _draw_maps(rows, image, dataset, {n: outcomes[n - 1] for n in steps})
+    _draw_growth(figure.add_subplot(grid[:, -1]), dataset, scores)
+    start = f"{dataset.variables[0]}, {dataset.title(sample)}"
+    figure.suptitle(f"Rollout: {start}, and on from there (the test sample of median error at the end)")
+    with replacing(path) as file:
+        figure.savefig(file, format="png")
+
+
+def drawn_steps(steps: int) -> list[int]:
+    """Return the numbers of the steps that are drawn: the first, the last, and those evenly between, from 1."""
+    return sorted({round(n) for n in np.linspace(1, steps, COLUMNS)})
+
+
+def _draw_maps(rows, image, dataset, outcomes):
+    fields = {n: [first_variable(outcome.truth), first_variable(outcome.forecast)] for n, outcome in outcomes.items()}
+    values, errors = np.array(list(fields.values())), [forecast - truth for truth, forecast in fields.values()]
+    limits, error_limit = {"vmin": values.min(), "vmax": values.max()}, np.abs(errors).max()
+    for column, (n, (truth, forecast)) in enumerate(fields.items()):
+        axes = [row[column] for row in rows]
+        truth_mesh = image.draw(axes[0], truth, cmap=FIELD_COLOURS, **limits)
+        image.draw(axes[1], forecast, cmap=FIELD_COLOURS, **limits)
+        error_mesh = image.draw(axes[2], errors[column], cmap=ERROR_COLOURS, vmin=-error_limit, vmax=error_limit)
+        lead_time = f"{n * dataset.lead_time:g} h"
+        for ax, title in zip(axes, ("truth", "forecast", "error"), strict=True):
+            ax.set_title(f"{title}, {lead_time}", fontsize=9)
+            ax.set(xlabel="", ylabel="")
+    colour_bar(truth_mesh, [*rows[0], *rows[1]], dataset)
+    colour_bar(error_mesh, rows[2], dataset)
+
+
+def _draw_growth(axes, dataset, scores):
+    for name, colour in (("model", ORANGE), ("persistence", GREY)):
+        chosen = [score for score in scores if (score.forecast, score.variable) == (name, dataset.variables[0])]
+        axes.plot(
+            [score.lead_time for score in chosen],
+            [score.rmse for score in chosen],
+            color=colour,
+            marker="o",
+            markersize=3,
+            label=name,
+        )
+    axes.set_ylim(bottom=0)
+    axes.set(xlabel="lead time [h]", ylabel=dataset.units[0])
+    axes.set_title("RMSE of all test samples", fontsize=10)
+    axes.legend(frameon=False, fontsize=8)

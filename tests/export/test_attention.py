@@ -1,0 +1,45 @@
+"""Attention as a program has it: PyTorch's operators alone, with the numbers of ours."""
+
+import pytest
+import torch
+from support.graphs import GRAPHS
+from support.oracle import make_problem
+from support.run import structure
+
+from anemoi_gt.ops.torch_backend.export_decomposition import decompose
+from anemoi_gt.ops.torch_backend.op import edge_attention_torch
+
+SHAPE = (3, 4, 2)  # heads, channels, attributes
+
+
+def arguments(name, form, dtype, samples, shared):
+    """Operands of both, of several samples."""
+    problems = [make_problem(GRAPHS[name], *SHAPE, form, dtype, seed) for seed in range(samples)]
+
+    def stack(field):
+        found = [getattr(problem, field) for problem in problems]
+        return None if found[0] is None else torch.stack(found).detach()
+
+    attr, first = stack("edge_attr"), problems[0]
+    attr = attr[:1] if shared and attr is not None else attr
+    weight, bias = (None if tensor is None else tensor.detach() for tensor in (first.edge_weight, first.edge_bias))
+    graph = structure(GRAPHS[name], torch.device("cpu"))
+    sides = (graph.colptr, graph.row, graph.perm, graph.edge_id, None, None, None)
+    return (*map(stack, ("query", "key", "value")), attr, weight, bias, *sides, None, 0.3, 0.0)
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["shared attributes", "attributes of each sample"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("form", ["raw", "raw_without_bias", "embedded", "none"])
+@pytest.mark.parametrize("name", GRAPHS)
+def test_it_gives_the_numbers_of_the_operator(name, form, dtype, shared):
+    operands = arguments(name, form, dtype, 2, shared)
+    for ours, plain in zip(edge_attention_torch(*operands), decompose(*operands), strict=True):
+        assert (plain.dtype, plain.is_contiguous()) == (ours.dtype, True)
+        torch.testing.assert_close(plain, ours)
+
+
+def test_dropout_is_refused():
+    operands = arguments("shuffled", "raw", torch.float32, 1, True)
+    with pytest.raises(ValueError, match="exported for inference, got dropout_p=0.1; call model.eval"):
+        decompose(*operands[:-3], torch.tensor([1]), 0.3, 0.1)

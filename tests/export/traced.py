@@ -1,0 +1,181 @@
+"""Export models for a GPU that need not be there, and print what is in their graphs as JSON lines.
+
+    python traced.py kernels     every kernel of a model and of a layer on tensors, compiled for an H200
+    python traced.py eager       kernels of a program with fixed sizes beside those that an eager call launches
+
+Tensors are fake, so they have a device and no memory. AOTInductor traces an exported program once more, and then sees
+kernels where the program has an operator; that is done here, too. Triton must be imported without its interpreter, hence in
+a process of its own, whose path has the tests' `kernels`.
+"""
+
+import json
+import sys
+
+import torch
+import triton
+from compile_all import ALIGNED, Call, bare_graph, compile_launch, full_graph, record, run
+from torch import nn
+from torch._functorch.aot_autograd import aot_export_module
+from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.export import Dim
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from triton.backends.compiler import GPUTarget
+
+from anemoi_gt import AttentionConfig, EncoderProcessorDecoder, GraphTransformerConv
+from anemoi_gt.custom_ops import NAMESPACE
+from anemoi_gt.data.graphs import icosphere_graph
+from anemoi_gt.data.grids import grid
+from anemoi_gt.export import LayerOnTensors, export_model, export_program
+from anemoi_gt.ops import triton_backend
+
+H200 = GPUTarget("cuda", 90, 32)
+TRITON = AttentionConfig(backend="triton")
+
+
+class Driver:
+    """As much of Triton's driver as asks what to compile for: PyTorch compiles a kernel to see what it writes."""
+
+    def get_current_target(self):
+        return H200
+
+    def get_current_device(self):
+        return 0
+
+
+class Gpu:
+    """Fake tensors on a GPU."""
+
+    def __init__(self):
+        self.mode = FakeTensorMode(shape_env=ShapeEnv())
+
+    def tensor(self, like, **changes):
+        with self.mode:
+            return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="cuda", **changes)
+
+    def module(self, module):
+        """Move a module there."""
+        moved = {}  # one for all places of a tensor
+        for part in module.modules():
+            for kind in (part._parameters, part._buffers):
+                for name, tensor in kind.items():
+                    if tensor is not None:
+                        fake = moved.setdefault(tensor, self.tensor(tensor))
+                        kind[name] = nn.Parameter(fake, False) if kind is part._parameters else fake
+        return module
+
+
+def look_into(program):
+    """The graph that AOTInductor makes of a program: its operators' names, and its kernels with their arguments."""
+    inputs = [node.meta["val"] for node in program.graph.nodes if node.op == "placeholder"]
+    with torch.no_grad():
+        graph, _ = aot_export_module(program.graph_module, inputs, trace_joint=False)
+    calls = [node for node in graph.graph.nodes if node.op == "call_function"]
+    kernels = [node for node in calls if "triton_kernel_wrapper" in str(node.target)]
+    return {str(node.target) for node in calls}, [read_kernel(node) for node in kernels]
+
+
+def read_kernel(node):
+    """(kernel, arguments and options, names of what it writes, whether its grid is a symbol)."""
+    tuned, given = kernel_side_table.get_kernel(node.kwargs["kernel_idx"]), node.kwargs["kwargs"]
+    args = {name: value.meta["val"] if isinstance(value, torch.fx.Node) else value for name, value in given.items()}
+    args |= kernel_side_table.get_constant_args(node.kwargs["constant_args_idx"])
+    options = tuned.configs[0]
+    args |= {"num_warps": options.num_warps, "num_stages": options.num_stages}
+    symbolic = any(isinstance(size, torch.fx.Node) for size in node.kwargs["grid"][0])
+    return tuned.fn, args, sorted(node.kwargs["tensors_to_clone"]), symbolic
+
+
+def number(value):
+    """A size as a number: what it is in the example, where it is a symbol."""
+    return int(value.node.hint) if isinstance(value, torch.SymInt) else value
+
+
+def model_program(gpu):
+    """The default model, small, with 1 to 64 samples."""
+    graph = icosphere_graph(grid("O4"), refinement=1)
+    model = gpu.module(EncoderProcessorDecoder(graph, 4, 3, channels=32, heads=2, num_layers=1, config=TRITON))
+    return export_model(model, gpu.tensor(torch.empty(1, graph["data"].num_nodes, 4)), max_batch=64)
+
+
+def layer_program(gpu):
+    """A layer on tensors, with any number of samples, sources, destinations and edges."""
+    layer = gpu.module(LayerOnTensors(GraphTransformerConv((4, 5), 16, heads=2, edge_dim=3, config=TRITON)))
+    samples, sources, nodes, edges = (Dim(name) for name in ("samples", "sources", "destinations", "edges"))
+    structure = {"colptr": torch.empty(8, dtype=torch.int32), "row": torch.empty(40, dtype=torch.int32)}
+    structure |= {"sources": torch.empty(9, 0), "perm": torch.empty(40, dtype=torch.int32)}
+    x = (torch.empty(2, 9, 4), torch.empty(2, 7, 5))
+    inputs = torch.utils._pytree.tree_map(gpu.tensor, (x, structure, torch.empty(40, 3)))
+    sizes = {"colptr": {0: nodes + 1}, "row": {0: edges}, "sources": {0: sources}, "perm": {0: edges}}
+    return export_program(layer, inputs, (({0: samples, 1: sources}, {0: samples, 1: nodes}), sizes, {0: edges}))
+
+
+def kernels():
+    """Print the operators and the compiled kernels of programs."""
+    for name, make in (("model", model_program), ("layer", layer_program)):
+        operators, found = look_into(make(Gpu()))
+        print(json.dumps({"program": name, "ours": [target for target in operators if NAMESPACE in target]}))
+        for kernel, args, written, symbolic in found:
+            numbers = {key: number(value) for key, value in args.items()}
+            compiled = compile_launch(kernel, numbers, H200, ALIGNED)
+            line = {"program": name, "kernel": kernel.fn.__name__, "written": written, "symbolic": symbolic}
+            line |= {"wide": args["WIDE"], "cubin": len(compiled.asm["cubin"])}
+            print(json.dumps(line))
+
+
+class Attention(nn.Module):
+    """The operation itself, of one form."""
+
+    def __init__(self, call):
+        super().__init__()
+        self.call = call
+
+    def forward(self, query, key, value, attr, weight, bias, structure):
+        graph = type(self.call.graph).from_state(structure)
+        return triton_backend.attend(query, key, value, graph, attr, weight, bias, None, 0.125, 0.0)
+
+
+def eager():
+    """Print for several problems what is compiled into the kernels of a program, and into those of an eager call."""
+    odd = Call(6, 10, 3, form="embedded", dtype=torch.float32, graph=bare_graph())
+    for call in (odd, Call(16, 64, 11, graph=bare_graph()), Call(16, 64, 11, form="raw", graph=full_graph(91))):
+        launched = {
+            kernel.fn.__name__: compiled_in(kernel, args) for kernel, args in record(lambda call=call: run(call))
+        }
+        gpu, attention = Gpu(), Attention(call)
+        operands = [None if operand is None else gpu.tensor(operand.detach()) for operand in operands_of(call)]
+        structure = {name: gpu.tensor(tensor) for name, tensor in call.graph.state_dict().items()}
+        _, found = look_into(export_program(attention, (*operands, structure)))
+        for kernel, args, _, _ in found:
+            name = kernel.fn.__name__
+            exported = compiled_in(kernel, args)
+            print(
+                json.dumps(
+                    {"kernel": name, "exported": exported, "eager": launched[name] | default_stages(launched[name])}
+                )
+            )
+
+
+def operands_of(call):
+    """Operands of an inference call, on the CPU."""
+    heads, channels, graph = call.heads, call.channels, call.graph
+    rows = [torch.empty(1, n, heads, channels, dtype=call.dtype) for n in (graph.num_dst, graph.num_src, graph.num_src)]
+    if call.form == "embedded":
+        return *rows, torch.empty(1, graph.num_edges, heads, channels, dtype=call.dtype), None, None
+    edges = ((1, graph.num_edges, call.edge_dim), (heads * channels, call.edge_dim), (heads * channels,))
+    return *rows, *(torch.empty(*shape, dtype=call.dtype) for shape in edges)
+
+
+def compiled_in(kernel, args):
+    """What a kernel is compiled for, and the numbers that it is handed; tensors by their dtypes."""
+    values = {name: str(value.dtype) if torch.is_tensor(value) else value for name, value in args.items()}
+    return {name: value for name, value in values.items() if name not in ("seed", "grid", "warmup")}
+
+
+def default_stages(args):
+    return {"num_stages": args.get("num_stages", 3)}  # what Triton takes where a launch names none
+
+
+if __name__ == "__main__":
+    triton.runtime.driver.set_active(Driver())
+    {"kernels": kernels, "eager": eager}[sys.argv[1]]()
