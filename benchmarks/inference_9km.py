@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 from parts import Parts
 from suite.environment import describe
-from suite.inference import CONTENDERS, PARTS, Setting, build_graphs, judge, judged_destinations, why_not
+from suite.inference import CONTENDERS, PARTS, Setting, build_graphs, judge, judged_destinations, unsupported_reason
 
 PACKAGES = {"torch", "triton", "torch-geometric", "anemoi-models"}
 
@@ -105,7 +105,7 @@ def measure(options: argparse.Namespace, parts: Parts, folder: Path) -> None:
                 one(part, "ours", number)
     for part in options.parts:
         for contender in [name for name in options.contenders if name != "ours"]:
-            reason, number, outcome = why_not(contender), 1, "not run"
+            reason, number, outcome = unsupported_reason(contender), 1, "not run"
             if reason is not None:
                 runs.append({"part": part, "contender": contender, "outcome": "not run", "message": reason})
             while reason is None and outcome not in ("right", None) and number <= options.most_chunks:

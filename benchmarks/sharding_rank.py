@@ -24,7 +24,7 @@ sys.path[:0] = [str(ROOT / name) for name in ("benchmarks", "src", "tests")]
 from sharded_model import Case, ShardedModel  # noqa: E402
 from suite.timing import CLOCKS  # noqa: E402
 
-from anemoi_gt.distributed import RowExchange, make_mesh  # noqa: E402
+from anemoi_gt.distributed import HaloExchange, make_mesh  # noqa: E402
 from anemoi_gt.distributed.partition import NODE_COST  # noqa: E402
 from anemoi_gt.distributed.watch import leave  # noqa: E402
 
@@ -239,7 +239,9 @@ def run_exchange(world: World, task: dict) -> None:
     group, others = world.mesh.get_group("model"), world.size - 1
     for rows in MESSAGES if world.gpu else MESSAGES[:3]:
         counts = tuple(0 if rank == world.rank else rows for rank in range(world.size))
-        exchange = RowExchange(group.group_name, torch.arange(rows, device=world.device).repeat(others), counts, counts)
+        exchange = HaloExchange(
+            group.group_name, torch.arange(rows, device=world.device).repeat(others), counts, counts
+        )
         x = torch.randn(rows, width, device=world.device, dtype=dtype)
 
         def call(exchange=exchange, x=x):

@@ -170,16 +170,16 @@ def make_case(problem: Problem, coo: Coo) -> Case:
     graph = GraphStructure.from_edge_index(*coo).with_reverse()
     shared = drawn.edge_attr if problem.batch == 1 else drawn.edge_attr[None]
     nodes = (drawn.query, drawn.key, drawn.value, shared, drawn.edge_weight, drawn.edge_bias)
-    structure = (graph.colptr, graph.row, graph.perm, graph.edge_id, graph.program_order)
-    degree = 0 if graph.degree is None else graph.degree.shape[0]
+    structure = (graph.colptr, graph.row, graph.perm, graph.global_edge_id, graph.dst_schedule)
+    degree = 0 if graph.fixed_in_degree is None else graph.fixed_in_degree.shape[0]
     given = launch.Problem(
-        *nodes, *structure, seed=None, scale=problem.channels**-0.5, dropout_p=0.0, equal_degree=degree
+        *nodes, *structure, seed=None, scale=problem.channels**-0.5, dropout_p=0.0, fixed_in_degree=degree
     )
     kind = EqualCase if fixed_degree_launch.serves(given.sizes) else Case
     return kind(given, drawn.grad_out, (graph.rowptr, graph.col, graph.csr_to_csc))
 
 
-def make_small_case(problem: Problem, degree: float, device: str, *, equal_degree: int) -> Case:
+def make_small_case(problem: Problem, degree: float, device: str, *, fixed_in_degree: int) -> Case:
     """Return a case of few nodes whose kernels compile to what those of `problem` do.
 
     Parameters
@@ -188,13 +188,13 @@ def make_small_case(problem: Problem, degree: float, device: str, *, equal_degre
     degree : float
         Mean number of edges of the nodes whose edges a kernel walks, of which the small graph has the nearest whole number.
     device : str
-    equal_degree : int
+    fixed_in_degree : int
         In-edges of every destination; 0: destinations have not all the same.
     """
-    num_dst, degree = 16, equal_degree or max(1, round(degree))
+    num_dst, degree = 16, fixed_in_degree or max(1, round(degree))
     ends = torch.arange(num_dst * degree)
     src, dst = ends % num_dst, ends // degree
-    if not equal_degree:
+    if not fixed_in_degree:
         dst[degree] = 0  # an edge of destination 1
     return make_case(problem, Coo(torch.stack([src, dst]).to(device), (num_dst, num_dst)))
 

@@ -59,10 +59,10 @@ def attention(operands: Operands) -> Callable[[], torch.Tensor]:
 
 
 def compile_part(
-    problem: Problem, degree: float, equal_degree: int, kernel: str, device: str, part: int, parts: int
+    problem: Problem, degree: float, fixed_in_degree: int, kernel: str, device: str, part: int, parts: int
 ) -> None:
     """Compile every `parts`-th tile of a kernel, which leaves it in Triton's cache on disk."""
-    search = make_small_case(problem, degree, device, equal_degree=equal_degree).searches()[kernel]
+    search = make_small_case(problem, degree, device, fixed_in_degree=fixed_in_degree).searches()[kernel]
     for tile in [search.chosen, *search.others][part::parts]:
         try:
             search.run(tile)
@@ -76,13 +76,13 @@ def to_compile(chosen: list[Problem], kernels: list[str], folder: Path) -> list[
     for problem in chosen:
         coo = graphs.load(problem.graph, folder)
         (num_src, num_dst), num_edges = coo.sizes, coo.edge_index.shape[1]
-        equal = GraphStructure.from_edge_index(*coo).degree
+        equal = GraphStructure.from_edge_index(*coo).fixed_in_degree
         for kernel in kernels:
             degree = num_edges / (num_src if kernel == "sources" else num_dst)
-            equal_degree = equal.shape[0] if equal is not None and kernel in OVER_DESTINATIONS else 0
+            fixed_in_degree = equal.shape[0] if equal is not None and kernel in OVER_DESTINATIONS else 0
             busy = kernel in ROWS and degree >= BUSY_DEGREE  # of a mean degree only this is compiled
-            alike = replace(problem, name="", group="", graph=None), kernel, busy, equal_degree
-            found.setdefault(alike, (problem, degree, equal_degree, kernel))
+            alike = replace(problem, name="", group="", graph=None), kernel, busy, fixed_in_degree
+            found.setdefault(alike, (problem, degree, fixed_in_degree, kernel))
     return list(found.values())
 
 
@@ -185,7 +185,7 @@ def _is_new(kernel: str, case: Case, known: set[tuple]) -> bool:
     """Whether a search is not that of a problem before: contractions know of a graph its destinations alone."""
     sizes = case.problem.sizes
     of = (sizes.heads, sizes.channels, sizes.attributes, sizes.dtype, sizes.destinations)
-    graph = () if kernel in CONTRACTIONS else (sizes.num_src, sizes.num_edges, sizes.equal_degree)
+    graph = () if kernel in CONTRACTIONS else (sizes.num_src, sizes.num_edges, sizes.fixed_in_degree)
     key = (kernel, *of, *graph)
     is_new = key not in known
     known.add(key)

@@ -62,13 +62,13 @@ def test_every_package_of_an_extra_is_listed_with_it():
 
 def test_each_backend_answers_for_itself(monkeypatch):
     unable = backends.BACKENDS["triton"]._replace(
-        why_not=lambda query: f"no {query.device}", why_not_auto=lambda query: "no"
+        unsupported_reason=lambda query: f"no {query.device}", auto_unsupported_reason=lambda query: "no"
     )
     monkeypatch.setitem(backends.BACKENDS, "triton", unable)
     answers = rows("attention backends")
     assert answers["cpu triton"] == "does not run: no cpu"
     assert answers["cpu torch"] == "runs, auto takes it"
-    able = unable._replace(why_not=lambda query: None, why_not_auto=lambda query: None)
+    able = unable._replace(unsupported_reason=lambda query: None, auto_unsupported_reason=lambda query: None)
     monkeypatch.setitem(backends.BACKENDS, "triton", able)
     answers = rows("attention backends")
     assert (answers["cpu triton"], answers["cpu torch"]) == ("runs, auto takes it", "runs")

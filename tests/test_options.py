@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from anemoi_gt.option_checks import check_number, check_probability, check_whole
+from anemoi_gt.option_checks import check_integer, check_number, check_probability
 
 
 @pytest.mark.parametrize(
@@ -19,15 +19,15 @@ from anemoi_gt.option_checks import check_number, check_probability, check_whole
 )
 def test_what_is_no_whole_number_is_refused_with_what_came(value, message):
     with pytest.raises(ValueError, match=f"^{message}$"):
-        check_whole("heads", value, note=", or null")
+        check_integer("heads", value, note=", or null")
 
 
 def test_whole_numbers_of_numpy_are_taken():
-    check_whole("heads", np.int64(2))
+    check_integer("heads", np.int64(2))
 
 
 def test_range_is_left_to_the_caller_where_there_is_no_least():
-    check_whole("heads", -3, least=None)
+    check_integer("heads", -3, least=None)
 
 
 @pytest.mark.parametrize("value", ["1", None, True, [1.0]])

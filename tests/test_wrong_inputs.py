@@ -82,8 +82,8 @@ def attend(**options):
             lambda: GraphStructure.from_edge_index(EDGES, torch.tensor(4)),
             "num_src must be a number of nodes >= 0, got tensor",
         ),
-        (lambda: numbered(4), "edge_id must have 5 entries, one per edge, got 4"),
-        (lambda: numbered(9), "edge_id must have 5 entries, one per edge, got 9"),
+        (lambda: numbered(4), "global_edge_id must have 5 entries, one per edge, got 4"),
+        (lambda: numbered(9), "global_edge_id must have 5 entries, one per edge, got 9"),
         (
             lambda: GraphStructure.from_adj_t(None),
             "adj_t must be a torch.sparse tensor .*, got NoneType; use from_edge_index",
@@ -91,7 +91,7 @@ def attend(**options):
         (lambda: GraphStructure.from_adj_t(np.eye(3)), "adj_t must be a torch.sparse tensor .*, got ndarray"),
         (lambda: GraphStructure.disjoint(GRAPH), "disjoint must get a sequence of GraphStructures, got GraphStructure"),
         (lambda: GraphStructure.disjoint([EDGES]), "disjoint must get a sequence of GraphStructures, got Tensor"),
-        (lambda: GRAPH.with_program_order([[0.0]] * 3), r"positions must be a tensor \[3, 1 to 3\], got list"),
+        (lambda: GRAPH.with_dst_schedule([[0.0]] * 3), r"positions must be a tensor \[3, 1 to 3\], got list"),
         (lambda: GraphStructure.from_state(None), "state must map names to tensors as state_dict.. does, got NoneType"),
         (lambda: GraphStructure.from_state({"row": EDGES[0]}), "state must hold .*, got none named colptr, sources"),
         (lambda: GraphStructure(GRAPH.colptr, GRAPH.row, 4), r"sources must have shape \[num_src, 0\].*, got 4"),
@@ -102,7 +102,7 @@ def test_graph_names_what_it_cannot_take(call, message):
 
 
 def numbered(count):
-    return GraphStructure.from_edge_index(EDGES, (4, 3), edge_id=torch.arange(count))
+    return GraphStructure.from_edge_index(EDGES, (4, 3), global_edge_id=torch.arange(count))
 
 
 def test_sizes_of_numpy_are_sizes():

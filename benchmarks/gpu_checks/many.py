@@ -145,7 +145,7 @@ def _random_graph(rng: random.Random, shape: tuple, form: str, dtype: torch.dtyp
     samples = share(samples, "edge_weight", "edge_bias", *rng.choice(([], ["edge_attr"])))
     graph = structure(edges, DEVICE)
     if rng.random() < 0.3:
-        graph = graph.with_program_order()
+        graph = graph.with_dst_schedule()
     return run_batch(samples, graph, "triton", dropout_p=dropout_p, seed=rng.getrandbits(40))
 
 

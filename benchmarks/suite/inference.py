@@ -158,7 +158,7 @@ def _anemoi(problem: Problem, num_chunks: int) -> Callable[[], Tensor]:
 CONTENDERS = {"ours": _ours, "mapper": _mapper, "anemoi": _anemoi}
 
 
-def why_not(contender: str) -> str | None:
+def unsupported_reason(contender: str) -> str | None:
     """Return why a contender cannot run here, or None."""
     return missing("anemoi.models", "anemoi-models") if contender == "anemoi" else None
 

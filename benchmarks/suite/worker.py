@@ -47,9 +47,9 @@ class Peer:
         return times, self.clock.peak_bytes(calls[0])
 
     def _graph(self, problem: Problem) -> graphs.Coo:
-        why_not = self.peer.why_not(problem, self.device)
-        if why_not:
-            raise Refused(why_not)
+        unsupported_reason = self.peer.unsupported_reason(problem, self.device)
+        if unsupported_reason:
+            raise Refused(unsupported_reason)
         return graphs.load(problem.graph, self.folder).to(self.device)
 
     def _calls(self, problem: Problem, coo: graphs.Coo, kind: str) -> list[Callable]:

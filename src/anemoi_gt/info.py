@@ -9,7 +9,7 @@ from importlib.util import find_spec
 import torch
 
 from anemoi_gt.compatibility import installed, why_untested
-from anemoi_gt.ops.backends import BACKENDS, choose_backend, why_not
+from anemoi_gt.ops.backends import BACKENDS, choose_backend, unsupported_reason
 from anemoi_gt.version import __version__
 
 PACKAGES = {  # what is imported: the package that holds it, and the extra that brings it; None comes with the library itself
@@ -67,7 +67,7 @@ def backends() -> Iterator[tuple[str, str]]:
         query = torch.empty(1, 1, 1, 16, device=device)
         chosen = choose_backend("auto", query)
         for name, backend in BACKENDS.items():
-            reason = why_not(name, query)
+            reason = unsupported_reason(name, query)
             answer = "runs" if reason is None else f"does not run: {reason}"
             yield f"{device} {name}", answer + (", auto takes it" if backend is chosen else "")
 

@@ -3,7 +3,7 @@
 from numbers import Integral, Real
 
 
-def check_whole(name: str, value: object, least: int | None = 1, note: str = "") -> None:
+def check_integer(name: str, value: object, least: int | None = 1, note: str = "") -> None:
     """Raise unless an option is a whole number, of Python or NumPy; to Python True is one.
 
     Parameters

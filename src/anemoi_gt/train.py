@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from anemoi_gt.distributed import ShardingConfig, by_first_rank, is_launched, of_first_rank, started
+from anemoi_gt.distributed import ShardingConfig, broadcast_from_rank0, is_launched, run_on_rank0, started
 from anemoi_gt.distributed.folder import ONE_PROCESS, TORCHRUN, checkpoint_to_continue
 from anemoi_gt.distributed.launcher import own_rank
 from anemoi_gt.distributed.meeting import code_in_use, leave_last, meeting
@@ -218,8 +218,8 @@ def train_on_mesh(config: "DictConfig", sharding: ShardingConfig, mesh: "DeviceM
     """Train as `train_together` does, on ranks that have joined. Collective; raises Stopped on all of them."""
     check_shares(config, sharding, mesh)
     is_first, description = mesh.get_rank() == 0, describe(config)
-    folder = Path(of_first_rank(str(output_folder())))
-    resumes = by_first_rank(partial(continues_on_ranks, folder, config.resume, description))
+    folder = Path(broadcast_from_rank0(str(output_folder())))
+    resumes = run_on_rank0(partial(continues_on_ranks, folder, config.resume, description))
     splits, training = build_data(config)
     check_samples(splits, folder)
     group, whole = cpu_group(), build_model(config, splits.train) if is_first else None

@@ -52,8 +52,8 @@ def test_destinations_of_the_last_sources_are_judged(folder):
 
 def test_a_contender_that_is_not_installed_says_so(monkeypatch):
     monkeypatch.setattr(inference, "missing", lambda package, name: f"{name} is not installed")
-    assert inference.why_not("anemoi") == "anemoi-models is not installed"
-    assert inference.why_not("ours") is None
+    assert inference.unsupported_reason("anemoi") == "anemoi-models is not installed"
+    assert inference.unsupported_reason("ours") is None
 
 
 def test_the_script_reports_each_run_and_compares_pieces(tmp_path):

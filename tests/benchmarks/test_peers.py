@@ -40,7 +40,7 @@ def test_structure_is_right(peer, tiny, drawn, tmp_path, kind):
 
 
 def test_peers_say_why_they_cannot_run_on_a_cpu(tiny):
-    reasons = {name: peers.load(name).why_not(tiny(), "cpu") for name in peers.NAMES}
+    reasons = {name: peers.load(name).unsupported_reason(tiny(), "cpu") for name in peers.NAMES}
     gpu_only = {name for name, reason in reasons.items() if reason}
     assert gpu_only == {"anemoi", "anemoi_cached"}
     assert reasons["anemoi"] == "its kernels run on a GPU"

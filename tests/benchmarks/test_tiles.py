@@ -142,8 +142,8 @@ def test_what_is_searched_is_what_the_operation_launches(launched, name):
 def test_small_cases_compile_to_what_the_problem_does(launched, tmp_path, monkeypatch, kernel, name):
     monkeypatch.setattr(graphs, "load", lambda graph, folder: GRAPHS[name])
     found = tiles.make_case(PAIRED, GRAPHS[name]).searches()[kernel]
-    ((problem, degree, equal_degree, _),) = tiles.to_compile([PAIRED], [kernel], tmp_path)
-    small = tiles.make_small_case(problem, degree, "cpu", equal_degree=equal_degree).searches()[kernel]
+    ((problem, degree, fixed_in_degree, _),) = tiles.to_compile([PAIRED], [kernel], tmp_path)
+    small = tiles.make_small_case(problem, degree, "cpu", fixed_in_degree=fixed_in_degree).searches()[kernel]
     compiled, needed = [], []
     for search, seen in ((small, compiled), (found, needed)):
         for tile in [search.chosen, *search.others]:

@@ -7,9 +7,9 @@ import torch.distributed as dist
 
 from anemoi_gt import AttentionConfig
 from anemoi_gt.distributed import (
+    HaloExchange,
     Partition,
     Ranges,
-    RowExchange,
     attend_after_exchange,
     attend_by_heads,
     attend_overlapped,
@@ -245,20 +245,20 @@ def interior_edges_are_attended_while_rows_travel_forward_and_backward(group, ve
         return (Noted.apply(out) if graph is shard.interior else out), lse
 
     names = {"start": "leave", "send_back": "gradients leave", "sum_back": "gradients arrive"}
-    kept = {name: getattr(RowExchange, name) for name in names}
-    wait = halo.Pending.wait
+    kept = {name: getattr(HaloExchange, name) for name in names}
+    wait = halo.PendingExchange.wait
     try:
         sharded_attention.edge_attention = attention
-        halo.Pending.wait = note("arrive", wait)
+        halo.PendingExchange.wait = note("arrive", wait)
         for name, event in names.items():
-            setattr(RowExchange, name, note(event, kept[name]))
+            setattr(HaloExchange, name, note(event, kept[name]))
         attend = partial(attend_overlapped, shard, config=CONFIG)
         problem.layer(x_src, problem.x_dst[own_dst], problem.edge_attr[shard.edges], attend).sum().backward()
     finally:
         sharded_attention.edge_attention = original
-        halo.Pending.wait = wait
+        halo.PendingExchange.wait = wait
         for name, function in kept.items():
-            setattr(RowExchange, name, function)
+            setattr(HaloExchange, name, function)
     forward = ["leave", "interior", "arrive", "boundary"]
     verdict.same("order", events, [*forward, "gradients leave", "interior backward", "gradients arrive"])
 
@@ -290,18 +290,18 @@ def a_block_computes_what_needs_no_halo_while_it_travels_forward_and_backward(gr
     for name in ("lin_query", "lin_self", "lin_key"):
         getattr(block, name).register_forward_hook(noting(name))
     names = {"send": "leave", "send_back": "gradients leave", "sum_back": "gradients arrive"}
-    kept, wait = {name: getattr(RowExchange, name) for name in names}, halo.Pending.wait
+    kept, wait = {name: getattr(HaloExchange, name) for name in names}, halo.PendingExchange.wait
     try:
-        halo.Pending.wait = note("arrive", wait)
+        halo.PendingExchange.wait = note("arrive", wait)
         for name, event in names.items():
-            setattr(RowExchange, name, note(event, kept[name]))
+            setattr(HaloExchange, name, note(event, kept[name]))
         x = torch.randn(problem.graph.num_src, width, generator=seeded(0)).to(problem.x_src)
         out = block(x[own].requires_grad_(), ShardedGraph(shard), problem.edge_attr[shard.edges])
         out.sum().backward()
     finally:
-        halo.Pending.wait = wait
+        halo.PendingExchange.wait = wait
         for name, function in kept.items():
-            setattr(RowExchange, name, function)
+            setattr(HaloExchange, name, function)
     verdict.same("forward", events[:5], ["leave", "lin_query", "lin_self", "arrive", "lin_key"])
     backward = ["lin_key backward", "gradients leave", "lin_self backward", "lin_query backward", "gradients arrive"]
     verdict.same("backward", events[5:], backward)
@@ -343,7 +343,7 @@ def under_strategy_heads_attributes_travel_raw(group, verdict):
 def under_autocast_rows_travel_in_its_dtype_and_the_result_is_that_of_one_device(group, verdict):
     problem = make_problem("asymmetric", torch.float32)
     own_src = shard_graph(problem.graph, group).sources.nodes(dist.get_rank(group))
-    send, seen = RowExchange.send, []
+    send, seen = HaloExchange.send, []
 
     def noting(exchange, rows):
         seen.append(rows.dtype)
@@ -351,7 +351,7 @@ def under_autocast_rows_travel_in_its_dtype_and_the_result_is_that_of_one_device
 
     device_type = problem.x_src.device.type
     try:
-        RowExchange.send = noting
+        HaloExchange.send = noting
         with torch.autocast(device_type, dtype=torch.bfloat16):
             whole = problem.layer(
                 problem.x_src, problem.x_dst, problem.edge_attr, partial(attend_whole, problem.graph, config=CONFIG)
@@ -364,7 +364,7 @@ def under_autocast_rows_travel_in_its_dtype_and_the_result_is_that_of_one_device
                 )
                 verdict.close(attend.__name__, out.detach().bfloat16(), whole.detach()[own_src].bfloat16())
     finally:
-        RowExchange.send = send
+        HaloExchange.send = send
     verdict.same("dtypes", seen, [torch.bfloat16] * 2)
 
 
@@ -417,7 +417,7 @@ def what_cannot_run_says_why(group, verdict):
         call = partial(attend, another, two_heads(x)[0], pending, two_heads)
         verdict.raises(ValueError, "x_src must be started on the shard that attends, got rows started on another", call)
     call = partial(attend_by_heads, heads, two_heads(x)[0], pending, two_heads)
-    verdict.raises(ValueError, "x_src must be rows under strategy 'heads', got Pending", call)
+    verdict.raises(ValueError, "x_src must be rows under strategy 'heads', got PendingExchange", call)
     pending.wait()
     verdict.raises(ValueError, "shard must be one of strategy 'edges', got HeadShard", lambda: start_exchange(heads, x))
     layer.float()

@@ -8,12 +8,12 @@ import torch.distributed as dist
 
 from anemoi_gt import GraphStructure
 from anemoi_gt.distributed import (
+    HaloExchange,
     Partition,
     Ranges,
-    RowExchange,
     check_finite,
     check_same,
-    raise_together,
+    raise_on_all_ranks,
     shard_edges,
     shard_graph,
 )
@@ -52,7 +52,7 @@ def local_edges_are_those_of_the_caller_in_local_numbers(group, verdict):
         src = torch.cat([own_src, line[foreign[outside].unique()]])
         local = shard.graph.edge_index()
         verdict.same(name, torch.stack([src[local[0]], own_dst[local[1]]]), GRAPHS[name][0][:, shard.edges])
-        verdict.same(f"{name}: numbers", shard.graph.edge_id, shard.edges[shard.graph.edge_order().long()])
+        verdict.same(f"{name}: numbers", shard.graph.global_edge_id, shard.edges[shard.graph.edge_order().long()])
 
 
 @on_ranks(2, 4)
@@ -94,7 +94,7 @@ def every_structure_of_a_rank_reads_attributes_in_the_order_in_which_it_computes
     ):
         verdict.that(part.perm is None, f"{name}: attributes must not be looked up")
         verdict.same(f"{name}: destinations", reading[part.dst.long()], dst[edges])
-        verdict.same(f"{name}: numbers", part.edge_numbers(), edges)
+        verdict.same(f"{name}: numbers", part.global_edge_ids(), edges)
     verdict.same("interior: sources", shard.sources.nodes(shard.rank)[shard.interior.row.long()], src[inner])
 
 
@@ -169,26 +169,26 @@ def what_is_no_group_of_this_rank_is_refused(group, verdict):
 def the_order_of_programs_is_cut_with_the_nodes(group, verdict):
     graph = structure("asymmetric")
     positions = torch.randn(41, 3, generator=seeded(2))
-    shard = shard_graph(graph.with_program_order(positions), group)
+    shard = shard_graph(graph.with_dst_schedule(positions), group)
     own = shard.destinations.nodes(shard.rank)
     expected = [node for node in morton_order(positions).tolist() if node in own]
-    verdict.same("interior", own[shard.interior.program_order.long()].tolist(), expected)
+    verdict.same("interior", own[shard.interior.dst_schedule.long()].tolist(), expected)
     reading = own[shard.boundary_dst]
     verdict.same(
         "boundary",
-        reading[shard.boundary.program_order.long()].tolist(),
+        reading[shard.boundary.dst_schedule.long()].tolist(),
         [node for node in expected if node in reading],
     )
-    verdict.same("all", shard.graph.program_order, shard.interior.program_order)
-    whole = shard_graph(graph.with_program_order(positions), group, "heads")
-    verdict.same("heads", whole.graph.program_order.tolist(), morton_order(positions).tolist())
+    verdict.same("all", shard.graph.dst_schedule, shard.interior.dst_schedule)
+    whole = shard_graph(graph.with_dst_schedule(positions), group, "heads")
+    verdict.same("heads", whole.graph.dst_schedule.tolist(), morton_order(positions).tolist())
 
 
 @on_ranks(3)
 def rows_arrive_in_the_order_in_which_they_were_asked_for(group, verdict):
     rank, ranges = dist.get_rank(group), Ranges((0, 4, 4, 9))
     wanted = (torch.tensor([1, 3, 8]), torch.arange(9), torch.tensor([], dtype=torch.int64))[rank]
-    exchange = RowExchange.of_requests(wanted, ranges, group)
+    exchange = HaloExchange.of_requests(wanted, ranges, group)
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         table = torch.arange(18.0).reshape(9, 2).to(dtype)
         verdict.same(f"{dtype}", exchange(table[ranges.of(rank)]), table[wanted])
@@ -204,7 +204,7 @@ def rows_arrive_in_the_order_in_which_they_were_asked_for(group, verdict):
 @on_ranks(4)
 def gradients_are_summed_in_order_of_ranks(group, verdict):
     rank, ranges = dist.get_rank(group), Ranges((0, 3, 5, 6, 8))
-    exchange = RowExchange.of_requests(torch.arange(8), ranges, group)
+    exchange = HaloExchange.of_requests(torch.arange(8), ranges, group)
     x = torch.zeros(ranges.counts[rank], 2, requires_grad=True)
     size = torch.tensor([1.0, 1e8, -1e8, 1e-3])[:, None, None]  # in another order another sum
     gradients = torch.randn(8, 2, generator=seeded(0)) * size
@@ -231,7 +231,7 @@ def gradients_are_summed_in_order_of_ranks(group, verdict):
 
 @on_ranks(2)
 def rows_are_waited_for_once(group, verdict):
-    exchange = RowExchange.of_requests(torch.tensor([0, 1]), Ranges((0, 1, 2)), group)
+    exchange = HaloExchange.of_requests(torch.tensor([0, 1]), Ranges((0, 1, 2)), group)
     pending = exchange.start(torch.ones(1, 2))
     pending.wait()
     for again in (pending.wait, pending.joined):
@@ -240,7 +240,7 @@ def rows_are_waited_for_once(group, verdict):
 
 @on_ranks(2)
 def anomaly_detection_finds_nothing_in_rows_on_their_way(group, verdict):
-    exchange = RowExchange.of_requests(torch.arange(2000), Ranges((0, 1000, 2000)), group)
+    exchange = HaloExchange.of_requests(torch.arange(2000), Ranges((0, 1000, 2000)), group)
     was_deterministic = torch.are_deterministic_algorithms_enabled()
     try:
         torch.use_deterministic_algorithms(True)  # fills memory with NaN before anything arrives
@@ -255,7 +255,7 @@ def anomaly_detection_finds_nothing_in_rows_on_their_way(group, verdict):
 
 @on_ranks(2)
 def a_second_derivative_raises(group, verdict):
-    exchange = RowExchange.of_requests(torch.tensor([0, 1]), Ranges((0, 1, 2)), group)
+    exchange = HaloExchange.of_requests(torch.tensor([0, 1]), Ranges((0, 1, 2)), group)
     x = torch.ones(1, 2, requires_grad=True)
     for travel in (exchange, exchange.append):
         (gradient,) = torch.autograd.grad(travel(x).square().sum(), x, create_graph=True)
@@ -331,4 +331,4 @@ def one_bad_loss_stops_every_rank(group, verdict):
         FloatingPointError, "rank 2: the loss must stay finite, got nan at step 7", lambda: check_finite(loss, 7, group)
     )
     problem = f"trouble on {rank}" if rank in (1, 3) else None
-    verdict.raises(OSError, "ranks 1, 3: trouble on 1", lambda: raise_together(problem, group, OSError))
+    verdict.raises(OSError, "ranks 1, 3: trouble on 1", lambda: raise_on_all_ranks(problem, group, OSError))

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from anemoi_gt import AttentionConfig, EncoderProcessorDecoder
 from anemoi_gt.data.graphs import icosphere_graph
 from anemoi_gt.data.sphere import sphere
-from anemoi_gt.distributed import by_first_rank, save_checkpoint
+from anemoi_gt.distributed import run_on_rank0, save_checkpoint
 from anemoi_gt.train import continues_on_ranks
 from anemoi_gt.training import Trainer, TrainingConfig
 from anemoi_gt.training.metrics import MetricsFile
@@ -202,7 +202,7 @@ def what_a_run_continues_is_decided_once_for_all_ranks(group, verdict):
 
         def decide(**changes):
             description = {"model": {"heads": 4, "flows": ["a", "b"]}, "attention": {"backend": "torch"}} | changes
-            return by_first_rank(partial(continues_on_ranks, shared, True, description))
+            return run_on_rank0(partial(continues_on_ranks, shared, True, description))
 
         verdict.same("an empty folder", decide(), False)
         config = {"model": {"heads": 4, "flows": ["a", "b"]}, "attention": {"backend": "auto"}}

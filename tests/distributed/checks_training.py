@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from anemoi_gt import AttentionConfig, GraphStructure
 from anemoi_gt.distributed import (
     Partition,
-    RowTable,
+    ShardedTable,
     attend_overlapped,
     clip_gradients,
     destination_cost,
@@ -208,9 +208,9 @@ def tables_of(shards, mesh):
     """Which rows of the whole tables a rank's parameters hold."""
     owned = {"data": shards["decoder"].destinations, "mesh": shards["encoder"].destinations}
     rank = mesh.get_local_rank("model")
-    tables = {f"rows.{name}": RowTable(owned[name].nodes(rank), SIZES[name], mesh) for name in SIZES}
+    tables = {f"rows.{name}": ShardedTable(owned[name].nodes(rank), SIZES[name], mesh) for name in SIZES}
     edges = {name: GRAPHS[NAMES[name]][0].shape[1] for name in EDGES}
-    return tables | {f"rows.{name}": RowTable(shards[name].edges, edges[name], mesh) for name in EDGES}
+    return tables | {f"rows.{name}": ShardedTable(shards[name].edges, edges[name], mesh) for name in EDGES}
 
 
 def trained(shards, attend, x, target, mesh):

@@ -79,23 +79,20 @@ def test_without_gradients_there_is_no_backward(conv, inputs):
 
 def test_why_another_backend_was_passed_over_is_told(conv, inputs, monkeypatch):
     assert (
-        explain(conv, *inputs)
-        .layers[0]
-        .passed_over["triton"]
-        .startswith("its kernels run on a GPU, got tensors on cpu")
+        explain(conv, *inputs).layers[0].rejected["triton"].startswith("its kernels run on a GPU, got tensors on cpu")
     )
-    able = backends.BACKENDS["triton"]._replace(why_not_auto=lambda query: None)
+    able = backends.BACKENDS["triton"]._replace(auto_unsupported_reason=lambda query: None)
     monkeypatch.setitem(backends.BACKENDS, "triton", able)
     conv.config = AttentionConfig(backend="torch")
-    assert explain(conv, *inputs).layers[0].passed_over == {"triton": "could serve; the config names 'torch'"}
+    assert explain(conv, *inputs).layers[0].rejected == {"triton": "could serve; the config names 'torch'"}
 
 
 def test_who_takes_a_backend_that_both_could_be_is_told(monkeypatch):
     query = torch.zeros(1, 1, 1)
-    assert backends.passed_over("triton", query) == {"torch": "could serve; the config names 'triton'"}
-    able = backends.BACKENDS["triton"]._replace(why_not_auto=lambda query: None)
+    assert backends.rejected("triton", query) == {"torch": "could serve; the config names 'triton'"}
+    able = backends.BACKENDS["triton"]._replace(auto_unsupported_reason=lambda query: None)
     monkeypatch.setitem(backends.BACKENDS, "triton", able)
-    assert backends.passed_over("triton", query) == {"torch": "could serve; 'auto' takes 'triton'"}
+    assert backends.rejected("triton", query) == {"torch": "could serve; 'auto' takes 'triton'"}
 
 
 def test_layers_of_a_model_have_the_names_of_their_modules(weather):

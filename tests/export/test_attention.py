@@ -24,7 +24,7 @@ def arguments(name, form, dtype, samples, shared):
     attr = attr[:1] if shared and attr is not None else attr
     weight, bias = (None if tensor is None else tensor.detach() for tensor in (first.edge_weight, first.edge_bias))
     graph = structure(GRAPHS[name], torch.device("cpu"))
-    sides = (graph.colptr, graph.row, graph.perm, graph.edge_id, None, None, None)
+    sides = (graph.colptr, graph.row, graph.perm, graph.global_edge_id, None, None, None)
     return (*map(stack, ("query", "key", "value")), attr, weight, bias, *sides, None, 0.3, 0.0)
 
 

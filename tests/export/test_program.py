@@ -42,7 +42,9 @@ def test_a_model_takes_any_number_of_samples_and_leaves_no_operator_of_ours(make
 
 def test_source_sides_of_static_graphs_stay_behind(make_model, fields):
     program = export_model(make_model(), fields(1), max_batch=1)
-    assert not {name for name in program.constants if "csr_to_csc" in name or "rowptr" in name or "degree" in name}
+    assert not {
+        name for name in program.constants if "csr_to_csc" in name or "rowptr" in name or "fixed_in_degree" in name
+    }
     assert {name for name in program.constants if "colptr" in name}
 
 
@@ -192,4 +194,6 @@ def test_exported_kernels_are_compiled_and_called_as_eager_ones():
     lines = traced("eager")
     assert {line["kernel"] for line in lines} == set(WRITTEN)
     for line in lines:
-        assert line["exported"] | {"edge_id": None} == line["eager"] | {"edge_id": None}  # which dropout alone reads
+        assert line["exported"] | {"global_edge_id": None} == line["eager"] | {
+            "global_edge_id": None
+        }  # which dropout alone reads

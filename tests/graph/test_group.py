@@ -107,8 +107,8 @@ def test_structure_without_order_is_whole_and_gives_the_same_attention(named, un
 def test_edge_numbers_follow_their_edges_without_order(kernel_device, unordered):
     edge_index, sizes = GRAPHS["shuffled"]
     edge_index, numbers = edge_index.to(kernel_device), torch.arange(64, device=kernel_device) + 2**33
-    graph = GraphStructure.from_edge_index(edge_index, sizes, edge_id=numbers, stable=False)
-    assert torch.equal(graph.edge_numbers(), numbers[graph.perm.long()])
+    graph = GraphStructure.from_edge_index(edge_index, sizes, global_edge_id=numbers, stable=False)
+    assert torch.equal(graph.global_edge_ids(), numbers[graph.perm.long()])
 
 
 def test_the_source_side_comes_with_it_while_gradients_are_recorded(kernel_device, unordered):

@@ -163,10 +163,10 @@ def test_disjoint_places_graphs_side_by_side():
 
 def test_disjoint_keeps_the_program_order_of_each_graph():
     plain, ordered = (GraphStructure.from_edge_index(EXAMPLE, (3, 3)) for _ in range(2))
-    ordered = replace(ordered, program_order=torch.tensor([2, 0, 1], dtype=torch.int32))
+    ordered = replace(ordered, dst_schedule=torch.tensor([2, 0, 1], dtype=torch.int32))
     joined = GraphStructure.disjoint([ordered, plain, ordered]).validate()
-    assert joined.program_order.tolist() == [2, 0, 1, 3, 4, 5, 8, 6, 7]
-    assert GraphStructure.disjoint([plain, plain]).program_order is None
+    assert joined.dst_schedule.tolist() == [2, 0, 1, 3, 4, 5, 8, 6, 7]
+    assert GraphStructure.disjoint([plain, plain]).dst_schedule is None
 
 
 def test_disjoint_of_no_graph_raises():
@@ -183,7 +183,7 @@ def test_methods_return_new_values_and_nothing_can_be_set():
 
 
 def test_saved_structure_loads_with_safe_defaults():
-    graph = GraphStructure.from_edge_index(EXAMPLE, (3, 3)).with_reverse().with_program_order()
+    graph = GraphStructure.from_edge_index(EXAMPLE, (3, 3)).with_reverse().with_dst_schedule()
     for saved, restore in ((graph, lambda loaded: loaded), (graph.state_dict(), GraphStructure.from_state)):
         file = io.BytesIO()
         torch.save(saved, file)
@@ -203,21 +203,21 @@ def test_program_order_puts_neighbours_together():
     positions = grid[shuffle].double()
     near = torch.cdist(positions, positions) < 1.1
     graph = GraphStructure.from_edge_index(near.nonzero().T, side * side)
-    for ordered in (graph.with_program_order(positions), graph.with_program_order()):
-        order = ordered.validate().program_order.long()
+    for ordered in (graph.with_dst_schedule(positions), graph.with_dst_schedule()):
+        order = ordered.validate().dst_schedule.long()
         jump = (positions[order[1:]] - positions[order[:-1]]).norm(dim=1).mean()
         assert jump < 2.0, f"mean distance of successive destinations is {jump:.2f} cells; at random it is about 8"
 
 
 def test_program_order_covers_nodes_that_no_path_joins():
-    graph = GraphStructure.from_edge_index(*GRAPHS["isolated"]).with_program_order()
-    assert sorted(graph.program_order.tolist()) == list(range(6))
+    graph = GraphStructure.from_edge_index(*GRAPHS["isolated"]).with_dst_schedule()
+    assert sorted(graph.dst_schedule.tolist()) == list(range(6))
 
 
 @pytest.mark.parametrize("shape", [(2, 2), (3,), (3, 4)])
 def test_positions_of_a_wrong_shape_raise(shape):
     with pytest.raises(ValueError, match=r"positions must have shape \[3, 1 to 3\]"):
-        GraphStructure.from_edge_index(EXAMPLE, (3, 3)).with_program_order(torch.zeros(shape))
+        GraphStructure.from_edge_index(EXAMPLE, (3, 3)).with_dst_schedule(torch.zeros(shape))
 
 
 @pytest.mark.parametrize(
@@ -329,15 +329,15 @@ def test_a_degree_that_all_destinations_share_is_found_where_values_are_checked(
     edge_index, sizes = GRAPHS[name]
     graph = GraphStructure.from_edge_index(edge_index, sizes)
     again = GraphStructure.from_csc(graph.colptr, graph.row, graph.num_src)
-    found = [None if each.degree is None else each.degree.shape[0] for each in (graph, again)]
+    found = [None if each.fixed_in_degree is None else each.fixed_in_degree.shape[0] for each in (graph, again)]
     assert found == [degree, degree]
-    assert GraphStructure.from_edge_index(edge_index, sizes, validate=False).degree is None
+    assert GraphStructure.from_edge_index(edge_index, sizes, validate=False).fixed_in_degree is None
 
 
 def test_graphs_side_by_side_keep_a_degree_that_they_share():
     three, one = (GraphStructure.from_edge_index(*GRAPHS[name]) for name in ("nearest", "one_each"))
-    assert GraphStructure.disjoint([three, three]).degree.shape == (3, 0)
-    assert GraphStructure.disjoint([three, one]).degree is None
+    assert GraphStructure.disjoint([three, three]).fixed_in_degree.shape == (3, 0)
+    assert GraphStructure.disjoint([three, one]).fixed_in_degree is None
 
 
 @pytest.mark.parametrize(
@@ -351,10 +351,10 @@ def test_graphs_side_by_side_keep_a_degree_that_they_share():
 def test_a_degree_of_other_edges_is_refused(degree, message):
     graph = GraphStructure.from_edge_index(*GRAPHS["nearest"])
     with pytest.raises(ValueError, match=message):
-        replace(graph, degree=degree)
+        replace(graph, fixed_in_degree=degree)
 
 
 def test_a_degree_that_only_the_mean_has_is_refused_by_validate():
     graph = GraphStructure.from_edge_index(torch.tensor([[0, 1, 0, 1], [0, 0, 0, 1]]), (2, 2))
-    with pytest.raises(ValueError, match="degree says that every destination has 2 in-edges.*leave degree out"):
-        replace(graph, degree=torch.empty(2, 0)).validate()
+    with pytest.raises(ValueError, match="degree says that every destination has 2 in-edges.*leave it out"):
+        replace(graph, fixed_in_degree=torch.empty(2, 0)).validate()

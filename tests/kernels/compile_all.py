@@ -61,8 +61,10 @@ def bare_graph(edges=400):
 
 def full_graph(edges):
     """The same with everything a structure may carry; of 90 edges, three at every destination."""
-    graph = replace(bare_graph(edges), perm=torch.randperm(edges, dtype=torch.int32), edge_id=torch.arange(edges))
-    return graph.with_program_order()
+    graph = replace(
+        bare_graph(edges), perm=torch.randperm(edges, dtype=torch.int32), global_edge_id=torch.arange(edges)
+    )
+    return graph.with_dst_schedule()
 
 
 def run(call):

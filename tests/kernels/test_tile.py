@@ -115,7 +115,8 @@ def test_nothing_is_predicted_to_gain_7_percent_over_the_rule_where_it_was_measu
 
 
 @pytest.mark.parametrize(
-    ("degree", "unroll", "rounds"), [(3.0, 1, 3), (3.0, 2, 2), (3.0, 3, 1), (3.0, 4, 3), (8.0, 3, 4), (0.0, 3, 0)]
+    ("fixed_in_degree", "unroll", "rounds"),
+    [(3.0, 1, 3), (3.0, 2, 2), (3.0, 3, 1), (3.0, 4, 3), (8.0, 3, 4), (0.0, 3, 0)],
 )
 def test_edges_that_are_left_over_are_taken_one_by_one(degree, unroll, rounds):
     assert steps(degree, unroll) == rounds

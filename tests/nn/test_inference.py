@@ -141,15 +141,15 @@ def test_condition_of_every_node_or_of_all_reaches_the_norms():
 
 def test_pieces_keep_the_order_of_programs():
     order = torch.randperm(DST, generator=torch.Generator().manual_seed(0)).int()
-    graph = replace(make_graph(SRC, DST), program_order=order)
+    graph = replace(make_graph(SRC, DST), dst_schedule=order)
     for dst, _, part in ChunkedInference(graph, 2, rows=5).pieces:
-        assert torch.equal(part.program_order + dst.start, order[(order >= dst.start) & (order < dst.stop)])
+        assert torch.equal(part.dst_schedule + dst.start, order[(order >= dst.start) & (order < dst.stop)])
 
 
 def test_pieces_know_the_degree_that_all_destinations_of_their_graph_share():
     ends = torch.arange(2 * DST)
     graph = GraphStructure.from_edge_index(torch.stack([ends % SRC, ends // 2]), (SRC, DST))
-    assert {part.degree.shape for _, _, part in ChunkedInference(graph, 3, rows=4).pieces} == {(2, 0)}
+    assert {part.fixed_in_degree.shape for _, _, part in ChunkedInference(graph, 3, rows=4).pieces} == {(2, 0)}
 
 
 def test_features_are_made_for_so_many_rows_at_a_time():

@@ -69,8 +69,8 @@ def test_forward_is_encoder_processor_decoder(graph, x):
         return structure, torch.cat([given, part.trainable], dim=1)
 
     def nodes(name):
-        waves = torch.cat([graph[name].x.sin(), graph[name].x.cos()], dim=1).double()
-        return torch.cat([waves, model.nodes[name].trainable], dim=1).expand(SAMPLES, -1, -1)
+        sin_cos_lat_lon = torch.cat([graph[name].x.sin(), graph[name].x.cos()], dim=1).double()
+        return torch.cat([sin_cos_lat_lon, model.nodes[name].trainable], dim=1).expand(SAMPLES, -1, -1)
 
     down, across, up = KINDS
     data = torch.cat([x, nodes("data")], dim=2)

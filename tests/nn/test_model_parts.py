@@ -52,8 +52,8 @@ def test_pieces_hold_every_destination_and_every_edge_once(graph, number):
 
 def test_pieces_know_the_degree_that_all_destinations_of_their_graph_share(graph):
     equal = GraphStructure.from_edge_index(torch.stack([torch.arange(12) % SRC, torch.arange(12) // 3]), (SRC, 4))
-    assert [chunk.graph.degree.shape for chunk in split_destinations(equal, 3)] == [(3, 0)] * 3
-    assert [chunk.graph.degree for chunk in split_destinations(graph, 3)] == [None] * 3
+    assert [chunk.graph.fixed_in_degree.shape for chunk in split_destinations(equal, 3)] == [(3, 0)] * 3
+    assert [chunk.graph.fixed_in_degree for chunk in split_destinations(graph, 3)] == [None] * 3
 
 
 def test_one_piece_is_the_graph_itself(graph):

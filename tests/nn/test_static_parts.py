@@ -106,6 +106,6 @@ def test_wrong_part_is_refused_with_what_came(make, message):
 def test_a_structure_for_inference_forgets_what_gradients_and_this_graph_alone_need():
     ends = torch.arange(6)
     kept = StaticStructure(GraphStructure.from_edge_index(torch.stack([ends % 3, ends // 2]), 3).with_reverse())
-    assert kept().has_reverse and kept().degree.shape == (2, 0)
+    assert kept().has_reverse and kept().fixed_in_degree.shape == (2, 0)
     kept.keep_for_inference()
-    assert not kept().has_reverse and kept().degree is None
+    assert not kept().has_reverse and kept().fixed_in_degree is None

@@ -87,7 +87,7 @@ def test_two_halves_of_the_edges_merge_into_the_whole(form, dropout_p):
         shared = {name: leaf for name, leaf in leaves.items() if name != "edge_attr"}
 
         def part(ids):
-            edges = GraphStructure.from_edge_index(problem.edge_index[:, ids], sizes, edge_id=ids)
+            edges = GraphStructure.from_edge_index(problem.edge_index[:, ids], sizes, global_edge_id=ids)
             attr = leaves["edge_attr"][ids] if "edge_attr" in leaves else None
             torch.manual_seed(7)
             return edge_attention(**shared, edge_attr=attr, graph=edges, dropout_p=dropout_p, config=TORCH)
@@ -371,7 +371,7 @@ def test_large_offset_in_all_logits_changes_nothing_but_lse():
 class TestDropout:
     def factors(self, seed, graph, heads, rate, sample=0):
         return torch.stack(
-            [keep_factor(seed, sample, graph.edge_numbers(), h, rate, torch.float64) for h in range(heads)], 1
+            [keep_factor(seed, sample, graph.global_edge_ids(), h, rate, torch.float64) for h in range(heads)], 1
         )
 
     def test_matches_the_oracle_with_the_generated_mask(self):

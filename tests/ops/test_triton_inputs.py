@@ -12,7 +12,7 @@ from support.oracle import make_problem
 from support.run import attend, scalar, structure
 
 from anemoi_gt import AttentionConfig, GraphStructure, edge_attention, merge
-from anemoi_gt.ops.backends import why_not
+from anemoi_gt.ops.backends import unsupported_reason
 from anemoi_gt.ops.triton_backend import availability
 from anemoi_gt.ops.triton_backend.tiles import MOST_ATTRIBUTES
 
@@ -82,10 +82,10 @@ def test_rows_at_odd_addresses_equal_those_at_even_ones(problem_and_graph, name)
 
 def test_a_structure_of_strided_tensors_is_read_as_it_is(problem_and_graph):
     problem, graph = problem_and_graph("self_loops")
-    graph = graph.with_reverse().with_program_order()
+    graph = graph.with_reverse().with_dst_schedule()
     state = {name: tensor for name, tensor in graph.state_dict().items() if tensor.dim() == 1}
     strided = {name: torch.stack([tensor, tensor + 2**30], 1)[:, 0] for name, tensor in state.items()}
-    assert {"rowptr", "col", "csr_to_csc", "perm", "program_order"} <= strided.keys()
+    assert {"rowptr", "col", "csr_to_csc", "perm", "dst_schedule"} <= strided.keys()
     assert_equal(attend(problem, replace(graph, **strided), "triton"), attend(problem, graph, "triton"))
 
 
@@ -129,7 +129,7 @@ def test_two_halves_of_the_edges_merge_into_the_whole_with_gradients(problem_and
         torch.manual_seed(7)
         return edge_attention(
             **shared, edge_attr=leaves["edge_attr"][ids], dropout_p=dropout_p, config=TRITON,
-            graph=GraphStructure.from_edge_index(edges, sizes, edge_id=ids),
+            graph=GraphStructure.from_edge_index(edges, sizes, global_edge_id=ids),
         )  # fmt: skip
 
     out, lse = merge(*part(numbers[numbers % 3 == 0]), *part(numbers[numbers % 3 != 0]))
@@ -146,7 +146,7 @@ def test_dropout_drops_what_the_torch_backend_drops(problem_and_graph, form):
     problem = stack(share(samples, "edge_weight", "edge_bias"))
     (_, graph), results = problem_and_graph("self_loops"), []
     numbers = torch.tensor([5, 2**33, 2**32 + 7, 3, 2**40, 1, 5 + 2**32], device=graph.device)
-    graph = replace(graph, edge_id=numbers)  # a part of a large graph
+    graph = replace(graph, global_edge_id=numbers)  # a part of a large graph
     for backend in ("triton", "torch"):
         torch.manual_seed(5)
         results.append(attend(problem, graph, backend, dropout_p=0.5))
@@ -214,17 +214,20 @@ class TestAvailability:
         return torch.zeros(1, 1, 1, 1, dtype=dtype)
 
     def test_float64_is_refused_with_the_remedy(self):
-        assert "use backend 'torch'" in why_not("triton", self.query(torch.float64))
+        assert "use backend 'torch'" in unsupported_reason("triton", self.query(torch.float64))
 
     def test_a_missing_package_is_named_with_its_extra(self, monkeypatch):
         monkeypatch.setattr(availability, "find_spec", lambda _: None)
-        assert why_not("triton", self.query()) == "the package triton is missing; pip install 'anemoi-gt[triton]'"
+        assert (
+            unsupported_reason("triton", self.query())
+            == "the package triton is missing; pip install 'anemoi-gt[triton]'"
+        )
 
     def test_tensors_on_a_cpu_are_refused_where_kernels_are_compiled(self, monkeypatch):
         monkeypatch.setattr(availability, "interpreted", lambda: False)
-        assert why_not("triton", self.query()).startswith("its kernels run on a GPU, got tensors on cpu")
+        assert unsupported_reason("triton", self.query()).startswith("its kernels run on a GPU, got tensors on cpu")
 
     def test_the_interpreter_must_be_asked_for(self, monkeypatch):
         monkeypatch.setattr(availability, "interpreted", lambda: True)
-        assert why_not("triton", self.query()) is None
-        assert availability.why_not_auto(self.query()).startswith("its kernels run on a GPU")
+        assert unsupported_reason("triton", self.query()) is None
+        assert availability.auto_unsupported_reason(self.query()).startswith("its kernels run on a GPU")

@@ -40,7 +40,7 @@ def operator_arguments(problem, graph):
     batched = [None if operand is None else operand.to(graph.device)[None] for operand in operands[:4]]
     embedding = [None if operand is None else operand.to(graph.device) for operand in operands[4:]]
     leaves = [None if operand is None else operand.requires_grad_() for operand in (*batched, *embedding)]
-    index = [graph.colptr, graph.row, graph.perm, graph.edge_id, graph.program_order, graph.degree]
+    index = [graph.colptr, graph.row, graph.perm, graph.global_edge_id, graph.dst_schedule, graph.fixed_in_degree]
     seed = torch.tensor([3], device=graph.device)
     return [*leaves, *index, graph.rowptr, graph.col, graph.csr_to_csc, seed, 0.5, 0.2, True]
 
@@ -66,7 +66,7 @@ def test_forward_and_backward_operators_pass_opcheck(problem_and_graph, name, fo
     problem, graph = problem_and_graph(name, form, torch.float32, *shape)
     for operand in ("query", "key", "value"):
         setattr(problem, operand, head_major(getattr(problem, operand)))
-    arguments = operator_arguments(problem, graph.with_reverse().with_program_order())
+    arguments = operator_arguments(problem, graph.with_reverse().with_dst_schedule())
     grad_out = head_major(problem.grad_out).to(graph.device)[None]
     grad_lse = problem.grad_lse.T.contiguous().T.to(graph.device)[None]
     check_operators(arguments, grad_out, grad_lse)

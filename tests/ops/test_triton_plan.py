@@ -78,7 +78,7 @@ def differentiate(operands, graph):
 
 def sizes_of(operands, graph):
     given = [None if operand is None else operand.detach() for operand in operands.values()]
-    degree = 0 if graph.degree is None else graph.degree.shape[0]
+    degree = 0 if graph.fixed_in_degree is None else graph.fixed_in_degree.shape[0]
     return Problem(*given, graph.colptr, graph.row, None, None, None, None, 0.5, 0.0, degree).sizes
 
 
@@ -102,7 +102,7 @@ def test_the_plan_is_what_a_forward_and_a_backward_launch(launched, graph, form,
     raw = form.startswith("raw")
     assert [kernel.bytes for kernel in planned] == [bytes_of(name, tensors, raw) for name, tensors in launched]
     for_equal = sum("_equal_" in name for name, _ in launched)
-    assert for_equal == (2 if graph.degree is not None and form != "embedded" else 0)
+    assert for_equal == (2 if graph.fixed_in_degree is not None and form != "embedded" else 0)
 
 
 @pytest.mark.parametrize("wanted", [("query",), ("key",), ("edge_attr",), ("edge_weight",), ("key", "edge_bias")])
@@ -136,7 +136,7 @@ def test_the_kernels_over_destinations_read_even_rows_of_bfloat16_as_pairs(dtype
 def test_of_the_kernels_for_one_degree_the_backward_reads_rows_as_pairs_where_threads_hold_few_numbers(channels, pairs):
     sizes = Sizes(
         samples=1, num_dst=4, num_src=5, num_edges=12, heads=16, channels=channels, edge_dim=3, bias=1, embedded=False,
-        attr_stride=0, dtype=torch.bfloat16, wide=False, scale=0.5, dropout_p=0.0, equal_degree=3,
+        attr_stride=0, dtype=torch.bfloat16, wide=False, scale=0.5, dropout_p=0.0, fixed_in_degree=3,
     )  # fmt: skip
     assert fixed_degree_launch.destination_launch(sizes).constants["PAIRS"] == pairs
     assert not fixed_degree_launch.forward_launch(sizes).constants["PAIRS"]

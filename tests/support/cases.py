@@ -27,7 +27,7 @@ COLUMNS = {
         "batch_of_attributes",
         "only_out_has_a_gradient",
         "only_lse_has_a_gradient",
-        "program_order",
+        "dst_schedule",
         "sorted_by_caller",
     ),
 }
@@ -74,8 +74,8 @@ def full_cases():
 def run(case, backend, device):
     """Run a case and everything that it is judged by."""
     graph = structure(edges(case), device)
-    if case.option == "program_order":
-        graph = graph.with_program_order()
+    if case.option == "dst_schedule":
+        graph = graph.with_dst_schedule()
     arriving = {"only_out_has_a_gradient": ["grad_out"], "only_lse_has_a_gradient": ["grad_lse"]}
     return run_batch(
         problems(case), graph, backend, seed=SEED, dropout_p=DROPOUT if case.option == "dropout" else 0.0,

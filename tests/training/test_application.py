@@ -64,7 +64,7 @@ def test_a_run_leaves_checkpoints_metrics_scores_and_a_picture(application, caps
 
 
 def test_a_backend_that_cannot_run_is_refused_with_its_reason_before_training(refusal, monkeypatch, tmp_path):
-    unable = backends.BACKENDS["triton"]._replace(why_not=lambda query: "it is Sunday")
+    unable = backends.BACKENDS["triton"]._replace(unsupported_reason=lambda query: "it is Sunday")
     monkeypatch.setitem(backends.BACKENDS, "triton", unable)
     for choice in ("attention/backend=triton", "attention.backend=triton"):
         message = "anemoi_gt.train: attention backend 'triton' cannot run here: it is Sunday"

@@ -2,14 +2,14 @@
 
 import pytest
 
-from anemoi_gt.training.atomic_write import naming, replacing
+from anemoi_gt.training.atomic_write import atomic_write, naming
 from anemoi_gt.training.metrics import MetricsFile
 
 
 def test_a_file_takes_its_name_when_it_is_whole(tmp_path):
     path = tmp_path / "a"
     path.write_bytes(b"former")
-    with replacing(path) as file:
+    with atomic_write(path) as file:
         file.write(b"new")
         file.flush()
         assert path.read_bytes() == b"former"
@@ -19,7 +19,7 @@ def test_a_file_takes_its_name_when_it_is_whole(tmp_path):
 def test_an_error_inside_leaves_the_former_file(tmp_path):
     path = tmp_path / "a"
     path.write_bytes(b"former")
-    with pytest.raises(KeyError), replacing(path) as file:
+    with pytest.raises(KeyError), atomic_write(path) as file:
         file.write(b"half")
         raise KeyError
     assert path.read_bytes() == b"former" and list(tmp_path.iterdir()) == [path]
@@ -28,7 +28,7 @@ def test_an_error_inside_leaves_the_former_file(tmp_path):
 def test_a_full_disk_is_named_with_the_file(tmp_path):
     path = tmp_path / "a"
     (tmp_path / "a.partial").symlink_to("/dev/full")
-    with pytest.raises(OSError, match=f"could not write {path}: No space left on device"), replacing(path) as file:
+    with pytest.raises(OSError, match=f"could not write {path}: No space left on device"), atomic_write(path) as file:
         file.write(b"new")
     assert list(tmp_path.iterdir()) == []
 

@@ -2,7 +2,7 @@
 
     TITLE                           how tables call it
     PACKAGES                        distributions whose versions belong to its figures
-    why_not(problem, device)        why it cannot serve a problem, or None
+    unsupported_reason(problem, device)        why it cannot serve a problem, or None
     attention(operands)             a function without arguments that returns out, of the shape of grad_out
     structure(coo, kind)            a function without arguments that returns `Sides`; None where it takes edges as they are
 

@@ -20,7 +20,7 @@ TITLE = "anemoi-models, as its block calls it"
 PACKAGES = ("anemoi-models", "torch", "triton", "torch-geometric")
 
 
-def why_not(problem: Problem, device: str) -> str | None:
+def unsupported_reason(problem: Problem, device: str) -> str | None:
     """Its kernels need a GPU; its conversion always sorts."""
     if device != "cuda":
         return "its kernels run on a GPU"
@@ -56,7 +56,7 @@ def structure(coo: Coo, kind: str) -> Callable[[], Sides] | None:
         return None
 
     def make() -> Sides:
-        (row, colptr), (rowptr, edge_ids, _) = convert(coo)
-        return Sides(colptr, row, rowptr, edge_ids, None)
+        (row, colptr), (rowptr, global_edge_ids, _) = convert(coo)
+        return Sides(colptr, row, rowptr, global_edge_ids, None)
 
     return make

@@ -9,7 +9,7 @@ from suite.peers import anemoi
 
 TITLE = "anemoi-models, structure kept"
 PACKAGES = anemoi.PACKAGES
-why_not = anemoi.why_not
+unsupported_reason = anemoi.unsupported_reason
 structure = None  # kept
 
 

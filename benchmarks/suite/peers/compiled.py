@@ -10,7 +10,7 @@ from suite.peers import eager
 
 TITLE = "plain PyTorch, compiled"
 PACKAGES = ("torch", "triton")
-why_not = eager.why_not
+unsupported_reason = eager.unsupported_reason
 structure = None  # it takes edge_index as it is
 
 torch._dynamo.config.recompile_limit = (

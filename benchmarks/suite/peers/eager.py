@@ -17,7 +17,7 @@ PACKAGES = ("torch",)
 structure = None  # it takes edge_index as it is
 
 
-def why_not(problem: Problem, device: str) -> str | None:
+def unsupported_reason(problem: Problem, device: str) -> str | None:
     """It serves every problem that fits into memory."""
     return None
 

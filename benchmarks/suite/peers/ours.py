@@ -14,7 +14,7 @@ TITLE = "anemoi_gt"
 PACKAGES = ("torch", "triton")
 
 
-def why_not(problem: Problem, device: str) -> str | None:
+def unsupported_reason(problem: Problem, device: str) -> str | None:
     """It serves every problem."""
     return None
 

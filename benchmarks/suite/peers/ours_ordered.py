@@ -10,10 +10,10 @@ from suite.peers import ours
 
 TITLE = "anemoi_gt, program order"
 PACKAGES = ours.PACKAGES
-why_not = ours.why_not
+unsupported_reason = ours.unsupported_reason
 structure = None  # the order is made beside the structure, once for each graph
 
 
 def attention(operands: Operands) -> Callable[[], Tensor]:
     """Bind the operation."""
-    return ours.attention(operands, GraphStructure.with_program_order)
+    return ours.attention(operands, GraphStructure.with_dst_schedule)

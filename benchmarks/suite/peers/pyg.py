@@ -31,7 +31,7 @@ class Embedding(torch.nn.Module):
         return linear(attributes, self.weight, self.bias)
 
 
-def why_not(problem: Problem, device: str) -> str | None:
+def unsupported_reason(problem: Problem, device: str) -> str | None:
     """It serves every problem that fits into memory."""
     return missing("torch_geometric", "torch-geometric")
 

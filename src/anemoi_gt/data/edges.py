@@ -20,7 +20,7 @@ import numpy as np
 
 from anemoi_gt.data.nodes import EARTH_RADIUS, Nodes, check_nodes, unit_vectors
 from anemoi_gt.extras import import_extra
-from anemoi_gt.option_checks import check_number, check_whole
+from anemoi_gt.option_checks import check_integer, check_number
 
 MAX_NEIGHBOURS = 64
 TIE = 1e-9  # distances that differ by less are equal: rounding is 1e-16, what a float32 position leaves open is 1e-7
@@ -54,7 +54,7 @@ def nearest(source: Nodes, destination: Nodes, k: int) -> np.ndarray:
         If k is not between 1 and the number of sources.
     """
     check_nodes(source=source, destination=destination)
-    check_whole("k", k, least=None)
+    check_integer("k", k, least=None)
     if not 1 <= k <= len(source):
         raise ValueError(f"k must be in [1, {len(source)}], the number of sources, got {k}")
     _, neighbours = _neighbours(source, destination, k, radius=np.inf)
@@ -88,7 +88,7 @@ def cutoff(source: Nodes, destination: Nodes, factor: float, max_neighbours: int
     """
     check_nodes(source=source, destination=destination)
     check_number("factor", factor)
-    check_whole("max_neighbours", max_neighbours)
+    check_integer("max_neighbours", max_neighbours)
     if not factor > 0:
         raise ValueError(f"factor must be positive, in spacings of the destinations, got {factor}")
     if len(source) == 0:

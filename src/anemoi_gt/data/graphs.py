@@ -32,7 +32,7 @@ from anemoi_gt.data import edges
 from anemoi_gt.data.edge_attributes import edge_direction, edge_length, unit_std
 from anemoi_gt.data.meshes import Mesh, icosphere, limited_area_icosphere, stretched_icosphere
 from anemoi_gt.data.nodes import Nodes, check_nodes
-from anemoi_gt.option_checks import check_whole
+from anemoi_gt.option_checks import check_integer
 
 DATA, HIDDEN = "data", "hidden"
 
@@ -99,7 +99,7 @@ def limited_area_graph(
         If an option is out of range, or the mesh is too coarse to have `nearest` nodes over the region.
     """
     check_nodes(nodes=nodes)
-    check_whole("nearest", nearest)
+    check_integer("nearest", nearest)
     mesh = limited_area_icosphere(refinement, nodes, margin)
     if len(mesh.nodes) < max(nearest, 2):
         raise ValueError(
@@ -218,7 +218,7 @@ def hierarchical_graph(
     """
     refinements = refinements if isinstance(refinements, Sequence) else [refinements]
     for refinement in refinements:
-        check_whole("refinement", refinement)
+        check_integer("refinement", refinement)
     if len(refinements) < 2 or any(fine <= coarse for fine, coarse in pairwise(refinements)):
         raise ValueError(f"refinements must be two or more, falling from fine to coarse, got {list(refinements)}")
     names = [HIDDEN, *(f"{HIDDEN}_{level}" for level in range(2, len(refinements) + 1))]

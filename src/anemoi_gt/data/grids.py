@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from anemoi_gt.data.nodes import Nodes
-from anemoi_gt.option_checks import check_whole
+from anemoi_gt.option_checks import check_integer
 
 
 def gaussian_latitudes(n: int) -> np.ndarray:
@@ -47,7 +47,7 @@ def gaussian_latitudes(n: int) -> np.ndarray:
     >>> gaussian_latitudes(2).round(4)
     array([ 35.2644, -35.2644])
     """
-    check_whole("n", n, note=", the number of latitudes")
+    check_integer("n", n, note=", the number of latitudes")
     k = np.arange(1, n + 1)
     root = (1 - (n - 1) / (8 * n**3)) * np.cos(np.pi * (4 * k - 1) / (4 * n + 2))
     for _ in range(4):  # the estimate is good to n^-4 and each step squares the error
@@ -113,7 +113,7 @@ def octahedral(n: int) -> Nodes:
     >>> len(octahedral(96))
     40320
     """
-    check_whole("n", n, note=", the number of rows between a pole and the equator")
+    check_integer("n", n, note=", the number of rows between a pole and the equator")
     half = 16 + 4 * np.arange(1, n + 1)
     return reduced_gaussian(np.concatenate([half, half[::-1]]))
 
@@ -141,7 +141,7 @@ def classic(n: int) -> Nodes:
     >>> len(classic(320))
     542080
     """
-    check_whole("n", n, least=None, note=", the number of rows between a pole and the equator")
+    check_integer("n", n, least=None, note=", the number of rows between a pole and the equator")
     table = _classic_table()
     if n not in table:
         raise ValueError(

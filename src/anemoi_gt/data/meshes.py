@@ -22,7 +22,7 @@ import numpy as np
 
 from anemoi_gt.data.edges import sort_by_destination, within
 from anemoi_gt.data.nodes import Nodes, check_nodes
-from anemoi_gt.option_checks import check_whole
+from anemoi_gt.option_checks import check_integer
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,7 +92,7 @@ def icosphere(refinement: int, levels: tuple[int, ...] | None = None) -> Mesh:
     >>> len(mesh.nodes), mesh.edge_index.shape
     (10242, (2, 81840))
     """
-    check_whole("refinement", refinement)
+    check_integer("refinement", refinement)
     return _refine(refinement, range(1, refinement + 1) if levels is None else levels)[0]
 
 
@@ -159,8 +159,8 @@ def stretched_icosphere(refinement: int, area_refinement: int, area: Nodes, marg
     >>> len(icosphere(3).nodes), len(mesh.nodes), len(limited_area_icosphere(5, Nodes([47.0], [8.0]), 500).nodes)
     (642, 658, 17)
     """
-    check_whole("refinement", refinement)
-    check_whole("area_refinement", area_refinement)
+    check_integer("refinement", refinement)
+    check_integer("area_refinement", area_refinement)
     if area_refinement <= refinement:
         raise ValueError(
             f"area_refinement must be above refinement, for a finer mesh over the area, got {area_refinement} and "
@@ -181,7 +181,7 @@ def _over(area: Nodes, nodes: Nodes, margin: float) -> np.ndarray:
 
 def _refine(refinement: int, levels: Sequence[int]) -> tuple[Mesh, np.ndarray]:
     """Return the icosphere and the number of each vertex in the order of splitting: level l has the first 10 4^l + 2."""
-    check_whole("refinement", refinement)
+    check_integer("refinement", refinement)
     if (
         not isinstance(levels, Sequence)
         or len(levels) == 0

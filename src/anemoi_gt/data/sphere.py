@@ -21,7 +21,7 @@ from anemoi_gt.data.area import area_weights
 from anemoi_gt.data.datasets import ForecastDataset, Splits, Step
 from anemoi_gt.data.flows import Flow
 from anemoi_gt.data.grids import grid
-from anemoi_gt.option_checks import check_number, check_whole
+from anemoi_gt.option_checks import check_integer, check_number
 
 DEFORMATION = {"rotation": 0.0, "deformation": 10.0}
 STATISTICS_SAMPLES = 64  # the normalisation is estimated from so many of the training samples
@@ -249,8 +249,8 @@ def sphere(
     if not flows or any(kind not in tuple(DEFORMATION) for kind in flows):
         raise ValueError(f"flows must be one or more of {', '.join(DEFORMATION)}, got {list(flows)}")
     for name, size in {"train_size": train_size, "valid_size": valid_size, "test_size": test_size}.items():
-        check_whole(name, size)
-    check_whole("seed", seed, least=0)
+        check_integer(name, size)
+    check_integer("seed", seed, least=0)
     check_number("lead_time", lead_time)
     if not 0 < lead_time < np.inf:
         raise ValueError(f"lead_time must be positive and finite, in hours, got {lead_time}")

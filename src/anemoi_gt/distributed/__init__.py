@@ -1,16 +1,16 @@
 """One graph across many ranks: who owns what, what travels, and how results come together. It speaks of ranks and halos."""
 
 from anemoi_gt.distributed.consensus import (
-    by_first_rank,
+    broadcast_from_rank0,
     check_finite,
     check_same,
     fingerprint,
-    of_first_rank,
-    raise_together,
+    raise_on_all_ranks,
+    run_on_rank0,
 )
 from anemoi_gt.distributed.grad_sync import clip_gradients, make_mesh, reduce_gradients, sum_loss
 from anemoi_gt.distributed.graph_shard import EdgeShard, GraphShard, HeadShard, shard_edges, shard_graph
-from anemoi_gt.distributed.halo import Pending, RowExchange
+from anemoi_gt.distributed.halo import HaloExchange, PendingExchange
 from anemoi_gt.distributed.halo_attention import (
     attend_after_exchange,
     attend_by_heads,
@@ -20,7 +20,7 @@ from anemoi_gt.distributed.halo_attention import (
 from anemoi_gt.distributed.launcher import is_launched
 from anemoi_gt.distributed.mesh import ShardingConfig, started
 from anemoi_gt.distributed.partition import Partition, Ranges, destination_cost
-from anemoi_gt.distributed.sharded_checkpoint import RowTable, load_checkpoint, save_checkpoint
+from anemoi_gt.distributed.sharded_checkpoint import ShardedTable, load_checkpoint, save_checkpoint
 from anemoi_gt.distributed.watch import watched
 
 __all__ = [
@@ -28,15 +28,15 @@ __all__ = [
     "GraphShard",
     "HeadShard",
     "Partition",
-    "Pending",
+    "PendingExchange",
     "Ranges",
-    "RowExchange",
-    "RowTable",
+    "HaloExchange",
+    "ShardedTable",
     "ShardingConfig",
     "attend_after_exchange",
     "attend_by_heads",
     "attend_overlapped",
-    "by_first_rank",
+    "run_on_rank0",
     "check_finite",
     "check_same",
     "clip_gradients",
@@ -45,8 +45,8 @@ __all__ = [
     "is_launched",
     "load_checkpoint",
     "make_mesh",
-    "of_first_rank",
-    "raise_together",
+    "broadcast_from_rank0",
+    "raise_on_all_ranks",
     "reduce_gradients",
     "save_checkpoint",
     "shard_edges",

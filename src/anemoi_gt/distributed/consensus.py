@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-def raise_together(problem: str | None, group: dist.ProcessGroup, error: type[Exception] = ValueError) -> None:
+def raise_on_all_ranks(problem: str | None, group: dist.ProcessGroup, error: type[Exception] = ValueError) -> None:
     """Raise the same error on all ranks when one of them has a problem. Collective.
 
     Parameters
@@ -41,7 +41,7 @@ def agreed(group: dist.ProcessGroup) -> Iterator[None]:
         yield
     except ValueError as error:
         problem = str(error)
-    raise_together(problem, group)
+    raise_on_all_ranks(problem, group)
 
 
 def check_same(values: Mapping[str, Any], group: dist.ProcessGroup) -> None:
@@ -96,17 +96,17 @@ def check_finite(loss: Tensor, step: int, group: dist.ProcessGroup) -> None:
     """
     value = float(loss)
     problem = None if math.isfinite(value) else f"the loss must stay finite, got {value} at step {step}"
-    raise_together(problem, group, FloatingPointError)
+    raise_on_all_ranks(problem, group, FloatingPointError)
 
 
-def of_first_rank(value: Any) -> Any:
+def broadcast_from_rank0(value: Any) -> Any:
     """Return what rank 0 of all ranks has for `value`. Collective."""
     values = [value]
     dist.broadcast_object_list(values, src=0)
     return values[0]
 
 
-def by_first_rank(function: Callable[[], Any]) -> Any:
+def run_on_rank0(function: Callable[[], Any]) -> Any:
     """Return on all ranks what `function()` returns on rank 0 of all, which alone calls it. Collective.
 
     For what ranks must not see differently, such as a folder on a file system that is slow to agree with itself.
@@ -127,7 +127,7 @@ def by_first_rank(function: Callable[[], Any]) -> Any:
             value = function()
         except Exception as raised:  # whatever it is, all ranks raise it
             error = raised
-    value, error = of_first_rank((value, error))
+    value, error = broadcast_from_rank0((value, error))
     if error is not None:
         raise error
     return value

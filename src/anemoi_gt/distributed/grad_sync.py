@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Parameter
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from anemoi_gt.option_checks import check_whole
+from anemoi_gt.option_checks import check_integer
 
 AXES = ("data", "model")
 DEVICE_TYPES = ("cuda", "cpu")
@@ -45,7 +45,7 @@ def make_mesh(device_type: str, model: int, timeout: timedelta | None = None) ->
     """
     world = dist.get_world_size()
     check_device_type(device_type)
-    check_whole("sharding.model", model, least=None)
+    check_integer("sharding.model", model, least=None)
     if model < 1 or world % model:
         raise ValueError(f"sharding.model must divide the number of ranks {world}, got {model}")
     ranks = torch.arange(world).view(-1, model)

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from anemoi_gt.distributed.consensus import agreed, check_same, fingerprint, raise_together
-from anemoi_gt.distributed.halo import Pending, RowExchange
+from anemoi_gt.distributed.consensus import agreed, check_same, fingerprint, raise_on_all_ranks
+from anemoi_gt.distributed.halo import HaloExchange, PendingExchange
 from anemoi_gt.distributed.partition import Partition, Ranges, destination_cost
 from anemoi_gt.distributed.positioned_edges import PlacedEdges, joined, renumbered, structure, within
 from anemoi_gt.distributed.shard_validation import (
@@ -71,7 +71,7 @@ class EdgeShard(GraphShard):
         Places in `edges` of the interior's edges, then of the boundary's, in the order in which these two read attributes.
     boundary_dst : Tensor [n], int64
         Which owned destinations those are.
-    halo : RowExchange
+    halo : HaloExchange
         Brings the halo.
     """
 
@@ -79,7 +79,7 @@ class EdgeShard(GraphShard):
     boundary: GraphStructure
     parted: Tensor
     boundary_dst: Tensor
-    halo: RowExchange
+    halo: HaloExchange
 
     def exchange(self, x: Tensor) -> Tensor:
         """Return the rows of every source that the edges of `graph` read. Collective, and so is its backward.
@@ -102,7 +102,7 @@ class EdgeShard(GraphShard):
         self._check_owned(x)
         return self.halo.append(x)
 
-    def start(self, x: Tensor) -> Pending:
+    def start(self, x: Tensor) -> PendingExchange:
         """Send owned sources to the ranks that read them and go on; takes what `exchange` takes, and raises what it does. Collective."""
         self._check_owned(x)
         return self.halo.start(x)
@@ -119,12 +119,12 @@ class HeadShard(GraphShard):
     ----------
     group_name : str
         Of the process group.
-    attributes : RowExchange
+    attributes : HaloExchange
         Brings the attributes of all edges.
     """
 
     group_name: str
-    attributes: RowExchange
+    attributes: HaloExchange
 
 
 def shard_graph(
@@ -222,7 +222,7 @@ def shard_edges(
         given = {"destinations": describe(destinations), "sources": describe(sources)}
     check_same(given | {"whether numbers are given": numbers is not None}, group)
     check_partitions(sources, destinations, (sources.size, destinations.size), parts)
-    raise_together(misplaced(edge_index, sources, destinations, rank) or misnumbered(edge_index, numbers), group)
+    raise_on_all_ranks(misplaced(edge_index, sources, destinations, rank) or misnumbered(edge_index, numbers), group)
     own = torch.arange(edge_index.shape[1], device=edge_index.device)
     counts = [0] * parts
     dist.all_gather_object(counts, own.shape[0], group=group)
@@ -231,7 +231,7 @@ def shard_edges(
         dst=destinations.places(edge_index[1]),
         position=own,
         number=own + sum(counts[:rank]) if numbers is None else numbers,
-        program_order=None,
+        dst_schedule=None,
     )
     return _shard_by_edges(edges, group, sources, destinations)
 
@@ -243,18 +243,18 @@ def _shard_by_edges(
     own_src, own_dst = sources.ranges.of(rank), destinations.ranges.of(rank)
     num_src, num_dst = own_src.stop - own_src.start, own_dst.stop - own_dst.start
     edges = edges.at((edges.dst >= own_dst.start) & (edges.dst < own_dst.stop))
-    edges = edges._replace(dst=edges.dst - own_dst.start, program_order=within(edges.program_order, own_dst))
+    edges = edges._replace(dst=edges.dst - own_dst.start, dst_schedule=within(edges.dst_schedule, own_dst))
     is_owned = (edges.src >= own_src.start) & (edges.src < own_src.stop)
 
     interior_edges, interior = structure(edges.at(is_owned), edges.src[is_owned] - own_src.start, (num_src, num_dst))
     outer = edges.at(~is_owned)
     wanted, halo_number = torch.unique(outer.src, return_inverse=True)
     boundary_dst, compact = torch.unique(outer.dst, return_inverse=True)
-    order = renumbered(edges.program_order, boundary_dst)
+    order = renumbered(edges.dst_schedule, boundary_dst)
     boundary_edges, boundary = structure(
-        outer._replace(dst=compact, program_order=order), halo_number, (len(wanted), len(boundary_dst))
+        outer._replace(dst=compact, dst_schedule=order), halo_number, (len(wanted), len(boundary_dst))
     )
-    halo = RowExchange.of_requests(wanted, sources.ranges, group)
+    halo = HaloExchange.of_requests(wanted, sources.ranges, group)
     order, graph = joined(interior, boundary, boundary_dst)
     return EdgeShard(
         rank=rank,
@@ -284,7 +284,7 @@ def _shard_by_heads(
         edges=positions[held.of(rank)],
         graph=graph,
         group_name=group.group_name,
-        attributes=RowExchange.of_everything(held, group, graph.device),
+        attributes=HaloExchange.of_everything(held, group, graph.device),
     )
 
 

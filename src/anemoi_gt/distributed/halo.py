@@ -25,7 +25,7 @@ functional = torch.ops._c10d_functional  # what torch.compile traces
 
 
 @dataclass(frozen=True, eq=False)
-class RowExchange:
+class HaloExchange:
     """The rows that the ranks of a group send each other, again and again.
 
     Parameters
@@ -48,7 +48,7 @@ class RowExchange:
     returned: Tensor | None = None
 
     @classmethod
-    def of_requests(cls, wanted: Tensor, ranges: Ranges, group: dist.ProcessGroup) -> "RowExchange":
+    def of_requests(cls, wanted: Tensor, ranges: Ranges, group: dist.ProcessGroup) -> "HaloExchange":
         """Find out who sends what, by telling each owner which of its rows are wanted. Collective.
 
         Parameters
@@ -61,7 +61,7 @@ class RowExchange:
 
         Returns
         -------
-        RowExchange
+        HaloExchange
             It brings the wanted rows in their order.
         """
         ends = torch.tensor(ranges.bounds[1:], device=wanted.device)
@@ -78,7 +78,7 @@ class RowExchange:
     @classmethod
     def of_everything(
         cls, ranges: Ranges, group: dist.ProcessGroup, device: torch.device | str | None = None
-    ) -> "RowExchange":
+    ) -> "HaloExchange":
         """Bring all rows of all ranks to every rank, in order of ranks; nothing has to be asked."""
         rank = dist.get_rank(group)
         own = torch.arange(ranges.counts[rank], device=device)
@@ -122,10 +122,10 @@ class RowExchange:
         """
         return self.start(x).joined()
 
-    def start(self, x: Tensor) -> "Pending":
+    def start(self, x: Tensor) -> "PendingExchange":
         """Send own rows and go on. Collective; takes what `__call__` takes."""
         own, sent = _SendRows.apply(x, self)
-        return Pending(own, sent, self.send(sent.detach()), self)
+        return PendingExchange(own, sent, self.send(sent.detach()), self)
 
     def send(self, sent: Tensor) -> Tensor:
         """Start to send rows [S, ...]; return [R, ...], not to be read before it was waited for."""
@@ -150,18 +150,18 @@ class RowExchange:
         return total
 
 
-class Pending:
+class PendingExchange:
     """Rows on their way, to be waited for once: by `wait` or by `joined`.
 
     Attributes
     ----------
     own : Tensor [N, F] or [B, N, F]
         The rows that were sent from, to be read in their place: then gradients meet in one sum.
-    exchange : RowExchange
+    exchange : HaloExchange
         What carries them.
     """
 
-    def __init__(self, own: Tensor, sent: Tensor, arriving: Tensor, exchange: RowExchange):
+    def __init__(self, own: Tensor, sent: Tensor, arriving: Tensor, exchange: HaloExchange):
         self.own, self.exchange = own, exchange
         self._travelling: tuple[Tensor, Tensor] | None = (sent, arriving)  # until they are waited for
 

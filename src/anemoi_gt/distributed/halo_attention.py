@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from anemoi_gt.distributed.graph_shard import EdgeShard, GraphShard, HeadShard
-from anemoi_gt.distributed.halo import Pending
+from anemoi_gt.distributed.halo import PendingExchange
 from anemoi_gt.distributed.heads import head_ranges, to_heads, to_nodes
 from anemoi_gt.distributed.shard_validation import check_own_rows
 from anemoi_gt.ops import attend_heads, edge_attention, merge
@@ -26,7 +26,7 @@ from anemoi_gt.ops.dtypes import cast_for_autocast
 KeyValue = Callable[[Tensor], tuple[Tensor, Tensor]]  # rows [.., n, F] to key and value [.., n, H, C]
 
 
-def start_exchange(shard: EdgeShard, x_src: Tensor) -> Pending:
+def start_exchange(shard: EdgeShard, x_src: Tensor) -> PendingExchange:
     """Send rows of this rank's sources, in the dtype in which projections read them, and go on. Collective, and so is its backward.
 
     What is computed before `attend_after_exchange` or `attend_overlapped` waits for the halo hides messages, and in backward so does
@@ -39,7 +39,7 @@ def start_exchange(shard: EdgeShard, x_src: Tensor) -> Pending:
 
     Returns
     -------
-    Pending
+    PendingExchange
         Takes the place of `x_src` in either, once and with this shard; in a function that is computed again for backward, start it there.
 
     Raises
@@ -57,7 +57,7 @@ def start_exchange(shard: EdgeShard, x_src: Tensor) -> Pending:
 def attend_after_exchange(
     shard: EdgeShard,
     query: Tensor,
-    x_src: Tensor | Pending,
+    x_src: Tensor | PendingExchange,
     key_value: KeyValue,
     edge_attr: Tensor | None = None,
     edge_weight: Tensor | None = None,
@@ -100,7 +100,7 @@ def attend_after_exchange(
 def attend_overlapped(
     shard: EdgeShard,
     query: Tensor,
-    x_src: Tensor | Pending,
+    x_src: Tensor | PendingExchange,
     key_value: KeyValue,
     edge_attr: Tensor | None = None,
     edge_weight: Tensor | None = None,
@@ -151,9 +151,9 @@ def attend_by_heads(
         raise ValueError(
             "edge_attr must come raw, [E, D] with edge_weight, under strategy 'heads': embedded features would travel as [E, H, C]"
         )
-    if isinstance(x_src, Pending):
+    if isinstance(x_src, PendingExchange):
         raise ValueError(
-            "x_src must be rows under strategy 'heads', got Pending: start_exchange is for strategy 'edges'"
+            "x_src must be rows under strategy 'heads', got PendingExchange: start_exchange is for strategy 'edges'"
         )
     _check_own(shard, query, x_src, edge_attr, edge_weight)
     count = query.shape[-2]
@@ -175,17 +175,21 @@ def attend_by_heads(
     return to_nodes(out, shard.destinations.ranges, *where)
 
 
-def _started(shard: EdgeShard, x_src: Tensor | Pending) -> Pending:
-    return x_src if isinstance(x_src, Pending) else start_exchange(shard, x_src)
+def _started(shard: EdgeShard, x_src: Tensor | PendingExchange) -> PendingExchange:
+    return x_src if isinstance(x_src, PendingExchange) else start_exchange(shard, x_src)
 
 
 def _check_own(
-    shard: GraphShard, query: Tensor, x_src: Tensor | Pending, edge_attr: Tensor | None, edge_weight: Tensor | None
+    shard: GraphShard,
+    query: Tensor,
+    x_src: Tensor | PendingExchange,
+    edge_attr: Tensor | None,
+    edge_weight: Tensor | None,
 ) -> None:
     """Raise unless all rows are this rank's: of others they would be taken for its own, or leave the ranks waiting for each other."""
     check_own_rows("query", query, -3, shard.destinations.ranges.counts[shard.rank], "destinations")
-    own = x_src.own if isinstance(x_src, Pending) else x_src
-    if isinstance(x_src, Pending) and x_src.exchange is not shard.halo:
+    own = x_src.own if isinstance(x_src, PendingExchange) else x_src
+    if isinstance(x_src, PendingExchange) and x_src.exchange is not shard.halo:
         raise ValueError(
             "x_src must be started on the shard that attends, got rows started on another: start_exchange(shard, x_src)"
         )

@@ -16,7 +16,7 @@ from anemoi_gt.distributed.heads import head_ranges
 from anemoi_gt.distributed.launcher import join_store, local_rank, missing_variables
 from anemoi_gt.distributed.watch import watched
 from anemoi_gt.ops.backends import BACKENDS, check_counts_heads
-from anemoi_gt.option_checks import check_number, check_whole
+from anemoi_gt.option_checks import check_integer, check_number
 
 STRATEGIES = ("none", "edges", "heads")
 
@@ -51,7 +51,7 @@ class ShardingConfig:
     def __post_init__(self):
         if self.strategy not in STRATEGIES:
             raise ValueError(f"sharding.strategy must be one of {', '.join(STRATEGIES)}, got {self.strategy!r}")
-        check_whole("sharding.model", self.model)
+        check_integer("sharding.model", self.model)
         check_number("sharding.timeout", self.timeout)
         if not isinstance(self.overlap, bool):
             raise ValueError(f"sharding.overlap must be true or false, got {self.overlap!r}")

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from anemoi_gt.distributed.consensus import agreed, check_same, fingerprint
 from anemoi_gt.distributed.grad_sync import AXES, check_mesh
 from anemoi_gt.distributed.graph_shard import GraphShard, HeadShard, shard_edges, shard_graph
-from anemoi_gt.distributed.halo import Pending
+from anemoi_gt.distributed.halo import PendingExchange
 from anemoi_gt.distributed.halo_attention import (
     attend_after_exchange,
     attend_by_heads,
@@ -28,8 +28,15 @@ from anemoi_gt.distributed.halo_attention import (
     start_exchange,
 )
 from anemoi_gt.distributed.partition import Partition
-from anemoi_gt.distributed.shard_plan import EdgePart, ModelCut, ModelPart, edges_of_model, options_of, without_rows
-from anemoi_gt.distributed.sharded_checkpoint import RowTable
+from anemoi_gt.distributed.shard_plan import (
+    EdgePart,
+    ModelPart,
+    ShardPlan,
+    edges_of_model,
+    options_of,
+    strip_sharded_rows,
+)
+from anemoi_gt.distributed.sharded_checkpoint import ShardedTable
 from anemoi_gt.nn import EncoderProcessorDecoder
 from anemoi_gt.ops import edge_attention
 
@@ -49,7 +56,7 @@ class ShardedGraph:
     shard: GraphShard
     overlap: bool = False
 
-    def start(self, x_src: Tensor) -> Tensor | Pending:
+    def start(self, x_src: Tensor) -> Tensor | PendingExchange:
         """With strategy "edges", send rows of this rank's sources and go on; else return them. `attend` takes what comes back."""
         if self.shard.sources.ranges.parts == 1 or isinstance(self.shard, HeadShard):
             return x_src
@@ -58,7 +65,7 @@ class ShardedGraph:
     def attend(
         self,
         query: Tensor,
-        x_src: Tensor | Pending,
+        x_src: Tensor | PendingExchange,
         key_value: Callable[[Tensor], tuple[Tensor, Tensor]],
         edge_attr: Tensor | None,
         edge_weight: Tensor | None,
@@ -89,13 +96,13 @@ class ModelShard:
         Who owns which nodes, by the name of their set.
     rank : int
         This rank among those that share the model: it reads rows `partitions[name].nodes(rank)` of a sample.
-    tables : dict of str to RowTable
+    tables : dict of str to ShardedTable
         By the name of a parameter: which rows of the whole one this rank trains. All other parameters are shared.
     """
 
     partitions: dict[str, Partition]
     rank: int
-    tables: dict[str, RowTable]
+    tables: dict[str, ShardedTable]
 
     def parameters(self, model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
         """Return the parameters that the ranks of a model share, and those whose rows are this rank's own."""
@@ -137,7 +144,7 @@ def shard_model(
     same |= {"strategy": strategy, "overlap": overlap, "heads, dropout and config of the layers": options_of(model)}
     for axis in AXES:
         check_same(same, mesh.get_group(axis))
-    cut = ModelCut(model, mesh["model"].size(), strategy, mesh.device_type)
+    cut = ShardPlan(model, mesh["model"].size(), strategy, mesh.device_type)
     return _hold(model, cut.part(mesh.get_local_rank("model")), mesh, overlap)
 
 
@@ -180,7 +187,7 @@ def scatter_model(
     ranks, (data, place) = mesh.mesh.tolist(), mesh.get_coordinate()
     cut = _cut_together(model, (data, place) == (0, 0), mesh, strategy, group)
     if cut is not None:
-        bare = without_rows(model)
+        bare = strip_sharded_rows(model)
         for other, rank in enumerate(ranks[0][1:], 1):  # one at a time: the first rank holds one part beside the whole
             dist.send_object_list([bare, cut.part(other)], dst=rank, group=group)
         received = [bare, cut.part(0)]
@@ -197,12 +204,12 @@ def scatter_model(
 
 def _cut_together(
     model: EncoderProcessorDecoder | None, is_first: bool, mesh: DeviceMesh, strategy: str, group: dist.ProcessGroup
-) -> ModelCut | None:
+) -> ShardPlan | None:
     """Return the cut model on the first rank, None on the others; or raise on all."""
     with agreed(group):
         if (model is not None) != is_first:
             raise ValueError("model must be given on the first rank of the mesh, and be None on the others")
-        return ModelCut(model, mesh["model"].size(), strategy, mesh.device_type) if is_first else None
+        return ShardPlan(model, mesh["model"].size(), strategy, mesh.device_type) if is_first else None
 
 
 def _hold(model: EncoderProcessorDecoder, part: ModelPart, mesh: DeviceMesh, overlap: bool) -> ModelShard:
@@ -212,15 +219,15 @@ def _hold(model: EncoderProcessorDecoder, part: ModelPart, mesh: DeviceMesh, ove
     for name, module in model.nodes.items():
         nodes = part.nodes[name]
         if module.trainable is not None:
-            own = part.partitions[name].nodes(rank, module.waves.device)
-            tables[f"nodes.{name}.trainable"] = RowTable(own, nodes.size, mesh)
+            own = part.partitions[name].nodes(rank, module.sin_cos_lat_lon.device)
+            tables[f"nodes.{name}.trainable"] = ShardedTable(own, nodes.size, mesh)
         _set_rows(module, nodes.rows)
     for path, (module, source, destination) in edges_of_model(model).items():
         edges = part.edges[path]
         sides = {"sources": part.partitions[source], "destinations": part.partitions[destination]}
         shard, order = _divide(edges, group, sides)
         if module.trainable is not None:
-            tables[f"{path}.trainable"] = RowTable(edges.numbers[order], edges.size, mesh)
+            tables[f"{path}.trainable"] = ShardedTable(edges.numbers[order], edges.size, mesh)
         _set_rows(module, {name: None if rows is None else rows[order] for name, rows in edges.rows.items()})
         _replace_structure(module, ShardedGraph(shard, overlap))
     return ModelShard(part.partitions, rank, tables)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from anemoi_gt.option_checks import check_whole
+from anemoi_gt.option_checks import check_integer
 
 # Projections and feed-forward network of a node of F features take 12 F^2 products, attention along an edge reads 2 F numbers. On an
 # H200 in bfloat16 with F = 1024 that is 36 ns at 700 TFLOP/s against 0.95 ns an edge (327,600 edges in 0.31 ms).
@@ -65,7 +65,7 @@ class Ranges:
         ValueError
             For costs that are no integers, on which ranks could round differently, or negative, or no parts.
         """
-        check_whole("the number of parts", parts)
+        check_integer("the number of parts", parts)
         if not isinstance(cost, Tensor) or cost.dim() != 1:
             raise ValueError(f"cost must be a tensor [N], got {described(cost)}")
         if cost.is_floating_point():
@@ -84,7 +84,7 @@ class Ranges:
     @classmethod
     def even(cls, size: int, parts: int) -> "Ranges":
         """Cut into parts of equal size; the first take what is left over."""
-        check_whole("the number of parts", parts)
+        check_integer("the number of parts", parts)
         share, left = divmod(size, parts)
         return cls(tuple(p * share + min(p, left) for p in range(parts + 1)))
 

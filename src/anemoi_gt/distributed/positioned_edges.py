@@ -24,7 +24,7 @@ class PlacedEdges(NamedTuple):
     dst: Tensor  # [E] int64
     position: Tensor  # [E] int64, in the caller's attributes
     number: Tensor  # [E] int64, in the whole graph
-    program_order: Tensor | None  # [N_dst] int64, places of destinations
+    dst_schedule: Tensor | None  # [N_dst] int64, places of destinations
 
     @classmethod
     def of_graph(cls, graph: GraphStructure, sources: Partition, destinations: Partition) -> "PlacedEdges":
@@ -33,8 +33,8 @@ class PlacedEdges(NamedTuple):
             src=sources.places(graph.row),
             dst=destinations.places(graph.dst),
             position=graph.edge_order().long(),
-            number=graph.edge_numbers(),
-            program_order=None if graph.program_order is None else destinations.places(graph.program_order),
+            number=graph.global_edge_ids(),
+            dst_schedule=None if graph.dst_schedule is None else destinations.places(graph.dst_schedule),
         )
 
     def at(self, index: Tensor) -> "PlacedEdges":
@@ -45,10 +45,10 @@ class PlacedEdges(NamedTuple):
 def structure(edges: PlacedEdges, src: Tensor, sizes: tuple[int, int]) -> tuple[Tensor, GraphStructure]:
     """Sort edges from `src` to their destinations; return their places in the caller's attributes, and a structure that reads
     attributes in that order."""
-    graph = GraphStructure.from_edge_index(torch.stack([src, edges.dst]), sizes, edge_id=edges.number)
+    graph = GraphStructure.from_edge_index(torch.stack([src, edges.dst]), sizes, global_edge_id=edges.number)
     position = edges.position[graph.edge_order().long()]
-    order = None if edges.program_order is None else edges.program_order.to(graph.colptr.dtype)
-    return position, replace(graph, perm=None, program_order=order).with_reverse()
+    order = None if edges.dst_schedule is None else edges.dst_schedule.to(graph.colptr.dtype)
+    return position, replace(graph, perm=None, dst_schedule=order).with_reverse()
 
 
 def joined(interior: GraphStructure, boundary: GraphStructure, boundary_dst: Tensor) -> tuple[Tensor, GraphStructure]:
@@ -59,10 +59,10 @@ def joined(interior: GraphStructure, boundary: GraphStructure, boundary_dst: Ten
     graph = GraphStructure.from_edge_index(
         torch.cat([inner, outer], dim=1),
         (interior.num_src + boundary.num_src, interior.num_dst),
-        edge_id=torch.cat([interior.edge_id, boundary.edge_id]),
+        global_edge_id=torch.cat([interior.global_edge_id, boundary.global_edge_id]),
     )
-    order = None if interior.program_order is None else interior.program_order.to(graph.colptr.dtype)
-    return graph.edge_order().long(), replace(graph, perm=None, program_order=order).with_reverse()
+    order = None if interior.dst_schedule is None else interior.dst_schedule.to(graph.colptr.dtype)
+    return graph.edge_order().long(), replace(graph, perm=None, dst_schedule=order).with_reverse()
 
 
 def within(places: Tensor | None, own: slice) -> Tensor | None:

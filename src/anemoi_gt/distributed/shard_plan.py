@@ -2,7 +2,7 @@
 
     rows of nodes     positions and trained features of own nodes
     rows of edges     given and trained attributes of the edges into them, and where these edges run
-    the rest          a model without rows, the same for all ranks: `without_rows`
+    the rest          a model without rows, the same for all ranks: `strip_sharded_rows`
 
 With strategy "heads" a rank attends on the whole graph, so there the structure of the whole is a part of each part.
 """
@@ -24,7 +24,7 @@ from anemoi_gt.nn import EncoderProcessorDecoder, GraphTransformerBaseBlock
 from anemoi_gt.ops.backends import check_counts_heads, choose_backend
 
 HIDDEN = "hidden"
-NODE_ROWS, EDGE_ROWS = ("waves", "trainable"), ("edge_attr", "trainable")
+NODE_ROWS, EDGE_ROWS = ("sin_cos_lat_lon", "trainable"), ("edge_attr", "trainable")
 
 
 class NodePart(NamedTuple):
@@ -67,7 +67,7 @@ class ModelPart:
         return ModelPart(self.partitions, _moved(self.nodes, device), _moved(self.edges, device))
 
 
-class ModelCut:
+class ShardPlan:
     """A whole model, ready to be cut: who owns which nodes, and which edges end in them.
 
     Parameters
@@ -111,12 +111,14 @@ class ModelCut:
         """The numbers of the edges of each rank, rising."""
         owners, graph = self.partitions[destination], module.structure()
         owner = owners.ranges.owner(owners.places(graph.dst))
-        numbers = graph.edge_numbers()[torch.argsort(owner, stable=True)]
+        numbers = graph.global_edge_ids()[torch.argsort(owner, stable=True)]
         return numbers.split(torch.bincount(owner, minlength=owners.ranges.parts).tolist())
 
     def _nodes(self, name: str, rank: int) -> NodePart:
         module = self.model.nodes[name]
-        return NodePart(_rows(module, NODE_ROWS, self.partitions[name].nodes(rank, module.waves.device)), len(module))
+        return NodePart(
+            _rows(module, NODE_ROWS, self.partitions[name].nodes(rank, module.sin_cos_lat_lon.device)), len(module)
+        )
 
     def _edges(self, path: str, rank: int) -> EdgePart:
         module, numbers = self.edges[path][0], self._runs[path][rank].clone()  # a view travels with all that it is of
@@ -139,7 +141,7 @@ def options_of(model: EncoderProcessorDecoder) -> list[tuple]:
     return [(block.num_heads, block.dropout, block.config) for block in _blocks(model)]
 
 
-def without_rows(model: EncoderProcessorDecoder) -> EncoderProcessorDecoder:
+def strip_sharded_rows(model: EncoderProcessorDecoder) -> EncoderProcessorDecoder:
     """Return a copy of a model in which no node and no edge has a row; whatever else it has is copied."""
     places = [*model.nodes.values(), *(module for module, _, _ in edges_of_model(model).values())]
     tensors = (tensor for place in places for tensor in (*place.parameters(), *place.buffers()))
@@ -176,14 +178,14 @@ def _partitions(model: EncoderProcessorDecoder, parts: int) -> dict[str, Partiti
         times = len(model.processor.proc) if path == "processor_edges" else 1
         costs[destination] = costs[destination] + times * destination_cost(part.structure().colptr.diff().cpu())
     return {
-        name: Partition.balanced(costs[name], parts, morton_order(_unit_vectors(nodes.waves.cpu())))
+        name: Partition.balanced(costs[name], parts, morton_order(_unit_vectors(nodes.sin_cos_lat_lon.cpu())))
         for name, nodes in model.nodes.items()
     }
 
 
-def _unit_vectors(waves: Tensor) -> Tensor:
+def _unit_vectors(sin_cos_lat_lon: Tensor) -> Tensor:
     """Points [N, 3] on the unit sphere from sines and cosines of latitude and longitude."""
-    sin_lat, sin_lon, cos_lat, cos_lon = waves.unbind(1)
+    sin_lat, sin_lon, cos_lat, cos_lon = sin_cos_lat_lon.unbind(1)
     return torch.stack([cos_lat * cos_lon, cos_lat * sin_lon, sin_lat], dim=1)
 
 

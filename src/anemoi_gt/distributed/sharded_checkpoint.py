@@ -20,11 +20,11 @@ from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from anemoi_gt.distributed.halo import RowExchange
+from anemoi_gt.distributed.halo import HaloExchange
 from anemoi_gt.distributed.partition import Ranges
 
 
-class RowTable:
+class ShardedTable:
     """Rows of a table of which each rank of a model holds some, and all ranks together each row once. Made collectively.
 
     Parameters
@@ -43,7 +43,7 @@ class RowTable:
         parts = mesh["model"].size()
         piece = -(-size // parts)  # as DTensor cuts
         self.pieces = Ranges(tuple(min(rank * piece, size) for rank in range(parts + 1)))
-        self.exchange = RowExchange.of_requests(rising, self.pieces, mesh.get_group("model"))
+        self.exchange = HaloExchange.of_requests(rising, self.pieces, mesh.get_group("model"))
 
     def whole(self, rows: Tensor) -> DTensor:
         """The table [size, F] that the ranks' rows [n, F] make, in pieces. Collective."""
@@ -63,7 +63,7 @@ class RowTable:
 
 
 def save_checkpoint(
-    folder: Path, state: dict[str, Any], tables: Mapping[str, RowTable], group: dist.ProcessGroup
+    folder: Path, state: dict[str, Any], tables: Mapping[str, ShardedTable], group: dist.ProcessGroup
 ) -> None:
     """Write a checkpoint so that `folder` holds either the former one or this one, never a part. Collective.
 
@@ -73,7 +73,7 @@ def save_checkpoint(
         On a file system that all ranks see; its parent exists.
     state : dict
         Tensors and plain values, and dicts of them. What is not in `tables` is the same on all ranks.
-    tables : mapping of str to RowTable
+    tables : mapping of str to ShardedTable
         By the name of a parameter. Whatever `state` holds below a key of that name, with rows, is rows of that table.
     group : ProcessGroup
         All ranks of the job.
@@ -89,7 +89,7 @@ def save_checkpoint(
         shutil.rmtree(partial, ignore_errors=True)
     dist.barrier(group)
     try:
-        dcp.save(_map_rows(state, tables, RowTable.whole), checkpoint_id=partial, process_group=group)
+        dcp.save(_map_rows(state, tables, ShardedTable.whole), checkpoint_id=partial, process_group=group)
     except CheckpointException as error:
         raise OSError(f"a checkpoint could not be written to {partial}: {_reason(error)}") from error
     if is_first:
@@ -121,7 +121,7 @@ def require_checkpoint(folder: Path) -> Path:
 
 
 def load_checkpoint(
-    folder: Path, state: dict[str, Any], tables: Mapping[str, RowTable], group: dist.ProcessGroup
+    folder: Path, state: dict[str, Any], tables: Mapping[str, ShardedTable], group: dist.ProcessGroup
 ) -> dict[str, Any]:
     """Read a checkpoint, written on any number of ranks. Collective.
 
@@ -147,10 +147,10 @@ def load_checkpoint(
         On all ranks, when it is damaged, or of another model.
     """
     found = require_checkpoint(folder)
-    whole = _map_rows(state, tables, RowTable.whole)
+    whole = _map_rows(state, tables, ShardedTable.whole)
     with _reading(found):
         dcp.load(whole, checkpoint_id=found, process_group=group)
-    return _map_rows(whole, tables, RowTable.own)
+    return _map_rows(whole, tables, ShardedTable.own)
 
 
 def load_values(folder: Path, key: str) -> Any:
@@ -214,7 +214,9 @@ def _former(folder: Path) -> Path:
     return folder.with_name(folder.name + ".former")
 
 
-def _map_rows(value: Any, tables: Mapping[str, RowTable], function: Callable, table: RowTable | None = None) -> Any:
+def _map_rows(
+    value: Any, tables: Mapping[str, ShardedTable], function: Callable, table: ShardedTable | None = None
+) -> Any:
     """`value` with `function(table, rows)` in place of every tensor of rows of a table."""
     if isinstance(value, dict):
         return {key: _map_rows(part, tables, function, tables.get(key, table)) for key, part in value.items()}

@@ -12,7 +12,7 @@ from anemoi_gt.explanation.passes import bandwidth_of, features_of, passes_of, s
 from anemoi_gt.explanation.value import Explanation, Layer
 from anemoi_gt.graph import GraphStructure
 from anemoi_gt.ops import edge_attention
-from anemoi_gt.ops.backends import passed_over
+from anemoi_gt.ops.backends import rejected
 
 
 def explain(model: nn.Module, *inputs, bandwidth: float | None = None, **named) -> Explanation:
@@ -130,6 +130,6 @@ def _layer(call: Call, names: dict, bandwidth: float | None) -> Layer:
         dtype=str(query.dtype).removeprefix("torch."),
         device=str(query.device),
         backend=call.backend,
-        passed_over=passed_over(call.backend, query),
+        rejected=rejected(call.backend, query),
         passes=passes_of(call, bandwidth),
     )

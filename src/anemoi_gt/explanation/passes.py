@@ -87,10 +87,16 @@ def _kernels(call: Call, needs: dict[str, bool]) -> tuple[tuple, tuple]:
     from anemoi_gt.ops.triton_backend.problem import Problem
 
     given = call.arguments
-    operands = (*(given[name] for name in OPERANDS), given["colptr"], given["row"], given["perm"], given["edge_id"])
+    operands = (
+        *(given[name] for name in OPERANDS),
+        given["colptr"],
+        given["row"],
+        given["perm"],
+        given["global_edge_id"],
+    )
     numbers = {"seed": given["seed"], "scale": given["scale"], "dropout_p": given["dropout_p"]}
-    numbers["equal_degree"] = 0 if given["degree"] is None else given["degree"].shape[0]
-    sizes = Problem(*operands, given["program_order"], **numbers).sizes
+    numbers["fixed_in_degree"] = 0 if given["fixed_in_degree"] is None else given["fixed_in_degree"].shape[0]
+    sizes = Problem(*operands, given["dst_schedule"], **numbers).sizes
     return tuple(launch_plan.forward_kernels(sizes)), tuple(
         launch_plan.backward_kernels(sizes, launch_plan.Needs(**needs))
     )

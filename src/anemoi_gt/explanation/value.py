@@ -111,7 +111,7 @@ class Layer:
         Of the rows that are read.
     backend : str
         That computed it.
-    passed_over : dict of str to str
+    rejected : dict of str to str
         Why each of the other backends did not.
     passes : tuple of Pass
         Forward, and backward where gradients are recorded.
@@ -124,7 +124,7 @@ class Layer:
     dtype: str
     device: str
     backend: str
-    passed_over: dict[str, str]
+    rejected: dict[str, str]
     passes: tuple[Pass, ...]
 
 
@@ -211,7 +211,7 @@ def _layer_lines(layers: list[Layer]) -> Iterator[str]:
         f"  {sizes['edges']:,} edges, {sizes['sources']:,} to {sizes['destinations']:,} nodes, samples {sizes['samples']}, "
         f"heads {sizes['heads']} x {sizes['channels']}, {_edge_words(first)}, {first.dtype}, {first.device}"
     )
-    yield f"  backend {first.backend}" + "".join(f"; {name}: {why}" for name, why in first.passed_over.items())
+    yield f"  backend {first.backend}" + "".join(f"; {name}: {why}" for name, why in first.rejected.items())
     rows = [("", "bytes", "expected", "predicted", "achieved", "")]
     for pass_ in first.passes:
         rows.append((f"{pass_.name}: {pass_.operator}", *_figures(pass_, None), ""))

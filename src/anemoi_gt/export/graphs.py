@@ -108,7 +108,7 @@ class GraphAsInput(nn.Module):
         ):  # numbers, for names may read alike as words
             edges = Dim(f"edges_{number}_{_word(src)}_to_{_word(dst)}")
             shapes |= _each(self.model, place, edges)
-            sizes = {"colptr": nodes[dst] + 1, "sources": nodes[src], "program_order": nodes[dst]}
+            sizes = {"colptr": nodes[dst] + 1, "sources": nodes[src], "dst_schedule": nodes[dst]}
             for field in dict(self.model.get_submodule(f"{place}.structure").named_buffers()):
                 shapes[f"{place}.structure.{field}"] = {0: sizes.get(field, edges)}
         samples = samples or Dim("samples")

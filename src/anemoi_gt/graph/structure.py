@@ -33,14 +33,14 @@ from anemoi_gt.graph.validation import (
     INDEX_DTYPES,
     as_size,
     check_adjacency,
-    check_degree,
     check_edge_index,
+    check_fixed_in_degree,
     check_index,
     check_permutation,
     check_pointers,
     check_range,
     check_same_edges,
-    equal_degree,
+    find_fixed_in_degree,
     have_size,
 )
 
@@ -62,7 +62,7 @@ class GraphStructure:
         Holds no element: its shape is the number of sources.
     perm : Tensor [E], dtype of colptr, or None
         Caller's edge at each CSC position; None when the caller's order is the CSC order.
-    edge_id : Tensor [E], int64, or None
+    global_edge_id : Tensor [E], int64, or None
         Number of each edge in the whole graph, CSC order; the key of dropout, so that a part of a graph drops what the
         whole would. None: this is the whole graph and `perm` holds the numbers.
     rowptr : Tensor [N_src + 1], dtype of colptr, or None
@@ -71,9 +71,9 @@ class GraphStructure:
         Destination of each edge, CSR order.
     csr_to_csc : Tensor [E], dtype of colptr, or None
         CSC position of each edge, CSR order.
-    program_order : Tensor [N_dst], dtype of colptr, or None
+    dst_schedule : Tensor [N_dst], dtype of colptr, or None
         The order in which GPU programs take the destinations; None is 0, 1, 2, ... It changes speed, not results.
-    degree : Tensor [K, 0], or None
+    fixed_in_degree : Tensor [K, 0], or None
         Every destination has K in-edges, as k nearest neighbours give: kernels that know it are faster. Holds no element.
         None: not so, or not known. Found out where values are checked.
 
@@ -87,12 +87,12 @@ class GraphStructure:
     row: Tensor
     sources: Tensor
     perm: Tensor | None = None
-    edge_id: Tensor | None = None
+    global_edge_id: Tensor | None = None
     rowptr: Tensor | None = None
     col: Tensor | None = None
     csr_to_csc: Tensor | None = None
-    program_order: Tensor | None = None
-    degree: Tensor | None = None
+    dst_schedule: Tensor | None = None
+    fixed_in_degree: Tensor | None = None
 
     def __post_init__(self):
         check_index("colptr", self.colptr, like=self.colptr)
@@ -109,20 +109,20 @@ class GraphStructure:
             )
         lengths = {
             "perm": self.num_edges,
-            "edge_id": self.num_edges,
+            "global_edge_id": self.num_edges,
             "rowptr": self.num_src + 1,
             "col": self.num_edges,
             "csr_to_csc": self.num_edges,
-            "program_order": self.num_dst,
+            "dst_schedule": self.num_dst,
         }
         for name, length in lengths.items():
             index = getattr(self, name)
             if index is not None:
-                check_index(name, index, like=self.colptr, dtypes=(torch.int64,) if name == "edge_id" else None)
+                check_index(name, index, like=self.colptr, dtypes=(torch.int64,) if name == "global_edge_id" else None)
                 if not have_size(index.shape[0], length):
                     raise ValueError(f"{name} must have {length} entries, got {index.shape[0]}")
-        if self.degree is not None:
-            check_degree(self.degree, self.num_dst, self.num_edges)
+        if self.fixed_in_degree is not None:
+            check_fixed_in_degree(self.fixed_in_degree, self.num_dst, self.num_edges)
 
     @property
     def num_src(self) -> int:
@@ -155,7 +155,7 @@ class GraphStructure:
         edge_index: Tensor,
         num_nodes: tuple[int, int] | int | None = None,
         *,
-        edge_id: Tensor | None = None,
+        global_edge_id: Tensor | None = None,
         stable: bool = True,
         validate: bool = True,
     ) -> "GraphStructure":
@@ -167,7 +167,7 @@ class GraphStructure:
             Row 0 holds sources, row 1 destinations.
         num_nodes : (num_src, num_dst), int or None
             An int means the same nodes on both sides. None is allowed only for an EdgeIndex that knows its sizes.
-        edge_id : Tensor [E], int64, optional
+        global_edge_id : Tensor [E], int64, optional
             Number of each edge in the graph that these edges are a part of, caller's order.
         stable : bool
             Keep the caller's order inside a destination. False leaves it open and is faster on a GPU, for graphs that
@@ -208,16 +208,16 @@ class GraphStructure:
             sides = {"colptr": pointers(dst, num_dst), "row": src.contiguous(), "perm": None}
         else:
             sides = group_coo(edge_index, num_src, num_dst, dtype, stable=stable)._asdict()
-        degree = equal_degree(sides["colptr"], edge_index.shape[1]) if validate else None
-        if edge_id is not None:
-            check_index("edge_id", edge_id, like=edge_index, dtypes=(torch.int64,))
-            if not have_size(edge_id.shape[0], edge_index.shape[1]):
+        fixed_in_degree = find_fixed_in_degree(sides["colptr"], edge_index.shape[1]) if validate else None
+        if global_edge_id is not None:
+            check_index("global_edge_id", global_edge_id, like=edge_index, dtypes=(torch.int64,))
+            if not have_size(global_edge_id.shape[0], edge_index.shape[1]):
                 raise ValueError(
-                    f"edge_id must have {edge_index.shape[1]} entries, one per edge, got {edge_id.shape[0]}"
+                    f"global_edge_id must have {edge_index.shape[1]} entries, one per edge, got {global_edge_id.shape[0]}"
                 )
-            edge_id = edge_id if sides["perm"] is None else edge_id[sides["perm"]]
+            global_edge_id = global_edge_id if sides["perm"] is None else global_edge_id[sides["perm"]]
         sources = torch.empty(num_src, 0, device=edge_index.device)
-        return cls(**sides, sources=sources, edge_id=edge_id, degree=degree)
+        return cls(**sides, sources=sources, global_edge_id=global_edge_id, fixed_in_degree=fixed_in_degree)
 
     @classmethod
     def from_csc(
@@ -251,7 +251,7 @@ class GraphStructure:
         graph = cls(colptr.to(dtype).contiguous(), row.to(dtype).contiguous(), sources, perm=perm)
         if not validate:
             return graph
-        return replace(graph.validate(), degree=equal_degree(graph.colptr, graph.num_edges))
+        return replace(graph.validate(), fixed_in_degree=find_fixed_in_degree(graph.colptr, graph.num_edges))
 
     @classmethod
     def from_adj_t(cls, adj_t, *, validate: bool = True) -> "GraphStructure":
@@ -304,13 +304,13 @@ class GraphStructure:
         Returns
         -------
         GraphStructure
-            Without its source side. Where a graph has a `program_order`, programs take the graphs one after another and the
+            Without its source side. Where a graph has a `dst_schedule`, programs take the graphs one after another and the
             destinations of each in its own order; None where no graph has one.
 
         Raises
         ------
         ValueError
-            For no graph, graphs on several devices, or a part of a graph (one with `edge_id`).
+            For no graph, graphs on several devices, or a part of a graph (one with `global_edge_id`).
         """
         graphs = tuple(graphs) if isinstance(graphs, Iterable) else graphs
         if not isinstance(graphs, tuple) or not all(isinstance(graph, GraphStructure) for graph in graphs):
@@ -320,26 +320,28 @@ class GraphStructure:
             raise ValueError("disjoint must get at least one graph, got none")
         if len({graph.device for graph in graphs}) > 1:
             raise ValueError(f"graphs must be on one device, got {[str(graph.device) for graph in graphs]}")
-        if any(graph.edge_id is not None for graph in graphs):
-            raise ValueError("graphs must be whole, got one that carries edge_id: join the parts of a graph first")
+        if any(graph.global_edge_id is not None for graph in graphs):
+            raise ValueError(
+                "graphs must be whole, got one that carries global_edge_id: join the parts of a graph first"
+            )
         src_begin = _offsets(graph.num_src for graph in graphs)
         dst_begin = _offsets(graph.num_dst for graph in graphs)
         edge_begin = _offsets(graph.num_edges for graph in graphs)
         dtype = _index_dtype(src_begin[-1], dst_begin[-1], edge_begin[-1])
         colptr = _side_by_side([graph.colptr[:-1] for graph in graphs], edge_begin, dtype)
-        perm = program_order = None
+        perm = dst_schedule = None
         if any(graph.perm is not None for graph in graphs):
             perm = _side_by_side([graph.edge_order() for graph in graphs], edge_begin, dtype)
-        if any(graph.program_order is not None for graph in graphs):
-            program_order = _side_by_side([_order_of_programs(graph) for graph in graphs], dst_begin, dtype)
-        degrees = {None if graph.degree is None else graph.degree.shape[0] for graph in graphs}
+        if any(graph.dst_schedule is not None for graph in graphs):
+            dst_schedule = _side_by_side([_order_of_programs(graph) for graph in graphs], dst_begin, dtype)
+        degrees = {None if graph.fixed_in_degree is None else graph.fixed_in_degree.shape[0] for graph in graphs}
         return cls(
             colptr=torch.cat([colptr, colptr.new_full((1,), edge_begin[-1])]),
             row=_side_by_side([graph.row for graph in graphs], src_begin, dtype),
             sources=torch.empty(src_begin[-1], 0, device=graphs[0].device),
             perm=perm,
-            program_order=program_order,
-            degree=graphs[0].degree if len(degrees) == 1 else None,
+            dst_schedule=dst_schedule,
+            fixed_in_degree=graphs[0].fixed_in_degree if len(degrees) == 1 else None,
         )
 
     def with_reverse(self, *, stable: bool = True) -> "GraphStructure":
@@ -355,7 +357,7 @@ class GraphStructure:
         rowptr, csr_to_csc, col = group_edges(self.row, self.dst, self.num_src, stable=stable)
         return replace(self, rowptr=rowptr, col=col, csr_to_csc=csr_to_csc)
 
-    def with_program_order(self, positions: Tensor | None = None) -> "GraphStructure":
+    def with_dst_schedule(self, positions: Tensor | None = None) -> "GraphStructure":
         """Return this structure with an order of destinations in which neighbours in space come together.
 
         Destinations that are near share sources, so programs that run at the same time share rows in the cache.
@@ -379,7 +381,7 @@ class GraphStructure:
                 f"positions must have shape [{self.num_dst}, 1 to 3], one row per destination, got {tuple(positions.shape)}"
             )
         morton = ordering.morton_order(positions)
-        return replace(self, program_order=morton.to(device=self.device, dtype=self.colptr.dtype))
+        return replace(self, dst_schedule=morton.to(device=self.device, dtype=self.colptr.dtype))
 
     @property
     def dst(self) -> Tensor:
@@ -391,9 +393,9 @@ class GraphStructure:
         coo = torch.stack([self.row, self.dst]).long()
         return coo if self.perm is None else torch.empty_like(coo).index_copy_(1, self.perm.long(), coo)
 
-    def edge_numbers(self) -> Tensor:
+    def global_edge_ids(self) -> Tensor:
         """Return the number of each edge in the whole graph [E], int64, CSC order."""
-        return self.edge_order().long() if self.edge_id is None else self.edge_id
+        return self.edge_order().long() if self.global_edge_id is None else self.global_edge_id
 
     def to(self, device: torch.device | str) -> "GraphStructure":
         """Return this structure on `device`."""
@@ -405,16 +407,16 @@ class GraphStructure:
         Raises
         ------
         ValueError
-            colptr or rowptr not from 0 to E or decreasing; an index out of range; perm, csr_to_csc or program_order not
-            a permutation; the two sides not the same edges; another degree than `degree` says.
+            colptr or rowptr not from 0 to E or decreasing; an index out of range; perm, csr_to_csc or dst_schedule not
+            a permutation; the two sides not the same edges; another degree than `fixed_in_degree` says.
         """
         check_pointers("colptr", self.colptr, self.num_edges)
-        if self.degree is not None and equal_degree(self.colptr, self.num_edges) is None:
+        if self.fixed_in_degree is not None and find_fixed_in_degree(self.colptr, self.num_edges) is None:
             raise ValueError(
-                f"degree says that every destination has {self.degree.shape[0]} in-edges, but colptr has others; leave degree out"
+                f"fixed_in_degree says that every destination has {self.fixed_in_degree.shape[0]} in-edges, but colptr has others; leave it out"
             )
         check_range("row", self.row, self.num_src)
-        for name, length in (("perm", self.num_edges), ("program_order", self.num_dst)):
+        for name, length in (("perm", self.num_edges), ("dst_schedule", self.num_dst)):
             if getattr(self, name) is not None:
                 check_permutation(name, getattr(self, name), length)
         if self.has_reverse:
@@ -498,9 +500,9 @@ def _is_sorted(index: Tensor) -> bool:
 
 
 def _order_of_programs(graph: GraphStructure) -> Tensor:
-    """The destinations in the order in which programs take them: `program_order`, or 0, 1, 2, ..."""
-    if graph.program_order is not None:
-        return graph.program_order
+    """The destinations in the order in which programs take them: `dst_schedule`, or 0, 1, 2, ..."""
+    if graph.dst_schedule is not None:
+        return graph.dst_schedule
     return torch.arange(graph.num_dst, dtype=graph.colptr.dtype, device=graph.device)
 
 

@@ -97,18 +97,18 @@ def check_pointers(name: str, pointers: Tensor, num_edges: int) -> None:
         raise ValueError(f"{name} must not decrease, got {int(pointers[at])}, {int(pointers[at + 1])} at position {at}")
 
 
-def check_degree(degree: Tensor, num_dst: int, num_edges: int) -> None:
+def check_fixed_in_degree(degree: Tensor, num_dst: int, num_edges: int) -> None:
     """Raise unless `degree` is a tensor [K, 0] with K in-edges for each of `num_dst` destinations."""
     if not isinstance(degree, Tensor) or degree.dim() != 2 or degree.shape[1] != 0:
         got = tuple(degree.shape) if isinstance(degree, Tensor) else type(degree).__name__
-        raise ValueError(f"degree must be a tensor [K, 0], K the in-edges of every destination, got {got}")
+        raise ValueError(f"fixed_in_degree must be a tensor [K, 0], K the in-edges of every destination, got {got}")
     if not torch.compiler.is_compiling() and degree.shape[0] * num_dst != num_edges:
         raise ValueError(
-            f"degree must have shape [K, 0] with K * {num_dst} destinations = {num_edges} edges, got K = {degree.shape[0]}"
+            f"fixed_in_degree must have shape [K, 0] with K * {num_dst} destinations = {num_edges} edges, got K = {degree.shape[0]}"
         )
 
 
-def equal_degree(colptr: Tensor, num_edges: int) -> Tensor | None:
+def find_fixed_in_degree(colptr: Tensor, num_edges: int) -> Tensor | None:
     """Return an empty tensor [K, 0] if every destination has the same K >= 1 in-edges, else None; waits for the device.
 
     Traced code has no values to look at: None.

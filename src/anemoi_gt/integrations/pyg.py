@@ -62,7 +62,7 @@ def swap_layers(model: nn.Module, config: AttentionConfig = AttentionConfig()) -
 
 def _replacement(theirs: TransformerConv, config: AttentionConfig) -> nn.Module:
     """Return our layer with the parameters of `theirs`; `theirs` where that is not possible and `config` leaves it open."""
-    reason = _why_not(theirs)
+    reason = _unsupported_reason(theirs)
     if reason is None:
         try:
             return _with_parameters_of(theirs, config)
@@ -76,7 +76,7 @@ def _replacement(theirs: TransformerConv, config: AttentionConfig) -> nn.Module:
     return theirs
 
 
-def _why_not(theirs: TransformerConv) -> str | None:
+def _unsupported_reason(theirs: TransformerConv) -> str | None:
     """Return why our layer cannot stand for this one, or None when it can."""
     if type(theirs) is not TransformerConv:
         return f"{type(theirs).__qualname__} is a class of its own, which may compute something else"

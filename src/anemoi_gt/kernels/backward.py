@@ -55,7 +55,7 @@ def edge_attention_bwd_dst(
     colptr,  # [N_dst + 1]
     row,  # [E]
     perm,  # [E] or None
-    edge_id,  # [E] int64, or None
+    global_edge_id,  # [E] int64, or None
     order,  # [N_dst] or None
     seed,  # [1] int64, or None
     dquery,  # [B, N_dst, H, C] or None
@@ -115,13 +115,13 @@ def edge_attention_bwd_dst(
     middle = end - (end - begin) % UNROLL
     for e in range(begin, middle, UNROLL):
         total, delta = _weigh(
-            total, delta, do, share, value, edge_attr, row, perm, edge_id, seed, products, numerators, dweights, sample,
+            total, delta, do, share, value, edge_attr, row, perm, global_edge_id, seed, products, numerators, dweights, sample,
             first_src, first_edge, attr_first, e, h, offsets, mask, drop_below, survivor,
             H, WIDTH, D, EMBEDDED, HEADS, PAIRS, UNROLL, WIDE,
         )  # fmt: skip
     for e in range(middle, end):
         total, delta = _weigh(
-            total, delta, do, share, value, edge_attr, row, perm, edge_id, seed, products, numerators, dweights, sample,
+            total, delta, do, share, value, edge_attr, row, perm, global_edge_id, seed, products, numerators, dweights, sample,
             first_src, first_edge, attr_first, e, h, offsets, mask, drop_below, survivor,
             H, WIDTH, D, EMBEDDED, HEADS, PAIRS, 1, WIDE,
         )  # fmt: skip
@@ -134,13 +134,13 @@ def edge_attention_bwd_dst(
     q = load_halves(query, node * WIDTH, offsets, mask, PAIRS) if EMBEDDED else do
     for e in range(begin, middle, UNROLL):
         dq = _sum_keys(
-            dq, delta, do, q, share, scale, key, edge_attr, row, perm, edge_id, seed, numerators, dweights, weights, dquery,
+            dq, delta, do, q, share, scale, key, edge_attr, row, perm, global_edge_id, seed, numerators, dweights, weights, dquery,
             dedge, sample, first_src, first_edge, attr_first, e, h, offsets, mask, drop_below, survivor,
             H, WIDTH, EMBEDDED, HEADS, PAIRS, UNROLL, WIDE,
         )  # fmt: skip
     for e in range(middle, end):
         dq = _sum_keys(
-            dq, delta, do, q, share, scale, key, edge_attr, row, perm, edge_id, seed, numerators, dweights, weights, dquery,
+            dq, delta, do, q, share, scale, key, edge_attr, row, perm, global_edge_id, seed, numerators, dweights, weights, dquery,
             dedge, sample, first_src, first_edge, attr_first, e, h, offsets, mask, drop_below, survivor,
             H, WIDTH, EMBEDDED, HEADS, PAIRS, 1, WIDE,
         )  # fmt: skip
@@ -150,7 +150,7 @@ def edge_attention_bwd_dst(
 
 @triton.jit
 def _weigh(
-    total, delta, do, share, value, edge_attr, row, perm, edge_id, seed, products, numerators, dweights, sample,
+    total, delta, do, share, value, edge_attr, row, perm, global_edge_id, seed, products, numerators, dweights, sample,
     first_src, first_edge, attr_first, e, h, offsets, mask, drop_below, survivor,
     H: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, EMBEDDED: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr,
     EACH: tl.constexpr, WIDE: tl.constexpr,
@@ -165,7 +165,7 @@ def _weigh(
         dp = dot_halves(do, joined(v, features, x, EMBEDDED, PAIRS), PAIRS)
         if D > 0:
             dp += t[x]
-        dp = drop(dp, e + x, perm, edge_id, seed, sample, h, drop_below, survivor)
+        dp = drop(dp, e + x, perm, global_edge_id, seed, sample, h, drop_below, survivor)
         store_heads(dweights, wide(first_edge + e + x, WIDE) * H + h, dp, h, H, HEADS)
         p = share * r[x]
         total += p
@@ -175,7 +175,7 @@ def _weigh(
 
 @triton.jit
 def _sum_keys(
-    dq, delta, do, q, share, scale, key, edge_attr, row, perm, edge_id, seed, numerators, dweights, weights, dquery,
+    dq, delta, do, q, share, scale, key, edge_attr, row, perm, global_edge_id, seed, numerators, dweights, weights, dquery,
     dedge, sample, first_src, first_edge, attr_first, e, h, offsets, mask, drop_below, survivor,
     H: tl.constexpr, WIDTH: tl.constexpr, EMBEDDED: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr,
     EACH: tl.constexpr, WIDE: tl.constexpr,
@@ -189,7 +189,7 @@ def _sum_keys(
     for x in tl.static_range(EACH):
         p = share * r[x]
         ds = scale * p * (dp[x] - delta)
-        p = drop(p, e + x, perm, edge_id, seed, sample, h, drop_below, survivor)
+        p = drop(p, e + x, perm, global_edge_id, seed, sample, h, drop_below, survivor)
         pair = wide(first_edge + e + x, WIDE) * (2 * H) + h
         store_heads(weights, pair, p, h, H, HEADS)
         store_heads(weights, pair + H, ds, h, H, HEADS)

@@ -60,12 +60,14 @@ def _gather(
 
 
 @triton.jit
-def _keep_factors(perm, edge_id, seed, first, sample, h, drop_below, survivor, K: tl.constexpr, HEADS: tl.constexpr):
+def _keep_factors(
+    perm, global_edge_id, seed, first, sample, h, drop_below, survivor, K: tl.constexpr, HEADS: tl.constexpr
+):
     """Dropout factors of the K edges from `first` on, [HEADS] each; ones without dropout."""
     found = ()
     for j in tl.static_range(K):
         if seed is not None:
-            number = caller_edge(perm, first + j) if edge_id is None else tl.load(edge_id + first + j)
+            number = caller_edge(perm, first + j) if global_edge_id is None else tl.load(global_edge_id + first + j)
             found = found + (keep_factor(seed, number, sample, h, drop_below, survivor),)
         else:
             found = found + (1.0,)
@@ -85,7 +87,7 @@ def edge_attention_equal_fwd(
     projected,  # [B, N_dst, H, ATTRIBUTES] u, or None
     row,  # [E]
     perm,  # [E] or None
-    edge_id,  # [E] int64, or None
+    global_edge_id,  # [E] int64, or None
     order,  # [N_dst] or None
     seed,  # [1] int64, or None
     out,  # [B, N_dst, H, C]
@@ -150,7 +152,7 @@ def edge_attention_equal_fwd(
         r = r + (tl.exp2(scores[j] - high),)
         total += r[j]
     share = 1.0 / tl.where(total == 0.0, 1.0, total)
-    m = _keep_factors(perm, edge_id, seed, first, sample, h, drop_below, survivor, K, HEADS)
+    m = _keep_factors(perm, global_edge_id, seed, first, sample, h, drop_below, survivor, K, HEADS)
     o = zero_halves(HEADS, CHANNELS, PAIRS)
     sums = tl.zeros((HEADS, ATTRIBUTES), tl.float32)
     for j in tl.static_range(K):
@@ -185,7 +187,7 @@ def edge_attention_equal_bwd_dst(
     numerators,  # [B, E, H] r
     row,  # [E]
     perm,  # [E] or None
-    edge_id,  # [E] int64, or None
+    global_edge_id,  # [E] int64, or None
     order,  # [N_dst] or None
     seed,  # [1] int64, or None
     dquery,  # [B, N_dst, H, C] or None
@@ -237,7 +239,7 @@ def edge_attention_equal_bwd_dst(
     if dquery is not None:
         for j in tl.static_range(K):
             k = k + (load_raw(key, places[j], offsets, mask, PAIRS),)
-    m = _keep_factors(perm, edge_id, seed, first, sample, h, drop_below, survivor, K, HEADS)
+    m = _keep_factors(perm, global_edge_id, seed, first, sample, h, drop_below, survivor, K, HEADS)
     total = tl.zeros((HEADS,), tl.float32)
     delta = tl.zeros((HEADS,), tl.float32)
     p = ()

@@ -66,7 +66,7 @@ def edge_attention_fwd(
     colptr,  # [N_dst + 1]
     row,  # [E]
     perm,  # [E] or None
-    edge_id,  # [E] int64, or None
+    global_edge_id,  # [E] int64, or None
     order,  # [N_dst] or None
     seed,  # [1] int64, or None
     out,  # [B, N_dst, H, C]
@@ -139,12 +139,12 @@ def edge_attention_fwd(
     o = zero_halves(HEADS, CHANNELS, PAIRS)
     for e in range(begin, middle, UNROLL):
         total, o = _sum_values(
-            total, o, high, value, edge_attr, row, perm, edge_id, seed, scores, numerators, sample, first_src, first_edge,
+            total, o, high, value, edge_attr, row, perm, global_edge_id, seed, scores, numerators, sample, first_src, first_edge,
             attr_first, e, h, offsets, mask, drop_below, survivor, H, WIDTH, EMBEDDED, HEADS, PAIRS, UNROLL, WIDE,
         )  # fmt: skip
     for e in range(middle, end):
         total, o = _sum_values(
-            total, o, high, value, edge_attr, row, perm, edge_id, seed, scores, numerators, sample, first_src, first_edge,
+            total, o, high, value, edge_attr, row, perm, global_edge_id, seed, scores, numerators, sample, first_src, first_edge,
             attr_first, e, h, offsets, mask, drop_below, survivor, H, WIDTH, EMBEDDED, HEADS, PAIRS, 1, WIDE,
         )  # fmt: skip
     share = 1.0 / tl.where(total == 0.0, 1.0, total)
@@ -153,7 +153,7 @@ def edge_attention_fwd(
     store_heads(inverse, node * H + h, tl.where(total == 0.0, 0.0, share), h, H, HEADS)
     if D > 0:
         _sum_attributes(
-            edge_attr, perm, edge_id, seed, numerators, attr_sums, sample, node, first_edge, attr_first, begin, end,
+            edge_attr, perm, global_edge_id, seed, numerators, attr_sums, sample, node, first_edge, attr_first, begin, end,
             head, inverse, drop_below, survivor, H, D, BIAS, HEADS, ATTRIBUTES, EDGES, PRECISION, WIDE,
         )  # fmt: skip
 
@@ -184,7 +184,7 @@ def _score(
 
 @triton.jit
 def _sum_values(
-    total, o, high, value, edge_attr, row, perm, edge_id, seed, scores, numerators, sample, first_src, first_edge,
+    total, o, high, value, edge_attr, row, perm, global_edge_id, seed, scores, numerators, sample, first_src, first_edge,
     attr_first, e, h, offsets, mask, drop_below, survivor,
     H: tl.constexpr, WIDTH: tl.constexpr, EMBEDDED: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr,
     EACH: tl.constexpr, WIDE: tl.constexpr,
@@ -197,14 +197,14 @@ def _sum_values(
         r = tl.exp2(s[x] - high)
         store_heads(numerators, wide(first_edge + e + x, WIDE) * H + h, r, h, H, HEADS)
         total += r
-        r = drop(r, e + x, perm, edge_id, seed, sample, h, drop_below, survivor)
+        r = drop(r, e + x, perm, global_edge_id, seed, sample, h, drop_below, survivor)
         o = add_halves(o, r, joined(v, features, x, EMBEDDED, PAIRS), PAIRS)
     return total, o
 
 
 @triton.jit
 def _sum_attributes(
-    edge_attr, perm, edge_id, seed, numerators, attr_sums, sample, node, first_edge, attr_first, begin, end,
+    edge_attr, perm, global_edge_id, seed, numerators, attr_sums, sample, node, first_edge, attr_first, begin, end,
     head, inverse, drop_below, survivor,
     H: tl.constexpr, D: tl.constexpr, BIAS: tl.constexpr, HEADS: tl.constexpr, ATTRIBUTES: tl.constexpr,
     EDGES: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
@@ -222,7 +222,7 @@ def _sum_attributes(
         at, known = head_offsets(first_edge + e, inside, h, H, H, WIDE)
         r = tl.load(numerators + at, mask=known, other=0.0)  # [EDGES, HEADS]
         if seed is not None:
-            number = edge if edge_id is None else tl.load(edge_id + e, mask=inside, other=0)
+            number = edge if global_edge_id is None else tl.load(global_edge_id + e, mask=inside, other=0)
             r *= keep_factor(seed, number[:, None], sample, h[None, :], drop_below, survivor)
         if EDGES == 1:
             sums += tl.sum(r[:, :, None] * a[:, None, :], axis=0)

@@ -173,9 +173,9 @@ def load_numbers(
 
 
 @triton.jit
-def drop(weight, e, perm, edge_id, seed, sample, h, drop_below, survivor):
+def drop(weight, e, perm, global_edge_id, seed, sample, h, drop_below, survivor):
     """`weight` [HEADS] of edge e times its dropout factor."""
     if seed is not None:
-        number = caller_edge(perm, e) if edge_id is None else tl.load(edge_id + e)
+        number = caller_edge(perm, e) if global_edge_id is None else tl.load(global_edge_id + e)
         weight = weight * keep_factor(seed, number, sample, h, drop_below, survivor)
     return weight

@@ -29,7 +29,7 @@ from anemoi_gt.nn.layer_kernels import LayerKernels, cast_for_projections, check
 from anemoi_gt.nn.mlp import FeedForward
 from anemoi_gt.nn.norm import apply_norm
 from anemoi_gt.ops import edge_attention
-from anemoi_gt.option_checks import check_probability, check_whole
+from anemoi_gt.option_checks import check_integer, check_probability
 
 Exchange = Callable[[Tensor], Tensor]
 
@@ -325,7 +325,7 @@ class GraphTransformerMapperBlock(GraphTransformerBaseBlock):
 def _check_sizes(in_channels: int, out_channels: int, width: int, num_heads: int, edge_dim: int) -> None:
     sizes = {"in_channels": in_channels, "out_channels": out_channels, "attn_channels": width, "num_heads": num_heads}
     for name, size in sizes.items():
-        check_whole(name, size)
+        check_integer(name, size)
     if in_channels != out_channels:
         raise ValueError(
             "in_channels and out_channels must be equal, for features are added to what becomes of them, "
@@ -333,4 +333,4 @@ def _check_sizes(in_channels: int, out_channels: int, width: int, num_heads: int
         )
     if width % num_heads:
         raise ValueError(f"attention channels must be a multiple of heads, got {width} channels and {num_heads} heads")
-    check_whole("edge_dim", edge_dim)
+    check_integer("edge_dim", edge_dim)

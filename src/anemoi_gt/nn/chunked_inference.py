@@ -33,7 +33,7 @@ from anemoi_gt.nn.mapper import GraphTransformerBackwardMapper, GraphTransformer
 from anemoi_gt.nn.norm import apply_norm
 from anemoi_gt.nn.processor import GraphTransformerProcessor
 from anemoi_gt.ops import edge_attention
-from anemoi_gt.option_checks import check_whole
+from anemoi_gt.option_checks import check_integer
 
 ROWS = 16384
 OF_HEADS, OF_FEATURES = -3, -2  # dimension of the nodes in [.., N, H, C] and in [.., N, F]
@@ -90,8 +90,8 @@ class ChunkedInference:
 
     def __init__(self, graph: GraphStructure, num_chunks: int = 1, *, rows: int = ROWS):
         check_structure(graph)
-        check_whole("rows", rows)
-        check_whole("num_chunks", num_chunks, least=None)
+        check_integer("rows", rows)
+        check_integer("num_chunks", num_chunks, least=None)
         blocks = max(1, -(-graph.num_dst // rows))
         if not 1 <= num_chunks <= blocks:
             raise ValueError(
@@ -193,11 +193,17 @@ class ChunkedInference:
 def _cut(graph: GraphStructure, dst: slice) -> tuple[slice, slice, GraphStructure]:
     """Destinations, edges and structure of a piece; its sources are those of the graph."""
     colptr = graph.colptr[dst.start : dst.stop + 1]
-    edges, order = slice(int(colptr[0]), int(colptr[-1])), graph.program_order
+    edges, order = slice(int(colptr[0]), int(colptr[-1])), graph.dst_schedule
     if order is not None:
         order = order[(order >= dst.start) & (order < dst.stop)] - dst.start
     row = graph.row[edges].clone()  # slices lie at any address, and kernels are compiled apart for odd ones
-    return dst, edges, GraphStructure(colptr - colptr[0], row, graph.sources, program_order=order, degree=graph.degree)
+    return (
+        dst,
+        edges,
+        GraphStructure(
+            colptr - colptr[0], row, graph.sources, dst_schedule=order, fixed_in_degree=graph.fixed_in_degree
+        ),
+    )
 
 
 def _take(rows: Tensor | None, block: slice) -> Tensor | None:

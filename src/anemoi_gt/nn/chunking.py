@@ -15,7 +15,7 @@ from torch import Tensor
 from anemoi_gt.graph import GraphStructure
 from anemoi_gt.nn.input_validation import check_rows, check_structure
 from anemoi_gt.ops import edge_attention
-from anemoi_gt.option_checks import check_whole
+from anemoi_gt.option_checks import check_integer
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,7 +128,7 @@ def split_destinations(graph: GraphStructure, num_chunks: int) -> tuple[Chunk, .
     [([2], slice(0, 1, None)), ([0, 2], slice(1, 3, None))]
     """
     check_structure(graph)
-    check_whole("num_chunks", num_chunks, least=None)
+    check_integer("num_chunks", num_chunks, least=None)
     if num_chunks == 1:
         return (Chunk.whole(graph),)
     if not 1 <= num_chunks <= graph.num_dst:
@@ -147,7 +147,7 @@ def _piece(graph: GraphStructure, dst: slice) -> Chunk:
         colptr - colptr[0],
         row.to(graph.row.dtype),
         torch.empty(src.shape[0], 0, device=graph.device),
-        edge_id=graph.edge_numbers()[edges],
-        degree=graph.degree,
+        global_edge_id=graph.global_edge_ids()[edges],
+        fixed_in_degree=graph.fixed_in_degree,
     )
     return Chunk(structure.with_reverse(), src.long(), dst, edges, (graph.num_src, graph.num_dst, graph.num_edges))

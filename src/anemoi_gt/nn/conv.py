@@ -18,7 +18,7 @@ from anemoi_gt.graph import GraphStructure
 from anemoi_gt.nn.input_validation import check_dtype, check_features, check_nodes
 from anemoi_gt.nn.pyg_inputs import is_adjacency, is_sparse_tensor, read_edges
 from anemoi_gt.ops import attention_weights, edge_attention
-from anemoi_gt.option_checks import check_probability, check_whole
+from anemoi_gt.option_checks import check_integer, check_probability
 
 LAZY = -1  # takes the number from the first input
 
@@ -205,10 +205,10 @@ class GraphTransformerConv(MessagePassing):
         return f"{type(self).__name__}({self.in_channels}, {self.out_channels}, heads={self.heads})"
 
     def _check_options(self):
-        check_whole("out_channels", self.out_channels)
-        check_whole("heads", self.heads)
+        check_integer("out_channels", self.out_channels)
+        check_integer("heads", self.heads)
         if self.edge_dim not in (None, LAZY):
-            check_whole("edge_dim", self.edge_dim, note=", or None when edges have no attributes")
+            check_integer("edge_dim", self.edge_dim, note=", or None when edges have no attributes")
         check_probability("dropout", self.dropout)
         check_config(self.config)
         if self.aggr not in ("add", "sum"):
@@ -317,5 +317,5 @@ def _both_sides(in_channels: int | tuple[int, int]) -> tuple[int, int]:
         raise ValueError(f"in_channels must be a number or a pair (of sources, of destinations), got {in_channels!r}")
     for side in sides:
         if side != LAZY:
-            check_whole("in_channels", side, note=f", or {LAZY} to take it from the first input")
+            check_integer("in_channels", side, note=f", or {LAZY} to take it from the first input")
     return sides

@@ -19,7 +19,7 @@ from anemoi_gt.nn.input_validation import check_conditions, check_sides, check_s
 from anemoi_gt.nn.mlp import hidden_width
 from anemoi_gt.nn.norm import apply_norm
 from anemoi_gt.ops.dropout import draw_seed
-from anemoi_gt.option_checks import check_whole
+from anemoi_gt.option_checks import check_integer
 
 
 class GraphTransformerBaseMapper(nn.Module):
@@ -60,8 +60,8 @@ class GraphTransformerBaseMapper(nn.Module):
                 "update_src_nodes must be False in a mapper, which returns destinations only, got True; "
                 "GraphTransformerMapperBlock returns the sources too"
             )
-        check_whole("in_channels_src", in_channels_src)
-        check_whole("in_channels_dst", in_channels_dst)
+        check_integer("in_channels_src", in_channels_src)
+        check_integer("in_channels_dst", in_channels_dst)
         self.in_channels_src, self.in_channels_dst = in_channels_src, in_channels_dst
         self.gradient_checkpointing = gradient_checkpointing
         self.proc = GraphTransformerMapperBlock(
@@ -172,7 +172,7 @@ class GraphTransformerBackwardMapper(GraphTransformerBaseMapper):
     """
 
     def __init__(self, *, out_channels_dst: int, **options):
-        check_whole("out_channels_dst", out_channels_dst)
+        check_integer("out_channels_dst", out_channels_dst)
         super().__init__(**options)
         channels = self.proc.channels
         is_embedded = self.in_channels_src == channels

@@ -9,7 +9,7 @@ import math
 from torch import Tensor, nn
 
 from anemoi_gt.nn.layer_kernels import LayerKernels
-from anemoi_gt.option_checks import check_number, check_whole
+from anemoi_gt.option_checks import check_integer, check_number
 
 GATES = {"glu": nn.Sigmoid, "swiglu": nn.SiLU, "geglu": nn.GELU, "reglu": nn.ReLU}
 IMPLEMENTATIONS = ("mlp", *GATES)
@@ -64,7 +64,7 @@ class FeedForward(nn.Module):
         super().__init__()
         if implementation not in IMPLEMENTATIONS:
             raise ValueError(f"mlp_implementation must be one of {', '.join(IMPLEMENTATIONS)}, got {implementation!r}")
-        check_whole("hidden_dim", hidden_dim)
+        check_integer("hidden_dim", hidden_dim)
         if implementation == "mlp":
             hidden = [kernels.Linear(channels, hidden_dim), kernels.Activation()]
         else:
@@ -84,7 +84,7 @@ def hidden_width(channels: int, ratio: float) -> int:
     ValueError
         When that is not at least 1, or one of them is no number.
     """
-    check_whole("channels", channels)
+    check_integer("channels", channels)
     check_number("mlp_ratio", ratio)
     width = math.floor(ratio * channels + 0.5) if math.isfinite(ratio) else 0
     if width < 1:

@@ -14,7 +14,7 @@ from anemoi_gt.nn.mapper import GraphTransformerBackwardMapper, GraphTransformer
 from anemoi_gt.nn.processor import GraphTransformerProcessor
 from anemoi_gt.nn.residual import Residual
 from anemoi_gt.nn.static_graph import DATA, HIDDEN, chunked_edges_of, edges_of, nodes_of
-from anemoi_gt.option_checks import check_whole
+from anemoi_gt.option_checks import check_integer
 
 
 class EncoderProcessorDecoder(nn.Module):
@@ -182,7 +182,7 @@ class EncoderProcessorDecoder(nn.Module):
                 raise ValueError(f"{label} must be a tensor [B, {wanted[0]}, {wanted[1]}], got {type(x).__name__}")
             if x.dim() != 3 or tuple(x.shape[1:]) != wanted:
                 raise ValueError(f"{label} must have shape [B, {wanted[0]}, {wanted[1]}], got {tuple(x.shape)}")
-            check_dtype(label, x, like=self.nodes[name].waves)
+            check_dtype(label, x, like=self.nodes[name].sin_cos_lat_lon)
             if samples not in (None, x.shape[0]):
                 raise ValueError(f"{label} must have {samples} samples as the data sets before it, got {x.shape[0]}")
             samples = x.shape[0]
@@ -232,7 +232,7 @@ def _by_data_set(
     sides = {name: dict(side) if isinstance(side, Mapping) else {DATA: side} for name, side in sides.items()}
     for name, side in sides.items():
         for data_set, size in side.items():
-            check_whole(f"{name}[{data_set!r}]" if isinstance(in_channels, Mapping) else name, size)
+            check_integer(f"{name}[{data_set!r}]" if isinstance(in_channels, Mapping) else name, size)
         if not side or HIDDEN in side:
             raise ValueError(f"{name} must name at least one data set, none of them {HIDDEN!r}, got {list(side)}")
         refused = [data_set for data_set in side if not _names_a_module(data_set)]

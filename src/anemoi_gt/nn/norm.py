@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from anemoi_gt.nn.input_validation import check_dtype
-from anemoi_gt.option_checks import check_whole
+from anemoi_gt.option_checks import check_integer
 
 # PyTorch's layer norm for CUDA addresses an input of so many numbers in 32 bits and normalises other rows than those that
 # it was given, without a word: seen with 2.11, reported as pytorch/pytorch#181555.
@@ -65,8 +65,8 @@ class ConditionalLayerNorm(nn.Module):
 
     def __init__(self, normalized_shape: int, condition_shape: int = 16):
         super().__init__()
-        check_whole("normalized_shape", normalized_shape)
-        check_whole("condition_shape", condition_shape)
+        check_integer("normalized_shape", normalized_shape)
+        check_integer("condition_shape", condition_shape)
         self.norm = nn.LayerNorm(normalized_shape, elementwise_affine=False)
         self.scale = nn.Linear(condition_shape, normalized_shape)
         self.bias = nn.Linear(condition_shape, normalized_shape)

@@ -12,7 +12,7 @@ from anemoi_gt.nn.activation_checkpointing import recompute
 from anemoi_gt.nn.block import GraphTransformerProcessorBlock
 from anemoi_gt.nn.input_validation import check_features
 from anemoi_gt.nn.mlp import hidden_width
-from anemoi_gt.option_checks import check_whole
+from anemoi_gt.option_checks import check_integer
 
 
 class GraphTransformerProcessor(nn.Module):
@@ -55,9 +55,9 @@ class GraphTransformerProcessor(nn.Module):
         **block_options,
     ):
         super().__init__()
-        check_whole("num_layers", num_layers)
+        check_integer("num_layers", num_layers)
         if checkpoint_groups is not None:
-            check_whole("checkpoint_groups", checkpoint_groups, least=None, note=", or None")
+            check_integer("checkpoint_groups", checkpoint_groups, least=None, note=", or None")
             if not 1 <= checkpoint_groups <= num_layers:
                 raise ValueError(
                     f"checkpoint_groups must be in 1 .. {num_layers}, the number of layers, or None, got {checkpoint_groups}"

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from anemoi_gt.graph import GraphStructure
 from anemoi_gt.nn.chunking import Chunk, split_destinations
-from anemoi_gt.option_checks import check_whole
+from anemoi_gt.option_checks import check_integer
 
 
 class StaticStructure(nn.Module):
@@ -30,7 +30,7 @@ class StaticStructure(nn.Module):
 
     def keep_for_inference(self) -> None:
         """Forget the source side, which gradients alone need, and what holds for this graph but not for one of other edges."""
-        forgotten = ("rowptr", "col", "csr_to_csc", "degree")
+        forgotten = ("rowptr", "col", "csr_to_csc", "fixed_in_degree")
         self._fields = tuple(name for name in self._fields if name not in forgotten)
         self._buffers = {name: self._buffers[name] for name in self._fields}
 
@@ -78,7 +78,7 @@ class StaticEdges(nn.Module):
             )
         if not bool(edge_attr.isfinite().all()):
             raise ValueError("edge_attr must be finite, got NaN or infinity")
-        check_whole("trainable", trainable, least=0, note=", the number of trained attributes of an edge")
+        check_integer("trainable", trainable, least=0, note=", the number of trained attributes of an edge")
         edge_attr = edge_attr[graph.edge_order().long()].to(torch.get_default_dtype())
         self.structure = StaticStructure(replace(graph, perm=None).with_reverse())
         self.register_buffer("edge_attr", edge_attr, persistent=False)

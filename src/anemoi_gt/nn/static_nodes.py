@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from anemoi_gt.option_checks import check_whole
+from anemoi_gt.option_checks import check_integer
 
 
 class StaticNodes(nn.Module):
@@ -49,9 +49,9 @@ class StaticNodes(nn.Module):
                 f"latitudes must lie within +-pi/2 radians, got up to {float(positions[:, 0].abs().max()):g}; "
                 "convert degrees with torch.deg2rad"
             )
-        check_whole("trainable", trainable, least=0, note=", the number of trained features of a node")
-        waves = torch.cat([positions.sin(), positions.cos()], dim=-1).to(torch.get_default_dtype())
-        self.register_buffer("waves", waves, persistent=False)
+        check_integer("trainable", trainable, least=0, note=", the number of trained features of a node")
+        sin_cos_lat_lon = torch.cat([positions.sin(), positions.cos()], dim=-1).to(torch.get_default_dtype())
+        self.register_buffer("sin_cos_lat_lon", sin_cos_lat_lon, persistent=False)
         self.trainable = nn.Parameter(torch.zeros(positions.shape[0], trainable)) if trainable else None
 
     def __len__(self) -> int:
@@ -60,13 +60,17 @@ class StaticNodes(nn.Module):
     @property
     def num_nodes(self) -> int:
         """Number of nodes, which an export can leave open, while `len` would burn it in."""
-        return self.waves.shape[0]
+        return self.sin_cos_lat_lon.shape[0]
 
     @property
     def channels(self) -> int:
         """Number of features of each node, given and trained."""
-        return self.waves.shape[1] + (0 if self.trainable is None else self.trainable.shape[1])
+        return self.sin_cos_lat_lon.shape[1] + (0 if self.trainable is None else self.trainable.shape[1])
 
     def forward(self) -> Tensor:
         """Return the features [N, channels]: sin lat, sin lon, cos lat, cos lon, trained ones."""
-        return self.waves if self.trainable is None else torch.cat([self.waves, self.trainable], dim=-1)
+        return (
+            self.sin_cos_lat_lon
+            if self.trainable is None
+            else torch.cat([self.sin_cos_lat_lon, self.trainable], dim=-1)
+        )

@@ -9,7 +9,7 @@ from anemoi_gt.ops.backends import check_counts_heads, choose_backend
 from anemoi_gt.ops.derivative import refuse_forward_mode
 from anemoi_gt.ops.dropout import draw_seed
 from anemoi_gt.ops.dtypes import cast_operands
-from anemoi_gt.ops.operands import check_dropout, check_operands, check_scale
+from anemoi_gt.ops.operands import AttentionOperands, check_dropout, check_operands, check_scale
 
 
 def edge_attention(
@@ -56,7 +56,7 @@ def edge_attention(
         Probability with which each attention weight is dropped; survivors grow by 1 / (1 - dropout_p). The mask depends
         on a seed, on sample, edge and head, not on the order or the sharding of the edges.
     dropout_seed : Tensor [1], int64, optional
-        The seed, for calls that are to have the masks of one: parts of a graph with their `edge_id`. None draws one from
+        The seed, for calls that are to have the masks of one: parts of a graph with their `global_edge_id`. None draws one from
         PyTorch's generator where something is dropped.
     config : AttentionConfig
         Backend and precision.
@@ -161,7 +161,7 @@ def _attend(
     """Check and cast the operands, and hand them to the backend."""
     check_config(config)
     check_scale(scale)
-    check_operands(query, key, value, graph, edge_attr, edge_weight, edge_bias)
+    check_operands(AttentionOperands(query, key, value, edge_attr, edge_weight, edge_bias), graph)
     refuse_forward_mode(query, key, value, edge_attr, edge_weight, edge_bias)
     operands, out_dtype = cast_operands(config.precision, query, key, value, edge_attr, edge_weight, edge_bias)
     q, k, v, attr, weight, bias = operands
@@ -171,5 +171,6 @@ def _attend(
         graph = graph.with_reverse()
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     backend = choose_backend(config.backend, q)
-    out, lse = backend.attend(q, k, v, graph, attr, weight, bias, seed, float(scale), float(dropout_p))
+    operands = AttentionOperands(q, k, v, attr, weight, bias)
+    out, lse = backend.attend(operands, graph, seed, float(scale), float(dropout_p))
     return out.to(out_dtype), lse

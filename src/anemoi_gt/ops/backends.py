@@ -15,24 +15,24 @@ log = logging.getLogger(__name__)
 class Backend(NamedTuple):
     """One way to compute edge attention.
 
-    `attend` has the arguments of `torch_backend.attend`. `why_not(query)` says why it cannot serve, or None;
-    `why_not_auto(query)` why `auto` passes it over, be it that it could run.
+    `attend` has the arguments of `torch_backend.attend`. `unsupported_reason(query)` says why it cannot serve, or None;
+    `auto_unsupported_reason(query)` why `auto` passes it over, be it that it could run.
     """
 
     attend: Callable[..., tuple[Tensor, Tensor]]
-    why_not: Callable[[Tensor], str | None]
-    why_not_auto: Callable[[Tensor], str | None]
+    unsupported_reason: Callable[[Tensor], str | None]
+    auto_unsupported_reason: Callable[[Tensor], str | None]
 
 
 BACKENDS = {  # in the order in which `auto` tries them
-    "triton": Backend(triton_backend.attend, triton_backend.why_not, triton_backend.why_not_auto),
-    "torch": Backend(torch_backend.attend, torch_backend.why_not, torch_backend.why_not),
+    "triton": Backend(triton_backend.attend, triton_backend.unsupported_reason, triton_backend.auto_unsupported_reason),
+    "torch": Backend(torch_backend.attend, torch_backend.unsupported_reason, torch_backend.unsupported_reason),
 }
 
 
-def why_not(name: str, query: Tensor) -> str | None:
+def unsupported_reason(name: str, query: Tensor) -> str | None:
     """Return why the backend called `name` cannot serve a query like this one, or None when it can."""
-    return BACKENDS[name].why_not(query)
+    return BACKENDS[name].unsupported_reason(query)
 
 
 def choose_backend(name: str, query: Tensor) -> Backend:
@@ -44,13 +44,13 @@ def choose_backend(name: str, query: Tensor) -> Backend:
         When the named backend cannot, with its reason.
     """
     if name != "auto":
-        reason = why_not(name, query)
+        reason = unsupported_reason(name, query)
         if reason is not None:
             raise ValueError(f"attention backend {name!r} cannot run here: {reason}")
         return BACKENDS[name]
     reasons = {}
     for candidate, backend in BACKENDS.items():
-        reason = backend.why_not_auto(query)
+        reason = backend.auto_unsupported_reason(query)
         if reason is None:
             if not torch.compiler.is_compiling():
                 log.debug("attention backend auto: %s; passed over: %s", candidate, reasons or "none")
@@ -69,15 +69,15 @@ def check_counts_heads(backend: Backend, dropout_p: float) -> None:
         )
 
 
-def passed_over(chosen: str, query: Tensor) -> dict[str, str]:
+def rejected(chosen: str, query: Tensor) -> dict[str, str]:
     """Return, for each backend other than the one called `chosen` that serves `query`, why it does not."""
     reasons = {}
     for name, backend in BACKENDS.items():
         if name == chosen:
             continue
-        reason = backend.why_not_auto(query)
+        reason = backend.auto_unsupported_reason(query)
         if reason is None:
-            first = next(other for other, backend in BACKENDS.items() if backend.why_not_auto(query) is None)
+            first = next(other for other, backend in BACKENDS.items() if backend.auto_unsupported_reason(query) is None)
             taken_by = "'auto' takes" if first == chosen else "the config names"
             reason = f"could serve; {taken_by} {chosen!r}"
         reasons[name] = reason

@@ -1,6 +1,7 @@
 """What the operands of edge attention must be. The only place that words these errors; metadata only, no device sync."""
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,16 +11,20 @@ from anemoi_gt.graph.validation import check_index, have_size
 from anemoi_gt.option_checks import check_number, check_probability
 
 
-def check_operands(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    graph: GraphStructure,
-    edge_attr: Tensor | None,
-    edge_weight: Tensor | None,
-    edge_bias: Tensor | None,
-) -> None:
-    """Raise ValueError unless all operands of `edge_attention` fit together."""
+class AttentionOperands(NamedTuple):
+    """The floating-point operands of one call of edge attention, as `edge_attention` documents them."""
+
+    query: Tensor  # [N_dst, H, C] or [B, N_dst, H, C]
+    key: Tensor  # [N_src, H, C] or [B, N_src, H, C]
+    value: Tensor  # [N_src, H, C] or [B, N_src, H, C]
+    edge_attr: Tensor | None = None  # raw [.., E, D] with edge_weight, else embedded [.., E, H, C]
+    edge_weight: Tensor | None = None  # [H * C, D]
+    edge_bias: Tensor | None = None  # [H * C]
+
+
+def check_operands(operands: AttentionOperands, graph: GraphStructure) -> None:
+    """Raise ValueError unless all operands of `edge_attention` fit together and fit `graph`."""
+    query, key, value, edge_attr, edge_weight, edge_bias = operands
     if not isinstance(graph, GraphStructure):
         raise ValueError(
             f"graph must be a GraphStructure, got {type(graph).__name__}; make one, once, with "

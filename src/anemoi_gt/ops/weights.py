@@ -6,7 +6,7 @@ from torch import Tensor
 from anemoi_gt.attention_config import AttentionConfig, check_config
 from anemoi_gt.graph import GraphStructure
 from anemoi_gt.ops.dtypes import accumulator_dtype, cast_operands, without_autocast
-from anemoi_gt.ops.operands import check_operands, check_scale
+from anemoi_gt.ops.operands import AttentionOperands, check_operands, check_scale
 
 
 def attention_weights(
@@ -47,7 +47,7 @@ def attention_weights(
     check_config(config)
     check_scale(scale)
     no_value = key  # which would have its shape
-    check_operands(query, key, no_value, graph, edge_attr, edge_weight, edge_bias)
+    check_operands(AttentionOperands(query, key, no_value, edge_attr, edge_weight, edge_bias), graph)
     operands, _ = cast_operands(config.precision, query, key, edge_attr, edge_weight, None)
     dtype = accumulator_dtype(operands[0].dtype)
     q, k, attr, weight, _ = (None if operand is None else operand.to(dtype) for operand in operands)

@@ -8,7 +8,7 @@ from typing import BinaryIO
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
+def atomic_write(path: Path) -> Iterator[BinaryIO]:
     """Open a file that takes the name `path` when the block ends without error, and is gone when it does not.
 
     Parameters

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from anemoi_gt.training.atomic_write import replacing
+from anemoi_gt.training.atomic_write import atomic_write
 
 
 def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
@@ -25,7 +25,7 @@ def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
     OSError
         If it cannot be written; the former one is whole.
     """
-    with replacing(path) as file:
+    with atomic_write(path) as file:
         torch.save(state, file)
 
 

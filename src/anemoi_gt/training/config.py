@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from math import isinf
 
-from anemoi_gt.option_checks import check_number, check_whole
+from anemoi_gt.option_checks import check_integer, check_number
 
 DEVICES = ("auto", "cpu", "cuda")
 PRECISIONS = ("32-true", "bf16-mixed", "16-mixed")
@@ -75,16 +75,16 @@ class TrainingConfig:
 
     def __post_init__(self):
         for name in ("steps", "batch_size", "valid_every", "log_every"):
-            check_whole(f"training.{name}", getattr(self, name))
+            check_integer(f"training.{name}", getattr(self, name))
         for name in ("warmup_steps", "seed"):
-            check_whole(f"training.{name}", getattr(self, name), least=None)
+            check_integer(f"training.{name}", getattr(self, name), least=None)
         for name in ("learning_rate", "weight_decay", "clip_norm", "average_decay"):
             check_number(f"training.{name}", getattr(self, name))
         for name in ("compile", "cuda_graph"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"training.{name} must be true or false, got {getattr(self, name)!r}")
         if self.threads is not None:
-            check_whole("training.threads", self.threads, note=", or null")
+            check_integer("training.threads", self.threads, note=", or null")
         for name in ("learning_rate", "clip_norm"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"training.{name} must be positive, got {getattr(self, name)}")

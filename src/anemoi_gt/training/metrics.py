@@ -4,7 +4,7 @@ import json
 import os
 from pathlib import Path
 
-from anemoi_gt.training.atomic_write import naming, replacing
+from anemoi_gt.training.atomic_write import atomic_write, naming
 
 
 class MetricsFile:
@@ -21,7 +21,7 @@ class MetricsFile:
     def __init__(self, path: Path, until: int = 0):
         self.path = path
         self.records: list[dict] = [record for record in read_metrics(path) if record["step"] <= until]
-        with replacing(path) as file:
+        with atomic_write(path) as file:
             file.writelines(_line(record).encode() for record in self.records)
         self._file = path.open("a", encoding="utf-8")
 

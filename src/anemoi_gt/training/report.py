@@ -7,7 +7,7 @@ from pathlib import Path
 from torch import nn
 
 from anemoi_gt.data.datasets import ForecastDataset
-from anemoi_gt.training.atomic_write import replacing
+from anemoi_gt.training.atomic_write import atomic_write
 from anemoi_gt.training.plots.rollout_plot import draw_rollout
 from anemoi_gt.training.plots.training_plot import draw_picture
 from anemoi_gt.training.rollout import roll_out, rollout_table, score_rollouts
@@ -79,7 +79,7 @@ def write_rollout_report(folder: Path, model: nn.Module, test: ForecastDataset, 
 
 def write_scores(path: Path, scores: list[Score]) -> None:
     """Write scores as JSON, one record each."""
-    with replacing(path) as file:
+    with atomic_write(path) as file:
         file.write((json.dumps(as_records(scores), indent=2) + "\n").encode())
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from anemoi_gt.data.datasets import ForecastDataset
-from anemoi_gt.option_checks import check_whole
+from anemoi_gt.option_checks import check_integer
 from anemoi_gt.training.scores import Errors, Score, place_of_median
 
 
@@ -65,7 +65,7 @@ def roll_out(model: nn.Module, dataset: ForecastDataset, i: int, steps: int) -> 
     ValueError
         If the data set's inputs do not follow from forecasts, there is no such sample, or steps is below 1.
     """
-    check_whole("steps", steps)
+    check_integer("steps", steps)
     if not 0 <= i < len(dataset):
         raise ValueError(f"i must be a sample in 0 .. {len(dataset) - 1}, got {i}")
     device, outcomes = next(model.parameters()).device, []
@@ -96,7 +96,7 @@ def score_rollouts(model: nn.Module, dataset: ForecastDataset, steps: int) -> Ro
     FloatingPointError
         If forecasts grow beyond all bounds.
     """
-    check_whole("steps", steps)
+    check_integer("steps", steps)
     errors = [Errors(dataset) for _ in range(steps)]
     with_truth: list[list[int]] = [[] for _ in range(steps)]
     for i in range(len(dataset)):

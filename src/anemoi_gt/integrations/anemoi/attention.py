@@ -91,13 +91,13 @@ def _serves(block, edge_index) -> bool:
     settings = CHOSEN.of(block)
     if settings is None:
         return False
-    reason = _why_not(block, edge_index)
+    reason = _unsupported_reason(block, edge_index)
     if reason is not None:
         _refuse(settings, reason)
     return reason is None
 
 
-def _why_not(block, edge_index) -> str | None:
+def _unsupported_reason(block, edge_index) -> str | None:
     """Return why we cannot compute the attention of a block, or None when we can."""
     if not isinstance(edge_index, Tensor) or edge_index.layout != torch.strided:
         return "its edges came as a sparse adjacency, and an edge_index [2, E] is needed"
@@ -140,13 +140,13 @@ def _reads_raw_edges(block) -> bool:
     settings = CHOSEN.of(block)
     if settings is None or not settings.fuse_edges or getattr(block, "shard_strategy", None) != "edges":
         return False  # by heads, Anemoi exchanges embedded edges between ranks
-    reason = _why_not_raw(block)
+    reason = _raw_edges_unsupported_reason(block)
     if reason is not None and not torch.compiler.is_compiling():
         _say_once(f"an Anemoi block embeds its edges before the attention: {reason}")
     return reason is None
 
 
-def _why_not_raw(block) -> str | None:
+def _raw_edges_unsupported_reason(block) -> str | None:
     for name in (
         "get_qkve",
         "prepare_qkve_edge_sharding",

@@ -1,5 +1,5 @@
 """The `torch` backend: the definition of edge attention, usable for real on a CPU."""
 
-from anemoi_gt.ops.torch_backend.op import attend, why_not
+from anemoi_gt.ops.torch_backend.op import attend, unsupported_reason
 
-__all__ = ["attend", "why_not"]
+__all__ = ["attend", "unsupported_reason"]

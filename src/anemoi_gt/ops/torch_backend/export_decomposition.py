@@ -27,7 +27,7 @@ def decompose(
     colptr: Tensor,
     row: Tensor,
     perm: Tensor | None,
-    edge_id: Tensor | None,
+    global_edge_id: Tensor | None,
     rowptr: Tensor | None,
     col: Tensor | None,
     csr_to_csc: Tensor | None,

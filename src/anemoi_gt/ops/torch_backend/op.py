@@ -12,6 +12,7 @@ from anemoi_gt.graph import GraphStructure
 from anemoi_gt.ops.derivative import refuse_second_derivative
 from anemoi_gt.ops.dropout import keep_factor
 from anemoi_gt.ops.dtypes import accumulator_dtype
+from anemoi_gt.ops.operands import AttentionOperands
 from anemoi_gt.ops.torch_backend.reference import (
     Edges,
     HeadGradients,
@@ -76,19 +77,14 @@ class Operands:
         return torch.stack(list(factors), dim=1)
 
 
-def why_not(query: Tensor) -> str | None:
+def unsupported_reason(query: Tensor) -> str | None:
     """The torch backend runs wherever PyTorch does."""
     return None
 
 
 def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    operands: AttentionOperands,
     graph: GraphStructure,
-    edge_attr: Tensor | None,
-    edge_weight: Tensor | None,
-    edge_bias: Tensor | None,
     seed: Tensor | None,
     scale: float,
     dropout_p: float,
@@ -97,16 +93,15 @@ def attend(
 
     query, key, value [B, N, H, C] come with edge_attr [1 or B, E, ..]. One sample may come without B, in all of them.
     """
+    query, key, value, edge_attr, *embedding = operands
     if query.dim() == 3:
-        sample = [None if operand is None else operand.unsqueeze(0) for operand in (query, key, value, edge_attr)]
-        out, lse = attend(*sample[:3], graph, sample[3], edge_weight, edge_bias, seed, scale, dropout_p)
+        rows = (None if operand is None else operand.unsqueeze(0) for operand in (query, key, value, edge_attr))
+        out, lse = attend(AttentionOperands(*rows, *embedding), graph, seed, scale, dropout_p)
         return out.squeeze(0), lse.squeeze(0)
     warn_if_untested("torch")
     reverse = (graph.rowptr, graph.col, graph.csr_to_csc)
-    return edge_attention_torch(
-        query, key, value, edge_attr, edge_weight, edge_bias,
-        graph.colptr, graph.row, graph.perm, graph.edge_id, *reverse, seed, scale, dropout_p,
-    )  # fmt: skip
+    structure = (graph.colptr, graph.row, graph.perm, graph.global_edge_id)
+    return edge_attention_torch(*operands, *structure, *reverse, seed, scale, dropout_p)
 
 
 @define_operator
@@ -120,7 +115,7 @@ def edge_attention_torch(
     colptr: Tensor,
     row: Tensor,
     perm: Tensor | None,
-    edge_id: Tensor | None,
+    global_edge_id: Tensor | None,
     rowptr: Tensor | None,
     col: Tensor | None,
     csr_to_csc: Tensor | None,
@@ -130,7 +125,7 @@ def edge_attention_torch(
 ) -> tuple[Tensor, Tensor]:
     """Forward: out [B, N_dst, H, C] and lse [B, N_dst, H]; the source side of the graph is only kept for backward."""
     operands = _operands(query, key, value, edge_attr, edge_weight, edge_bias, seed, scale, dropout_p)
-    edges = _edges(colptr, row, perm, edge_id, operands)
+    edges = _edges(colptr, row, perm, global_edge_id, operands)
     out, lse = query.new_empty(query.shape), operands.query.new_empty(query.shape[:3])
     with torch.autocast(query.device.type, enabled=False):
         for b, group, heads in operands.groups(edges):
@@ -139,7 +134,7 @@ def edge_attention_torch(
 
 
 @torch.library.register_fake("anemoi_gt::edge_attention_torch")
-def _(query, key, value, edge_attr, edge_weight, edge_bias, colptr, row, perm, edge_id, *_):
+def _(query, key, value, edge_attr, edge_weight, edge_bias, colptr, row, perm, global_edge_id, *_):
     lse = query.new_empty(query.shape[:3], dtype=accumulator_dtype(query.dtype))
     return query.new_empty(query.shape), lse
 
@@ -163,7 +158,7 @@ def edge_attention_torch_backward(
     colptr: Tensor,
     row: Tensor,
     perm: Tensor | None,
-    edge_id: Tensor | None,
+    global_edge_id: Tensor | None,
     rowptr: Tensor | None,
     col: Tensor | None,
     csr_to_csc: Tensor | None,
@@ -174,7 +169,7 @@ def edge_attention_torch_backward(
 ) -> list[Tensor]:
     """Backward: the gradients that `needs` asks for, in the order of the first six operands of the forward."""
     operands = _operands(query, key, value, edge_attr, edge_weight, edge_bias, seed, scale, dropout_p)
-    edges = _edges(colptr, row, perm, edge_id, operands)
+    edges = _edges(colptr, row, perm, global_edge_id, operands)
     out = None if rowptr is None else Runs.of_heads(edges.heads, col, rowptr)
     do = torch.zeros_like(operands.query) if grad_out is None else grad_out.to(operands.query.dtype)
     dlse = do.new_zeros(do.shape[:3]) if grad_lse is None else grad_lse
@@ -254,13 +249,15 @@ class Gradients:
         return results
 
 
-def _edges(colptr: Tensor, row: Tensor, perm: Tensor | None, edge_id: Tensor | None, operands: Operands) -> Edges:
-    graph = GraphStructure(colptr, row, row.new_empty(0, 0), perm=perm, edge_id=edge_id)
+def _edges(
+    colptr: Tensor, row: Tensor, perm: Tensor | None, global_edge_id: Tensor | None, operands: Operands
+) -> Edges:
+    graph = GraphStructure(colptr, row, row.new_empty(0, 0), perm=perm, global_edge_id=global_edge_id)
     heads = _heads_together(operands, row.shape[0])
     attr, is_raw = graph.edge_order(), operands.edge_weight is not None
     sources = Runs.of_heads(heads, row, colptr)
     attributes = Runs.of_heads(heads, attr, colptr, is_shared=is_raw)
-    return Edges(heads, colptr, row, graph.dst, attr, graph.edge_numbers(), sources, attributes)
+    return Edges(heads, colptr, row, graph.dst, attr, graph.global_edge_ids(), sources, attributes)
 
 
 def _heads_together(operands: Operands, num_edges: int) -> int:

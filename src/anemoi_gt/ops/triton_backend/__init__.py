@@ -1,6 +1,6 @@
 """The `triton` backend: edge attention by fused GPU kernels that never build an edge tensor."""
 
-from anemoi_gt.ops.triton_backend.availability import why_not, why_not_auto
+from anemoi_gt.ops.triton_backend.availability import auto_unsupported_reason, unsupported_reason
 from anemoi_gt.ops.triton_backend.op import attend
 
-__all__ = ["attend", "why_not", "why_not_auto"]
+__all__ = ["attend", "unsupported_reason", "auto_unsupported_reason"]

@@ -10,7 +10,7 @@ from anemoi_gt.compatibility import constant_when_traced
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
-def why_not(query: Tensor) -> str | None:
+def unsupported_reason(query: Tensor) -> str | None:
     """Return why the Triton kernels cannot serve a query like this one, or None when they can."""
     if query.dtype not in DTYPES:
         return f"its kernels take float16, bfloat16 or float32, got {query.dtype}; use backend 'torch' for others"
@@ -21,9 +21,9 @@ def why_not(query: Tensor) -> str | None:
     return None
 
 
-def why_not_auto(query: Tensor) -> str | None:
+def auto_unsupported_reason(query: Tensor) -> str | None:
     """Return why `auto` passes the Triton kernels over: the interpreter, slow and for tests, must be asked for."""
-    return why_not(query) or (_needs_gpu(query) if query.device.type != "cuda" else None)
+    return unsupported_reason(query) or (_needs_gpu(query) if query.device.type != "cuda" else None)
 
 
 def _needs_gpu(query: Tensor) -> str:

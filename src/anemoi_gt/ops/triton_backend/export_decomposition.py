@@ -65,11 +65,11 @@ def edge_attention_triton_exported(
     colptr: Tensor,
     row: Tensor,
     perm: Tensor | None,
-    program_order: Tensor | None,
+    dst_schedule: Tensor | None,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """Forward without dropout: out like query, lse [B, N_dst, H], without B as query."""
-    tensors = (query, key, value, edge_attr, edge_weight, edge_bias, colptr, row, perm, None, program_order)
+    tensors = (query, key, value, edge_attr, edge_weight, edge_bias, colptr, row, perm, None, dst_schedule)
     contiguous = (None if tensor is None else tensor.contiguous() for tensor in tensors)
     problem = TracedProblem(*contiguous, seed=None, scale=scale, dropout_p=0.0)
     projected = None if edge_weight is None else launch.project(problem, problem.query)
@@ -89,9 +89,9 @@ def decompose(
     colptr: Tensor,
     row: Tensor,
     perm: Tensor | None,
-    edge_id: Tensor | None,
-    program_order: Tensor | None,
-    degree: Tensor | None,
+    global_edge_id: Tensor | None,
+    dst_schedule: Tensor | None,
+    fixed_in_degree: Tensor | None,
     rowptr: Tensor | None,
     col: Tensor | None,
     csr_to_csc: Tensor | None,
@@ -109,7 +109,7 @@ def decompose(
     """
     if seed is not None:
         raise ValueError(f"a program is exported for inference, got dropout_p={dropout_p}; call model.eval() first")
-    operands = (query, key, value, edge_attr, edge_weight, edge_bias, colptr, row, perm, program_order)
+    operands = (query, key, value, edge_attr, edge_weight, edge_bias, colptr, row, perm, dst_schedule)
     out, lse = edge_attention_triton_exported(*operands, scale)
     return out, lse, *(lse.new_empty(0) for _ in range(3))
 

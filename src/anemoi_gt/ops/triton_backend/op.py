@@ -9,17 +9,13 @@ from anemoi_gt.custom_ops import call_unrecorded, define_gradient, define_operat
 from anemoi_gt.graph import GraphStructure
 from anemoi_gt.ops.derivative import refuse_second_derivative
 from anemoi_gt.ops.dtypes import scratch_dtype, without_autocast
+from anemoi_gt.ops.operands import AttentionOperands
 from anemoi_gt.ops.triton_backend.tiles import MOST_ATTRIBUTES, attribute_columns
 
 
 def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    operands: AttentionOperands,
     graph: GraphStructure,
-    edge_attr: Tensor | None,
-    edge_weight: Tensor | None,
-    edge_bias: Tensor | None,
     seed: Tensor | None,
     scale: float,
     dropout_p: float,
@@ -32,13 +28,13 @@ def attend(
     More attributes than a program can hold are embedded first: there an edge's own [H, C] is no larger than what it has.
     """
     warn_if_untested("triton")
+    query, key, value, edge_attr, edge_weight, edge_bias = operands
     if edge_weight is not None and edge_weight.shape[1] + int(edge_bias is not None) > MOST_ATTRIBUTES:
         with without_autocast(query.device.type):
             edge_attr = linear(edge_attr, edge_weight, edge_bias).unflatten(-1, query.shape[-2:])
-        edge_weight = edge_bias = None
-    operands = (query, key, value, edge_attr, edge_weight, edge_bias)
+        operands = AttentionOperands(query, key, value, edge_attr)
     save = torch.is_grad_enabled() and any(operand is not None and operand.requires_grad for operand in operands)
-    structure = (graph.colptr, graph.row, graph.perm, graph.edge_id, graph.program_order, graph.degree)
+    structure = (graph.colptr, graph.row, graph.perm, graph.global_edge_id, graph.dst_schedule, graph.fixed_in_degree)
     reverse = (graph.rowptr, graph.col, graph.csr_to_csc)
     return edge_attention_triton(*operands, *structure, *reverse, seed, scale, dropout_p, save)[:2]
 
@@ -54,9 +50,9 @@ def edge_attention_triton(
     colptr: Tensor,
     row: Tensor,
     perm: Tensor | None,
-    edge_id: Tensor | None,
-    program_order: Tensor | None,
-    degree: Tensor | None,
+    global_edge_id: Tensor | None,
+    dst_schedule: Tensor | None,
+    fixed_in_degree: Tensor | None,
     rowptr: Tensor | None,
     col: Tensor | None,
     csr_to_csc: Tensor | None,
@@ -70,8 +66,8 @@ def edge_attention_triton(
 
     nodes = (query, key, value, edge_attr, edge_weight, edge_bias)
     problem = launch.Problem(
-        *_contiguous(*nodes, colptr, row, perm, edge_id, program_order),
-        seed=seed, scale=scale, dropout_p=dropout_p, equal_degree=0 if degree is None else degree.shape[0],
+        *_contiguous(*nodes, colptr, row, perm, global_edge_id, dst_schedule),
+        seed=seed, scale=scale, dropout_p=dropout_p, fixed_in_degree=0 if fixed_in_degree is None else fixed_in_degree.shape[0],
     )  # fmt: skip
     with launch.on_device(query):
         projected = None if edge_weight is None else launch.project(problem, problem.query)
@@ -123,9 +119,9 @@ def edge_attention_triton_backward(
     colptr: Tensor,
     row: Tensor,
     perm: Tensor | None,
-    edge_id: Tensor | None,
-    program_order: Tensor | None,
-    degree: Tensor | None,
+    global_edge_id: Tensor | None,
+    dst_schedule: Tensor | None,
+    fixed_in_degree: Tensor | None,
     rowptr: Tensor | None,
     col: Tensor | None,
     csr_to_csc: Tensor | None,
@@ -142,8 +138,8 @@ def edge_attention_triton_backward(
 
     nodes = (query, key, value, edge_attr, edge_weight, edge_bias)
     problem = launch.Problem(
-        *_contiguous(*nodes, colptr, row, perm, edge_id, program_order),
-        seed=seed, scale=scale, dropout_p=dropout_p, equal_degree=0 if degree is None else degree.shape[0],
+        *_contiguous(*nodes, colptr, row, perm, global_edge_id, dst_schedule),
+        seed=seed, scale=scale, dropout_p=dropout_p, fixed_in_degree=0 if fixed_in_degree is None else fixed_in_degree.shape[0],
     )  # fmt: skip
     saved = launch.Saved(inverse, numerators, None if edge_weight is None else projected)
     grad_out = torch.zeros_like(problem.query) if grad_out is None else grad_out

@@ -31,7 +31,7 @@ class Sizes(NamedTuple):
     scale: float
     dropout_p: float
     device: Device = H200
-    equal_degree: int = 0  # in-edges of every destination; 0: not the same, or not known
+    fixed_in_degree: int = 0  # in-edges of every destination; 0: not the same, or not known
 
     @property
     def attributes(self) -> int:
@@ -83,12 +83,12 @@ class Problem:
     colptr: Tensor
     row: Tensor
     perm: Tensor | None
-    edge_id: Tensor | None
+    global_edge_id: Tensor | None
     order: Tensor | None
     seed: Tensor | None
     scale: float
     dropout_p: float
-    equal_degree: int = 0
+    fixed_in_degree: int = 0
 
     @cached_property
     def sizes(self) -> Sizes:
@@ -106,7 +106,7 @@ class Problem:
             scale=self.scale,
             dropout_p=self.dropout_p,
             device=device_of(self.query.device),
-            equal_degree=self.equal_degree,
+            fixed_in_degree=self.fixed_in_degree,
         )  # fmt: skip
 
     @property
@@ -129,7 +129,7 @@ class Problem:
         """Index tensors that the row kernels over destinations share."""
         return {
             "colptr": self.colptr, "row": self.row, "perm": self.perm,
-            "edge_id": self.edge_id, "order": self.order, "seed": self.seed,
+            "global_edge_id": self.global_edge_id, "order": self.order, "seed": self.seed,
         }  # fmt: skip
 
     def wide(self) -> bool:

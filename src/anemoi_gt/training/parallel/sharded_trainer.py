@@ -18,12 +18,12 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.device_mesh import DeviceMesh
 
 from anemoi_gt.data.datasets import Splits
-from anemoi_gt.distributed.consensus import check_same, fingerprint, raise_together
+from anemoi_gt.distributed.consensus import check_same, fingerprint, raise_on_all_ranks
 from anemoi_gt.distributed.folder import sharded
 from anemoi_gt.distributed.model_shard import ModelShard, shard_model
 from anemoi_gt.distributed.sharded_checkpoint import load_checkpoint, require_checkpoint, save_checkpoint
 from anemoi_gt.training import Trainer
-from anemoi_gt.training.atomic_write import replacing
+from anemoi_gt.training.atomic_write import atomic_write
 from anemoi_gt.training.metrics import MetricsFile
 from anemoi_gt.training.parallel.sharded_batches import ShardedBatches
 from anemoi_gt.training.parallel.sharded_signals import AgreedStop
@@ -76,7 +76,7 @@ def check_samples(splits: Splits, folder: Path) -> None:
     """
     train, group = splits.train, dist.group.WORLD
     unseen = None if folder.is_dir() else f"{folder} must be on a file system that all ranks see"
-    raise_together(unseen, group)
+    raise_on_all_ranks(unseen, group)
     check_same(
         {
             "the nodes of the data set": fingerprint(torch.from_numpy(train.nodes.radians), train.weights),
@@ -203,7 +203,7 @@ def write_whole(path: Path) -> None:
         If it cannot be written; names `path` and the reason.
     """
     source = require_checkpoint(sharded(path))
-    with replacing(path) as file:  # which torch.save takes as it takes a path
+    with atomic_write(path) as file:  # which torch.save takes as it takes a path
         dcp_to_torch_save(source, file)
 
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from anemoi_gt.data.datasets import ForecastDataset
 from anemoi_gt.extras import import_extra
-from anemoi_gt.training.atomic_write import replacing
+from anemoi_gt.training.atomic_write import atomic_write
 from anemoi_gt.training.plots.maps import MapImage
 from anemoi_gt.training.plots.training_plot import (
     ERROR_COLOURS,
@@ -60,7 +60,7 @@ def draw_rollout(
     _draw_growth(figure.add_subplot(grid[:, -1]), dataset, scores)
     start = f"{dataset.variables[0]}, {dataset.title(sample)}"
     figure.suptitle(f"Rollout: {start}, and on from there (the test sample of median error at the end)")
-    with replacing(path) as file:
+    with atomic_write(path) as file:
         figure.savefig(file, format="png")
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from anemoi_gt.data.datasets import ForecastDataset
 from anemoi_gt.extras import import_extra
-from anemoi_gt.training.atomic_write import replacing
+from anemoi_gt.training.atomic_write import atomic_write
 from anemoi_gt.training.metrics import curve
 from anemoi_gt.training.plots.maps import MapImage
 from anemoi_gt.training.scores import Forecast, Score, place_of_median, sample_rmse
@@ -55,7 +55,7 @@ def draw_picture(
     _draw_scores(figure.add_subplot(corner[1]), [score for score in scores if score.variable == dataset.variables[0]])
     name = dataset.variables[0]
     figure.suptitle(f"{name[0].upper()}{name[1:]}, {dataset.title(sample)} (the test sample of median error)")
-    with replacing(path) as file:
+    with atomic_write(path) as file:
         figure.savefig(file, format="png")
 
 
