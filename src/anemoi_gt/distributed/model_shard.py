@@ -253,7 +253,7 @@ def _set_rows(module: nn.Module, rows: dict[str, Tensor | None]) -> None:
 def _replace_structure(part: nn.Module, graph: ShardedGraph) -> None:
     """Make a module of edges return `graph`."""
     part.structure = _Constant(graph)
-    for piece in getattr(part, "pieces", ()):
+    for piece in getattr(part, "chunks", ()):
         piece.structure = part.structure
 
 

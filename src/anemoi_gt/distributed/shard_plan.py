@@ -92,7 +92,7 @@ class ShardPlan:
         if strategy not in STRATEGIES:
             raise ValueError(f"strategy must be one of {', '.join(STRATEGIES)}, got {strategy!r}")
         self.model, self.strategy, self.edges = model, strategy, edges_of_model(model)
-        pieces = max((len(getattr(module, "pieces", ())) for module, _, _ in self.edges.values()), default=1)
+        pieces = max((len(getattr(module, "chunks", ())) for module, _, _ in self.edges.values()), default=1)
         if pieces > 1:
             raise ValueError(
                 f"mapper_chunks must be 1 where ranks share a model, got {pieces}: a rank's part is a piece already"
