@@ -9,7 +9,6 @@ from support.differentiate import differentiate, randomise
 
 from anemoi_gt import AttentionConfig, GraphStructure, edge_attention
 from anemoi_gt.nn import (
-    ChunkedEdges,
     ConditionalLayerNorm,
     GraphTransformerBackwardMapper,
     GraphTransformerConv,
@@ -18,6 +17,7 @@ from anemoi_gt.nn import (
     GraphTransformerProcessor,
     GraphTransformerProcessorBlock,
     LayerKernels,
+    StaticEdges,
     split_destinations,
 )
 from anemoi_gt.ops.operands import AttentionOperands
@@ -271,9 +271,13 @@ def test_mapper_that_would_update_its_sources_is_refused(kind):
         make(kind, update_src_nodes=True)
 
 
-def test_chunked_edges_have_one_state_dict_for_any_number_of_chunks(graph):
-    for number in (1, 3):
-        edges = ChunkedEdges(graph.edge_index(), draw(EDGES, DIM), (SRC, DST), 8, num_chunks=number)
-        chunks, edge_attr = edges()
-        assert list(edges.state_dict()) == ["trainable"] and edge_attr.shape == (EDGES, DIM + 8)
-        assert [chunk.sizes for chunk in chunks] == [chunk.sizes for chunk in split_destinations(graph, number)]
+def test_static_edges_have_one_state_dict_for_any_number_of_chunks(graph):
+    whole, edges = (
+        StaticEdges(graph.edge_index(), draw(EDGES, DIM), (SRC, DST), 8, num_chunks=number) for number in (1, 3)
+    )
+    assert list(whole.state_dict()) == list(edges.state_dict()) == ["trainable"]
+    (structure, edge_attr), (chunks, same_attr) = whole(), edges()
+    assert torch.equal(edge_attr, same_attr) and torch.equal(structure.row, graph.row)
+    for chunk, expected in zip(chunks, split_destinations(graph, 3), strict=True):
+        assert (chunk.dst, chunk.edges, chunk.sizes) == (expected.dst, expected.edges, expected.sizes)
+        assert torch.equal(chunk.graph.row, expected.graph.row) and torch.equal(chunk.src, expected.src)

@@ -214,11 +214,11 @@ def test_whole_model_moves_to_a_device(graph, chunks):
     model = make_model(graph, mapper_chunks=chunks).to("meta")
     structure, edge_attr = model.processor_edges()
     tensors = [*model.parameters(), *model.buffers(), edge_attr, *structure.state_dict().values()]
-    for part in (model.encoder_edges["data"], model.decoder_edges["data"]):
-        pieces, edge_attr = part()
+    for edges in (model.encoder_edges["data"], model.decoder_edges["data"]):
+        graph, edge_attr = edges()
         tensors.append(edge_attr)
-        for piece in pieces:
-            tensors += [*piece.graph.state_dict().values(), *([] if piece.src is None else [piece.src])]
+        for chunk in graph if chunks > 1 else ():
+            tensors += [*chunk.graph.state_dict().values(), chunk.src]
     assert {tensor.device.type for tensor in tensors} == {"meta"}
 
 

@@ -12,12 +12,11 @@ from anemoi_gt.nn.mapper import (
 from anemoi_gt.nn.model import EncoderProcessorDecoder
 from anemoi_gt.nn.norm import AutocastLayerNorm, ConditionalLayerNorm
 from anemoi_gt.nn.processor import GraphTransformerProcessor
-from anemoi_gt.nn.static_graph import ChunkedEdges, StaticEdges, StaticNodes
+from anemoi_gt.nn.static_graph import StaticEdges, StaticNodes
 
 __all__ = [
     "AutocastLayerNorm",
     "Chunk",
-    "ChunkedEdges",
     "ConditionalLayerNorm",
     "EncoderProcessorDecoder",
     "GraphTransformerBackwardMapper",

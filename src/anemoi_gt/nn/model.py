@@ -13,7 +13,7 @@ from anemoi_gt.nn.input_validation import check_dtype
 from anemoi_gt.nn.mapper import GraphTransformerBackwardMapper, GraphTransformerForwardMapper
 from anemoi_gt.nn.processor import GraphTransformerProcessor
 from anemoi_gt.nn.residual import Residual
-from anemoi_gt.nn.static_graph import DATA, HIDDEN, chunked_edges_of, edges_of, nodes_of
+from anemoi_gt.nn.static_graph import DATA, HIDDEN, edges_of, nodes_of
 from anemoi_gt.option_checks import check_integer
 
 
@@ -115,10 +115,10 @@ class EncoderProcessorDecoder(nn.Module):
         self.in_channels, self.out_channels = _by_data_set(in_channels, out_channels)
         names = list(dict.fromkeys([*self.in_channels, *self.out_channels]))
         self.nodes = nn.ModuleDict({name: nodes_of(graph, name, trainable_nodes) for name in (*names, HIDDEN)})
-        cut = {"trainable": trainable_edges, "num_chunks": mapper_chunks}
-        self.encoder_edges = nn.ModuleDict({d: chunked_edges_of(graph, d, HIDDEN, **cut) for d in self.in_channels})
+        sizes = trainable_edges, mapper_chunks
+        self.encoder_edges = nn.ModuleDict({d: edges_of(graph, d, HIDDEN, *sizes) for d in self.in_channels})
         self.processor_edges = edges_of(graph, HIDDEN, HIDDEN, trainable_edges)
-        self.decoder_edges = nn.ModuleDict({d: chunked_edges_of(graph, HIDDEN, d, **cut) for d in self.out_channels})
+        self.decoder_edges = nn.ModuleDict({d: edges_of(graph, HIDDEN, d, *sizes) for d in self.out_channels})
 
         options = {"num_channels": channels, "num_heads": heads, "mlp_hidden_ratio": mlp_ratio}
         options |= {"attn_channels": attn_channels, "qk_norm": qk_norm, "mlp_implementation": mlp_implementation}

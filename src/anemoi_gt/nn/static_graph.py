@@ -1,9 +1,9 @@
 """Graphs that never change, as modules: node features, edge structure and edge attributes, fixed and trainable.
 
     node features    [sin lat, sin lon, cos lat, cos lon | trainable]          StaticNodes
-    edge attributes  [fixed | trainable], sorted by destination                StaticEdges, ChunkedEdges
+    edge attributes  [fixed | trainable], sorted by destination                StaticEdges
 
-`nodes_of`, `edges_of` and `chunked_edges_of` read them from a `HeteroData` in the layout of anemoi-graphs.
+`nodes_of` and `edges_of` read them from a `HeteroData` in the layout of anemoi-graphs.
 """
 
 import math
@@ -127,11 +127,15 @@ class StaticEdges(nn.Module):
         Sources and destinations.
     trainable : int
         Number of trainable attributes of each edge, initialised to 0.
+    num_chunks : int
+        Number of chunks of destinations, for mappers whose features do not fit into memory at once. The state dict does
+        not depend on it.
 
     Raises
     ------
     ValueError
-        For indices outside `num_nodes`, or attributes that are not finite or not one row per edge.
+        For indices outside `num_nodes`, attributes that are not finite or not one row per edge, or num_chunks not in
+        1 .. number of destinations.
 
     Examples
     --------
@@ -141,7 +145,15 @@ class StaticEdges(nn.Module):
     (3, 2, torch.Size([2, 11]))
     """
 
-    def __init__(self, edge_index: Tensor, edge_attr: Tensor, num_nodes: tuple[int, int], trainable: int = 0):
+    def __init__(
+        self,
+        edge_index: Tensor,
+        edge_attr: Tensor,
+        num_nodes: tuple[int, int],
+        trainable: int = 0,
+        *,
+        num_chunks: int = 1,
+    ):
         super().__init__()
         graph = GraphStructure.from_edge_index(edge_index, num_nodes)
         if not isinstance(edge_attr, Tensor):
@@ -155,7 +167,10 @@ class StaticEdges(nn.Module):
             raise ValueError("edge_attr must be finite, got NaN or infinity")
         check_integer("trainable", trainable, least=0, note=", the number of trainable attributes of an edge")
         edge_attr = edge_attr[graph.edge_order().long()].to(torch.get_default_dtype())
-        self.structure = StaticStructure(replace(graph, perm=None).with_reverse())
+        graph = replace(graph, perm=None).with_reverse()
+        chunks = split_destinations(graph, num_chunks)
+        self.structure = StaticStructure(graph)
+        self.chunks = nn.ModuleList(_StaticChunk(chunk) for chunk in chunks if num_chunks > 1)
         self.register_buffer("edge_attr", edge_attr, persistent=False)
         self.trainable = nn.Parameter(torch.zeros(graph.num_edges, trainable)) if trainable else None
 
@@ -168,44 +183,9 @@ class StaticEdges(nn.Module):
         """Return the attributes [E, edge_dim], sorted by destination."""
         return self.edge_attr if self.trainable is None else torch.cat([self.edge_attr, self.trainable], dim=-1)
 
-    def forward(self) -> tuple[GraphStructure, Tensor]:
-        """Return the structure with its reverse, and the attributes [E, edge_dim], sorted by destination."""
-        return self.structure(), self.attributes()
-
-
-class ChunkedEdges(StaticEdges):
-    """Static edges in chunks of destinations, for mappers whose features do not fit into memory at once.
-
-    The state dict does not depend on the number of chunks.
-
-    Parameters
-    ----------
-    edge_index, edge_attr, num_nodes, trainable
-        As for `StaticEdges`.
-    num_chunks : int
-        Number of chunks.
-
-    Raises
-    ------
-    ValueError
-        As `StaticEdges`, and when num_chunks is not in 1 .. number of destinations.
-    """
-
-    def __init__(
-        self,
-        edge_index: Tensor,
-        edge_attr: Tensor,
-        num_nodes: tuple[int, int],
-        trainable: int = 0,
-        *,
-        num_chunks: int = 1,
-    ):
-        super().__init__(edge_index, edge_attr, num_nodes, trainable)
-        self.chunks = nn.ModuleList(_StaticChunk(chunk) for chunk in split_destinations(self.structure(), num_chunks))
-
-    def forward(self) -> tuple[tuple[Chunk, ...], Tensor]:
-        """Return the chunks, and the attributes [E, edge_dim] of the whole graph, sorted by destination."""
-        return tuple(chunk() for chunk in self.chunks), self.attributes()
+    def forward(self) -> tuple[GraphStructure | tuple[Chunk, ...], Tensor]:
+        """Return the structure with its reverse, or its chunks, and the attributes [E, edge_dim] of all edges."""
+        return tuple(chunk() for chunk in self.chunks) or self.structure(), self.attributes()
 
 
 class _StaticChunk(nn.Module):
@@ -236,20 +216,15 @@ def nodes_of(graph: HeteroData, name: str, trainable: int) -> StaticNodes:
     return StaticNodes(graph[name].x, trainable)
 
 
-def edges_of(graph: HeteroData, source: str, destination: str, trainable: int) -> StaticEdges:
-    """Return the edges between two sets of nodes with `trainable` trainable attributes each.
+def edges_of(graph: HeteroData, source: str, destination: str, trainable: int, num_chunks: int = 1) -> StaticEdges:
+    """Return the edges between two sets of nodes with `trainable` trainable attributes each, in chunks of destinations.
 
     Raises
     ------
     ValueError
         When the graph does not have these edges, or a field is missing or has the wrong shape.
     """
-    return StaticEdges(*_fields(graph, source, destination), trainable)
-
-
-def chunked_edges_of(graph: HeteroData, source: str, destination: str, trainable: int, num_chunks: int) -> ChunkedEdges:
-    """Return the edges between two sets of nodes, as `edges_of` does, in chunks of destinations."""
-    return ChunkedEdges(*_fields(graph, source, destination), trainable, num_chunks=num_chunks)
+    return StaticEdges(*_fields(graph, source, destination), trainable, num_chunks=num_chunks)
 
 
 def _fields(graph: HeteroData, source: str, destination: str) -> tuple[Tensor, Tensor, tuple[int, int]]:
