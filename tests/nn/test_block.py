@@ -1,4 +1,4 @@
-"""What blocks do beyond the numbers of anemoi-models: batch, dropout, config, memory, refusals."""
+"""Blocks beyond parity with anemoi-models: batch, dropout, config, memory, wrong options."""
 
 import copy
 from functools import partial
@@ -45,26 +45,21 @@ def assert_same(actual, expected):
 
 
 @every_kind
-def test_samples_share_the_graph_and_do_not_see_each_other(kind):
-    block, edges, x = make_block(kind), make_edges(8, 8), draw(3, 8, CHANNELS)
-    assert_same(run(block, x, *edges), torch.stack([run(block, sample, *edges) for sample in x]))
+@pytest.mark.parametrize("shared", (True, False), ids=("one edge_attr", "edge_attr per batch element"))
+def test_a_batch_on_one_graph_gives_what_each_element_gives_alone(kind, shared):
+    block, (edge_index, _), x = make_block(kind), make_edges(8, 8), draw(2, 8, CHANNELS)
+    edge_attr = draw(30, DIM) if shared else draw(2, 30, DIM)
+    expected = [run(block, x[i], edge_index, edge_attr if shared else edge_attr[i]) for i in range(2)]
+    assert_same(run(block, x, edge_index, edge_attr), torch.stack(expected))
 
 
-@every_kind
-def test_each_sample_may_have_attributes_of_its_own(kind):
-    block, (edge_index, _) = make_block(kind), make_edges(8, 8)
-    x, edge_attr = draw(2, 8, CHANNELS), draw(2, 30, DIM)
-    expected = torch.stack([run(block, x[i], edge_index, edge_attr[i]) for i in range(2)])
-    assert_same(run(block, x, edge_index, edge_attr), expected)
-
-
-def test_sources_stay_as_they_are_unless_they_are_updated():
+def test_sources_stay_unchanged_without_update_src_nodes():
     block, (edge_index, edge_attr), x = make_block("mapper"), make_edges(8, 6), draw(8, CHANNELS)
     x_src, _ = block((x, draw(6, CHANNELS)), GraphStructure.from_edge_index(edge_index, (8, 6)), edge_attr)
     assert torch.equal(x_src, x)
 
 
-def test_second_name_of_the_norm_of_destinations_stays_an_alias_in_a_copy():
+def test_layer_norm_attention_dest_stays_an_alias_in_a_copy():
     block = copy.deepcopy(make_block("mapper"))
     assert block.layer_norm_attention_dest is block.layer_norm_attention
     assert {name for name, _ in block.named_parameters()} < set(block.state_dict())
@@ -124,7 +119,7 @@ def test_no_tensor_of_edges_by_channels_is_made_forward_or_backward(kind):
     ],
 )
 @every_kind
-def test_option_that_does_not_fit_is_refused_with_what_came(kind, options, message):
+def test_wrong_option_is_refused(kind, options, message):
     with pytest.raises(ValueError, match=message):
         KINDS[kind](**{**SIZES, **options})
 
@@ -138,25 +133,16 @@ def test_conditional_norms_without_a_condition_are_refused(kind):
 
 
 @every_kind
-def test_condition_of_norms_that_take_none_is_refused(kind):
+def test_a_condition_for_norms_that_take_none_is_refused(kind):
     cond = draw(8, 2) if kind == "processor" else (draw(8, 2), draw(8, 2))
     with pytest.raises(ValueError, match=r"cond must be None .* class LayerNorm take no condition, got \(8, 2\); make"):
         run(make_block(kind), draw(8, CHANNELS), *make_edges(8, 8), cond=cond)
 
 
-def test_error_within_a_norm_is_shown_as_it_is():
+def test_an_error_within_a_norm_is_not_rewritten():
     class Norm(torch.nn.LayerNorm):
         def forward(self, x):
             return super().forward(x) + None
 
     with pytest.raises(TypeError, match="unsupported operand"):
         run(make_block("processor", layer_kernels=LayerKernels(LayerNorm=Norm)), draw(8, CHANNELS), *make_edges(8, 8))
-
-
-@every_kind
-def test_features_that_do_not_fit_the_graph_are_refused_with_what_came(kind):
-    block, (edge_index, edge_attr) = make_block(kind), make_edges(8, 8)
-    graph = GraphStructure.from_edge_index(edge_index, 8)
-    x = draw(7, CHANNELS)
-    with pytest.raises(ValueError, match=rf"x must have 8 rows, one per source of the graph, got \(7, {CHANNELS}\)"):
-        block(x if kind == "processor" else (x, x), graph, edge_attr)
