@@ -33,7 +33,7 @@ def draw(*shape):
 
 
 def run(block, x, edge_index, edge_attr, **options):
-    """The block's destinations, from nodes x to themselves: both kinds know how."""
+    """Return the block's destinations, from nodes x to themselves, for either kind."""
     graph = GraphStructure.from_edge_index(edge_index, x.shape[-2])
     if isinstance(block, GraphTransformerProcessorBlock):
         return block(x, graph, edge_attr, **options)

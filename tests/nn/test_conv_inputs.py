@@ -41,7 +41,7 @@ def assert_same(actual, expected):
 
 
 class FakeSparseTensor:
-    """What torch_sparse.SparseTensor offers of itself, without its package: rows are destinations."""
+    """Stand-in for torch_sparse.SparseTensor, whose package is not installed: rows are destinations."""
 
     def __init__(self, edge_index, value, sizes):
         self.order = torch.argsort(edge_index[1] * sizes[1] + edge_index[0])
@@ -70,7 +70,7 @@ def make_adj_t(layout, edge_index, values):
 
 
 def stored_order(adj_t):
-    """The caller's edge at each stored value of an adj_t whose values number the edges from 1."""
+    """Return the caller's edge of each stored value of an adj_t whose values are 1 + the edge."""
     values = adj_t._values() if adj_t.layout == torch.sparse_coo else adj_t.values()
     return values.long() - 1
 

@@ -119,32 +119,16 @@ def test_residual_may_come_from_a_composed_config(graph, x):
     assert torch.equal(make_model(graph, residual=composed.residual)(x), expected)
 
 
-@pytest.mark.parametrize(
-    ("option", "key"),
-    [
-        ({"qk_norm": True}, "q_norm.weight"),
-        ({"mlp_implementation": "swiglu"}, "node_dst_mlp.mlp.0.gate_proj.weight"),
-        ({"edge_pre_mlp": True}, "edge_pre_mlp.0.weight"),
-    ],
-)
-def test_option_of_a_block_reaches_every_block(graph, option, key):
-    plain, model = make_model(graph).state_dict(), make_model(graph, **option).state_dict()
-    assert not any(name.endswith(key) for name in plain)
-    assert sum(name.endswith(key) for name in model) == 4  # encoder, two layers, decoder
-
-
-def test_width_of_the_attention_reaches_every_block(graph, x):
-    model = make_model(graph, attn_channels=8)
-    queries = [value for name, value in model.state_dict().items() if name.endswith("lin_query.weight")]
-    assert [tuple(query.shape) for query in queries] == [(8, 16)] * 4
-    assert model(x).shape == (SAMPLES, NODES["data"], OUT)
-
-
-def test_config_and_dropout_reach_every_block(graph):
-    config = AttentionConfig("torch", "bf16")
-    model = make_model(graph, config=config, dropout=0.25)
+def test_options_of_a_block_reach_every_block(graph, x):
+    same = {"mlp_implementation": "swiglu", "dropout": 0.25, "config": AttentionConfig("torch", "bf16")}
+    model = make_model(graph, attn_channels=8, qk_norm=True, edge_pre_mlp=True, **same)
     blocks = [module for module in model.modules() if isinstance(module, GraphTransformerBaseBlock)]
-    assert len(blocks) == 4 and {(block.config, block.dropout) for block in blocks} == {(config, 0.25)}
+    assert len(blocks) == 4  # encoder, two layers, decoder
+    for block in blocks:
+        assert {name: getattr(block, name) for name in same} == same
+        assert block.q_norm.normalized_shape == block.k_norm.normalized_shape == (2,) and len(block.edge_pre_mlp) == 2
+        assert block.lin_query.weight.shape == (8, 16)
+    assert model(x).shape == (SAMPLES, NODES["data"], OUT)
 
 
 def test_checkpointing_keeps_less_for_backward(graph, x):
@@ -259,7 +243,7 @@ def test_model_learns_a_field(graph, x):
 
 
 def change(graph, kind, name, value=None):
-    """The graph with another value of a field, or without it."""
+    """Return the graph with another value of a field, or without it."""
     if value is None:
         del graph[kind][name]
     else:

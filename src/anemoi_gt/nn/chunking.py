@@ -111,7 +111,7 @@ def map_chunks(
     edge_attr: Tensor | None,
     cond: Pair = (None, None),
     *,
-    checkpoint: Callable[..., Tensor] | None = None,
+    call: Callable[..., Tensor] | None = None,
 ) -> Tensor:
     """Apply a layer to a graph, or to its chunks one after the other.
 
@@ -122,8 +122,8 @@ def map_chunks(
     graph : GraphStructure, or its chunks from `split_destinations`
     x, edge_attr, cond
         Of the whole graph; a condition has a row per node, or one for all nodes.
-    checkpoint : callable, optional
-        Called as checkpoint(function, *inputs) instead of function(*inputs), for each chunk.
+    call : callable, optional
+        Called as call(function, *inputs) instead of function(*inputs), for each chunk: activation checkpointing.
 
     Returns
     -------
@@ -134,17 +134,19 @@ def map_chunks(
     ValueError
         When chunks are not all those of one graph in order, or rows do not fit the whole graph.
     """
+    call = call or _call
     if not is_chunked(graph):
-        return layer(x, graph, edge_attr, cond) if checkpoint is None else checkpoint(layer, x, graph, edge_attr, cond)
+        return call(layer, x, graph, edge_attr, cond)
     _check_chunks(graph)
     if graph[0].sizes is not None:
         rows = {"x_src": x[0], "x_dst": x[1], "edge_attr": edge_attr, "cond_src": cond[0], "cond_dst": cond[1]}
         check_rows(graph[0].sizes, **rows)
-    if checkpoint is None:
-        results = [chunk.apply(layer, x, edge_attr, cond) for chunk in graph]
-    else:
-        results = [checkpoint(chunk.apply, layer, x, edge_attr, cond) for chunk in graph]
+    results = [call(chunk.apply, layer, x, edge_attr, cond) for chunk in graph]
     return torch.cat(results, dim=-2) if len(results) > 1 else results[0]
+
+
+def _call(function: Callable[..., Tensor], *inputs) -> Tensor:
+    return function(*inputs)
 
 
 def is_chunked(graph: object) -> bool:
@@ -177,18 +179,16 @@ def _check_chunks(chunks: Sequence[Chunk]) -> None:
             "graph must be a GraphStructure, or its chunks from split_destinations, "
             f"got a {type(chunks).__name__} of {', '.join(wrong) or 'no chunk'}"
         )
-    sizes, ends = chunks[0].sizes, [0, *(chunk.dst.stop for chunk in chunks)]
-    is_whole = len(chunks) == 1 and sizes is None
-    if not is_whole and (
-        sizes is None
-        or any(chunk.sizes != sizes for chunk in chunks)
-        or [chunk.dst.start for chunk in chunks] != ends[:-1]
-        or ends[-1] != sizes[1]
-    ):
+    sizes, bounds = chunks[0].sizes, [(chunk.dst.start, chunk.dst.stop) for chunk in chunks]
+    if sizes is None:
+        are_all = len(chunks) == 1
+    else:
+        starts, ends = zip(*bounds, strict=True)
+        are_all = starts == (0, *ends[:-1]) and ends[-1] == sizes[1] and all(chunk.sizes == sizes for chunk in chunks)
+    if not are_all:
         raise ValueError(
             "graph must hold all chunks of one split_destinations, in order, "
-            f"got destinations {[(chunk.dst.start, chunk.dst.stop) for chunk in chunks]} of graphs with "
-            f"{[chunk.sizes for chunk in chunks]} sources, destinations and edges"
+            f"got destinations {bounds} of graphs with sources, destinations and edges {[c.sizes for c in chunks]}"
         )
 
 

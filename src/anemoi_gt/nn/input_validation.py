@@ -31,9 +31,7 @@ def check_dtype(name: str, features: Tensor, like: Tensor) -> None:
 
 def check_sides(x: tuple[Tensor, Tensor], channels: tuple[int, int], like: Tensor) -> tuple[Tensor, Tensor]:
     """Return (x_src, x_dst) as a tuple; raise unless they are two tensors with these channels."""
-    if not isinstance(x, (tuple, list)) or len(x) != 2:
-        got = f"{len(x)} elements" if isinstance(x, (tuple, list)) else type(x).__name__
-        raise ValueError(f"x must be a pair of tensors (x_src, x_dst), got {got}")
+    _check_pair("x must be a pair of tensors (x_src, x_dst)", x)
     for name, features, expected in zip(("x_src", "x_dst"), x, channels, strict=True):
         check_features(name, features, expected, like)
     return tuple(x)
@@ -61,12 +59,15 @@ def check_nodes(graph: object, x_src: Tensor | None, x_dst: Tensor) -> None:
 
 def check_conditions(cond: object) -> tuple[Tensor | None, Tensor | None]:
     """Return (cond_src, cond_dst), a pair of None without a condition; raise unless `cond` is a pair or None."""
-    if cond is None:
-        return None, None
-    if not isinstance(cond, (tuple, list)) or len(cond) != 2:
-        got = f"{len(cond)} elements" if isinstance(cond, (tuple, list)) else type(cond).__name__
-        raise ValueError(f"cond must be a pair (cond_src, cond_dst), of sources and of destinations, got {got}")
-    return tuple(cond)
+    if cond is not None:
+        _check_pair("cond must be a pair (cond_src, cond_dst), of sources and of destinations", cond)
+    return (None, None) if cond is None else tuple(cond)
+
+
+def _check_pair(message: str, pair: object) -> None:
+    if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+        got = f"{len(pair)} elements" if isinstance(pair, (tuple, list)) else type(pair).__name__
+        raise ValueError(f"{message}, got {got}")
 
 
 def check_attributes(edge_attr: object, edge_dim: int) -> None:
@@ -98,20 +99,14 @@ def check_rows(sizes: tuple[int, int, int], **rows: Tensor | None) -> None:
         Sources, destinations and edges of the whole graph.
     **rows : Tensor [..., rows, features], or None
     """
-    num_src, num_dst, num_edges = sizes
-    kinds = {"src": ("source", num_src), "dst": ("destination", num_dst), "attr": ("edge", num_edges)}
+    kinds = dict(zip(("src", "dst", "attr"), zip(("source", "destination", "edge"), sizes, strict=True), strict=True))
     for name, tensor in rows.items():
         kind, number = kinds[name.rpartition("_")[2]]
-        allowed = (number, 1) if name.startswith("cond") else (number,)
+        is_cond = name.startswith("cond")
+        expected = f"{number} rows, one per {kind} of the whole graph{', or one for all' if is_cond else ''}"
         if tensor is None:
             continue
-        or_one = ", or one for all" if len(allowed) > 1 else ""
         if not isinstance(tensor, Tensor):
-            raise ValueError(
-                f"{name} must be a tensor of {number} rows, one per {kind} of the whole graph{or_one}, "
-                f"got {type(tensor).__name__}"
-            )
-        if tensor.dim() < 2 or tensor.shape[-2] not in allowed:
-            raise ValueError(
-                f"{name} must have {number} rows, one per {kind} of the whole graph{or_one}, got {tuple(tensor.shape)}"
-            )
+            raise ValueError(f"{name} must be a tensor of {expected}, got {type(tensor).__name__}")
+        if tensor.dim() < 2 or tensor.shape[-2] not in ((number, 1) if is_cond else (number,)):
+            raise ValueError(f"{name} must have {expected}, got {tuple(tensor.shape)}")

@@ -103,11 +103,11 @@ class GraphTransformerBaseMapper(nn.Module):
             When rows do not fit the graph, or chunks are not those of one graph.
         """
         x = check_sides(x, (self.in_channels_src, self.in_channels_dst), like=self.emb_nodes_dst.weight)
-        checkpoint = None
+        call = None
         if self.gradient_checkpointing:
             draws = self.training and self.proc.dropout > 0
-            checkpoint = partial(checkpoint_activations, device=x[0].device, draws=draws)
-        return map_chunks(self.map_nodes, graph, x, edge_attr, check_conditions(cond), checkpoint=checkpoint)
+            call = partial(checkpoint_activations, device=x[0].device, draws=draws)
+        return map_chunks(self.map_nodes, graph, x, edge_attr, check_conditions(cond), call=call)
 
     def map_nodes(self, x: Pair, graph: GraphStructure, edge_attr: Tensor, cond: Pair) -> Tensor:
         """Return features of the destinations [..., N_dst, num_channels] of a graph or of one chunk."""
