@@ -10,7 +10,7 @@ Every W carries a bias (W_self when `bias` is set). The norms q_norm, k_norm and
 unless asked for. W_edge and its bias enter the operation as they are: no x_e is ever made.
 """
 
-from collections.abc import Callable
+from typing import Protocol, runtime_checkable
 
 from einops import rearrange
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from anemoi_gt.attention_config import AttentionConfig, check_config
 from anemoi_gt.graph import GraphStructure
 from anemoi_gt.nn.input_validation import (
     check_attributes,
+    check_batch,
     check_conditions,
     check_dtype,
     check_features,
@@ -31,7 +32,28 @@ from anemoi_gt.nn.norm import apply_norm
 from anemoi_gt.ops import edge_attention
 from anemoi_gt.option_checks import check_integer, check_probability
 
-Exchange = Callable[[Tensor], Tensor]
+
+class PendingRows(Protocol):
+    """Async handle of the sources of a sharded graph."""
+
+    def wait(self) -> Tensor:
+        """Return local and halo sources [.., N_local + halo, F]; once."""
+
+
+@runtime_checkable
+class ShardedGraph(Protocol):
+    """One rank's shard of a graph, which blocks take in place of a `GraphStructure`: `anemoi_gt.distributed.GraphShard` is one.
+
+    Attributes
+    ----------
+    structure : GraphStructure
+        Edges from local and halo sources to local destinations.
+    """
+
+    structure: GraphStructure
+
+    def start_exchange(self, x_src: Tensor) -> PendingRows:
+        """Send rows of local sources [.., N_local, F] to the ranks that read them, and return immediately. Collective."""
 
 
 class GraphTransformerBaseBlock(nn.Module):
@@ -117,34 +139,33 @@ class GraphTransformerBaseBlock(nn.Module):
         mixing = (Linear(edge_dim, edge_dim), layer_kernels.Activation()) if edge_pre_mlp else ()
         self.edge_pre_mlp = nn.Sequential(*mixing)
 
-    def attend(self, src: Tensor, dst: Tensor, graph: GraphStructure, edge_attr: Tensor) -> Tensor:
-        """Let destinations attend to their sources.
+    def attend(self, src: Tensor, dst: Tensor, graph: GraphStructure | ShardedGraph, edge_attr: Tensor) -> Tensor:
+        """Return what the residual connection adds: destinations attend to their sources.
 
         Parameters
         ----------
         src : Tensor [N_src, in_channels] or [B, N_src, in_channels]
-            Normed features of every source of `graph`.
+            Normed features of the sources; of a sharded graph the local ones.
         dst : Tensor [N_dst, in_channels] or [B, N_dst, in_channels]
             Normed features of the destinations.
-        graph : GraphStructure
-            Or, where a graph is divided among processes, what takes its place and has two methods: `start(src)`, of what this
-            process has, and of what that returned `attend(query, started, key_value, edge_attr, edge_weight, edge_bias,
-            dropout_p=..., config=...)`. Between them is computed what needs no source of another process.
+        graph : GraphStructure or ShardedGraph
+            Query and skip connection of a sharded graph are computed while its halo exchange is pending.
         edge_attr : Tensor [E, edge_dim] or [B, E, edge_dim]
 
         Returns
         -------
         Tensor [N_dst, out_channels] or [B, N_dst, out_channels]
-            What the residual connection adds.
         """
         edges = self.edge_operands(edge_attr)
         options = {"dropout_p": self.dropout if self.training else 0.0, "config": self.config}
         if isinstance(graph, GraphStructure):
             out, _ = edge_attention(self.make_query(dst), *self.key_value(src), graph, *edges, **options)
             return self.combine(out, self.lin_self(dst))
-        started = graph.start(src)
+        pending = graph.start_exchange(src)
         query, skip = self.make_query(dst), self.lin_self(dst)
-        return self.combine(graph.attend(query, started, self.key_value, *edges, **options), skip)
+        key, value = self.key_value(pending.wait())
+        out, _ = edge_attention(query, key, value, graph.structure, *edges, **options)
+        return self.combine(out, skip)
 
     def normed(self, norm: nn.Module, x: Tensor, cond: Tensor | None) -> Tensor:
         """Return normed features in the dtype in which all projections read them; those of other classes decide for themselves."""
@@ -202,25 +223,21 @@ class GraphTransformerProcessorBlock(GraphTransformerBaseBlock):
     def forward(
         self,
         x: Tensor,
-        graph: GraphStructure,
+        graph: GraphStructure | ShardedGraph,
         edge_attr: Tensor,
         *,
         cond: Tensor | None = None,
-        exchange: Exchange | None = None,
     ) -> Tensor:
         """Update the nodes.
 
         Parameters
         ----------
         x : Tensor [N, in_channels] or [B, N, in_channels]
-        graph : GraphStructure
+        graph : GraphStructure or ShardedGraph
         edge_attr : Tensor [E, edge_dim] or [B, E, edge_dim]
             Raw attributes in the caller's edge order.
         cond : Tensor [N or 1, K] or [B, N or 1, K], optional
             Condition of conditional norms, to be given exactly when they are.
-        exchange : callable, optional
-            Takes the normed features of the nodes that are here to those of every source that the edges need, in the
-            numbering of `graph`. None: they are all here.
 
         Returns
         -------
@@ -232,10 +249,9 @@ class GraphTransformerProcessorBlock(GraphTransformerBaseBlock):
             When features, graph and attributes do not fit together.
         """
         check_features("x", x, self.channels, like=self.lin_query.weight)
-        check_nodes(graph, x if exchange is None else None, x)
+        _check_graph(graph, x, x)
         normed = self.normed(self.layer_norm_attention, x, cond)
-        sources = normed if exchange is None else exchange(normed)
-        x = x + self.attend(sources, normed, graph, edge_attr)
+        x = x + self.attend(normed, normed, graph, edge_attr)
         return x + self.node_dst_mlp(apply_norm(self.layer_norm_mlp_dst, x, cond))
 
 
@@ -276,11 +292,10 @@ class GraphTransformerMapperBlock(GraphTransformerBaseBlock):
     def forward(
         self,
         x: tuple[Tensor, Tensor],
-        graph: GraphStructure,
+        graph: GraphStructure | ShardedGraph,
         edge_attr: Tensor,
         *,
         cond: tuple[Tensor, Tensor] | None = None,
-        exchange: Exchange | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Update the destinations, and the sources with `update_src_nodes`.
 
@@ -288,15 +303,12 @@ class GraphTransformerMapperBlock(GraphTransformerBaseBlock):
         ----------
         x : (Tensor, Tensor)
             (x_src, x_dst), [N_src, in_channels] and [N_dst, in_channels], or [B, ...] both.
-        graph : GraphStructure
+        graph : GraphStructure or ShardedGraph
         edge_attr : Tensor [E, edge_dim] or [B, E, edge_dim]
             Raw attributes in the caller's edge order.
         cond : (Tensor, Tensor), optional
             Conditions of conditional norms, of sources and of destinations, to be given exactly when they are:
             [N or 1, K] or [B, N or 1, K].
-        exchange : callable, optional
-            Takes the normed features of the sources that are here to those of every source that the edges need, in the
-            numbering of `graph`. None: they are all here.
 
         Returns
         -------
@@ -309,17 +321,23 @@ class GraphTransformerMapperBlock(GraphTransformerBaseBlock):
             When features, graph and attributes do not fit together.
         """
         x_src, x_dst = check_sides(x, (self.channels, self.channels), like=self.lin_query.weight)
-        check_nodes(graph, x_src if exchange is None else None, x_dst)
+        _check_graph(graph, x_src, x_dst)
         cond_src, cond_dst = check_conditions(cond)
         sources = self.normed(self.layer_norm_attention_src, x_src, cond_src)
-        if exchange is not None:
-            sources = exchange(sources)
         normed = self.normed(self.layer_norm_attention, x_dst, cond_dst)
         x_dst = x_dst + self.attend(sources, normed, graph, edge_attr)
         x_dst = x_dst + self.node_dst_mlp(apply_norm(self.layer_norm_mlp_dst, x_dst, cond_dst))
         if self.update_src_nodes:
             x_src = x_src + self.node_src_mlp(apply_norm(self.layer_norm_mlp_src, x_src, cond_src))
         return x_src, x_dst
+
+
+def _check_graph(graph: object, x_src: Tensor, x_dst: Tensor) -> None:
+    """Raise unless graph and features fit; a sharded graph checks its local sources in `start_exchange`."""
+    if not isinstance(graph, GraphStructure) and isinstance(graph, ShardedGraph):
+        check_batch(x_src, x_dst)
+    else:
+        check_nodes(graph, x_src, x_dst)
 
 
 def _check_sizes(in_channels: int, out_channels: int, width: int, num_heads: int, edge_dim: int) -> None:
