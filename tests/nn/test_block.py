@@ -1,4 +1,4 @@
-"""What blocks do beyond the numbers of anemoi-models: samples, exchange, dropout, config, memory, refusals."""
+"""What blocks do beyond the numbers of anemoi-models: batch, dropout, config, memory, refusals."""
 
 import copy
 from functools import partial
@@ -143,11 +143,11 @@ def test_no_tensor_of_edges_by_channels_is_made_forward_or_backward(kind):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num_heads": 5}, "attention channels must be a multiple of heads, got 12 channels and 5 heads"),
+        ({"num_heads": 5}, "num_heads must divide the attention channels, got 5 heads and 12 channels"),
         ({"num_heads": 0}, "num_heads must be at least 1, got 0"),
-        ({"attn_channels": 10}, "got 10 channels and 3 heads"),
+        ({"attn_channels": 10}, "got 3 heads and 10 channels"),
         ({"attn_channels": 0}, "attn_channels must be at least 1, got 0"),
-        ({"out_channels": 8}, "in_channels and out_channels must be equal, .* got 12 and 8"),
+        ({"out_channels": 8}, "must equal out_channels \\(residual connection\\), got 12 and 8"),
         ({"in_channels": 0, "out_channels": 0}, "in_channels must be at least 1, got 0"),
         ({"edge_dim": 0}, "edge_dim must be at least 1, got 0"),
         ({"hidden_dim": 0}, "hidden_dim must be at least 1, got 0"),
@@ -165,18 +165,14 @@ def test_option_that_does_not_fit_is_refused_with_what_came(kind, options, messa
 def test_conditional_norms_without_a_condition_are_refused(kind):
     kernels = LayerKernels(LayerNorm=partial(ConditionalLayerNorm, condition_shape=2))
     block = make_block(kind, layer_kernels=kernels)
-    with pytest.raises(
-        ValueError, match="cond must be given, for the norms are of class ConditionalLayerNorm, .* got None"
-    ):
+    with pytest.raises(ValueError, match="cond must be a tensor .* ConditionalLayerNorm require a condition, got None"):
         run(block, draw(8, CHANNELS), *make_edges(8, 8))
 
 
 @every_kind
 def test_condition_of_norms_that_take_none_is_refused(kind):
     cond = draw(8, 2) if kind == "processor" else (draw(8, 2), draw(8, 2))
-    with pytest.raises(
-        ValueError, match=r"cond must be None, for the norms are of class LayerNorm, .* got \(8, 2\); make"
-    ):
+    with pytest.raises(ValueError, match=r"cond must be None .* class LayerNorm take no condition, got \(8, 2\); make"):
         run(make_block(kind), draw(8, CHANNELS), *make_edges(8, 8), cond=cond)
 
 

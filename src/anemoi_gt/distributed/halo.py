@@ -105,7 +105,7 @@ class HaloExchange:
         return functional.all_to_all_single(y.contiguous(), self.send_counts, self.recv_counts, self.group_name)
 
     def scatter_add(self, returned: Tensor, total: Tensor) -> Tensor:
-        """Return `total` [N, ...] plus the awaited rows [S, ...] of `send_reverse`, rank 0 first; may write to `total`."""
+        """Return `total` [N, ...] plus awaited rows [S, ...] of `send_reverse`, rank 0 first; may modify `total`."""
         received = functional.wait_tensor(returned)
         if self.sent_position is not None and torch.compiler.is_compiling():
             for position in self.sent_position:

@@ -195,7 +195,7 @@ class ShardPlan:
 
     def __init__(self, model: EncoderProcessorDecoder, num_ranks: int):
         self.model, self.edges = model, edge_modules(model)
-        chunks = max((len(getattr(module, "pieces", ())) for module, _, _ in self.edges.values()), default=1)
+        chunks = max((len(getattr(module, "chunks", ())) for module, _, _ in self.edges.values()), default=1)
         if chunks > 1:
             raise ValueError(
                 f"mapper_chunks must be 1 for a sharded model, got {chunks}: each shard is a chunk already"
@@ -261,7 +261,7 @@ def _apply_shard(model: EncoderProcessorDecoder, shard: ModelRows, mesh: DeviceM
         if module.trainable is not None:
             tables[f"{path}.trainable"] = ShardedTable(edges.global_edge_id[graph.edges], edges.size, mesh)
         _set_rows(module, {name: None if rows is None else rows[graph.edges] for name, rows in edges.rows.items()})
-        for edge_module in (module, *getattr(module, "pieces", ())):
+        for edge_module in (module, *getattr(module, "chunks", ())):
             edge_module.structure = _FixedGraph(graph)
     return ModelShard(shard.partitions, rank, tables)
 

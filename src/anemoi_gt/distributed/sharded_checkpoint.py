@@ -1,4 +1,4 @@
-"""Checkpoints of a sharded model by torch.distributed.checkpoint (DCP), and the last checkpoint of a run in either form.
+"""Checkpoints of a sharded model by torch.distributed.checkpoint (DCP), and the last checkpoint of a run.
 
 Rows of nodes and edges (trainable features, and their optimiser state) are written as the table of the whole graph, in
 the caller's numbering, so a checkpoint does not depend on the sharding: it is read on any number of ranks.
@@ -253,8 +253,8 @@ def require_file(path: Path) -> None:
     found = None if path.is_file() else find_checkpoint(sharded(path))
     if found is not None:
         raise ValueError(
-            f"the checkpoint must be one file, got the folder {found} of several ranks (they write best.pt when their run "
-            f"ends); convert it with python -m torch.distributed.checkpoint.format_utils dcp_to_torch {found} FILE.pt"
+            f"the checkpoint must be one file, got the folder {found} of several ranks (they write best.pt at the end); "
+            f"convert it with python -m torch.distributed.checkpoint.format_utils dcp_to_torch {found} FILE.pt"
         )
 
 
