@@ -76,7 +76,7 @@ CONDITIONAL = LayerKernels(LayerNorm=partial(ConditionalLayerNorm, condition_sha
         ),
         (
             lambda: GraphTransformerConv(16, 8)((torch.ones(2, 4, 16), X), GRAPH),
-            r"x_src and x_dst must have the same samples, or none, got \(2, 4, 16\) and \(3, 16\)",
+            r"x_src and x_dst must have the same batch dimension, or none, got \(2, 4, 16\) and \(3, 16\)",
         ),
         (lambda: GraphTransformerConv(-1, 8)(X.long(), RING), "x_src must be floating point, got torch.int64; cast it"),
         (lambda: GraphTransformerConv(-1, 8)(X[:, :0], RING), r"x_src must have at least one feature, got \(3, 0\)"),

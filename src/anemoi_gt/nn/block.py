@@ -11,6 +11,7 @@ default. W_edge and its bias are operands of the attention: x_e is never materia
 """
 
 from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
 
 from einops import rearrange
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from anemoi_gt.graph import GraphStructure
 from anemoi_gt.nn.chunking import Chunk, Pair, map_chunks
 from anemoi_gt.nn.input_validation import (
     check_attributes,
+    check_batch,
     check_conditions,
     check_dtype,
     check_features,
@@ -31,6 +33,29 @@ from anemoi_gt.nn.mlp import MLP
 from anemoi_gt.nn.norm import apply_norm
 from anemoi_gt.ops import edge_attention
 from anemoi_gt.option_checks import check_integer, check_probability
+
+
+class PendingRows(Protocol):
+    """Async handle of the sources of a sharded graph."""
+
+    def wait(self) -> Tensor:
+        """Return local sources concatenated with the halo [.., N_local + halo, F]; once."""
+
+
+@runtime_checkable
+class ShardedGraph(Protocol):
+    """One rank's shard of a graph, which layers take in place of a `GraphStructure`; see `anemoi_gt.distributed`.
+
+    Attributes
+    ----------
+    structure : GraphStructure
+        Edges from local and halo sources to local destinations.
+    """
+
+    structure: GraphStructure
+
+    def start_exchange(self, x_src: Tensor) -> PendingRows:
+        """Send rows of local sources [.., N_local, F] to the ranks that read them, and return at once. Collective."""
 
 
 class GraphTransformerBaseBlock(nn.Module):
@@ -115,43 +140,44 @@ class GraphTransformerBaseBlock(nn.Module):
         mixing = (Linear(edge_dim, edge_dim), layer_kernels.Activation()) if edge_pre_mlp else ()
         self.edge_pre_mlp = nn.Sequential(*mixing)
 
-    def attend(self, src: Tensor, dst: Tensor, graph: GraphStructure, edge_attr: Tensor) -> Tensor:
-        """Let destinations attend to their sources.
+    def attend(self, src: Tensor, dst: Tensor, graph: GraphStructure | ShardedGraph, edge_attr: Tensor) -> Tensor:
+        """Return what the residual connection adds: destinations attend to their sources.
 
         Parameters
         ----------
         src : Tensor [N_src, in_channels] or [B, N_src, in_channels]
-            Normed features of every source of `graph`.
+            Normed features of the sources; the local ones of a sharded graph.
         dst : Tensor [N_dst, in_channels] or [B, N_dst, in_channels]
             Normed features of the destinations.
-        graph : GraphStructure
-            Or, where a graph is divided among processes, what takes its place and has two methods: `start(src)`, of what this
-            process has, and of what that returned `attend(query, started, key_value, edge_attr, edge_weight, edge_bias,
-            dropout_p=..., config=...)`. Between them is computed what needs no source of another process.
+        graph : GraphStructure or ShardedGraph
+            While the halo exchange of a sharded graph is pending, query and skip connection are computed.
         edge_attr : Tensor [E, edge_dim] or [B, E, edge_dim]
 
         Returns
         -------
         Tensor [N_dst, out_channels] or [B, N_dst, out_channels]
-            What the residual connection adds.
         """
         edges = self.edge_operands(edge_attr)
         options = {"dropout_p": self.dropout if self.training else 0.0, "config": self.config}
         if isinstance(graph, GraphStructure):
             out, _ = edge_attention(self.make_query(dst), *self.key_value(src), graph, *edges, **options)
             return self.combine(out, self.lin_self(dst))
-        started = graph.start(src)
+        pending = graph.start_exchange(src)
         query, skip = self.make_query(dst), self.lin_self(dst)
-        return self.combine(graph.attend(query, started, self.key_value, *edges, **options), skip)
+        key, value = self.key_value(pending.wait())
+        out, _ = edge_attention(query, key, value, graph.structure, *edges, **options)
+        return self.combine(out, skip)
 
-    def update_destinations(self, x: Pair, graph: GraphStructure, edge_attr: Tensor, cond: Pair) -> Tensor:
+    def update_destinations(
+        self, x: Pair, graph: GraphStructure | ShardedGraph, edge_attr: Tensor, cond: Pair
+    ) -> Tensor:
         """Return destinations after attention and feed-forward network, each with its residual connection.
 
         Parameters
         ----------
         x : (Tensor, Tensor)
             (x_src, x_dst), [N_src, in_channels] and [N_dst, in_channels], or [B, ...] both.
-        graph : GraphStructure
+        graph : GraphStructure or ShardedGraph
         edge_attr : Tensor [E, edge_dim] or [B, E, edge_dim]
         cond : (Tensor or None, Tensor or None)
             Conditions of sources and destinations.
@@ -160,7 +186,10 @@ class GraphTransformerBaseBlock(nn.Module):
         -------
         Tensor [N_dst, out_channels] or [B, N_dst, out_channels]
         """
-        check_nodes(graph, *x)
+        if not isinstance(graph, GraphStructure) and isinstance(graph, ShardedGraph):
+            check_batch(*x)  # its local sources are checked by start_exchange
+        else:
+            check_nodes(graph, *x)
         x_dst = x[1] + self.attend(*self.normed_sides(x, cond), graph, edge_attr)
         return x_dst + self.node_dst_mlp(apply_norm(self.layer_norm_mlp_dst, x_dst, cond[1]))
 
@@ -228,14 +257,19 @@ class GraphTransformerProcessorBlock(GraphTransformerBaseBlock):
     """
 
     def forward(
-        self, x: Tensor, graph: GraphStructure | Sequence[Chunk], edge_attr: Tensor, *, cond: Tensor | None = None
+        self,
+        x: Tensor,
+        graph: GraphStructure | ShardedGraph | Sequence[Chunk],
+        edge_attr: Tensor,
+        *,
+        cond: Tensor | None = None,
     ) -> Tensor:
         """Update the nodes.
 
         Parameters
         ----------
         x : Tensor [N, in_channels] or [B, N, in_channels]
-        graph : GraphStructure, or its chunks from `split_destinations`
+        graph : GraphStructure or ShardedGraph, or chunks from `split_destinations`
         edge_attr : Tensor [E, edge_dim] or [B, E, edge_dim]
             Raw attributes in the caller's edge order.
         cond : Tensor [N or 1, K] or [B, N or 1, K], optional
@@ -296,7 +330,7 @@ class GraphTransformerMapperBlock(GraphTransformerBaseBlock):
     def forward(
         self,
         x: tuple[Tensor, Tensor],
-        graph: GraphStructure | Sequence[Chunk],
+        graph: GraphStructure | ShardedGraph | Sequence[Chunk],
         edge_attr: Tensor,
         *,
         cond: tuple[Tensor, Tensor] | None = None,
@@ -307,7 +341,7 @@ class GraphTransformerMapperBlock(GraphTransformerBaseBlock):
         ----------
         x : (Tensor, Tensor)
             (x_src, x_dst), [N_src, in_channels] and [N_dst, in_channels], or [B, ...] both.
-        graph : GraphStructure, or its chunks from `split_destinations`
+        graph : GraphStructure or ShardedGraph, or chunks from `split_destinations`
         edge_attr : Tensor [E, edge_dim] or [B, E, edge_dim]
             Raw attributes in the caller's edge order.
         cond : (Tensor, Tensor), optional

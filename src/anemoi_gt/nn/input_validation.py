@@ -37,24 +37,24 @@ def check_sides(x: tuple[Tensor, Tensor], channels: tuple[int, int], like: Tenso
     return tuple(x)
 
 
-def check_nodes(graph: object, x_src: Tensor | None, x_dst: Tensor) -> None:
-    """Raise unless features are of as many samples on both sides, with a row for each node of a structure `graph`.
-
-    Sources are None where they are still to be made. What attends in place of a structure knows its rows itself.
-    """
-    if not (hasattr(graph, "start") and hasattr(graph, "attend")):
-        check_structure(graph)
+def check_nodes(graph: object, x_src: Tensor, x_dst: Tensor) -> None:
+    """Raise unless `graph` is a GraphStructure, and both sides have one row per node and the same batch."""
+    check_structure(graph)
+    check_batch(x_src, x_dst)
     names = ("x", "x") if x_src is x_dst else ("x_src", "x_dst")
-    if x_src is not None and x_src.shape[:-2] != x_dst.shape[:-2]:
-        raise ValueError(
-            f"x_src and x_dst must have the same samples, or none, got {tuple(x_src.shape)} and {tuple(x_dst.shape)}"
-        )
-    if not isinstance(graph, GraphStructure):
-        return
     sizes = ("source", graph.num_src), ("destination", graph.num_dst)
     for name, x, (kind, number) in zip(names, (x_src, x_dst), sizes, strict=True):
-        if x is not None and not have_size(x.shape[-2], number):
+        if not have_size(x.shape[-2], number):
             raise ValueError(f"{name} must have {number} rows, one per {kind} of the graph, got {tuple(x.shape)}")
+
+
+def check_batch(x_src: Tensor, x_dst: Tensor) -> None:
+    """Raise unless features of both sides have the same batch dimension, or none."""
+    if x_src.shape[:-2] != x_dst.shape[:-2]:
+        raise ValueError(
+            "x_src and x_dst must have the same batch dimension, or none, "
+            f"got {tuple(x_src.shape)} and {tuple(x_dst.shape)}"
+        )
 
 
 def check_conditions(cond: object) -> tuple[Tensor | None, Tensor | None]:
