@@ -59,13 +59,8 @@ every_row = pytest.mark.parametrize("row", ROWS, ids=name_of)
 
 def options_of(row):
     """Keywords of either block."""
-    sizes = {
-        "in_channels": CHANNELS,
-        "out_channels": CHANNELS,
-        "hidden_dim": HIDDEN,
-        "num_heads": HEADS,
-        "edge_dim": DIM,
-    }
+    sizes = {"in_channels": CHANNELS, "out_channels": CHANNELS, "hidden_dim": HIDDEN}
+    sizes |= {"num_heads": HEADS, "edge_dim": DIM}
     left_out = {"kind", "norm", "activation"}
     if row["kind"] == "processor":
         left_out.add("update_src_nodes")  # a processor block has no such nodes
@@ -124,7 +119,7 @@ def run_ours(block, row, dtype=torch.float64):
 
 
 def run_theirs(block, row, dtype=torch.float64):
-    """Sample by sample: their blocks have no batch dimension."""
+    """One batch element at a time: their blocks have no batch dimension."""
     edge_index, num_src, inputs = make_inputs(row, dtype)
     shards = GraphShardInfo() if row["kind"] == "processor" else BipartiteGraphShardInfo()
 

@@ -1,4 +1,4 @@
-"""Parts of blocks: norms under a condition and under autocast, gated networks, widths."""
+"""Submodules of blocks: norms with a condition and under autocast, gated networks, widths."""
 
 import pytest
 import torch
@@ -14,8 +14,8 @@ from anemoi_gt.nn import (
     GraphTransformerProcessorBlock,
     LayerKernels,
 )
-from anemoi_gt.nn.mlp import FeedForward, hidden_width
-from anemoi_gt.nn.norm import norm_in_pieces, wraps
+from anemoi_gt.nn.mlp import MLP, hidden_width
+from anemoi_gt.nn.norm import norm_in_chunks, overflows
 
 GATES = {"glu": sigmoid, "swiglu": silu, "geglu": gelu, "reglu": relu}
 
@@ -24,7 +24,7 @@ def draw(*shape):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
-def test_conditional_norm_begins_as_a_norm_without_parameters():
+def test_conditional_norm_is_initialised_as_a_norm_without_parameters():
     x = draw(5, 8)
     assert torch.equal(ConditionalLayerNorm(8, condition_shape=3)(x, cond=draw(5, 3)), layer_norm(x, (8,)))
 
@@ -37,31 +37,31 @@ def test_conditional_norm_is_its_formula():
 
 @pytest.mark.parametrize("most", [1, 16, 40, 10_000])
 @pytest.mark.parametrize("nodes", [None, 1, 5])
-def test_norms_in_pieces_give_the_bits_of_one(nodes, most):
+def test_norms_in_chunks_give_the_same_bits(nodes, most):
     norm, x = randomise(ConditionalLayerNorm(8, condition_shape=3)), draw(2, 5, 8)
     cond = draw(2, nodes or 1, 3).mul(8).round() / 8
-    for parameter in norm.parameters():  # numbers of few bits: a BLAS may sum fewer rows in another order
+    for parameter in norm.parameters():  # few bits: a BLAS may sum fewer rows in another order
         parameter.data = parameter.data.mul(8).round() / 8
     if nodes is None:
         norm, cond = randomise(AutocastLayerNorm(8)), None
     expected = norm(x) if cond is None else norm(x, cond=cond)
-    assert torch.equal(norm_in_pieces(norm, x, cond, most), expected)
+    assert torch.equal(norm_in_chunks(norm, x, cond, most), expected)
 
 
-def test_heads_are_normed_in_pieces_of_nodes():
+def test_heads_are_normed_in_chunks_of_nodes():
     norm, x = randomise(torch.nn.LayerNorm(8)), draw(7, 2, 8)
-    assert torch.equal(norm_in_pieces(norm, x, None, most=48), norm(x))
+    assert torch.equal(norm_in_chunks(norm, x, None, max_numel=48), norm(x))
 
 
-def test_norms_are_cut_where_numbers_pass_32_bits_on_a_gpu():
+def test_norms_are_chunked_where_a_gpu_kernel_would_overflow_32_bits():
     norm = torch.nn.LayerNorm(1024)
     with FakeTensorMode():
         most, more, on_cpu = (
             torch.empty(rows, 1024, device=device)
             for rows, device in ((2**22 - 1, "cuda"), (2**22, "cuda"), (2**22, "cpu"))
         )
-    assert wraps(norm, more) and not wraps(norm, most)
-    assert not wraps(norm, on_cpu) and not wraps(torch.nn.Identity(), more)
+    assert overflows(norm, more) and not overflows(norm, most)
+    assert not overflows(norm, on_cpu) and not overflows(torch.nn.Identity(), more)
 
 
 def test_one_row_of_a_condition_is_every_nodes():
@@ -70,7 +70,7 @@ def test_one_row_of_a_condition_is_every_nodes():
 
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32))
-def test_norms_give_the_dtype_of_their_input_back_under_autocast(dtype):
+def test_norms_keep_the_dtype_of_their_input_under_autocast(dtype):
     x = draw(5, 8).to(dtype)
     with torch.autocast("cpu", torch.bfloat16):
         assert AutocastLayerNorm(8)(x).dtype == dtype
@@ -79,7 +79,7 @@ def test_norms_give_the_dtype_of_their_input_back_under_autocast(dtype):
 
 @pytest.mark.parametrize("implementation", GATES)
 def test_gated_network_is_its_formula(implementation):
-    network, x = FeedForward(6, 9, implementation, LayerKernels()), draw(5, 6)
+    network, x = MLP(6, 9, implementation, LayerKernels()), draw(5, 6)
     p = dict(network.mlp.named_parameters())
     gate = GATES[implementation](linear(x, p["0.gate_proj.weight"], p["0.gate_proj.bias"]))
     hidden = gate * linear(x, p["0.value_proj.weight"], p["0.value_proj.bias"])
@@ -92,7 +92,7 @@ def test_width_of_the_hidden_layer_is_rounded_with_halves_up(ratio, width):
 
 
 @pytest.mark.parametrize("ratio", (0.01, 0, -1, float("inf"), float("nan")))
-def test_network_without_width_is_refused(ratio):
+def test_an_empty_hidden_layer_is_refused(ratio):
     with pytest.raises(ValueError, match=r"mlp_ratio \* channels must be finite and at least 1/2, got .* \* 12"):
         hidden_width(12, ratio)
 
@@ -102,7 +102,7 @@ GRAPH = GraphStructure.from_edge_index(torch.tensor([[0, 1, 4, 2], [0, 0, 1, 3]]
 
 
 def read_by_projections(block, x):
-    """What each projection of nodes reads, by name, in bfloat16 autocast."""
+    """Return the input of each projection of nodes, by name, in bfloat16 autocast."""
     seen = {}
     for name in ("lin_query", "lin_key", "lin_value", "lin_self"):
         getattr(block, name).register_forward_pre_hook(lambda _, rows, name=name: seen.update({name: rows[0]}))

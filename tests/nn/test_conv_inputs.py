@@ -1,4 +1,4 @@
-"""GraphTransformerConv takes edges in every form that PyG writes them, and samples in every form that batches have."""
+"""GraphTransformerConv takes edges in every form that PyG writes them, and batches on one graph or on several."""
 
 import pytest
 import torch
@@ -41,7 +41,7 @@ def assert_same(actual, expected):
 
 
 class FakeSparseTensor:
-    """What torch_sparse.SparseTensor offers of itself, without its package: rows are destinations."""
+    """Stand-in for torch_sparse.SparseTensor, whose package is not installed: rows are destinations."""
 
     def __init__(self, edge_index, value, sizes):
         self.order = torch.argsort(edge_index[1] * sizes[1] + edge_index[0])
@@ -70,7 +70,7 @@ def make_adj_t(layout, edge_index, values):
 
 
 def stored_order(adj_t):
-    """The caller's edge at each stored value of an adj_t whose values number the edges from 1."""
+    """Return the caller's edge of each stored value of an adj_t whose values are 1 + the edge."""
     values = adj_t._values() if adj_t.layout == torch.sparse_coo else adj_t.values()
     return values.long() - 1
 
@@ -90,10 +90,14 @@ def test_edge_index_of_pyg_with_other_sizes_than_x_is_refused(conv, x, edge_inde
         conv(x, EdgeIndex(edge_index, sparse_size=(12, DST)), edge_attr)
 
 
-def test_graph_structure_gives_what_a_tensor_gives(conv, x, edge_index, edge_attr):
+def test_graph_structure_gives_what_a_tensor_gives_and_weights_in_the_callers_order(conv, x, edge_index, edge_attr):
     graph = GraphStructure.from_edge_index(edge_index, (SRC, DST))
-    assert_same(conv(x, graph, edge_attr), conv(x, edge_index, edge_attr))
-    assert_same(conv(x, graph.with_reverse(), edge_attr), conv(x, edge_index, edge_attr))
+    expected, (_, expected_weights) = conv(x, edge_index, edge_attr, return_attention_weights=True)
+    for structure in (graph, graph.with_reverse()):
+        out, (same, weights) = conv(x, structure, edge_attr, return_attention_weights=True)
+        assert same is structure
+        assert_same(out, expected)
+        assert_same(weights, expected_weights)
 
 
 @pytest.mark.parametrize("layout", ("COO", "uncoalesced COO", "CSR", "CSC"))
@@ -138,14 +142,6 @@ def test_sparse_tensor_gives_what_a_tensor_gives_and_holds_the_weights(conv, x, 
     assert_same(conv(x, empty, edge_attr[adj_t.order]), expected)
 
 
-def test_attention_weights_of_a_structure_come_in_the_callers_order(conv, x, edge_index, edge_attr):
-    graph = GraphStructure.from_edge_index(edge_index, (SRC, DST))
-    _, (same, weights) = conv(x, graph, edge_attr, return_attention_weights=True)
-    _, (_, expected) = conv(x, edge_index, edge_attr, return_attention_weights=True)
-    assert same is graph
-    assert_same(weights, expected)
-
-
 def test_order_of_edges_does_not_matter(conv, x, edge_index, edge_attr):
     order = torch.randperm(EDGES, generator=torch.Generator().manual_seed(4))
     out, (_, weights) = conv(x, edge_index, edge_attr, return_attention_weights=True)
@@ -161,8 +157,8 @@ def test_names_of_nodes_do_not_matter(conv, x, edge_index, edge_attr):
     assert_same(conv((x[0][src], x[1][dst]), renamed, edge_attr), conv(x, edge_index, edge_attr)[dst])
 
 
-@pytest.mark.parametrize("shared", (True, False), ids=("one edge_attr", "edge_attr per sample"))
-def test_samples_on_one_graph_give_what_each_gives_alone(conv, edge_index, shared):
+@pytest.mark.parametrize("shared", (True, False), ids=("one edge_attr", "edge_attr per element"))
+def test_a_batch_on_one_graph_gives_what_each_element_gives_alone(conv, edge_index, shared):
     x = (torch.randn(3, SRC, 6, dtype=torch.float64), torch.randn(3, DST, 4, dtype=torch.float64))
     edge_attr = torch.randn(3, EDGES, DIM, dtype=torch.float64)
     edge_attr = edge_attr[:1].expand(3, -1, -1) if shared else edge_attr
@@ -185,7 +181,7 @@ def make_graphs(*sizes):
     ]
 
 
-def test_samples_on_one_graph_give_what_pygs_block_diagonal_batch_gives():
+def test_a_batch_on_one_graph_gives_what_pygs_block_diagonal_batch_gives():
     conv = GraphTransformerConv(6, 8, heads=3, edge_dim=DIM).double()
     (data,) = make_graphs((7, 20))
     x = torch.randn(3, 7, 6, dtype=torch.float64)
@@ -194,7 +190,7 @@ def test_samples_on_one_graph_give_what_pygs_block_diagonal_batch_gives():
     assert_same(conv(x, data.edge_index, data.edge_attr).flatten(0, 1), expected)
 
 
-def test_batch_of_different_graphs_gives_what_each_gives_alone():
+def test_a_pyg_batch_of_different_graphs_gives_what_each_gives_alone():
     conv = GraphTransformerConv(6, 8, heads=3, edge_dim=DIM).double()
     graphs = make_graphs((7, 20), (3, 1), (4, 0), (9, 40))
     batch = Batch.from_data_list(graphs)
@@ -206,7 +202,7 @@ def test_batch_of_different_graphs_gives_what_each_gives_alone():
 
 
 @pytest.mark.parametrize("edges", (0, 1))
-def test_graph_with_hardly_an_edge_works(conv, x, edges):
+def test_a_graph_with_no_or_one_edge_works(conv, x, edges):
     edge_index = torch.zeros(2, edges, dtype=torch.int64)
     out = conv(x, edge_index, torch.randn(edges, DIM, dtype=torch.float64))
     assert_same(out[1:], conv.lin_skip(x[1])[1:])
@@ -221,7 +217,7 @@ def test_autocast_computes_in_its_dtype_with_gradients_in_that_of_the_parameters
     assert all(parameter.grad.dtype == torch.float32 for parameter in conv.parameters())
 
 
-def test_wrong_inputs_are_refused_with_what_came(conv, x, edge_index, edge_attr):
+def test_wrong_inputs_are_refused(conv, x, edge_index, edge_attr):
     graph = GraphStructure.from_edge_index(edge_index, (SRC, DST))
     plain = GraphTransformerConv((6, 4), 8).double()
     reverse = GraphTransformerConv((6, 4), 8, flow="target_to_source").double()
@@ -232,7 +228,7 @@ def test_wrong_inputs_are_refused_with_what_came(conv, x, edge_index, edge_attr)
         ),
         (lambda: conv((x[0], x[1], x[1]), edge_index, edge_attr), r"got \(Tensor, Tensor, Tensor\)"),
         (lambda: conv((x[0][0], x[1]), edge_index, edge_attr), r"x_src must have shape .* got \(6,\)"),
-        (lambda: conv(x, edge_index), "edge_attr must come exactly when .* got none and edge_dim=5"),
+        (lambda: conv(x, edge_index), "edge_attr must be passed if and only if .* got none and edge_dim=5"),
         (lambda: plain(x, edge_index, edge_attr), r"got shape \(30, 5\) and edge_dim=None"),
         (lambda: conv(x, edge_index, edge_attr[1:]), r"edge_attr must have shape .* got \(29, 5\)"),
         (lambda: conv(x, graph, edge_attr[:, 1:]), r"edge_attr must have shape .* got \(30, 4\)"),
@@ -246,7 +242,7 @@ def test_wrong_inputs_are_refused_with_what_came(conv, x, edge_index, edge_attr)
             lambda: conv((x[0][1:], x[1]), graph, edge_attr),
             r"x_src must have 9 rows, one per source of the graph, got \(8, 6\)",
         ),
-        (lambda: reverse(x, graph), "'target_to_source' must come with an edge_index .* got GraphStructure"),
+        (lambda: reverse(x, graph), "'target_to_source' must be used with an edge_index .* got GraphStructure"),
     ]
     for call, message in cases:
         with pytest.raises(ValueError, match=message):

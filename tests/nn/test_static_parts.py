@@ -1,4 +1,4 @@
-"""StaticEdges and StaticNodes hold what a graph gives and what is learned about it."""
+"""StaticNodes and StaticEdges: fixed and trainable features, and the structure, as modules."""
 
 import math
 
@@ -7,7 +7,7 @@ import torch
 
 from anemoi_gt import GraphStructure
 from anemoi_gt.nn import StaticEdges, StaticNodes
-from anemoi_gt.nn.static_edges import StaticStructure
+from anemoi_gt.nn.static_graph import StaticStructure
 
 EDGE_INDEX = torch.tensor([[2, 0, 2, 1], [0, 1, 1, 0]])
 
@@ -16,43 +16,25 @@ def make_edges(trainable=8):
     return StaticEdges(EDGE_INDEX, torch.arange(12.0).reshape(4, 3), (3, 2), trainable)
 
 
-def test_edges_give_the_structure_of_both_directions_and_attributes_by_destination():
+def test_edges_give_both_directions_of_the_structure_and_attributes_sorted_by_destination():
     graph, edge_attr = make_edges()()
     order = [0, 3, 1, 2]  # by destination, then as they came
     expected = GraphStructure.from_edge_index(EDGE_INDEX[:, order], (3, 2)).with_reverse().state_dict()
     assert graph.state_dict().keys() == expected.keys()
     assert all(torch.equal(tensor, expected[name]) for name, tensor in graph.state_dict().items())
-    given = torch.arange(12.0).reshape(4, 3)[order]
-    assert torch.equal(edge_attr, torch.cat([given, torch.zeros(4, 8)], dim=1))
+    fixed = torch.arange(12.0).reshape(4, 3)[order]
+    assert torch.equal(edge_attr, torch.cat([fixed, torch.zeros(4, 8)], dim=1))
 
 
-def test_edges_need_no_trained_attributes():
+def test_trainable_attributes_are_optional():
     edges = make_edges(trainable=0)
     assert edges.edge_dim == 3 and not list(edges.parameters())
     assert torch.equal(edges()[1], edges.edge_attr)
 
 
-def test_attributes_stay_with_their_edges():
-    graph, edge_attr = make_edges()()
-    rows = {tuple(edge): row.tolist() for edge, row in zip(graph.edge_index().T.tolist(), edge_attr, strict=True)}
-    assert [rows[tuple(edge)][0] for edge in EDGE_INDEX.T.tolist()] == [0.0, 3.0, 6.0, 9.0]
-
-
-def test_trained_attributes_get_a_gradient():
-    edges = make_edges()
-    edges()[1].sum().backward()
-    assert torch.equal(edges.trainable.grad, torch.ones(4, 8))
-
-
 @pytest.mark.parametrize("part", (make_edges(), StaticNodes(torch.zeros(4, 2), 8)), ids=("edges", "nodes"))
-def test_state_dict_holds_only_what_is_trained(part):
+def test_state_dict_holds_only_trainable_features(part):
     assert list(part.state_dict()) == ["trainable"]
-
-
-def test_structure_moves_with_the_module():
-    graph, edge_attr = make_edges().to("meta")()
-    assert graph.device.type == edge_attr.device.type == "meta"
-    assert all(tensor.device.type == "meta" for tensor in graph.state_dict().values())
 
 
 def test_dtype_of_the_module_leaves_indices_alone():
@@ -61,19 +43,19 @@ def test_dtype_of_the_module_leaves_indices_alone():
     assert graph.row.dtype == torch.int32
 
 
-def test_nodes_give_sines_and_cosines_of_latitude_and_longitude():
+def test_nodes_give_sine_and_cosine_of_latitude_and_longitude():
     lat, lon = torch.tensor([0.5, -1.0]), torch.tensor([3.0, 6.0])
     features = StaticNodes(torch.stack([lat, lon], dim=1), trainable=2)()
     expected = torch.stack([lat.sin(), lon.sin(), lat.cos(), lon.cos(), torch.zeros(2), torch.zeros(2)], dim=1)
     torch.testing.assert_close(features, expected)
 
 
-def test_what_is_given_in_double_precision_is_kept_in_the_default_dtype():
+def test_fixed_features_are_cast_to_the_default_dtype():
     edges = StaticEdges(EDGE_INDEX, torch.zeros(4, 3, dtype=torch.float64), (3, 2))
     assert edges()[1].dtype == StaticNodes(torch.zeros(4, 2, dtype=torch.float64))().dtype == torch.float32
 
 
-def test_poles_rounded_to_float32_are_nodes():
+def test_poles_rounded_to_float32_are_accepted():
     assert len(StaticNodes(torch.tensor([[math.pi / 2, 0.0], [-math.pi / 2, 0.0]]))) == 2
 
 
@@ -90,20 +72,20 @@ def test_poles_rounded_to_float32_are_nodes():
         (lambda: StaticNodes(torch.zeros(4, 2, dtype=torch.int64)), r"floating point .* got torch.int64 \(4, 2\)"),
         (
             lambda: StaticNodes(torch.zeros(4, 2), -1),
-            "trainable must be at least 0, the number of trained features of a node, got -1",
+            "trainable must be at least 0, the number of trainable features of a node, got -1",
         ),
-        (lambda: make_edges(-1), "trainable must be at least 0, the number of trained attributes of an edge, got -1"),
+        (lambda: make_edges(-1), "trainable must be at least 0, the number of trainable attributes of an edge, got -1"),
         (lambda: StaticEdges(EDGE_INDEX, torch.zeros(5, 3), (3, 2)), r"shape \[4, D\], .* got torch.float32 \(5, 3\)"),
         (lambda: StaticEdges(EDGE_INDEX, torch.zeros(4), (3, 2)), r"got torch.float32 \(4,\)"),
         (lambda: StaticEdges(EDGE_INDEX, torch.zeros(4, 3), (2, 3)), "source .* must hold values in 0 .. 1"),
     ],
 )
-def test_wrong_part_is_refused_with_what_came(make, message):
+def test_wrong_static_graph_is_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()
 
 
-def test_a_structure_for_inference_forgets_what_gradients_and_this_graph_alone_need():
+def test_a_structure_for_inference_drops_the_reverse_and_the_fixed_in_degree():
     ends = torch.arange(6)
     kept = StaticStructure(GraphStructure.from_edge_index(torch.stack([ends % 3, ends // 2]), 3).with_reverse())
     assert kept().has_reverse and kept().fixed_in_degree.shape == (2, 0)
