@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+import re
 
 import pytest
 import torch
@@ -192,7 +193,7 @@ def test_second_derivative_raises_with_the_remedy():
     leaves = operands(problem)
     out, _ = edge_attention(**leaves, graph=graph, config=TORCH)
     (gradient,) = torch.autograd.grad(out.square().sum(), leaves["query"], create_graph=True)
-    with pytest.raises(RuntimeError, match="first derivative only"):
+    with pytest.raises(RuntimeError, match="double backward is not supported"):
         gradient.sum().backward()
 
 
@@ -516,7 +517,10 @@ def test_auto_says_at_debug_level_what_it_chose(caplog):
 @pytest.mark.parametrize(
     ("options", "message"),
     [({"backend": "cuda"}, "backend must be one of auto, triton, torch, got 'cuda'"),
-     ({"precision": "bf32"}, "precision must be one of None, fp32, bf16, fp16, got 'bf32'")],
+     ({"precision": "bf32"}, "precision must be one of None, fp32, bf16, fp16, got 'bf32'"),
+     ({"fixed_degree_kernels": 1}, "fixed_degree_kernels must be True or False, got 1"),
+     *(({"tile": tile}, f"tile must be such as 'unroll=1,num_warps=4' .*, got {re.escape(repr(tile))}")
+       for tile in ("unroll", "edges=1", "heads=3", "unroll=1;num_warps=4", 4))],
 )  # fmt: skip
 def test_unknown_configuration_raises(options, message):
     with pytest.raises(ValueError, match=message):

@@ -57,5 +57,5 @@ def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def scratch_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What passes between kernels: bfloat16 for bfloat16, else float32; never float16, whose range ends at 65504."""
-    return torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+    """Return the dtype of what passes between kernels: float32 for float32, 16-bit dtypes as themselves."""
+    return torch.float32 if dtype == torch.float64 else dtype

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from anemoi_gt.attention_config import AttentionConfig
 from anemoi_gt.compatibility import warn_if_untested
-from anemoi_gt.custom_ops import define_operator
+from anemoi_gt.custom_ops import define_operator, refuse_second_derivative
 from anemoi_gt.graph import GraphStructure
-from anemoi_gt.ops.derivative import refuse_second_derivative
 from anemoi_gt.ops.dropout import keep_factor
 from anemoi_gt.ops.dtypes import accumulator_dtype
 from anemoi_gt.ops.operands import AttentionOperands
@@ -88,6 +88,7 @@ def attend(
     seed: Tensor | None,
     scale: float,
     dropout_p: float,
+    config: AttentionConfig | None = None,  # of which this backend reads nothing
 ) -> tuple[Tensor, Tensor]:
     """Edge attention of checked operands; the meaning of all is that of `anemoi_gt.edge_attention`.
 
