@@ -10,11 +10,11 @@ from anemoi_gt.option_checks import check_integer, check_number, check_probabili
     ("value", "message"),
     [
         (0, "heads must be at least 1, or null, got 0"),
-        (2.0, "heads must be a whole number, or null, got 2.0"),
-        ("2", "heads must be a whole number, or null, got '2'"),
-        (True, "heads must be a whole number, or null, got True"),
-        (None, "heads must be a whole number, or null, got None"),
-        (float("nan"), "heads must be a whole number, or null, got nan"),
+        (2.0, "heads must be an integer, or null, got 2.0"),
+        ("2", "heads must be an integer, or null, got '2'"),
+        (True, "heads must be an integer, or null, got True"),
+        (None, "heads must be an integer, or null, got None"),
+        (float("nan"), "heads must be an integer, or null, got nan"),
     ],
 )
 def test_what_is_no_whole_number_is_refused_with_what_came(value, message):
