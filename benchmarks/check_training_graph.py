@@ -51,12 +51,7 @@ from anemoi_gt.training.step import AUTOCAST, Learner  # noqa: E402
 DEVICE_TYPE = "cuda" if torch.cuda.is_available() else "cpu"
 FIELDS, STEPS, WARM_UP, TIMED, DROPOUT = 100, 12, 3, 10, 0.1
 TWO_MODELS = "two models"  # each has half of the ranks
-WAYS = {
-    "after exchange": ("edges", False),
-    "overlapped": ("edges", True),
-    "heads": ("heads", False),
-    TWO_MODELS: ("edges", False),
-}  # strategy, overlap
+WAYS = ("one model", TWO_MODELS)
 LAUNCHED, RECORDED, COMPILED, BOTH = "launched", "recorded", "compiled", "compiled, recorded"
 RUNS = {
     LAUNCHED: {},
@@ -95,8 +90,8 @@ class Problem:
         if way is None:
             own, learner = slice(None), Learner(model, self.weights, config, self.device)
         else:
-            mesh, (strategy, overlap) = self.meshes[way], WAYS[way]
-            cut = shard_model(model, mesh, strategy, overlap=overlap)
+            mesh = self.meshes[way]
+            cut = shard_model(model, mesh)
             own = cut.partitions["data"].nodes(cut.rank, "cpu")
             whole = {"num_nodes": len(self.weights), "cut": cut, "mesh": mesh}
             learner = ShardedLearner(model, self.weights[own], config, self.device, **whole)
@@ -121,8 +116,6 @@ def trained(problem: Problem, *options) -> list[Tensor]:
 
 def check(problem: Problem, way: str | None, precision: str, dropout: float, launched: str, recorded: str) -> str:
     """What is to be said of recorded steps beside launched ones, two of `RUNS`; the same on all ranks."""
-    if way == "heads" and dropout:
-        return "left out: by heads, the kernels drop nothing"
     torch.compiler.reset()  # the three share what is compiled: compiled again, it may have other bits
     first, again, replayed = (trained(problem, way, precision, dropout, run) for run in (launched, launched, recorded))
     moves = bool(first[0].isfinite().all()) and len(set(first[0].tolist())) == STEPS

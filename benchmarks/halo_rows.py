@@ -30,10 +30,10 @@ def unit_vectors(lat_lon: Tensor) -> Tensor:
 
 def halo_rows(edge_index: Tensor, sources: Partition, destinations: Partition) -> list[int]:
     """Rows that each rank reads of others'."""
-    src, dst = sources.places(edge_index[0]), destinations.places(edge_index[1])
+    src, dst = sources.positions(edge_index[0]), destinations.positions(edge_index[1])
     reader, owner = destinations.ranges.owner(dst), sources.ranges.owner(src)
     foreign = torch.unique((reader * sources.size + src)[reader != owner])
-    return torch.bincount(foreign // max(sources.size, 1), minlength=sources.ranges.parts).tolist()
+    return torch.bincount(foreign // max(sources.size, 1), minlength=sources.ranges.num_ranks).tolist()
 
 
 def measure(name: str, refinement: int, counts: list[int]) -> list[dict]:

@@ -1,12 +1,12 @@
 """Encoder and decoder of a model at 9 km, without gradients: time, peak memory and correctness, beside anemoi-models.
 
     python benchmarks/inference_9km.py --output benchmarks/results/inference_9km_h200.json
-    python benchmarks/inference_9km.py --grid O8 --refinement 2 --channels 32 --heads 4 --fields 5 --rows 16
+    python benchmarks/inference_9km.py --grid O8 --refinement 2 --channels 32 --heads 4 --fields 5
 
 The defaults are O1280, 6,599,680 points, and icosphere 7; 1024 channels in 16 heads, 11 attributes, bfloat16: the features of the grid
-hold 3.1 times 2^31 numbers. The encoder is a forward mapper, the decoder a backward mapper with the three nearest hidden nodes. Ours are
-computed by `ChunkedInference`, in one piece and in several, whose results are compared bit by bit. Our mapper as it is in training, and
-that of anemoi-models with the same weights, take 1, 2, 4, ... chunks until the result is neither missing for want of memory nor wrong.
+hold 3.1 times 2^31 numbers. The encoder is a forward mapper, the decoder a backward mapper with the three nearest hidden nodes. Ours
+take the graph in several numbers of chunks, whose results are compared; the mapper of anemoi-models with the same weights takes 1, 2,
+4, ... chunks until the result is neither missing for want of memory nor wrong.
 
 A result is judged on destinations from the beginning, the middle and the end, and on those that read the last sources, against plain
 PyTorch in float64. It is wrong when its error is more than twice that of plain PyTorch in the dtype. Each run is a process of its own,
@@ -121,10 +121,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--fields", type=int, default=100, help="that come in and go out at a point of the grid")
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--rows", type=int, default=16384, help="of ChunkedInference")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--contenders", nargs="+", choices=list(CONTENDERS), default=list(CONTENDERS))
-    parser.add_argument("--chunks", type=int, nargs="+", default=[1, 2, 8], help="of ours")
+    parser.add_argument("--chunks", type=int, nargs="+", default=[2, 8, 32], help="of ours")
     parser.add_argument("--most-chunks", type=int, default=64, help="after which the others are given up")
     parser.add_argument("--repeats", type=int, default=3, help="calls that are timed, after one that is not")
     parser.add_argument("--seconds", type=float, default=500, help="after which no run begins")
@@ -139,7 +138,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> None:
     """Build the graphs, start the runs one after the other, write the report."""
     options = parse(arguments)
-    names = ("grid", "refinement", "channels", "heads", "fields", "dtype", "rows", "repeats", "device")
+    names = ("grid", "refinement", "channels", "heads", "fields", "dtype", "repeats", "device")
     setting = Setting(**{name: getattr(options, name) for name in names})
     if options.worker:
         part, contender, number, folder = options.worker

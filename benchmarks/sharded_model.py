@@ -13,11 +13,6 @@ from anemoi_gt.distributed.model_shard import shard_model
 from anemoi_gt.training.compilation import compile_blocks
 
 FIELDS = 100  # in and out of the data grid
-WAYS = {
-    "overlapped": ("edges", True),
-    "after_exchange": ("edges", False),
-    "heads": ("heads", True),
-}  # strategy, overlap
 
 
 @dataclass(frozen=True)
@@ -64,8 +59,7 @@ class ShardedModel:
         with device:  # weights are drawn where they stay
             self.model = EncoderProcessorDecoder(graph, FIELDS, FIELDS, **sizes)
         self.model.to(device)
-        strategy, overlap = WAYS[case.way]
-        self.cut = shard_model(self.model, mesh, strategy, overlap=overlap)
+        self.cut = shard_model(self.model, mesh)
         if case.compiled:
             compile_blocks(self.model)
         num_nodes = graph["data"].x.shape[0]
@@ -98,7 +92,7 @@ class ShardedModel:
         """What each block attends on, by step of the model."""
         encoder, decoder = self.model.encoder_edges["data"], self.model.decoder_edges["data"]
         parts = {"encoder": encoder, "processor": self.model.processor_edges, "decoder": decoder}
-        return {step: part.structure().shard for step, part in parts.items()}
+        return {step: part.structure() for step, part in parts.items()}
 
 
 def weather_graph(case: Case):

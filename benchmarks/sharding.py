@@ -45,7 +45,7 @@ from suite.environment import describe  # noqa: E402
 PARTS = ("checks", "strong", "replay", "exchange", "sizes", "compiled", "anemoi")
 CHECKS = ("checks_shard", "checks_attention", "checks_training", "checks_model", "checks_trainer", "checks_recorded")
 RANKS = (1, 2, 4, 8)
-WAYS = ("after_exchange", "overlapped", "heads")  # the default first
+WAYS = ("after_exchange",)
 REPLAYED = WAYS[:2]
 ANEMOI = (("edges", "theirs"), ("heads", "theirs"), ("edges", "ours"))  # its strategy, and whose attention
 # O192 on 4 ranks is as much work for each as O96 on 1, and N320 as much as O176.

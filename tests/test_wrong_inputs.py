@@ -126,9 +126,8 @@ def test_sizes_of_numpy_are_sizes():
         (lambda: ShardingConfig("edges", model="2"), "sharding.model must be an integer, got '2'"),
         (lambda: ShardingConfig("edges", model=1.5), "sharding.model must be an integer, got 1.5"),
         (lambda: ShardingConfig(timeout="5"), "sharding.timeout must be a number, got '5'"),
-        (lambda: ShardingConfig(overlap="no"), "sharding.overlap must be true or false, got 'no'"),
         (lambda: Partition.balanced([1, 1], 2), r"cost must be a tensor \[N\], got list"),
-        (lambda: Partition.balanced(torch.ones(3).long(), 0), "the number of parts must be at least 1, got 0"),
+        (lambda: Partition.balanced(torch.ones(3).long(), 0), "num_ranks must be at least 1, got 0"),
         (
             lambda: explain(GraphTransformerConv(16, 8), X, RING).with_profile(None),
             "profile must be a torch.profiler.profile",

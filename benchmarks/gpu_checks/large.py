@@ -8,7 +8,7 @@ from support.oracle import Problem, magnitude, oracle, plain
 
 from anemoi_gt import AttentionConfig, GraphStructure, edge_attention
 from anemoi_gt.nn import AutocastLayerNorm
-from anemoi_gt.nn.norm import WRAPS, apply_norm
+from anemoi_gt.nn.norm import OVERFLOW_NUMEL, apply_norm
 from gpu_checks import DEVICE
 
 TRITON = AttentionConfig(backend="triton")
@@ -154,7 +154,7 @@ def weather_graphs(names: list[str]) -> str:
 def norm_beyond_32_bits() -> str:
     """Norms of rows that begin beyond 2^32 numbers are those of the rows alone, in which PyTorch's own kernel may fail."""
     features = 1024
-    rows = WRAPS // features + 1000 if DEVICE.type == "cuda" else 2000
+    rows = OVERFLOW_NUMEL // features + 1000 if DEVICE.type == "cuda" else 2000
     generator = torch.Generator(DEVICE).manual_seed(0)
     x = torch.randn(rows, features, generator=generator, device=DEVICE, dtype=torch.bfloat16)
     norm = AutocastLayerNorm(features).to(DEVICE, torch.bfloat16)
@@ -163,4 +163,4 @@ def norm_beyond_32_bits() -> str:
         expected = norm(x[-1000:])
         torch.testing.assert_close(apply_norm(norm, x)[-1000:], expected, rtol=0, atol=0)
         wrong = int((own != expected).any(-1).sum())
-    return f"{rows * features / WRAPS:.4f} x 2^32 numbers; PyTorch's own, in one piece, is wrong in {wrong} of the last 1000 rows"
+    return f"{rows * features / OVERFLOW_NUMEL:.4f} x 2^32 numbers; PyTorch's own, in one piece, is wrong in {wrong} of the last 1000 rows"

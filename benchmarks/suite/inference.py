@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from anemoi_gt import GraphStructure
 from anemoi_gt.nn import (
-    ChunkedInference,
     GraphTransformerBackwardMapper,
     GraphTransformerForwardMapper,
     split_destinations,
@@ -44,7 +43,6 @@ class Setting:
     heads: int
     fields: int
     dtype: str
-    rows: int
     repeats: int
     device: str
 
@@ -117,13 +115,6 @@ def build_graphs(setting: Setting, parts: list[str], folder: Path) -> dict:
 
 def _ours(problem: Problem, num_chunks: int) -> Callable[[], Tensor]:
     sizes = tuple(side.shape[0] for side in problem.x)
-    graph = GraphStructure.from_edge_index(problem.edge_index, sizes)
-    run = ChunkedInference(graph, num_chunks, rows=problem.setting.rows)
-    return lambda: run(problem.mapper, problem.x, problem.edge_attr)
-
-
-def _mapper(problem: Problem, num_chunks: int) -> Callable[[], Tensor]:
-    sizes = tuple(side.shape[0] for side in problem.x)
     chunks = split_destinations(GraphStructure.from_edge_index(problem.edge_index, sizes), num_chunks)
 
     def call() -> Tensor:
@@ -155,7 +146,7 @@ def _anemoi(problem: Problem, num_chunks: int) -> Callable[[], Tensor]:
     return call
 
 
-CONTENDERS = {"ours": _ours, "mapper": _mapper, "anemoi": _anemoi}
+CONTENDERS = {"ours": _ours, "anemoi": _anemoi}
 
 
 def unsupported_reason(contender: str) -> str | None:

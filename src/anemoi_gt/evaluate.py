@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from anemoi_gt.distributed import is_launched
-from anemoi_gt.distributed.folder import require_file
+from anemoi_gt.distributed.sharded_checkpoint import require_file
 from anemoi_gt.explanation import explain
 from anemoi_gt.hydra_app import Run, build, check_explain, launch, output_folder, require_packages, stop, tell
 from anemoi_gt.training.checkpoint import load_checkpoint, load_weights

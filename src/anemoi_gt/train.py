@@ -16,12 +16,11 @@ import torch
 import torch.distributed as dist
 
 from anemoi_gt.distributed import ShardingConfig, broadcast_from_rank0, is_launched, run_on_rank0, started
-from anemoi_gt.distributed.folder import ONE_PROCESS, TORCHRUN, checkpoint_to_continue
 from anemoi_gt.distributed.launcher import own_rank
 from anemoi_gt.distributed.meeting import code_in_use, leave_last, meeting
 from anemoi_gt.distributed.mesh import check_model_options, own_device
 from anemoi_gt.distributed.model_shard import scatter_model
-from anemoi_gt.distributed.sharded_checkpoint import load_values
+from anemoi_gt.distributed.sharded_checkpoint import ONE_PROCESS, TORCHRUN, checkpoint_to_continue, load_values
 from anemoi_gt.distributed.watch import leave
 from anemoi_gt.explanation import explain
 from anemoi_gt.hydra_app import (
@@ -223,8 +222,7 @@ def train_on_mesh(config: "DictConfig", sharding: ShardingConfig, mesh: "DeviceM
     splits, training = build_data(config)
     check_samples(splits, folder)
     group, whole = cpu_group(), build_model(config, splits.train) if is_first else None
-    strategy = "edges" if sharding.strategy == "none" else sharding.strategy
-    model, cut = scatter_model(whole, mesh, group, strategy, overlap=sharding.overlap)
+    model, cut = scatter_model(whole, mesh, group)
     trainer = Trainer(model, splits, training, folder, description)
     divide_trainer(trainer, cut, mesh, group)
     log.info("%d ranks, %d of them for a model; %d nodes", mesh.size(), mesh["model"].size(), len(splits.train.nodes))
@@ -244,8 +242,8 @@ def check_shares(config: "DictConfig", sharding: ShardingConfig, mesh: "DeviceMe
     """Raise a ValueError where the config alone says that these ranks cannot share the run: data, graph and model are not made yet."""
     check_types("model", config.model)
     share_of_batch(check_device(config).batch_size, mesh["data"].size())
-    backend = check_backend(instantiate(config.attention), own_device(mesh.device_type))
-    check_model_options(config.model, sharding.strategy, mesh["model"].size(), backend)
+    check_backend(instantiate(config.attention), own_device(mesh.device_type))
+    check_model_options(config.model)
 
 
 def continues_on_ranks(folder: Path, resume: bool, description: dict) -> bool:

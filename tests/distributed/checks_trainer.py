@@ -63,26 +63,26 @@ def a_trainer_records_the_losses_of_one_device_and_continues_on_other_meshes(gro
         whole, expected = make_trainer(alone), Records()
         whole.fit(expected)
         world = dist.get_world_size()
-        for shape, strategy in (((1, world), "edges"), ((world // 2, 2), "heads"), ((world, 1), "edges")):
+        for shape in ((1, world), (world // 2, 2), (world, 1)):
             trainer, records = make_trainer(shared), Records()
-            shard_trainer(trainer, mesh_of(*shape), strategy)
+            shard_trainer(trainer, mesh_of(*shape))
             trainer.fit(records)
-            same_losses(verdict, f"{shape} {strategy}", records.losses, expected.losses)
+            same_losses(verdict, f"{shape}", records.losses, expected.losses)
         shared = shared_folder(group)
         half = make_trainer(shared)
-        shard_trainer(half, mesh_of(1, world), overlap=True)
+        shard_trainer(half, mesh_of(1, world))
         half.config, half.batches.steps = replace(half.config, steps=4), 4  # the schedule stays that of all steps
         with MetricsFile(shared / "metrics.jsonl") if dist.get_rank() == 0 else Silence() as metrics:
             half.fit(metrics)
-        for shape, strategy in (((world // 2, 2), "heads"), ((world, 1), "edges")):
-            folder = shared.with_name(f"{shared.name}_{strategy}")
+        for shape in ((world // 2, 2), (world, 1)):
+            folder = shared.with_name(f"{shared.name}_{shape[1]}")
             if dist.get_rank() == 0:
                 shutil.copytree(shared, folder)
-                if strategy == "heads":
+                if shape[1] == 2:
                     (folder / "last").rename(folder / "last.former")  # as if cut off between the two names
             dist.barrier()
             trainer = make_trainer(folder)
-            cut = shard_trainer(trainer, mesh_of(*shape), strategy)
+            cut = shard_trainer(trainer, mesh_of(*shape))
             records = train_on_ranks(trainer, cut, resumes=True)
             losses = [(record["split"], record["step"], record["loss"]) for record in records or []]
             same_losses(verdict, f"resumed on {shape}", losses, expected.losses if dist.get_rank() == 0 else [])

@@ -1,6 +1,6 @@
-"""Small layers and graphs, run whole on one device and divided among ranks."""
+"""Small layers and graphs, run whole on one device and sharded among ranks."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -8,23 +8,14 @@ import torch.distributed as dist
 from torch import nn
 
 from anemoi_gt import AttentionConfig, GraphStructure, edge_attention
-from anemoi_gt.distributed import (
-    attend_after_exchange,
-    attend_by_heads,
-    attend_overlapped,
-    shard_graph,
-)
+from anemoi_gt.distributed import shard_graph
 
 HEADS, CHANNELS, WIDTH, EDGE_DIM = 5, 4, 6, 3
-WAYS = {
-    "edges, overlapped": ("edges", attend_overlapped),
-    "edges, after exchange": ("edges", attend_after_exchange),
-    "heads": ("heads", attend_by_heads),
-}
+CONFIG = AttentionConfig(backend="torch")
 
 
 def on_cpu(seed):
-    """Where and of what random numbers are drawn that have to be the same on any device."""
+    """Device and generator of random numbers that have to be the same on any device."""
     return {"device": "cpu", "generator": torch.Generator("cpu").manual_seed(seed)}
 
 
@@ -36,14 +27,14 @@ def sphere_points(size, seed):
 
 
 def nearest(src, dst, k):
-    """Each destination reads its k nearest sources: an edge there is rarely an edge back."""
+    """Edges from the k nearest sources to each destination: rarely symmetric."""
     neighbours = torch.cdist(dst, src).topk(k, largest=False).indices  # [dst, k]
     edge_index = torch.stack([neighbours.flatten(), torch.arange(len(dst), device="cpu").repeat_interleave(k)])
     return edge_index.to(torch.get_default_device())
 
 
 def symmetric(edge_index):
-    """With every edge its way back, each once, in random order."""
+    """Edges and their reverse, each once, in random order."""
     both = torch.cat([edge_index, edge_index.flip(0)], dim=1).unique(dim=1)
     return both[:, torch.randperm(both.shape[1], **on_cpu(3)).to(both.device)]
 
@@ -63,38 +54,45 @@ GRAPHS = {  # name: (edge_index, (num_src, num_dst))
 }
 
 
+def structure(name):
+    """The structure of a graph of `GRAPHS`."""
+    return GraphStructure.from_edge_index(*GRAPHS[name])
+
+
 class Layer(nn.Module):
-    """Projections around an attention that is given: what any layer of graph transformers hands over."""
+    """Projections around an attention function, as in any graph transformer layer."""
 
     def __init__(self, dtype):
         super().__init__()
         inner = HEADS * CHANNELS
         self.query, self.value = (nn.Linear(WIDTH, inner, dtype=dtype) for _ in range(2))
-        self.key = nn.Linear(
-            WIDTH, inner, bias=False, dtype=dtype
-        )  # a bias here cancels in the softmax, its gradient is rounding
+        # No bias: it cancels in the softmax, so its gradient would be rounding.
+        self.key = nn.Linear(WIDTH, inner, bias=False, dtype=dtype)
         self.edge = nn.Linear(EDGE_DIM, inner, dtype=dtype)
         self.out = nn.Linear(inner, WIDTH, dtype=dtype)
 
     def forward(self, x_src, x_dst, edge_attr, attend):
-        out = attend(self.heads(self.query(x_dst)), x_src, self.key_value, edge_attr, self.edge.weight, self.edge.bias)
+        query = self.query(x_dst).unflatten(-1, (HEADS, CHANNELS))
+        out = attend(query, x_src, self.key_value, edge_attr, self.edge.weight, self.edge.bias)
         return x_dst + self.out(out.flatten(-2))
 
     def key_value(self, x):
-        return self.heads(self.key(x)), self.heads(self.value(x))
-
-    def heads(self, x):
-        return x.unflatten(-1, (HEADS, CHANNELS))
+        return tuple(projection(x).unflatten(-1, (HEADS, CHANNELS)) for projection in (self.key, self.value))
 
 
 def attend_whole(graph, query, x_src, key_value, *edges, **options):
-    """Attention on one device, as a layer hands it over."""
-    return edge_attention(query, *key_value(x_src), graph, *edges, **options)[0]
+    """Attention of a layer on one device."""
+    return edge_attention(query, *key_value(x_src), graph, *edges, **{"config": CONFIG} | options)[0]
+
+
+def attend_sharded(shard, query, x_src, *layer, **options):
+    """Attention of a layer on the destinations of one rank."""
+    return attend_whole(shard.structure, query, shard.start_exchange(x_src).wait(), *layer, **options)
 
 
 @dataclass
 class Problem:
-    """Features, attributes and layers on a graph."""
+    """Features, attributes and layer on a graph."""
 
     graph: GraphStructure
     x_src: torch.Tensor
@@ -104,19 +102,18 @@ class Problem:
     layer: Layer
 
 
-def make_problem(name, dtype=torch.float64, batch=(), same_nodes=False):
+def make_problem(name, dtype=torch.float64, batch=(), attr_batch=(), same_nodes=False):
     """The problem on a graph of `GRAPHS`, the same on every rank; with `same_nodes`, sources and destinations are one tensor."""
     torch.manual_seed(7)
     edge_index, (num_src, num_dst) = GRAPHS[name]
     layer = Layer(dtype)
     x_src, x_dst, target = (torch.randn(*batch, size, WIDTH, dtype=dtype) for size in (num_src, num_dst, num_dst))
-    edge_attr = torch.randn(edge_index.shape[1], EDGE_DIM, dtype=dtype)
-    graph = GraphStructure.from_edge_index(edge_index, (num_src, num_dst))
-    return Problem(graph, x_src, x_src if same_nodes else x_dst, edge_attr, target, layer)
+    edge_attr = torch.randn(*attr_batch, edge_index.shape[1], EDGE_DIM, dtype=dtype)
+    return Problem(structure(name), x_src, x_src if same_nodes else x_dst, edge_attr, target, layer)
 
 
-def run(problem, attend, loss_scale):
-    """Output, loss and gradients of one layer; the loss is the sum of squares times `loss_scale`."""
+def run(problem, attend, num_dst):
+    """Output, loss and gradients of one layer, by name; the loss is the sum of squares over `num_dst`."""
     leaves = {
         name: getattr(problem, name).clone().requires_grad_()
         for name in ("x_src", "x_dst", "edge_attr")
@@ -124,52 +121,38 @@ def run(problem, attend, loss_scale):
     }
     problem.layer.zero_grad()
     out = problem.layer(leaves["x_src"], leaves.get("x_dst", leaves["x_src"]), leaves["edge_attr"], attend)
-    loss = (out - problem.target).square().sum() * loss_scale
+    loss = (out - problem.target).square().sum() / max(num_dst, 1)
     loss.backward()
     gradients = {name: leaf.grad for name, leaf in leaves.items()}
-    return out.detach(), loss.detach(), gradients
+    weights = {name: parameter.grad.clone() for name, parameter in problem.layer.named_parameters()}
+    return {"out": out.detach(), "loss": loss.detach()} | gradients | weights
 
 
-def run_whole(problem):
-    """Everything of the run on one device, by name."""
-    attend = partial(attend_whole, problem.graph, config=AttentionConfig(backend="torch"))
-    out, loss, gradients = run(problem, attend, 1.0 / max(problem.graph.num_dst, 1))
-    return {"out": out, "loss": loss} | gradients | _parameters(problem.layer)
+def run_whole(problem, **options):
+    """Results on one device, by name."""
+    return run(problem, partial(attend_whole, problem.graph, **options), problem.graph.num_dst)
 
 
-def run_sharded(problem, group, way, backend="torch", **partitions):
-    """This rank's part of the run on all ranks, by name, and the shard."""
-    strategy, attend = WAYS[way]
-    shard = shard_graph(problem.graph, group, strategy, **partitions)
+def run_sharded(problem, group, shard=None, **options):
+    """This rank's results, by name, with loss and weight gradients summed over ranks; and the shard."""
+    shard = shard or shard_graph(problem.graph, group)
+    part = replace(problem, **part_of(vars(problem), shard))
+    if problem.x_dst is problem.x_src:
+        part.x_dst = part.x_src
+    found = run(part, partial(attend_sharded, shard, **options), problem.graph.num_dst)
+    for name, value in found.items():
+        if name not in rows_of(shard):
+            dist.all_reduce(value, group=group)
+    return found, shard
+
+
+def rows_of(shard):
+    """Rows of each tensor of the whole problem that a rank owns."""
     own_src, own_dst = shard.sources.nodes(shard.rank), shard.destinations.nodes(shard.rank)
-    x_src = problem.x_src[..., own_src, :]
-    part = Problem(
-        graph=shard.graph,
-        x_src=x_src,
-        x_dst=x_src if problem.x_dst is problem.x_src else problem.x_dst[..., own_dst, :],
-        edge_attr=problem.edge_attr[shard.edges],
-        target=problem.target[..., own_dst, :],
-        layer=problem.layer,
-    )
-    attend = partial(attend, shard, config=AttentionConfig(backend=backend))
-    out, loss, gradients = run(part, attend, 1.0 / max(problem.graph.num_dst, 1))
-    dist.all_reduce(loss, group=group)
-    sum_over(problem.layer.parameters(), group)
-    return {"out": out, "loss": loss} | gradients | _parameters(problem.layer), shard
-
-
-def sum_over(parameters, group):
-    """Sum gradients over the ranks of one model."""
-    for parameter in parameters:
-        dist.all_reduce(parameter.grad, group=group)
+    return {"out": own_dst, "x_dst": own_dst, "target": own_dst, "x_src": own_src, "edge_attr": shard.edges}
 
 
 def part_of(whole, shard):
-    """What of the run on one device a rank should find."""
-    own_src, own_dst = shard.sources.nodes(shard.rank), shard.destinations.nodes(shard.rank)
-    rows = {"out": own_dst, "x_dst": own_dst, "target": own_dst, "x_src": own_src, "edge_attr": shard.edges}
+    """What a rank should find of the results on one device."""
+    rows = rows_of(shard)
     return {name: value[..., rows[name], :] if name in rows else value for name, value in whole.items()}
-
-
-def _parameters(layer):
-    return {name: parameter.grad.clone() for name, parameter in layer.named_parameters()}

@@ -30,7 +30,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 WORLD_SIZE, ALL = 4, 0  # ranks of the tests; a check on all of them
 TIMEOUT = 300  # s, of all checks of a file, on a busy machine
-TOLERANCE = {torch.float64: 1e-12, torch.float32: 4e-6, torch.bfloat16: 2e-2}  # of the largest value
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 4e-6, torch.bfloat16: 2e-2}  # of the largest value, whatever its size
 
 
 class Ended(NamedTuple):
@@ -57,8 +57,8 @@ class Verdict:
         equal = torch.equal(actual, expected) if torch.is_tensor(actual) else actual == expected
         self.that(equal, f"{name}: {str(actual)[:200]} is not {str(expected)[:200]}")
 
-    def close(self, name, actual, expected):
-        """Note unless both agree to the rounding of their dtype."""
+    def close(self, name, actual, expected, terms=None):
+        """Note unless both agree to the rounding of their dtype, at the scale of `expected`, or of its `terms` where these cancel."""
         if actual is None or actual.shape != expected.shape:
             self.problems.append(
                 f"{name}: {None if actual is None else tuple(actual.shape)}, not {tuple(expected.shape)}"
@@ -66,9 +66,10 @@ class Verdict:
             return
         finite = torch.isfinite(expected)
         self.that(torch.equal(torch.isfinite(actual), finite), f"{name}: not finite in other places")
-        size = expected[finite].abs().max().item() if finite.any() else 0.0
+        scale = expected[finite] if terms is None else terms
+        size = scale.abs().max().item() if scale.numel() else 0.0
         error = (actual - expected)[finite].abs().max().item() if finite.any() else 0.0
-        limit = TOLERANCE[expected.dtype] * max(size, 1.0)
+        limit = TOLERANCE[expected.dtype] * size
         self.that(error <= limit, f"{name}: off by {error:.1e}, allowed {limit:.1e}")
 
     def raises(self, error, words, function):

@@ -91,7 +91,7 @@ def ranks_of(process):
 @pytest.fixture(scope="module")
 def stopped(place):
     """What torchrun said of one model on four ranks, of which one was told to stop after its first steps."""
-    with torchrun(place, 4, "sharding=edges", "sharding.model=4", "sharding.overlap=true") as process:
+    with torchrun(place, 4, "sharding=edges", "sharding.model=4") as process:
         end = time.monotonic() + PATIENCE
         while not steps_in(place / "run") and process.poll() is None and time.monotonic() < end:
             time.sleep(0.02)
@@ -102,10 +102,10 @@ def stopped(place):
 
 @pytest.fixture(scope="module")
 def continued(place, stopped):
-    """How two models by heads ended, each on two ranks of a host, that continued the stopped run; and the steps that had been taken."""
+    """How two models ended, each on two ranks of a host, that continued the stopped run; and the steps that had been taken."""
     before = steps_in(place / "run")
     with ExitStack() as hosts:
-        arguments = ("sharding=heads", "sharding.model=2", "resume=true")
+        arguments = ("sharding=edges", "sharding.model=2", "resume=true")
         processes = [hosts.enter_context(torchrun(place, 2, *arguments, host=host)) for host in two_hosts()]
         said = [process.communicate(timeout=PATIENCE)[1] for process in processes]
     return [process.returncode for process in processes], said, before
@@ -122,7 +122,7 @@ def test_ranks_that_a_signal_stopped_exit_with_its_status(stopped):
     assert statuses and set(statuses) == {"143"}, stopped
 
 
-def test_two_hosts_by_heads_continue_what_four_ranks_of_one_by_edges_began(place, continued):
+def test_two_hosts_continue_what_four_ranks_of_one_began(place, continued):
     statuses, said, before = continued
     assert statuses == [0, 0], said
     assert 0 < len(before) < 16 and steps_in(place / "run") == list(range(1, 17))
@@ -152,12 +152,11 @@ def test_a_config_that_differs_between_ranks_is_found_at_the_start(place):
     [
         (["training.batch_size=3"], "training.batch_size must be a multiple of the 2 ranks of the data axis, got 3"),
         (
-            ["sharding=heads", "sharding.model=2", "model.heads=1"],
-            "strategy 'heads' must have at least one head for each rank, got 1 heads and 2 ranks; "
-            "use strategy 'edges', or fewer ranks for one model",
+            ["sharding=edges", "sharding.model=2", "model.mapper_chunks=2"],
+            "model.mapper_chunks must be 1 under torchrun, got 2: a rank's part is a piece already",
         ),
     ],
-    ids=["batch", "heads"],
+    ids=["batch", "chunks"],
 )
 def test_what_ranks_cannot_share_is_refused_before_anything_is_made(place, arguments, sentence):
     # The data set cannot be made either, which nobody comes to say.

@@ -6,108 +6,88 @@ import torch
 from anemoi_gt.distributed import Partition, Ranges, destination_cost
 
 
-def test_parts_cost_the_same_where_nodes_do():
-    assert Ranges.balanced(torch.ones(12, dtype=torch.int64), 4).bounds == (0, 3, 6, 9, 12)
+@pytest.mark.parametrize(
+    ("cost", "num_ranks", "bounds"),
+    [
+        (torch.ones(12, dtype=torch.int64), 4, (0, 3, 6, 9, 12)),
+        (torch.tensor([1, 1, 100, 1, 1]), 3, (0, 2, 3, 5)),  # a rank of its own for the expensive node
+        (torch.ones(0, dtype=torch.int64), 3, (0, 0, 0, 0)),
+        (torch.tensor([2**53, 1, 2**53 + 1]), 2, (0, 2, 3)),  # beyond the integers of float64
+    ],
+)
+def test_ranges_have_equal_cost(cost, num_ranks, bounds):
+    assert Ranges.balanced(cost, num_ranks).bounds == bounds
 
 
-def test_a_heavy_node_gets_a_part_of_its_own():
-    assert Ranges.balanced(torch.tensor([1, 1, 100, 1, 1]), 3).bounds == (0, 2, 3, 5)
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 7, 64])
+def test_no_rank_exceeds_its_share_by_more_than_one_node(num_ranks):
+    cost = torch.randint(0, 50, (500,), generator=torch.Generator().manual_seed(num_ranks))
+    ranges = Ranges.balanced(cost, num_ranks)
+    heaviest = max(int(cost[ranges.of(rank)].sum()) for rank in range(num_ranks))
+    assert heaviest <= int(cost.sum()) / num_ranks + 50
 
 
-@pytest.mark.parametrize("parts", [1, 2, 3, 7, 64])
-def test_no_part_exceeds_its_share_by_more_than_one_node(parts):
-    cost = torch.randint(0, 50, (500,), generator=torch.Generator().manual_seed(parts))
-    ranges = Ranges.balanced(cost, parts)
-    heaviest = max(int(cost[ranges.of(rank)].sum()) for rank in range(parts))
-    assert heaviest <= int(cost.sum()) / parts + 50
-
-
-def test_more_parts_than_nodes_leave_some_empty():
+def test_more_ranks_than_nodes_leave_some_empty():
     ranges = Ranges.balanced(torch.ones(2, dtype=torch.int64), 5)
-    assert ranges.parts == 5 and ranges.size == 2 and sorted(ranges.counts) == [0, 0, 0, 1, 1]
+    assert ranges.num_ranks == 5 and ranges.size == 2 and sorted(ranges.counts) == [0, 0, 0, 1, 1]
 
 
-def test_nothing_is_divided_into_nothing():
-    assert Ranges.balanced(torch.ones(0, dtype=torch.int64), 3).counts == (0, 0, 0)
-
-
-def test_costs_beyond_float_precision_are_cut_exactly():
-    assert Ranges.balanced(torch.tensor([2**53, 1, 2**53 + 1]), 2).bounds == (0, 2, 3)
-
-
-def test_fractional_costs_are_refused():
-    with pytest.raises(ValueError, match="cost must be integer, .* got torch.float32"):
-        Ranges.balanced(torch.ones(3), 2)
-
-
-@pytest.mark.parametrize("bounds", [(0,), (1, 2), (0, 3, 2)])
-def test_bounds_that_do_not_rise_from_zero_are_refused(bounds):
-    with pytest.raises(ValueError, match="bounds must rise from 0"):
-        Ranges(bounds)
-
-
-def test_even_parts_differ_by_one_at_most():
+def test_even_ranges_differ_by_one_at_most():
     assert Ranges.even(11, 4).counts == (3, 3, 3, 2)
 
 
-def test_the_owner_of_a_number_has_it_in_its_range():
-    ranges = Ranges((0, 2, 2, 5))
-    assert ranges.owner(torch.arange(5)).tolist() == [0, 0, 2, 2, 2]
+def test_the_owner_of_a_position_has_it_in_its_range():
+    assert Ranges((0, 2, 2, 5)).owner(torch.arange(5)).tolist() == [0, 0, 2, 2, 2]
 
 
-def test_a_node_costs_its_edges_and_a_constant():
-    assert (destination_cost(torch.tensor([0, 3])).diff()).item() == 3
+def test_a_destination_costs_its_edges_and_a_constant():
+    assert destination_cost(torch.tensor([0, 3])).diff().item() == 3
     assert destination_cost(torch.tensor([0])).item() > 0
 
 
-def test_places_and_nodes_are_inverse():
+def test_positions_and_nodes_are_inverse():
     order = torch.randperm(9, generator=torch.Generator().manual_seed(0))
     partition = Partition(Ranges((0, 4, 9)), order)
     own = torch.cat([partition.nodes(rank) for rank in range(2)])
-    assert partition.places(own).tolist() == list(range(9))
+    assert partition.positions(own).tolist() == list(range(9))
 
 
-def test_a_line_of_nodes_is_cut_by_the_costs_along_it():
+def test_a_node_order_is_split_by_the_costs_along_it():
     cost, order = torch.tensor([9, 1, 1, 9]), torch.tensor([1, 2, 0, 3])
     assert Partition.balanced(cost, 2, order).ranges.bounds == (0, 3, 4)
 
 
 @pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: Ranges((0,)), "bounds must start at 0 and be sorted ascending"),
+        (lambda: Ranges((1, 2)), "bounds must start at 0 and be sorted ascending"),
+        (lambda: Ranges((0, 3, 2)), "bounds must start at 0 and be sorted ascending"),
+        (lambda: Ranges([0, 3]), "bounds must be a tuple of int, got [0, 3]"),
+        (lambda: Ranges((0, 1.5, 3)), "bounds must be a tuple of int, got (0, 1.5, 3)"),
+        (lambda: Ranges.balanced(torch.ones(3), 2), "cost must be integer, so that every rank finds the same bounds"),
+        (lambda: Ranges.balanced(torch.tensor([3, -9, 4]), 2), "cost must be at least 0, got -9"),
+        (lambda: Ranges.balanced(torch.ones(3, 2).long(), 2), "cost must be a tensor [N], got torch.int64 (3, 2)"),
+        (lambda: Ranges.even(3, 0), "num_ranks must be at least 1, got 0"),
+        (lambda: Partition((0, 3)), "ranges must be Ranges, got tuple"),
+    ],
+)
+def test_ranges_that_are_none_are_refused(make, said):
+    with pytest.raises(ValueError, match=re.escape(said)):
+        make()
+
+
+@pytest.mark.parametrize(
     ("order", "said"),
     [
-        (torch.tensor([0, 1]), "order must hold 3 nodes, one for each place, int64 [3], got torch.int64 (2,)"),
-        (torch.tensor([0.0, 2.0, 1.0]), "int64 [3], got torch.float32 (3,)"),
-        ([0, 2, 1], "int64 [3], got list"),
-        (torch.tensor([0, 2, 2]), "hold each node 0 .. 2 once, sorted it has 2 at place 1"),  # 1 would have no owner
-        (torch.tensor([0, 1, 3]), "sorted it has 3 at place 2"),
-        (torch.tensor([-1, 0, 1]), "sorted it has -1 at place 0"),
+        (torch.tensor([0, 1]), "order must be int64 [3], one node per position, got torch.int64 (2,)"),
+        (torch.tensor([0.0, 2.0, 1.0]), "int64 [3], one node per position, got torch.float32 (3,)"),
+        ([0, 2, 1], "int64 [3], one node per position, got list"),
+        (torch.tensor([0, 2, 2]), "hold each node 0 .. 2 once, got 2 at position 1 when sorted"),  # 1 has no owner
+        (torch.tensor([0, 1, 3]), "got 3 at position 2"),
+        (torch.tensor([-1, 0, 1]), "got -1 at position 0"),
     ],
 )
 def test_an_order_that_is_no_permutation_is_refused(order, said):
     with pytest.raises(ValueError, match=re.escape(said)):
         Partition(Ranges((0, 3)), order)
-
-
-@pytest.mark.parametrize("bounds", [[0, 3], (0, 1.5, 3), torch.tensor([0, 3])])
-def test_bounds_that_are_no_whole_numbers_are_refused(bounds):
-    with pytest.raises(ValueError, match="bounds must be a tuple of int, got "):
-        Ranges(bounds)
-
-
-@pytest.mark.parametrize(
-    ("cost", "said"),
-    [
-        (torch.tensor([3, -9, 4]), "cost must be 0 at least, got -9"),
-        (torch.ones(3, 2, dtype=torch.int64), r"tensor \[N\], got torch.int64 \(3, 2\)"),
-    ],
-)
-def test_costs_that_cannot_be_summed_along_a_line_are_refused(cost, said):
-    with pytest.raises(ValueError, match=said):
-        Ranges.balanced(cost, 2)
-
-
-def test_a_partition_of_no_ranges_or_no_parts_is_refused():
-    with pytest.raises(ValueError, match="ranges must be Ranges, got tuple"):
-        Partition((0, 3))
-    with pytest.raises(ValueError, match="the number of parts must be at least 1, got 0"):
-        Ranges.even(3, 0)

@@ -1,4 +1,3 @@
-import inspect
 import os
 import subprocess
 import sys
@@ -12,13 +11,11 @@ import yaml
 from anemoi_gt.distributed import ShardingConfig, is_launched, started
 from anemoi_gt.distributed.launcher import VARIABLES, join_store
 from anemoi_gt.distributed.mesh import check_model_options, own_device
-from anemoi_gt.distributed.model_shard import ShardedGraph, scatter_model, shard_model
-from anemoi_gt.training.parallel.sharded_trainer import shard_trainer
 from distributed.ranks import HERE, ROOT, free_port
 
 
 def test_ranks_are_data_parallel_by_default():
-    assert ShardingConfig() == ShardingConfig(strategy="none", model=1, overlap=False, timeout=300.0)
+    assert ShardingConfig() == ShardingConfig(strategy="none", model=1, timeout=300.0)
 
 
 def test_the_config_file_holds_what_holds_without_it():
@@ -26,15 +23,10 @@ def test_the_config_file_holds_what_holds_without_it():
     assert ShardingConfig(**{name: value for name, value in options.items() if name != "_target_"}) == ShardingConfig()
 
 
-@pytest.mark.parametrize("takes", [ShardedGraph, shard_model, scatter_model, shard_trainer])
-def test_whatever_takes_overlap_leaves_it_out_by_default(takes):
-    assert inspect.signature(takes).parameters["overlap"].default is ShardingConfig().overlap is False
-
-
 @pytest.mark.parametrize(
     ("numbers", "message"),
     [
-        ({"strategy": "nodes"}, "sharding.strategy must be one of none, edges, heads, got 'nodes'"),
+        ({"strategy": "nodes"}, "sharding.strategy must be one of none, edges, got 'nodes'"),
         ({"strategy": "edges", "model": 0}, "sharding.model must be at least 1, got 0"),
         ({"model": 4}, "sharding.model must be 1 when nothing is divided, got 4"),
         ({"timeout": 0.0}, "sharding.timeout must be positive and finite, in seconds, got 0.0"),
@@ -46,35 +38,10 @@ def test_configs_that_mean_nothing_are_refused(numbers, message):
         ShardingConfig(**numbers)
 
 
-@pytest.mark.parametrize(
-    ("options", "strategy", "message"),
-    [
-        ({"heads": 2}, "heads", "at least one head for each rank, got 2 heads and 4 ranks"),
-        (
-            {"heads": 4, "dropout": 0.1},
-            "heads",
-            "attention backend 'triton', whose kernels count heads from 0, got 0.1",
-        ),
-        ({"mapper_chunks": 2}, "edges", "^model.mapper_chunks must be 1 under torchrun, got 2: "),
-        ({"mapper_chunks": 2}, "none", "^model.mapper_chunks must be 1 under torchrun, got 2: "),
-    ],
-)
-def test_a_model_that_ranks_cannot_share_is_known_by_its_options(options, strategy, message):
-    with pytest.raises(ValueError, match=message):
-        check_model_options(options, strategy, 4, "triton")
-
-
-@pytest.mark.parametrize(
-    ("options", "strategy", "parts", "backend"),
-    [
-        ({}, "heads", 4, "triton"),
-        ({"heads": 4, "dropout": 0.1, "mapper_chunks": 1}, "heads", 4, "torch"),
-        ({"heads": 2, "dropout": 0.1}, "heads", 1, "triton"),
-        ({"heads": 2, "dropout": 0.1}, "edges", 4, "triton"),
-    ],
-)
-def test_options_that_ranks_can_share_are_not_refused(options, strategy, parts, backend):
-    check_model_options(options, strategy, parts, backend)
+def test_a_model_that_ranks_cannot_share_is_known_by_its_options():
+    check_model_options({"heads": 4, "mapper_chunks": 1})
+    with pytest.raises(ValueError, match="^model.mapper_chunks must be 1 under torchrun, got 2: "):
+        check_model_options({"mapper_chunks": 2})
 
 
 def test_a_process_without_launcher_is_told_of_torchrun(monkeypatch):

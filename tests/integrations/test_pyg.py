@@ -245,7 +245,7 @@ def test_mini_batches_of_neighbourhoods_give_what_pyg_gives(make):
             assert_same(actual, expected)
 
 
-@pytest.mark.filterwarnings("ignore:GraphTransformerConv computes one message per edge")
+@pytest.mark.filterwarnings("ignore:GraphTransformerConv falls back to per-edge messages")
 @pytest.mark.parametrize("algorithm", (AttentionExplainer, lambda: GNNExplainer(epochs=5)), ids=("attention", "mask"))
 def test_explainers_find_what_they_find_in_pygs_model(algorithm):
     theirs, ours = make_pair(TextGraphEncoder)

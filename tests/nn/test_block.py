@@ -1,4 +1,4 @@
-"""What blocks do beyond the numbers of anemoi-models: samples, exchange, dropout, config, memory, refusals."""
+"""What blocks do beyond the numbers of anemoi-models: batch, dropout, config, memory, refusals."""
 
 import copy
 from functools import partial
@@ -58,26 +58,36 @@ def test_each_sample_may_have_attributes_of_its_own(kind):
     assert_same(run(block, x, edge_index, edge_attr), expected)
 
 
-def test_processor_exchange_brings_the_sources_that_are_elsewhere():
+class HaloAtHand:
+    """A sharded graph whose halo is known: the smallest object that has what `ShardedGraph` asks for."""
+
+    def __init__(self, structure, halo):
+        self.structure, self.halo = structure, halo
+
+    def start_exchange(self, x_src):
+        self.rows = torch.cat([x_src, self.halo])
+        return self
+
+    def wait(self):
+        return self.rows
+
+
+def test_a_processor_block_takes_a_sharded_graph():
     block, (edge_index, edge_attr), x = make_block("processor"), make_edges(8, 8), draw(8, CHANNELS)
-    mine, here = edge_index[1] < 5, slice(0, 5)
-    part = GraphStructure.from_edge_index(edge_index[:, mine], (8, 5))
-    elsewhere = block.layer_norm_attention(x[5:])
-    out = block(x[here], part, edge_attr[mine], exchange=lambda features: torch.cat([features, elsewhere]))
-    assert_same(out, run(block, x, edge_index, edge_attr)[here])
+    mine = edge_index[1] < 5
+    structure = GraphStructure.from_edge_index(edge_index[:, mine], (8, 5))
+    shard = HaloAtHand(structure, halo=block.layer_norm_attention(x[5:]))
+    assert_same(block(x[:5], shard, edge_attr[mine]), run(block, x, edge_index, edge_attr)[:5])
 
 
-def test_mapper_exchange_brings_the_sources_that_are_elsewhere_and_updates_those_that_are_here():
+def test_a_mapper_block_takes_a_sharded_graph_and_updates_the_local_sources():
     block = make_block("mapper", update_src_nodes=True)
     (edge_index, edge_attr), x_src, x_dst = make_edges(8, 6), draw(8, CHANNELS), draw(6, CHANNELS)
     whole = block((x_src, x_dst), GraphStructure.from_edge_index(edge_index, (8, 6)), edge_attr)
     mine = edge_index[1] < 4
-    part = GraphStructure.from_edge_index(edge_index[:, mine], (8, 4))
-    elsewhere = block.layer_norm_attention_src(x_src[5:])
-    out = block(
-        (x_src[:5], x_dst[:4]), part, edge_attr[mine], exchange=lambda features: torch.cat([features, elsewhere])
-    )
-    assert_same(out, (whole[0][:5], whole[1][:4]))
+    structure = GraphStructure.from_edge_index(edge_index[:, mine], (8, 4))
+    shard = HaloAtHand(structure, halo=block.layer_norm_attention_src(x_src[5:]))
+    assert_same(block((x_src[:5], x_dst[:4]), shard, edge_attr[mine]), (whole[0][:5], whole[1][:4]))
 
 
 def test_sources_stay_as_they_are_unless_they_are_updated():
@@ -133,11 +143,11 @@ def test_no_tensor_of_edges_by_channels_is_made_forward_or_backward(kind):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num_heads": 5}, "attention channels must be a multiple of heads, got 12 channels and 5 heads"),
+        ({"num_heads": 5}, "num_heads must divide the attention channels, got 5 heads and 12 channels"),
         ({"num_heads": 0}, "num_heads must be at least 1, got 0"),
-        ({"attn_channels": 10}, "got 10 channels and 3 heads"),
+        ({"attn_channels": 10}, "got 3 heads and 10 channels"),
         ({"attn_channels": 0}, "attn_channels must be at least 1, got 0"),
-        ({"out_channels": 8}, "in_channels and out_channels must be equal, .* got 12 and 8"),
+        ({"out_channels": 8}, "must equal out_channels \\(residual connection\\), got 12 and 8"),
         ({"in_channels": 0, "out_channels": 0}, "in_channels must be at least 1, got 0"),
         ({"edge_dim": 0}, "edge_dim must be at least 1, got 0"),
         ({"hidden_dim": 0}, "hidden_dim must be at least 1, got 0"),
@@ -155,18 +165,14 @@ def test_option_that_does_not_fit_is_refused_with_what_came(kind, options, messa
 def test_conditional_norms_without_a_condition_are_refused(kind):
     kernels = LayerKernels(LayerNorm=partial(ConditionalLayerNorm, condition_shape=2))
     block = make_block(kind, layer_kernels=kernels)
-    with pytest.raises(
-        ValueError, match="cond must be given, for the norms are of class ConditionalLayerNorm, .* got None"
-    ):
+    with pytest.raises(ValueError, match="cond must be a tensor .* ConditionalLayerNorm require a condition, got None"):
         run(block, draw(8, CHANNELS), *make_edges(8, 8))
 
 
 @every_kind
 def test_condition_of_norms_that_take_none_is_refused(kind):
     cond = draw(8, 2) if kind == "processor" else (draw(8, 2), draw(8, 2))
-    with pytest.raises(
-        ValueError, match=r"cond must be None, for the norms are of class LayerNorm, .* got \(8, 2\); make"
-    ):
+    with pytest.raises(ValueError, match=r"cond must be None .* class LayerNorm take no condition, got \(8, 2\); make"):
         run(make_block(kind), draw(8, CHANNELS), *make_edges(8, 8), cond=cond)
 
 

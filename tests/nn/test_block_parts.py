@@ -14,8 +14,8 @@ from anemoi_gt.nn import (
     GraphTransformerProcessorBlock,
     LayerKernels,
 )
-from anemoi_gt.nn.mlp import FeedForward, hidden_width
-from anemoi_gt.nn.norm import norm_in_pieces, wraps
+from anemoi_gt.nn.mlp import MLP, hidden_width
+from anemoi_gt.nn.norm import norm_in_chunks, overflows
 
 GATES = {"glu": sigmoid, "swiglu": silu, "geglu": gelu, "reglu": relu}
 
@@ -45,12 +45,12 @@ def test_norms_in_pieces_give_the_bits_of_one(nodes, most):
     if nodes is None:
         norm, cond = randomise(AutocastLayerNorm(8)), None
     expected = norm(x) if cond is None else norm(x, cond=cond)
-    assert torch.equal(norm_in_pieces(norm, x, cond, most), expected)
+    assert torch.equal(norm_in_chunks(norm, x, cond, most), expected)
 
 
 def test_heads_are_normed_in_pieces_of_nodes():
     norm, x = randomise(torch.nn.LayerNorm(8)), draw(7, 2, 8)
-    assert torch.equal(norm_in_pieces(norm, x, None, most=48), norm(x))
+    assert torch.equal(norm_in_chunks(norm, x, None, max_numel=48), norm(x))
 
 
 def test_norms_are_cut_where_numbers_pass_32_bits_on_a_gpu():
@@ -60,8 +60,8 @@ def test_norms_are_cut_where_numbers_pass_32_bits_on_a_gpu():
             torch.empty(rows, 1024, device=device)
             for rows, device in ((2**22 - 1, "cuda"), (2**22, "cuda"), (2**22, "cpu"))
         )
-    assert wraps(norm, more) and not wraps(norm, most)
-    assert not wraps(norm, on_cpu) and not wraps(torch.nn.Identity(), more)
+    assert overflows(norm, more) and not overflows(norm, most)
+    assert not overflows(norm, on_cpu) and not overflows(torch.nn.Identity(), more)
 
 
 def test_one_row_of_a_condition_is_every_nodes():
@@ -79,7 +79,7 @@ def test_norms_give_the_dtype_of_their_input_back_under_autocast(dtype):
 
 @pytest.mark.parametrize("implementation", GATES)
 def test_gated_network_is_its_formula(implementation):
-    network, x = FeedForward(6, 9, implementation, LayerKernels()), draw(5, 6)
+    network, x = MLP(6, 9, implementation, LayerKernels()), draw(5, 6)
     p = dict(network.mlp.named_parameters())
     gate = GATES[implementation](linear(x, p["0.gate_proj.weight"], p["0.gate_proj.bias"]))
     hidden = gate * linear(x, p["0.value_proj.weight"], p["0.value_proj.bias"])

@@ -232,7 +232,7 @@ def test_wrong_inputs_are_refused_with_what_came(conv, x, edge_index, edge_attr)
         ),
         (lambda: conv((x[0], x[1], x[1]), edge_index, edge_attr), r"got \(Tensor, Tensor, Tensor\)"),
         (lambda: conv((x[0][0], x[1]), edge_index, edge_attr), r"x_src must have shape .* got \(6,\)"),
-        (lambda: conv(x, edge_index), "edge_attr must come exactly when .* got none and edge_dim=5"),
+        (lambda: conv(x, edge_index), "edge_attr must be passed if and only if .* got none and edge_dim=5"),
         (lambda: plain(x, edge_index, edge_attr), r"got shape \(30, 5\) and edge_dim=None"),
         (lambda: conv(x, edge_index, edge_attr[1:]), r"edge_attr must have shape .* got \(29, 5\)"),
         (lambda: conv(x, graph, edge_attr[:, 1:]), r"edge_attr must have shape .* got \(30, 4\)"),
@@ -246,7 +246,7 @@ def test_wrong_inputs_are_refused_with_what_came(conv, x, edge_index, edge_attr)
             lambda: conv((x[0][1:], x[1]), graph, edge_attr),
             r"x_src must have 9 rows, one per source of the graph, got \(8, 6\)",
         ),
-        (lambda: reverse(x, graph), "'target_to_source' must come with an edge_index .* got GraphStructure"),
+        (lambda: reverse(x, graph), "'target_to_source' must be used with an edge_index .* got GraphStructure"),
     ]
     for call, message in cases:
         with pytest.raises(ValueError, match=message):

@@ -106,7 +106,7 @@ def explain(model, algorithm, data, **masks):
     return explainer(x, edge_index, edge_attr=edge_attr, index=2)
 
 
-@pytest.mark.filterwarnings("ignore:GraphTransformerConv computes one message per edge")
+@pytest.mark.filterwarnings("ignore:GraphTransformerConv falls back to per-edge messages")
 def test_explainers_find_what_they_find_in_pygs_layer(data):
     theirs, ours = TwoLayers(TransformerConv), TwoLayers(GraphTransformerConv)
     ours.load_state_dict(theirs.state_dict())
@@ -125,7 +125,7 @@ def test_layer_warns_that_it_computes_messages_only_while_somebody_watches(data)
         warnings.simplefilter("error")
         expected = conv(x, edge_index, edge_attr)
     hook = conv.register_message_forward_hook(lambda module, inputs, out: seen.append(out.shape))
-    with pytest.warns(UserWarning, match="one message per edge"):
+    with pytest.warns(UserWarning, match="falls back to per-edge messages"):
         watched = conv(x, edge_index, edge_attr)
     hook.remove()
     torch.testing.assert_close(watched, expected)
@@ -135,7 +135,7 @@ def test_layer_warns_that_it_computes_messages_only_while_somebody_watches(data)
         assert torch.equal(conv(x, edge_index, edge_attr), expected)
 
 
-@pytest.mark.filterwarnings("ignore:GraphTransformerConv computes one message per edge")
+@pytest.mark.filterwarnings("ignore:GraphTransformerConv falls back to per-edge messages")
 def test_watched_layer_takes_every_form_of_edges(data):
     x, edge_index, edge_attr = data
     sides = (x, torch.randn(5, 4))
@@ -155,7 +155,7 @@ def test_watched_layer_refuses_samples(data):
     x, edge_index, edge_attr = data
     conv = GraphTransformerConv(6, 4, edge_dim=DIM)
     conv.register_message_forward_hook(lambda *_: None)
-    with pytest.raises(ValueError, match=r"x must have shape \[N, F\] while .* got 3 samples"):
+    with pytest.raises(ValueError, match=r"x must have shape \[N, F\] while .* got a batch of 3"):
         conv(x.expand(3, -1, -1), edge_index, edge_attr)
 
 

@@ -49,7 +49,7 @@ def test_a_wrong_number_of_channels_of_one_side_is_named(layers, name):
 
 
 @pytest.mark.parametrize("name", ["pair", "mapper"])
-@pytest.mark.parametrize(("x", "got"), [(features(), "Tensor"), ((features(),) * 3, "3 of them")])
+@pytest.mark.parametrize(("x", "got"), [(features(), "Tensor"), ((features(),) * 3, "3 elements")])
 def test_what_is_no_pair_is_refused(layers, name, x, got):
     with pytest.raises(ValueError, match=rf"x must be a pair of tensors \(x_src, x_dst\), got {got}"):
         layers[name](x, GRAPH, ATTR)

@@ -103,7 +103,7 @@ def test_chunks_are_those_of_every_mapper(graph, x):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((5, {"data": 3}), "in_channels and out_channels must both be numbers or both be mappings, got"),
+        ((5, {"data": 3}), "in_channels and out_channels must both be integers or both be mappings, got"),
         (({}, {"region": 2}), r"in_channels must name at least one data set, .* got \[\]"),
         (({"hidden": 5}, {"region": 2}), r"in_channels must name .* none of them 'hidden', got \['hidden'\]"),
         (({"region": 4}, {"region": 0}), r"out_channels\['region'\] must be at least 1, got 0"),
@@ -122,16 +122,16 @@ def test_data_set_without_edges_to_the_mesh_is_refused():
 
 
 def test_residual_of_a_data_set_that_does_not_come_out_is_refused(graph):
-    with pytest.raises(ValueError, match=r"residual must name data sets that go in and come out, \['region'\], got"):
+    with pytest.raises(ValueError, match=r"residual must name data sets that are input and output, \['region'\], got"):
         make_model(graph, residual={"global": {0: 0}})
 
 
 @pytest.mark.parametrize(
     ("residual", "message"),
     [
-        (3, r"residual must map data sets to their channels, .* got 3"),
-        ([0], r"residual must map data sets to their channels, .* got \[0\]"),
-        ({"region": 3}, "residual must map output channels to input channels, both whole numbers, .* got 3"),
+        (3, r"residual must map data sets to channels, .* got 3"),
+        ([0], r"residual must map data sets to channels, .* got \[0\]"),
+        ({"region": 3}, "residual must map output channels to input channels, both integers, .* got 3"),
         ({"region": {0: 1.5}}, r"residual must map output channels .* got \{0: 1.5\}"),
     ],
 )
@@ -145,7 +145,7 @@ def test_residual_that_is_no_mapping_of_whole_numbers_is_refused(graph, residual
 def test_data_set_that_is_called_as_no_module_can_be_is_refused(graph, side, name):
     channels = {"in_channels": {"region": 4}, "out_channels": {"region": 2}} | {side: {"region": 2, name: 2}}
     with pytest.raises(
-        ValueError, match=f"{side} must name data sets as modules can be named, .* got .{re.escape(repr(name))}"
+        ValueError, match=f"{side} must have names that torch.nn.ModuleDict accepts, .* got .{re.escape(repr(name))}"
     ):
         make_model(graph, **channels)
 
@@ -157,7 +157,7 @@ def test_data_set_that_is_called_as_no_module_can_be_is_refused(graph, side, nam
         (lambda x: {"global": x["global"]}, r"x must map each of the data sets .* got \['global'\]"),
         (lambda x: x | {"stations": x["region"]}, r"got \['global', 'region', 'stations'\]"),
         (lambda x: x | {"region": x["region"][:, 1:]}, r"x\['region'\] must have shape \[B, 17, 4\], got \(2, 16, 4\)"),
-        (lambda x: x | {"region": x["region"][:1]}, r"x\['region'\] must have 2 samples as .* got 1"),
+        (lambda x: x | {"region": x["region"][:1]}, r"x\['region'\] must have the batch size 2 of .* got 1"),
     ],
 )
 def test_input_that_does_not_fit_is_refused_with_what_came(graph, x, change, message):

@@ -7,7 +7,7 @@ import torch
 
 from anemoi_gt import GraphStructure
 from anemoi_gt.nn import StaticEdges, StaticNodes
-from anemoi_gt.nn.static_edges import StaticStructure
+from anemoi_gt.nn.static_graph import StaticStructure
 
 EDGE_INDEX = torch.tensor([[2, 0, 2, 1], [0, 1, 1, 0]])
 
@@ -90,9 +90,9 @@ def test_poles_rounded_to_float32_are_nodes():
         (lambda: StaticNodes(torch.zeros(4, 2, dtype=torch.int64)), r"floating point .* got torch.int64 \(4, 2\)"),
         (
             lambda: StaticNodes(torch.zeros(4, 2), -1),
-            "trainable must be at least 0, the number of trained features of a node, got -1",
+            "trainable must be at least 0, the number of trainable features of a node, got -1",
         ),
-        (lambda: make_edges(-1), "trainable must be at least 0, the number of trained attributes of an edge, got -1"),
+        (lambda: make_edges(-1), "trainable must be at least 0, the number of trainable attributes of an edge, got -1"),
         (lambda: StaticEdges(EDGE_INDEX, torch.zeros(5, 3), (3, 2)), r"shape \[4, D\], .* got torch.float32 \(5, 3\)"),
         (lambda: StaticEdges(EDGE_INDEX, torch.zeros(4), (3, 2)), r"got torch.float32 \(4,\)"),
         (lambda: StaticEdges(EDGE_INDEX, torch.zeros(4, 3), (2, 3)), "source .* must hold values in 0 .. 1"),

@@ -99,7 +99,7 @@ def test_without_a_gpu_the_triton_kernels_say_why_they_cannot_run(tmp_path):
         ("data.grid_name=4", "data.grid_name must be a word, got 4"),
         ("resume=maybe", "resume must be true or false, got 'maybe'"),
         ("training.seed=???", "training.seed must be given, as training.seed=VALUE"),
-        ("model.channels=7", "channels must be a multiple of heads, got 7 channels and"),
+        ("model.channels=7", "num_heads must divide the attention channels, got .* heads and 7 channels"),
         ("+model.width=7", "unexpected keyword argument 'width'"),
         ("data.grid_name=X3", "grid must be"),
         ("data.flows=[shear]", "flows must be one or more of rotation, deformation, got ['shear']"),

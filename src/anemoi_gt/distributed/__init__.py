@@ -1,4 +1,4 @@
-"""One graph across many ranks: who owns what, what travels, and how results come together. It speaks of ranks and halos."""
+"""Sharding of one graph and model among ranks: partition, halo exchange, gradients, checkpoints, consensus."""
 
 from anemoi_gt.distributed.consensus import (
     broadcast_from_rank0,
@@ -9,14 +9,8 @@ from anemoi_gt.distributed.consensus import (
     run_on_rank0,
 )
 from anemoi_gt.distributed.grad_sync import clip_gradients, make_mesh, reduce_gradients, sum_loss
-from anemoi_gt.distributed.graph_shard import EdgeShard, GraphShard, HeadShard, shard_edges, shard_graph
+from anemoi_gt.distributed.graph_shard import GraphShard, shard_edges, shard_graph
 from anemoi_gt.distributed.halo import HaloExchange, PendingExchange
-from anemoi_gt.distributed.halo_attention import (
-    attend_after_exchange,
-    attend_by_heads,
-    attend_overlapped,
-    start_exchange,
-)
 from anemoi_gt.distributed.launcher import is_launched
 from anemoi_gt.distributed.mesh import ShardingConfig, started
 from anemoi_gt.distributed.partition import Partition, Ranges, destination_cost
@@ -24,19 +18,14 @@ from anemoi_gt.distributed.sharded_checkpoint import ShardedTable, load_checkpoi
 from anemoi_gt.distributed.watch import watched
 
 __all__ = [
-    "EdgeShard",
     "GraphShard",
-    "HeadShard",
+    "HaloExchange",
     "Partition",
     "PendingExchange",
     "Ranges",
-    "HaloExchange",
     "ShardedTable",
     "ShardingConfig",
-    "attend_after_exchange",
-    "attend_by_heads",
-    "attend_overlapped",
-    "run_on_rank0",
+    "broadcast_from_rank0",
     "check_finite",
     "check_same",
     "clip_gradients",
@@ -45,13 +34,12 @@ __all__ = [
     "is_launched",
     "load_checkpoint",
     "make_mesh",
-    "broadcast_from_rank0",
     "raise_on_all_ranks",
     "reduce_gradients",
+    "run_on_rank0",
     "save_checkpoint",
     "shard_edges",
     "shard_graph",
-    "start_exchange",
     "started",
     "sum_loss",
     "watched",

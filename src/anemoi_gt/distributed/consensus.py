@@ -1,4 +1,4 @@
-"""Verdicts that all ranks share, so that none goes on alone into a collective that the others never enter."""
+"""Consensus of all ranks on errors and values, so that no rank enters a collective that the others never reach."""
 
 import hashlib
 import math
@@ -17,14 +17,14 @@ def raise_on_all_ranks(problem: str | None, group: dist.ProcessGroup, error: typ
     Parameters
     ----------
     problem : str, optional
-        What is wrong here; None when nothing is.
+        This rank's problem; None: it has none.
     group : ProcessGroup
     error : type of exception
 
     Raises
     ------
     ValueError, or `error`
-        On all ranks, naming those that have a problem and what the first of them said.
+        On all ranks, naming those that have a problem and the first problem.
     """
     problems = [None] * dist.get_world_size(group)
     dist.all_gather_object(problems, problem, group=group)
@@ -34,8 +34,8 @@ def raise_on_all_ranks(problem: str | None, group: dist.ProcessGroup, error: typ
 
 
 @contextmanager
-def agreed(group: dist.ProcessGroup) -> Iterator[None]:
-    """Raise on all ranks the ValueError that one of them raises in the block, where nothing is collective. Collective at its end."""
+def consensus(group: dist.ProcessGroup) -> Iterator[None]:
+    """Raise a ValueError of the block, which must not be collective, on all ranks. Collective at its end."""
     problem = None
     try:
         yield
@@ -45,7 +45,7 @@ def agreed(group: dist.ProcessGroup) -> Iterator[None]:
 
 
 def check_same(values: Mapping[str, Any], group: dist.ProcessGroup) -> None:
-    """Raise on all ranks unless every value is the same on all of them. Collective; call it before anything that could hang.
+    """Raise on all ranks unless every value is the same on all of them. Collective; call it before what could hang.
 
     Parameters
     ----------
@@ -58,32 +58,32 @@ def check_same(values: Mapping[str, Any], group: dist.ProcessGroup) -> None:
     ValueError
         On all ranks, naming the value and the ranks that differ from rank 0.
     """
-    everywhere = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everywhere, dict(values), group=group)
-    problem = difference(everywhere)
+    of_ranks = [None] * dist.get_world_size(group)
+    dist.all_gather_object(of_ranks, dict(values), group=group)
+    problem = difference(of_ranks)
     if problem is not None:
         raise ValueError(problem)
 
 
-def difference(everywhere: Sequence[Mapping[str, Any]]) -> str | None:
-    """Return what is wrong with the values of all ranks, by rank, which must be the same; or None."""
-    for name in dict.fromkeys(name for there in everywhere for name in there):
-        # As text: 1 is not 1.0, and NaN is NaN.
-        first, *others = (repr(there[name]) if name in there else "no such value" for there in everywhere)
-        wrong = [rank for rank, there in enumerate(others, 1) if there != first]
+def difference(of_ranks: Sequence[Mapping[str, Any]]) -> str | None:
+    """Return an error message for the first value that differs between ranks, or None when all are the same."""
+    for name in dict.fromkeys(name for values in of_ranks for name in values):
+        # Compared as text: 1 is not 1.0, and NaN is NaN.
+        first, *others = (repr(values[name]) if name in values else "no such value" for values in of_ranks)
+        wrong = [rank for rank, other in enumerate(others, 1) if other != first]
         if wrong:
-            there = others[wrong[0] - 1]
-            return f"{name} must be the same on all ranks, got {there} on {_ranks(wrong)} and {first} on rank 0"
+            other = others[wrong[0] - 1]
+            return f"{name} must be the same on all ranks, got {other} on {_ranks(wrong)} and {first} on rank 0"
     return None
 
 
 def check_finite(loss: Tensor, step: int, group: dist.ProcessGroup) -> None:
-    """Raise on all ranks unless the loss is finite on every one of them. Collective; waits for the device.
+    """Raise on all ranks unless the loss is finite on every one of them. Collective; synchronises the device.
 
     Parameters
     ----------
     loss : Tensor
-        Scalar, this rank's own.
+        Scalar, this rank's.
     step : int
         For the message.
     group : ProcessGroup
@@ -100,26 +100,26 @@ def check_finite(loss: Tensor, step: int, group: dist.ProcessGroup) -> None:
 
 
 def broadcast_from_rank0(value: Any) -> Any:
-    """Return what rank 0 of all ranks has for `value`. Collective."""
+    """Return rank 0's `value` on all ranks. Collective."""
     values = [value]
     dist.broadcast_object_list(values, src=0)
     return values[0]
 
 
 def run_on_rank0(function: Callable[[], Any]) -> Any:
-    """Return on all ranks what `function()` returns on rank 0 of all, which alone calls it. Collective.
+    """Return on all ranks the result of `function()`, which only rank 0 calls. Collective.
 
-    For what ranks must not see differently, such as a folder on a file system that is slow to agree with itself.
+    Use it for what ranks could see differently, such as a folder on a network file system.
 
     Parameters
     ----------
     function : callable
-        What it returns or raises travels to the other ranks.
+        Its result or exception is sent to the other ranks by pickle.
 
     Raises
     ------
     Exception
-        On all ranks, what it raises.
+        On all ranks, the one that it raises.
     """
     value, error = None, None
     if dist.get_rank() == 0:
@@ -134,12 +134,14 @@ def run_on_rank0(function: Callable[[], Any]) -> Any:
 
 
 def fingerprint(*tensors: Tensor) -> str:
-    """A short text that two ranks share when their tensors have the same dtypes, shapes and bits."""
+    """Return a short text that is equal on two ranks when their tensors have the same dtypes, shapes and bits."""
     digest = hashlib.sha256()
     for tensor in tensors:
         digest.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
         flat = tensor.detach().cpu().contiguous().flatten()
-        flat = flat.as_strided(flat.shape, (1,))  # a lone number may have any stride, which cannot be viewed as bytes
+        flat = flat.as_strided(
+            flat.shape, (1,)
+        )  # a single element may have any stride, and could not be viewed as bytes
         digest.update(flat.view(torch.uint8).numpy().data)
     return digest.hexdigest()[:16]
 

@@ -1,11 +1,11 @@
-"""Gradients on a (data, model) mesh: reduced once, right for every split of the ranks.
+"""Gradient reduction, clipping and loss on a (data, model) mesh.
 
-    shared parameter     every rank of a model holds it, and knows the part of its gradient that its nodes and edges make:
-                         grad = mean over data of  sum over model of  grad here
-    own parameter        one rank of a model holds these rows (trained features of its nodes and edges):
-                         grad = mean over data of  grad here
+    shared parameter     held by every rank of a model, each with the gradient from its own nodes and edges:
+                         grad = mean over data of  sum over model of  local grad
+    own parameter        rows that one rank of a model holds (trainable features of its nodes and edges):
+                         grad = mean over data of  local grad
 
-The loss of a rank is the sum over its nodes divided by the number of nodes of all ranks of its model, not by its own number.
+A rank's loss is the sum over its nodes divided by the number of nodes of the whole model, not by its own number.
 """
 
 from collections.abc import Iterable
@@ -27,21 +27,21 @@ BUCKET_BYTES = 64 * 2**20
 
 
 def make_mesh(device_type: str, model: int, timeout: timedelta | None = None) -> DeviceMesh:
-    """Lay out all ranks on the axes (data, model). Collective.
+    """Return all ranks on a mesh with axes (data, model). Collective.
 
     Parameters
     ----------
     device_type : str
         "cuda", where every rank has set its device, or "cpu".
     model : int
-        Ranks that share one model; neighbours, so that they are on one host where they fit.
+        Ranks that share one model; consecutive ranks, so that they are on one host where they fit.
     timeout : timedelta, optional
-        Of collectives along one axis. None: PyTorch's default.
+        For collectives along one axis. None: PyTorch's default.
 
     Raises
     ------
     ValueError
-        For another type of device, or when the number of ranks is not a multiple of `model`.
+        For another device type, or when the number of ranks is not a multiple of `model`.
     """
     world = dist.get_world_size()
     check_device_type(device_type)
@@ -54,12 +54,12 @@ def make_mesh(device_type: str, model: int, timeout: timedelta | None = None) ->
 
 
 def reduce_gradients(shared: Iterable[Parameter], own: Iterable[Parameter], mesh: DeviceMesh) -> None:
-    """Give every rank the whole gradient of what it holds. Collective; call it once, between backward and the optimiser's step.
+    """Reduce the gradients of all ranks, in place. Collective; call it once, between backward and the optimiser's step.
 
     Parameters
     ----------
     shared, own : iterables of Parameter
-        In the same order on all ranks. A missing gradient counts as zero; what needs none gets none, so no optimiser moves it.
+        In the same order on all ranks. A missing gradient counts as zero; with requires_grad=False it stays None.
     mesh : DeviceMesh
         With axes (data, model).
 
@@ -75,12 +75,12 @@ def reduce_gradients(shared: Iterable[Parameter], own: Iterable[Parameter], mesh
 
 
 def clip_gradients(shared: Iterable[Parameter], own: Iterable[Parameter], max_norm: float, mesh: DeviceMesh) -> Tensor:
-    """Shorten the gradient of a whole model to `max_norm`, as `torch.nn.utils.clip_grad_norm_` does on one device. Collective.
+    """Clip the gradient norm of a whole model, as `torch.nn.utils.clip_grad_norm_` does on one device. Collective.
 
     Parameters
     ----------
     shared, own : iterables of Parameter
-        After `reduce_gradients`; what is shared counts once.
+        After `reduce_gradients`; shared parameters count once.
     max_norm : float
     mesh : DeviceMesh
         With axes (data, model).
@@ -88,7 +88,7 @@ def clip_gradients(shared: Iterable[Parameter], own: Iterable[Parameter], max_no
     Returns
     -------
     Tensor
-        Scalar: the length before; NaN when it is not finite, and then so are the gradients of all ranks.
+        Scalar: the norm before clipping; NaN when it is not finite, and then so are the gradients of all ranks.
 
     Raises
     ------
@@ -100,13 +100,13 @@ def clip_gradients(shared: Iterable[Parameter], own: Iterable[Parameter], max_no
     squares = _squares(own, mesh)
     dist.all_reduce(squares, group=mesh.get_group("model"))
     norm = (squares + _squares(shared, mesh)).sqrt().to(_widest(shared + own))
-    norm = torch.where(norm.isfinite(), norm, torch.nan)  # infinity would make zeros on the ranks that are finite
+    norm = torch.where(norm.isfinite(), norm, torch.nan)  # infinity would zero the finite gradients
     clip_grads_with_norm_(shared + own, max_norm, norm)
     return norm
 
 
 def sum_loss(loss: Tensor, mesh: DeviceMesh) -> Tensor:
-    """The loss of the whole batch, for the record: summed over model, averaged over data. Collective, without gradient.
+    """Return the loss of the whole batch for logging: sum over model, mean over data. Collective, without gradient.
 
     Raises
     ------
@@ -121,26 +121,24 @@ def sum_loss(loss: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def check_mesh(mesh: DeviceMesh) -> None:
-    """Raise unless `mesh` is one as `make_mesh` lays it out."""
+    """Raise unless `mesh` is a DeviceMesh with axes (data, model)."""
     if not isinstance(mesh, DeviceMesh):
-        raise ValueError(
-            f"mesh must be a DeviceMesh with the axes {AXES}, as make_mesh makes it, got {type(mesh).__name__}"
-        )
+        raise ValueError(f"mesh must be a DeviceMesh with the axes {AXES}, from make_mesh, got {type(mesh).__name__}")
     if mesh.mesh_dim_names != AXES:
         raise ValueError(f"mesh must have the axes {AXES}, got {mesh.mesh_dim_names}")
 
 
 def check_device_type(device_type: object) -> None:
-    """Raise unless it names where ranks can compute; a device with a number would be one for all of them."""
+    """Raise unless it is a device type; an indexed device would be the same one for all ranks."""
     if device_type not in DEVICE_TYPES:
         raise ValueError(f"device_type must be one of {', '.join(DEVICE_TYPES)}, got {device_type!r}")
 
 
 def _group_along(axis: str, ranks: list[list[int]], timeout: timedelta | None) -> dist.ProcessGroup:
-    """Make a group of each of these lists of ranks, with all of them; return the one that this rank is in.
+    """Create a group for each list of ranks; return the one that this rank is in. Collective.
 
-    `init_device_mesh` would split them off the group of all ranks, in which PyTorch 2.11 ends with a segmentation fault where a process had
-    another group of NCCL before (github.com/pytorch/pytorch/pull/192109).
+    `init_device_mesh` would split them off the world group, where PyTorch 2.11 segfaults if the process had another
+    NCCL group before (github.com/pytorch/pytorch/pull/192109).
     """
     if len(ranks) == 1:
         return dist.group.WORLD
@@ -161,7 +159,7 @@ def _reduce(parameters: list[Parameter], mesh: DeviceMesh, axis: str, factor: fl
 
 
 def _squares(parameters: list[Parameter], mesh: DeviceMesh) -> Tensor:
-    """Sum of squares of gradients, float64 on the mesh's device whatever there is: ranks without any take part too."""
+    """Return the sum of squares of gradients, float64 on the mesh's device, also on ranks without any."""
     return get_total_norm(_gradients(parameters)).to(mesh.device_type, torch.float64).square()
 
 
@@ -179,7 +177,7 @@ def _gradient(parameter: Parameter) -> Tensor:
 
 
 def _buckets(parameters: list[Parameter]) -> Iterable[list[Parameter]]:
-    """Neighbours of one dtype, some megabytes at a time."""
+    """Yield consecutive parameters of one dtype, `BUCKET_BYTES` at a time."""
     bucket, size = [], 0
     for parameter in parameters:
         if bucket and (size >= BUCKET_BYTES or parameter.dtype != bucket[0].dtype):

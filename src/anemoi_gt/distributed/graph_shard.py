@@ -1,141 +1,106 @@
-"""What one rank holds of a graph: `shard_graph`. The only place that divides edges among ranks.
+"""Graph shard of one rank: its destinations, all edges into them, and the halo of sources that other ranks own.
 
-Every rank owns some of the destinations and all edges into them, so a softmax never crosses ranks. With the strategy "edges" it
-computes its own destinations, and reads rows of sources that others own, its halo:
+Every rank owns some destinations and all edges into them, so a softmax never crosses ranks. Sources are numbered
 
-    edges of a rank     interior: their sources are owned too            boundary: their sources are halo
-    numbering of        0 .. n_owned - 1 owned sources, then the halo, by owner and place
-
-With the strategy "heads" every rank computes some heads of all destinations, over the whole graph; it owns attributes of edges and rows
-of nodes as before, which travel there and back.
+    0 .. n_local - 1    local sources, in the order of the rank's rows
+    n_local ..          halo, in the order of owner and position
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from anemoi_gt.distributed.consensus import agreed, check_same, fingerprint, raise_on_all_ranks
+from anemoi_gt.distributed.consensus import check_same, consensus, fingerprint
 from anemoi_gt.distributed.halo import HaloExchange, PendingExchange
-from anemoi_gt.distributed.partition import Partition, Ranges, destination_cost
-from anemoi_gt.distributed.positioned_edges import PlacedEdges, joined, renumbered, structure, within
-from anemoi_gt.distributed.shard_validation import (
-    check_member,
-    check_own_rows,
-    check_partitions,
-    describe,
-    misnumbered,
-    misplaced,
-)
+from anemoi_gt.distributed.partition import Partition, Ranges, describe_tensor, destination_cost
 from anemoi_gt.graph import GraphStructure
+from anemoi_gt.graph.validation import INDEX_DTYPES
 from anemoi_gt.nn.input_validation import check_structure
-
-STRATEGIES = ("edges", "heads")
+from anemoi_gt.ops.dtypes import cast_for_autocast
 
 
 @dataclass(frozen=True, eq=False)
 class GraphShard:
-    """One rank's part of a graph.
+    """Graph shard of one rank; blocks take it in place of a `GraphStructure` (`anemoi_gt.nn.block.ShardedGraph`).
 
     Attributes
     ----------
     rank : int
-        In the group that the graph is divided among.
+        In the group that shares the graph.
     sources, destinations : Partition
-        Who owns which nodes. This rank's rows of features are `sources.nodes(rank)` and `destinations.nodes(rank)`.
+        Owners of the nodes. This rank's rows of features are `sources.nodes(rank)` and `destinations.nodes(rank)`.
     edges : Tensor [E_own], int64
-        The edges whose attributes this rank holds, in this order: places in the caller's edge attributes.
-    graph : GraphStructure
-        What this rank computes.
+        Positions of this rank's edges in the caller's edge attributes, in the order in which `structure` reads them.
+    structure : GraphStructure
+        Edges from local and halo sources to local destinations, with their reverse structure.
+    halo : HaloExchange
+        Delivers the halo.
     """
 
     rank: int
     sources: Partition
     destinations: Partition
     edges: Tensor
-    graph: GraphStructure
-
-
-@dataclass(frozen=True, eq=False)
-class EdgeShard(GraphShard):
-    """A part by edges: `graph` goes from owned and halo sources to owned destinations, and reads attributes in the order of `edges`.
-
-    Attributes
-    ----------
-    interior : GraphStructure
-        Edges whose sources are owned: from owned sources to owned destinations.
-    boundary : GraphStructure
-        All others: from the halo to those owned destinations that read it.
-    parted : Tensor [E_own], int64
-        Places in `edges` of the interior's edges, then of the boundary's, in the order in which these two read attributes.
-    boundary_dst : Tensor [n], int64
-        Which owned destinations those are.
-    halo : HaloExchange
-        Brings the halo.
-    """
-
-    interior: GraphStructure
-    boundary: GraphStructure
-    parted: Tensor
-    boundary_dst: Tensor
+    structure: GraphStructure
     halo: HaloExchange
 
-    def exchange(self, x: Tensor) -> Tensor:
-        """Return the rows of every source that the edges of `graph` read. Collective, and so is its backward.
+    def start_exchange(self, x_src: Tensor) -> "PendingExchange | LocalRows":
+        """Send rows of local sources, cast for autocast, and return immediately. Collective, and so is its backward.
+
+        What is computed before `wait()` hides the messages, and so does its backward.
 
         Parameters
         ----------
-        x : Tensor [N, F] or [B, N, F]
-            Owned sources.
+        x_src : Tensor [n_src, F] or [B, n_src, F]
+            Local sources.
 
         Returns
         -------
-        Tensor [N + halo, F] or [B, N + halo, F]
-            Owned sources, then the halo.
+        PendingExchange
+            Its `wait()` returns local sources concatenated with the halo, [.., n_src + halo, F], once. With activation
+            checkpointing, start the exchange inside the checkpointed function.
 
         Raises
         ------
         ValueError
-            When `x` has not one row for each owned source.
+            Unless `x_src` has one row for each local source; before anything is sent.
         """
-        self._check_owned(x)
-        return self.halo.append(x)
+        count = self.sources.ranges.counts[self.rank]
+        if not isinstance(x_src, Tensor):
+            raise ValueError(f"x_src must be a tensor, got {type(x_src).__name__}")
+        if x_src.dim() < 2 or x_src.shape[-2] != count:
+            raise ValueError(
+                f"x_src must have one row for each of the {count} sources of this rank, got {tuple(x_src.shape)}"
+            )
+        if self.sources.ranges.num_ranks == 1:
+            return LocalRows(x_src)
+        return self.halo.start(cast_for_autocast(x_src))
 
-    def start(self, x: Tensor) -> PendingExchange:
-        """Send owned sources to the ranks that read them and go on; takes what `exchange` takes, and raises what it does. Collective."""
-        self._check_owned(x)
-        return self.halo.start(x)
-
-    def _check_owned(self, x: Tensor) -> None:
-        check_own_rows("x", x, -2, self.sources.ranges.counts[self.rank], "sources")
+    def __deepcopy__(self, memo: dict) -> "GraphShard":
+        return self  # immutable: copies of a model share it
 
 
 @dataclass(frozen=True, eq=False)
-class HeadShard(GraphShard):
-    """A part by heads: `graph` is the whole, with nodes numbered by place, and reads attributes in the order in which ranks hold them.
+class LocalRows:
+    """Handle of an exchange on a single rank, where nothing is sent."""
 
-    Attributes
-    ----------
-    group_name : str
-        Of the process group.
-    attributes : HaloExchange
-        Brings the attributes of all edges.
-    """
+    own: Tensor
 
-    group_name: str
-    attributes: HaloExchange
+    def wait(self) -> Tensor:
+        """Return the local rows."""
+        return self.own
 
 
 def shard_graph(
     graph: GraphStructure,
     group: dist.ProcessGroup,
-    strategy: str = "edges",
     *,
     destinations: Partition | None = None,
     sources: Partition | None = None,
 ) -> GraphShard:
-    """Divide a graph that every rank holds. Collective.
+    """Shard a graph that every rank holds. Collective.
 
     Parameters
     ----------
@@ -143,46 +108,58 @@ def shard_graph(
         The same on all ranks, on a device that the group communicates from.
     group : ProcessGroup
         The ranks that share the graph.
-    strategy : {"edges", "heads"}
-        Who computes what.
     destinations : Partition, optional
-        Who owns which destinations. None: ranges of their numbers that cost about the same (`destination_cost`).
+        Owners of the destinations. None: ranges of about equal cost (`destination_cost`).
     sources : Partition, optional
-        Who owns which sources. None: `destinations` where both sides have as many nodes, else ranges of equal size. Graphs that follow
-        each other in a model must agree on the nodes that they share, so there both are given.
+        Owners of the sources. None: `destinations` where both sides have the same number of nodes, else ranges of equal
+        size. Graphs that follow each other in a model must agree on the nodes that they share: pass both there.
 
     Returns
     -------
-    EdgeShard or HeadShard
-        What this rank holds; its structures have their source sides.
+    GraphShard
 
     Raises
     ------
     ValueError
-        On all ranks, when the graph, the strategy or a partition is not the same on all of them, or a partition does not fit the graph.
+        On all ranks, when the graph or a partition differs between them, or a partition does not fit the graph.
 
     Examples
     --------
-    On each of 4 ranks, for features x [N, F] and attributes edge_attr [E, D] that every rank could read whole:
+    On each of 4 ranks, for features x [N, F] and attributes edge_attr [E, D] that every rank could read entirely:
 
         shard = shard_graph(graph, group)
         x, edge_attr = x[shard.sources.nodes(shard.rank)], edge_attr[shard.edges]
-        y = block(x, shard.graph, edge_attr, exchange=shard.exchange)      # rows of owned destinations
+        y = block(x, shard, edge_attr)                                      # rows of local destinations
     """
-    check_member(group)
-    with agreed(group):
+    _check_member(group)
+    with consensus(group):
         check_structure(graph)
         partitions = {"destinations": destinations, "sources": sources}
-        given = {name: None if nodes is None else describe(nodes) for name, nodes in partitions.items()}
-    check_same({"strategy": strategy, "graph": fingerprint(*graph.state_dict().values())} | given, group)
-    parts = dist.get_world_size(group)
-    if strategy not in STRATEGIES:
-        raise ValueError(f"strategy must be one of {', '.join(STRATEGIES)}, got {strategy!r}")
-    destinations = destinations or Partition.balanced(destination_cost(graph.colptr.diff()), parts)
+        found = {name: None if nodes is None else _signature(nodes) for name, nodes in partitions.items()}
+    check_same({"graph": fingerprint(*graph.state_dict().values())} | found, group)
+    rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
+    destinations = destinations or Partition.balanced(destination_cost(graph.colptr.diff()), num_ranks)
     sources = sources or _default_sources(graph.num_src, destinations)
-    check_partitions(sources, destinations, (graph.num_src, graph.num_dst), parts)
-    divide = _shard_by_edges if strategy == "edges" else _shard_by_heads
-    return divide(PlacedEdges.of_graph(graph, sources, destinations), group, sources, destinations)
+    _check_partitions(sources, destinations, (graph.num_src, graph.num_dst), num_ranks)
+    own, dst = destinations.ranges.of(rank), destinations.positions(graph.dst)
+    is_own = (dst >= own.start) & (dst < own.stop)
+    shard = _shard(
+        sources.positions(graph.row[is_own]),
+        dst[is_own] - own.start,
+        graph.global_edge_ids()[is_own],
+        (sources, destinations),
+        group,
+    )
+    schedule = None
+    if graph.dst_schedule is not None:
+        schedule = destinations.positions(graph.dst_schedule)
+        schedule = schedule[(schedule >= own.start) & (schedule < own.stop)] - own.start
+        schedule = schedule.to(graph.colptr.dtype)
+    return replace(
+        shard,
+        edges=graph.edge_order().long()[is_own][shard.edges],
+        structure=replace(shard.structure, dst_schedule=schedule),
+    )
 
 
 def shard_edges(
@@ -191,104 +168,120 @@ def shard_edges(
     *,
     destinations: Partition,
     sources: Partition,
-    numbers: Tensor | None = None,
-) -> EdgeShard:
-    """Divide a graph of which every rank holds only the edges into its own destinations; none holds the whole. Collective.
+    global_edge_id: Tensor | None = None,
+) -> GraphShard:
+    """Shard a graph of which every rank holds only the edges into its own destinations. Collective.
 
     Parameters
     ----------
     edge_index : Tensor [2, E_own], int32 or int64
-        This rank's edges, in the numbering of the whole graph, on a device that the group communicates from.
+        This rank's edges, in the node numbers of the whole graph, on a device that the group communicates from.
     group : ProcessGroup
         The ranks that share the graph.
     destinations, sources : Partition
-        Who owns which nodes; the same on all ranks.
-    numbers : Tensor [E_own], int64, optional
-        Number of each edge in the whole graph, which keys dropout. None, on all ranks, numbers the edges in order of ranks.
+        Owners of the nodes; the same on all ranks.
+    global_edge_id : Tensor [E_own], int64, optional
+        Id of each edge in the whole graph, the key of dropout. None, on all ranks, numbers them in the order of ranks.
 
     Returns
     -------
-    EdgeShard
-        As `shard_graph` makes it with the strategy "edges"; `edges` are places in this rank's own attributes.
+    GraphShard
+        Its `edges` are positions in this rank's own attributes.
 
     Raises
     ------
     ValueError
-        On all ranks, when the partitions are not the same on all of them, or a rank has an edge that does not end in its own nodes.
+        On all ranks, when the partitions differ between them, or an edge does not end in its rank's own nodes.
     """
-    check_member(group)
-    rank, parts = dist.get_rank(group), dist.get_world_size(group)
-    with agreed(group):
-        given = {"destinations": describe(destinations), "sources": describe(sources)}
-    check_same(given | {"whether numbers are given": numbers is not None}, group)
-    check_partitions(sources, destinations, (sources.size, destinations.size), parts)
-    raise_on_all_ranks(misplaced(edge_index, sources, destinations, rank) or misnumbered(edge_index, numbers), group)
-    own = torch.arange(edge_index.shape[1], device=edge_index.device)
-    counts = [0] * parts
-    dist.all_gather_object(counts, own.shape[0], group=group)
-    edges = PlacedEdges(
-        src=sources.places(edge_index[0]),
-        dst=destinations.places(edge_index[1]),
-        position=own,
-        number=own + sum(counts[:rank]) if numbers is None else numbers,
-        dst_schedule=None,
-    )
-    return _shard_by_edges(edges, group, sources, destinations)
+    _check_member(group)
+    rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
+    with consensus(group):
+        found = {"destinations": _signature(destinations), "sources": _signature(sources)}
+    check_same(found | {"presence of global_edge_id": global_edge_id is not None}, group)
+    _check_partitions(sources, destinations, (sources.size, destinations.size), num_ranks)
+    with consensus(group):
+        _check_own_edges(edge_index, sources, destinations, rank)
+        _check_global_edge_id(global_edge_id, edge_index.shape[1])
+    if global_edge_id is None:
+        counts = [0] * num_ranks
+        dist.all_gather_object(counts, edge_index.shape[1], group=group)
+        global_edge_id = torch.arange(edge_index.shape[1], device=edge_index.device) + sum(counts[:rank])
+    dst = destinations.positions(edge_index[1]) - destinations.ranges.of(rank).start
+    return _shard(sources.positions(edge_index[0]), dst, global_edge_id, (sources, destinations), group)
 
 
-def _shard_by_edges(
-    edges: PlacedEdges, group: dist.ProcessGroup, sources: Partition, destinations: Partition
-) -> EdgeShard:
-    rank = dist.get_rank(group)
-    own_src, own_dst = sources.ranges.of(rank), destinations.ranges.of(rank)
-    num_src, num_dst = own_src.stop - own_src.start, own_dst.stop - own_dst.start
-    edges = edges.at((edges.dst >= own_dst.start) & (edges.dst < own_dst.stop))
-    edges = edges._replace(dst=edges.dst - own_dst.start, dst_schedule=within(edges.dst_schedule, own_dst))
-    is_owned = (edges.src >= own_src.start) & (edges.src < own_src.stop)
-
-    interior_edges, interior = structure(edges.at(is_owned), edges.src[is_owned] - own_src.start, (num_src, num_dst))
-    outer = edges.at(~is_owned)
-    wanted, halo_number = torch.unique(outer.src, return_inverse=True)
-    boundary_dst, compact = torch.unique(outer.dst, return_inverse=True)
-    order = renumbered(edges.dst_schedule, boundary_dst)
-    boundary_edges, boundary = structure(
-        outer._replace(dst=compact, dst_schedule=order), halo_number, (len(wanted), len(boundary_dst))
-    )
-    halo = HaloExchange.of_requests(wanted, sources.ranges, group)
-    order, graph = joined(interior, boundary, boundary_dst)
-    return EdgeShard(
+def _shard(
+    src: Tensor, dst: Tensor, global_edge_id: Tensor, partitions: tuple[Partition, Partition], group: dist.ProcessGroup
+) -> GraphShard:
+    """Return the shard of this rank's edges, from source positions `src` [E_own] to local destination rows `dst`."""
+    rank, (sources, destinations) = dist.get_rank(group), partitions
+    own, num_src = sources.ranges.of(rank), sources.ranges.counts[rank]
+    is_local = (src >= own.start) & (src < own.stop)
+    halo, halo_row = torch.unique(src[~is_local], return_inverse=True)
+    row = src - own.start
+    row[~is_local] = num_src + halo_row
+    sizes = num_src + halo.shape[0], destinations.ranges.counts[rank]
+    graph = GraphStructure.from_edge_index(torch.stack([row, dst]), sizes, global_edge_id=global_edge_id)
+    return GraphShard(
         rank=rank,
         sources=sources,
         destinations=destinations,
-        edges=torch.cat([interior_edges, boundary_edges])[order],
-        graph=graph,
-        interior=interior,
-        boundary=boundary,
-        parted=torch.argsort(order),
-        boundary_dst=boundary_dst,
-        halo=halo,
-    )
-
-
-def _shard_by_heads(
-    edges: PlacedEdges, group: dist.ProcessGroup, sources: Partition, destinations: Partition
-) -> HeadShard:
-    rank = dist.get_rank(group)
-    positions, graph = structure(edges, edges.src, (sources.size, destinations.size))
-    ends = torch.tensor(destinations.ranges.bounds, device=graph.device)
-    held = Ranges(tuple(graph.colptr[ends].tolist()))
-    return HeadShard(
-        rank=rank,
-        sources=sources,
-        destinations=destinations,
-        edges=positions[held.of(rank)],
-        graph=graph,
-        group_name=group.group_name,
-        attributes=HaloExchange.of_everything(held, group, graph.device),
+        edges=graph.edge_order().long(),
+        structure=replace(graph, perm=None).with_reverse(),
+        halo=HaloExchange.of_requests(halo, sources.ranges, group),
     )
 
 
 def _default_sources(num_src: int, destinations: Partition) -> Partition:
     if num_src == destinations.size:
         return destinations
-    return Partition(Ranges.even(num_src, destinations.ranges.parts))
+    return Partition(Ranges.even(num_src, destinations.ranges.num_ranks))
+
+
+def _signature(partition: Partition) -> str:
+    """Return a short text that is equal on two ranks when their partitions are."""
+    if not isinstance(partition, Partition):
+        raise ValueError(f"sources and destinations must be Partitions, got {type(partition).__name__}")
+    order = "by number" if partition.order is None else f"order {fingerprint(partition.order)}"
+    return f"{order}, bounds {partition.ranges.bounds}"
+
+
+def _check_member(group: dist.ProcessGroup) -> None:
+    if not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0:
+        raise ValueError(
+            f"group must be a ProcessGroup that this rank belongs to, got {type(group).__name__}; use "
+            "torch.distributed.group.WORLD for all ranks, or mesh.get_group('model') of a mesh"
+        )
+
+
+def _check_partitions(sources: Partition, destinations: Partition, sizes: tuple[int, int], num_ranks: int) -> None:
+    for name, partition, size in zip(("sources", "destinations"), (sources, destinations), sizes, strict=True):
+        if partition.ranges.num_ranks != num_ranks:
+            raise ValueError(
+                f"{name} must be divided among {num_ranks} ranks, got a partition of {partition.ranges.num_ranks}"
+            )
+        if partition.size != size:
+            raise ValueError(f"{name} must be a partition of {size} nodes, got one of {partition.size}")
+
+
+def _check_own_edges(edge_index: Tensor, sources: Partition, destinations: Partition, rank: int) -> None:
+    """Raise unless `edge_index` [2, E] holds edges between existing nodes that all end in nodes of `rank`."""
+    if not isinstance(edge_index, Tensor) or edge_index.dim() != 2 or edge_index.shape[0] != 2:
+        raise ValueError(f"edge_index must have shape [2, E], got {describe_tensor(edge_index)}")
+    if edge_index.dtype not in INDEX_DTYPES:
+        raise ValueError(f"edge_index must be int32 or int64, got {edge_index.dtype}")
+    sizes = sources.size, destinations.size
+    for name, index, size in zip(("sources", "destinations"), edge_index, sizes, strict=True):
+        if index.shape[0] and not 0 <= int(index.min()) <= int(index.max()) < size:
+            raise ValueError(f"{name} must be in 0 .. {size - 1}, got {int(index.min())} to {int(index.max())}")
+    owner = destinations.ranges.owner(destinations.positions(edge_index[1]))
+    stray = (owner != rank).nonzero()
+    if stray.shape[0]:
+        node, other = int(edge_index[1, stray[0, 0]]), int(owner[stray[0, 0]])
+        raise ValueError(f"every edge must end in a node of this rank, got one into {node}, which rank {other} owns")
+
+
+def _check_global_edge_id(ids: Tensor | None, num_edges: int) -> None:
+    is_tensor = isinstance(ids, Tensor)
+    if ids is not None and not (is_tensor and tuple(ids.shape) == (num_edges,) and ids.dtype == torch.int64):
+        raise ValueError(f"global_edge_id must be int64 [{num_edges}], one per edge, got {describe_tensor(ids)}")

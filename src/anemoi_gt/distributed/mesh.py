@@ -12,13 +12,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from anemoi_gt.distributed.grad_sync import check_device_type, make_mesh
-from anemoi_gt.distributed.heads import head_ranges
 from anemoi_gt.distributed.launcher import join_store, local_rank, missing_variables
 from anemoi_gt.distributed.watch import watched
-from anemoi_gt.ops.backends import BACKENDS, check_counts_heads
 from anemoi_gt.option_checks import check_integer, check_number
 
-STRATEGIES = ("none", "edges", "heads")
+STRATEGIES = ("none", "edges")
 
 
 @dataclass(frozen=True)
@@ -27,13 +25,10 @@ class ShardingConfig:
 
     Parameters
     ----------
-    strategy : {"none", "edges", "heads"}
+    strategy : {"none", "edges"}
         How the ranks of one model divide it; "none": every rank has a model of its own, and they share the batches.
     model : int
         Ranks that share one model. All others are data parallel: ranks / model models.
-    overlap : bool
-        With strategy "edges", attend to interior edges while rows of others travel. False: attend once they are there, which is faster
-        where messages are fast, as within a host.
     timeout : float
         Seconds after the last sign of life of a rank by which the others end.
 
@@ -45,7 +40,6 @@ class ShardingConfig:
 
     strategy: str = "none"
     model: int = 1
-    overlap: bool = False
     timeout: float = 300.0
 
     def __post_init__(self):
@@ -53,8 +47,6 @@ class ShardingConfig:
             raise ValueError(f"sharding.strategy must be one of {', '.join(STRATEGIES)}, got {self.strategy!r}")
         check_integer("sharding.model", self.model)
         check_number("sharding.timeout", self.timeout)
-        if not isinstance(self.overlap, bool):
-            raise ValueError(f"sharding.overlap must be true or false, got {self.overlap!r}")
         if self.model > 1 and self.strategy == "none":
             raise ValueError(
                 f"sharding.model must be 1 when nothing is divided, got {self.model}: choose sharding=edges"
@@ -80,34 +72,24 @@ def own_device(device_type: str) -> torch.device:
     return torch.device("cuda", local)
 
 
-def check_model_options(options: Mapping[str, Any], strategy: str, parts: int, backend: str) -> None:
+def check_model_options(options: Mapping[str, Any]) -> None:
     """Raise before a model is made where its options say that the ranks cannot share it; `shard_model` looks at what is made.
 
     Parameters
     ----------
     options : mapping of str to values
         Of `EncoderProcessorDecoder`, by name; one that is not there says nothing.
-    strategy : {"none", "edges", "heads"}
-    parts : int
-        Ranks that share the model.
-    backend : str
-        The attention backend that will run.
 
     Raises
     ------
     ValueError
-        For mappers that work in pieces; with strategy "heads" for fewer heads than ranks, and for dropout on a backend that must see
-        all heads.
+        For mappers that work in chunks.
     """
     if options.get("mapper_chunks", 1) != 1:
         pieces = options["mapper_chunks"]
         raise ValueError(
             f"model.mapper_chunks must be 1 under torchrun, got {pieces}: a rank's part is a piece already"
         )
-    if strategy == "heads" and parts > 1:
-        head_ranges(options.get("heads", parts), parts)
-        if options.get("dropout", 0) > 0:
-            check_counts_heads(BACKENDS[backend], options["dropout"])
 
 
 @contextmanager

@@ -1,103 +1,46 @@
-"""A model on several ranks: `shard_model` where all ranks hold it whole, `scatter_model` where one does. The only place of this room
-that changes a model.
+"""Model sharding: `shard_model` where all ranks hold the whole model, `scatter_model` where only rank 0 does.
 
-    nodes       positions and trained features of this rank's nodes
-    edges       given and trained attributes of this rank's edges; in place of the structure, a `ShardedGraph`
-    the rest    as it was, the same on all ranks
+    nodes       coordinates and trainable features of this rank's nodes
+    edges       fixed and trainable attributes of the edges into them; in place of the structure, a `GraphShard`
+    the rest    unchanged, the same on all ranks
 
-Every set of nodes is laid on a Morton curve through its positions, and cut by what its nodes cost in all graphs that end in it.
+Every set of nodes is ordered by a Morton curve through its coordinates and split by the cost of its nodes, summed over
+all graphs that end in it.
 """
 
-from collections.abc import Callable
+import copy
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from anemoi_gt.distributed.consensus import agreed, check_same, fingerprint
+from anemoi_gt.distributed.consensus import check_same, consensus, fingerprint
 from anemoi_gt.distributed.grad_sync import AXES, check_mesh
-from anemoi_gt.distributed.graph_shard import GraphShard, HeadShard, shard_edges, shard_graph
-from anemoi_gt.distributed.halo import PendingExchange
-from anemoi_gt.distributed.halo_attention import (
-    attend_after_exchange,
-    attend_by_heads,
-    attend_overlapped,
-    start_exchange,
-)
-from anemoi_gt.distributed.partition import Partition
-from anemoi_gt.distributed.shard_plan import (
-    EdgePart,
-    ModelPart,
-    ShardPlan,
-    edges_of_model,
-    options_of,
-    strip_sharded_rows,
-)
+from anemoi_gt.distributed.graph_shard import GraphShard, shard_edges
+from anemoi_gt.distributed.partition import Partition, destination_cost
 from anemoi_gt.distributed.sharded_checkpoint import ShardedTable
-from anemoi_gt.nn import EncoderProcessorDecoder
-from anemoi_gt.ops import edge_attention
+from anemoi_gt.graph.ordering import morton_order
+from anemoi_gt.nn import EncoderProcessorDecoder, GraphTransformerBaseBlock
 
-
-@dataclass(frozen=True, eq=False)
-class ShardedGraph:
-    """What a block gets in place of a GraphStructure: it hands over what it would compute attention from.
-
-    Parameters
-    ----------
-    shard : GraphShard
-        This rank's part.
-    overlap : bool
-        With strategy "edges", attend to interior edges while the halo travels; else once it is there.
-    """
-
-    shard: GraphShard
-    overlap: bool = False
-
-    def start(self, x_src: Tensor) -> Tensor | PendingExchange:
-        """With strategy "edges", send rows of this rank's sources and go on; else return them. `attend` takes what comes back."""
-        if self.shard.sources.ranges.parts == 1 or isinstance(self.shard, HeadShard):
-            return x_src
-        return start_exchange(self.shard, x_src)
-
-    def attend(
-        self,
-        query: Tensor,
-        x_src: Tensor | PendingExchange,
-        key_value: Callable[[Tensor], tuple[Tensor, Tensor]],
-        edge_attr: Tensor | None,
-        edge_weight: Tensor | None,
-        edge_bias: Tensor | None,
-        **options: Any,
-    ) -> Tensor:
-        """Attend on all ranks, as `attend_overlapped` is called."""
-        edges = edge_attr, edge_weight, edge_bias
-        if self.shard.sources.ranges.parts == 1:
-            return edge_attention(query, *key_value(x_src), self.shard.graph, *edges, **options)[0]
-        if isinstance(self.shard, HeadShard):
-            attend = attend_by_heads
-        else:
-            attend = attend_overlapped if self.overlap else attend_after_exchange
-        return attend(self.shard, query, x_src, key_value, *edges, **options)
-
-    def __deepcopy__(self, memo: dict) -> "ShardedGraph":
-        return self  # nothing in it changes, and copies of a model may share it
+HIDDEN = "hidden"
+NODE_ROWS, EDGE_ROWS = ("sin_cos_lat_lon", "trainable"), ("edge_attr", "trainable")
 
 
 @dataclass(frozen=True)
 class ModelShard:
-    """How a model is divided.
+    """Sharding of a model, as one rank sees it.
 
     Attributes
     ----------
     partitions : dict of str to Partition
-        Who owns which nodes, by the name of their set.
+        Owners of the nodes, by the name of their set.
     rank : int
         This rank among those that share the model: it reads rows `partitions[name].nodes(rank)` of a sample.
     tables : dict of str to ShardedTable
-        By the name of a parameter: which rows of the whole one this rank trains. All other parameters are shared.
+        Rows of the whole table that this rank trains, by the name of the parameter. All other parameters are shared.
     """
 
     partitions: dict[str, Partition]
@@ -105,165 +48,278 @@ class ModelShard:
     tables: dict[str, ShardedTable]
 
     def parameters(self, model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-        """Return the parameters that the ranks of a model share, and those whose rows are this rank's own."""
+        """Return the parameters that the ranks of a model share, and those of which each rank owns some rows."""
         named = list(model.named_parameters())
         own = [parameter for name, parameter in named if name in self.tables]
         return [parameter for name, parameter in named if name not in self.tables], own
 
 
-def shard_model(
-    model: EncoderProcessorDecoder, mesh: DeviceMesh, strategy: str = "edges", *, overlap: bool = False
-) -> ModelShard:
-    """Cut a model that every rank holds to this rank's rows, in place. Collective.
+def shard_model(model: EncoderProcessorDecoder, mesh: DeviceMesh) -> ModelShard:
+    """Reduce a model that every rank holds to this rank's rows, in place. Collective.
 
     Parameters
     ----------
     model : EncoderProcessorDecoder
-        Whole, with the same weights and graphs on all ranks, on the device where it is trained.
+        With the same weights and graphs on all ranks, on the device where it is trained.
     mesh : DeviceMesh
         With axes (data, model).
-    strategy : {"edges", "heads"}
-        As for `shard_graph`.
-    overlap : bool
-        As for `ShardedGraph`.
 
     Returns
     -------
     ModelShard
-        What of a sample the model takes now, and which parameters are this rank's own.
+        Rows of a sample that the model reads now, and the parameters that are this rank's own.
 
     Raises
     ------
     ValueError
-        On all ranks, when weights, graphs or options are not the same on all of them, or the model cannot be divided so.
+        On all ranks, when weights, graphs or options are not the same on all of them, or the model cannot be sharded.
     """
     check_mesh(mesh)
     if not isinstance(model, EncoderProcessorDecoder):
         raise ValueError(f"model must be an EncoderProcessorDecoder, got {type(model).__name__}")
-    same = {"weights": fingerprint(*model.state_dict().values()), "graphs": fingerprint(*model.buffers())}
-    same |= {"strategy": strategy, "overlap": overlap, "heads, dropout and config of the layers": options_of(model)}
+    blocks = [module for module in model.modules() if isinstance(module, GraphTransformerBaseBlock)]
+    same = {
+        "weights": fingerprint(*model.state_dict().values()),
+        "graphs": fingerprint(*model.buffers()),
+        "heads, dropout and config of the layers": [(block.num_heads, block.dropout, block.config) for block in blocks],
+    }
     for axis in AXES:
         check_same(same, mesh.get_group(axis))
-    cut = ShardPlan(model, mesh["model"].size(), strategy, mesh.device_type)
-    return _hold(model, cut.part(mesh.get_local_rank("model")), mesh, overlap)
+    plan = ShardPlan(model, mesh["model"].size())
+    return _apply_shard(model, plan.rows(mesh.get_local_rank("model")), mesh)
 
 
 def scatter_model(
-    model: EncoderProcessorDecoder | None,
-    mesh: DeviceMesh,
-    group: dist.ProcessGroup,
-    strategy: str = "edges",
-    *,
-    overlap: bool = False,
+    model: EncoderProcessorDecoder | None, mesh: DeviceMesh, group: dist.ProcessGroup
 ) -> tuple[EncoderProcessorDecoder, ModelShard]:
-    """Give every rank its part of a model that the first rank of the mesh holds; no other ever holds all edges. Collective.
-
-    With strategy "heads", which attends on the whole graph, every rank gets its structure; attributes are divided all the same.
+    """Give every rank its shard of a model that only the first rank of the mesh holds. Collective.
 
     Parameters
     ----------
     model : EncoderProcessorDecoder or None
-        On the first rank the whole model, on the CPU, which stays as it is; None on the others.
+        On the first rank the whole model, on the CPU, which is left unchanged; None on the others.
     mesh : DeviceMesh
         With axes (data, model).
     group : ProcessGroup
-        The ranks of the mesh, communicating from the CPU (gloo), with a timeout beyond what it takes to make the model.
-    strategy, overlap
-        As for `shard_model`.
+        The ranks of the mesh, communicating from the CPU (gloo), with a timeout longer than building the model takes.
 
     Returns
     -------
     model : EncoderProcessorDecoder
         With this rank's rows, on the device of the mesh.
-    cut : ModelShard
+    shard : ModelShard
         As `shard_model` returns it.
 
     Raises
     ------
     ValueError
-        On all ranks, when the model cannot be divided, or is not on the first rank alone.
+        On all ranks, when the model cannot be sharded, or is not on the first rank only.
     """
     check_mesh(mesh)
-    ranks, (data, place) = mesh.mesh.tolist(), mesh.get_coordinate()
-    cut = _cut_together(model, (data, place) == (0, 0), mesh, strategy, group)
-    if cut is not None:
+    ranks, (data, column) = mesh.mesh.tolist(), mesh.get_coordinate()
+    is_first = (data, column) == (0, 0)
+    with consensus(group):
+        if (model is not None) != is_first:
+            raise ValueError("model must be on the first rank of the mesh, and None on the others")
+        plan = ShardPlan(model, mesh["model"].size()) if is_first else None
+    if is_first:
         bare = strip_sharded_rows(model)
-        for other, rank in enumerate(ranks[0][1:], 1):  # one at a time: the first rank holds one part beside the whole
-            dist.send_object_list([bare, cut.part(other)], dst=rank, group=group)
-        received = [bare, cut.part(0)]
+        for other, rank in enumerate(ranks[0][1:], 1):  # one at a time: the first rank holds one shard beside the whole
+            dist.send_object_list([bare, plan.rows(other)], dst=rank, group=group)
+        received = [bare, plan.rows(0)]
     else:
         received = [None, None]
-        dist.recv_object_list(received, src=ranks[0][place] if data else ranks[0][0], group=group)
+        dist.recv_object_list(received, src=ranks[0][column] if data else ranks[0][0], group=group)
     if data == 0:
         for row in ranks[1:]:
-            dist.send_object_list(received, dst=row[place], group=group)
-    own, part = received
+            dist.send_object_list(received, dst=row[column], group=group)
+    own, rows = received
     own = own.to(mesh.device_type)
-    return own, _hold(own, part.to(torch.device(mesh.device_type)), mesh, overlap)
+    return own, _apply_shard(own, rows.to(torch.device(mesh.device_type)), mesh)
 
 
-def _cut_together(
-    model: EncoderProcessorDecoder | None, is_first: bool, mesh: DeviceMesh, strategy: str, group: dist.ProcessGroup
-) -> ShardPlan | None:
-    """Return the cut model on the first rank, None on the others; or raise on all."""
-    with agreed(group):
-        if (model is not None) != is_first:
-            raise ValueError("model must be given on the first rank of the mesh, and be None on the others")
-        return ShardPlan(model, mesh["model"].size(), strategy, mesh.device_type) if is_first else None
+class NodeRows(NamedTuple):
+    """One rank's nodes of one set."""
+
+    rows: dict[str, Tensor | None]  # [n_own, F], by the names of `NODE_ROWS`
+    size: int  # nodes of the whole set
 
 
-def _hold(model: EncoderProcessorDecoder, part: ModelPart, mesh: DeviceMesh, overlap: bool) -> ModelShard:
-    """Give a model the rows of a part, and its graphs to `ShardedGraph`s. Collective."""
-    group, rank = mesh.get_group("model"), mesh.get_local_rank("model")
-    tables = {}
+class EdgeRows(NamedTuple):
+    """One rank's edges of one graph."""
+
+    global_edge_id: Tensor  # [E_own] int64, sorted ascending
+    rows: dict[str, Tensor | None]  # [E_own, D], by the names of `EDGE_ROWS`
+    size: int  # edges of the whole graph
+    edge_index: Tensor  # [2, E_own] int64, in the node numbers of the whole graph
+
+
+@dataclass(frozen=True)
+class ModelRows:
+    """Everything of one rank's model that other ranks do not hold, as values that can be sent.
+
+    Attributes
+    ----------
+    partitions : dict of str to Partition
+        Owners of the nodes, by the name of their set; they stay on the CPU.
+    nodes : dict of str to NodeRows
+        By the name of the set.
+    edges : dict of str to EdgeRows
+        By the path of their module, as in `edge_modules`.
+    """
+
+    partitions: dict[str, Partition]
+    nodes: dict[str, NodeRows]
+    edges: dict[str, EdgeRows]
+
+    def to(self, device: torch.device) -> "ModelRows":
+        """Return these rows on `device`."""
+        return ModelRows(self.partitions, _to(self.nodes, device), _to(self.edges, device))
+
+
+class ShardPlan:
+    """Shard plan of a whole model: owners of all nodes and edges, made in one process without communication.
+
+    Parameters
+    ----------
+    model : EncoderProcessorDecoder
+        Left unchanged.
+    num_ranks : int
+        Ranks that are to share it.
+
+    Raises
+    ------
+    ValueError
+        When the mappers of the model work in chunks.
+    """
+
+    def __init__(self, model: EncoderProcessorDecoder, num_ranks: int):
+        self.model, self.edges = model, edge_modules(model)
+        chunks = max((len(getattr(module, "chunks", ())) for module, _, _ in self.edges.values()), default=1)
+        if chunks > 1:
+            raise ValueError(
+                f"mapper_chunks must be 1 for a sharded model, got {chunks}: each shard is a chunk already"
+            )
+        self.partitions = _partition_nodes(model, num_ranks)
+        self._edge_ids = {path: self._by_owner(module, dst) for path, (module, _, dst) in self.edges.items()}
+
+    def rows(self, rank: int) -> ModelRows:
+        """Return the rows of `rank`."""
+        nodes = {}
+        for name, module in self.model.nodes.items():
+            own = self.partitions[name].nodes(rank, module.sin_cos_lat_lon.device)
+            nodes[name] = NodeRows(_select(module, NODE_ROWS, own), len(module))
+        return ModelRows(self.partitions, nodes, {path: self._edge_rows(path, rank) for path in self.edges})
+
+    def _by_owner(self, module: nn.Module, destination: str) -> tuple[Tensor, ...]:
+        """Return the ids of the edges of each rank, sorted ascending."""
+        partition, graph = self.partitions[destination], module.structure()
+        owner = partition.ranges.owner(partition.positions(graph.dst))
+        ids = graph.global_edge_ids()[torch.argsort(owner, stable=True)]
+        return ids.split(torch.bincount(owner, minlength=partition.ranges.num_ranks).tolist())
+
+    def _edge_rows(self, path: str, rank: int) -> EdgeRows:
+        module, ids = self.edges[path][0], self._edge_ids[path][rank].clone()  # a view is sent with its whole storage
+        graph = module.structure()
+        dst = torch.searchsorted(graph.colptr, ids.to(graph.colptr.dtype), right=True) - 1  # ids are CSC positions
+        edge_index = torch.stack([graph.row[ids].long(), dst])
+        return EdgeRows(ids, _select(module, EDGE_ROWS, ids), graph.num_edges, edge_index)
+
+
+def edge_modules(model: EncoderProcessorDecoder) -> dict[str, tuple[nn.Module, str, str]]:
+    """Return the edges of a model by the path of their module: module, set of sources, set of destinations."""
+    found = {f"encoder_edges.{name}": (module, name, HIDDEN) for name, module in model.encoder_edges.items()}
+    found["processor_edges"] = (model.processor_edges, HIDDEN, HIDDEN)
+    return found | {f"decoder_edges.{name}": (module, HIDDEN, name) for name, module in model.decoder_edges.items()}
+
+
+def strip_sharded_rows(model: EncoderProcessorDecoder) -> EncoderProcessorDecoder:
+    """Return a copy of a model without the rows of its nodes and edges."""
+    modules = [*model.nodes.values(), *(module for module, _, _ in edge_modules(model).values())]
+    tensors = (tensor for module in modules for tensor in (*module.parameters(), *module.buffers()))
+    return copy.deepcopy(model, {id(tensor): _emptied(tensor) for tensor in tensors})
+
+
+def _apply_shard(model: EncoderProcessorDecoder, shard: ModelRows, mesh: DeviceMesh) -> ModelShard:
+    """Give a model the rows of a shard, and a `GraphShard` in place of each structure. Collective."""
+    rank, tables = mesh.get_local_rank("model"), {}
     for name, module in model.nodes.items():
-        nodes = part.nodes[name]
+        nodes = shard.nodes[name]
         if module.trainable is not None:
-            own = part.partitions[name].nodes(rank, module.sin_cos_lat_lon.device)
+            own = shard.partitions[name].nodes(rank, module.sin_cos_lat_lon.device)
             tables[f"nodes.{name}.trainable"] = ShardedTable(own, nodes.size, mesh)
         _set_rows(module, nodes.rows)
-    for path, (module, source, destination) in edges_of_model(model).items():
-        edges = part.edges[path]
-        sides = {"sources": part.partitions[source], "destinations": part.partitions[destination]}
-        shard, order = _divide(edges, group, sides)
+    for path, (module, source, destination) in edge_modules(model).items():
+        edges = shard.edges[path]
+        graph = shard_edges(
+            edges.edge_index,
+            mesh.get_group("model"),
+            sources=shard.partitions[source],
+            destinations=shard.partitions[destination],
+            global_edge_id=edges.global_edge_id,
+        )
         if module.trainable is not None:
-            tables[f"{path}.trainable"] = ShardedTable(edges.numbers[order], edges.size, mesh)
-        _set_rows(module, {name: None if rows is None else rows[order] for name, rows in edges.rows.items()})
-        _replace_structure(module, ShardedGraph(shard, overlap))
-    return ModelShard(part.partitions, rank, tables)
+            tables[f"{path}.trainable"] = ShardedTable(edges.global_edge_id[graph.edges], edges.size, mesh)
+        _set_rows(module, {name: None if rows is None else rows[graph.edges] for name, rows in edges.rows.items()})
+        for edge_module in (module, *getattr(module, "chunks", ())):
+            edge_module.structure = _FixedGraph(graph)
+    return ModelShard(shard.partitions, rank, tables)
 
 
-def _divide(edges: EdgePart, group: dist.ProcessGroup, sides: dict[str, Partition]) -> tuple[GraphShard, Tensor]:
-    """Return the shard of this rank, and its own edges in the order in which the shard reads their attributes."""
-    if edges.graph is not None:
-        shard = shard_graph(edges.graph, group, "heads", **sides)
-        return shard, torch.searchsorted(edges.numbers, shard.edges)
-    shard = shard_edges(edges.edge_index, group, numbers=edges.numbers, **sides)
-    return shard, shard.edges
+class _FixedGraph(nn.Module):
+    """Module that returns a graph shard, in place of `StaticStructure`."""
+
+    def __init__(self, graph: GraphShard):
+        super().__init__()
+        self.graph = graph
+
+    def forward(self) -> GraphShard:
+        return self.graph
 
 
 def _set_rows(module: nn.Module, rows: dict[str, Tensor | None]) -> None:
-    """Give a module other rows in its buffers and parameters."""
+    """Replace buffers and parameters of a module, by name."""
     for name, tensor in rows.items():
         former = getattr(module, name)
-        is_trained = isinstance(former, nn.Parameter)
-        setattr(module, name, nn.Parameter(tensor, former.requires_grad) if is_trained else tensor)
+        is_parameter = isinstance(former, nn.Parameter)
+        setattr(module, name, nn.Parameter(tensor, former.requires_grad) if is_parameter else tensor)
 
 
-def _replace_structure(part: nn.Module, graph: ShardedGraph) -> None:
-    """Make a module of edges return `graph`."""
-    part.structure = _Constant(graph)
-    for piece in getattr(part, "pieces", ()):
-        piece.structure = part.structure
+def _select(module: nn.Module, names: tuple[str, ...], rows: Tensor) -> dict[str, Tensor | None]:
+    """Return copies of `rows` of the named tensors of a module."""
+    tensors = {name: getattr(module, name) for name in names}
+    return {name: None if tensor is None else tensor.detach()[rows] for name, tensor in tensors.items()}
 
 
-class _Constant(nn.Module):
-    """Returns one thing, which needs no moving."""
+def _emptied(tensor: Tensor) -> Tensor:
+    empty = tensor.detach().new_empty(0, *tensor.shape[1:])
+    return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
 
-    def __init__(self, value: Any):
-        super().__init__()
-        self.value = value
 
-    def forward(self) -> Any:
-        """Return it."""
-        return self.value
+def _partition_nodes(model: EncoderProcessorDecoder, num_ranks: int) -> dict[str, Partition]:
+    """Split every set of nodes by the cost of its nodes; the processor's graph counts once per layer."""
+    costs = {name: torch.ones(len(nodes), dtype=torch.int64, device="cpu") for name, nodes in model.nodes.items()}
+    for path, (module, _, destination) in edge_modules(model).items():
+        times = len(model.processor.proc) if path == "processor_edges" else 1
+        costs[destination] = costs[destination] + times * destination_cost(module.structure().colptr.diff().cpu())
+    return {
+        name: Partition.balanced(costs[name], num_ranks, morton_order(_unit_vectors(nodes.sin_cos_lat_lon.cpu())))
+        for name, nodes in model.nodes.items()
+    }
+
+
+def _unit_vectors(sin_cos_lat_lon: Tensor) -> Tensor:
+    """Return points [N, 3] on the unit sphere from sines and cosines of latitude and longitude."""
+    sin_lat, sin_lon, cos_lat, cos_lon = sin_cos_lat_lon.unbind(1)
+    return torch.stack([cos_lat * cos_lon, cos_lat * sin_lon, sin_lat], dim=1)
+
+
+def _to(value: Any, device: torch.device) -> Any:
+    """Return nested dicts and named tuples with all tensors on a device."""
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, dict):
+        return {name: _to(part, device) for name, part in value.items()}
+    if isinstance(value, tuple):
+        return type(value)(*(_to(part, device) for part in value))
+    return value

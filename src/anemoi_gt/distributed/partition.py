@@ -1,10 +1,10 @@
-"""Who owns which rows: contiguous ranges of a numbering, one for each rank. The only place that cuts nodes and edges.
+"""Partition of nodes among ranks: contiguous ranges of a node order, balanced by cost.
 
-    cost_i     = edges into i  +  NODE_COST                        in units of one edge
-    cut p      = the boundary between nodes at which the sum of costs is nearest to p / P of the whole
+    cost_i     = in-edges of i  +  NODE_COST                       in units of one edge
+    bound p    = the position at which the cumulative cost is nearest to p / P of the total
 
-So no rank has more than the P-th part of the cost and one node besides. What a rank has to fetch from others is what
-lies around its nodes, so nodes are laid on a line on which neighbours on the ground come together before they are cut.
+No rank exceeds 1 / P of the cost by more than one node. A rank's halo surrounds its nodes, so an order that keeps
+neighbours together, such as a Morton curve, makes it small.
 """
 
 from dataclasses import dataclass
@@ -14,24 +14,24 @@ from torch import Tensor
 
 from anemoi_gt.option_checks import check_integer
 
-# Projections and feed-forward network of a node of F features take 12 F^2 products, attention along an edge reads 2 F numbers. On an
-# H200 in bfloat16 with F = 1024 that is 36 ns at 700 TFLOP/s against 0.95 ns an edge (327,600 edges in 0.31 ms).
+# Projections and feed-forward network of a node of F features take 12 F^2 products, attention reads 2 F elements per
+# edge. On an H200 in bfloat16 with F = 1024: 36 ns at 700 TFLOP/s against 0.95 ns an edge (327,600 edges in 0.31 ms).
 NODE_COST = 38
 
 
 @dataclass(frozen=True)
 class Ranges:
-    """Contiguous ranges of 0 .. size - 1, one for each rank; ranges may be empty.
+    """Contiguous ranges of 0 .. size - 1, one per rank; ranges may be empty.
 
     Parameters
     ----------
     bounds : tuple of int
-        Rank p owns the numbers bounds[p] .. bounds[p + 1] - 1.
+        Rank p owns bounds[p] .. bounds[p + 1] - 1.
 
     Raises
     ------
     ValueError
-        When the bounds are no tuple of whole numbers that rise from 0.
+        When the bounds are not a tuple of integers sorted ascending from 0.
 
     Examples
     --------
@@ -45,94 +45,92 @@ class Ranges:
     def __post_init__(self):
         if not isinstance(self.bounds, tuple) or not all(isinstance(bound, int) for bound in self.bounds):
             raise ValueError(f"bounds must be a tuple of int, got {self.bounds!r}")
-        falls = any(low > high for low, high in zip(self.bounds, self.bounds[1:], strict=False))
-        if len(self.bounds) < 2 or self.bounds[0] != 0 or falls:
-            raise ValueError(f"bounds must rise from 0, with one more than there are ranks, got {self.bounds}")
+        if len(self.bounds) < 2 or self.bounds[0] != 0 or list(self.bounds) != sorted(self.bounds):
+            raise ValueError(f"bounds must start at 0 and be sorted ascending, one more than ranks, got {self.bounds}")
 
     @classmethod
-    def balanced(cls, cost: Tensor, parts: int) -> "Ranges":
-        """Cut so that all parts cost about the same.
+    def balanced(cls, cost: Tensor, num_ranks: int) -> "Ranges":
+        """Split so that all ranks have about the same cost.
 
         Parameters
         ----------
         cost : Tensor [N], integer
-            What each number costs, 0 at least; sums stay below 2^63 / parts.
-        parts : int
-            Number of ranks.
+            Cost of each position, at least 0; sums stay below 2^63 / num_ranks.
+        num_ranks : int
 
         Raises
         ------
         ValueError
-            For costs that are no integers, on which ranks could round differently, or negative, or no parts.
+            For costs that are not integers (ranks could round differently) or negative, or no ranks.
         """
-        check_integer("the number of parts", parts)
+        check_integer("num_ranks", num_ranks)
         if not isinstance(cost, Tensor) or cost.dim() != 1:
-            raise ValueError(f"cost must be a tensor [N], got {described(cost)}")
+            raise ValueError(f"cost must be a tensor [N], got {describe_tensor(cost)}")
         if cost.is_floating_point():
-            raise ValueError(f"cost must be integer, so that every rank finds the same cuts, got {cost.dtype}")
+            raise ValueError(f"cost must be integer, so that every rank finds the same bounds, got {cost.dtype}")
         if bool((cost < 0).any()):
-            raise ValueError(f"cost must be 0 at least, got {int(cost.min())}")
+            raise ValueError(f"cost must be at least 0, got {int(cost.min())}")
         before = torch.zeros(cost.shape[0] + 1, dtype=torch.int64, device=cost.device)
         torch.cumsum(cost, 0, out=before[1:])
-        targets = before[-1] * torch.arange(parts + 1, device=cost.device)
-        scaled = before * parts
+        targets = before[-1] * torch.arange(num_ranks + 1, device=cost.device)
+        scaled = before * num_ranks
         right = torch.searchsorted(scaled, targets).clamp(max=cost.shape[0])
         left = (right - 1).clamp(min=0)
         nearest = torch.where(targets - scaled[left] <= scaled[right] - targets, left, right)
         return cls((0, *nearest[1:-1].tolist(), cost.shape[0]))
 
     @classmethod
-    def even(cls, size: int, parts: int) -> "Ranges":
-        """Cut into parts of equal size; the first take what is left over."""
-        check_integer("the number of parts", parts)
-        share, left = divmod(size, parts)
-        return cls(tuple(p * share + min(p, left) for p in range(parts + 1)))
+    def even(cls, size: int, num_ranks: int) -> "Ranges":
+        """Split into ranges of equal size, to within one."""
+        check_integer("num_ranks", num_ranks)
+        share, left = divmod(size, num_ranks)
+        return cls(tuple(p * share + min(p, left) for p in range(num_ranks + 1)))
 
     @property
     def size(self) -> int:
-        """How many numbers are shared out."""
+        """Number of positions."""
         return self.bounds[-1]
 
     @property
-    def parts(self) -> int:
-        """How many ranks share them."""
+    def num_ranks(self) -> int:
+        """Number of ranks."""
         return len(self.bounds) - 1
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """How many numbers each rank owns."""
+        """Number of positions of each rank."""
         return tuple(high - low for low, high in zip(self.bounds, self.bounds[1:], strict=False))
 
     def of(self, rank: int) -> slice:
-        """The numbers that `rank` owns."""
+        """Return the positions that `rank` owns."""
         return slice(self.bounds[rank], self.bounds[rank + 1])
 
     def owner(self, index: Tensor) -> Tensor:
-        """The rank that owns each of `index` [n], int64."""
+        """Return the rank that owns each position of `index` [n], int64."""
         ends = torch.tensor(self.bounds[1:], device=index.device)
         return torch.searchsorted(ends, index.long().contiguous(), right=True)
 
 
 @dataclass(frozen=True, eq=False)
 class Partition:
-    """Which nodes each rank owns: the nodes on a line, and where the line is cut.
+    """Owner of each node: a node order, and the ranges of its positions.
 
     Parameters
     ----------
     ranges : Ranges
-        The cuts.
+        Positions of each rank.
     order : Tensor [N], int64, optional
-        The node at each place of the line, a permutation; None is 0, 1, 2, ...
+        Node at each position, a permutation; None is 0, 1, 2, ...
 
     Raises
     ------
     ValueError
-        When the order does not have each number of the ranges once.
+        When the order does not hold each node once.
 
     Examples
     --------
     >>> partition = Partition(Ranges((0, 2, 3)), torch.tensor([2, 0, 1]))
-    >>> partition.nodes(0).tolist(), partition.places(torch.tensor([0, 1])).tolist()
+    >>> partition.nodes(0).tolist(), partition.positions(torch.tensor([0, 1])).tolist()
     ([2, 0], [1, 2])
     """
 
@@ -146,60 +144,58 @@ class Partition:
             self._check_order()
 
     @classmethod
-    def balanced(cls, cost: Tensor, parts: int, order: Tensor | None = None) -> "Partition":
-        """Cut a line of nodes so that all parts cost about the same.
+    def balanced(cls, cost: Tensor, num_ranks: int, order: Tensor | None = None) -> "Partition":
+        """Split a node order so that all ranks have about the same cost.
 
         Parameters
         ----------
         cost : Tensor [N], integer
-            What each node costs, by node.
-        parts : int
-            Number of ranks.
+            Cost of each node, by node.
+        num_ranks : int
         order : Tensor [N], int64, optional
-            The line, as `anemoi_gt.graph.ordering.morton_order` makes it from positions.
+            Node at each position, for example `anemoi_gt.graph.ordering.morton_order` of node coordinates.
         """
-        return cls(Ranges.balanced(cost if order is None else cost[order], parts), order)
+        return cls(Ranges.balanced(cost if order is None else cost[order], num_ranks), order)
 
     @property
     def size(self) -> int:
-        """How many nodes are shared out."""
+        """Number of nodes."""
         return self.ranges.size
 
     def nodes(self, rank: int, device: torch.device | str | None = None) -> Tensor:
-        """The nodes that `rank` owns [n], int64, in the order in which it holds their rows."""
+        """Return the nodes that `rank` owns [n], int64, in the order of its rows."""
         own = self.ranges.of(rank)
         if self.order is None:
             return torch.arange(own.start, own.stop, device=device)
         return self.order[own].to(device)
 
+    def positions(self, nodes: Tensor) -> Tensor:
+        """Return the position of each of `nodes` [n], int64."""
+        if self.order is None:
+            return nodes.long()
+        position = torch.empty_like(self.order)
+        position[self.order] = torch.arange(self.size, device=position.device)
+        return position.to(nodes.device)[nodes.long()]
+
     def _check_order(self) -> None:
-        """Raise unless the order is a permutation: with a node twice, another has no owner, and ranks wait for each other's rows."""
+        """Raise unless the order is a permutation: a node listed twice leaves another without owner, and ranks hang."""
         order, size = self.order, self.ranges.size
         if not isinstance(order, Tensor) or order.dtype != torch.int64 or tuple(order.shape) != (size,):
-            raise ValueError(
-                f"order must hold {size} nodes, one for each place, int64 [{size}], got {described(order)}"
-            )
-        rising = order.sort().values
-        wrong = (rising != torch.arange(size, device=order.device)).nonzero()
+            raise ValueError(f"order must be int64 [{size}], one node per position, got {describe_tensor(order)}")
+        ascending = order.sort().values
+        wrong = (ascending != torch.arange(size, device=order.device)).nonzero()
         if len(wrong):
-            place = int(wrong[0])
-            got = int(rising[place])
-            raise ValueError(f"order must hold each node 0 .. {size - 1} once, sorted it has {got} at place {place}")
-
-    def places(self, index: Tensor) -> Tensor:
-        """The place on the line of each node of `index` [n], int64."""
-        if self.order is None:
-            return index.long()
-        place = torch.empty_like(self.order)
-        place[self.order] = torch.arange(self.size, device=place.device)
-        return place.to(index.device)[index.long()]
-
-
-def described(value: object) -> str:
-    """What came, for a message: dtype and shape of a tensor, the type of anything else."""
-    return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            i = int(wrong[0])
+            raise ValueError(
+                f"order must hold each node 0 .. {size - 1} once, got {int(ascending[i])} at position {i} when sorted"
+            )
 
 
 def destination_cost(in_degree: Tensor) -> Tensor:
-    """What each destination costs, in units of an edge [N_dst] int64, from the number of its in-edges."""
+    """Return the cost of each destination [N_dst] int64, in units of one edge, from its number of in-edges."""
     return in_degree.long() + NODE_COST
+
+
+def describe_tensor(value: object) -> str:
+    """Return dtype and shape of a tensor, or the type of anything else, for an error message."""
+    return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__

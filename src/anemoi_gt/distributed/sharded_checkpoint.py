@@ -1,7 +1,10 @@
-"""Checkpoints of a divided model, by torch.distributed.checkpoint: written on some ranks, read on any other number, or on one.
+"""Checkpoints of a sharded model by torch.distributed.checkpoint (DCP), and the last checkpoint of a run.
 
-Rows that belong to nodes and edges (trained features, and what the optimiser keeps for them) are written as the table of the whole graph,
-in the caller's numbering, each rank a piece of it. So the file does not know how the graph was divided.
+Rows of nodes and edges (trainable features, and their optimiser state) are written as the table of the whole graph, in
+the caller's numbering, so a checkpoint does not depend on the sharding: it is read on any number of ranks.
+
+    one process   the file last.pt
+    torchrun      the folder last/, or last.former/ when the job was interrupted between the two renames
 """
 
 import os
@@ -23,41 +26,44 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from anemoi_gt.distributed.halo import HaloExchange
 from anemoi_gt.distributed.partition import Ranges
 
+ONE_PROCESS, TORCHRUN = "one process", "torchrun"
+REMEDY = {ONE_PROCESS: "resume=true without torchrun", TORCHRUN: "resume=true with torchrun"}
+
 
 class ShardedTable:
-    """Rows of a table of which each rank of a model holds some, and all ranks together each row once. Made collectively.
+    """Rows of a table of which each rank of a model holds some, and together each row once. Construction is collective.
 
     Parameters
     ----------
-    numbers : Tensor [n], int64
-        The rows of the table that this rank holds, in its order: `GraphShard.edges`, or `Partition.nodes(rank)`.
+    index : Tensor [n], int64
+        Rows of the table that this rank holds, in its order: `GraphShard.edges`, or `Partition.nodes(rank)`.
     size : int
         Rows of the table.
     mesh : DeviceMesh
         With axes (data, model).
     """
 
-    def __init__(self, numbers: Tensor, size: int, mesh: DeviceMesh):
-        self.numbers, self.size, self.mesh = numbers, size, mesh
-        rising, self.order = torch.sort(numbers)
-        parts = mesh["model"].size()
-        piece = -(-size // parts)  # as DTensor cuts
-        self.pieces = Ranges(tuple(min(rank * piece, size) for rank in range(parts + 1)))
-        self.exchange = HaloExchange.of_requests(rising, self.pieces, mesh.get_group("model"))
+    def __init__(self, index: Tensor, size: int, mesh: DeviceMesh):
+        self.index, self.size, self.mesh = index, size, mesh
+        ascending, self.order = torch.sort(index)
+        num_ranks = mesh["model"].size()
+        chunk = -(-size // num_ranks)  # as DTensor splits
+        self.chunks = Ranges(tuple(min(rank * chunk, size) for rank in range(num_ranks + 1)))
+        self.exchange = HaloExchange.of_requests(ascending, self.chunks, mesh.get_group("model"))
 
-    def whole(self, rows: Tensor) -> DTensor:
-        """The table [size, F] that the ranks' rows [n, F] make, in pieces. Collective."""
-        own = self.pieces.counts[self.mesh.get_local_rank("model")]
+    def to_dtensor(self, rows: Tensor) -> DTensor:
+        """Return the table [size, F] of all ranks' rows [n, F], as a DTensor sharded over model. Collective."""
+        own = self.chunks.counts[self.mesh.get_local_rank("model")]
         rows = rows.detach()[self.order]
-        piece = self.exchange.sum_back(self.exchange.send_back(rows), rows.new_zeros(own, *rows.shape[1:]))
+        chunk = self.exchange.scatter_add(self.exchange.send_reverse(rows), rows.new_zeros(own, *rows.shape[1:]))
         shape = torch.Size((self.size, *rows.shape[1:]))
         stride = torch.empty(shape, device="meta").stride()
         return DTensor.from_local(
-            piece, self.mesh, [Replicate(), Shard(0)], run_check=False, shape=shape, stride=stride
+            chunk, self.mesh, [Replicate(), Shard(0)], run_check=False, shape=shape, stride=stride
         )
 
-    def own(self, table: DTensor) -> Tensor:
-        """Rows [n, F] of this rank, of a table in pieces. Collective."""
+    def from_dtensor(self, table: DTensor) -> Tensor:
+        """Return this rank's rows [n, F] of a table from `to_dtensor`. Collective."""
         rows = self.exchange(table.to_local())
         return torch.empty_like(rows).index_copy_(0, self.order, rows)
 
@@ -65,23 +71,23 @@ class ShardedTable:
 def save_checkpoint(
     folder: Path, state: dict[str, Any], tables: Mapping[str, ShardedTable], group: dist.ProcessGroup
 ) -> None:
-    """Write a checkpoint so that `folder` holds either the former one or this one, never a part. Collective.
+    """Write a checkpoint so that `folder` always holds a complete one, the former or this one. Collective.
 
     Parameters
     ----------
     folder : Path
-        On a file system that all ranks see; its parent exists.
+        On a file system that all ranks share; its parent exists.
     state : dict
-        Tensors and plain values, and dicts of them. What is not in `tables` is the same on all ranks.
+        Tensors and plain values, and dicts of them; the same on all ranks outside `tables`.
     tables : mapping of str to ShardedTable
-        By the name of a parameter. Whatever `state` holds below a key of that name, with rows, is rows of that table.
+        By the name of a parameter. Tensors with rows below a key of that name are rows of that table.
     group : ProcessGroup
         All ranks of the job.
 
     Raises
     ------
     OSError
-        If it cannot be written; the former one is whole.
+        If it cannot be written; the former one is kept.
     """
     partial, former = folder.with_name(folder.name + ".partial"), _former(folder)
     is_first = dist.get_rank(group) == 0
@@ -89,31 +95,31 @@ def save_checkpoint(
         shutil.rmtree(partial, ignore_errors=True)
     dist.barrier(group)
     try:
-        dcp.save(_map_rows(state, tables, ShardedTable.whole), checkpoint_id=partial, process_group=group)
+        dcp.save(_map_rows(state, tables, ShardedTable.to_dtensor), checkpoint_id=partial, process_group=group)
     except CheckpointException as error:
-        raise OSError(f"a checkpoint could not be written to {partial}: {_reason(error)}") from error
+        raise OSError(f"could not write the checkpoint {partial}: {_reason(error)}") from error
     if is_first:
         if folder.exists():
-            shutil.rmtree(former, ignore_errors=True)  # not before: without `folder` it is the only one under a name
-            os.replace(folder, former)  # a folder cannot be replaced in one step: `find_checkpoint` looks here too
+            shutil.rmtree(former, ignore_errors=True)  # not before: without `folder` it is the only complete one
+            os.replace(folder, former)  # a folder cannot be replaced atomically: `find_checkpoint` looks here too
         os.replace(partial, folder)
         shutil.rmtree(former, ignore_errors=True)
     dist.barrier(group)
 
 
 def find_checkpoint(folder: Path) -> Path | None:
-    """Return where the checkpoint of a name is: the folder, the former one if a job ended between the two, or None.
+    """Return the folder of a checkpoint, the former one if the job was interrupted between the renames, or None.
 
     Parameters
     ----------
     folder : Path
-        What `save_checkpoint` wrote.
+        Written by `save_checkpoint`.
     """
     return next((place for place in (folder, _former(folder)) if (place / ".metadata").exists()), None)
 
 
 def require_checkpoint(folder: Path) -> Path:
-    """Return what `find_checkpoint` finds; raises a FileNotFoundError when there is none."""
+    """Return `find_checkpoint(folder)`, or raise FileNotFoundError when there is none."""
     found = find_checkpoint(folder)
     if found is None:
         raise FileNotFoundError(f"there must be a checkpoint in {folder}, found none")
@@ -128,58 +134,58 @@ def load_checkpoint(
     Parameters
     ----------
     folder : Path
-        What `save_checkpoint` wrote.
+        Written by `save_checkpoint`.
     state : dict
-        As it would be saved now; says what is read, and where to.
+        As it would be saved now: the keys to read, and the tensors to read into.
     tables, group
-        As for `save_checkpoint`, of the ranks that are here now.
+        As for `save_checkpoint`, of the ranks of this job.
 
     Returns
     -------
     dict
-        The state that was saved, with this rank's rows.
+        The saved state, with this rank's rows.
 
     Raises
     ------
     FileNotFoundError
         When there is none.
     ValueError
-        On all ranks, when it is damaged, or of another model.
+        On all ranks, when it is corrupt or of another model.
     """
     found = require_checkpoint(folder)
-    whole = _map_rows(state, tables, ShardedTable.whole)
+    whole = _map_rows(state, tables, ShardedTable.to_dtensor)
     with _reading(found):
         dcp.load(whole, checkpoint_id=found, process_group=group)
-    return _map_rows(whole, tables, ShardedTable.own)
+    return _map_rows(whole, tables, ShardedTable.from_dtensor)
 
 
 def load_values(folder: Path, key: str) -> Any:
-    """Read the plain values below a key of a checkpoint. On one rank.
+    """Return the plain values below a key of a checkpoint. Not collective.
 
     Parameters
     ----------
     folder : Path
-        What `save_checkpoint` wrote.
+        Written by `save_checkpoint`.
     key : str
-        Of the state that was saved; what it held was a dict of plain values, and dicts of them. Empty dicts are left out.
+        Of the saved state, with a dict of plain values and dicts of them. Empty dicts are left out.
 
     Raises
     ------
     FileNotFoundError
         When there is no checkpoint.
     ValueError
-        When it is damaged.
+        When it is corrupt.
     """
     found = require_checkpoint(folder)
     with _reading(found, Exception), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as it is meant to be: one rank reads
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # intended: one rank reads
         state = _without_values(found, key)
         dcp.load(state, checkpoint_id=found, no_dist=True)
     return state[key]
 
 
 def _without_values(found: Path, key: str) -> dict[str, Any]:
-    """The dicts below a key of a checkpoint, with None in place of values."""
+    """Return the dicts below a key of a checkpoint, with None in place of values."""
     state: dict[str, Any] = {key: {}}
     for path in dcp.FileSystemReader(found).read_metadata().planner_data.values():
         if path[0] == key:
@@ -192,19 +198,20 @@ def _without_values(found: Path, key: str) -> dict[str, Any]:
 
 @contextmanager
 def _reading(found: Path, *errors: type[Exception]) -> Iterator[None]:
-    """Say which checkpoint it is that cannot be read. On many ranks all do when one fails, and other errors, such as the loss of a rank,
-    stay what they are; on one rank `errors` are added: torn bytes raise one of a dozen types.
+    """Raise ValueError with the path of a checkpoint that cannot be read; let other errors, as of a lost rank, pass.
+
+    On one rank pass Exception in `errors`: truncated files raise one of a dozen types.
     """
     try:
         yield
     except (CheckpointException, *errors) as error:
         raise ValueError(
-            f"a checkpoint must be whole and of this model, {found} cannot be read: {_reason(error)}"
+            f"a checkpoint must be complete and of this model, cannot read {found}: {_reason(error)}"
         ) from error
 
 
 def _reason(error: BaseException) -> str:
-    """What the first rank said that could not read or write, on one line."""
+    """Return the error of the first rank that failed, on one line."""
     if isinstance(error, CheckpointException):
         error = next(iter(error.failures.values()))[0]
     return " ".join(f"{type(error).__name__}: {error}".split())[:300]
@@ -217,9 +224,66 @@ def _former(folder: Path) -> Path:
 def _map_rows(
     value: Any, tables: Mapping[str, ShardedTable], function: Callable, table: ShardedTable | None = None
 ) -> Any:
-    """`value` with `function(table, rows)` in place of every tensor of rows of a table."""
+    """Return `value` with `function(table, rows)` in place of every tensor of rows of a table."""
     if isinstance(value, dict):
         return {key: _map_rows(part, tables, function, tables.get(key, table)) for key, part in value.items()}
     if table is not None and isinstance(value, Tensor) and value.dim() > 0:
         return function(table, value)
     return value
+
+
+def sharded(path: Path) -> Path:
+    """Return the folder that several ranks write in place of a file: `last` for `last.pt`."""
+    return path.with_suffix("")
+
+
+def find_run(last: Path) -> Path | None:
+    """Return the last checkpoint of a run, of either form, or None.
+
+    Parameters
+    ----------
+    last : Path
+        Its name for one process, such as folder / "last.pt".
+    """
+    return last if last.exists() else find_checkpoint(sharded(last))
+
+
+def require_file(path: Path) -> None:
+    """Raise ValueError, with the command that converts it, when only a folder of several ranks exists for a file."""
+    found = None if path.is_file() else find_checkpoint(sharded(path))
+    if found is not None:
+        raise ValueError(
+            f"the checkpoint must be one file, got the folder {found} of several ranks (they write best.pt at the end); "
+            f"convert it with python -m torch.distributed.checkpoint.format_utils dcp_to_torch {found} FILE.pt"
+        )
+
+
+def checkpoint_to_continue(last: Path, writer: str, *, resume: bool) -> Path | None:
+    """Return the checkpoint that a run continues from, or None: it starts from scratch.
+
+    Parameters
+    ----------
+    last : Path
+        As for `find_run`.
+    writer : {"one process", "torchrun"}
+        The current launch; it continues only its own form.
+    resume : bool
+        True continues a run if there is one, False requires a folder without.
+
+    Raises
+    ------
+    ValueError
+        If the folder holds a run that must not be continued, or not by this writer.
+    """
+    if not isinstance(resume, bool):
+        raise ValueError(f"resume must be true or false, got {resume!r}")
+    found = find_run(last)
+    if found is None:
+        return None
+    former_writer = ONE_PROCESS if found == last else TORCHRUN
+    if resume and writer == former_writer:
+        return found
+    of, remedy = "", "resume=true"
+    if writer != former_writer:
+        of, remedy = f" of {former_writer}, in {found.name}", REMEDY[former_writer]
+    raise ValueError(f"{last.parent} holds a run{of}: {remedy} continues it, another hydra.run.dir starts a new one")

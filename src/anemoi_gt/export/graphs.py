@@ -63,8 +63,8 @@ class GraphAsInput(nn.Module):
         super().__init__()
         model = _checked(for_inference(model))
         mappers = [*model.encoder_edges.values(), *model.decoder_edges.values()]
-        if any(len(edges.pieces) > 1 for edges in mappers):
-            pieces = max(len(edges.pieces) for edges in mappers)
+        if any(len(edges.chunks) > 1 for edges in mappers):
+            pieces = max(len(edges.chunks) for edges in mappers)
             raise ValueError(f"a model whose graph comes with the call must have mapper_chunks=1, got {pieces}")
         self.model = model
         tensors = graph_tensors(model)

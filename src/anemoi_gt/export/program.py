@@ -12,7 +12,7 @@ from torch import nn
 from torch.export import ExportedProgram
 
 from anemoi_gt.custom_ops import NAMESPACE
-from anemoi_gt.nn.static_edges import StaticStructure
+from anemoi_gt.nn.static_graph import StaticStructure
 from anemoi_gt.ops.triton_backend.availability import interpreted
 
 

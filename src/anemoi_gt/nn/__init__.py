@@ -1,7 +1,6 @@
-"""Layers and models as modules: channels and heads, parameters and norms. The only room that makes query, key and value."""
+"""Layers as modules: convolution, blocks, mappers, processor and the encoder-processor-decoder model."""
 
 from anemoi_gt.nn.block import GraphTransformerBaseBlock, GraphTransformerMapperBlock, GraphTransformerProcessorBlock
-from anemoi_gt.nn.chunked_inference import ChunkedInference
 from anemoi_gt.nn.chunking import Chunk, split_destinations
 from anemoi_gt.nn.conv import GraphTransformerConv
 from anemoi_gt.nn.layer_kernels import LayerKernels
@@ -13,14 +12,12 @@ from anemoi_gt.nn.mapper import (
 from anemoi_gt.nn.model import EncoderProcessorDecoder
 from anemoi_gt.nn.norm import AutocastLayerNorm, ConditionalLayerNorm
 from anemoi_gt.nn.processor import GraphTransformerProcessor
-from anemoi_gt.nn.static_edges import ChunkedEdges, StaticEdges
-from anemoi_gt.nn.static_nodes import StaticNodes
+from anemoi_gt.nn.static_graph import ChunkedEdges, StaticEdges, StaticNodes
 
 __all__ = [
     "AutocastLayerNorm",
     "Chunk",
     "ChunkedEdges",
-    "ChunkedInference",
     "ConditionalLayerNorm",
     "EncoderProcessorDecoder",
     "GraphTransformerBackwardMapper",

@@ -1,4 +1,4 @@
-"""Activation checkpointing: the only place of the layers that asks PyTorch for it."""
+"""Activation checkpointing that a CUDA graph can capture."""
 
 from collections.abc import Callable
 
@@ -7,20 +7,20 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 
-def recompute(function: Callable[..., Tensor], *inputs, device: torch.device, draws: bool) -> Tensor:
-    """Return `function(*inputs)`, of which only the inputs are kept for backward; the rest is computed again there.
+def checkpoint_activations(function: Callable[..., Tensor], *inputs, device: torch.device, draws: bool) -> Tensor:
+    """Return `function(*inputs)`, keeping only the inputs for the backward pass, which calls the function again.
 
     Parameters
     ----------
     function : callable
     *inputs
-        Anything.
+        Tensors or anything else.
     device : torch.device
-        Where it computes.
+        Device of the computation.
     draws : bool
-        Whether it draws random numbers, as dropout does. Backward draws them again from the state that the generator had. A
-        CUDA graph that is being captured does not give that state: PyTorch then raises. Without draws the state is left
-        alone there, and the pass can be captured.
+        The function draws random numbers, as dropout does, and backward must restore the generator state to draw the
+        same. PyTorch cannot read that state while a CUDA graph is captured, and raises. Without draws the state is not
+        read during capture.
     """
     traced = torch.compiler.is_compiling()
     captured = not traced and device.type == "cuda" and torch.cuda.is_current_stream_capturing()

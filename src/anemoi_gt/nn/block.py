@@ -1,24 +1,27 @@
-"""Blocks with Anemoi's state dict: attention over edges and a feed-forward network, each after a norm, beside a residual.
+"""Blocks with Anemoi's state dict: edge attention and a feed-forward network, each with norm and residual connection.
 
-For destination i, source j, edge e = (j -> i) with attributes a_e, and each head of C channels, with x the normed features:
+For destination i, source j, edge e = (j -> i) with attributes a_e and each head of C channels, x being normed features:
 
     q_i = q_norm(W_query x_i)    k_j = k_norm(W_key x_j)    v_j = W_value x_j    x_e = W_edge edge_pre_mlp(a_e)
     p_e = softmax over the in-edges of i of < q_i , k_j + x_e > / sqrt(C)
     attended_i = projection(sum_e p_e (v_j + x_e) + W_self x_i)
 
-Every W carries a bias (W_self when `bias` is set). The norms q_norm, k_norm and the network edge_pre_mlp are the identity
-unless asked for. W_edge and its bias enter the operation as they are: no x_e is ever made.
+Every W has a bias (W_self if `bias` is set). The norms q_norm, k_norm and the network edge_pre_mlp are the identity by
+default. W_edge and its bias are operands of the attention: x_e is never materialised.
 """
 
-from collections.abc import Callable
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
 
 from einops import rearrange
 from torch import Tensor, nn
 
 from anemoi_gt.attention_config import AttentionConfig, check_config
 from anemoi_gt.graph import GraphStructure
+from anemoi_gt.nn.chunking import Chunk, Pair, map_chunks
 from anemoi_gt.nn.input_validation import (
     check_attributes,
+    check_batch,
     check_conditions,
     check_dtype,
     check_features,
@@ -26,27 +29,47 @@ from anemoi_gt.nn.input_validation import (
     check_sides,
 )
 from anemoi_gt.nn.layer_kernels import LayerKernels, cast_for_projections, check_kernels
-from anemoi_gt.nn.mlp import FeedForward
+from anemoi_gt.nn.mlp import MLP
 from anemoi_gt.nn.norm import apply_norm
 from anemoi_gt.ops import edge_attention
 from anemoi_gt.option_checks import check_integer, check_probability
 
-Exchange = Callable[[Tensor], Tensor]
+
+class PendingRows(Protocol):
+    """Async handle of the sources of a sharded graph."""
+
+    def wait(self) -> Tensor:
+        """Return local sources concatenated with the halo [.., N_local + halo, F]; once."""
+
+
+@runtime_checkable
+class ShardedGraph(Protocol):
+    """One rank's shard of a graph, which layers take in place of a `GraphStructure`; see `anemoi_gt.distributed`.
+
+    Attributes
+    ----------
+    structure : GraphStructure
+        Edges from local and halo sources to local destinations.
+    """
+
+    structure: GraphStructure
+
+    def start_exchange(self, x_src: Tensor) -> PendingRows:
+        """Send rows of local sources [.., N_local, F] to the ranks that read them, and return at once. Collective."""
 
 
 class GraphTransformerBaseBlock(nn.Module):
-    """What both blocks have: projections, attention, the destinations' norms and feed-forward network.
+    """Base class of both blocks: projections, attention, norms and feed-forward network of the destinations.
 
-    A base class; `GraphTransformerProcessorBlock` and `GraphTransformerMapperBlock` say what is attended to what. Modules
-    are made in the order in which Anemoi makes them, so that one seed gives the same weights and an optimiser numbers
-    the parameters alike.
+    `GraphTransformerProcessorBlock` and `GraphTransformerMapperBlock` define the sources. Modules are made in the order
+    of Anemoi's, so that one seed gives the same weights and an optimiser numbers the parameters alike.
 
     Parameters
     ----------
     in_channels, out_channels : int
-        Features of a node, on both sides; equal, because of the residual.
+        Features of a node, source or destination; equal, because of the residual connection.
     hidden_dim : int
-        Features of the feed-forward networks' hidden layer.
+        Features of the hidden layer of the feed-forward networks.
     num_heads : int
         Number of attention heads.
     edge_dim : int
@@ -54,25 +77,25 @@ class GraphTransformerBaseBlock(nn.Module):
     attn_channels : int, optional
         Features of query, key and value, all heads together; None is `out_channels`.
     bias : bool
-        Whether `lin_self` has a bias.
+        Give `lin_self` a bias.
     qk_norm : bool
-        Norm query and key, for each head.
+        Norm query and key per head.
     mlp_implementation : {"mlp", "glu", "swiglu", "geglu", "reglu"}
         Plain or gated feed-forward networks.
     edge_pre_mlp : bool
-        Mix the attributes of an edge, linear map and activation, before they are embedded.
+        Mix the attributes of an edge by a linear map and an activation before they are embedded.
     layer_kernels : LayerKernels
-        Classes of the parts.
+        Classes of the submodules.
     dropout : float
-        Probability with which each attention weight is dropped in training.
+        Probability of dropping an attention weight in training.
     config : AttentionConfig
         Backend and precision of the attention.
 
     Raises
     ------
     ValueError
-        For a size that is no whole number or below 1, in_channels other than out_channels, heads that do not divide the
-        attention's channels, an unknown mlp_implementation, a dropout outside 0 .. 1, or layer kernels without a part.
+        For a size that is not an integer or below 1, in_channels other than out_channels, heads that do not divide the
+        channels of the attention, an unknown mlp_implementation, a dropout outside 0 .. 1, or incomplete layer kernels.
     """
 
     def __init__(
@@ -117,55 +140,89 @@ class GraphTransformerBaseBlock(nn.Module):
         mixing = (Linear(edge_dim, edge_dim), layer_kernels.Activation()) if edge_pre_mlp else ()
         self.edge_pre_mlp = nn.Sequential(*mixing)
 
-    def attend(self, src: Tensor, dst: Tensor, graph: GraphStructure, edge_attr: Tensor) -> Tensor:
-        """Let destinations attend to their sources.
+    def attend(self, src: Tensor, dst: Tensor, graph: GraphStructure | ShardedGraph, edge_attr: Tensor) -> Tensor:
+        """Return what the residual connection adds: destinations attend to their sources.
 
         Parameters
         ----------
         src : Tensor [N_src, in_channels] or [B, N_src, in_channels]
-            Normed features of every source of `graph`.
+            Normed features of the sources; the local ones of a sharded graph.
         dst : Tensor [N_dst, in_channels] or [B, N_dst, in_channels]
             Normed features of the destinations.
-        graph : GraphStructure
-            Or, where a graph is divided among processes, what takes its place and has two methods: `start(src)`, of what this
-            process has, and of what that returned `attend(query, started, key_value, edge_attr, edge_weight, edge_bias,
-            dropout_p=..., config=...)`. Between them is computed what needs no source of another process.
+        graph : GraphStructure or ShardedGraph
+            While the halo exchange of a sharded graph is pending, query and skip connection are computed.
         edge_attr : Tensor [E, edge_dim] or [B, E, edge_dim]
 
         Returns
         -------
         Tensor [N_dst, out_channels] or [B, N_dst, out_channels]
-            What the residual connection adds.
         """
         edges = self.edge_operands(edge_attr)
         options = {"dropout_p": self.dropout if self.training else 0.0, "config": self.config}
         if isinstance(graph, GraphStructure):
             out, _ = edge_attention(self.make_query(dst), *self.key_value(src), graph, *edges, **options)
             return self.combine(out, self.lin_self(dst))
-        started = graph.start(src)
+        pending = graph.start_exchange(src)
         query, skip = self.make_query(dst), self.lin_self(dst)
-        return self.combine(graph.attend(query, started, self.key_value, *edges, **options), skip)
+        key, value = self.key_value(pending.wait())
+        out, _ = edge_attention(query, key, value, graph.structure, *edges, **options)
+        return self.combine(out, skip)
+
+    def update_destinations(
+        self, x: Pair, graph: GraphStructure | ShardedGraph, edge_attr: Tensor, cond: Pair
+    ) -> Tensor:
+        """Return destinations after attention and feed-forward network, each with its residual connection.
+
+        Parameters
+        ----------
+        x : (Tensor, Tensor)
+            (x_src, x_dst), [N_src, in_channels] and [N_dst, in_channels], or [B, ...] both.
+        graph : GraphStructure or ShardedGraph
+        edge_attr : Tensor [E, edge_dim] or [B, E, edge_dim]
+        cond : (Tensor or None, Tensor or None)
+            Conditions of sources and destinations.
+
+        Returns
+        -------
+        Tensor [N_dst, out_channels] or [B, N_dst, out_channels]
+        """
+        if not isinstance(graph, GraphStructure) and isinstance(graph, ShardedGraph):
+            check_batch(*x)  # its local sources are checked by start_exchange
+        else:
+            check_nodes(graph, *x)
+        x_dst = x[1] + self.attend(*self.normed_sides(x, cond), graph, edge_attr)
+        return x_dst + self.node_dst_mlp(apply_norm(self.layer_norm_mlp_dst, x_dst, cond[1]))
+
+    def normed_sides(self, x: Pair, cond: Pair) -> tuple[Tensor, Tensor]:
+        """Return the normed features of sources and destinations; of one set of nodes they are the same tensor."""
+        dst = self.normed(self.layer_norm_attention, x[1], cond[1])
+        is_one_set = x[0] is x[1] and self.source_norm is self.layer_norm_attention
+        return dst if is_one_set else self.normed(self.source_norm, x[0], cond[0]), dst
+
+    @property
+    def source_norm(self) -> nn.Module:
+        """Norm of the sources before the attention."""
+        return self.layer_norm_attention
 
     def normed(self, norm: nn.Module, x: Tensor, cond: Tensor | None) -> Tensor:
-        """Return normed features in the dtype in which all projections read them; those of other classes decide for themselves."""
+        """Return normed features in the dtype in which all projections read them, cast once if all are `nn.Linear`."""
         projections = (self.lin_query, self.lin_key, self.lin_value, self.lin_self)
         return cast_for_projections(apply_norm(norm, x, cond), *projections)
 
     def make_query(self, dst: Tensor) -> Tensor:
-        """Return the query [..., heads, C] of normed features [..., in_channels] of any destinations."""
-        return apply_norm(self.q_norm, self._heads(self.lin_query(dst)))
-
-    def combine(self, out: Tensor, skip: Tensor) -> Tensor:
-        """Return what the residual connection adds, of the attention's result [..., heads, C] and what `lin_self` makes of destinations."""
-        attended = rearrange(out, "... nodes heads channels -> ... nodes (heads channels)")
-        return self.projection(attended + skip)
+        """Return the query [..., heads, C] of the normed features [..., in_channels] of destinations."""
+        return apply_norm(self.q_norm, self._split_heads(self.lin_query(dst)))
 
     def key_value(self, src: Tensor) -> tuple[Tensor, Tensor]:
-        """Return key and value [..., heads, C] of normed features [..., in_channels] of any sources."""
-        return apply_norm(self.k_norm, self._heads(self.lin_key(src))), self._heads(self.lin_value(src))
+        """Return key and value [..., heads, C] of the normed features [..., in_channels] of sources."""
+        return apply_norm(self.k_norm, self._split_heads(self.lin_key(src))), self._split_heads(self.lin_value(src))
+
+    def combine(self, out: Tensor, skip: Tensor) -> Tensor:
+        """Project the result of the attention [..., heads, C] plus `skip`, the `lin_self` of the destinations."""
+        return self.projection(rearrange(out, "... nodes heads channels -> ... nodes (heads channels)") + skip)
 
     def edge_operands(self, edge_attr: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return what attention takes of the edges: attributes [.., E, edge_dim], and weight and bias that embed them."""
+        """Return the edge operands of the attention: attributes [.., E, edge_dim], embedding weight and bias."""
         weight = self.lin_edge.weight
         check_attributes(edge_attr, weight.shape[1])
         if len(self.edge_pre_mlp):
@@ -175,10 +232,10 @@ class GraphTransformerBaseBlock(nn.Module):
     def _make_norm(self) -> nn.Module:
         return self.layer_kernels.LayerNorm(normalized_shape=self.channels)
 
-    def _make_mlp(self) -> FeedForward:
-        return FeedForward(self.channels, self.hidden_dim, self.mlp_implementation, self.layer_kernels)
+    def _make_mlp(self) -> MLP:
+        return MLP(self.channels, self.hidden_dim, self.mlp_implementation, self.layer_kernels)
 
-    def _heads(self, features: Tensor) -> Tensor:
+    def _split_heads(self, features: Tensor) -> Tensor:
         return rearrange(features, "... nodes (heads channels) -> ... nodes heads channels", heads=self.num_heads)
 
 
@@ -202,25 +259,21 @@ class GraphTransformerProcessorBlock(GraphTransformerBaseBlock):
     def forward(
         self,
         x: Tensor,
-        graph: GraphStructure,
+        graph: GraphStructure | ShardedGraph | Sequence[Chunk],
         edge_attr: Tensor,
         *,
         cond: Tensor | None = None,
-        exchange: Exchange | None = None,
     ) -> Tensor:
         """Update the nodes.
 
         Parameters
         ----------
         x : Tensor [N, in_channels] or [B, N, in_channels]
-        graph : GraphStructure
+        graph : GraphStructure or ShardedGraph, or chunks from `split_destinations`
         edge_attr : Tensor [E, edge_dim] or [B, E, edge_dim]
             Raw attributes in the caller's edge order.
         cond : Tensor [N or 1, K] or [B, N or 1, K], optional
-            Condition of conditional norms, to be given exactly when they are.
-        exchange : callable, optional
-            Takes the normed features of the nodes that are here to those of every source that the edges need, in the
-            numbering of `graph`. None: they are all here.
+            Condition, required by conditional norms and refused by others.
 
         Returns
         -------
@@ -232,11 +285,7 @@ class GraphTransformerProcessorBlock(GraphTransformerBaseBlock):
             When features, graph and attributes do not fit together.
         """
         check_features("x", x, self.channels, like=self.lin_query.weight)
-        check_nodes(graph, x if exchange is None else None, x)
-        normed = self.normed(self.layer_norm_attention, x, cond)
-        sources = normed if exchange is None else exchange(normed)
-        x = x + self.attend(sources, normed, graph, edge_attr)
-        return x + self.node_dst_mlp(apply_norm(self.layer_norm_mlp_dst, x, cond))
+        return map_chunks(self.update_destinations, graph, (x, x), edge_attr, (cond, cond))
 
 
 class GraphTransformerMapperBlock(GraphTransformerBaseBlock):
@@ -246,12 +295,12 @@ class GraphTransformerMapperBlock(GraphTransformerBaseBlock):
         y_dst = dst + node_dst_mlp(layer_norm_mlp_dst(dst))
         y_src = x_src + node_src_mlp(layer_norm_mlp_src(x_src))                  x_src without update_src_nodes
 
-    `layer_norm_attention_dest` is another name of `layer_norm_attention`: the state dict has both, as Anemoi's.
+    `layer_norm_attention_dest` is another name of `layer_norm_attention`: the state dict has both, as in Anemoi.
 
     Parameters
     ----------
     update_src_nodes : bool
-        Whether the sources get a feed-forward network of their own.
+        Give the sources a feed-forward network of their own.
     **options
         Of `GraphTransformerBaseBlock`.
 
@@ -273,14 +322,18 @@ class GraphTransformerMapperBlock(GraphTransformerBaseBlock):
             self.layer_norm_mlp_src = self._make_norm()
             self.node_src_mlp = self._make_mlp()
 
+    @property
+    def source_norm(self) -> nn.Module:
+        """Norm of the sources before the attention."""
+        return self.layer_norm_attention_src
+
     def forward(
         self,
         x: tuple[Tensor, Tensor],
-        graph: GraphStructure,
+        graph: GraphStructure | ShardedGraph | Sequence[Chunk],
         edge_attr: Tensor,
         *,
         cond: tuple[Tensor, Tensor] | None = None,
-        exchange: Exchange | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Update the destinations, and the sources with `update_src_nodes`.
 
@@ -288,15 +341,12 @@ class GraphTransformerMapperBlock(GraphTransformerBaseBlock):
         ----------
         x : (Tensor, Tensor)
             (x_src, x_dst), [N_src, in_channels] and [N_dst, in_channels], or [B, ...] both.
-        graph : GraphStructure
+        graph : GraphStructure or ShardedGraph, or chunks from `split_destinations`
         edge_attr : Tensor [E, edge_dim] or [B, E, edge_dim]
             Raw attributes in the caller's edge order.
         cond : (Tensor, Tensor), optional
-            Conditions of conditional norms, of sources and of destinations, to be given exactly when they are:
-            [N or 1, K] or [B, N or 1, K].
-        exchange : callable, optional
-            Takes the normed features of the sources that are here to those of every source that the edges need, in the
-            numbering of `graph`. None: they are all here.
+            Conditions of sources and destinations, [N or 1, K] or [B, N or 1, K]; required by conditional norms and
+            refused by others.
 
         Returns
         -------
@@ -308,15 +358,9 @@ class GraphTransformerMapperBlock(GraphTransformerBaseBlock):
         ValueError
             When features, graph and attributes do not fit together.
         """
-        x_src, x_dst = check_sides(x, (self.channels, self.channels), like=self.lin_query.weight)
-        check_nodes(graph, x_src if exchange is None else None, x_dst)
-        cond_src, cond_dst = check_conditions(cond)
-        sources = self.normed(self.layer_norm_attention_src, x_src, cond_src)
-        if exchange is not None:
-            sources = exchange(sources)
-        normed = self.normed(self.layer_norm_attention, x_dst, cond_dst)
-        x_dst = x_dst + self.attend(sources, normed, graph, edge_attr)
-        x_dst = x_dst + self.node_dst_mlp(apply_norm(self.layer_norm_mlp_dst, x_dst, cond_dst))
+        x_src, _ = x = check_sides(x, (self.channels, self.channels), like=self.lin_query.weight)
+        cond_src, _ = cond = check_conditions(cond)
+        x_dst = map_chunks(self.update_destinations, graph, x, edge_attr, cond)
         if self.update_src_nodes:
             x_src = x_src + self.node_src_mlp(apply_norm(self.layer_norm_mlp_src, x_src, cond_src))
         return x_src, x_dst
@@ -324,13 +368,11 @@ class GraphTransformerMapperBlock(GraphTransformerBaseBlock):
 
 def _check_sizes(in_channels: int, out_channels: int, width: int, num_heads: int, edge_dim: int) -> None:
     sizes = {"in_channels": in_channels, "out_channels": out_channels, "attn_channels": width, "num_heads": num_heads}
-    for name, size in sizes.items():
+    for name, size in (sizes | {"edge_dim": edge_dim}).items():
         check_integer(name, size)
     if in_channels != out_channels:
         raise ValueError(
-            "in_channels and out_channels must be equal, for features are added to what becomes of them, "
-            f"got {in_channels} and {out_channels}"
+            f"in_channels must equal out_channels (residual connection), got {in_channels} and {out_channels}"
         )
     if width % num_heads:
-        raise ValueError(f"attention channels must be a multiple of heads, got {width} channels and {num_heads} heads")
-    check_integer("edge_dim", edge_dim)
+        raise ValueError(f"num_heads must divide the attention channels, got {num_heads} heads and {width} channels")

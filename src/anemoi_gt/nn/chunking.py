@@ -1,12 +1,16 @@
-"""Chunks: the destinations of a graph in pieces, each with a structure of its own. The only place that cuts a graph in one process.
+"""Chunks: ranges of consecutive destinations, so that a layer holds the features of one range at a time.
 
-A destination reads its own in-edges alone, so pieces of destinations are computed one after the other, each with the
-sources that it reads, and the results laid side by side. Memory for features and hidden layers falls with the number of
-pieces. The structures of the pieces follow from the graph alone and are made once.
+A destination reads its own in-edges only. Chunk c has the destinations dst_c, their in-edges and the sources src_c of
+these; a layer computes the chunks one after the other, and the results are concatenated:
+
+    y = cat_c layer((x_src[src_c], x_dst[dst_c]), graph_c, edge_attr[edges_c])
+
+The memory for features and hidden layers decreases with the number of chunks: in inference (`torch.no_grad`), and in
+training with activation checkpointing. The structures follow from the graph alone and are made once.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
@@ -14,107 +18,68 @@ from torch import Tensor
 
 from anemoi_gt.graph import GraphStructure
 from anemoi_gt.nn.input_validation import check_rows, check_structure
-from anemoi_gt.ops import edge_attention
 from anemoi_gt.option_checks import check_integer
 
-
-@dataclass(frozen=True, eq=False)
-class SeededGraph:
-    """A part of a graph whose dropout has the seed of the whole: it takes the place of the part's structure in a block.
-
-    Dropout is a function of a seed and of the edge's number in the whole graph. When every part has one seed, their masks
-    are those of the whole.
-
-    Parameters
-    ----------
-    graph : GraphStructure
-    seed : Tensor [1], int64
-    """
-
-    graph: GraphStructure
-    seed: Tensor
-
-    def start(self, src: Tensor) -> Tensor:
-        """Return the sources: they are all here."""
-        return src
-
-    def attend(
-        self,
-        query: Tensor,
-        src: Tensor,
-        key_value: Callable[[Tensor], tuple[Tensor, Tensor]],
-        *edges: Tensor,
-        **options,
-    ) -> Tensor:
-        """Attend as a block does on a structure; see `GraphTransformerBaseBlock.attend`."""
-        return edge_attention(query, *key_value(src), self.graph, *edges, dropout_seed=self.seed, **options)[0]
+Pair = tuple[Tensor | None, Tensor | None]  # of sources, of destinations
 
 
 @dataclass(frozen=True, eq=False)
 class Chunk:
-    """A piece of a graph: consecutive destinations, their in-edges, and the sources that these have.
+    """Consecutive destinations of a graph, their in-edges, and the sources of these.
 
     Parameters
     ----------
-    graph : GraphStructure or SeededGraph
-        The edges of the piece, its sources and destinations numbered from 0.
-    src : Tensor [N_src of the piece], int64, or None
-        Which sources of the whole graph it has; None: all, in their order.
+    graph : GraphStructure
+        Edges of the chunk, with its sources and destinations numbered from 0.
+    src : Tensor [N_src of the chunk], int64, or None
+        Its sources in the whole graph; None: all of them, in order.
     dst : slice
         Its destinations in the whole graph.
     edges : slice
-        Its edges in the order of the whole graph's.
+        Its edges in the edge order of the whole graph.
     sizes : (int, int, int) or None
-        Sources, destinations and edges of the whole graph; None: the piece is all of it.
+        Sources, destinations and edges of the whole graph; None: the chunk is the whole graph.
     """
 
-    graph: GraphStructure | SeededGraph
+    graph: GraphStructure
     src: Tensor | None
     dst: slice
     edges: slice
     sizes: tuple[int, int, int] | None
 
-    @classmethod
-    def whole(cls, graph: GraphStructure) -> "Chunk":
-        """Return the piece that is all of the graph."""
-        return cls(graph, None, slice(None), slice(None), None)
-
-    def check_rows(self, **rows: Tensor | None) -> None:
-        """Raise ValueError as `anemoi_gt.nn.input_validation.check_rows` does; not for a piece that is all of its graph, as attention does."""
-        if self.sizes is not None:
-            check_rows(self.sizes, **rows)
-
-    def seeded(self, seed: Tensor) -> "Chunk":
-        """Return this piece with a seed [1] for its dropout; with one for all, pieces drop what the whole would."""
-        return replace(self, graph=SeededGraph(self.graph, seed))
-
     def sources(self, rows: Tensor) -> Tensor:
-        """Return those of the whole graph's source rows [..., N_src, F] that the piece has."""
+        """Return the rows of the chunk's sources from those of all sources [..., N_src, F]."""
         return rows if self.src is None else rows.index_select(-2, self.src)
 
     def destinations(self, rows: Tensor) -> Tensor:
-        """Return those of the whole graph's destination rows [..., N_dst, F] that the piece has."""
+        """Return the rows of the chunk's destinations from those of all destinations [..., N_dst, F]."""
         return rows if self.sizes is None else rows[..., self.dst, :]
 
-    def attributes(self, edge_attr: Tensor) -> Tensor:
-        """Return those of the whole graph's attributes [..., E, D] that the piece has."""
-        return edge_attr if self.sizes is None else edge_attr[..., self.edges, :]
+    def attributes(self, edge_attr: Tensor | None) -> Tensor | None:
+        """Return the attributes of the chunk's edges from those of all edges [..., E, D]."""
+        return edge_attr if self.sizes is None or edge_attr is None else edge_attr[..., self.edges, :]
+
+    def apply(self, layer: Callable[..., Tensor], x: Pair, edge_attr: Tensor | None, cond: Pair) -> Tensor:
+        """Return `layer(x, graph, edge_attr, cond)` on the chunk, from what belongs to the whole graph."""
+        x = self.sources(x[0]), self.destinations(x[1])
+        cond = _select_cond(cond[0], self.sources), _select_cond(cond[1], self.destinations)
+        return layer(x, self.graph, self.attributes(edge_attr), cond)
 
 
 def split_destinations(graph: GraphStructure, num_chunks: int) -> tuple[Chunk, ...]:
-    """Cut a graph into pieces of equally many consecutive destinations, to within one.
+    """Split a graph into chunks of consecutive destinations, equal in number to within one.
 
     Parameters
     ----------
     graph : GraphStructure
-        Its edges come sorted by destination: `perm` is None.
+        With edges sorted by destination: `perm` is None.
     num_chunks : int
-        1 gives one piece that is `graph` itself.
+        1 gives one chunk that holds `graph` itself.
 
     Returns
     -------
     tuple of Chunk
-        Their structures have their source sides. Edges keep their numbers, which key dropout.
+        With reverse structures, for gradients. Layers take it in place of the graph.
 
     Raises
     ------
@@ -130,24 +95,103 @@ def split_destinations(graph: GraphStructure, num_chunks: int) -> tuple[Chunk, .
     check_structure(graph)
     check_integer("num_chunks", num_chunks, least=None)
     if num_chunks == 1:
-        return (Chunk.whole(graph),)
+        return (Chunk(graph, None, slice(None), slice(None), None),)
     if not 1 <= num_chunks <= graph.num_dst:
         raise ValueError(f"num_chunks must be in 1 .. {graph.num_dst}, the number of destinations, got {num_chunks}")
     if graph.perm is not None:
-        raise ValueError("graph must hold its edges sorted by destination: build it from a sorted edge_index")
+        raise ValueError("graph must have its edges sorted by destination: build it from a sorted edge_index")
     bounds = [graph.num_dst * i // num_chunks for i in range(num_chunks + 1)]
-    return tuple(_piece(graph, slice(*ends)) for ends in pairwise(bounds))
+    return tuple(_make_chunk(graph, slice(*ends)) for ends in pairwise(bounds))
 
 
-def _piece(graph: GraphStructure, dst: slice) -> Chunk:
+def map_chunks(
+    layer: Callable[..., Tensor],
+    graph: GraphStructure | Sequence[Chunk],
+    x: Pair,
+    edge_attr: Tensor | None,
+    cond: Pair = (None, None),
+    *,
+    checkpoint: Callable[..., Tensor] | None = None,
+) -> Tensor:
+    """Apply a layer to a graph, or to its chunks one after the other.
+
+    Parameters
+    ----------
+    layer : callable
+        Takes (x_src, x_dst), graph, edge_attr, (cond_src, cond_dst) to features of the destinations [..., N_dst, F].
+    graph : GraphStructure, or its chunks from `split_destinations`
+    x, edge_attr, cond
+        Of the whole graph; a condition has a row per node, or one for all nodes.
+    checkpoint : callable, optional
+        Called as checkpoint(function, *inputs) instead of function(*inputs), for each chunk.
+
+    Returns
+    -------
+    Tensor [..., N_dst, F]
+
+    Raises
+    ------
+    ValueError
+        When chunks are not all those of one graph in order, or rows do not fit the whole graph.
+    """
+    if not is_chunked(graph):
+        return layer(x, graph, edge_attr, cond) if checkpoint is None else checkpoint(layer, x, graph, edge_attr, cond)
+    _check_chunks(graph)
+    if graph[0].sizes is not None:
+        rows = {"x_src": x[0], "x_dst": x[1], "edge_attr": edge_attr, "cond_src": cond[0], "cond_dst": cond[1]}
+        check_rows(graph[0].sizes, **rows)
+    if checkpoint is None:
+        results = [chunk.apply(layer, x, edge_attr, cond) for chunk in graph]
+    else:
+        results = [checkpoint(chunk.apply, layer, x, edge_attr, cond) for chunk in graph]
+    return torch.cat(results, dim=-2) if len(results) > 1 else results[0]
+
+
+def is_chunked(graph: object) -> bool:
+    """Tell whether chunks were passed in place of a graph."""
+    return isinstance(graph, (tuple, list))
+
+
+def _make_chunk(graph: GraphStructure, dst: slice) -> Chunk:
     colptr = graph.colptr[dst.start : dst.stop + 1]
     edges = slice(int(colptr[0]), int(colptr[-1]))
     src, row = graph.row[edges].unique(return_inverse=True)
+    schedule = graph.dst_schedule
+    if schedule is not None:
+        schedule = schedule[(schedule >= dst.start) & (schedule < dst.stop)] - dst.start
     structure = GraphStructure(
         colptr - colptr[0],
         row.to(graph.row.dtype),
         torch.empty(src.shape[0], 0, device=graph.device),
-        global_edge_id=graph.global_edge_ids()[edges],
+        dst_schedule=schedule,
         fixed_in_degree=graph.fixed_in_degree,
     )
     return Chunk(structure.with_reverse(), src.long(), dst, edges, (graph.num_src, graph.num_dst, graph.num_edges))
+
+
+def _check_chunks(chunks: Sequence[Chunk]) -> None:
+    """Raise unless these are all chunks of one graph, in order: their results are concatenated."""
+    wrong = [type(chunk).__name__ for chunk in chunks if not isinstance(chunk, Chunk)]
+    if wrong or not chunks:
+        raise ValueError(
+            "graph must be a GraphStructure, or its chunks from split_destinations, "
+            f"got a {type(chunks).__name__} of {', '.join(wrong) or 'no chunk'}"
+        )
+    sizes, ends = chunks[0].sizes, [0, *(chunk.dst.stop for chunk in chunks)]
+    is_whole = len(chunks) == 1 and sizes is None
+    if not is_whole and (
+        sizes is None
+        or any(chunk.sizes != sizes for chunk in chunks)
+        or [chunk.dst.start for chunk in chunks] != ends[:-1]
+        or ends[-1] != sizes[1]
+    ):
+        raise ValueError(
+            "graph must hold all chunks of one split_destinations, in order, "
+            f"got destinations {[(chunk.dst.start, chunk.dst.stop) for chunk in chunks]} of graphs with "
+            f"{[chunk.sizes for chunk in chunks]} sources, destinations and edges"
+        )
+
+
+def _select_cond(cond: Tensor | None, select: Callable[[Tensor], Tensor]) -> Tensor | None:
+    """Return the rows of a condition that has one per node; one row is that of every node."""
+    return cond if cond is None or cond.shape[-2] == 1 else select(cond)

@@ -1,6 +1,7 @@
-"""GraphTransformerConv: the one layer that turns node features into query, key and value of edge attention."""
+"""GraphTransformerConv: edge attention as a PyG layer, with the projections of query, key and value."""
 
 import warnings
+from collections.abc import Sequence
 from typing import Optional
 
 import torch
@@ -15,12 +16,13 @@ from torch_geometric.utils import softmax
 
 from anemoi_gt.attention_config import AttentionConfig, check_config
 from anemoi_gt.graph import GraphStructure
+from anemoi_gt.nn.chunking import Chunk, is_chunked, map_chunks
 from anemoi_gt.nn.input_validation import check_dtype, check_features, check_nodes
 from anemoi_gt.nn.pyg_inputs import is_adjacency, is_sparse_tensor, read_edges
 from anemoi_gt.ops import attention_weights, edge_attention
 from anemoi_gt.option_checks import check_integer, check_probability
 
-LAZY = -1  # takes the number from the first input
+LAZY = -1  # inferred from the first input
 
 
 class GraphTransformerConv(MessagePassing):
@@ -33,31 +35,30 @@ class GraphTransformerConv(MessagePassing):
         y_i   = out_i + W_skip x_i                                                       root_weight
         y_i   = g W_skip x_i + (1 - g) out_i,  g = sigmoid(W_beta [out_i, W_skip x_i, out_i - W_skip x_i])      beta
 
-    W_query, W_key, W_value and W_skip carry a bias when `bias` is set. The attributes a_e are never embedded one edge at a
-    time: nothing of size [E, heads * C] is made.
+    W_query, W_key, W_value and W_skip have a bias if `bias` is set. No tensor of size [E, heads * C] is materialised.
 
     Parameters
     ----------
     in_channels : int or (int, int)
-        Features of a node, or of a source and of a destination; -1 takes the number from the first input.
+        Features of a node, or of a source and of a destination; -1 infers the number from the first input.
     out_channels : int
         Channels of each head.
     heads : int
     concat : bool
-        Join the heads, heads * out_channels features come out; or else average them, out_channels come out.
+        Concatenate the heads to heads * out_channels features; otherwise average them to out_channels features.
     beta : bool
-        Weigh attention and the destination's own features by a learned gate; without `root_weight` there is none.
+        Combine attention and the destination's own features by a learned gate; ignored without `root_weight`.
     dropout : float
-        Probability with which each attention weight is dropped in training.
+        Probability of dropping an attention weight in training.
     edge_dim : int, optional
-        Number of attributes of an edge, D; -1 takes it from the first input; None when edges have none.
+        Number of attributes of an edge, D; -1 infers it from the first input; None for no attributes.
     bias : bool
     root_weight : bool
         Add the transformed features of the destination itself.
     config : AttentionConfig
         Backend and precision of the attention.
     **kwargs
-        Of PyG's `MessagePassing`, of which `flow` is of use.
+        Options of PyG's `MessagePassing`, such as `flow`.
 
     Raises
     ------
@@ -66,8 +67,8 @@ class GraphTransformerConv(MessagePassing):
 
     Notes
     -----
-    A destination without in-edge gets 0 from the attention. While one of PyG's explainers watches (`explain` mode, hooks
-    on messages) the layer computes with one message per edge, as PyG does, and warns about it once.
+    The attention of a destination without in-edges is 0. While a PyG explainer or message hook is active, the layer
+    falls back to per-edge messages, as in PyG, with a warning.
 
     Examples
     --------
@@ -78,8 +79,8 @@ class GraphTransformerConv(MessagePassing):
 
     References
     ----------
-    Shi et al. (2021), Masked Label Prediction: Unified Message Passing Model for Semi-Supervised Classification, section
-    3.1.
+    Shi et al. (2021), Masked Label Prediction: Unified Message Passing Model for Semi-Supervised Classification,
+    section 3.1.
     """
 
     def __init__(
@@ -122,7 +123,7 @@ class GraphTransformerConv(MessagePassing):
         self.reset_parameters()
 
     def reset_parameters(self):
-        """Draw all parameters anew, in PyG's order, so that one seed gives both layers the same."""
+        """Reinitialise all parameters in PyG's order, so that one seed gives both layers the same parameters."""
         super().reset_parameters()
         for linear in (self.lin_key, self.lin_query, self.lin_value, self.lin_edge, self.lin_skip, self.lin_beta):
             if linear is not None:
@@ -131,7 +132,7 @@ class GraphTransformerConv(MessagePassing):
     def forward(
         self,
         x: Tensor | tuple[Tensor, Tensor],
-        edge_index,
+        edge_index: GraphStructure | Sequence[Chunk] | Tensor,  # or a SparseTensor
         edge_attr: Tensor | None = None,
         return_attention_weights: bool | None = None,
     ):
@@ -140,35 +141,39 @@ class GraphTransformerConv(MessagePassing):
         Parameters
         ----------
         x : Tensor [N, F] or [B, N, F], or a pair (x_src, x_dst) of them
-            B samples share the graph; samples with different graphs come as one graph, as PyG's `Batch` joins them.
-        edge_index : GraphStructure, Tensor [2, E], EdgeIndex, or adjacency adj_t
-            adj_t is a `torch.sparse` tensor or `SparseTensor` [N_dst, N_src]; its values, where they have a dimension of
-            attributes, stand in for a missing `edge_attr`. All but a GraphStructure are sorted anew in every call, and
-            their indices are checked on the CPU alone.
+            The batch shares one graph; different graphs form one graph, as PyG's `Batch` makes it.
+        edge_index : GraphStructure, its chunks, Tensor [2, E], EdgeIndex, or adjacency adj_t
+            Chunks are those of `split_destinations`. adj_t is a `torch.sparse` tensor or `SparseTensor` [N_dst, N_src],
+            whose values [E, D] replace a missing `edge_attr`. Edges other than a GraphStructure and chunks are sorted
+            in every call, and their indices are checked on the CPU only.
         edge_attr : Tensor [E, D] or [B, E, D], optional
-            Raw attributes in the order in which the edges came.
+            Raw attributes in the caller's edge order.
         return_attention_weights : bool, optional
-            Any value but None asks for the weights, as in PyG.
+            Any value but None returns the weights too, as in PyG; not with chunks.
 
         Returns
         -------
         Tensor [N_dst, F_out] or [B, N_dst, F_out]
             F_out = heads * out_channels, or out_channels without `concat`. With `return_attention_weights` a pair: this
-            tensor, and (edge_index, weights [E, heads] or [B, E, heads]), before dropout, in the order in which the edges
-            came; for a SparseTensor, itself with the weights as values.
+            tensor, and (edge_index, weights [E, heads] or [B, E, heads]), before dropout, in the caller's edge order;
+            for a SparseTensor, that tensor with the weights as values.
 
         Raises
         ------
         ValueError
             When x, edges and attributes do not fit together.
         """
-        x_src, x_dst = self._sides(x)
+        x_src, x_dst = x = self._sides(x)
+        if is_chunked(edge_index):
+            if return_attention_weights is not None:
+                raise ValueError(f"return_attention_weights must be None with chunks, got {return_attention_weights}")
+            return map_chunks(lambda x, graph, attr, _: self.forward(x, graph, attr), edge_index, x, edge_attr)
         graph, edge_attr = self._edges(edge_index, edge_attr, (x_src.shape[-2], x_dst.shape[-2]))
         check_nodes(graph, x_src, x_dst)
         query, key, value = self.lin_query(x_dst), self.lin_key(x_src), self.lin_value(x_src)
         query, key, value = (self._split_heads(features) for features in (query, key, value))
 
-        if self._is_watched():
+        if self._needs_messages():
             out = self._attend_by_messages(query, key, value, graph, edge_attr)
         else:
             edges = (graph, edge_attr, self._edge_weight(edge_attr))
@@ -193,7 +198,7 @@ class GraphTransformerConv(MessagePassing):
         ptr: OptTensor,
         size_i: Optional[int],  # noqa: UP045  PyG reads the annotations and knows no other spelling
     ) -> Tensor:
-        """What each edge contributes [E, heads, C], edge by edge; only PyG's explainers need it."""
+        """Return the message of each edge [E, heads, C], for PyG's explainers and message hooks."""
         if self.lin_edge is not None:
             embedded = self._split_heads(self.lin_edge(edge_attr))
             key_j, value_j = key_j + embedded, value_j + embedded
@@ -208,16 +213,16 @@ class GraphTransformerConv(MessagePassing):
         check_integer("out_channels", self.out_channels)
         check_integer("heads", self.heads)
         if self.edge_dim not in (None, LAZY):
-            check_integer("edge_dim", self.edge_dim, note=", or None when edges have no attributes")
+            check_integer("edge_dim", self.edge_dim, note=", or None for edges without attributes")
         check_probability("dropout", self.dropout)
         check_config(self.config)
         if self.aggr not in ("add", "sum"):
             raise ValueError(f"aggr must be 'add', attention is a weighted sum, got {self.aggr!r}")
         if self.decomposed_layers != 1:
-            raise ValueError(f"decomposed_layers must be 1, heads cannot be cut, got {self.decomposed_layers}")
+            raise ValueError(f"decomposed_layers must be 1, heads cannot be split, got {self.decomposed_layers}")
 
     def _sides(self, x: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """(x_src, x_dst)."""
+        """Return (x_src, x_dst), checked."""
         sides = tuple(x) if isinstance(x, (tuple, list)) else (x, x)
         if len(sides) != 2 or not all(isinstance(side, Tensor) for side in sides):
             got = ", ".join(type(side).__name__ for side in sides) if isinstance(x, (tuple, list)) else type(x).__name__
@@ -236,33 +241,32 @@ class GraphTransformerConv(MessagePassing):
     def _edges(
         self, edge_index, edge_attr: Tensor | None, num_nodes: tuple[int, int]
     ) -> tuple[GraphStructure, Tensor | None]:
-        """The structure, and the attributes in the order in which the edges came."""
+        """Return the structure, and the attributes in the caller's edge order."""
         graph, edge_attr = read_edges(self._along_flow(edge_index), edge_attr, num_nodes)
         if (edge_attr is None) != (self.lin_edge is None):
             got = "none" if edge_attr is None else f"shape {tuple(edge_attr.shape)}"
             raise ValueError(
-                f"edge_attr must come exactly when the layer has an edge_dim, got {got} and edge_dim={self.edge_dim}"
+                "edge_attr must be passed if and only if the layer has an edge_dim, "
+                f"got {got} and edge_dim={self.edge_dim}"
             )
         return graph, edge_attr
 
     def _along_flow(self, edge_index):
-        """`edge_index` with sources in row 0."""
+        """Return `edge_index` with sources in row 0."""
         if self.flow == "source_to_target":
             return edge_index
         if isinstance(edge_index, GraphStructure) or is_adjacency(edge_index):
             raise ValueError(
-                "flow 'target_to_source' must come with an edge_index [2, E], got "
-                f"{type(edge_index).__name__}, which has a direction of its own; build it the other way round"
+                "flow 'target_to_source' must be used with an edge_index [2, E], got "
+                f"{type(edge_index).__name__}, which has its own direction; build it in the other direction"
             )
         return edge_index.flip(0)
 
     def _edge_weight(self, edge_attr: Tensor | None) -> Tensor | None:
-        """W_edge [heads * C, D]."""
+        """Return W_edge [heads * C, D]."""
         if self.lin_edge is None:
             return None
-        if isinstance(
-            self.lin_edge.weight, UninitializedParameter
-        ):  # it is never called, so the hook that would do this never runs
+        if isinstance(self.lin_edge.weight, UninitializedParameter):  # lin_edge is never called, nor its lazy hook
             self.lin_edge.initialize_parameters(self.lin_edge, (edge_attr,))
         return self.lin_edge.weight
 
@@ -283,8 +287,8 @@ class GraphTransformerConv(MessagePassing):
         gate = self.lin_beta(torch.cat([out, skip, out - skip], dim=-1)).sigmoid()
         return gate * skip + (1 - gate) * out
 
-    def _is_watched(self) -> bool:
-        """Whether one of PyG's tools wants to see single messages."""
+    def _needs_messages(self) -> bool:
+        """Tell whether a PyG explainer or message hook is active."""
         hooks = (self._propagate_forward_pre_hooks, self._propagate_forward_hooks)
         hooks += (self._message_forward_pre_hooks, self._message_forward_hooks)
         hooks += (self._aggregate_forward_pre_hooks, self._aggregate_forward_hooks)
@@ -295,10 +299,12 @@ class GraphTransformerConv(MessagePassing):
     ) -> Tensor:
         if query.dim() == 4:
             raise ValueError(
-                f"x must have shape [N, F] while an explainer or a hook watches the messages, got {query.shape[0]} samples"
+                "x must have shape [N, F] while a PyG explainer or message hook is active, "
+                f"got a batch of {query.shape[0]}"
             )
         warnings.warn(
-            "GraphTransformerConv computes one message per edge while an explainer or a hook watches", stacklevel=2
+            "GraphTransformerConv falls back to per-edge messages while a PyG explainer or message hook is active",
+            stacklevel=2,
         )
         size = (graph.num_src, graph.num_dst)
         edge_index = graph.edge_index()
@@ -311,11 +317,11 @@ class GraphTransformerConv(MessagePassing):
 
 
 def _both_sides(in_channels: int | tuple[int, int]) -> tuple[int, int]:
-    """Features of a source and of a destination, checked."""
+    """Return the features of a source and of a destination, checked."""
     sides = tuple(in_channels) if isinstance(in_channels, (tuple, list)) else (in_channels, in_channels)
     if len(sides) != 2:
-        raise ValueError(f"in_channels must be a number or a pair (of sources, of destinations), got {in_channels!r}")
+        raise ValueError(f"in_channels must be an integer or a pair (sources, destinations), got {in_channels!r}")
     for side in sides:
         if side != LAZY:
-            check_integer("in_channels", side, note=f", or {LAZY} to take it from the first input")
+            check_integer("in_channels", side, note=f", or {LAZY} to infer it from the first input")
     return sides

@@ -1,4 +1,4 @@
-"""What layers must be given. The only place that words what is wrong with features, their rows, and what stands for a graph."""
+"""Checks of the inputs of layers: features, their rows, conditions, edge attributes and graphs."""
 
 import torch
 from torch import Tensor
@@ -8,7 +8,7 @@ from anemoi_gt.graph.validation import have_size
 
 
 def check_features(name: str, features: Tensor, channels: int, like: Tensor) -> None:
-    """Raise unless `features` is a tensor [N, channels] or [B, N, channels] that weights of the dtype of `like` can take."""
+    """Raise unless `features` is a tensor [N, channels] or [B, N, channels] in a dtype for the weights `like`."""
     if not isinstance(features, Tensor):
         raise ValueError(
             f"{name} must be a tensor [N, {channels}] or [B, N, {channels}], got {type(features).__name__}"
@@ -19,57 +19,58 @@ def check_features(name: str, features: Tensor, channels: int, like: Tensor) -> 
 
 
 def check_dtype(name: str, features: Tensor, like: Tensor) -> None:
-    """Raise unless `features` is floating point, and float64 exactly when the weights `like` are, which autocast does not change."""
+    """Raise unless `features` is floating point, and float64 if and only if the weights `like` are."""
     if not features.is_floating_point():
         raise ValueError(f"{name} must be floating point, got {features.dtype}; cast it first")
     if (features.dtype == torch.float64) != (like.dtype == torch.float64):
         raise ValueError(
-            f"{name} must have the dtype of the weights, {like.dtype}, got {features.dtype}; cast it, or the module by .to(dtype)"
+            f"{name} must have the dtype of the weights, {like.dtype}, got {features.dtype}; "
+            "cast it, or the module by .to(dtype)"
         )
 
 
 def check_sides(x: tuple[Tensor, Tensor], channels: tuple[int, int], like: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (x_src, x_dst); raise unless they are two tensors of so many channels."""
+    """Return (x_src, x_dst) as a tuple; raise unless they are two tensors with these channels."""
     if not isinstance(x, (tuple, list)) or len(x) != 2:
-        got = f"{len(x)} of them" if isinstance(x, (tuple, list)) else type(x).__name__
+        got = f"{len(x)} elements" if isinstance(x, (tuple, list)) else type(x).__name__
         raise ValueError(f"x must be a pair of tensors (x_src, x_dst), got {got}")
     for name, features, expected in zip(("x_src", "x_dst"), x, channels, strict=True):
         check_features(name, features, expected, like)
-    return x
+    return tuple(x)
 
 
-def check_nodes(graph: object, x_src: Tensor | None, x_dst: Tensor) -> None:
-    """Raise unless features are of as many samples on both sides, with a row for each node of a structure `graph`.
-
-    Sources are None where they are still to be made. What attends in place of a structure knows its rows itself.
-    """
-    if not (hasattr(graph, "start") and hasattr(graph, "attend")):
-        check_structure(graph)
+def check_nodes(graph: object, x_src: Tensor, x_dst: Tensor) -> None:
+    """Raise unless `graph` is a GraphStructure, and both sides have one row per node and the same batch."""
+    check_structure(graph)
+    check_batch(x_src, x_dst)
     names = ("x", "x") if x_src is x_dst else ("x_src", "x_dst")
-    if x_src is not None and x_src.shape[:-2] != x_dst.shape[:-2]:
-        raise ValueError(
-            f"x_src and x_dst must have the same samples, or none, got {tuple(x_src.shape)} and {tuple(x_dst.shape)}"
-        )
-    if not isinstance(graph, GraphStructure):
-        return
     sizes = ("source", graph.num_src), ("destination", graph.num_dst)
     for name, x, (kind, number) in zip(names, (x_src, x_dst), sizes, strict=True):
-        if x is not None and not have_size(x.shape[-2], number):
+        if not have_size(x.shape[-2], number):
             raise ValueError(f"{name} must have {number} rows, one per {kind} of the graph, got {tuple(x.shape)}")
 
 
+def check_batch(x_src: Tensor, x_dst: Tensor) -> None:
+    """Raise unless features of both sides have the same batch dimension, or none."""
+    if x_src.shape[:-2] != x_dst.shape[:-2]:
+        raise ValueError(
+            "x_src and x_dst must have the same batch dimension, or none, "
+            f"got {tuple(x_src.shape)} and {tuple(x_dst.shape)}"
+        )
+
+
 def check_conditions(cond: object) -> tuple[Tensor | None, Tensor | None]:
-    """Return (cond_src, cond_dst), two None where there is no condition; raise unless they are a pair."""
+    """Return (cond_src, cond_dst), a pair of None without a condition; raise unless `cond` is a pair or None."""
     if cond is None:
         return None, None
     if not isinstance(cond, (tuple, list)) or len(cond) != 2:
-        got = f"{len(cond)} of them" if isinstance(cond, (tuple, list)) else type(cond).__name__
+        got = f"{len(cond)} elements" if isinstance(cond, (tuple, list)) else type(cond).__name__
         raise ValueError(f"cond must be a pair (cond_src, cond_dst), of sources and of destinations, got {got}")
     return tuple(cond)
 
 
 def check_attributes(edge_attr: object, edge_dim: int) -> None:
-    """Raise unless `edge_attr` is a tensor of `edge_dim` attributes an edge; their rows and the rest, attention checks."""
+    """Raise unless `edge_attr` is a tensor with `edge_dim` attributes per edge; the attention checks its rows."""
     wanted = f"[E, {edge_dim}] or [B, E, {edge_dim}]"
     if not isinstance(edge_attr, Tensor):
         raise ValueError(f"edge_attr must be a tensor {wanted}, raw attributes, got {type(edge_attr).__name__}")
@@ -78,18 +79,18 @@ def check_attributes(edge_attr: object, edge_dim: int) -> None:
 
 
 def check_structure(graph: object) -> None:
-    """Raise unless `graph` is a structure."""
+    """Raise unless `graph` is a GraphStructure."""
     if not isinstance(graph, GraphStructure):
         raise ValueError(
-            f"graph must be a GraphStructure, got {type(graph).__name__}; make one of an edge_index, once, with "
+            f"graph must be a GraphStructure, got {type(graph).__name__}; build one from an edge_index, once, with "
             "GraphStructure.from_edge_index"
         )
 
 
 def check_rows(sizes: tuple[int, int, int], **rows: Tensor | None) -> None:
-    """Raise unless x_src, x_dst, edge_attr have the rows of a graph that is cut; cond_src, cond_dst those, or one.
+    """Raise unless x_src, x_dst, edge_attr have the rows of a graph in chunks; cond_src, cond_dst these, or one.
 
-    PyTorch cuts and gathers from tensors with too many rows without a word, and those left over would be lost.
+    PyTorch slices and gathers from tensors with too many rows silently, which would drop the others.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""LayerKernels: which classes blocks are made of. The only place that names them, so that one value swaps them all."""
+"""LayerKernels: the classes that blocks are built from, replaced by one value."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -14,21 +14,21 @@ QKNorm = partial(AutocastLayerNorm, bias=False)
 
 @dataclass(frozen=True)
 class LayerKernels:
-    """Makers of the parts of a block, by the names that Anemoi's configs use.
+    """Constructors of the submodules of a block, by the names of Anemoi's configs.
 
-    Blocks read these five attributes, so what Anemoi's `load_layer_kernels` returns may be given in its place.
+    The result of Anemoi's `load_layer_kernels`, which has the same five attributes, works too.
 
     Parameters
     ----------
     Linear : callable
         Takes (in_features, out_features) and `bias=False` or not; has `weight` and `bias` of `torch.nn.Linear`.
     LayerNorm : callable
-        Takes `normalized_shape`, the features of a node. Where the block gets a condition, what it makes is called as
-        norm(x, cond=...): a `ConditionalLayerNorm`.
+        Takes `normalized_shape`, the features of a node. With a condition the norm is called as norm(x, cond=...), as
+        `ConditionalLayerNorm` is.
     Activation : callable
-        Takes nothing; of feed-forward networks that are not gated.
+        Takes nothing; of feed-forward networks without a gate.
     QueryNorm, KeyNorm : callable
-        Take the channels of a head; made and used with `qk_norm`.
+        Take the channels of a head; used with `qk_norm`.
 
     Examples
     --------
@@ -45,12 +45,12 @@ class LayerKernels:
 
 
 def cast_for_projections(x: Tensor, *projections: nn.Module) -> Tensor:
-    """Return features as autocast has all projections read them; where one is no plain linear map, as they are: it decides for itself."""
+    """Return `x` in autocast's dtype if all projections are `nn.Linear`; other classes cast for themselves."""
     return cast_for_autocast(x) if all(type(projection) is nn.Linear for projection in projections) else x
 
 
 def check_kernels(kernels: object) -> None:
-    """Raise ValueError unless `kernels` has all that blocks are made of."""
+    """Raise ValueError unless `kernels` has all constructors that blocks need."""
     names = [field.name for field in fields(LayerKernels)]
     missing = [name for name in names if not hasattr(kernels, name)]
     if missing:
@@ -62,6 +62,6 @@ def check_kernels(kernels: object) -> None:
         maker = getattr(kernels, name)
         if not callable(maker) or isinstance(maker, nn.Module):
             raise ValueError(
-                f"layer_kernels.{name} must be a class, or a function that makes a module, such as "
-                f"torch.nn.{'GELU' if name == 'Activation' else 'LayerNorm' if 'Norm' in name else 'Linear'}, got {maker!r}"
+                f"layer_kernels.{name} must be a class, or a function that returns a module, such as torch.nn."
+                f"{'GELU' if name == 'Activation' else 'LayerNorm' if 'Norm' in name else 'Linear'}, got {maker!r}"
             )

@@ -1,4 +1,4 @@
-"""FeedForward: two linear maps with an activation or a gate between them, for each node by itself.
+"""MLP: two linear maps with an activation or a gate between them, applied to each node.
 
 y = W_out act(W_in x)                                    "mlp"
 y = W_out (gate(W_gate x) * W_value x)                   "glu", "swiglu", "geglu", "reglu"
@@ -41,23 +41,23 @@ class GatedLinear(nn.Module):
         return self.gating(self.gate_proj(x)) * self.value_proj(x)
 
 
-class FeedForward(nn.Module):
-    """Feed-forward network of one hidden layer, with the state dict of Anemoi's `MLP` without extra layers and norm.
+class MLP(nn.Module):
+    """Feed-forward network with one hidden layer, with the state dict of Anemoi's `MLP` without extra layers and norm.
 
     Parameters
     ----------
     channels : int
-        Features that go in and come out.
+        Input and output features.
     hidden_dim : int
         Features of the hidden layer.
     implementation : {"mlp", "glu", "swiglu", "geglu", "reglu"}
-        "mlp" has `kernels.Activation`; the others have the gate of Shazeer (2020), and 1.5 times the parameters.
+        "mlp" uses `kernels.Activation`; the others use a gate of Shazeer (2020), with 1.5 times the parameters.
     kernels : LayerKernels
 
     Raises
     ------
     ValueError
-        For another implementation, or a width below 1.
+        For an unknown implementation, or a width below 1.
     """
 
     def __init__(self, channels: int, hidden_dim: int, implementation: str, kernels: LayerKernels):
@@ -82,7 +82,7 @@ def hidden_width(channels: int, ratio: float) -> int:
     Raises
     ------
     ValueError
-        When that is not at least 1, or one of them is no number.
+        When the result is below 1, or an argument is not a number.
     """
     check_integer("channels", channels)
     check_number("mlp_ratio", ratio)

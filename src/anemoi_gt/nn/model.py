@@ -1,4 +1,4 @@
-"""EncoderProcessorDecoder: the weather model, from fields on data grids to fields on data grids."""
+"""EncoderProcessorDecoder: the weather model, which maps fields on data grids to fields on data grids."""
 
 from collections.abc import Mapping
 from functools import reduce
@@ -18,62 +18,62 @@ from anemoi_gt.option_checks import check_integer
 
 
 class EncoderProcessorDecoder(nn.Module):
-    """Graph transformer that encodes data grids into a hidden mesh, processes there, and decodes back.
+    """Graph transformer that encodes data grids into a hidden mesh, processes there, and decodes to data grids.
 
-        given_d = [x_d, nodes_d]                                            fields and node features of data set d
-        hidden  = sum over d of encoder_d((given_d, nodes_hidden), edges from d to the mesh)
-        hidden  = processor(hidden, edges of the mesh)
-        y_d     = decoder_d((hidden, given_d), edges from the mesh to d)    + residual_d(x_d)
+        in_d   = [x_d, nodes_d]                                          fields and node features of data set d
+        hidden = sum over d of encoder_d((in_d, nodes_hidden), edges from d to the mesh)
+        hidden = processor(hidden, edges of the mesh)
+        y_d    = decoder_d((hidden, in_d), edges from the mesh to d)    + residual_d(x_d)
 
     Parameters
     ----------
     graph : torch_geometric.data.HeteroData
-        As anemoi-graphs lays it out: nodes of each data set d, "data" where there is one, and "hidden", with positions `x`
-        [N, 2], latitude and longitude in radians; edges (d, "to", "hidden"), ("hidden", "to", "hidden") and ("hidden",
-        "to", d) with `edge_index` [2, E], `edge_length` [E, 1] and `edge_dirs` [E, 2].
+        In the layout of anemoi-graphs: nodes of each data set d, "data" if there is one, and "hidden", with positions
+        `x` [N, 2], latitude and longitude in radians; edges (d, "to", "hidden"), ("hidden", "to", "hidden") and
+        ("hidden", "to", d) with `edge_index` [2, E], `edge_length` [E, 1] and `edge_dirs` [E, 2].
     in_channels, out_channels : int, or mapping of str to int
-        Fields that go in and come out at each data node: of the one data set, or of each by the name of its nodes. A data
-        set may go in only, or come out only.
+        Input and output fields of a data node: of one data set, or of several by the name of their nodes. A data set
+        may be input only or output only.
     channels : int
         Features of a node inside the model.
     heads : int
         Number of attention heads.
     num_layers : int
-        Blocks of the processor, which share the trained edge attributes.
+        Blocks of the processor, which share the trainable edge attributes.
     trainable_nodes, trainable_edges : int
-        Number of trained features of each node and of each edge.
+        Number of trainable features of each node and attributes of each edge.
     mlp_ratio : float
-        Width of the feed-forward networks' hidden layers over `channels`.
+        Width of the hidden layers of the feed-forward networks over `channels`.
     attn_channels : int, optional
         Features of query, key and value, all heads together; a multiple of `heads`. None is `channels`.
     qk_norm : bool
-        Norm query and key, for each head.
+        Norm query and key per head.
     mlp_implementation : {"mlp", "glu", "swiglu", "geglu", "reglu"}
         Plain or gated feed-forward networks.
     edge_pre_mlp : bool
         Mix the attributes of an edge before they are embedded.
     dropout : float
-        Probability with which each attention weight is dropped in training.
+        Probability of dropping an attention weight in training.
     residual : mapping, optional
-        Output channel to the input channel that is added to it, for prognostic variables: {0: 2}. With several data sets a
-        mapping of data set to that. None adds nothing, as for a network that predicts a change.
+        Output channel to the input channel that is added to it, for prognostic variables: {0: 2}. For several data sets
+        a mapping of data set to such a mapping. None adds nothing, as for a network that predicts tendencies.
     mapper_chunks : int
-        Encoders and decoders take the destinations in so many pieces: less memory, the same result.
+        Number of chunks of destinations in encoders and decoders: less memory, the same result.
     checkpoint_groups : int, optional
-        Activation checkpointing: the processor's layers form so many groups, and of each group and each piece of a mapper
-        only the input is kept for backward. Less memory, the same gradients. None keeps everything.
+        Activation checkpointing: number of groups of processor layers; only the input of each group and of each mapper
+        chunk is kept for the backward pass. Less memory, the same gradients. None keeps all activations.
     config : AttentionConfig
         Backend and precision of the attention.
 
     Raises
     ------
     ValueError
-        When the graph lacks a part, a part does not fit the others, or a size is out of range.
+        When the graph is incomplete, its parts do not fit together, or a size is out of range.
 
     Notes
     -----
-    The state dict holds what is trained, not the graph: build the model from the same graph before loading it. The graph
-    is held in buffers, which need no broadcast in distributed data parallel (`broadcast_buffers=False`).
+    The state dict holds the parameters, not the graph: build the model from the same graph before loading it. The graph
+    is in buffers, which need no broadcast in distributed data parallel (`broadcast_buffers=False`).
 
     Examples
     --------
@@ -140,33 +140,33 @@ class EncoderProcessorDecoder(nn.Module):
         Parameters
         ----------
         x : Tensor [B, N, in_channels], or mapping of data set to that
-            As `in_channels` was given.
+            A mapping if `in_channels` is one.
 
         Returns
         -------
         Tensor [B, N, out_channels], or dict of data set to that
-            As `out_channels` was given; in the dtype of `x`.
+            A dict if `out_channels` is a mapping; in the dtype of `x`.
 
         Raises
         ------
         ValueError
-            For another shape, other data sets, or numbers of samples that differ.
+            For a wrong shape, wrong data sets, or batch sizes that differ.
         """
         fields = {DATA: x} if self.has_one_data_set else x
         self._check_input(fields)
-        samples = next(iter(fields.values())).shape[0]
-        given = {name: nodes().expand(samples, -1, -1) for name, nodes in self.nodes.items()}
-        mesh = given.pop(HIDDEN)
-        given |= {name: torch.cat([fields[name], given[name]], dim=-1) for name in fields}
+        batch = next(iter(fields.values())).shape[0]
+        data = {name: nodes().expand(batch, -1, -1) for name, nodes in self.nodes.items()}
+        mesh = data.pop(HIDDEN)
+        data |= {name: torch.cat([fields[name], data[name]], dim=-1) for name in fields}
 
-        encoded = (self.encoder[name]((given[name], mesh), *self.encoder_edges[name]()) for name in self.encoder)
+        encoded = (encoder((data[name], mesh), *self.encoder_edges[name]()) for name, encoder in self.encoder.items())
         hidden = self.processor(reduce(add, encoded), *self.processor_edges())
-        out = {name: self._decode(name, hidden, given[name], fields) for name in self.decoder}
+        out = {name: self._decode(name, hidden, data[name], fields) for name in self.decoder}
         return out[DATA] if self.has_one_data_set else out
 
-    def _decode(self, name: str, hidden: Tensor, given: Tensor, fields: Mapping[str, Tensor]) -> Tensor:
-        """The fields of one data set. They leave in the dtype of the input: a residual in 16 bits would lose them."""
-        out = self.decoder[name]((hidden, given), *self.decoder_edges[name]())
+    def _decode(self, name: str, hidden: Tensor, data: Tensor, fields: Mapping[str, Tensor]) -> Tensor:
+        """Return the fields of one data set in the dtype of the input: 16 bits are too few for a residual."""
+        out = self.decoder[name]((hidden, data), *self.decoder_edges[name]())
         out = out.to(next(iter(fields.values())).dtype)
         return self.residual[name](out, fields[name]) if name in self.residual else out
 
@@ -174,18 +174,18 @@ class EncoderProcessorDecoder(nn.Module):
         if not isinstance(fields, Mapping) or set(fields) != set(self.in_channels):
             got = list(fields) if isinstance(fields, Mapping) else type(fields).__name__
             raise ValueError(f"x must map each of the data sets {list(self.in_channels)} to its fields, got {got}")
-        samples = None
+        batch = None
         for name, x in fields.items():
-            wanted = (self.nodes[name].num_nodes, self.in_channels[name])
+            expected = (self.nodes[name].num_nodes, self.in_channels[name])
             label = "x" if self.has_one_data_set else f"x[{name!r}]"
             if not isinstance(x, Tensor):
-                raise ValueError(f"{label} must be a tensor [B, {wanted[0]}, {wanted[1]}], got {type(x).__name__}")
-            if x.dim() != 3 or tuple(x.shape[1:]) != wanted:
-                raise ValueError(f"{label} must have shape [B, {wanted[0]}, {wanted[1]}], got {tuple(x.shape)}")
+                raise ValueError(f"{label} must be a tensor [B, {expected[0]}, {expected[1]}], got {type(x).__name__}")
+            if x.dim() != 3 or tuple(x.shape[1:]) != expected:
+                raise ValueError(f"{label} must have shape [B, {expected[0]}, {expected[1]}], got {tuple(x.shape)}")
             check_dtype(label, x, like=self.nodes[name].sin_cos_lat_lon)
-            if samples not in (None, x.shape[0]):
-                raise ValueError(f"{label} must have {samples} samples as the data sets before it, got {x.shape[0]}")
-            samples = x.shape[0]
+            if batch not in (None, x.shape[0]):
+                raise ValueError(f"{label} must have the batch size {batch} of the other data sets, got {x.shape[0]}")
+            batch = x.shape[0]
 
     def _make_encoder(self, name: str, options: dict) -> GraphTransformerForwardMapper:
         return GraphTransformerForwardMapper(
@@ -210,12 +210,12 @@ class EncoderProcessorDecoder(nn.Module):
         residual = {DATA: residual} if self.has_one_data_set else residual
         if not isinstance(residual, Mapping):
             raise ValueError(
-                "residual must map data sets to their channels, as in {name: {0: 2}}, for they are given by name, "
+                "residual must map data sets to channels, as in {name: {0: 2}}, because in_channels is a mapping, "
                 f"got {residual!r}"
             )
         both = [name for name in self.in_channels if name in self.out_channels]
         if not set(residual) <= set(both):
-            raise ValueError(f"residual must name data sets that go in and come out, {both}, got {list(residual)}")
+            raise ValueError(f"residual must name data sets that are input and output, {both}, got {list(residual)}")
         return {
             name: Residual(channels, self.in_channels[name], self.out_channels[name])
             for name, channels in residual.items()
@@ -225,25 +225,25 @@ class EncoderProcessorDecoder(nn.Module):
 def _by_data_set(
     in_channels: int | Mapping[str, int], out_channels: int | Mapping[str, int]
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """Numbers of fields by data set, checked; one data set is called "data"."""
+    """Return input and output fields by data set, checked; a single data set is called "data"."""
     sides = {"in_channels": in_channels, "out_channels": out_channels}
     if len({isinstance(side, Mapping) for side in sides.values()}) > 1:
-        raise ValueError(f"in_channels and out_channels must both be numbers or both be mappings, got {sides}")
+        raise ValueError(f"in_channels and out_channels must both be integers or both be mappings, got {sides}")
     sides = {name: dict(side) if isinstance(side, Mapping) else {DATA: side} for name, side in sides.items()}
     for name, side in sides.items():
         for data_set, size in side.items():
             check_integer(f"{name}[{data_set!r}]" if isinstance(in_channels, Mapping) else name, size)
         if not side or HIDDEN in side:
             raise ValueError(f"{name} must name at least one data set, none of them {HIDDEN!r}, got {list(side)}")
-        refused = [data_set for data_set in side if not _names_a_module(data_set)]
+        refused = [data_set for data_set in side if not _is_module_name(data_set)]
         if refused:
             raise ValueError(
-                f"{name} must name data sets as modules can be named, strings that are not empty, without a dot, and no "
-                f"attribute of torch.nn.ModuleDict, such as 'train', got {refused}; rename these nodes of the graph"
+                f"{name} must have names that torch.nn.ModuleDict accepts, not empty, without a dot, and not an "
+                f"attribute such as 'train', got {refused}; rename these nodes of the graph"
             )
     return sides["in_channels"], sides["out_channels"]
 
 
-def _names_a_module(name: object) -> bool:
-    """Whether `torch.nn.ModuleDict` takes the name, which is a part of the keys of the state dict."""
+def _is_module_name(name: object) -> bool:
+    """Tell whether `torch.nn.ModuleDict` accepts the name, which becomes part of the keys of the state dict."""
     return isinstance(name, str) and name != "" and "." not in name and not hasattr(nn.ModuleDict(), name)

@@ -1,6 +1,4 @@
-"""Norms that PyTorch does not have: one that gives the dtype back, one whose scale and shift follow a condition.
-
-The only place that calls norms, `apply_norm`, which PyTorch's own are wrong without on very large grids.
+"""Layer norms that keep the dtype or take a condition, and `apply_norm`, which is right on very large grids too.
 
 normal(x) = (x - mean x) / sqrt(var x + eps)          over the features of a node
 
@@ -16,13 +14,13 @@ from torch import Tensor, nn
 from anemoi_gt.nn.input_validation import check_dtype
 from anemoi_gt.option_checks import check_integer
 
-# PyTorch's layer norm for CUDA addresses an input of so many numbers in 32 bits and normalises other rows than those that
-# it was given, without a word: seen with 2.11, reported as pytorch/pytorch#181555.
-WRAPS = 2**32
+# PyTorch's layer norm for CUDA addresses inputs with this many elements in 32 bits and silently normalises the wrong
+# rows: seen with 2.11, reported as pytorch/pytorch#181555.
+OVERFLOW_NUMEL = 2**32
 
 
 class AutocastLayerNorm(nn.LayerNorm):
-    """Layer norm whose output has the dtype of its input, under autocast too, where PyTorch's gives float32.
+    """Layer norm that keeps the dtype of its input, even under autocast, where PyTorch's returns float32.
 
     Parameters and state dict are those of `torch.nn.LayerNorm`.
 
@@ -41,8 +39,8 @@ class AutocastLayerNorm(nn.LayerNorm):
 class ConditionalLayerNorm(nn.Module):
     """Layer norm whose scale and shift are linear functions of a condition: (1 + scale(c)) * normal(x) + bias(c).
 
-    The state dict is that of Anemoi's class of this name: scale.weight, scale.bias, bias.weight, bias.bias. They begin at
-    zero, which makes it a plain layer norm without parameters. Its output has the dtype of its input.
+    The state dict is that of Anemoi's class of this name: scale.weight, scale.bias, bias.weight, bias.bias. They are
+    initialised to zero, which gives a layer norm without parameters. The output has the dtype of the input.
 
     Parameters
     ----------
@@ -54,7 +52,7 @@ class ConditionalLayerNorm(nn.Module):
     Raises
     ------
     ValueError
-        When one of them is no whole number, or below 1.
+        When one of them is not an integer, or below 1.
 
     Examples
     --------
@@ -79,8 +77,8 @@ class ConditionalLayerNorm(nn.Module):
         Raises
         ------
         ValueError
-            When the features or the condition are of another shape or dtype. Where both have samples these are as many, or
-            one; samples of the condition alone are those of the result.
+            When features or condition have the wrong shape or dtype. Their batch dimensions broadcast; a batch of the
+            condition alone becomes that of the result.
         """
         channels, features = self.scale.out_features, self.scale.in_features
         if not isinstance(x, Tensor) or x.dim() < 2 or x.shape[-1] != channels:
@@ -89,38 +87,39 @@ class ConditionalLayerNorm(nn.Module):
         shape = cond.shape if isinstance(cond, Tensor) and cond.dim() >= 2 else (0, 0)
         if shape[-1] != features or shape[-2] not in (1, rows):
             raise ValueError(f"cond must have shape [..., {rows} or 1, {features}], got {_shape(cond)}")
-        if not _fits(shape[:-2], x.shape[:-2]):
-            raise ValueError(f"cond must have as many samples as x {_shape(x)}, or one, or none, got {_shape(cond)}")
+        if not _can_broadcast(shape[:-2], x.shape[:-2]):
+            raise ValueError(f"cond must have the batch of x {_shape(x)}, a batch of 1, or none, got {_shape(cond)}")
         check_dtype("cond", cond, like=self.scale.weight)
         return ((1 + self.scale(cond)) * self.norm(x) + self.bias(cond)).type_as(x)
 
 
 def apply_norm(norm: nn.Module, x: Tensor, cond: Tensor | None = None) -> Tensor:
-    """Norm `x` under a condition where there is one, in pieces where PyTorch cannot in one.
+    """Norm `x`, with a condition if there is one, in chunks where PyTorch's kernel would overflow.
 
-    `norm` is whatever computes each row of `x` [..., F] alone.
+    `norm` must treat each row of `x` [..., F] by itself.
 
     Raises
     ------
     ValueError
-        When the norm takes no condition, or cannot be without.
+        When the norm does not take a condition, or requires one.
     """
-    return norm_in_pieces(norm, x, cond, WRAPS // 2) if wraps(norm, x) else _norm(norm, x, cond)
+    return norm_in_chunks(norm, x, cond, OVERFLOW_NUMEL // 2) if overflows(norm, x) else _norm(norm, x, cond)
 
 
-def wraps(norm: nn.Module, x: Tensor) -> bool:
-    """Whether PyTorch's layer norm would take other rows than those of `x`; compiled code has kernels of its own."""
-    return x.is_cuda and not isinstance(norm, nn.Identity) and not torch.compiler.is_compiling() and x.numel() >= WRAPS
+def overflows(norm: nn.Module, x: Tensor) -> bool:
+    """Tell whether PyTorch's layer norm would address `x` wrongly; compiled code does not use that kernel."""
+    is_eager = not isinstance(norm, nn.Identity) and not torch.compiler.is_compiling()
+    return x.is_cuda and is_eager and x.numel() >= OVERFLOW_NUMEL
 
 
-def norm_in_pieces(norm: nn.Module, x: Tensor, cond: Tensor | None, most: int) -> Tensor:
-    """Norm at most so many numbers of `x` at once, or one row of its longest dimension; with a condition, of its nodes."""
+def norm_in_chunks(norm: nn.Module, x: Tensor, cond: Tensor | None, max_numel: int) -> Tensor:
+    """Norm at most `max_numel` elements of `x` at once, split along its longest dimension, or by nodes with `cond`."""
     dim = x.dim() - 2 if cond is not None else max(range(x.dim() - 1), key=x.shape.__getitem__)
-    rows = max(1, most * x.shape[dim] // x.numel())
-    pieces = x.split(rows, dim)
+    rows = max(1, max_numel * x.shape[dim] // x.numel())
+    chunks = x.split(rows, dim)
     shared = cond is None or cond.shape[-2] == 1
-    conditions = [cond] * len(pieces) if shared else cond.split(rows, -2)
-    return torch.cat([_norm(norm, *pair) for pair in zip(pieces, conditions, strict=True)], dim)
+    conditions = [cond] * len(chunks) if shared else cond.split(rows, -2)
+    return torch.cat([_norm(norm, *pair) for pair in zip(chunks, conditions, strict=True)], dim)
 
 
 def _norm(norm: nn.Module, x: Tensor, cond: Tensor | None) -> Tensor:
@@ -128,31 +127,31 @@ def _norm(norm: nn.Module, x: Tensor, cond: Tensor | None) -> Tensor:
     try:
         return norm(x, **options)
     except TypeError as error:
-        if _takes(norm, x, **options):
+        if _accepts(norm, x, **options):
             raise
         kind = type(norm).__name__
         if cond is None:
             raise ValueError(
-                f"cond must be given, for the norms are of class {kind}, which need it; got None"
+                f"cond must be a tensor because norms of class {kind} require a condition, got None"
             ) from error
         raise ValueError(
-            f"cond must be None, for the norms are of class {kind}, which take none; got {_shape(cond)}; "
+            f"cond must be None because norms of class {kind} take no condition, got {_shape(cond)}; "
             "make conditional norms with LayerKernels(LayerNorm=partial(ConditionalLayerNorm, condition_shape=...))"
         ) from error
 
 
-def _fits(samples: tuple[int, ...], of_features: tuple[int, ...]) -> bool:
-    """Whether samples of a condition and of features spread over each other."""
-    return all(1 in pair or pair[0] == pair[1] for pair in zip(samples[::-1], of_features[::-1], strict=False))
+def _can_broadcast(shape: tuple[int, ...], other: tuple[int, ...]) -> bool:
+    """Tell whether two shapes broadcast."""
+    return all(1 in pair or pair[0] == pair[1] for pair in zip(shape[::-1], other[::-1], strict=False))
 
 
 def _shape(cond: object) -> tuple[int, ...] | str:
-    """What came as a condition, for messages."""
+    """Return the shape of a tensor or the type of anything else, for messages."""
     return tuple(cond.shape) if isinstance(cond, Tensor) else type(cond).__name__
 
 
-def _takes(module: nn.Module, *inputs, **options) -> bool:
-    """Whether a module's signature has room for these inputs; True where it has none, as a scripted module's."""
+def _accepts(module: nn.Module, *inputs, **options) -> bool:
+    """Tell whether the signature of a module accepts these inputs; True if it has no signature, as scripted modules."""
     try:
         call = signature(module.forward)
     except (TypeError, ValueError):

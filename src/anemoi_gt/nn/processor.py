@@ -1,4 +1,4 @@
-"""GraphTransformerProcessor: blocks within one set of nodes, one after the other, in groups that are computed again for backward.
+"""GraphTransformerProcessor: a stack of blocks within one set of nodes, with activation checkpointing by groups.
 
 x = proc[l](x, graph, edge_attr)          for each layer l
 """
@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from anemoi_gt.graph import GraphStructure
-from anemoi_gt.nn.activation_checkpointing import recompute
+from anemoi_gt.nn.activation_checkpointing import checkpoint_activations
 from anemoi_gt.nn.block import GraphTransformerProcessorBlock
+from anemoi_gt.nn.chunking import Chunk
 from anemoi_gt.nn.input_validation import check_features
 from anemoi_gt.nn.mlp import hidden_width
 from anemoi_gt.option_checks import check_integer
@@ -25,10 +26,10 @@ class GraphTransformerProcessor(nn.Module):
     num_channels : int
         Features of a node.
     mlp_hidden_ratio : float
-        Width of the feed-forward networks' hidden layers over `num_channels`.
+        Width of the hidden layers of the feed-forward networks over `num_channels`.
     checkpoint_groups : int, optional
-        Activation checkpointing: the blocks form so many groups of consecutive ones, of equal size to within one, and of
-        each group only the input is kept for backward. None keeps everything.
+        Activation checkpointing: number of groups of consecutive blocks, equal in size to within one; only the input of
+        each group is kept for the backward pass. None keeps all activations.
     **block_options
         Of `GraphTransformerProcessorBlock`: num_heads, edge_dim, and its options.
 
@@ -39,7 +40,8 @@ class GraphTransformerProcessor(nn.Module):
 
     Examples
     --------
-    >>> processor = GraphTransformerProcessor(num_layers=3, num_channels=16, num_heads=2, edge_dim=3, checkpoint_groups=2)
+    >>> processor = GraphTransformerProcessor(
+    ...     num_layers=3, num_channels=16, num_heads=2, edge_dim=3, checkpoint_groups=2)
     >>> graph = GraphStructure.from_edge_index(torch.tensor([[0, 1, 4], [0, 0, 1]]), 5)
     >>> processor(torch.randn(5, 16), graph, torch.randn(3, 3)).shape
     torch.Size([5, 16])
@@ -60,20 +62,23 @@ class GraphTransformerProcessor(nn.Module):
             check_integer("checkpoint_groups", checkpoint_groups, least=None, note=", or None")
             if not 1 <= checkpoint_groups <= num_layers:
                 raise ValueError(
-                    f"checkpoint_groups must be in 1 .. {num_layers}, the number of layers, or None, got {checkpoint_groups}"
+                    f"checkpoint_groups must be in 1 .. {num_layers}, the number of layers, or None, "
+                    f"got {checkpoint_groups}"
                 )
         self.checkpoint_groups = checkpoint_groups
         sizes = {"in_channels": num_channels, "out_channels": num_channels}
         sizes["hidden_dim"] = hidden_width(num_channels, mlp_hidden_ratio)
         self.proc = nn.ModuleList(GraphTransformerProcessorBlock(**sizes, **block_options) for _ in range(num_layers))
 
-    def forward(self, x: Tensor, graph: GraphStructure, edge_attr: Tensor, *, cond: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, graph: GraphStructure | Sequence[Chunk], edge_attr: Tensor, *, cond: Tensor | None = None
+    ) -> Tensor:
         """Update the nodes by all blocks.
 
         Parameters
         ----------
         x : Tensor [N, num_channels] or [B, N, num_channels]
-        graph : GraphStructure
+        graph : GraphStructure, or its chunks from `split_destinations`
         edge_attr : Tensor [E, edge_dim] or [B, E, edge_dim]
             Raw attributes in the caller's edge order.
         cond : Tensor [N or 1, K] or [B, N or 1, K], optional
@@ -84,19 +89,23 @@ class GraphTransformerProcessor(nn.Module):
         Tensor [N, num_channels] or [B, N, num_channels]
         """
         first = self.proc[0]
-        check_features("x", x, first.channels, like=first.lin_query.weight)  # groups ask it for its device
+        check_features("x", x, first.channels, like=first.lin_query.weight)  # its device is needed below
         if self.checkpoint_groups is None:
             return _run(self.proc, x, graph, edge_attr, cond)
         layers, groups = len(self.proc), self.checkpoint_groups
         for i in range(groups):
             group = self.proc[layers * i // groups : layers * (i + 1) // groups]
             draws = self.training and any(block.dropout > 0 for block in group)
-            x = recompute(_run, group, x, graph, edge_attr, cond, device=x.device, draws=draws)
+            x = checkpoint_activations(_run, group, x, graph, edge_attr, cond, device=x.device, draws=draws)
         return x
 
 
 def _run(
-    blocks: Sequence[nn.Module], x: Tensor, graph: GraphStructure, edge_attr: Tensor, cond: Tensor | None
+    blocks: Sequence[nn.Module],
+    x: Tensor,
+    graph: GraphStructure | Sequence[Chunk],
+    edge_attr: Tensor,
+    cond: Tensor | None,
 ) -> Tensor:
     for block in blocks:
         x = block(x, graph, edge_attr, cond=cond)

@@ -1,4 +1,4 @@
-"""Every way in which PyG writes edges, read into a GraphStructure: the only place of the layers that tells them apart."""
+"""Edges in all forms that PyG has, converted to a GraphStructure."""
 
 import torch
 from torch import Tensor
@@ -8,21 +8,21 @@ from anemoi_gt.graph import GraphStructure
 
 
 def read_edges(edges, edge_attr: Tensor | None, num_nodes: tuple[int, int]) -> tuple[GraphStructure, Tensor | None]:
-    """Return the structure of `edges` and the attributes in the order in which the edges came.
+    """Return the structure of `edges`, and the attributes in the caller's edge order.
 
     Parameters
     ----------
     edges : GraphStructure, Tensor [2, E], EdgeIndex, torch.sparse tensor or SparseTensor [N_dst, N_src]
     edge_attr : Tensor, optional
-        None takes the values of a sparse `edges`, unless they are one number per edge: those are weights, which
-        attention does not know. PyG does the same.
+        None takes the values of a sparse `edges`, except scalars: these are edge weights, which attention ignores, as
+        PyG does.
     num_nodes : (int, int)
-        Sources and destinations; a sparse `edges` and a GraphStructure bring their own.
+        Sources and destinations; a sparse `edges` and a GraphStructure have their own.
 
     Returns
     -------
     graph : GraphStructure
-        Metadata is checked; indices where the host holds them, for a layer does not wait for a device.
+        Metadata is checked; indices only on the CPU, because a layer must not synchronise with the device.
     edge_attr : Tensor or None
     """
     if isinstance(edges, GraphStructure):
@@ -37,11 +37,11 @@ def read_edges(edges, edge_attr: Tensor | None, num_nodes: tuple[int, int]) -> t
             "edge_index must be a GraphStructure, a tensor [2, E], an EdgeIndex or a sparse adj_t [N_dst, N_src], "
             f"got {type(edges).__name__}"
         )
-    return GraphStructure.from_edge_index(edges, num_nodes, validate=_can_be_read(edges)), edge_attr
+    return GraphStructure.from_edge_index(edges, num_nodes, validate=_is_readable(edges)), edge_attr
 
 
-def _can_be_read(edges: Tensor) -> bool:
-    """Whether the host can look at the values of a tensor without waiting: not those of a device, or that stand for others."""
+def _is_readable(edges: Tensor) -> bool:
+    """Tell whether the host can read the values without synchronisation: not on a device, nor in a fake tensor."""
     return type(edges) is Tensor and edges.is_cpu and not torch.compiler.is_compiling()
 
 
@@ -51,12 +51,12 @@ def is_adjacency(edges) -> bool:
 
 
 def is_sparse_tensor(edges) -> bool:
-    """Tell whether `edges` is a torch_sparse.SparseTensor, by its methods: its package is not needed."""
+    """Tell whether `edges` is a torch_sparse.SparseTensor, by its methods, without importing its package."""
     return hasattr(edges, "sparse_sizes") and hasattr(edges, "csr")
 
 
 def _values(adj_t) -> Tensor | None:
-    """The stored values, in the order in which `GraphStructure.from_adj_t` takes the edges."""
+    """Return the stored values, in the edge order of `GraphStructure.from_adj_t`."""
     if is_sparse_tensor(adj_t):
         return adj_t.csr()[2]
-    return adj_t._values() if adj_t.is_sparse else adj_t.values()  # is_sparse says COO, which may be uncoalesced
+    return adj_t._values() if adj_t.is_sparse else adj_t.values()  # is_sparse means COO, which may be uncoalesced

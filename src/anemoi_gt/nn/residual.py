@@ -1,4 +1,4 @@
-"""Residual: the connection from the fields that go into a model to those that come out."""
+"""Residual: the connection from the input fields of a model to its output fields."""
 
 from collections.abc import Mapping
 from numbers import Integral
@@ -8,22 +8,22 @@ from torch import Tensor, nn
 
 
 class Residual(nn.Module):
-    """Adds input channels to output channels: a model without skill then forecasts that they stay.
+    """Residual connection from input channels to output channels, so that a network of zeros forecasts persistence.
 
         y[..., o] = y[..., o] + x[..., i]          for each pair o: i
 
     Parameters
     ----------
     channels : mapping of int to int
-        Output channel to the input channel that is added to it: where each prognostic variable stands on both sides, at
-        the time from which the forecast starts.
+        Output channel to the input channel that is added to it: the positions of each prognostic variable, in the input
+        at the initial time of the forecast.
     in_channels, out_channels : int
-        Number of fields on either side.
+        Number of input and output fields.
 
     Raises
     ------
     ValueError
-        For a channel that is not there, or what is no mapping of whole numbers.
+        For a channel out of range, or when `channels` is not a mapping of integers.
 
     Examples
     --------
@@ -33,10 +33,9 @@ class Residual(nn.Module):
 
     def __init__(self, channels: Mapping[int, int], in_channels: int, out_channels: int):
         super().__init__()
-        if not isinstance(channels, Mapping) or not all(map(_is_whole, [*channels.keys(), *channels.values()])):
+        if not isinstance(channels, Mapping) or not all(map(_is_integer, [*channels.keys(), *channels.values()])):
             raise ValueError(
-                "residual must map output channels to input channels, both whole numbers, as in {0: 2}, "
-                f"got {channels!r}"
+                f"residual must map output channels to input channels, both integers, as in {{0: 2}}, got {channels!r}"
             )
         for side, numbers, size in (
             ("output", channels.keys(), out_channels),
@@ -53,6 +52,6 @@ class Residual(nn.Module):
         return y.index_add(-1, self.outputs, x.index_select(-1, self.inputs).to(y.dtype))
 
 
-def _is_whole(number: object) -> bool:
-    """Whether it is a whole number, of Python or NumPy; to Python True is one."""
+def _is_integer(number: object) -> bool:
+    """Tell whether it is an integer of Python or NumPy, and not a bool."""
     return isinstance(number, Integral) and not isinstance(number, bool)

@@ -1,22 +1,233 @@
-"""Reading of a weather graph: the only place of the layers that knows how anemoi-graphs lays out a `HeteroData`."""
+"""Graphs that never change, as modules: node features, edge structure and edge attributes, fixed and trainable.
+
+    node features    [sin lat, sin lon, cos lat, cos lon | trainable]          StaticNodes
+    edge attributes  [fixed | trainable], sorted by destination                StaticEdges, ChunkedEdges
+
+`nodes_of`, `edges_of` and `chunked_edges_of` read them from a `HeteroData` in the layout of anemoi-graphs.
+"""
+
+import math
+from dataclasses import replace
 
 import torch
+from torch import Tensor, nn
 from torch_geometric.data import HeteroData
 
-from anemoi_gt.nn.static_edges import ChunkedEdges, StaticEdges
-from anemoi_gt.nn.static_nodes import StaticNodes
+from anemoi_gt.graph import GraphStructure
+from anemoi_gt.nn.chunking import Chunk, split_destinations
+from anemoi_gt.option_checks import check_integer
 
 DATA, HIDDEN = "data", "hidden"
 EDGE_ATTRIBUTES = ("edge_length", "edge_dirs")
 
 
-def nodes_of(graph: HeteroData, name: str, trainable: int) -> StaticNodes:
-    """Return a set of nodes, with so many trained features each.
+class StaticNodes(nn.Module):
+    """Features of static nodes: sine and cosine of latitude and longitude, and trainable features.
+
+    The positions follow from the graph and are not part of the state dict; `trainable` is.
+
+    Parameters
+    ----------
+    positions : Tensor [N, 2], floating point
+        Latitude and longitude in radians.
+    trainable : int
+        Number of trainable features of each node, initialised to 0.
 
     Raises
     ------
     ValueError
-        When the graph has no such nodes, or they have no positions.
+        When positions are not [N, 2] or not finite, or a latitude is beyond a pole, as in degrees.
+
+    Examples
+    --------
+    >>> StaticNodes(torch.zeros(5, 2), trainable=8)().shape
+    torch.Size([5, 12])
+    """
+
+    def __init__(self, positions: Tensor, trainable: int = 0):
+        super().__init__()
+        if not isinstance(positions, Tensor):
+            raise ValueError(
+                f"positions must be a tensor [N, 2], latitude and longitude in radians, got {type(positions).__name__}"
+            )
+        if positions.dim() != 2 or positions.shape[1] != 2 or not positions.is_floating_point():
+            raise ValueError(
+                "positions must be floating point of shape [N, 2], latitude and longitude in radians, "
+                f"got {positions.dtype} {tuple(positions.shape)}"
+            )
+        if not bool(positions.isfinite().all()):
+            raise ValueError("positions must be finite, got NaN or infinity")
+        if not bool((positions[:, 0].abs() <= math.pi / 2 + 1e-4).all()):  # float32 may round a pole to beyond pi / 2
+            raise ValueError(
+                f"latitudes must lie within +-pi/2 radians, got up to {float(positions[:, 0].abs().max()):g}; "
+                "convert degrees with torch.deg2rad"
+            )
+        check_integer("trainable", trainable, least=0, note=", the number of trainable features of a node")
+        sin_cos_lat_lon = torch.cat([positions.sin(), positions.cos()], dim=-1).to(torch.get_default_dtype())
+        self.register_buffer("sin_cos_lat_lon", sin_cos_lat_lon, persistent=False)
+        self.trainable = nn.Parameter(torch.zeros(positions.shape[0], trainable)) if trainable else None
+
+    def __len__(self) -> int:
+        return self.num_nodes
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of nodes, which stays dynamic in an export, unlike `len`."""
+        return self.sin_cos_lat_lon.shape[0]
+
+    @property
+    def channels(self) -> int:
+        """Number of features of each node, fixed and trainable."""
+        return self.sin_cos_lat_lon.shape[1] + (0 if self.trainable is None else self.trainable.shape[1])
+
+    def forward(self) -> Tensor:
+        """Return the features [N, channels]: sin lat, sin lon, cos lat, cos lon, trainable features."""
+        fixed, trainable = self.sin_cos_lat_lon, self.trainable
+        return fixed if trainable is None else torch.cat([fixed, trainable], dim=-1)
+
+
+class StaticStructure(nn.Module):
+    """Graph structure in buffers, which move with the module but are not part of the state dict.
+
+    Parameters
+    ----------
+    graph : GraphStructure
+    """
+
+    def __init__(self, graph: GraphStructure):
+        super().__init__()
+        self._fields = tuple(graph.state_dict())
+        for name, tensor in graph.state_dict().items():
+            self.register_buffer(name, tensor, persistent=False)
+
+    def forward(self) -> GraphStructure:
+        """Return the structure."""
+        return GraphStructure(**{name: getattr(self, name) for name in self._fields})
+
+    def keep_for_inference(self) -> None:
+        """Drop the reverse structure, for gradients only, and the fixed in-degree, which other edges may not have."""
+        dropped = ("rowptr", "col", "csr_to_csc", "fixed_in_degree")
+        self._fields = tuple(name for name in self._fields if name not in dropped)
+        self._buffers = {name: self._buffers[name] for name in self._fields}
+
+
+class StaticEdges(nn.Module):
+    """Structure of one graph, sorted once for both directions, and its edge attributes; they move with the module.
+
+    Edges are stably sorted by destination, and with them the attributes, fixed and trainable, as in Anemoi's models.
+    The structure and the fixed attributes follow from the graph and are not part of the state dict; `trainable` is.
+
+    Parameters
+    ----------
+    edge_index : Tensor [2, E], int32 or int64
+        Row 0 holds sources, row 1 destinations.
+    edge_attr : Tensor [E, D], floating point
+        Fixed attributes; cast to PyTorch's default dtype.
+    num_nodes : (int, int)
+        Sources and destinations.
+    trainable : int
+        Number of trainable attributes of each edge, initialised to 0.
+
+    Raises
+    ------
+    ValueError
+        For indices outside `num_nodes`, or attributes that are not finite or not one row per edge.
+
+    Examples
+    --------
+    >>> edges = StaticEdges(torch.tensor([[2, 0], [1, 0]]), torch.ones(2, 3), (3, 2), trainable=8)
+    >>> graph, edge_attr = edges()
+    >>> graph.num_src, graph.num_dst, edge_attr.shape
+    (3, 2, torch.Size([2, 11]))
+    """
+
+    def __init__(self, edge_index: Tensor, edge_attr: Tensor, num_nodes: tuple[int, int], trainable: int = 0):
+        super().__init__()
+        graph = GraphStructure.from_edge_index(edge_index, num_nodes)
+        if not isinstance(edge_attr, Tensor):
+            raise ValueError(f"edge_attr must be a tensor [{graph.num_edges}, D], got {type(edge_attr).__name__}")
+        if edge_attr.dim() != 2 or edge_attr.shape[0] != graph.num_edges or not edge_attr.is_floating_point():
+            raise ValueError(
+                f"edge_attr must be floating point of shape [{graph.num_edges}, D], one row per edge, "
+                f"got {edge_attr.dtype} {tuple(edge_attr.shape)}"
+            )
+        if not bool(edge_attr.isfinite().all()):
+            raise ValueError("edge_attr must be finite, got NaN or infinity")
+        check_integer("trainable", trainable, least=0, note=", the number of trainable attributes of an edge")
+        edge_attr = edge_attr[graph.edge_order().long()].to(torch.get_default_dtype())
+        self.structure = StaticStructure(replace(graph, perm=None).with_reverse())
+        self.register_buffer("edge_attr", edge_attr, persistent=False)
+        self.trainable = nn.Parameter(torch.zeros(graph.num_edges, trainable)) if trainable else None
+
+    @property
+    def edge_dim(self) -> int:
+        """Number of attributes of each edge, fixed and trainable."""
+        return self.edge_attr.shape[1] + (0 if self.trainable is None else self.trainable.shape[1])
+
+    def attributes(self) -> Tensor:
+        """Return the attributes [E, edge_dim], sorted by destination."""
+        return self.edge_attr if self.trainable is None else torch.cat([self.edge_attr, self.trainable], dim=-1)
+
+    def forward(self) -> tuple[GraphStructure, Tensor]:
+        """Return the structure with its reverse, and the attributes [E, edge_dim], sorted by destination."""
+        return self.structure(), self.attributes()
+
+
+class ChunkedEdges(StaticEdges):
+    """Static edges in chunks of destinations, for mappers whose features do not fit into memory at once.
+
+    The state dict does not depend on the number of chunks.
+
+    Parameters
+    ----------
+    edge_index, edge_attr, num_nodes, trainable
+        As for `StaticEdges`.
+    num_chunks : int
+        Number of chunks.
+
+    Raises
+    ------
+    ValueError
+        As `StaticEdges`, and when num_chunks is not in 1 .. number of destinations.
+    """
+
+    def __init__(
+        self,
+        edge_index: Tensor,
+        edge_attr: Tensor,
+        num_nodes: tuple[int, int],
+        trainable: int = 0,
+        *,
+        num_chunks: int = 1,
+    ):
+        super().__init__(edge_index, edge_attr, num_nodes, trainable)
+        self.chunks = nn.ModuleList(_StaticChunk(chunk) for chunk in split_destinations(self.structure(), num_chunks))
+
+    def forward(self) -> tuple[tuple[Chunk, ...], Tensor]:
+        """Return the chunks, and the attributes [E, edge_dim] of the whole graph, sorted by destination."""
+        return tuple(chunk() for chunk in self.chunks), self.attributes()
+
+
+class _StaticChunk(nn.Module):
+    """Chunk in buffers, which move with the module but are not part of the state dict."""
+
+    def __init__(self, chunk: Chunk):
+        super().__init__()
+        self.dst, self.edges, self.sizes = chunk.dst, chunk.edges, chunk.sizes
+        self.structure = StaticStructure(chunk.graph)
+        self.register_buffer("src", chunk.src, persistent=False)
+
+    def forward(self) -> Chunk:
+        return Chunk(self.structure(), self.src, self.dst, self.edges, self.sizes)
+
+
+def nodes_of(graph: HeteroData, name: str, trainable: int) -> StaticNodes:
+    """Return the nodes `name` of a graph with `trainable` trainable features each.
+
+    Raises
+    ------
+    ValueError
+        When the graph does not have these nodes, or they have no positions.
     """
     if not isinstance(graph, HeteroData):
         raise ValueError(f"graph must be a HeteroData, as anemoi_gt.data.graphs makes it, got {type(graph).__name__}")
@@ -26,23 +237,23 @@ def nodes_of(graph: HeteroData, name: str, trainable: int) -> StaticNodes:
 
 
 def edges_of(graph: HeteroData, source: str, destination: str, trainable: int) -> StaticEdges:
-    """Return the edges between two sets of nodes, with so many trained attributes each.
+    """Return the edges between two sets of nodes with `trainable` trainable attributes each.
 
     Raises
     ------
     ValueError
-        When the graph has no such edges, or they lack a field or have one of another shape.
+        When the graph does not have these edges, or a field is missing or has the wrong shape.
     """
     return StaticEdges(*_fields(graph, source, destination), trainable)
 
 
 def chunked_edges_of(graph: HeteroData, source: str, destination: str, trainable: int, num_chunks: int) -> ChunkedEdges:
-    """Return the edges between two sets of nodes as `edges_of` does, in so many pieces of destinations."""
+    """Return the edges between two sets of nodes, as `edges_of` does, in chunks of destinations."""
     return ChunkedEdges(*_fields(graph, source, destination), trainable, num_chunks=num_chunks)
 
 
-def _fields(graph: HeteroData, source: str, destination: str) -> tuple[torch.Tensor, torch.Tensor, tuple[int, int]]:
-    """edge_index, given attributes, numbers of nodes."""
+def _fields(graph: HeteroData, source: str, destination: str) -> tuple[Tensor, Tensor, tuple[int, int]]:
+    """Return edge_index, fixed attributes and numbers of nodes."""
     kind = (source, "to", destination)
     if kind not in graph.edge_types:
         raise ValueError(f"graph must have edges {kind}, got edges {graph.edge_types}")
@@ -51,7 +262,7 @@ def _fields(graph: HeteroData, source: str, destination: str) -> tuple[torch.Ten
     if missing:
         raise ValueError(f"edges {kind} must have edge_index, edge_length and edge_dirs, missing {', '.join(missing)}")
     for name in ("edge_index", *EDGE_ATTRIBUTES):
-        if not isinstance(edges[name], torch.Tensor):
+        if not isinstance(edges[name], Tensor):
             raise ValueError(f"{name} of edges {kind} must be a tensor, got {type(edges[name]).__name__}")
     if edges.edge_index.dim() != 2 or edges.edge_index.shape[0] != 2:
         raise ValueError(

@@ -19,9 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from anemoi_gt.data.datasets import Splits
 from anemoi_gt.distributed.consensus import check_same, fingerprint, raise_on_all_ranks
-from anemoi_gt.distributed.folder import sharded
 from anemoi_gt.distributed.model_shard import ModelShard, shard_model
-from anemoi_gt.distributed.sharded_checkpoint import load_checkpoint, require_checkpoint, save_checkpoint
+from anemoi_gt.distributed.sharded_checkpoint import load_checkpoint, require_checkpoint, save_checkpoint, sharded
 from anemoi_gt.training import Trainer
 from anemoi_gt.training.atomic_write import atomic_write
 from anemoi_gt.training.metrics import MetricsFile
@@ -121,7 +120,7 @@ def train_on_ranks(trainer: Trainer, cut: ModelShard, *, resumes: bool) -> list[
     return metrics.records
 
 
-def shard_trainer(trainer: Trainer, mesh: DeviceMesh, strategy: str = "edges", *, overlap: bool = False) -> ModelShard:
+def shard_trainer(trainer: Trainer, mesh: DeviceMesh) -> ModelShard:
     """Make a trainer that every rank holds train on all ranks, in place. Collective.
 
     Parameters
@@ -130,16 +129,13 @@ def shard_trainer(trainer: Trainer, mesh: DeviceMesh, strategy: str = "edges", *
         New, with a whole model, made of the same config on all ranks.
     mesh : DeviceMesh
         With axes (data, model), over all ranks.
-    strategy : {"edges", "heads"}
-    overlap : bool
-        As for `shard_model`.
 
     Returns
     -------
     ModelShard
         How the model is divided.
     """
-    cut = shard_model(trainer.learner.model, mesh, strategy, overlap=overlap)
+    cut = shard_model(trainer.learner.model, mesh)
     divide_trainer(trainer, cut, mesh, cpu_group())
     return cut
 

@@ -1,4 +1,4 @@
-"""The folder of a run: one answer to whether it holds one, whoever wrote it."""
+"""Checkpoints of sharded runs, and which run a folder holds, whichever launch wrote it."""
 
 import os
 import re
@@ -11,14 +11,22 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from anemoi_gt import train
-from anemoi_gt.distributed.folder import ONE_PROCESS, TORCHRUN, checkpoint_to_continue, find_run, require_file
-from anemoi_gt.distributed.sharded_checkpoint import load_checkpoint, load_values, save_checkpoint
+from anemoi_gt.distributed.sharded_checkpoint import (
+    ONE_PROCESS,
+    TORCHRUN,
+    checkpoint_to_continue,
+    find_run,
+    load_checkpoint,
+    load_values,
+    require_file,
+    save_checkpoint,
+)
 from anemoi_gt.training.checkpoint import load_checkpoint as load_file
 from anemoi_gt.training.parallel.sharded_trainer import write_whole
 
 FORMS = {"last.pt": ONE_PROCESS, "last/.metadata": TORCHRUN, "last.former/.metadata": TORCHRUN}
 OTHERS = [(form, writer) for form, former in FORMS.items() for writer in (ONE_PROCESS, TORCHRUN) if writer != former]
-BEGINS = "another hydra.run.dir begins a new one"
+BEGINS = "another hydra.run.dir starts a new one"
 
 
 @pytest.fixture
@@ -121,7 +129,7 @@ def test_a_config_with_an_empty_group_is_that_of_the_checkpoint_which_keeps_none
 def test_a_torn_checkpoint_is_refused_by_name(written, alone, file):
     torn = written / file
     torn.write_bytes(torn.read_bytes()[:20])
-    message = f"^a checkpoint must be whole and of this model, {written} cannot be read: "
+    message = f"^a checkpoint must be complete and of this model, cannot read {written}: "
     with pytest.raises(ValueError, match=message):
         load_values(written, "config")
     with pytest.raises(ValueError, match=message):
@@ -129,7 +137,7 @@ def test_a_torn_checkpoint_is_refused_by_name(written, alone, file):
 
 
 def test_a_checkpoint_of_another_model_is_refused_by_name(written, alone):
-    with pytest.raises(ValueError, match=f"of this model, {written} cannot be read: .*bias"):
+    with pytest.raises(ValueError, match=f"of this model, cannot read {written}: .*bias"):
         load_checkpoint(written, {"bias": torch.zeros(5)}, {}, alone)
 
 
@@ -144,7 +152,7 @@ def test_a_rank_that_is_lost_while_all_read_is_not_taken_for_a_damaged_checkpoin
 
 def test_a_checkpoint_that_cannot_be_written_names_the_place(written, alone):
     written.with_name("last.partial").write_text("in the way")
-    with pytest.raises(OSError, match="^a checkpoint could not be written to .*last.partial: FileExistsError"):
+    with pytest.raises(OSError, match="^could not write the checkpoint .*last.partial: FileExistsError"):
         save_checkpoint(written, {"weight": torch.zeros(5)}, {}, alone)
     assert load_values(written, "config")["seed"] == 1
 
@@ -185,7 +193,9 @@ def test_one_process_that_is_to_read_a_folder_of_ranks_is_told_how_to_make_a_fil
     written, asked, form, capfd, monkeypatch
 ):
     written.rename(written.with_name(form))
-    with pytest.raises(ValueError, match=f"one file, {written.with_name(form)} is that of several ranks") as refused:
+    with pytest.raises(
+        ValueError, match=f"one file, got the folder {written.with_name(form)} of several ranks"
+    ) as refused:
         require_file(written.with_name(asked))
     module, *words = re.search(r"python -m (.*) FILE.pt", str(refused.value))[1].split()
     monkeypatch.setattr(sys, "argv", [module, *words, str(written.with_name("file.pt"))])
