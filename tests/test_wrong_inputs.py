@@ -63,7 +63,7 @@ POINTS = octahedral(4)
         (lambda: merge(OUT.int(), LSE, OUT, LSE), "out1 must be floating point, got torch.int32"),
         (
             lambda: merge(OUT, LSE, OUT.to("meta"), LSE),
-            "all tensors must be on one device, got out2 on meta and others on cpu",
+            "all tensors must be on one device, got out2 on meta and out1 on cpu",
         ),
     ]
 )
@@ -92,8 +92,8 @@ def attend(**options):
         (lambda: GraphStructure.disjoint(GRAPH), "disjoint must get a sequence of GraphStructures, got GraphStructure"),
         (lambda: GraphStructure.disjoint([EDGES]), "disjoint must get a sequence of GraphStructures, got Tensor"),
         (lambda: GRAPH.with_dst_schedule([[0.0]] * 3), r"positions must be a tensor \[3, 1 to 3\], got list"),
-        (lambda: GraphStructure.from_state(None), "state must map names to tensors as state_dict.. does, got NoneType"),
-        (lambda: GraphStructure.from_state({"row": EDGES[0]}), "state must hold .*, got none named colptr, sources"),
+        (lambda: GraphStructure.from_state(None), "state must be a dict of tensors from state_dict.., got NoneType"),
+        (lambda: GraphStructure.from_state({"row": EDGES[0]}), "state must hold .*, got no colptr, sources"),
         (lambda: GraphStructure(GRAPH.colptr, GRAPH.row, 4), r"sources must have shape \[num_src, 0\].*, got 4"),
     ]
 )
