@@ -1,7 +1,6 @@
-"""Wrong inputs, tried on purpose at the public entries: none is taken in silence, none ends in another package's words.
+"""Wrong types, missing parts and odd sizes at the public entry points: none is accepted silently.
 
-What a room refuses by its own rules is tested beside it; here are the wrong types, the missing parts and the sizes that nobody
-would write on purpose.
+None ends in an error of another package either. What a package refuses by its own rules is tested with it.
 """
 
 import math
@@ -67,7 +66,7 @@ POINTS = octahedral(4)
         ),
     ]
 )
-def test_operation_names_what_it_cannot_take(call, message):
+def test_the_operation_names_wrong_arguments(call, message):
     raises(call, message)
 
 
@@ -82,8 +81,8 @@ def attend(**options):
             lambda: GraphStructure.from_edge_index(EDGES, torch.tensor(4)),
             "num_src must be a number of nodes >= 0, got tensor",
         ),
-        (lambda: numbered(4), "global_edge_id must have 5 entries, one per edge, got 4"),
-        (lambda: numbered(9), "global_edge_id must have 5 entries, one per edge, got 9"),
+        (lambda: with_ids(4), "global_edge_id must have 5 entries, one per edge, got 4"),
+        (lambda: with_ids(9), "global_edge_id must have 5 entries, one per edge, got 9"),
         (
             lambda: GraphStructure.from_adj_t(None),
             "adj_t must be a torch.sparse tensor .*, got NoneType; use from_edge_index",
@@ -97,15 +96,15 @@ def attend(**options):
         (lambda: GraphStructure(GRAPH.colptr, GRAPH.row, 4), r"sources must have shape \[num_src, 0\].*, got 4"),
     ]
 )
-def test_graph_names_what_it_cannot_take(call, message):
+def test_the_graph_names_wrong_arguments(call, message):
     raises(call, message)
 
 
-def numbered(count):
+def with_ids(count):
     return GraphStructure.from_edge_index(EDGES, (4, 3), global_edge_id=torch.arange(count))
 
 
-def test_sizes_of_numpy_are_sizes():
+def test_numpy_integers_are_sizes():
     graph = GraphStructure.from_edge_index(EDGES, (np.int64(4), np.int64(3)))
     assert (graph.num_src, graph.num_dst) == (4, 3)
 
@@ -134,7 +133,7 @@ def test_sizes_of_numpy_are_sizes():
         ),
     ]
 )
-def test_run_names_what_it_cannot_take(call, message):
+def test_a_run_names_wrong_arguments(call, message):
     raises(call, message)
 
 
@@ -195,7 +194,7 @@ def test_run_names_what_it_cannot_take(call, message):
         (lambda: tracer().forecast(0, np.zeros((208, 1))), r"output must be a tensor \(208, 1\), .* got ndarray"),
     ]
 )
-def test_data_name_what_they_cannot_take(call, message):
+def test_data_names_wrong_arguments(call, message):
     raises(call, message)
 
 
@@ -205,11 +204,11 @@ def tracer(**options):
 
 
 @pytest.mark.parametrize("part", ["inputs", "present", "truth", "title"])
-def test_a_sample_that_is_not_there_is_not_made(part):
+def test_a_sample_beyond_the_end_raises(part):
     with pytest.raises(IndexError, match=r"sample must be in \[0, 2\), got 2"):
         getattr(tracer(), part)(2)
 
 
-def test_vectors_of_a_flow_may_be_lists():
+def test_flows_take_lists():
     flow = Flow([1, 0, 0], [0, 1, 0])
     assert np.isfinite(flow.wind(POINTS.xyz, 0.0)).all()

@@ -1,4 +1,4 @@
-"""Wrong inputs, tried on purpose at layers, parts of models and models: what `test_wrong_inputs.py` does elsewhere."""
+"""Wrong inputs of layers, parts of models and models, as `test_wrong_inputs.py` has them of the rest."""
 
 import math
 from functools import partial
@@ -84,7 +84,7 @@ CONDITIONAL = LayerKernels(LayerNorm=partial(ConditionalLayerNorm, condition_sha
         (lambda: swap_layers(TransformerConv(4, 8), "torch"), "config must be an AttentionConfig"),
     ]
 )
-def test_layer_names_what_it_cannot_take(call, message):
+def test_a_layer_names_wrong_arguments(call, message):
     raises(call, message)
 
 
@@ -181,7 +181,7 @@ def test_layer_names_what_it_cannot_take(call, message):
         ),
     ]
 )
-def test_part_of_a_model_names_what_it_cannot_take(call, message):
+def test_a_part_of_a_model_names_wrong_arguments(call, message):
     raises(call, message)
 
 
@@ -244,7 +244,7 @@ def backward_mapper(out):
         (lambda: export_model(None, torch.ones(1, 208, 2), 1), "model must be a torch.nn.Module, got NoneType"),
     ]
 )
-def test_model_names_what_it_cannot_take(call, message):
+def test_a_model_names_wrong_arguments(call, message):
     raises(call, message)
 
 

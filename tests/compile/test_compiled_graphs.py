@@ -26,7 +26,7 @@ def compiled_once(function):
 
 
 def from_nonzero(layer, stable=True, as_structure=True):
-    """Return a step whose edges are where a matrix [N_src, N_dst] is true, with attributes `weights` [N_src, N_dst, D]."""
+    """Return a step with edges where a matrix [N_src, N_dst] is true, and attributes `weights` [N_src, N_dst, D]."""
 
     def step(matrix, leaves):
         edge_index = matrix.nonzero().T
