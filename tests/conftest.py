@@ -1,4 +1,4 @@
-"""Options of the test run, the device of the kernels (a GPU where there is one, else Triton's interpreter), and logging."""
+"""Options of the test run, the device of the kernels (a GPU if present, else Triton's interpreter), and logging."""
 
 import logging
 import os
@@ -7,7 +7,7 @@ import pytest
 import torch
 
 if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # read by triton when it is imported, hence before any test module is
+    os.environ["TRITON_INTERPRET"] = "1"  # read by triton at import, hence before any test module
     from support.interpreter import patch_once_a_launch
 
     patch_once_a_launch()
@@ -21,7 +21,7 @@ def pytest_addoption(parser):
 
 @pytest.fixture(scope="session")
 def era5_path(request):
-    """Place of the ERA5 file."""
+    """Path of the ERA5 file."""
     path = request.config.getoption("--era5-path")
     if path is None:
         pytest.skip("needs real weather data: pass --era5-path=FILE")
@@ -30,13 +30,13 @@ def era5_path(request):
 
 @pytest.fixture(scope="session")
 def kernel_device():
-    """Where Triton kernels run here."""
+    """Device on which Triton kernels run here."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 @pytest.fixture
 def logging_as_before():
-    """Undo what the application does to logging."""
+    """Undo changes of an application to logging."""
     root = logging.getLogger()
     handlers, level, raises = root.handlers[:], root.level, logging.raiseExceptions
     yield
@@ -45,7 +45,7 @@ def logging_as_before():
 
 @pytest.fixture
 def anemoi_as_it_is():
-    """Whatever a test lets Anemoi's blocks compute with ends with it."""
+    """Undo patches of Anemoi's blocks after a test."""
     from anemoi_gt.integrations import anemoi
 
     yield

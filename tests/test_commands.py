@@ -1,4 +1,4 @@
-"""Commands of the README and the documentation: each exists and is understood, and what can run here runs, in order."""
+"""Commands of the README and the documentation: all exist and compose, and those that can run here run, in order."""
 
 import re
 import subprocess
@@ -17,34 +17,34 @@ SMALL = [
     *("model.num_layers=1", "training.steps=4", "training.warmup_steps=1"),
     *("training.batch_size=2", "training.device=cpu"),
 ]
-# What needs a file, a GPU, four cores, or a minute of a C++ compiler is composed and not run.
+# Commands that need a file, a GPU, four cores, or a minute of a C++ compiler are only composed.
 NOT_HERE = {"data=era5_uk", "attention/backend=triton", "--nproc-per-node=4", "export"}
 WITH_COMMANDS = [page for page in PAGES if commands(page)]
 
 
 def runs_here(words):
-    """Whether a command can be run for the test."""
+    """Return True if the command can be run for the test."""
     return not {word.removeprefix("anemoi_gt.") for word in words} & NOT_HERE
 
 
 def overrides(words):
-    """Application and overrides of a command that starts one, as `-m anemoi_gt.NAME` or `-m anemoi_gt NAME`; None for others."""
+    """Return application and overrides of `-m anemoi_gt.NAME` or `-m anemoi_gt NAME`, None for other commands."""
     _, found, started = " ".join(words).partition("-m anemoi_gt")
     name, *values = started[1:].split() if found else [""]
     return (name, values) if name in command_line.APPLICATIONS else None
 
 
 def understand(application, values):
-    """Compose the config of an application with overrides; those that are none of its own change values of a run."""
+    """Compose the config of an application with its own overrides, and that of a run with the others."""
     with initialize_config_module("anemoi_gt.configs", version_base="1.3"):
         own = set(compose(application))
-        theirs = [value for value in values if re.split("[.=/]", value)[0] not in own]
-        compose(application, [value for value in values if value not in theirs])
-        compose("train", theirs)
+        of_run = [value for value in values if re.split("[.=/]", value)[0] not in own]
+        compose(application, [value for value in values if value not in of_run])
+        compose("train", of_run)
 
 
 @pytest.mark.parametrize("page", WITH_COMMANDS, ids=name_of)
-def test_every_command_is_one_that_exists(page):
+def test_every_command_exists(page):
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     files = {FILE.match(code)[1] for code in blocks(page, "python") if FILE.match(code)}
@@ -66,7 +66,7 @@ def test_every_command_is_one_that_exists(page):
 
 @pytest.fixture
 def place(tmp_path, monkeypatch, logging_as_before):
-    """A folder with the package and its configs to import, for processes that a command starts."""
+    """A working directory from which commands import the package and its configs."""
     site = tmp_path / "site" / "anemoi_gt"
     site.mkdir(parents=True)
     for part in (ROOT / "src" / "anemoi_gt").iterdir():
@@ -79,7 +79,7 @@ def place(tmp_path, monkeypatch, logging_as_before):
 
 
 def start(words, monkeypatch):
-    """Run a command: applications in this process, with small numbers; torchrun's and files in their own."""
+    """Run a command with small sizes: applications in this process, torchrun and files in their own."""
     application, values = overrides(words) or ("", [])
     small = SMALL if application == "train" else []
     if words[0] == "torchrun" or words[1].endswith(".py"):
@@ -101,13 +101,13 @@ def test_commands_run_in_the_order_of_the_page(page, place, monkeypatch, capsys)
             start(words, monkeypatch)
 
 
-def test_the_readme_runs_what_it_shows_of_several_ranks():
+def test_the_torchrun_commands_of_the_readme_run():
     shown = [words for words in commands(ROOT / "README.md") if words[:1] == ["torchrun"]]
     assert len(shown) == 2 and all(map(runs_here, shown))
 
 
 def refusals():
-    """Rows of the page of errors: the options that are given, and what is said."""
+    """Return the rows of the errors page: overrides and message."""
     rows = re.findall(
         r"^\| `([^|`]+=[^|`]+)`[^|]*\| `(.+)` \|$", (ROOT / "docs" / "errors.md").read_text(), re.MULTILINE
     )
@@ -115,9 +115,9 @@ def refusals():
     return rows
 
 
-@pytest.mark.parametrize("given, said", refusals())
-def test_the_page_of_errors_quotes_what_the_application_says(given, said, place, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["anemoi_gt.train", *SMALL, *given.split()])
+@pytest.mark.parametrize("options, message", refusals())
+def test_the_errors_page_quotes_the_messages(options, message, place, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["anemoi_gt.train", *SMALL, *options.split()])
     with pytest.raises(SystemExit):
         train.main()
-    assert capsys.readouterr().err.splitlines()[-1] == f"anemoi_gt.train: {said}"
+    assert capsys.readouterr().err.splitlines()[-1] == f"anemoi_gt.train: {message}"

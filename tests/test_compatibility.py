@@ -1,4 +1,4 @@
-"""Releases of PyTorch and Triton: which are tested, and who is warned about others."""
+"""Tested releases of PyTorch and Triton, and the warning about others."""
 
 import re
 import subprocess
@@ -20,7 +20,7 @@ LOGS = ("torch_versions_cpu.txt", "tests_h200.txt")
 
 @pytest.fixture
 def untested(monkeypatch):
-    """A process that has not computed attention yet, on releases that are in no table."""
+    """A process that has not computed attention yet, on unknown releases."""
     compatibility._warn.cache_clear()
     for module in (compatibility, info):
         monkeypatch.setattr(module, "installed", lambda: ("9.8", "7.6"))
@@ -34,99 +34,83 @@ def attend(backend="torch"):
 
 
 def warned(call):
-    """Messages of our class that a call gives."""
+    """Return the messages of our warnings in a call."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         call()
     return [str(warning.message) for warning in caught if issubclass(warning.category, UntestedVersionsWarning)]
 
 
-def test_untested_releases_are_named_when_attention_is_computed(untested):
-    (message,) = warned(attend)
+def run(code):
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+
+
+def test_untested_releases_are_named_once_per_process(untested):
+    (message,) = warned(lambda: [attend() for _ in range(3)])
     assert message.startswith("anemoi_gt, backend torch: PyTorch 9.8 has not been tested; tested are 2.10 with 3.6,")
 
 
-def test_pair_is_named_by_the_backend_that_needs_triton(untested, kernel_device):
+def test_triton_is_named_by_its_backend(untested, kernel_device):
     if kernel_device.type == "cuda":
-        pytest.skip("attention of tensors on the CPU by Triton takes its interpreter")
+        pytest.skip("Triton attends over tensors on a CPU only in its interpreter")
     (message,) = warned(lambda: attend("triton"))
     assert message.startswith("anemoi_gt, backend triton: PyTorch 9.8 with Triton 7.6 has not been tested")
 
 
-def test_one_warning_in_a_process(untested):
-    assert len(warned(lambda: [attend() for _ in range(3)])) == 1
-
-
 def test_compiled_attention_warns_while_it_is_traced(untested):
     torch._dynamo.reset()
-    compiled = torch.compile(attend, backend="eager", fullgraph=True)
-    assert len(warned(compiled)) == 1
+    assert len(warned(torch.compile(attend, backend="eager", fullgraph=True))) == 1
 
 
-def test_the_warning_can_be_silenced_by_its_class(untested):
+def test_the_warning_is_public_and_can_be_silenced_by_its_class(untested):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        warnings.filterwarnings("ignore", category=UntestedVersionsWarning)
+        warnings.filterwarnings("ignore", category=anemoi_gt.UntestedVersionsWarning)
         attend()
 
 
-def test_nobody_is_warned_on_tested_releases(untested, monkeypatch):
-    monkeypatch.setattr(compatibility, "installed", lambda: compatibility.TESTED[0])
+@pytest.mark.parametrize("triton", [compatibility.TESTED[0][1], "7.6"])
+def test_the_torch_backend_does_not_warn_on_a_tested_torch_with_any_triton(untested, monkeypatch, triton):
+    monkeypatch.setattr(compatibility, "installed", lambda: (compatibility.TESTED[0][0], triton))
     assert warned(attend) == []
 
 
-def test_triton_does_not_matter_to_the_torch_backend(untested, monkeypatch):
-    monkeypatch.setattr(compatibility, "installed", lambda: (compatibility.TESTED[0][0], "7.6"))
-    assert warned(attend) == []
-
-
-def test_these_tests_run_on_releases_that_are_in_the_table():
+def test_these_tests_run_on_tested_releases():
     assert compatibility.why_untested(*compatibility.installed()) is None
 
 
 @pytest.mark.parametrize(
-    ("pair", "met"),
+    ("torch_release", "triton", "found"),
     [
-        (("2.13", "3.6"), "PyTorch 2.13 with Triton 3.6"),
-        (("2.9", None), "PyTorch 2.9"),
-        (("2.1", "3.6"), "PyTorch 2.1 "),
+        ("2.13", "3.6", "PyTorch 2.13 with Triton 3.6 has not been tested"),
+        ("2.9", None, "PyTorch 2.9 has not been tested"),
+        ("2.1", "3.6", "PyTorch 2.1 with"),
+        ("2.13", None, "None"),
     ],
 )
-def test_a_pair_that_is_not_in_the_table_is_untested(pair, met):
-    assert compatibility.why_untested(*pair).startswith(met)
+def test_pairs_outside_the_table_are_untested_and_without_triton_torch_decides(torch_release, triton, found):
+    assert str(compatibility.why_untested(torch_release, triton)).startswith(found)
 
 
-def test_without_triton_the_release_of_torch_decides():
-    assert compatibility.why_untested("2.13", None) is None
-
-
-def test_importing_the_package_looks_no_release_up():
-    code = "import importlib.metadata as m, torch\nm.version = lambda name: exit(f'looked up {name}')\nimport anemoi_gt"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+def test_importing_the_package_looks_up_no_release_and_imports_no_compiler():
+    code = "import importlib.metadata as m, sys, torch\nm.version = lambda name: exit(f'looked up {name}')\n"
+    result = run(code + "import anemoi_gt\nsys.exit('torch._dynamo' in sys.modules)")
     assert result.returncode == 0, result.stderr
 
 
-def test_importing_the_package_imports_no_compiler():
-    code = "import sys, anemoi_gt\nsys.exit('torch._dynamo' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
-
-
-def test_info_tells_whether_the_pair_was_tested(untested):
+def test_info_says_whether_the_pair_is_tested_without_a_warning(untested):
     assert "  tested     PyTorch 9.8 with Triton 7.6 has not been tested; tested are 2.10 with 3.6" in info.describe()
-
-
-def test_info_itself_does_not_warn(untested):
     assert warned(info.describe) == []
 
 
 def test_every_pair_of_the_table_has_a_log():
     logs = "".join((ROOT / "benchmarks" / "results" / name).read_text() for name in LOGS)
     for pair in compatibility.TESTED:
-        numbers = [re.escape(number) for number in pair]
-        assert re.search(rf"torch {numbers[0]}\.\S*,? triton {numbers[1]}\.", logs), pair
+        releases = [re.escape(release) for release in pair]
+        assert re.search(rf"torch {releases[0]}\.\S*,? triton {releases[1]}\.", logs), pair
 
 
-def test_required_releases_begin_with_the_oldest_that_was_tested():
+def test_required_releases_begin_with_the_oldest_tested_ones():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     oldest = min(compatibility.TESTED, key=lambda pair: [int(number) for number in pair[0].split(".")])
     assert f"torch>={oldest[0]}" in project["dependencies"]
@@ -135,9 +119,4 @@ def test_required_releases_begin_with_the_oldest_that_was_tested():
 
 def test_the_documentation_has_the_table():
     page = (ROOT / "docs" / "backends.md").read_text()
-    rows = re.findall(r"^\| (\d\.\d+) \| (\d\.\d+) \|", page, re.MULTILINE)
-    assert tuple(rows) == compatibility.TESTED
-
-
-def test_the_warning_is_public():
-    assert anemoi_gt.UntestedVersionsWarning is compatibility.UntestedVersionsWarning
+    assert tuple(re.findall(r"^\| (\d\.\d+) \| (\d\.\d+) \|", page, re.MULTILINE)) == compatibility.TESTED

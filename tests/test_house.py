@@ -1,4 +1,4 @@
-"""The house: imports go one way, and what the package promises about its dependencies holds."""
+"""Imports go one way, and the package needs only the dependencies that it states."""
 
 import ast
 import importlib
@@ -12,7 +12,7 @@ import pytest
 import anemoi_gt
 
 SOURCE = Path(anemoi_gt.__file__).parent
-MAY_IMPORT = {  # part of the package: the parts that it may import
+MAY_IMPORT = {  # package or module: the others that it may import
     "version": set(),
     "attention_config": set(),
     "extras": set(),
@@ -38,7 +38,7 @@ MAY_IMPORT = {  # part of the package: the parts that it may import
     "info": {"compatibility", "ops", "version"},
     "__main__": {"info", "version"},
 }
-FOREIGN = {  # part of the package: the packages beyond the standard library that it may import at its top level
+FOREIGN = {  # package or module: the packages beyond the standard library that it may import at top level
     "version": set(),
     "attention_config": set(),
     "extras": set(),
@@ -65,7 +65,7 @@ def part(path):
 
 
 def imports(path, top_level_only=False):
-    """Absolute names of what a module imports."""
+    """Yield the absolute names of a module's imports."""
     tree = ast.parse(path.read_text())
     for node in tree.body if top_level_only else ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -107,7 +107,7 @@ print(tuple(x.grad.shape))
 """
 
 
-def test_structure_and_operation_need_torch_alone():
+def test_structure_and_operation_need_only_torch():
     result = run_without(OPTIONAL | {"torch_geometric", "einops"}, USE_OPERATION)
     assert result.stdout == "(2, 1, 4)\n", result.stderr
 
@@ -118,14 +118,14 @@ def test_modules_need_torch_geometric_and_einops_only():
     assert result.stdout.startswith("GraphTransformerConv("), result.stderr
 
 
-def test_every_public_name_is_there_and_documented():
+def test_every_public_name_exists_and_is_documented():
     for name in anemoi_gt.__all__:
         thing = getattr(anemoi_gt, name)
         assert name.startswith("__") or (thing.__doc__ and len(thing.__doc__) > 40), name
 
 
 @pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(SOURCE)))
-def test_every_module_says_what_it_is_for(path):
+def test_every_module_has_a_docstring(path):
     assert ast.get_docstring(ast.parse(path.read_text())) or path.name == "version.py"
 
 

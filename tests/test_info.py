@@ -1,4 +1,4 @@
-"""`python -m anemoi_gt info`: what is installed here, and what would run."""
+"""`python -m anemoi_gt info`: versions, devices and available backends."""
 
 import importlib.metadata
 import re
@@ -21,19 +21,20 @@ RUN = "import runpy, sys\nsys.argv = ['anemoi_gt', 'info']\nrunpy.run_module('an
 
 
 def rows(section):
-    """Name and text of each row of a section."""
+    """Return the rows of a section by name."""
     block = next(block for block in info.describe().split("\n\n") if block.startswith(f"{section}\n"))
     return dict(re.fullmatch(r"  (.+?)  +(.+)", line).groups() for line in block.splitlines()[1:])
 
 
-def test_the_command_prints_it():
-    result = subprocess.run([sys.executable, "-m", "anemoi_gt", "info"], capture_output=True, text=True, timeout=120)
+@pytest.mark.parametrize("command", [["anemoi_gt", "info"], ["anemoi_gt.info"]])
+def test_the_command_prints_all_sections(command):
+    result = subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
     sections = [block.splitlines()[0] for block in result.stdout.strip().split("\n\n")]
     assert sections == ["versions", "packages", "devices", "attention backends"]
 
 
-def test_versions_are_those_of_what_runs():
+def test_versions_are_the_installed_ones():
     versions = rows("versions")
     assert versions["anemoi_gt"] == anemoi_gt.__version__
     assert versions["torch"].startswith(f"{torch.__version__}, built ")
@@ -41,13 +42,12 @@ def test_versions_are_those_of_what_runs():
     assert rows("packages")["hydra-core"] == importlib.metadata.version("hydra-core")
 
 
-def test_with_torch_alone_everything_else_is_named_missing():
-    modules = OPTIONAL | set(info.PACKAGES)
-    result = run_without(modules, RUN)
+def test_with_only_torch_everything_else_is_reported_missing():
+    result = run_without(OPTIONAL | set(info.PACKAGES), RUN)
     assert result.returncode == 0, result.stderr
     for package, extra in info.PACKAGES.values():
-        brought_by = "anemoi-gt" if extra is None else rf"anemoi-gt\[{extra}\]"
-        assert re.search(rf"^  {package} +missing: pip install '{brought_by}'$", result.stdout, re.MULTILINE), package
+        requirement = "anemoi-gt" if extra is None else rf"anemoi-gt\[{extra}\]"
+        assert re.search(rf"^  {package} +missing: pip install '{requirement}'$", result.stdout, re.MULTILINE), package
     assert re.search(r"^  cpu torch +runs, auto takes it$", result.stdout, re.MULTILINE)
     assert re.search(r"^  cpu triton +does not run: the package triton is missing", result.stdout, re.MULTILINE)
 
@@ -57,50 +57,39 @@ def test_every_package_of_an_extra_is_listed_with_it():
     needed = {None: project["dependencies"], **project["optional-dependencies"]}
     for extra in (None, "triton", "graphs", "hydra", "train", "era5"):
         names = {re.match(r"[\w-]+", requirement)[0] for requirement in needed[extra]} - {"torch", "anemoi-gt"}
-        assert names == {package for package, brought_by in info.PACKAGES.values() if brought_by == extra}, extra
+        assert names == {package for package, its_extra in info.PACKAGES.values() if its_extra == extra}, extra
 
 
-def test_each_backend_answers_for_itself(monkeypatch):
-    unable = backends.BACKENDS["triton"]._replace(
-        unsupported_reason=lambda query: f"no {query.device}", auto_unsupported_reason=lambda query: "no"
-    )
-    monkeypatch.setitem(backends.BACKENDS, "triton", unable)
-    answers = rows("attention backends")
-    assert answers["cpu triton"] == "does not run: no cpu"
-    assert answers["cpu torch"] == "runs, auto takes it"
-    able = unable._replace(unsupported_reason=lambda query: None, auto_unsupported_reason=lambda query: None)
-    monkeypatch.setitem(backends.BACKENDS, "triton", able)
-    answers = rows("attention backends")
-    assert (answers["cpu triton"], answers["cpu torch"]) == ("runs, auto takes it", "runs")
+def test_each_backend_reports_for_itself(monkeypatch):
+    for runs, triton, torch_backend in (
+        (False, "does not run: no cpu", "runs, auto takes it"),
+        (True, "runs, auto takes it", "runs"),
+    ):
+        reason = lambda query, runs=runs: None if runs else f"no {query.device}"  # noqa: E731
+        stub = backends.BACKENDS["triton"]._replace(unsupported_reason=reason, auto_unsupported_reason=reason)
+        monkeypatch.setitem(backends.BACKENDS, "triton", stub)
+        answers = rows("attention backends")
+        assert (answers["cpu triton"], answers["cpu torch"]) == (triton, torch_backend)
 
 
-def test_every_device_is_asked():
+def test_every_device_is_listed_with_every_backend():
     devices = rows("devices")
     assert set(devices) == {"cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))}
     assert set(rows("attention backends")) == {f"{device} {name}" for device in devices for name in backends.BACKENDS}
 
 
 @pytest.mark.parametrize("arguments", [[], ["inform"]])
-def test_an_unknown_command_names_the_known_one(arguments, capsys):
-    with pytest.raises(SystemExit) as exit_:
+def test_an_unknown_command_names_the_known_ones(arguments, capsys):
+    with pytest.raises(SystemExit) as end:
         command_line.main(arguments)
-    assert exit_.value.code == 2
     error = capsys.readouterr().err
-    assert "usage: python -m anemoi_gt" in error and "info" in error
+    assert end.value.code == 2 and "usage: python -m anemoi_gt" in error and "info" in error
 
 
-def test_the_version_is_an_option_of_the_command(capsys):
+def test_the_version_is_an_option_and_in_the_changelog(capsys):
+    version = anemoi_gt.__version__
     with pytest.raises(SystemExit) as end:
         command_line.main(["--version"])
-    assert (end.value.code, capsys.readouterr().out) == (0, f"{anemoi_gt.__version__}\n")
-
-
-def test_the_changelog_has_the_version():
-    assert re.search(
-        rf"^## \[{re.escape(anemoi_gt.__version__)}\] - \d{{4}}-\d\d-\d\d$", (ROOT / "CHANGELOG.md").read_text(), re.M
-    )
-
-
-def test_the_module_prints_it_too():
-    result = subprocess.run([sys.executable, "-m", "anemoi_gt.info"], capture_output=True, text=True, timeout=120)
-    assert result.stdout.startswith("versions\n"), result.stderr
+    assert (end.value.code, capsys.readouterr().out) == (0, f"{version}\n")
+    heading = rf"^## \[{re.escape(version)}\] - \d{{4}}-\d\d-\d\d$"
+    assert re.search(heading, (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)

@@ -1,7 +1,6 @@
-"""Wrong inputs, tried on purpose at the public entries: none is taken in silence, none ends in another package's words.
+"""Wrong types, missing parts and odd sizes at the public entry points: none is accepted silently.
 
-What a room refuses by its own rules is tested beside it; here are the wrong types, the missing parts and the sizes that nobody
-would write on purpose.
+None ends in an error of another package either. What a package refuses by its own rules is tested with it.
 """
 
 import math
@@ -63,11 +62,11 @@ POINTS = octahedral(4)
         (lambda: merge(OUT.int(), LSE, OUT, LSE), "out1 must be floating point, got torch.int32"),
         (
             lambda: merge(OUT, LSE, OUT.to("meta"), LSE),
-            "all tensors must be on one device, got out2 on meta and others on cpu",
+            "all tensors must be on one device, got out2 on meta and out1 on cpu",
         ),
     ]
 )
-def test_operation_names_what_it_cannot_take(call, message):
+def test_the_operation_names_wrong_arguments(call, message):
     raises(call, message)
 
 
@@ -82,8 +81,8 @@ def attend(**options):
             lambda: GraphStructure.from_edge_index(EDGES, torch.tensor(4)),
             "num_src must be a number of nodes >= 0, got tensor",
         ),
-        (lambda: numbered(4), "global_edge_id must have 5 entries, one per edge, got 4"),
-        (lambda: numbered(9), "global_edge_id must have 5 entries, one per edge, got 9"),
+        (lambda: with_ids(4), "global_edge_id must have 5 entries, one per edge, got 4"),
+        (lambda: with_ids(9), "global_edge_id must have 5 entries, one per edge, got 9"),
         (
             lambda: GraphStructure.from_adj_t(None),
             "adj_t must be a torch.sparse tensor .*, got NoneType; use from_edge_index",
@@ -92,39 +91,39 @@ def attend(**options):
         (lambda: GraphStructure.disjoint(GRAPH), "disjoint must get a sequence of GraphStructures, got GraphStructure"),
         (lambda: GraphStructure.disjoint([EDGES]), "disjoint must get a sequence of GraphStructures, got Tensor"),
         (lambda: GRAPH.with_dst_schedule([[0.0]] * 3), r"positions must be a tensor \[3, 1 to 3\], got list"),
-        (lambda: GraphStructure.from_state(None), "state must map names to tensors as state_dict.. does, got NoneType"),
-        (lambda: GraphStructure.from_state({"row": EDGES[0]}), "state must hold .*, got none named colptr, sources"),
+        (lambda: GraphStructure.from_state(None), "state must be a dict of tensors from state_dict.., got NoneType"),
+        (lambda: GraphStructure.from_state({"row": EDGES[0]}), "state must hold .*, got no colptr, sources"),
         (lambda: GraphStructure(GRAPH.colptr, GRAPH.row, 4), r"sources must have shape \[num_src, 0\].*, got 4"),
     ]
 )
-def test_graph_names_what_it_cannot_take(call, message):
+def test_the_graph_names_wrong_arguments(call, message):
     raises(call, message)
 
 
-def numbered(count):
+def with_ids(count):
     return GraphStructure.from_edge_index(EDGES, (4, 3), global_edge_id=torch.arange(count))
 
 
-def test_sizes_of_numpy_are_sizes():
+def test_numpy_integers_are_sizes():
     graph = GraphStructure.from_edge_index(EDGES, (np.int64(4), np.int64(3)))
     assert (graph.num_src, graph.num_dst) == (4, 3)
 
 
 @refused(
     [
-        (lambda: TrainingConfig(steps="5"), "training.steps must be a whole number, got '5'"),
-        (lambda: TrainingConfig(steps=2.5), "training.steps must be a whole number, got 2.5"),
-        (lambda: TrainingConfig(batch_size=True), "training.batch_size must be a whole number, got True"),
+        (lambda: TrainingConfig(steps="5"), "training.steps must be an integer, got '5'"),
+        (lambda: TrainingConfig(steps=2.5), "training.steps must be an integer, got 2.5"),
+        (lambda: TrainingConfig(batch_size=True), "training.batch_size must be an integer, got True"),
         (lambda: TrainingConfig(learning_rate="1e-3"), "training.learning_rate must be a number, got '1e-3'"),
-        (lambda: TrainingConfig(seed=1.5), "training.seed must be a whole number, got 1.5"),
-        (lambda: TrainingConfig(threads=1.5), "training.threads must be a whole number, or null, got 1.5"),
+        (lambda: TrainingConfig(seed=1.5), "training.seed must be an integer, got 1.5"),
+        (lambda: TrainingConfig(threads=1.5), "training.threads must be an integer, or null, got 1.5"),
         (lambda: Trainer(torch.nn.Linear(1, 1), None, {}, Path(), {}), "config must be a TrainingConfig, got {}"),
         (
             lambda: weighted_mse(torch.ones(1, 3, 2), torch.ones(1, 3, 1), torch.ones(3)),
             r"output must have the shape of target, \(1, 3, 1\), got \(1, 3, 2\)",
         ),
-        (lambda: ShardingConfig("edges", model="2"), "sharding.model must be a whole number, got '2'"),
-        (lambda: ShardingConfig("edges", model=1.5), "sharding.model must be a whole number, got 1.5"),
+        (lambda: ShardingConfig("edges", model="2"), "sharding.model must be an integer, got '2'"),
+        (lambda: ShardingConfig("edges", model=1.5), "sharding.model must be an integer, got 1.5"),
         (lambda: ShardingConfig(timeout="5"), "sharding.timeout must be a number, got '5'"),
         (lambda: Partition.balanced([1, 1], 2), r"cost must be a tensor \[N\], got list"),
         (lambda: Partition.balanced(torch.ones(3).long(), 0), "num_ranks must be at least 1, got 0"),
@@ -134,40 +133,40 @@ def test_sizes_of_numpy_are_sizes():
         ),
     ]
 )
-def test_run_names_what_it_cannot_take(call, message):
+def test_a_run_names_wrong_arguments(call, message):
     raises(call, message)
 
 
 @refused(
     [
         (lambda: grid(None), 'grid must be "O" or "N" and a number of rows, .*, got None'),
-        (lambda: octahedral("8"), "n must be a whole number, .*, got '8'"),
-        (lambda: icosphere(1.5), "refinement must be a whole number, got 1.5"),
-        (lambda: stretched_icosphere(1, "2", POINTS, 0), "area_refinement must be a whole number, got '2'"),
+        (lambda: octahedral("8"), "n must be an integer, .*, got '8'"),
+        (lambda: icosphere(1.5), "refinement must be an integer, got 1.5"),
+        (lambda: stretched_icosphere(1, "2", POINTS, 0), "area_refinement must be an integer, got '2'"),
         (lambda: icosphere_graph("O4", refinement=1), r"source must be Nodes, as grid\('O96'\) .*, got str"),
         (
             lambda: icosphere_graph(POINTS, refinement=1, cutoff=1e-9),
             "cutoff must let the hidden mesh reach data nodes, .* raise it",
         ),
         (lambda: icosphere_graph(POINTS, refinement=1, cutoff="a"), "factor must be a number, got 'a'"),
-        (lambda: icosphere_graph(POINTS, refinement=1, nearest=1.5), "k must be a whole number, got 1.5"),
+        (lambda: icosphere_graph(POINTS, refinement=1, nearest=1.5), "k must be an integer, got 1.5"),
         (lambda: hierarchical_graph(POINTS, refinements=3), r"refinements must be two or more, .*, got \[3\]"),
-        (lambda: hierarchical_graph(POINTS, refinements=("3", "2")), "refinement must be a whole number, got '3'"),
+        (lambda: hierarchical_graph(POINTS, refinements=("3", "2")), "refinement must be an integer, got '3'"),
         (lambda: limited_area_graph(POINTS, refinement=1, margin="a"), "margin must be a number, got 'a'"),
         (lambda: edges.cutoff(3, POINTS, 1.0), "source must be Nodes, .*, got int"),
-        (lambda: sphere("O4", train_size=1.5, valid_size=1, test_size=1), "train_size must be a whole number, got 1.5"),
+        (lambda: sphere("O4", train_size=1.5, valid_size=1, test_size=1), "train_size must be an integer, got 1.5"),
         (
             lambda: sphere("O4", train_size=1, valid_size=1, test_size=1, lead_time=math.inf),
             "lead_time must be positive and finite, in hours, got inf",
         ),
         (lambda: Nodes("a", [0.0]), "lat must be a vector of numbers, in degrees, got 'a'"),
         (lambda: Nodes([0.0], [[1.0], [1.0, 2.0]]), "lon must be a vector of numbers, in degrees, got"),
-        (lambda: classic("320"), "n must be a whole number, the number of rows .*, got '320'"),
+        (lambda: classic("320"), "n must be an integer, the number of rows .*, got '320'"),
         (lambda: icosphere(2, levels=2), r"levels must be one or more of 0 to 2, .* as in \(1, 2\), got 2"),
         (lambda: icosphere(2, levels=([1],)), "levels must be one or more of 0 to 2"),
         (lambda: limited_area_icosphere(2, None), "area must be Nodes, .*, got NoneType"),
         (lambda: limited_area_graph("O4", refinement=2), "nodes must be Nodes, .*, got str"),
-        (lambda: limited_area_graph(POINTS, refinement=1, nearest="a"), "nearest must be a whole number, got 'a'"),
+        (lambda: limited_area_graph(POINTS, refinement=1, nearest="a"), "nearest must be an integer, got 'a'"),
         (
             lambda: stretched_graph(None, refinement=1, area_refinement=2, area=(60, 0, 30, 30)),
             "nodes must be Nodes, .*, got NoneType",
@@ -191,11 +190,11 @@ def test_run_names_what_it_cannot_take(call, message):
         (lambda: tracer(flows=3), "flows must be a list of kinds, .*, got 3"),
         (lambda: tracer(flows=[["rotation"]]), "flows must be one or more of rotation, deformation, got"),
         (lambda: tracer(seed=-1), "seed must be at least 0, got -1"),
-        (lambda: tracer(seed=None), "seed must be a whole number, got None"),
+        (lambda: tracer(seed=None), "seed must be an integer, got None"),
         (lambda: tracer().forecast(0, np.zeros((208, 1))), r"output must be a tensor \(208, 1\), .* got ndarray"),
     ]
 )
-def test_data_name_what_they_cannot_take(call, message):
+def test_data_names_wrong_arguments(call, message):
     raises(call, message)
 
 
@@ -205,11 +204,11 @@ def tracer(**options):
 
 
 @pytest.mark.parametrize("part", ["inputs", "present", "truth", "title"])
-def test_a_sample_that_is_not_there_is_not_made(part):
+def test_a_sample_beyond_the_end_raises(part):
     with pytest.raises(IndexError, match=r"sample must be in \[0, 2\), got 2"):
         getattr(tracer(), part)(2)
 
 
-def test_vectors_of_a_flow_may_be_lists():
+def test_flows_take_lists():
     flow = Flow([1, 0, 0], [0, 1, 0])
     assert np.isfinite(flow.wind(POINTS.xyz, 0.0)).all()

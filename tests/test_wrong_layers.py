@@ -1,4 +1,4 @@
-"""Wrong inputs, tried on purpose at layers, parts of models and models: what `test_wrong_inputs.py` does elsewhere."""
+"""Wrong inputs of layers, parts of models and models, as `test_wrong_inputs.py` has them of the rest."""
 
 import math
 from functools import partial
@@ -47,13 +47,13 @@ CONDITIONAL = LayerKernels(LayerNorm=partial(ConditionalLayerNorm, condition_sha
 
 @refused(
     [
-        (lambda: GraphTransformerConv(6, 8, heads="2"), "heads must be a whole number, got '2'"),
-        (lambda: GraphTransformerConv(6, 8.0), "out_channels must be a whole number, got 8.0"),
+        (lambda: GraphTransformerConv(6, 8, heads="2"), "heads must be an integer, got '2'"),
+        (lambda: GraphTransformerConv(6, 8.0), "out_channels must be an integer, got 8.0"),
         (lambda: GraphTransformerConv(0, 8), "in_channels must be at least 1, or -1 .*, got 0"),
-        (lambda: GraphTransformerConv(None, 8), "in_channels must be a whole number, or -1 .*, got None"),
+        (lambda: GraphTransformerConv(None, 8), "in_channels must be an integer, or -1 .*, got None"),
         (lambda: GraphTransformerConv((6, 6, 6), 8), "in_channels must be an integer or a pair"),
         (lambda: GraphTransformerConv(6, 8, edge_dim=-5), "edge_dim must be at least 1, or None .*, got -5"),
-        (lambda: GraphTransformerConv(6, 8, edge_dim="3"), "edge_dim must be a whole number, or None .*, got '3'"),
+        (lambda: GraphTransformerConv(6, 8, edge_dim="3"), "edge_dim must be an integer, or None .*, got '3'"),
         (lambda: GraphTransformerConv(6, 8, dropout=None), "dropout must be a number, got None"),
         (lambda: GraphTransformerConv(6, 8, config="torch"), "config must be an AttentionConfig"),
         (lambda: GraphTransformerConv(16, 8)(None, RING), r"x must be a tensor or a pair .*, got \(NoneType\)"),
@@ -84,15 +84,15 @@ CONDITIONAL = LayerKernels(LayerNorm=partial(ConditionalLayerNorm, condition_sha
         (lambda: swap_layers(TransformerConv(4, 8), "torch"), "config must be an AttentionConfig"),
     ]
 )
-def test_layer_names_what_it_cannot_take(call, message):
+def test_a_layer_names_wrong_arguments(call, message):
     raises(call, message)
 
 
 @refused(
     [
-        (lambda: block(num_heads=2.0), "num_heads must be a whole number, got 2.0"),
-        (lambda: block(edge_dim=None), "edge_dim must be a whole number, got None"),
-        (lambda: block(hidden_dim="32"), "hidden_dim must be a whole number, got '32'"),
+        (lambda: block(num_heads=2.0), "num_heads must be an integer, got 2.0"),
+        (lambda: block(edge_dim=None), "edge_dim must be an integer, got None"),
+        (lambda: block(hidden_dim="32"), "hidden_dim must be an integer, got '32'"),
         (lambda: block(dropout="x"), "dropout must be a number, got 'x'"),
         (lambda: block(layer_kernels={}), "layer_kernels must have the attributes Linear, .*, got dict without Linear"),
         (lambda: block(config=None), "config must be an AttentionConfig"),
@@ -132,19 +132,19 @@ def test_layer_names_what_it_cannot_take(call, message):
             lambda: ConditionalLayerNorm(16, 4)(X.T, torch.ones(1, 4)),
             r"x must have shape \[..., N, 16\], got \(16, 3\)",
         ),
-        (lambda: ConditionalLayerNorm("16"), "normalized_shape must be a whole number, got '16'"),
+        (lambda: ConditionalLayerNorm("16"), "normalized_shape must be an integer, got '16'"),
         (lambda: ConditionalLayerNorm(16, 0), "condition_shape must be at least 1, got 0"),
         (lambda: conditioned(torch.ones(2, 4)), r"cond must be a pair \(cond_src, cond_dst\), .* got Tensor"),
         (lambda: conditioned((torch.ones(1, 4),) * 3), "cond must be a pair .* got 3 elements"),
-        (lambda: processor(num_layers=1.5), "num_layers must be a whole number, got 1.5"),
-        (lambda: processor(checkpoint_groups=1.5), "checkpoint_groups must be a whole number, or None, got 1.5"),
+        (lambda: processor(num_layers=1.5), "num_layers must be an integer, got 1.5"),
+        (lambda: processor(checkpoint_groups=1.5), "checkpoint_groups must be an integer, or None, got 1.5"),
         (lambda: processor(mlp_hidden_ratio="4"), "mlp_ratio must be a number, got '4'"),
-        (lambda: processor(num_channels=None), "channels must be a whole number, got None"),
+        (lambda: processor(num_channels=None), "channels must be an integer, got None"),
         (lambda: processor(checkpoint_groups=2)(X.numpy(), SQUARE, ATTRIBUTES), r"x must be a tensor .*, got ndarray"),
         (lambda: forward_mapper(in_channels_src=0), "in_channels_src must be at least 1, got 0"),
         (lambda: forward_mapper(in_channels_dst=-1), "in_channels_dst must be at least 1, got -1"),
         (lambda: backward_mapper(0), "out_channels_dst must be at least 1, got 0"),
-        (lambda: backward_mapper("1"), "out_channels_dst must be a whole number, got '1'"),
+        (lambda: backward_mapper("1"), "out_channels_dst must be an integer, got '1'"),
         (lambda: forward_mapper()((X, X), RING, ATTRIBUTES), "graph must be a GraphStructure, got Tensor"),
         (
             lambda: forward_mapper()((X, X), [SQUARE], ATTRIBUTES),
@@ -172,7 +172,7 @@ def test_layer_names_what_it_cannot_take(call, message):
         (lambda: StaticNodes(np.zeros((3, 2))), r"positions must be a tensor \[N, 2\], .* got ndarray"),
         (lambda: StaticEdges(RING, None, 3), r"edge_attr must be a tensor \[3, D\], got NoneType"),
         (lambda: split_destinations(RING, 1), "graph must be a GraphStructure, got Tensor"),
-        (lambda: split_destinations(SQUARE, "2"), "num_chunks must be a whole number, got '2'"),
+        (lambda: split_destinations(SQUARE, "2"), "num_chunks must be an integer, got '2'"),
         (
             lambda: block(layer_kernels=CONDITIONAL)(
                 X, split_destinations(SQUARE, 2), ATTRIBUTES, cond=(torch.ones(1, 4),) * 2
@@ -181,7 +181,7 @@ def test_layer_names_what_it_cannot_take(call, message):
         ),
     ]
 )
-def test_part_of_a_model_names_what_it_cannot_take(call, message):
+def test_a_part_of_a_model_names_wrong_arguments(call, message):
     raises(call, message)
 
 
@@ -214,21 +214,21 @@ def backward_mapper(out):
     [
         (lambda: model(graph=None), "graph must be a HeteroData, .*, got NoneType"),
         (lambda: model(graph=HeteroData()), "graph must have nodes 'data' with positions"),
-        (lambda: model(in_channels="2"), "in_channels must be a whole number, got '2'"),
+        (lambda: model(in_channels="2"), "in_channels must be an integer, got '2'"),
         (
             lambda: model(in_channels={"data": "2"}, out_channels={"data": 1}),
-            r"in_channels\['data'\] must be a whole number, got '2'",
+            r"in_channels\['data'\] must be an integer, got '2'",
         ),
-        (lambda: model(channels="16"), "channels must be a whole number, got '16'"),
+        (lambda: model(channels="16"), "channels must be an integer, got '16'"),
         (
             lambda: model(trainable_nodes=None),
-            "trainable must be a whole number, the number of trainable features of a node, got None",
+            "trainable must be an integer, the number of trainable features of a node, got None",
         ),
         (
             lambda: model(trainable_edges=1.5),
-            "trainable must be a whole number, the number of trainable attributes .*, got 1.5",
+            "trainable must be an integer, the number of trainable attributes .*, got 1.5",
         ),
-        (lambda: model(mapper_chunks="2"), "num_chunks must be a whole number, got '2'"),
+        (lambda: model(mapper_chunks="2"), "num_chunks must be an integer, got '2'"),
         (lambda: model(config="torch"), "config must be an AttentionConfig"),
         (lambda: model()(torch.ones(1, 208, 2).long()), "x must be floating point, got torch.int64"),
         (
@@ -244,7 +244,7 @@ def backward_mapper(out):
         (lambda: export_model(None, torch.ones(1, 208, 2), 1), "model must be a torch.nn.Module, got NoneType"),
     ]
 )
-def test_model_names_what_it_cannot_take(call, message):
+def test_a_model_names_wrong_arguments(call, message):
     raises(call, message)
 
 

@@ -9,7 +9,7 @@ from anemoi_gt.graph import GraphStructure
 from anemoi_gt.ops import attention_weights, edge_attention, merge
 from anemoi_gt.version import __version__
 
-if TYPE_CHECKING:  # `__getattr__` tells type checkers nothing
+if TYPE_CHECKING:  # type checkers do not run `__getattr__`
     from anemoi_gt.explanation import explain, explain_attention
     from anemoi_gt.nn import (
         EncoderProcessorDecoder,
@@ -44,7 +44,7 @@ __all__ = [
 
 
 def __getattr__(name: str):
-    """Import the modules on first use, so that the structure and the operation need torch alone."""
+    """Import modules on first use, so that the structure and the operation need only torch."""
     for package, names in (("nn", _FROM_NN), ("explanation", _FROM_EXPLANATION)):
         if name in names:
             return getattr(import_module(f"anemoi_gt.{package}"), name)

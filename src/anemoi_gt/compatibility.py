@@ -1,8 +1,7 @@
-"""Releases of PyTorch and Triton that the tests have run with: the only place that knows them.
+"""Releases of PyTorch and Triton that the tests have run with, and a warning about others.
 
-A release is its first two numbers, "2.13". Any other may well work; whoever meets one is told once, by a warning of a class
-of its own that can be filtered. What the tests printed is in benchmarks/results/torch_versions_cpu.txt, and from a GPU in
-benchmarks/results/tests_h200.txt.
+A release is the first two numbers of a version, "2.13". Others may well work: one warning per process, which can be
+filtered by its class. Test logs are in benchmarks/results/torch_versions_cpu.txt and, of a GPU, tests_h200.txt.
 """
 
 import warnings
@@ -12,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
-TESTED = (  # PyTorch, and the Triton that it asks for
+TESTED = (  # PyTorch, and the Triton that it requires
     ("2.10", "3.6"),
     ("2.11", "3.6"),
     ("2.13", "3.7"),
@@ -21,9 +20,9 @@ TESTED = (  # PyTorch, and the Triton that it asks for
 
 
 class UntestedVersionsWarning(UserWarning):
-    """PyTorch and Triton are of releases that this package has not been tested with.
+    """Warning that this package has not been tested with the installed releases of PyTorch and Triton.
 
-    Given once per process and backend, when attention is first computed; `python -m anemoi_gt info` tells beforehand.
+    Issued once per process and backend, when attention is first computed; `python -m anemoi_gt info` says it before.
 
     Examples
     --------
@@ -33,7 +32,7 @@ class UntestedVersionsWarning(UserWarning):
 
 
 def installed() -> tuple[str, str | None]:
-    """Return the releases of PyTorch and Triton that are installed; None for Triton where it is missing."""
+    """Return the installed releases of PyTorch and Triton, None if Triton is missing."""
     try:
         triton = _release(version("triton"))
     except PackageNotFoundError:
@@ -42,21 +41,18 @@ def installed() -> tuple[str, str | None]:
 
 
 def why_untested(torch_release: str, triton_release: str | None) -> str | None:
-    """Return what has not been tested of a pair, and what has, or None when it has been.
-
-    Without Triton, None, PyTorch alone counts.
-    """
+    """Return a sentence about untested releases, or None if they are tested; without Triton only PyTorch counts."""
     known = {pair[0] for pair in TESTED} if triton_release is None else set(TESTED)
     if (torch_release if triton_release is None else (torch_release, triton_release)) in known:
         return None
-    met = f"PyTorch {torch_release}" + ("" if triton_release is None else f" with Triton {triton_release}")
-    return f"{met} has not been tested; tested are " + ", ".join(f"{pair[0]} with {pair[1]}" for pair in TESTED)
+    found = f"PyTorch {torch_release}" + ("" if triton_release is None else f" with Triton {triton_release}")
+    return f"{found} has not been tested; tested are " + ", ".join(f"{pair[0]} with {pair[1]}" for pair in TESTED)
 
 
 def constant_when_traced(function: Callable) -> Callable:
-    """Mark a function that torch.compile calls while it traces, whose result it keeps; it traces none of it.
+    """Mark a function that torch.compile calls at trace time and whose result is a constant of the program.
 
-    torch.compiler.assume_constant_result sets the same mark, but imports the compiler, for which a start takes twice as long.
+    torch.compiler.assume_constant_result sets the same mark but imports the compiler, which doubles the import time.
     """
     function._dynamo_marked_constant = True
     return function
@@ -72,13 +68,7 @@ def _warn(backend: str) -> None:
 
 @constant_when_traced  # releases do not change; looking them up cannot be traced
 def warn_if_untested(backend: str) -> None:
-    """Warn, the first time in a process, when a backend is about to run on untested releases.
-
-    Parameters
-    ----------
-    backend : {"triton", "torch"}
-        For "torch", whether and which Triton is installed does not matter.
-    """
+    """Warn once per process if `backend` runs on untested releases; for "torch" Triton does not matter."""
     _warn(backend)
 
 

@@ -1,23 +1,11 @@
-"""Optional packages: the only place that says how to install a missing one."""
+"""Import of optional packages, with the install command if one is missing."""
 
 from importlib import import_module
 from types import ModuleType
 
 
 def import_extra(module: str, extra: str) -> ModuleType:
-    """Import a package that one of our extras installs.
-
-    Parameters
-    ----------
-    module : str
-        What to import, such as "scipy.spatial".
-    extra : str
-        The extra of this package that brings it.
-
-    Returns
-    -------
-    module
-        The imported module.
+    """Import `module`, such as "scipy.spatial", which `extra` of this package installs.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""What is installed here, and what would run: the text of `python -m anemoi_gt info`. Needs torch alone."""
+"""The output of `python -m anemoi_gt info`: versions, devices and available backends. Needs only torch."""
 
 import os
 import platform
@@ -12,7 +12,7 @@ from anemoi_gt.compatibility import installed, why_untested
 from anemoi_gt.ops.backends import BACKENDS, choose_backend, unsupported_reason
 from anemoi_gt.version import __version__
 
-PACKAGES = {  # what is imported: the package that holds it, and the extra that brings it; None comes with the library itself
+PACKAGES = {  # module: its package, and the extra that installs it (None: a dependency of the library itself)
     "torch_geometric": ("torch-geometric", None),
     "einops": ("einops", None),
     "triton": ("triton", "triton"),
@@ -29,13 +29,13 @@ PACKAGES = {  # what is imported: the package that holds it, and the extra that 
 
 
 def describe() -> str:
-    """Return versions, devices, and for each device and attention backend whether it would run or why not."""
+    """Return versions, packages, devices, and which attention backends run on each device or why not."""
     sections = {"versions": versions(), "packages": packages(), "devices": devices(), "attention backends": backends()}
     return "\n\n".join("\n".join([name, *_aligned(rows)]) for name, rows in sections.items())
 
 
 def versions() -> Iterator[tuple[str, str]]:
-    """Yield name and version of this package and of what it stands on."""
+    """Yield name and version of this package, Python and PyTorch, and whether they are tested."""
     yield "anemoi_gt", __version__
     yield "python", f"{platform.python_version()} on {platform.platform()}"
     yield "torch", f"{torch.__version__}, built {_built_for()}"
@@ -43,14 +43,14 @@ def versions() -> Iterator[tuple[str, str]]:
 
 
 def packages() -> Iterator[tuple[str, str]]:
-    """Yield the packages that parts of the library need, each with its version or what brings it."""
+    """Yield the packages that parts of the library need, with version or install command."""
     for module, (package, extra) in PACKAGES.items():
-        brought_by = f"anemoi-gt[{extra}]" if extra else "anemoi-gt"
-        yield package, _version_of(package) if find_spec(module) else f"missing: pip install '{brought_by}'"
+        requirement = f"anemoi-gt[{extra}]" if extra else "anemoi-gt"
+        yield package, _version_of(package) if find_spec(module) else f"missing: pip install '{requirement}'"
 
 
 def devices() -> Iterator[tuple[str, str]]:
-    """Yield the devices on which PyTorch can compute."""
+    """Yield the devices that PyTorch can use."""
     yield "cpu", f"{os.cpu_count()} cores, {torch.get_num_threads()} threads"
     for device in _gpus():
         properties = torch.cuda.get_device_properties(device)
@@ -62,7 +62,7 @@ def devices() -> Iterator[tuple[str, str]]:
 
 
 def backends() -> Iterator[tuple[str, str]]:
-    """Yield for each device and backend whether it would run there, or why not, and which one `auto` takes."""
+    """Yield for each device and backend whether it runs there or why not, and which one `auto` takes."""
     for device in (torch.device("cpu"), *_gpus()):
         query = torch.empty(1, 1, 1, 16, device=device)
         chosen = choose_backend("auto", query)

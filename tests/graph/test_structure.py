@@ -1,3 +1,5 @@
+"""GraphStructure: its construction from every input, its values, and how it travels through PyTorch."""
+
 import io
 from dataclasses import replace
 
@@ -6,12 +8,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.graphs import GRAPHS
+from support.refusals import raises, refused
 from torch._dynamo.testing import CompileCounter
+from torch.utils import _pytree as pytree
 from torch_geometric import EdgeIndex
 
-from anemoi_gt import GraphStructure
+from anemoi_gt import AttentionConfig, GraphStructure, edge_attention
 
 EXAMPLE = torch.tensor([[2, 0, 2, 1], [0, 2, 2, 0]])
+GRAPH = GraphStructure.from_edge_index(EXAMPLE, (3, 3))
 
 
 @pytest.fixture(params=GRAPHS)
@@ -28,20 +33,35 @@ def same(left, right):
     return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
 
 
+def from_coo(edge_index, sizes):
+    return GraphStructure.from_edge_index(torch.as_tensor(edge_index), sizes)
+
+
+def from_csc(colptr, row, num_src=1):
+    return GraphStructure.from_csc(*(torch.as_tensor(index, dtype=torch.int64) for index in (colptr, row)), num_src)
+
+
+def from_matrix(matrix):
+    return GraphStructure.from_adj_t(matrix)
+
+
+def changed(graph=GRAPH, **fields):
+    return GraphStructure.from_state(graph.state_dict() | fields)
+
+
+def ints(*values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
 def test_worked_example_of_the_docstring_holds():
-    graph = GraphStructure.from_edge_index(EXAMPLE, (3, 3)).with_reverse()
-    expected = {
-        "perm": [0, 3, 1, 2],
-        "row": [2, 1, 0, 2],
-        "colptr": [0, 2, 2, 4],
-        "rowptr": [0, 1, 2, 4],
-        "col": [2, 0, 0, 2],
-        "csr_to_csc": [2, 1, 0, 3],
-    }
-    assert {name: getattr(graph, name).tolist() for name in expected} == expected
+    graph = GRAPH.with_reverse()
+    csc = [graph.perm.tolist(), graph.row.tolist(), graph.colptr.tolist()]
+    assert csc == [[0, 3, 1, 2], [2, 1, 0, 2], [0, 2, 2, 4]]
+    csr = [graph.rowptr.tolist(), graph.col.tolist(), graph.csr_to_csc.tolist()]
+    assert csr == [[0, 1, 2, 4], [2, 0, 0, 2], [2, 1, 0, 3]]
 
 
-def test_both_sides_hold_the_callers_edges(named):
+def test_csc_and_csr_hold_the_callers_edges(named):
     edge_index, sizes = named
     graph = GraphStructure.from_edge_index(edge_index, sizes).with_reverse().validate()
     assert torch.equal(graph.edge_index(), edge_index)
@@ -50,18 +70,14 @@ def test_both_sides_hold_the_callers_edges(named):
     assert (graph.num_src, graph.num_dst, graph.num_edges) == (*sizes, edge_index.shape[1])
 
 
-def test_order_inside_a_destination_is_the_callers(named):
-    edge_index, sizes = named
-    graph = GraphStructure.from_edge_index(edge_index, sizes)
-    order = graph.edge_order()
-    same_destination = graph.dst[1:] == graph.dst[:-1]
+def test_order_within_a_destination_is_the_callers(named):
+    graph = GraphStructure.from_edge_index(*named)
+    order, same_destination = graph.edge_order(), graph.dst[1:] == graph.dst[:-1]
     assert bool((order[1:] > order[:-1])[same_destination].all())
 
 
 def test_unchecked_conversion_gives_the_checked_structure(named):
-    edge_index, sizes = named
-    checked = GraphStructure.from_edge_index(edge_index, sizes)
-    unchecked = GraphStructure.from_edge_index(edge_index, sizes, validate=False)
+    checked, unchecked = (GraphStructure.from_edge_index(*named, validate=validate) for validate in (True, False))
     assert torch.equal(unchecked.edge_order(), checked.edge_order())
     assert torch.equal(unchecked.colptr, checked.colptr) and torch.equal(unchecked.row, checked.row)
 
@@ -71,26 +87,21 @@ def test_sorted_edges_need_no_permutation():
     assert GraphStructure.from_edge_index(*GRAPHS["shuffled"]).perm is not None
 
 
-def test_indices_are_32_bit_when_sizes_allow_and_64_bit_when_not():
-    assert GraphStructure.from_edge_index(EXAMPLE, (3, 3)).row.dtype == torch.int32
-    wide = GraphStructure.from_edge_index(EXAMPLE, (2**31, 3))
-    assert wide.row.dtype == wide.colptr.dtype == torch.int64
-    assert GraphStructure.from_edge_index(EXAMPLE, (2**31 - 1, 3)).row.dtype == torch.int32
+@pytest.mark.parametrize(("num_src", "dtype"), [(3, torch.int32), (2**31 - 1, torch.int32), (2**31, torch.int64)])
+def test_indices_are_32_bit_when_sizes_allow_and_64_bit_when_not(num_src, dtype):
+    graph = GraphStructure.from_edge_index(EXAMPLE, (num_src, 3))
+    assert graph.row.dtype == graph.colptr.dtype == dtype
 
 
-def test_csc_input_gives_the_structure_of_its_edges():
-    coo = GraphStructure.from_edge_index(*GRAPHS["sorted"])
-    assert same(GraphStructure.from_csc(coo.colptr.long(), coo.row.long(), coo.num_src), coo)
-
-
-def test_csc_input_keeps_the_callers_permutation():
-    coo = GraphStructure.from_edge_index(*GRAPHS["shuffled"])
-    assert same(GraphStructure.from_csc(coo.colptr, coo.row, coo.num_src, coo.perm), coo)
+@pytest.mark.parametrize("name", ["sorted", "shuffled"])
+def test_csc_input_gives_the_structure_of_its_edges(name):
+    coo = GraphStructure.from_edge_index(*GRAPHS[name])
+    assert same(GraphStructure.from_csc(coo.colptr.long(), coo.row.long(), coo.num_src, coo.perm), coo)
 
 
 @pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc])
 def test_sparse_adjacency_rows_are_destinations(layout):
-    coo = GraphStructure.from_edge_index(torch.tensor([[2, 0, 1, 2], [0, 1, 1, 1]]), (3, 4))
+    coo = from_coo([[2, 0, 1, 2], [0, 1, 1, 1]], (3, 4))
     src, dst = coo.edge_index()
     adj_t = torch.sparse_coo_tensor(torch.stack([dst, src]), torch.ones(4), (4, 3))
     graph = GraphStructure.from_adj_t(adj_t.to_sparse(layout=layout) if layout != torch.sparse_coo else adj_t)
@@ -98,7 +109,7 @@ def test_sparse_adjacency_rows_are_destinations(layout):
     assert edge_set(graph.edge_index()) == edge_set(coo.edge_index())
 
 
-def test_sparse_tensor_is_known_by_its_methods():
+def test_sparse_tensor_is_recognised_by_its_methods():
     class SparseTensorLike:
         def sparse_sizes(self):
             return (3, 4)
@@ -114,76 +125,42 @@ def test_sparse_tensor_is_known_by_its_methods():
     assert (graph.num_src, graph.num_dst) == (4, 3)
 
 
-def test_strided_tensor_is_not_an_adjacency():
-    with pytest.raises(ValueError, match="sparse COO, CSR or CSC layout"):
-        GraphStructure.from_adj_t(torch.ones(2, 2))
-
-
-@pytest.mark.parametrize(
-    ("matrix", "got"),
-    [
-        (torch.ones(3).to_sparse(), r"got shape \(3,\) with 1 sparse"),
-        (torch.ones(2, 2, 2).to_sparse(), r"got shape \(2, 2, 2\) with 3 sparse"),
-        (torch.ones(2, 3).to_sparse(1), r"got shape \(2, 3\) with 1 sparse and 1 dense"),
-        (torch.ones(2, 3, 3).to_sparse_csc(), r"got shape \(2, 3, 3\) with 2 sparse"),
-    ],
-    ids=["vector", "three dimensions", "rows", "batch"],
-)
-def test_a_sparse_tensor_that_is_no_matrix_is_no_adjacency(matrix, got):
-    with pytest.raises(ValueError, match=r"adj_t must have two sparse dimensions \[N_dst, N_src\].*" + got):
-        GraphStructure.from_adj_t(matrix)
-
-
-def test_edge_index_object_brings_its_sizes():
-    edge_index = EdgeIndex(EXAMPLE, sparse_size=(3, 4))
-    graph = GraphStructure.from_edge_index(edge_index)
-    assert (graph.num_src, graph.num_dst) == (3, 4)
+def test_edge_index_object_provides_its_sizes():
+    graph = GraphStructure.from_edge_index(EdgeIndex(EXAMPLE, sparse_size=(3, 4)))
     assert same(graph, GraphStructure.from_edge_index(EXAMPLE, (3, 4)))
     assert type(graph.row) is torch.Tensor
 
 
-def test_sizes_that_contradict_an_edge_index_object_raise():
-    with pytest.raises(ValueError, match="num_dst must be 4, which the EdgeIndex holds, got 3"):
-        GraphStructure.from_edge_index(EdgeIndex(EXAMPLE, sparse_size=(3, 4)), (3, 3))
-
-
-def test_sizes_are_never_guessed():
-    with pytest.raises(ValueError, match=r"num_nodes must be given as \(num_src, num_dst\)"):
-        GraphStructure.from_edge_index(EXAMPLE)
-
-
-def test_disjoint_places_graphs_side_by_side():
+def test_disjoint_concatenates_graphs():
     first, second = GRAPHS["shuffled"], GRAPHS["many_to_few"]
     graph = GraphStructure.disjoint([GraphStructure.from_edge_index(*first), GraphStructure.from_edge_index(*second)])
     shift = torch.tensor(first[1])[:, None]
-    expected = torch.cat([first[0], second[0] + shift], dim=1)
-    assert torch.equal(graph.validate().edge_index(), expected)
+    assert torch.equal(graph.validate().edge_index(), torch.cat([first[0], second[0] + shift], dim=1))
     assert (graph.num_src, graph.num_dst) == tuple(a + b for a, b in zip(first[1], second[1], strict=True))
 
 
-def test_disjoint_keeps_the_program_order_of_each_graph():
-    plain, ordered = (GraphStructure.from_edge_index(EXAMPLE, (3, 3)) for _ in range(2))
-    ordered = replace(ordered, dst_schedule=torch.tensor([2, 0, 1], dtype=torch.int32))
-    joined = GraphStructure.disjoint([ordered, plain, ordered]).validate()
-    assert joined.dst_schedule.tolist() == [2, 0, 1, 3, 4, 5, 8, 6, 7]
-    assert GraphStructure.disjoint([plain, plain]).dst_schedule is None
+def test_disjoint_keeps_the_schedule_of_each_graph():
+    scheduled = replace(GRAPH, dst_schedule=ints(2, 0, 1))
+    both = GraphStructure.disjoint([scheduled, GRAPH, scheduled]).validate()
+    assert both.dst_schedule.tolist() == [2, 0, 1, 3, 4, 5, 8, 6, 7]
+    assert GraphStructure.disjoint([GRAPH, GRAPH]).dst_schedule is None
 
 
-def test_disjoint_of_no_graph_raises():
-    with pytest.raises(ValueError, match="at least one graph"):
-        GraphStructure.disjoint([])
+def test_disjoint_keeps_a_shared_in_degree():
+    three, one = (GraphStructure.from_edge_index(*GRAPHS[name]) for name in ("nearest", "one_each"))
+    assert GraphStructure.disjoint([three, three]).fixed_in_degree.shape == (3, 0)
+    assert GraphStructure.disjoint([three, one]).fixed_in_degree is None
 
 
 def test_methods_return_new_values_and_nothing_can_be_set():
-    graph = GraphStructure.from_edge_index(EXAMPLE, (3, 3))
-    reverse = graph.with_reverse()
-    assert graph.rowptr is None and reverse.has_reverse and reverse.with_reverse() is reverse
+    reverse = GRAPH.with_reverse()
+    assert GRAPH.rowptr is None and reverse.has_reverse and reverse.with_reverse() is reverse
     with pytest.raises(AttributeError):
-        graph.row = reverse.row
+        GRAPH.row = reverse.row
 
 
 def test_saved_structure_loads_with_safe_defaults():
-    graph = GraphStructure.from_edge_index(EXAMPLE, (3, 3)).with_reverse().with_dst_schedule()
+    graph = GRAPH.with_reverse().with_dst_schedule()
     for saved, restore in ((graph, lambda loaded: loaded), (graph.state_dict(), GraphStructure.from_state)):
         file = io.BytesIO()
         torch.save(saved, file)
@@ -191,117 +168,128 @@ def test_saved_structure_loads_with_safe_defaults():
         assert same(restore(torch.load(file)), graph)
 
 
-def test_unknown_state_raises():
-    with pytest.raises(ValueError, match="fields of a GraphStructure, got also \\['rows'\\]"):
-        GraphStructure.from_state({"rows": torch.zeros(1)})
+def test_repr_is_one_line():
+    assert repr(GRAPH) == "GraphStructure(num_src=3, num_dst=3, num_edges=4, reverse=False, int32, cpu)"
+    nearest = repr(GraphStructure.from_edge_index(*GRAPHS["nearest"]).with_reverse())
+    assert "reverse=True, fixed_in_degree=3, int32" in nearest
 
 
-def test_program_order_puts_neighbours_together():
+def test_schedule_puts_neighbours_together():
     side = 16
     grid = torch.cartesian_prod(torch.arange(side), torch.arange(side))
-    shuffle = torch.randperm(side * side, generator=torch.Generator().manual_seed(0))
-    positions = grid[shuffle].double()
+    positions = grid[torch.randperm(side * side, generator=torch.Generator().manual_seed(0))].double()
     near = torch.cdist(positions, positions) < 1.1
     graph = GraphStructure.from_edge_index(near.nonzero().T, side * side)
-    for ordered in (graph.with_dst_schedule(positions), graph.with_dst_schedule()):
-        order = ordered.validate().dst_schedule.long()
+    for scheduled in (graph.with_dst_schedule(positions), graph.with_dst_schedule()):
+        order = scheduled.validate().dst_schedule.long()
         jump = (positions[order[1:]] - positions[order[:-1]]).norm(dim=1).mean()
         assert jump < 2.0, f"mean distance of successive destinations is {jump:.2f} cells; at random it is about 8"
 
 
-def test_program_order_covers_nodes_that_no_path_joins():
+def test_schedule_covers_disconnected_nodes():
     graph = GraphStructure.from_edge_index(*GRAPHS["isolated"]).with_dst_schedule()
     assert sorted(graph.dst_schedule.tolist()) == list(range(6))
 
 
-@pytest.mark.parametrize("shape", [(2, 2), (3,), (3, 4)])
-def test_positions_of_a_wrong_shape_raise(shape):
-    with pytest.raises(ValueError, match=r"positions must have shape \[3, 1 to 3\]"):
-        GraphStructure.from_edge_index(EXAMPLE, (3, 3)).with_dst_schedule(torch.zeros(shape))
+@pytest.mark.parametrize(("name", "degree"), [("nearest", 3), ("one_each", 1), ("shuffled", None), ("no_edges", None)])
+def test_fixed_in_degree_is_detected_where_values_are_checked(name, degree):
+    edge_index, sizes = GRAPHS[name]
+    graph = GraphStructure.from_edge_index(edge_index, sizes)
+    again = GraphStructure.from_csc(graph.colptr, graph.row, graph.num_src)
+    found = [None if each.fixed_in_degree is None else each.fixed_in_degree.shape[0] for each in (graph, again)]
+    assert found == [degree, degree]
+    assert GraphStructure.from_edge_index(edge_index, sizes, validate=False).fixed_in_degree is None
 
 
-@pytest.mark.parametrize(
-    ("edge_index", "sizes", "message"),
+def sparse(*shape, dims=None):
+    return torch.ones(*shape).to_sparse(dims) if dims else torch.ones(*shape).to_sparse()
+
+
+NEAREST = GraphStructure.from_edge_index(*GRAPHS["nearest"])
+ADJACENCY = r"adj_t must have two sparse dimensions \[N_dst, N_src\].*got shape "
+CSC_ENDS = "colptr must start at 0 and end at the number of edges 3, got "
+
+
+@refused(
     [
-        (torch.zeros(4, dtype=torch.int64), (1, 1), r"shape \[2, E\]"),
-        (torch.zeros(3, 4, dtype=torch.int64), (1, 1), r"shape \[2, E\].*got \(3, 4\)"),
-        (torch.zeros(2, 4), (1, 1), "dtype int32 or int64, got torch.float32"),
-        (torch.tensor([[0, 3], [0, 0]]), (3, 3), r"source .*0 .. 2.*got values from 0 to 3"),
-        (torch.tensor([[0, -1], [0, 0]]), (3, 3), "source .*got values from -1 to 0"),
-        (torch.tensor([[0, 1], [0, 2]]), (3, 2), "destination .*got values from 0 to 2"),
-        (EXAMPLE, (3, -1), "num_dst must be a number of nodes >= 0, got -1"),
-        (EXAMPLE, (3, 3.0), "num_dst must be a number of nodes >= 0, got 3.0"),
-        (EXAMPLE, (3, 3, 3), r"num_nodes must be \(num_src, num_dst\)"),
-    ],
+        (lambda: from_coo(torch.zeros(4).long(), (1, 1)), r"shape \[2, E\].*got \(4,\)"),
+        (lambda: from_coo(torch.zeros(3, 4).long(), (1, 1)), r"shape \[2, E\].*got \(3, 4\)"),
+        (lambda: from_coo(torch.zeros(2, 4), (1, 1)), "dtype int32 or int64, got torch.float32"),
+        (lambda: from_coo([[0, 3], [0, 0]], (3, 3)), r"source .*0 .. 2.*got values from 0 to 3"),
+        (lambda: from_coo([[0, -1], [0, 0]], (3, 3)), "source .*got values from -1 to 0"),
+        (lambda: from_coo([[0, 1], [0, 2]], (3, 2)), "destination .*got values from 0 to 2"),
+        (lambda: from_coo(EXAMPLE, (3, -1)), "num_dst must be a number of nodes >= 0, got -1"),
+        (lambda: from_coo(EXAMPLE, (3, 3.0)), "num_dst must be a number of nodes >= 0, got 3.0"),
+        (lambda: from_coo(EXAMPLE, (3, 3, 3)), r"num_nodes must be \(num_src, num_dst\)"),
+        (
+            lambda: from_coo(EXAMPLE, None),
+            r"num_nodes must be \(num_src, num_dst\), got None and an edge_index without",
+        ),
+        (
+            lambda: GraphStructure.from_edge_index(EdgeIndex(EXAMPLE, sparse_size=(3, 4)), (3, 3)),
+            "num_dst must be 4, the size of the EdgeIndex, got 3",
+        ),
+        (lambda: from_csc([0, 2, 1, 3], [0, 0, 0]), "colptr must not decrease, got 2, 1 at position 1"),
+        (lambda: from_csc([1, 2, 3], [0, 0, 0]), CSC_ENDS + "1 and 3"),
+        (lambda: from_csc([0, 2], [0, 0, 0]), CSC_ENDS + "0 and 2"),
+        (lambda: from_csc([0, 3], [0, 1, 0]), "row must hold values in 0 .. 0"),
+        (lambda: from_csc([0, 3], [0, -1, 0]), "got values from -1 to 0"),
+        (lambda: from_csc([], []), "colptr must have num_dst"),
+        (lambda: from_csc([0, 1], [[0]]), "row must be one-dimensional"),
+        (
+            lambda: GraphStructure.from_csc(torch.tensor([0.0, 1.0]), torch.tensor([0]), 1),
+            "colptr must have dtype torch.int32 or torch.int64, got torch.float32",
+        ),
+        (
+            lambda: GraphStructure.from_csc(torch.tensor([0, 1]), torch.tensor([0], device="meta"), 1),
+            "one device, got row on meta and others on cpu",
+        ),
+        (lambda: from_matrix(torch.ones(2, 2)), "sparse COO, CSR or CSC layout"),
+        (lambda: from_matrix(sparse(3)), ADJACENCY + r"\(3,\) with 1 sparse"),
+        (lambda: from_matrix(sparse(2, 2, 2)), ADJACENCY + r"\(2, 2, 2\) with 3 sparse"),
+        (lambda: from_matrix(sparse(2, 3, dims=1)), ADJACENCY + r"\(2, 3\) with 1 sparse and 1 dense"),
+        (lambda: from_matrix(torch.ones(2, 3, 3).to_sparse_csc()), ADJACENCY + r"\(2, 3, 3\) with 2 sparse"),
+        (lambda: GraphStructure.disjoint([]), "at least one graph"),
+        (lambda: GraphStructure.disjoint([GRAPH, GRAPH.to("meta")]), "graphs must be on one device"),
+        (
+            lambda: GraphStructure.disjoint([changed(global_edge_id=torch.arange(4))]),
+            "graphs must be whole, got one with global_edge_id",
+        ),
+        (lambda: GRAPH.with_dst_schedule(torch.zeros(2, 2)), r"positions must have shape \[3, 1 to 3\]"),
+        (lambda: GRAPH.with_dst_schedule(torch.zeros(3)), r"positions must have shape \[3, 1 to 3\]"),
+        (lambda: GRAPH.with_dst_schedule(torch.zeros(3, 4)), r"positions must have shape \[3, 1 to 3\]"),
+        (lambda: GraphStructure.from_state({"rows": EXAMPLE}), r"only fields of a GraphStructure, got also \['rows'\]"),
+        (lambda: changed(perm=ints(0, 0, 0)), "perm must have 4 entries, got 3"),
+        (lambda: changed(perm=torch.zeros(4).long()), "perm must have dtype torch.int32, got torch.int64"),
+        (lambda: changed(rowptr=ints(0, 0, 0, 0)), "rowptr, col, csr_to_csc must come together"),
+        (lambda: changed(sources=torch.zeros(3, 1)), r"sources must have shape \[num_src, 0\]"),
+        (
+            lambda: changed(perm=ints(0, 0, 1, 2)).validate(),
+            "perm must be a permutation of 0 .. 3, got 1 values missing",
+        ),
+        (
+            lambda: changed(GRAPH.with_reverse(), col=GRAPH.with_reverse().col.roll(1)).validate(),
+            "rowptr, col must hold the edges of colptr, row",
+        ),
+        (
+            lambda: replace(NEAREST, fixed_in_degree=torch.empty(2, 0)),
+            r"K \* 13 destinations = 39 edges, got K = 2",
+        ),
+        (lambda: replace(NEAREST, fixed_in_degree=torch.empty(3)), r"degree must be a tensor \[K, 0\].*got \(3,\)"),
+        (lambda: replace(NEAREST, fixed_in_degree=3), r"degree must be a tensor \[K, 0\].*got int"),
+        (
+            lambda: replace(from_coo([[0, 1, 0, 1], [0, 0, 0, 1]], 2), fixed_in_degree=torch.empty(2, 0)).validate(),
+            "fixed_in_degree must be the in-degree of every destination, got 2 .*leave it out",
+        ),
+    ]
 )
-def test_bad_edge_index_is_named(edge_index, sizes, message):
-    with pytest.raises(ValueError, match=message):
-        GraphStructure.from_edge_index(edge_index, sizes)
-
-
-@pytest.mark.parametrize(
-    ("colptr", "row", "num_src", "message"),
-    [
-        ([0, 2, 1, 3], [0, 0, 0], 1, "colptr must not decrease, got 2, 1 at position 1"),
-        ([1, 2, 3], [0, 0, 0], 1, "colptr must start at 0 and end at the number of edges 3, got 1 and 3"),
-        ([0, 2], [0, 0, 0], 1, "colptr must start at 0 and end at the number of edges 3, got 0 and 2"),
-        ([0, 3], [0, 1, 0], 1, "row must hold values in 0 .. 0"),
-        ([0, 3], [0, -1, 0], 1, "got values from -1 to 0"),
-        ([], [], 1, "colptr must have num_dst"),
-    ],
-)
-def test_bad_csc_is_named(colptr, row, num_src, message):
-    with pytest.raises(ValueError, match=message):
-        GraphStructure.from_csc(torch.tensor(colptr, dtype=torch.int64), torch.tensor(row, dtype=torch.int64), num_src)
-
-
-def test_wrong_rank_and_dtype_of_csc_are_named():
-    with pytest.raises(ValueError, match="row must be one-dimensional"):
-        GraphStructure.from_csc(torch.tensor([0, 1]), torch.tensor([[0]]), 1)
-    with pytest.raises(ValueError, match="colptr must have dtype torch.int32 or torch.int64, got torch.float32"):
-        GraphStructure.from_csc(torch.tensor([0.0, 1.0]), torch.tensor([0]), 1)
-
-
-def test_tensors_on_two_devices_raise():
-    with pytest.raises(ValueError, match="one device, got row on meta and others on cpu"):
-        GraphStructure.from_csc(torch.tensor([0, 1]), torch.tensor([0], device="meta"), 1)
-    graph = GraphStructure.from_edge_index(EXAMPLE, (3, 3))
-    with pytest.raises(ValueError, match="graphs must be on one device"):
-        GraphStructure.disjoint([graph, graph.to("meta")])
-
-
-def test_validate_finds_two_sides_that_differ():
-    graph = GraphStructure.from_edge_index(EXAMPLE, (3, 3)).with_reverse()
-    state = graph.state_dict() | {"col": graph.col.roll(1)}
-    with pytest.raises(ValueError, match="rowptr, col must hold the edges of colptr, row"):
-        GraphStructure.from_state(state).validate()
-
-
-def test_validate_finds_a_permutation_that_repeats():
-    state = GraphStructure.from_edge_index(EXAMPLE, (3, 3)).state_dict()
-    state["perm"] = torch.tensor([0, 0, 1, 2], dtype=torch.int32)
-    with pytest.raises(ValueError, match="perm must be a permutation of 0 .. 3, got 1 values missing"):
-        GraphStructure.from_state(state).validate()
-
-
-@pytest.mark.parametrize(
-    ("field", "tensor", "message"),
-    [
-        ("perm", torch.zeros(3, dtype=torch.int32), "perm must have 4 entries, got 3"),
-        ("perm", torch.zeros(4, dtype=torch.int64), "perm must have dtype torch.int32, got torch.int64"),
-        ("rowptr", torch.zeros(4, dtype=torch.int32), "rowptr, col and csr_to_csc come together"),
-        ("sources", torch.zeros(3, 1), r"sources must have shape \[num_src, 0\]"),
-    ],
-)
-def test_fields_that_do_not_fit_together_raise(field, tensor, message):
-    state = GraphStructure.from_edge_index(EXAMPLE, (3, 3)).state_dict()
-    with pytest.raises(ValueError, match=message):
-        GraphStructure.from_state(state | {field: tensor})
+def test_wrong_structures_are_refused_with_the_reason(call, message):
+    raises(call, message)
 
 
 @settings(max_examples=50, deadline=None)
 @given(st.data())
-def test_any_edge_list_comes_back(data):
+def test_any_edge_list_round_trips(data):
     sizes = data.draw(st.tuples(st.integers(1, 6), st.integers(1, 6)))
     pairs = data.draw(st.lists(st.tuples(st.integers(0, sizes[0] - 1), st.integers(0, sizes[1] - 1)), max_size=20))
     edge_index = torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2).T
@@ -324,37 +312,47 @@ def test_construction_and_use_compile_without_recompilation():
     assert counter.frame_count == 1
 
 
-@pytest.mark.parametrize(("name", "degree"), [("nearest", 3), ("one_each", 1), ("shuffled", None), ("no_edges", None)])
-def test_a_degree_that_all_destinations_share_is_found_where_values_are_checked(name, degree):
-    edge_index, sizes = GRAPHS[name]
-    graph = GraphStructure.from_edge_index(edge_index, sizes)
-    again = GraphStructure.from_csc(graph.colptr, graph.row, graph.num_src)
-    found = [None if each.fixed_in_degree is None else each.fixed_in_degree.shape[0] for each in (graph, again)]
-    assert found == [degree, degree]
-    assert GraphStructure.from_edge_index(edge_index, sizes, validate=False).fixed_in_degree is None
+class Attend(torch.nn.Module):
+    """Attention among nodes whose graph is an input."""
+
+    def forward(self, x, graph):
+        return edge_attention(x, x, x, graph, config=AttentionConfig("torch"))[0] + graph.num_src
 
 
-def test_graphs_side_by_side_keep_a_degree_that_they_share():
-    three, one = (GraphStructure.from_edge_index(*GRAPHS[name]) for name in ("nearest", "one_each"))
-    assert GraphStructure.disjoint([three, three]).fixed_in_degree.shape == (3, 0)
-    assert GraphStructure.disjoint([three, one]).fixed_in_degree is None
+def draw_graph(nodes, edges):
+    edge_index = torch.randint(nodes, (2, edges), generator=torch.Generator().manual_seed(edges))
+    graph = GraphStructure.from_edge_index(edge_index, nodes).with_reverse()
+    return torch.linspace(0, 1, nodes * 8).view(nodes, 2, 4), graph
 
 
-@pytest.mark.parametrize(
-    ("degree", "message"),
-    [
-        (torch.empty(2, 0), r"K \* 13 destinations = 39 edges, got K = 2"),
-        (torch.empty(3), r"degree must be a tensor \[K, 0\].*got \(3,\)"),
-        (3, r"degree must be a tensor \[K, 0\].*got int"),
-    ],
-)
-def test_a_degree_of_other_edges_is_refused(degree, message):
-    graph = GraphStructure.from_edge_index(*GRAPHS["nearest"])
-    with pytest.raises(ValueError, match=message):
-        replace(graph, fixed_in_degree=degree)
+@pytest.mark.parametrize("graph", [GRAPH, GRAPH.with_reverse().with_dst_schedule(), NEAREST], ids=repr)
+def test_a_pytree_of_its_tensors_round_trips(graph):
+    leaves, spec = pytree.tree_flatten(graph)
+    assert len(leaves) == len(graph.state_dict())
+    assert same(pytree.tree_unflatten(leaves, pytree.treespec_loads(pytree.treespec_dumps(spec))), graph)
+    paths = [pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(graph)[0]]
+    assert paths == [f"['{name}']" for name in graph.state_dict()]
+    assert pytree.tree_map(lambda tensor: tensor.to("meta"), [graph])[0].device.type == "meta"
+    assert "'row': 1" in repr(pytree.tree_map(torch.Tensor.dim, graph))
 
 
-def test_a_degree_that_only_the_mean_has_is_refused_by_validate():
-    graph = GraphStructure.from_edge_index(torch.tensor([[0, 1, 0, 1], [0, 0, 0, 1]]), (2, 2))
-    with pytest.raises(ValueError, match="degree says that every destination has 2 in-edges.*leave it out"):
-        replace(graph, fixed_in_degree=torch.empty(2, 0)).validate()
+def test_a_graph_is_an_input_of_a_compiled_function():
+    torch._dynamo.reset()
+    attend, counter = Attend(), CompileCounter()
+    options = {"fullgraph": True, "dynamic": True, "backend": counter}
+    step = torch.compile(lambda x, graph: attend(x, pytree.tree_map(torch.clone, graph)), **options)
+    for sizes in ((5, 9), (7, 20)):
+        torch.testing.assert_close(step(*draw_graph(*sizes)), attend(*draw_graph(*sizes)))
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("dim", [torch.export.Dim.DYNAMIC, torch.export.Dim.AUTO], ids=["dynamic", "auto"])
+def test_a_graph_is_an_input_of_an_exported_program(dim):
+    attend, (x, graph) = Attend(), draw_graph(5, 9)
+    sizes = [{0: dim} for _ in graph.state_dict()]
+    program = torch.export.export(attend, (x, graph), dynamic_shapes={"x": {0: dim}, "graph": sizes})
+    file = io.BytesIO()
+    torch.export.save(program, file)
+    file.seek(0)
+    for loaded in (program, torch.export.load(file)):
+        torch.testing.assert_close(loaded.module()(*draw_graph(7, 20)), attend(*draw_graph(7, 20)))

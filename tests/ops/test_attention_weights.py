@@ -1,4 +1,4 @@
-"""Attention weights are float32 whatever autocast is on."""
+"""Attention weights for inspection."""
 
 import pytest
 import torch
@@ -6,17 +6,42 @@ from support.graphs import GRAPHS
 from support.oracle import make_problem
 from support.run import structure
 
-from anemoi_gt import attention_weights
+from anemoi_gt import AttentionConfig, attention_weights, edge_attention
+
+GRAPH = structure(GRAPHS["shuffled"])
+F64 = {"rtol": 1e-12, "atol": 1e-12}
+
+
+def weights(problem):
+    edges = {name: operand for name, operand in problem.operands().items() if name.startswith("edge")}
+    return attention_weights(problem.query, problem.key, GRAPH, **edges)
+
+
+@pytest.mark.parametrize("form", ["raw", "embedded", "none"])
+def test_they_reproduce_the_output_in_the_callers_edge_order(form):
+    problem = make_problem(GRAPHS["shuffled"], 3, 4, 5, form, torch.float64)
+    src, dst = problem.edge_index
+    value = problem.value[src]
+    if form == "raw":
+        value = value + (problem.edge_attr @ problem.edge_weight.T + problem.edge_bias).view_as(value)
+    elif form == "embedded":
+        value = value + problem.edge_attr
+    out = torch.zeros_like(problem.query).index_add(0, dst, weights(problem)[..., None] * value)
+    expected, _ = edge_attention(**problem.operands(), graph=GRAPH, config=AttentionConfig("torch"))
+    torch.testing.assert_close(out, expected, **F64)
+
+
+def test_those_of_a_batch_equal_those_of_its_elements():
+    problem = make_problem(GRAPHS["shuffled"], 3, 4, 5, dtype=torch.float64)
+    query, key = torch.stack([problem.query, -problem.query]), torch.stack([problem.key, problem.key * 2])
+    edges = (GRAPH, problem.edge_attr, problem.edge_weight)
+    expected = torch.stack([attention_weights(query[b], key[b], *edges) for b in range(2)])
+    torch.testing.assert_close(attention_weights(query, key, *edges), expected, **F64)
 
 
 @pytest.mark.parametrize("form", ["raw", "embedded"])
-def test_autocast_rounds_the_operands_and_nothing_after_them(form):
-    problem, graph = make_problem(GRAPHS["shuffled"], 3, 4, 5, form), structure(GRAPHS["shuffled"])
-
-    def weights(problem):
-        edges = {name: operand for name, operand in problem.operands().items() if name.startswith("edge")}
-        return attention_weights(problem.query, problem.key, graph, **edges)
-
+def test_autocast_rounds_only_the_operands(form):
+    problem = make_problem(GRAPHS["shuffled"], 3, 4, 5, form)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         p = weights(problem)
     assert p.dtype == torch.float32

@@ -1,1 +1,1 @@
-"""What tests share: named graphs, a float64 oracle and the accuracy criterion."""
+"""Helpers of the tests: named graphs, a float64 oracle and the accuracy criterion."""

@@ -1,4 +1,4 @@
-"""The accuracy criterion: judged against a float64 oracle by what plain PyTorch loses in the same dtype.
+"""The accuracy criterion: errors against a float64 oracle, relative to those of plain PyTorch in the same dtype.
 
 Over a corpus the RMS error is at most 2x (forward) or 3x (gradients) that of plain PyTorch. In a single case it is at most
 that plus 16 eps times the RMS of the same expression on absolute values.
@@ -19,7 +19,9 @@ def _rms(tensor):
 
 def _errors(result, exact):
     finite = torch.isfinite(exact)
-    assert torch.equal(torch.isneginf(result), torch.isneginf(exact)), "-inf must stand exactly where no edge arrives"
+    assert torch.equal(torch.isneginf(result), torch.isneginf(exact)), (
+        "lse must be -inf exactly where there is no in-edge"
+    )
     return (result.double() - exact)[finite]
 
 
@@ -30,7 +32,7 @@ def assert_accurate(result, problem, dtype):
 
 
 def assert_within(result, exact, baseline, size, dtype):
-    """The same with what `result` is judged by: the exact values, plain PyTorch's, and the size of what is summed."""
+    """Assert the same with given exact values, plain PyTorch's values, and the size of the summands."""
     __tracebackhide__ = True
     assert set(result) == set(exact), f"results must be {sorted(exact)}, got {sorted(result)}"
     for name in exact:
@@ -42,7 +44,7 @@ def assert_within(result, exact, baseline, size, dtype):
 
 
 class Corpus:
-    """Squared errors of many cases, ours and plain PyTorch's, and squares of the exact values, judged together."""
+    """Squared errors of many cases, ours and plain PyTorch's, and squares of the exact values."""
 
     def __init__(self):
         self.ours, self.plain, self.exact = {}, {}, {}
@@ -52,7 +54,7 @@ class Corpus:
         self.add_errors(result, oracle(problem), plain(problem))
 
     def add_errors(self, result, exact, baseline):
-        """Add one case by its exact values and plain PyTorch's."""
+        """Add one case with its exact values and plain PyTorch's."""
         for name in exact:
             for sums, tensor in ((self.ours, result[name]), (self.plain, baseline[name])):
                 error = _errors(tensor, exact[name]).double().square().sum().item()

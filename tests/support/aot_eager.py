@@ -1,4 +1,4 @@
-"""Compiled blocks without Inductor, which takes a minute in each process: what was traced runs operator by operator."""
+"""Compiled blocks without Inductor, which takes a minute per process: traced code runs operator by operator."""
 
 from contextlib import contextmanager
 from unittest.mock import patch
@@ -8,7 +8,7 @@ from torch import nn
 
 @contextmanager
 def without_inductor():
-    """Let `nn.Module.compile` take the backend `aot_eager` in the block, which knows none of Inductor's options."""
+    """Have `nn.Module.compile` use the backend `aot_eager`, which has none of Inductor's options."""
     original = nn.Module.compile
 
     def compile_without(module, *, options=None, **arguments):

@@ -1,4 +1,4 @@
-"""Batches: problems on one graph side by side, run as one call and judged one by one."""
+"""Batches: problems on one graph, run in one call and judged separately."""
 
 from dataclasses import replace
 from typing import NamedTuple
@@ -11,7 +11,7 @@ from support.run import attend
 
 
 class Judged(NamedTuple):
-    """What came out, and what it is judged by; each a dict of tensors by name."""
+    """Results and what they are judged by, each a dict of tensors by name."""
 
     result: dict
     exact: dict
@@ -20,9 +20,9 @@ class Judged(NamedTuple):
 
 
 def run_batch(samples, graph, backend, *, dropout_p=0.0, seed=0, arriving=("grad_out", "grad_lse")):
-    """Run the problems of a batch on `graph` in one call, and everything that it is judged by.
+    """Run the problems of a batch on `graph` in one call, and compute what they are judged by.
 
-    Operands that the samples hold in common are passed once. Gradients not named in `arriving` must be zero and are left out.
+    Shared operands are passed once. Upstream gradients not named in `arriving` must be zero and are not passed.
     """
     if dropout_p:
         heads = samples[0].query.shape[1]
@@ -37,24 +37,24 @@ def run_batch(samples, graph, backend, *, dropout_p=0.0, seed=0, arriving=("grad
 
 
 def share(samples, *names):
-    """The samples with the named operands of the first."""
+    """Return the problems with the named operands of the first."""
     return [replace(sample, **{name: getattr(samples[0], name) for name in names}) for sample in samples]
 
 
 def shared_names(samples):
-    """Names of the operands that all samples hold in common, of which the gradients add up."""
+    """Return the names of shared operands, whose gradients are summed."""
     first, *others = samples
     return {name for name in first.operands() if others and getattr(others[0], name) is getattr(first, name)}
 
 
 def stack(samples):
-    """The problem of a batch: what the samples do not share is stacked."""
+    """Return the problem of a batch: operands that are not shared are stacked."""
     names = {*samples[0].operands(), "grad_out", "grad_lse"} - shared_names(samples)
     return replace(samples[0], **{name: torch.stack([getattr(sample, name) for sample in samples]) for name in names})
 
 
 def combine(results, shared):
-    """The answer for a batch from those for its samples."""
+    """Return the result of a batch from those of its elements."""
     if len(results) == 1:
         return results[0]
     summed = {"d" + name for name in shared}

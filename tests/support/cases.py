@@ -1,4 +1,4 @@
-"""Cases of the accuracy matrix: one graph, shape, dtype, form and option each, run and judged.
+"""Cases of the accuracy matrix: graph, shape, dtype, form and option, run and judged.
 
 On a CPU, where the interpreter is slow, the matrix is a pairwise table; on a GPU it is the full product.
 """
@@ -38,7 +38,7 @@ SEED = 5
 
 @dataclass(frozen=True)
 class Case:
-    """One line of the matrix."""
+    """A row of the matrix."""
 
     shape: tuple[int, int]
     edge_dim: int
@@ -54,13 +54,13 @@ class Case:
 
 
 def pairwise_cases():
-    """Every pair of values of two columns, every graph at least twice."""
+    """Return cases with every pair of values of two columns, and every graph at least twice."""
     names = cycle(GRAPHS)
     return [Case(**row, graph=next(names)) for row in pairwise(**COLUMNS)]
 
 
 def full_cases():
-    """Every shape, attribute count, dtype, form and option, with the graphs in turn; every graph in every form and dtype."""
+    """Return every shape, edge_dim, dtype, form and option with graphs in turn; every graph in every form and dtype."""
     names, cases = cycle(GRAPHS), []
     for values in product(*COLUMNS.values()):
         row = dict(zip(COLUMNS, values, strict=True))
@@ -72,7 +72,7 @@ def full_cases():
 
 
 def run(case, backend, device):
-    """Run a case and everything that it is judged by."""
+    """Run a case and compute what it is judged by."""
     graph = structure(edges(case), device)
     if case.option == "dst_schedule":
         graph = graph.with_dst_schedule()
@@ -90,13 +90,13 @@ def judge(case, judged):
 
 
 def edges(case):
-    """The graph of a case: (edge_index, (num_src, num_dst))."""
+    """Return the graph of a case: (edge_index, (num_src, num_dst))."""
     graph = GRAPHS[case.graph]
     return sort_edges(*graph) if case.option == "sorted_by_caller" else graph
 
 
 def problems(case):
-    """The problems of a case, one for each sample of its batch."""
+    """Return the problems of a case, one per element of its batch."""
     scale = LOSS_SCALE if case.dtype == torch.float16 else 1.0
     samples = []
     for seed in range(2 if case.option.startswith("batch") else 1):

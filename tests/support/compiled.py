@@ -1,10 +1,9 @@
-"""What the tests of compiled code share: small layers by name, what goes into them, and the comparison with eager."""
+"""Small layers by name, their inputs, and the comparison of compiled with eager code."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from anemoi_gt import AttentionConfig, GraphStructure
@@ -17,11 +16,11 @@ from anemoi_gt.nn import (
     GraphTransformerProcessorBlock,
     split_destinations,
 )
-from support.differentiate import randomise
+from support.differentiate import differentiate, randomise
 
 CHANNELS, HEADS, DIM = 8, 2, 3
-# Sources, destinations, edges, samples. PyTorch takes sizes that are equal at first for one: these differ from each other, from the
-# lengths of pointers, one more than nodes, and from CHANNELS, HEADS and DIM.
+# Sources, destinations, edges, batch. PyTorch unifies sizes that are equal at first: these differ from each other, from
+# the lengths of pointers (nodes + 1), and from CHANNELS, HEADS and DIM.
 SIZES = ((9, 14, 31, 4), (11, 17, 53, 5), (43, 6, 77, 10))
 
 
@@ -33,21 +32,21 @@ class Sample:
     tensors: dict[str, Tensor] = field(default_factory=dict)
 
     def leaves(self) -> dict[str, Tensor]:
-        """Copies that need gradients."""
+        """Return copies that require gradients."""
         return {name: tensor.detach().clone().requires_grad_() for name, tensor in self.tensors.items()}
 
 
 def make_edges(num_src, num_dst, num_edges):
-    """edge_index [2, E]."""
+    """Return edge_index [2, E]."""
     generator = torch.Generator().manual_seed(num_edges)
     return torch.stack([torch.randint(nodes, (num_edges,), generator=generator) for nodes in (num_src, num_dst)])
 
 
 def make_sample(num_src, num_dst, num_edges, samples, *, square=False, device="cpu"):
-    """A sample whose graph has its source side; `square`: its sources are its destinations."""
+    """Return a sample whose graph has the reverse structure; `square`: its sources are its destinations."""
     num_src = num_dst if square else num_src
     edge_index = make_edges(num_src, num_dst, num_edges)
-    edge_index = edge_index[:, edge_index[1].argsort(stable=True)]  # sorted, so that it can be cut in pieces
+    edge_index = edge_index[:, edge_index[1].argsort(stable=True)]  # sorted, so that it can be split into chunks
     graph = GraphStructure.from_edge_index(edge_index.to(device), (num_src, num_dst)).with_reverse()
     generator = torch.Generator().manual_seed(num_edges)
     shapes = {"src": (samples, num_src, CHANNELS), "dst": (samples, num_dst, CHANNELS), "attr": (num_edges, DIM)}
@@ -81,11 +80,11 @@ LAYERS = {  # name: (maker, call of (layer, graph, tensors))
         ),
         lambda layer, graph, t: layer(t["dst"], graph, t["attr"]),
     ),
-    "forward_mapper_in_pieces": (
+    "forward_mapper_in_chunks": (
         lambda config: GraphTransformerForwardMapper(**MAPPER, config=config),
         lambda layer, graph, t: layer((t["src"], t["dst"]), graph, t["attr"]),
     ),
-    "backward_mapper_in_pieces": (
+    "backward_mapper_in_chunks": (
         lambda config: GraphTransformerBackwardMapper(**MAPPER, out_channels_dst=5, config=config),
         lambda layer, graph, t: layer((t["src"], t["dst"]), graph, t["attr"]),
     ),
@@ -93,34 +92,23 @@ LAYERS = {  # name: (maker, call of (layer, graph, tensors))
 
 
 def make_layer(name, backend="torch", device="cpu", **options):
-    """A layer with all parameters drawn."""
+    """Return a layer with random parameters."""
     torch.manual_seed(0)
     return randomise(LAYERS[name][0](AttentionConfig(backend=backend), **options)).to(device)
 
 
 def sample_for(name, sizes, device="cpu"):
-    """A sample with the graph that a layer takes: that of one set of nodes for processors, pieces for mappers."""
+    """Return a sample with the graph that a layer takes: square for processors, chunks for mappers."""
     sample = make_sample(*sizes, square=name.startswith("processor"), device=device)
-    if name.endswith("pieces"):
+    if name.endswith("chunks"):
         sample.graph = split_destinations(sample.graph, 2)
     return sample
 
 
 def counting(backend="aot_eager"):
-    """A backend of torch.compile that counts what it compiles, as `frame_count`."""
+    """Return a backend of torch.compile that counts compilations in `frame_count`."""
     torch.compiler.reset()
     return CompileCounterWithBackend(backend)
-
-
-def differentiate(module: nn.Module, function: Callable, leaves: dict[str, Tensor]) -> dict[str, Tensor | None]:
-    """Output and gradients of parameters and leaves by name; random numbers drawn are the same in every call."""
-    torch.manual_seed(3)
-    out = function(leaves)
-    out = torch.cat([part.flatten() for part in (out if isinstance(out, tuple) else (out,))])
-    weights = torch.linspace(-1, 2, out.numel(), device=out.device, dtype=out.dtype)
-    wanted = {**dict(module.named_parameters()), **leaves}
-    gradients = torch.autograd.grad((out * weights).sum(), wanted.values(), allow_unused=True)
-    return {"out": out.detach()} | {f"d{name}": grad for name, grad in zip(wanted, gradients, strict=True)}
 
 
 def assert_same(actual: dict[str, Tensor | None], expected: dict[str, Tensor | None]) -> None:
@@ -130,7 +118,12 @@ def assert_same(actual: dict[str, Tensor | None], expected: dict[str, Tensor | N
         torch.testing.assert_close(actual[name], tensor, msg=lambda text, n=name: f"{n}: {text}")
 
 
-def assert_compiled_is_eager(module, compiled, eager, leaves) -> None:
+def differentiate_seeded(module, function, tensors) -> dict[str, Tensor | None]:
+    """Return output and gradients of a function of named tensors, with the same random numbers in every call."""
+    torch.manual_seed(3)
+    return differentiate(module, tensors, function)
+
+
+def assert_compiled_is_eager(module, compiled, eager, tensors) -> None:
     """Assert that two functions of named tensors give the same output and gradients."""
-    copies = [{n: t.detach().clone().requires_grad_() for n, t in leaves.items()} for _ in range(2)]
-    assert_same(differentiate(module, compiled, copies[0]), differentiate(module, eager, copies[1]))
+    assert_same(*(differentiate_seeded(module, function, tensors) for function in (compiled, eager)))

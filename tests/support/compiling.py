@@ -1,4 +1,4 @@
-"""Scripts in processes where Triton compiles, though in this one it may interpret: forks of one that has imported it already."""
+"""Scripts in processes where Triton compiles, even if this one interprets: forks of one that has imported it."""
 
 import json
 import os
@@ -17,7 +17,7 @@ KERNELS = Path(__file__).parents[1] / "kernels"  # whose scripts others import
 
 
 def lines_of(script, *arguments, timeout=600):
-    """The JSON lines that a script prints."""
+    """Return the JSON lines that a script prints."""
     server = start()
     print(json.dumps([str(script), *arguments, timeout]), file=server.stdin, flush=True)
     status, output, error = json.loads(server.stdout.readline())
@@ -27,7 +27,7 @@ def lines_of(script, *arguments, timeout=600):
 
 @cache
 def start():
-    """The process that is forked; it ends with this one, which then asks no more."""
+    """Start the process that is forked; it ends with this one."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     paths = [Path(anemoi_gt.__file__).parents[1], KERNELS]
     environment["PYTHONPATH"] = os.pathsep.join([*map(str, paths), environment.get("PYTHONPATH", "")])
@@ -36,7 +36,7 @@ def start():
 
 
 def serve():
-    """Run a script for each line that comes, and answer with its exit status and what it wrote."""
+    """Run a script for each line of stdin, and print its exit status and output."""
     import anemoi_gt.export
     import anemoi_gt.ops.triton_backend.op  # noqa: F401
 
@@ -54,7 +54,7 @@ def serve():
 
 
 def run(script, arguments, timeout):
-    """Run a script as Python does, in so many seconds, and leave."""
+    """Run a script like Python within `timeout` seconds, and exit."""
     signal.alarm(timeout)
     sys.argv = [script, *arguments]
     sys.path.insert(0, str(Path(script).parent))

@@ -1,4 +1,4 @@
-"""PyTorch's calls for CUDA graphs as stubs, which say what was done."""
+"""Stubs of PyTorch's calls for CUDA graphs, which record what was called."""
 
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -7,7 +7,7 @@ import torch
 
 
 def stub_cuda_graphs(monkeypatch):
-    """What is done, in order, in place of a GPU."""
+    """Replace the calls by stubs and return the list in which they are recorded."""
     done = []
 
     @contextmanager

@@ -6,9 +6,9 @@ from anemoi_gt.ops.dropout import keep_factor
 
 
 def keep_of(graph, heads, rate, manual_seed, sample=0):
-    """The factors [E, H] that a call after `torch.manual_seed(manual_seed)` applies to a sample; float64, on the CPU."""
+    """Return the factors [E, H] of a call after `torch.manual_seed(manual_seed)`, float64 on the CPU."""
     torch.manual_seed(manual_seed)
     seed = torch.randint(2**62, (1,), device=graph.device)  # as edge_attention draws it
-    numbers = graph.global_edge_ids()
-    mask = torch.stack([keep_factor(seed, sample, numbers, head, rate, torch.float64) for head in range(heads)], 1)
+    ids = graph.global_edge_ids()
+    mask = torch.stack([keep_factor(seed, sample, ids, head, rate, torch.float64) for head in range(heads)], 1)
     return torch.empty_like(mask).index_copy_(0, graph.edge_order().long(), mask).cpu()

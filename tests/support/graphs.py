@@ -1,4 +1,4 @@
-"""Small graphs by name, each with one property that breaks wrong code."""
+"""Small graphs by name, each with a property that breaks wrong code."""
 
 import torch
 
@@ -17,12 +17,12 @@ def _edges(pairs, num_src, num_dst):
 
 
 def sort_edges(edge_index, sizes):
-    """The same graph with its edges in order of destination."""
+    """Return the same graph with its edges sorted by destination."""
     return edge_index[:, torch.sort(edge_index[1], stable=True).indices], sizes
 
 
 def _nearest(num_src, num_dst, degree):
-    """`degree` in-edges of every destination, in no order."""
+    """Return a graph with `degree` in-edges of every destination, unsorted."""
     generator = torch.Generator().manual_seed(SEED)
     dst = torch.arange(num_dst).repeat_interleave(degree)
     edges = torch.stack([torch.randint(num_src, dst.shape, generator=generator), dst])

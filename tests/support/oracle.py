@@ -1,7 +1,7 @@
-"""Edge attention three times over, sharing no line with the package.
+"""Three implementations of edge attention that share no line with the package.
 
-`oracle` loops over destinations in float64 and embeds every edge; `plain` is what anybody would write in PyTorch, in the
-dtype under test: its error is the yardstick; `magnitude` is the size of the terms that are summed, the scale of rounding.
+`oracle` loops over destinations in float64 and embeds every edge; `plain` is straightforward PyTorch in the dtype under
+test, whose error is the yardstick; `magnitude` is the size of the summands, the scale of rounding.
 """
 
 from dataclasses import dataclass, field, fields, replace
@@ -11,7 +11,7 @@ import torch
 
 @dataclass
 class Problem:
-    """Operands of one attention problem without a batch dimension, and the gradients that arrive."""
+    """Operands of an attention problem without batch dimension, and the upstream gradients."""
 
     edge_index: torch.Tensor
     query: torch.Tensor
@@ -27,11 +27,11 @@ class Problem:
     names: tuple = field(default=("query", "key", "value", "edge_attr", "edge_weight", "edge_bias"))
 
     def operands(self):
-        """Operands that are there, by name."""
+        """Return the operands that are not None by name."""
         return {name: getattr(self, name) for name in self.names if getattr(self, name) is not None}
 
     def to(self, dtype):
-        """All floating tensors in `dtype`."""
+        """Return the problem with all floating-point tensors in `dtype`."""
         floating = {
             f.name: getattr(self, f.name).to(dtype)
             for f in fields(self)
@@ -41,7 +41,7 @@ class Problem:
 
 
 def make_problem(graph, heads, channels, edge_dim, form="raw", dtype=torch.float32, seed=0):
-    """Random problem on (edge_index, (num_src, num_dst)); form is raw, raw_without_bias, embedded or none."""
+    """Return a random problem on (edge_index, (num_src, num_dst)); form: raw, raw_without_bias, embedded or none."""
     edge_index, (num_src, num_dst) = graph
     generator = torch.Generator().manual_seed(seed)
 
@@ -68,7 +68,7 @@ def make_problem(graph, heads, channels, edge_dim, form="raw", dtype=torch.float
 
 
 def _embed(problem):
-    """x_e for every edge, or None."""
+    """Return x_e of every edge, or None."""
     if problem.edge_weight is None:
         return problem.edge_attr
     heads, channels = problem.query.shape[1:]
@@ -131,17 +131,17 @@ def _differentiate(attend, problem):
 
 
 def oracle(problem):
-    """out, lse and all gradients in float64, by name."""
+    """Return out, lse and all gradients in float64 by name."""
     return _differentiate(_attend_densely, problem.to(torch.float64))
 
 
 def plain(problem):
-    """The same by plain PyTorch in the dtype of the problem."""
+    """Return the same from plain PyTorch in the dtype of the problem."""
     return _differentiate(_attend_plainly, problem)
 
 
 def magnitude(problem):
-    """The same expressions with every summand taken absolute, float64, by name."""
+    """Return the same expressions with absolute values of all summands, float64, by name."""
     p64 = problem.to(torch.float64)
     sizes = {name: operand.abs() for name, operand in p64.operands().items()}
     absolute = replace(p64, **sizes)

@@ -15,27 +15,27 @@ PROGRAMS = ("make", "pip", "python", "torchrun")
 
 
 def name_of(page):
-    """The page's place in the repository."""
+    """Return the page's path in the repository."""
     return str(page.relative_to(ROOT))
 
 
 def blocks(page, *languages):
-    """The code of the page's blocks in some languages, in order."""
+    """Return the code of the page's blocks in some languages, in order."""
     return [code for kind, code in BLOCK.findall(page.read_text()) if kind in languages]
 
 
 def pages_with(*languages):
-    """Parametrize a test over the pages that have such blocks."""
+    """Parametrise a test over the pages that have such blocks."""
     chosen = [page for page in PAGES if any(blocks(page, language) for language in languages)]
     assert chosen
     return pytest.mark.parametrize("page", chosen, ids=name_of)
 
 
 def commands(page):
-    """The commands of a page, as lists of words.
+    """Return the commands of a page as lists of words.
 
-    Every line of a `shell` block is one. In a `text` block, lines that begin with a program are, srun in front left out, up to the
-    remark behind two spaces, so that no command hides in one.
+    They are all lines of `shell` blocks, and the lines of `text` blocks that begin with a program, with or without srun,
+    up to a remark after two spaces.
     """
     lines = "".join(blocks(page, "shell")).splitlines()
     for line in "".join(blocks(page, "text")).splitlines():

@@ -1,10 +1,10 @@
-"""All pairs of values: a small table in which every two values of different columns meet in some row."""
+"""A small table in which every two values of different columns are in some row."""
 
 from itertools import combinations, product
 
 
 def pairwise(**columns):
-    """Rows (dicts) that hold every pair of values of any two columns; greedy, the same on every run."""
+    """Return rows (dicts) with every pair of values of any two columns; greedy and deterministic."""
     names = sorted(columns, key=lambda name: -len(columns[name]))
     missing = {
         (left, a, right, b)

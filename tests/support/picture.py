@@ -1,9 +1,9 @@
-"""The colours of a picture, which tests count."""
+"""The colours of a plot."""
 
 import numpy as np
 from matplotlib.image import imread
 
 
 def colours(path):
-    """A number for the colour of each pixel [height, width]."""
+    """Return an integer for the colour of each pixel [height, width]."""
     return (imread(path)[..., :3] * 255).astype(int) @ np.array([1 << 16, 1 << 8, 1])

@@ -1,4 +1,4 @@
-"""Memory that nobody wrote holds NaN, so that a row that a kernel forgets cannot pass by luck."""
+"""Uninitialised memory holds NaN, so that a row that a kernel does not write cannot pass by luck."""
 
 from contextlib import contextmanager
 
@@ -7,7 +7,7 @@ import torch
 
 @contextmanager
 def poisoned_memory():
-    """Every uninitialised tensor, whoever allocates it, is filled: NaN for floats, the largest value for integers."""
+    """Fill every uninitialised tensor: NaN for floats, the largest value for integers."""
     torch.use_deterministic_algorithms(True, warn_only=True)  # PyTorch fills uninitialised memory only in this mode
     assert torch.utils.deterministic.fill_uninitialized_memory
     try:

@@ -1,10 +1,10 @@
-"""Three models with PyG's `TransformerConv`, as in its examples, for tests and benchmarks; all take x, edge_index, edge_attr."""
+"""Three models with PyG's `TransformerConv`, as in its examples; all take x, edge_index, edge_attr."""
 
 import torch
 from torch import nn
 from torch_geometric.nn import Linear, TransformerConv
 
-DIM = 3  # attributes of an edge
+DIM = 3  # edge attributes
 
 
 class UnifiedMessagePassing(nn.Module):

@@ -1,10 +1,10 @@
-"""A recorder for any device: it computes a pass each time, but reads and writes where a CUDA graph would."""
+"""A stand-in for CUDA graphs on any device: it computes every pass, but in the memory that a CUDA graph would use."""
 
 import math
 
 
 def record_in_place(function):
-    """As `record_cuda_graph`: a warm-up, a capture that computes nothing, and a replay into the memory of the capture."""
+    """Capture like `record_cuda_graph`: a warm-up, a capture without results, and a replay into its memory."""
     function()
     outputs = function()
     kept = written(outputs)
@@ -21,5 +21,5 @@ def record_in_place(function):
 
 
 def written(outputs):
-    """The outputs of a pass; None where a parameter has no gradient."""
+    """Return the outputs of a pass, None where a parameter has no gradient."""
     return [outputs.loss, *outputs.gradients]

@@ -1,4 +1,4 @@
-"""Tests of many wrong inputs at once: what was given, and what must be said."""
+"""Tests of many wrong inputs: calls and the messages that they must raise."""
 
 import pytest
 
@@ -10,5 +10,6 @@ def refused(calls):
 
 
 def raises(call, message):
+    """Assert that a call raises ValueError with a message."""
     with pytest.raises(ValueError, match=message):
         call()

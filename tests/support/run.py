@@ -1,4 +1,4 @@
-"""Running `edge_attention` on a problem of the oracle, with all gradients, by name."""
+"""`edge_attention` of a problem of the oracle, with all gradients by name."""
 
 import torch
 
@@ -6,15 +6,15 @@ from anemoi_gt import AttentionConfig, GraphStructure, edge_attention
 
 
 def structure(graph, device="cpu"):
-    """GraphStructure of (edge_index, (num_src, num_dst)) on `device`."""
+    """Return the GraphStructure of (edge_index, (num_src, num_dst)) on `device`."""
     edge_index, sizes = graph
     return GraphStructure.from_edge_index(edge_index.to(device), sizes)
 
 
 def attend(problem, graph, backend, **options):
-    """out, lse and the gradients of every operand, by name.
+    """Return out, lse and the gradients of every operand by name, on the CPU; computed on the device of `graph`.
 
-    Runs on the device of `graph` and returns to the CPU. A gradient of the problem that is None does not arrive at all.
+    An upstream gradient of the problem that is None is not passed.
     """
     leaves = {
         name: operand.detach().to(graph.device, copy=True).requires_grad_()
@@ -29,7 +29,7 @@ def attend(problem, graph, backend, **options):
 
 
 def scalar(problem, out, lse):
-    """The number whose gradient with respect to out and lse is the problem's; destinations without edges are left out."""
+    """Return the loss with the problem's upstream gradients of out and lse, ignoring lse of isolated destinations."""
     terms = []
     if problem.grad_out is not None:
         terms.append((out * problem.grad_out.to(out.device)).sum())

@@ -1,4 +1,4 @@
-"""A weather graph of random nodes and edges, laid out as anemoi-graphs does."""
+"""A weather graph of random nodes and edges in the layout of anemoi-graphs."""
 
 import torch
 from torch_geometric.data import HeteroData
@@ -9,7 +9,7 @@ SAMPLES, IN, OUT = 2, 5, 3
 
 
 def weather_graph(nodes=NODES, kinds=KINDS):
-    """HeteroData with so many nodes of each name, and edges of each kind."""
+    """Return HeteroData with the given numbers of nodes and edges."""
     generator = torch.Generator().manual_seed(0)
     graph = HeteroData()
     for name, size in nodes.items():

@@ -1,4 +1,4 @@
-"""Orders of nodes in which neighbours in space come together. The only place that lays nodes on a line."""
+"""Node orders that keep spatial neighbours close together: Morton curves, and coordinates made from edges alone."""
 
 import torch
 from torch import Tensor
@@ -43,22 +43,22 @@ def morton_order(positions: Tensor) -> Tensor:
 
 
 def landmark_distances(src: Tensor, dst: Tensor, num_src: int, num_dst: int, landmarks: int = 3) -> Tensor:
-    """Coordinates of destinations made from the edges alone: hops to landmarks that lie far apart.
+    """Return coordinates of destinations made from the edges alone: hops to landmarks that lie far apart.
 
     Parameters
     ----------
     src, dst : Tensor [E], int64
         The edges; their direction does not matter for distances.
     num_src, num_dst : int
-        Sizes. Sources and destinations are taken as different nodes, joined by the edges.
+        Sizes. Sources and destinations are treated as different nodes, connected by the edges.
     landmarks : int
         Number of coordinates. The first landmark is the destination farthest from destination 0, each next one the
-        destination farthest from all before.
+        destination farthest from all previous ones.
 
     Returns
     -------
     Tensor [N_dst, landmarks], int64
-        Destinations that no path reaches get the largest distance plus one.
+        Unreachable destinations get the largest distance plus one.
     """
     if num_dst == 0:
         return torch.empty(0, landmarks, dtype=torch.int64, device=dst.device)
@@ -72,7 +72,7 @@ def landmark_distances(src: Tensor, dst: Tensor, num_src: int, num_dst: int, lan
 
 
 def _hops(start: int, src: Tensor, dst: Tensor, num_src: int, num_dst: int) -> Tensor:
-    """Breadth-first distance of every destination from destination `start`, in pairs of edges (dst - src - dst)."""
+    """Return breadth-first distances of all destinations from `start`, in pairs of edges (dst - src - dst)."""
     hops = torch.full((num_dst,), -1, dtype=torch.int64, device=dst.device)
     seen = torch.zeros(num_src, dtype=torch.bool, device=dst.device)
     hops[start] = 0

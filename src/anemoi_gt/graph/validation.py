@@ -1,7 +1,7 @@
-"""What an index tensor must be. The only place that words these errors; metadata first, values where they are asked for.
+"""Checks of index tensors: metadata always, values on request.
 
-In code that torch.compile or torch.export traces, a size may be known to the run alone, and so are all values. What cannot be
-judged while tracing is then checked by the compiled program, which raises RuntimeError in place of ValueError.
+While torch.compile or torch.export traces, sizes may be symbols and values are unknown. The compiled program checks
+what cannot be decided then, and raises RuntimeError instead of ValueError.
 """
 
 from numbers import Integral
@@ -14,7 +14,7 @@ INDEX_DTYPES = (torch.int32, torch.int64)
 
 
 def check_index(name: str, index: Tensor, like: Tensor, dtypes: tuple[torch.dtype, ...] | None = None) -> None:
-    """Raise unless `index` is one-dimensional, of one of `dtypes` (default: the dtype of `like`), on the device of `like`."""
+    """Raise ValueError unless `index` is 1-D, of one of `dtypes` (default: that of `like`), on the device of `like`."""
     if not isinstance(index, Tensor):
         raise ValueError(f"{name} must be a tensor, got {type(index).__name__}")
     if index.dim() != 1:
@@ -22,11 +22,12 @@ def check_index(name: str, index: Tensor, like: Tensor, dtypes: tuple[torch.dtyp
     dtypes = dtypes or ((like.dtype,) if like.dtype in INDEX_DTYPES else INDEX_DTYPES)
     if index.dtype not in dtypes:
         raise ValueError(f"{name} must have dtype {' or '.join(map(str, dtypes))}, got {index.dtype}")
-    check_device(name, index, like)
+    if index.device != like.device:
+        raise ValueError(f"all tensors must be on one device, got {name} on {index.device} and others on {like.device}")
 
 
 def check_edge_index(edge_index: Tensor) -> None:
-    """Raise unless `edge_index` is an integer tensor [2, E]."""
+    """Raise ValueError unless `edge_index` is an int32 or int64 tensor [2, E]."""
     if not isinstance(edge_index, Tensor):
         raise ValueError(f"edge_index must be a tensor [2, E], got {type(edge_index).__name__}")
     if edge_index.dim() != 2 or edge_index.shape[0] != 2:
@@ -36,33 +37,23 @@ def check_edge_index(edge_index: Tensor) -> None:
 
 
 def check_adjacency(adj_t: Tensor) -> None:
-    """Raise unless a `torch.sparse` tensor is one matrix: two sparse dimensions, and no batch of them."""
-    if adj_t.layout == torch.strided:
-        return
-    if adj_t.sparse_dim() != 2 or adj_t.dim() - adj_t.dense_dim() != 2:
+    """Raise ValueError unless a `torch.sparse` tensor is a single matrix with two sparse dimensions."""
+    if adj_t.layout != torch.strided and (adj_t.sparse_dim() != 2 or adj_t.dim() - adj_t.dense_dim() != 2):
         raise ValueError(
-            "adj_t must have two sparse dimensions [N_dst, N_src], behind which its values may have dense ones, "
+            "adj_t must have two sparse dimensions [N_dst, N_src], followed by dense dimensions of its values if any, "
             f"got shape {tuple(adj_t.shape)} with {adj_t.sparse_dim()} sparse and {adj_t.dense_dim()} dense dimensions"
         )
 
 
-def check_device(name: str, tensor: Tensor, like: Tensor) -> None:
-    """Raise unless `tensor` is where `like` is."""
-    if tensor.device != like.device:
-        raise ValueError(
-            f"all tensors must be on one device, got {name} on {tensor.device} and others on {like.device}"
-        )
-
-
 def as_size(name: str, size: int) -> int:
-    """Return a number of nodes as Python's; raise unless it is one."""
+    """Return a number of nodes as a Python int or SymInt; raise ValueError unless it is one."""
     if isinstance(size, bool) or not isinstance(size, (Integral, torch.SymInt)) or size < 0:
         raise ValueError(f"{name} must be a number of nodes >= 0, got {size!r}")
     return size if isinstance(size, (int, torch.SymInt)) else int(size)
 
 
 def have_size(size: int, expected: int) -> bool:
-    """Whether a size is what it must be. Where only the run will know, it is taken to be, and the run checks it."""
+    """Return `size == expected`; where only the compiled program will know, assume it and let the program check."""
     if not torch.compiler.is_compiling():
         return size == expected
     if not guard_or_true(size == expected):
@@ -72,9 +63,9 @@ def have_size(size: int, expected: int) -> bool:
 
 
 def check_range(name: str, index: Tensor, size: int) -> None:
-    """Raise unless every value is in 0 .. size - 1; waits for the device."""
+    """Raise ValueError unless every value is in 0 .. size - 1; synchronises with the device."""
     inside = ((index >= 0) & (index < size)).all()
-    if _left_to_the_run(inside, f"{name} must hold values from 0 to below the number of nodes") or bool(inside):
+    if _deferred(inside, f"{name} must hold values from 0 to below the number of nodes") or bool(inside):
         return
     low, high = (int(bound) for bound in torch.aminmax(index))
     raise ValueError(
@@ -84,34 +75,35 @@ def check_range(name: str, index: Tensor, size: int) -> None:
 
 
 def check_pointers(name: str, pointers: Tensor, num_edges: int) -> None:
-    """Raise unless `pointers` rises from 0 to `num_edges`; waits for the device."""
-    falls = pointers.diff() < 0
-    rises = (pointers[0] == 0) & (pointers[-1] == num_edges) & ~falls.any()
-    if _left_to_the_run(rises, f"{name} must rise from 0 to the number of edges"):
+    """Raise ValueError unless `pointers` increase from 0 to `num_edges`; synchronises with the device."""
+    decreases = pointers.diff() < 0
+    valid = (pointers[0] == 0) & (pointers[-1] == num_edges) & ~decreases.any()
+    if _deferred(valid, f"{name} must increase from 0 to the number of edges"):
         return
     first, last = int(pointers[0]), int(pointers[-1])
     if first != 0 or last != num_edges:
         raise ValueError(f"{name} must start at 0 and end at the number of edges {num_edges}, got {first} and {last}")
-    if not bool(rises):
-        at = int(falls.nonzero()[0])
+    if not bool(valid):
+        at = int(decreases.nonzero()[0])
         raise ValueError(f"{name} must not decrease, got {int(pointers[at])}, {int(pointers[at + 1])} at position {at}")
 
 
 def check_fixed_in_degree(degree: Tensor, num_dst: int, num_edges: int) -> None:
-    """Raise unless `degree` is a tensor [K, 0] with K in-edges for each of `num_dst` destinations."""
+    """Raise ValueError unless `degree` is a tensor [K, 0] with K in-edges for each of `num_dst` destinations."""
     if not isinstance(degree, Tensor) or degree.dim() != 2 or degree.shape[1] != 0:
         got = tuple(degree.shape) if isinstance(degree, Tensor) else type(degree).__name__
         raise ValueError(f"fixed_in_degree must be a tensor [K, 0], K the in-edges of every destination, got {got}")
     if not torch.compiler.is_compiling() and degree.shape[0] * num_dst != num_edges:
         raise ValueError(
-            f"fixed_in_degree must have shape [K, 0] with K * {num_dst} destinations = {num_edges} edges, got K = {degree.shape[0]}"
+            f"fixed_in_degree must have shape [K, 0] with K * {num_dst} destinations = {num_edges} edges, "
+            f"got K = {degree.shape[0]}"
         )
 
 
 def find_fixed_in_degree(colptr: Tensor, num_edges: int) -> Tensor | None:
-    """Return an empty tensor [K, 0] if every destination has the same K >= 1 in-edges, else None; waits for the device.
+    """Return an empty tensor [K, 0] if every destination has the same K >= 1 in-edges, else None, as in traced code.
 
-    Traced code has no values to look at: None.
+    Synchronises with the device.
     """
     num_dst = colptr.shape[0] - 1
     if torch.compiler.is_compiling() or num_dst < 1 or num_edges < num_dst or num_edges % num_dst:
@@ -121,10 +113,10 @@ def find_fixed_in_degree(colptr: Tensor, num_edges: int) -> Tensor | None:
 
 
 def check_permutation(name: str, index: Tensor, size: int) -> None:
-    """Raise unless `index` holds each of 0 .. size - 1 once; waits for the device."""
+    """Raise ValueError unless `index` holds each of 0 .. size - 1 once; synchronises with the device."""
     check_range(name, index, size)
     found = torch.zeros(size, dtype=torch.bool, device=index.device).index_fill_(0, index.long(), True)
-    if _left_to_the_run(found.all(), f"{name} must be a permutation"):
+    if _deferred(found.all(), f"{name} must be a permutation"):
         return
     missing = size - int(found.sum())
     if missing:
@@ -132,15 +124,15 @@ def check_permutation(name: str, index: Tensor, size: int) -> None:
 
 
 def check_same_edges(row: Tensor, src: Tensor, dst: Tensor, col: Tensor) -> None:
-    """Raise unless two lists of edges, in one order, are the same: src by `row` and `src`, dst by `dst` and `col`; waits."""
+    """Raise ValueError unless edges (row, dst) and (src, col) are the same pairwise; synchronises with the device."""
     same = (row == src).all() & (dst == col).all()
     claim = "rowptr, col must hold the edges of colptr, row: leave them out and call with_reverse()"
-    if not _left_to_the_run(same, claim) and not bool(same):
+    if not _deferred(same, claim) and not bool(same):
         raise ValueError(claim)
 
 
-def _left_to_the_run(holds: Tensor, claim: str) -> bool:
-    """Whether code is traced, where the host cannot look at values: then the device checks them, and nobody waits."""
+def _deferred(holds: Tensor, claim: str) -> bool:
+    """Return True in traced code, and have the device assert there what the host cannot see."""
     if not torch.compiler.is_compiling():
         return False
     torch._assert_async(holds, claim)

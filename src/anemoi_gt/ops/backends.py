@@ -1,4 +1,4 @@
-"""Choice of the backend of edge attention: one predicate per backend, and nothing behind the caller's back."""
+"""Backends of edge attention and the choice between them: one predicate per backend, no silent fallback."""
 
 import logging
 from collections.abc import Callable
@@ -13,10 +13,10 @@ log = logging.getLogger(__name__)
 
 
 class Backend(NamedTuple):
-    """One way to compute edge attention.
+    """An implementation of edge attention.
 
-    `attend` has the arguments of `torch_backend.attend`. `unsupported_reason(query)` says why it cannot serve, or None;
-    `auto_unsupported_reason(query)` why `auto` passes it over, be it that it could run.
+    `attend` has the arguments of `torch_backend.attend`. `unsupported_reason(query)` returns why it cannot run, or
+    None; `auto_unsupported_reason(query)` why `auto` rejects it, even if it could run.
     """
 
     attend: Callable[..., tuple[Tensor, Tensor]]
@@ -31,17 +31,17 @@ BACKENDS = {  # in the order in which `auto` tries them
 
 
 def unsupported_reason(name: str, query: Tensor) -> str | None:
-    """Return why the backend called `name` cannot serve a query like this one, or None when it can."""
+    """Return why the backend called `name` cannot run for a query like this one, or None if it can."""
     return BACKENDS[name].unsupported_reason(query)
 
 
 def choose_backend(name: str, query: Tensor) -> Backend:
-    """Return the backend called `name`, or for "auto" the first that can serve `query`.
+    """Return the backend called `name`, or for "auto" the first that can run for `query`.
 
     Raises
     ------
     ValueError
-        When the named backend cannot, with its reason.
+        When the named backend cannot run, with the reason.
     """
     if name != "auto":
         reason = unsupported_reason(name, query)
@@ -53,24 +53,14 @@ def choose_backend(name: str, query: Tensor) -> Backend:
         reason = backend.auto_unsupported_reason(query)
         if reason is None:
             if not torch.compiler.is_compiling():
-                log.debug("attention backend auto: %s; passed over: %s", candidate, reasons or "none")
+                log.debug("attention backend auto: %s; rejected: %s", candidate, reasons or "none")
             return backend
         reasons[candidate] = reason
     raise ValueError(f"no attention backend can run here: {reasons}")
 
 
-def check_counts_heads(backend: Backend, dropout_p: float) -> None:
-    """Raise ValueError unless a backend's dropout knows the number of a head among all of a layer, where a caller has some of them."""
-    if backend is BACKENDS["triton"]:
-        raise ValueError(
-            "dropout_p must be 0 where a call has some of a layer's heads on attention backend 'triton', whose "
-            f"kernels count heads from 0, got {dropout_p}; use attention backend 'torch', or strategy 'edges' where ranks "
-            "share the heads"
-        )
-
-
 def rejected(chosen: str, query: Tensor) -> dict[str, str]:
-    """Return, for each backend other than the one called `chosen` that serves `query`, why it does not."""
+    """Return the reason by name for each backend other than `chosen`, which runs for `query`."""
     reasons = {}
     for name, backend in BACKENDS.items():
         if name == chosen:

@@ -1,8 +1,8 @@
-"""The dropout mask of edge attention: a function of seed, sample, edge and head, whatever the order of the work.
+"""The dropout mask of edge attention, a function of seed, batch index, global edge id and head.
 
-    keep = philox(counter = (edge mod 2^32, edge div 2^32, sample, head), key = seed)[0] >= rate * 2^32
+    keep = philox(counter = (edge mod 2^32, edge div 2^32, batch, head), key = seed)[0] >= rate * 2^32
 
-so two backends, two edge orders and two shardings see the same mask.
+so it is the same for all backends, edge orders and shardings.
 
 References
 ----------
@@ -19,21 +19,18 @@ _ROUNDS = 10
 
 
 def draw_seed(device: torch.device) -> Tensor:
-    """Draw a seed [1] from the device's generator, so that manual_seed and activation checkpointing give it again."""
+    """Draw a seed [1] from the device's generator, so that manual_seed and activation checkpointing reproduce it."""
     return torch.randint(2**62, (1,), device=device)
 
 
-def keep_factor(seed: Tensor, sample: int, edge: Tensor, head: int, rate: float, dtype: torch.dtype) -> Tensor:
-    """Return the factor of each attention weight: 0 where it is dropped, 1 / (1 - rate) where it is kept.
+def keep_factor(seed: Tensor, batch: int, global_edge_id: Tensor, head: int, rate: float, dtype: torch.dtype) -> Tensor:
+    """Return the dropout factor of one attention weight per edge: 0 if dropped, else 1 / (1 - rate).
 
     Parameters
     ----------
-    seed : Tensor [1] or [2], int64
-        The seed, and the number of the first head among all of a layer where the caller has some of them; else that is 0.
-    sample, head : int
-        Counted from 0 in what the caller has.
-    edge : Tensor [E], int64
-        Number of each edge in the whole graph.
+    seed : Tensor [1], int64
+    batch, head : int
+    global_edge_id : Tensor [E], int64
     rate : float in 0 .. 1
     dtype : torch.dtype of the result
 
@@ -41,19 +38,19 @@ def keep_factor(seed: Tensor, sample: int, edge: Tensor, head: int, rate: float,
     -------
     Tensor [E]
     """
-    number = torch.full_like(edge, head) + seed[1:].sum()
-    bits = philox((edge & _LOW, edge >> 32, torch.full_like(edge, sample), number), seed[:1])[0]
+    words = (global_edge_id & _LOW, global_edge_id >> 32)
+    bits = philox((*words, torch.full_like(global_edge_id, batch), torch.full_like(global_edge_id, head)), seed)[0]
     survivor = 1.0 / (1.0 - rate) if rate < 1.0 else 0.0
     return (bits >= drop_threshold(rate)).to(dtype) * survivor
 
 
 def drop_threshold(rate: float) -> int:
-    """The number of 32-bit values, out of 2^32, that are dropped."""
+    """Return how many of the 2^32 32-bit values are dropped."""
     return round(rate * 2**32)
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], seed: Tensor) -> tuple[Tensor, ...]:
-    """Philox-4x32-10: four 32-bit counters [E] and a 64-bit seed [1] to four 32-bit values [E], all held in int64."""
+    """Return Philox-4x32-10 of four 32-bit counters [E] and a 64-bit seed [1]: four 32-bit values [E], all in int64."""
     c0, c1, c2, c3 = counter
     k0, k1 = seed & _LOW, (seed >> 32) & _LOW
     for _ in range(_ROUNDS):
@@ -65,7 +62,7 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], seed: Tensor) -> tupl
 
 
 def _multiply(constant: int, x: Tensor) -> tuple[Tensor, Tensor]:
-    """High and low 32 bits of a 32 by 32 bit product, by 16-bit halves so that int64 does not overflow."""
+    """Return the high and low 32 bits of a 32 by 32 bit product, in 16-bit halves so that int64 does not overflow."""
     low = constant * (x & 0xFFFF)
     middle = constant * (x >> 16) + (low >> 16)
     return middle >> 16, ((middle << 16) | (low & 0xFFFF)) & _LOW

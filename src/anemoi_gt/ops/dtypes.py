@@ -1,50 +1,43 @@
-"""The one rule for dtypes: precision, else autocast, else the dtype of query."""
+"""Dtypes of edge attention: the configured precision, else autocast's, else that of query."""
 
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
 
-AUTOCAST_DEVICES = frozenset(  # asked here, because torch.compile cannot trace the question before torch 2.12
+from anemoi_gt.ops.operands import AttentionOperands
+
+AUTOCAST_DEVICES = frozenset(  # at import: torch.compile cannot trace is_autocast_available before torch 2.12
     name for name in ("cpu", "cuda", "mps", "xpu", "hpu") if torch.amp.is_autocast_available(name)
 )
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def cast_operands(
-    precision: str | None, query: Tensor, *others: Tensor | None
-) -> tuple[list[Tensor | None], torch.dtype]:
-    """Bring all operands to one dtype.
-
-    Returns
-    -------
-    operands : list of Tensor or None
-        query and `others` in the dtype in which they are read.
-    out_dtype : torch.dtype
-        What the caller gets back: the dtype of query, or autocast's when autocast made the choice.
-    """
+def cast_operands(precision: str | None, operands: AttentionOperands) -> tuple[AttentionOperands, torch.dtype]:
+    """Return all operands in one dtype, and the dtype of the output: that of query, or autocast's if that decided."""
+    query = operands.query
     dtype = out_dtype = query.dtype
     if precision is not None:
         dtype = DTYPES[precision]
     elif autocast_is_active(query.device.type) and query.dtype != torch.float64:
         dtype = out_dtype = torch.get_autocast_dtype(query.device.type)
-    return [None if operand is None else operand.to(dtype) for operand in (query, *others)], out_dtype
+    return AttentionOperands(*(None if operand is None else operand.to(dtype) for operand in operands)), out_dtype
 
 
 def autocast_is_active(device_type: str) -> bool:
-    """Whether autocast chooses dtypes on devices of this type; some, such as meta, have none."""
+    """Return True if autocast is enabled on devices of this type; some, such as meta, have no autocast."""
     return device_type in AUTOCAST_DEVICES and torch.is_autocast_enabled(device_type)
 
 
 def without_autocast(device_type: str) -> AbstractContextManager:
-    """Keep autocast from rounding the operands of matrix products, where dtypes have been chosen."""
+    """Return a context in which autocast does not round the operands of matrix products."""
     return torch.autocast(device_type, enabled=False) if autocast_is_active(device_type) else nullcontext()
 
 
 def cast_for_autocast(x: Tensor) -> Tensor:
-    """Return float32 in the dtype in which autocast has matrix products read it, everything else as it is.
+    """Return a float32 tensor in autocast's dtype, any other unchanged.
 
-    Several of them that read one tensor would each make, keep and differentiate a copy of their own.
+    Otherwise each of several matrix products of one tensor would make, save and differentiate its own copy.
     """
     if x.dtype == torch.float32 and autocast_is_active(x.device.type):
         return x.to(torch.get_autocast_dtype(x.device.type))
@@ -52,7 +45,7 @@ def cast_for_autocast(x: Tensor) -> Tensor:
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of sums, softmax and lse for operands of `dtype`."""
+    """Return the dtype of sums, softmax and lse for operands of `dtype`."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 

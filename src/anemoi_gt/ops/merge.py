@@ -1,13 +1,11 @@
-"""Joining attention over parts of the edges."""
+"""Merging of edge attention over disjoint sets of edges."""
 
 import torch
 from torch import Tensor
 
-from anemoi_gt.ops.operands import check_parts
-
 
 def merge(out1: Tensor, lse1: Tensor, out2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
-    """Join two results of `edge_attention` over disjoint sets of edges into the result over all of them.
+    """Merge two results of `edge_attention` over disjoint sets of edges into the result over all of them.
 
         lse = log(exp(lse1) + exp(lse2)),    out = exp(lse1 - lse) out1 + exp(lse2 - lse) out2
 
@@ -15,19 +13,19 @@ def merge(out1: Tensor, lse1: Tensor, out2: Tensor, lse2: Tensor) -> tuple[Tenso
     ----------
     out1, out2 : Tensor [..., H, C]
     lse1, lse2 : Tensor [..., H]
-        -inf where the part holds no edge of the destination.
+        -inf where a set has no edge of the destination.
 
     Returns
     -------
     out : Tensor [..., H, C], dtype of out1
-        0 where both parts are empty.
+        0 where both sets are empty.
     lse : Tensor [..., H], dtype of lse1
-        -inf where both parts are empty.
+        -inf where both sets are empty.
 
     Raises
     ------
     ValueError
-        When shapes or devices do not fit together, or one of them is no floating-point tensor.
+        When shapes or devices do not fit together, or one of them is not a floating-point tensor.
 
     Examples
     --------
@@ -35,18 +33,29 @@ def merge(out1: Tensor, lse1: Tensor, out2: Tensor, lse2: Tensor) -> tuple[Tenso
     >>> merge(torch.tensor([[[1.0, 2.0]]]), torch.tensor([[0.5]]), empty, nothing)
     (tensor([[[1., 2.]]]), tensor([[0.5000]]))
     """
-    check_parts(out1=out1, lse1=lse1, out2=out2, lse2=lse2)
-    if not out1.shape == out2.shape or not lse1.shape == lse2.shape == out1.shape[:-1]:
-        raise ValueError(
-            "both out must have shape [..., H, C] and both lse [..., H], got out "
-            f"{tuple(out1.shape)}, {tuple(out2.shape)} and lse {tuple(lse1.shape)}, {tuple(lse2.shape)}"
-        )
-    high = torch.maximum(lse1, lse2).detach()  # the result does not depend on it
-    high = torch.where(torch.isneginf(high), torch.zeros_like(high), high)
-    share1, share2 = torch.exp(lse1 - high), torch.exp(lse2 - high)
-    total = share1 + share2
-    occupied = total != 0  # NaN of an infinite logit is no empty part
-    total = torch.where(occupied, total, torch.ones_like(total))
-    out = (share1 / total).unsqueeze(-1) * out1 + (share2 / total).unsqueeze(-1) * out2
-    lse = torch.where(occupied, high + torch.log(total), torch.full_like(high, -torch.inf))
+    _check_partial_results(out1=out1, lse1=lse1, out2=out2, lse2=lse2)
+    row_max = torch.maximum(lse1, lse2).detach()  # the result does not depend on it
+    row_max = torch.where(torch.isneginf(row_max), torch.zeros_like(row_max), row_max)
+    exp1, exp2 = torch.exp(lse1 - row_max), torch.exp(lse2 - row_max)
+    denominator = exp1 + exp2
+    occupied = denominator != 0  # also where an infinite logit makes it NaN
+    denominator = torch.where(occupied, denominator, torch.ones_like(denominator))
+    out = (exp1 / denominator).unsqueeze(-1) * out1 + (exp2 / denominator).unsqueeze(-1) * out2
+    lse = torch.where(occupied, row_max + torch.log(denominator), torch.full_like(row_max, -torch.inf))
     return out.to(out1.dtype), lse.to(lse1.dtype)
+
+
+def _check_partial_results(**tensors: Tensor) -> None:
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            raise ValueError(f"{name} must be a tensor, got {type(tensor).__name__}")
+        if not tensor.is_floating_point():
+            raise ValueError(f"{name} must be floating point, got {tensor.dtype}")
+        device = tensors["out1"].device
+        if tensor.device != device:
+            raise ValueError(f"all tensors must be on one device, got {name} on {tensor.device} and out1 on {device}")
+    out1, lse1, out2, lse2 = (tensor.shape for tensor in tensors.values())
+    fit = out1 == out2 and lse1 == lse2 == out1[:-1]
+    if not fit:
+        shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in tensors.items())
+        raise ValueError(f"both out must have shape [..., H, C] and both lse [..., H], got {shapes}")

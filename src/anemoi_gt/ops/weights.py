@@ -1,4 +1,4 @@
-"""Attention weights, for looking at them: plain PyTorch, with gradients."""
+"""Attention weights for inspection: plain PyTorch, with gradients."""
 
 import torch
 from torch import Tensor
@@ -18,15 +18,15 @@ def attention_weights(
     edge_bias: Tensor | None = None,
     *,
     scale: float | None = None,
-    config: AttentionConfig = AttentionConfig(),  # noqa: B008  frozen, hence one value for all calls
+    config: AttentionConfig = AttentionConfig(),  # noqa: B008  frozen
 ) -> Tensor:
     """Return p_e = exp(s_e - lse_i), the weight of each edge before dropout; see `edge_attention` for the formulas.
 
     Parameters
     ----------
     query, key, graph, edge_attr, edge_weight, edge_bias, scale, config
-        As in `edge_attention`; `config.precision` applies, the backend is always plain PyTorch, which gathers rows of
-        [E, H, C]: for inspection, not for training steps.
+        As in `edge_attention`. `config.precision` applies; the backend is always plain PyTorch, which gathers rows
+        [E, H, C], so this is not for training steps.
 
     Returns
     -------
@@ -46,11 +46,11 @@ def attention_weights(
     """
     check_config(config)
     check_scale(scale)
-    no_value = key  # which would have its shape
-    check_operands(AttentionOperands(query, key, no_value, edge_attr, edge_weight, edge_bias), graph)
-    operands, _ = cast_operands(config.precision, query, key, edge_attr, edge_weight, None)
-    dtype = accumulator_dtype(operands[0].dtype)
-    q, k, attr, weight, _ = (None if operand is None else operand.to(dtype) for operand in operands)
+    operands = AttentionOperands(query, key, key, edge_attr, edge_weight, edge_bias)  # key has the shape of a value
+    check_operands(operands, graph)
+    operands, _ = cast_operands(config.precision, operands)
+    dtype = accumulator_dtype(operands.query.dtype)
+    q, k, _, attr, weight, _ = (None if operand is None else operand.to(dtype) for operand in operands)
     src, dst = graph.edge_index()
     heads, channels = query.shape[-2:]
     score = (q[..., dst, :, :] * k[..., src, :, :]).sum(-1)  # [.., E, H]
@@ -65,12 +65,12 @@ def attention_weights(
 
 
 def _softmax(score: Tensor, dst: Tensor, num_dst: int) -> Tensor:
-    """Softmax of score [.., E, H] over the edges that share a destination."""
-    shape = (*score.shape[:-2], num_dst, score.shape[-1])
+    """Return the softmax of score [.., E, H] over the edges that share a destination."""
     index = dst[:, None].expand(score.shape)
-    high = score.new_full(shape, -torch.inf).scatter_reduce(-2, index, score.detach(), "amax")
-    pivot = torch.where(torch.isneginf(high), 0.0, high)
-    p = torch.exp(score - pivot[..., dst, :])
+    row_max = score.new_full((*score.shape[:-2], num_dst, score.shape[-1]), -torch.inf)
+    row_max = row_max.scatter_reduce(-2, index, score.detach(), "amax")
+    p = torch.exp(score - torch.where(torch.isneginf(row_max), 0.0, row_max)[..., dst, :])
     by_edge = p.movedim(-2, 0)  # index_put sums in a fixed order on a GPU too; index_add does not
-    total = by_edge.new_zeros(num_dst, *by_edge.shape[1:]).index_put((dst,), by_edge, accumulate=True).movedim(0, -2)
-    return p / torch.where(total == 0, 1.0, total)[..., dst, :]
+    denominator = by_edge.new_zeros(num_dst, *by_edge.shape[1:]).index_put((dst,), by_edge, accumulate=True)
+    denominator = denominator.movedim(0, -2)
+    return p / torch.where(denominator == 0, 1.0, denominator)[..., dst, :]

@@ -1,7 +1,8 @@
-"""The `torch` backend as PyTorch custom operators: flat tensors in, a loop over samples and groups of heads, flat tensors out."""
+"""The `torch` backend as PyTorch custom operators: flat tensors in and out, a loop over batch and groups of heads."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import inspect
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,69 +17,94 @@ from anemoi_gt.ops.operands import AttentionOperands
 from anemoi_gt.ops.torch_backend.reference import (
     Edges,
     HeadGradients,
-    Heads,
+    HeadGroup,
     Needs,
-    Runs,
+    Segments,
     attend_heads,
     by_head,
     differentiate_heads,
     weighted_sum,
 )
 
-PAIRS = 2**21  # of an edge or a node and a head, the most that are computed together
+MAX_EDGE_HEADS = 2**21  # of a group of heads: its number of heads times that of edges or nodes
 
 
-@dataclass(frozen=True)
-class Operands:
-    """The operands of all samples and heads, contiguous."""
+class FlatArguments(NamedTuple):
+    """The arguments of the operator: six operands, the graph, and what else the formulas read."""
 
     query: Tensor  # [B, N_dst, H, C]
     key: Tensor  # [B, N_src, H, C]
     value: Tensor  # [B, N_src, H, C]
     edge_attr: Tensor | None  # [1 or B, E, D] raw, or [1 or B, E, H, C]
-    edge_weight: Tensor | None  # [H, C, D]
-    edge_bias: Tensor | None  # [H, C]
-    seed: Tensor | None  # [1]
+    edge_weight: Tensor | None  # [H * C, D]
+    edge_bias: Tensor | None  # [H * C]
+    colptr: Tensor
+    row: Tensor
+    perm: Tensor | None
+    global_edge_id: Tensor | None
+    rowptr: Tensor | None  # the reverse structure is only read by the backward pass
+    col: Tensor | None
+    csr_to_csc: Tensor | None
+    seed: Tensor | None  # [1], None without dropout
     scale: float
     dropout_p: float
 
-    def groups(self, edges: Edges) -> Iterator[tuple[int, slice, Heads]]:
-        """Yield (sample, heads, their operands), as many heads at a time as `edges` is for."""
-        samples, _, heads, _ = self.query.shape
-        for b in range(samples):
-            for first in range(0, heads, edges.heads):
-                yield b, (group := slice(first, first + edges.heads)), self._heads(b, group, edges)
+    def in_accumulator_dtype(self) -> "FlatArguments":
+        """Return contiguous operands in the dtype of the sums, with weight [H, C, D] and bias [H, C]."""
+        dtype, heads = accumulator_dtype(self.query.dtype), self.query.shape[2:]
+        operands = [None if each is None else each.to(dtype).contiguous() for each in self[:6]]
+        *rest, weight, bias = operands
+        weight = None if weight is None else weight.reshape(*heads, -1)
+        return FlatArguments(*rest, weight, None if bias is None else bias.reshape(heads), *self[6:])
 
-    def _heads(self, b: int, group: slice, edges: Edges) -> Heads:
-        return Heads(
+    def head_groups(self, edges: Edges) -> Iterator[tuple[int, slice, HeadGroup]]:
+        """Yield (batch index, heads, their operands), `edges.heads` at a time."""
+        for b in range(self.query.shape[0]):
+            for first in range(0, self.query.shape[2], edges.heads):
+                group = slice(first, first + edges.heads)
+                yield b, group, self._head_group(b, group, edges.global_edge_id)
+
+    def _head_group(self, b: int, group: slice, global_edge_id: Tensor) -> HeadGroup:
+        attr, keep = self.edge_attr, None
+        if attr is not None:
+            attr = attr[b if attr.shape[0] > 1 else 0]
+            attr = attr if self.edge_weight is not None else attr[:, group].contiguous()
+        if self.seed is not None:
+            factors = (
+                keep_factor(self.seed, b, global_edge_id, head, self.dropout_p, self.query.dtype)
+                for head in range(group.start, group.stop)
+            )
+            keep = torch.stack(list(factors), dim=1)
+        return HeadGroup(
             q=self.query[b, :, group].contiguous(),
             k=self.key[b, :, group].contiguous(),
             v=self.value[b, :, group].contiguous(),
-            a=self._attributes(b, group),
+            a=attr,
             weight=None if self.edge_weight is None else self.edge_weight[group],
             bias=None if self.edge_bias is None else self.edge_bias[group],
-            keep=self._keep(b, group, edges),
+            keep=keep,
             scale=self.scale,
         )
 
-    def _attributes(self, b: int, group: slice) -> Tensor | None:
-        if self.edge_attr is None:
-            return None
-        attributes = self.edge_attr[b if self.edge_attr.shape[0] > 1 else 0]
-        return attributes if self.edge_weight is not None else attributes[:, group].contiguous()
-
-    def _keep(self, b: int, group: slice, edges: Edges) -> Tensor | None:
-        if self.seed is None:
-            return None
-        factors = (
-            keep_factor(self.seed, b, edges.number, h, self.dropout_p, self.query.dtype)
-            for h in range(group.start, group.stop)
+    def edges(self) -> Edges:
+        """Return the edges as the formulas read them, for as many heads at a time as memory allows."""
+        graph = GraphStructure(
+            self.colptr, self.row, self.row.new_empty(0, 0), perm=self.perm, global_edge_id=self.global_edge_id
         )
-        return torch.stack(list(factors), dim=1)
+        heads = head_group_size(self.query.shape[2], max(graph.num_edges, self.query.shape[1], self.key.shape[1]))
+        order, raw = graph.edge_order(), self.edge_weight is not None
+        sources = Segments.of_heads(heads, self.row, self.colptr)
+        attributes = Segments.of_heads(heads, order, self.colptr, is_shared=raw)
+        return Edges(heads, self.colptr, self.row, graph.dst, order, graph.global_edge_ids(), sources, attributes)
+
+
+def head_group_size(heads: int, rows: int) -> int:
+    """Return how many heads to compute at a time: the largest divisor of `heads` within `MAX_EDGE_HEADS`."""
+    return max(n for n in range(1, heads + 1) if heads % n == 0 and (n == 1 or n * rows <= MAX_EDGE_HEADS))
 
 
 def unsupported_reason(query: Tensor) -> str | None:
-    """The torch backend runs wherever PyTorch does."""
+    """Return None: the torch backend runs wherever PyTorch does."""
     return None
 
 
@@ -90,14 +116,14 @@ def attend(
     dropout_p: float,
     config: AttentionConfig | None = None,  # of which this backend reads nothing
 ) -> tuple[Tensor, Tensor]:
-    """Edge attention of checked operands; the meaning of all is that of `anemoi_gt.edge_attention`.
+    """Compute edge attention of checked operands, with the meaning they have in `anemoi_gt.edge_attention`.
 
-    query, key, value [B, N, H, C] come with edge_attr [1 or B, E, ..]. One sample may come without B, in all of them.
+    query, key, value [B, N, H, C] come with edge_attr [1 or B, E, ..]; without B, all of them come without.
     """
-    query, key, value, edge_attr, *embedding = operands
-    if query.dim() == 3:
-        rows = (None if operand is None else operand.unsqueeze(0) for operand in (query, key, value, edge_attr))
-        out, lse = attend(AttentionOperands(*rows, *embedding), graph, seed, scale, dropout_p)
+    if operands.query.dim() == 3:
+        *rows, weight, bias = operands
+        rows = (None if operand is None else operand.unsqueeze(0) for operand in rows)
+        out, lse = attend(AttentionOperands(*rows, weight, bias), graph, seed, scale, dropout_p)
         return out.squeeze(0), lse.squeeze(0)
     warn_if_untested("torch")
     reverse = (graph.rowptr, graph.col, graph.csr_to_csc)
@@ -105,37 +131,35 @@ def attend(
     return edge_attention_torch(*operands, *structure, *reverse, seed, scale, dropout_p)
 
 
+def _signature(returns: type, **arguments: type) -> Callable:
+    """Give a function of *args named and typed arguments, from which `define_operator` infers the schema."""
+    parameters = [
+        inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=annotation)
+        for name, annotation in arguments.items()
+    ]
+
+    def sign(function: Callable) -> Callable:
+        function.__signature__ = inspect.Signature(parameters, return_annotation=returns)
+        return function
+
+    return sign
+
+
 @define_operator
-def edge_attention_torch(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    edge_attr: Tensor | None,
-    edge_weight: Tensor | None,
-    edge_bias: Tensor | None,
-    colptr: Tensor,
-    row: Tensor,
-    perm: Tensor | None,
-    global_edge_id: Tensor | None,
-    rowptr: Tensor | None,
-    col: Tensor | None,
-    csr_to_csc: Tensor | None,
-    seed: Tensor | None,
-    scale: float,
-    dropout_p: float,
-) -> tuple[Tensor, Tensor]:
-    """Forward: out [B, N_dst, H, C] and lse [B, N_dst, H]; the source side of the graph is only kept for backward."""
-    operands = _operands(query, key, value, edge_attr, edge_weight, edge_bias, seed, scale, dropout_p)
-    edges = _edges(colptr, row, perm, global_edge_id, operands)
-    out, lse = query.new_empty(query.shape), operands.query.new_empty(query.shape[:3])
-    with torch.autocast(query.device.type, enabled=False):
-        for b, group, heads in operands.groups(edges):
+@_signature(tuple[Tensor, Tensor], **FlatArguments.__annotations__)
+def edge_attention_torch(*arguments) -> tuple[Tensor, Tensor]:
+    """Forward: out [B, N_dst, H, C] and lse [B, N_dst, H]."""
+    flat = FlatArguments(*arguments)
+    out, flat = flat.query.new_empty(flat.query.shape), flat.in_accumulator_dtype()
+    edges, lse = flat.edges(), flat.query.new_empty(out.shape[:3])
+    with torch.autocast(out.device.type, enabled=False):
+        for b, group, heads in flat.head_groups(edges):
             out[b, :, group], lse[b, :, group] = attend_heads(heads, edges)
     return out, lse
 
 
 @torch.library.register_fake("anemoi_gt::edge_attention_torch")
-def _(query, key, value, edge_attr, edge_weight, edge_bias, colptr, row, perm, global_edge_id, *_):
+def _(query, *_):
     lse = query.new_empty(query.shape[:3], dtype=accumulator_dtype(query.dtype))
     return query.new_empty(query.shape), lse
 
@@ -147,70 +171,57 @@ def _setup_context(ctx, inputs, output):
 
 
 @define_operator
-def edge_attention_torch_backward(
-    grad_out: Tensor | None,
-    grad_lse: Tensor | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    edge_attr: Tensor | None,
-    edge_weight: Tensor | None,
-    edge_bias: Tensor | None,
-    colptr: Tensor,
-    row: Tensor,
-    perm: Tensor | None,
-    global_edge_id: Tensor | None,
-    rowptr: Tensor | None,
-    col: Tensor | None,
-    csr_to_csc: Tensor | None,
-    seed: Tensor | None,
-    scale: float,
-    dropout_p: float,
-    needs: list[bool],
-) -> list[Tensor]:
-    """Backward: the gradients that `needs` asks for, in the order of the first six operands of the forward."""
-    operands = _operands(query, key, value, edge_attr, edge_weight, edge_bias, seed, scale, dropout_p)
-    edges = _edges(colptr, row, perm, global_edge_id, operands)
-    out = None if rowptr is None else Runs.of_heads(edges.heads, col, rowptr)
-    do = torch.zeros_like(operands.query) if grad_out is None else grad_out.to(operands.query.dtype)
+@_signature(
+    list[Tensor],
+    grad_out=Tensor | None,
+    grad_lse=Tensor | None,
+    **FlatArguments.__annotations__,
+    needs=list[bool],
+)
+def edge_attention_torch_backward(grad_out, grad_lse, *arguments) -> list[Tensor]:
+    """Backward: the gradients that `needs` asks for, in the order of the six operands."""
+    *arguments, needs = arguments
+    flat, needs = FlatArguments(*arguments), Needs(*needs)
+    dtype, flat = flat.query.dtype, flat.in_accumulator_dtype()
+    edges, gradients = flat.edges(), Gradients.zeros(flat, needs)
+    out_edges = None if flat.rowptr is None else Segments.of_heads(edges.heads, flat.col, flat.rowptr)
+    do = torch.zeros_like(flat.query) if grad_out is None else grad_out.to(flat.query.dtype)
     dlse = do.new_zeros(do.shape[:3]) if grad_lse is None else grad_lse
-    gradients = Gradients.zeros(operands, Needs(*needs))
-    with torch.autocast(query.device.type, enabled=False):
-        for b, group, heads in operands.groups(edges):
+    with torch.autocast(do.device.type, enabled=False):
+        for b, group, heads in flat.head_groups(edges):
             do_heads = do[b, :, group].contiguous()
-            gradient = differentiate_heads(heads, do_heads, dlse[b, :, group], edges, Needs(*needs))
+            gradient = differentiate_heads(heads, do_heads, dlse[b, :, group], edges, needs)
             gradients.add(b, group, gradient)
             if gradients.key is not None:
-                ds = by_head(gradient.ds.index_select(0, csr_to_csc))
-                gradients.key[b, :, group] = weighted_sum(ds, heads.q, out)
+                ds = by_head(gradient.ds.index_select(0, flat.csr_to_csc))
+                gradients.key[b, :, group] = weighted_sum(ds, heads.q, out_edges)
             if gradients.value is not None:
-                w = by_head(gradient.w.index_select(0, csr_to_csc))
-                gradients.value[b, :, group] = weighted_sum(w, do_heads, out)
-    return gradients.results(query.dtype, perm)
+                w = by_head(gradient.w.index_select(0, flat.csr_to_csc))
+                gradients.value[b, :, group] = weighted_sum(w, do_heads, out_edges)
+    return gradients.results(dtype, flat.perm)
 
 
 @torch.library.register_fake("anemoi_gt::edge_attention_torch_backward")
-def _(grad_out, grad_lse, query, key, value, edge_attr, edge_weight, edge_bias, *rest):
-    operands = (query, key, value, edge_attr, edge_weight, edge_bias)
-    return [operand.new_empty(operand.shape) for operand, need in zip(operands, rest[-1], strict=True) if need]
+def _(grad_out, grad_lse, *arguments):
+    return [operand.new_empty(operand.shape) for operand, need in zip(arguments, arguments[-1], strict=False) if need]
 
 
 def _backward(ctx, grad_out, grad_lse):
-    if grad_out is None and grad_lse is None:
-        return (None,) * 16
     needs = list(ctx.needs_input_grad[:6])
-    saved = ctx.saved_tensors
-    gradients = iter(edge_attention_torch_backward(grad_out, grad_lse, *saved, ctx.scale, ctx.dropout_p, needs))
-    return *(next(gradients) if need else None for need in needs), *((None,) * 10)
+    rest = (None,) * (len(FlatArguments._fields) - 6)
+    if grad_out is None and grad_lse is None:
+        return (None,) * 6 + rest
+    arguments = (grad_out, grad_lse, *ctx.saved_tensors, ctx.scale, ctx.dropout_p, needs)
+    gradients = iter(edge_attention_torch_backward(*arguments))
+    return *(next(gradients) if need else None for need in needs), *rest
 
 
 torch.library.register_autograd("anemoi_gt::edge_attention_torch", _backward, setup_context=_setup_context)
 torch.library.register_autograd("anemoi_gt::edge_attention_torch_backward", refuse_second_derivative)
 
 
-@dataclass(frozen=True)
-class Gradients:
-    """Where the heads' gradients are summed; None for an operand that needs none."""
+class Gradients(NamedTuple):
+    """Sums of the gradients of all heads; None for an operand that needs none."""
 
     query: Tensor | None  # [B, N_dst, H, C]
     key: Tensor | None  # [B, N_src, H, C]
@@ -220,63 +231,27 @@ class Gradients:
     edge_bias: Tensor | None  # [H, C]
 
     @classmethod
-    def zeros(cls, operands: Operands, needs: Needs) -> "Gradients":
-        """Zeros for what is needed."""
-        every = (getattr(operands, name) for name in Needs._fields)
-        return cls(*(torch.zeros_like(operand) if need else None for operand, need in zip(every, needs, strict=True)))
+    def zeros(cls, operands: FlatArguments, needs: Needs) -> "Gradients":
+        """Return zeros where a gradient is needed."""
+        pairs = zip(operands[:6], needs, strict=True)
+        return cls(*(torch.zeros_like(operand) if need else None for operand, need in pairs))
 
     def add(self, b: int, group: slice, gradient: HeadGradients) -> None:
-        """Add the gradients of a group of heads of sample `b`."""
+        """Add the gradients of a group of heads at batch index `b`."""
         if self.query is not None:
             self.query[b, :, group] = gradient.dq
         if self.edge_attr is not None:
-            shared = self.edge_attr[b if self.edge_attr.shape[0] > 1 else 0]
-            (shared if shared.dim() == 2 else shared[:, group]).add_(gradient.da)
+            attr = self.edge_attr[b if self.edge_attr.shape[0] > 1 else 0]
+            (attr if attr.dim() == 2 else attr[:, group]).add_(gradient.da)
         if self.edge_weight is not None:
             self.edge_weight[group] += gradient.dweight
         if self.edge_bias is not None:
             self.edge_bias[group] += gradient.dbias
 
     def results(self, dtype: torch.dtype, perm: Tensor | None) -> list[Tensor]:
-        """What is needed, in the layout of the caller's operands."""
-        nodes = (self.query, self.key, self.value)
-        results = [gradient.to(dtype) for gradient in nodes if gradient is not None]
-        if self.edge_attr is not None:
-            attr = self.edge_attr
-            attr = attr if perm is None else torch.empty_like(attr).index_copy_(1, perm.long(), attr)
-            results.append(attr.to(dtype))
-        embedding = (self.edge_weight, self.edge_bias)  # both begin with [H, C]
-        results += [gradient.flatten(0, 1).to(dtype) for gradient in embedding if gradient is not None]
-        return results
-
-
-def _edges(
-    colptr: Tensor, row: Tensor, perm: Tensor | None, global_edge_id: Tensor | None, operands: Operands
-) -> Edges:
-    graph = GraphStructure(colptr, row, row.new_empty(0, 0), perm=perm, global_edge_id=global_edge_id)
-    heads = _heads_together(operands, row.shape[0])
-    attr, is_raw = graph.edge_order(), operands.edge_weight is not None
-    sources = Runs.of_heads(heads, row, colptr)
-    attributes = Runs.of_heads(heads, attr, colptr, is_shared=is_raw)
-    return Edges(heads, colptr, row, graph.dst, attr, graph.global_edge_ids(), sources, attributes)
-
-
-def _heads_together(operands: Operands, num_edges: int) -> int:
-    """How many heads are computed at a time: what divides them, so few that memory for edges stays small."""
-    heads, largest = operands.query.shape[2], max(num_edges, operands.query.shape[1], operands.key.shape[1])
-    return max(n for n in range(1, heads + 1) if heads % n == 0 and (n == 1 or n * largest <= PAIRS))
-
-
-def _operands(query, key, value, edge_attr, edge_weight, edge_bias, seed, scale, dropout_p) -> Operands:
-    dtype, (heads, channels) = accumulator_dtype(query.dtype), query.shape[2:]
-    return Operands(
-        query=query.to(dtype).contiguous(),
-        key=key.to(dtype).contiguous(),
-        value=value.to(dtype).contiguous(),
-        edge_attr=None if edge_attr is None else edge_attr.to(dtype).contiguous(),
-        edge_weight=None if edge_weight is None else edge_weight.to(dtype).reshape(heads, channels, -1),
-        edge_bias=None if edge_bias is None else edge_bias.to(dtype).reshape(heads, channels),
-        seed=seed,
-        scale=scale,
-        dropout_p=dropout_p,
-    )
+        """Return the needed gradients in the layout of the caller's operands."""
+        attr, weight, bias = self[3:]
+        if attr is not None and perm is not None:
+            attr = torch.empty_like(attr).index_copy_(1, perm.long(), attr)
+        embedding = (None if gradient is None else gradient.flatten(0, 1) for gradient in (weight, bias))
+        return [gradient.to(dtype) for gradient in (*self[:3], attr, *embedding) if gradient is not None]

@@ -1,14 +1,14 @@
-"""The definition of edge attention in plain PyTorch, for some heads of one sample.
+"""The definition of edge attention in plain PyTorch, for a group of heads at one batch index.
 
-For destination i, source j, edge e = (j -> i), with W [C, D] the head's slice of the embedding and m_e the dropout factor:
+For destination i, source j, edge e = (j -> i), W [C, D] the head's slice of the embedding, m_e the dropout factor:
 
     u_i   = W^T q_i                                     [D], instead of W a_e for each edge
-    s_e   = scale * (<q_i, k_j> + <u_i, a_e>)           the rest of the score, scale <q_i, b>, is the same for all e of i
+    s_e   = scale * (<q_i, k_j> + <u_i, a_e>)           without scale <q_i, b>, the same for all e of i
     p_e   = softmax of s over the in-edges of i,        w_e = m_e p_e
     lse_i = log sum_e exp(s_e) + scale <q_i, b>
     o_i   = sum_e w_e v_j + W sum_e w_e a_e + b sum_e w_e
 
-and backward, with do, dlse the gradients that arrive and g_i = W^T do_i:
+and backward, with upstream gradients do, dlse and g_i = W^T do_i:
 
     dp_e  = m_e (<do_i, v_j> + <g_i, a_e> + <do_i, b>)
     ds_e  = p_e (dp_e - delta_i + dlse_i),              delta_i = sum_e p_e dp_e / sum_e p_e
@@ -20,9 +20,9 @@ and backward, with do, dlse the gradients that arrive and g_i = W^T do_i:
     dW    = sum_i do_i (sum_e w_e a_e)^T + scale * q_i B_i^T
     db    = sum_i (sum_e w_e) do_i + scale * dlse_i q_i
 
-Embedded features are the case W = 1, b = 0 with a_e of C numbers. Three primitives carry it: `_dots` along edges,
+Embedded features are the case W = 1, b = 0 with a_e of C elements. There are three primitives: `_dots` along edges,
 `weighted_sum` into nodes (an embedding bag: no edge-sized rows, no atomics) and the softmax. Edge-sized memory is a few
-numbers per edge and head of those that are computed together, forward and backward; backward recomputes the rest.
+elements per edge and head of the group, forward and backward; the backward pass recomputes the rest.
 
 Shapes in this file: N_dst, N_src nodes, E edges in CSC order, G heads, C channels, D edge attributes.
 """
@@ -34,20 +34,20 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding_bag
 
-PIECE = 2**18  # numbers of rows that are gathered at a time; they stay in the cache
-NODES = 8192  # of a product of matrices: parts of a graph that begin at multiples of it are rounded as the whole is
+CHUNK = 2**18  # elements gathered at a time; they stay in the cache
+NODE_CHUNK = 8192  # rows of a matrix product, so that chunks of a graph at its multiples are rounded as the whole is
 
 
 @dataclass(frozen=True)
-class Runs:
-    """Where the sums into nodes read their rows: those of one node after the other, of one head after the other."""
+class Segments:
+    """Rows that are summed into nodes: segments of the nodes of one head, then of the next head."""
 
     index: Tensor  # [G * E] row among [N * G] of the nodes at the other ends
-    pointers: Tensor  # [G * N + 1] where the run of a head and node begins
+    pointers: Tensor  # [G * N + 1] first position of the segment of a head and node
 
     @classmethod
-    def of_heads(cls, heads: int, index: Tensor, pointers: Tensor, is_shared: bool = False) -> "Runs":
-        """Return the runs of so many heads, from index [E] and pointers [N + 1] of one; rows may be the same for all heads."""
+    def of_heads(cls, heads: int, index: Tensor, pointers: Tensor, is_shared: bool = False) -> "Segments":
+        """Return the segments of `heads` heads from index [E] and pointers [N + 1]; rows may be shared by all heads."""
         if heads == 1:
             return cls(index, pointers)
         head = torch.arange(heads, dtype=index.dtype, device=index.device)[:, None]
@@ -58,21 +58,21 @@ class Runs:
 
 @dataclass(frozen=True)
 class Edges:
-    """The edges as the primitives read them; index tensors in CSC order unless they say otherwise."""
+    """The edges as the primitives read them, in CSC order."""
 
-    heads: int  # G, that are computed together
+    heads: int  # G, computed at a time
     colptr: Tensor  # [N_dst + 1]
     row: Tensor  # [E]
     dst: Tensor  # [E]
-    attr: Tensor  # [E], where the edge's attributes are in the caller's order
-    number: Tensor  # [E], key of dropout
-    sources: Runs  # of the destinations, rows of sources
-    attributes: Runs  # of the destinations, rows of attributes
+    attr: Tensor  # [E] position of the edge's attributes, which are in the caller's order
+    global_edge_id: Tensor  # [E], key of dropout
+    sources: Segments  # of the destinations, rows of sources
+    attributes: Segments  # of the destinations, rows of attributes
 
 
 @dataclass(frozen=True)
-class Heads:
-    """The operands of some heads of one sample, contiguous, in the dtype of the accumulators."""
+class HeadGroup:
+    """The operands of a group of heads at one batch index, contiguous, in the dtype of the accumulators."""
 
     q: Tensor  # [N_dst, G, C]
     k: Tensor  # [N_src, G, C]
@@ -85,83 +85,83 @@ class Heads:
 
     @property
     def projects(self) -> bool:
-        """Whether <W^T q_i, a_e> stands for <q_i, W a_e>: when it has fewer terms. Else W a_e is made, a piece at a time."""
+        """True if <W^T q_i, a_e>, having fewer terms, replaces <q_i, W a_e>; else W a_e is made in chunks."""
         return self.weight is not None and self.weight.shape[2] < self.weight.shape[1]
 
     def project(self, rows: Tensor) -> Tensor:
-        """W^T of rows [N, G, C]: [N, G, D]."""
-        weight = self.weight.transpose(1, 2).contiguous()  # D last is 4 times slower
-        parts = [torch.bmm(weight, part.permute(1, 2, 0)).permute(2, 0, 1) for part in rows.split(NODES)]
-        return torch.cat(parts).contiguous()
+        """Return W^T of rows [N, G, C]: [N, G, D]."""
+        weight = self.weight.transpose(1, 2).contiguous()  # D last is 4x slower
+        chunks = [torch.bmm(weight, chunk.permute(1, 2, 0)).permute(2, 0, 1) for chunk in rows.split(NODE_CHUNK)]
+        return torch.cat(chunks).contiguous()
 
     def embed(self, sums: Tensor) -> Tensor:
-        """W of sums [N, G, D]: [N, G, C]."""
+        """Return W of sums [N, G, D]: [N, G, C]."""
         if self.weight is None:
             return sums
         weight = self.weight.transpose(1, 2)
-        parts = [torch.bmm(part.transpose(0, 1), weight).transpose(0, 1) for part in sums.split(NODES)]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        chunks = [torch.bmm(chunk.transpose(0, 1), weight).transpose(0, 1) for chunk in sums.split(NODE_CHUNK)]
+        return chunks[0] if len(chunks) == 1 else torch.cat(chunks)
 
     def embed_shared(self, rows: Tensor) -> Tensor:
-        """W of rows [P, D] that all heads share: [P, G, C]. Rows [P, G, C] are embedded already."""
+        """Return W of rows [P, D] shared by all heads: [P, G, C]. Rows [P, G, C] are already embedded."""
         if self.weight is None:
             return rows
         return (rows @ self.weight.flatten(0, 1).t()).unflatten(1, self.weight.shape[:2])
 
     def drop(self, p: Tensor) -> Tensor:
-        """Attention weights after dropout."""
+        """Return attention weights after dropout."""
         return p if self.keep is None else p * self.keep
 
 
-def _dots(heads: Heads, edges: Edges, *sides: tuple[Tensor, Tensor, Tensor | None]) -> list[Tensor]:
-    """< left_i , right_j + x_e > for every edge, [E, G], of each triple left [N_dst, G, C], right [N_src, G, C], W^T left.
+def _dots(heads: HeadGroup, edges: Edges, *sides: tuple[Tensor, Tensor, Tensor | None]) -> list[Tensor]:
+    """Return < left_i , right_j + x_e > of every edge [E, G], with x_e = W a_e, for each of `sides`.
 
-    x_e = W a_e, without the bias.
+    A side is (left [N_dst, G, C], right [N_src, G, C], W^T left or None).
     """
-    pieces = [[] for _ in sides]
-    step = max(1, PIECE // max(heads.q[0:1].numel(), 1))
+    chunks = [[] for _ in sides]
+    step = max(1, CHUNK // max(heads.q[0:1].numel(), 1))
     for to, origin, at in zip(*(index.split(step) for index in (edges.dst, edges.row, edges.attr)), strict=True):
         a = None if heads.a is None else heads.a.index_select(0, at)
         x = None if a is None or heads.projects else heads.embed_shared(a)
-        for (left, right, projected), results in zip(sides, pieces, strict=True):
+        for (left, right, projected), results in zip(sides, chunks, strict=True):
             rows = right.index_select(0, origin)
             rows = rows if x is None else rows.add_(x)
             dot = rows.mul_(left.index_select(0, to)).sum(-1)
             if heads.projects:
                 dot += torch.bmm(projected.index_select(0, to), a.unsqueeze(2)).squeeze(2)
             results.append(dot)
-    return [torch.cat(results) for results in pieces]
+    return [torch.cat(results) for results in chunks]
 
 
 def by_head(weight: Tensor) -> Tensor:
-    """Weights [E, G] as `weighted_sum` reads them: [G, E]."""
+    """Return weights [E, G] in the layout of `weighted_sum`: [G, E]."""
     return weight.t().contiguous()
 
 
-def weighted_sum(weight: Tensor, rows: Tensor, runs: Runs) -> Tensor:
-    """sum_e weight_e rows_e over the run of edges of each node: [N, G, C], of weight [G, E] and rows [M, G, C] or [M, C]."""
+def weighted_sum(weight: Tensor, rows: Tensor, segments: Segments) -> Tensor:
+    """Return sum_e weight_e rows_e of each node, [N, G, C], of weight [G, E] and rows [M, G, C] or [M, C]."""
     options = {"mode": "sum", "per_sample_weights": weight.flatten(), "include_last_offset": True}
-    sums = embedding_bag(runs.index, rows.flatten(0, -2), runs.pointers, **options)
+    sums = embedding_bag(segments.index, rows.flatten(0, -2), segments.pointers, **options)
     return sums.unflatten(0, (weight.shape[0], -1)).transpose(0, 1)
 
 
 def _segment_sum(values: Tensor, pointers: Tensor) -> Tensor:
-    """The sum over the run of edges of each node: [N, G]."""
+    """Return the sum over the edges of each node: [N, G]."""
     return torch.segment_reduce(values, "sum", offsets=pointers, axis=0, unsafe=True)
 
 
 def _softmax(score: Tensor, edges: Edges) -> tuple[Tensor, Tensor, Tensor]:
-    """Softmax over in-edges: p [E, G], lse [N_dst, G] (-inf where nothing is finite), and 1 where p sums to one [N_dst, G]."""
-    high = torch.segment_reduce(score, "max", offsets=edges.colptr, axis=0, unsafe=True)
-    pivot = torch.where(torch.isneginf(high), 0.0, high)
-    p = (score - pivot.index_select(0, edges.dst)).exp_()
-    total = _segment_sum(p, edges.colptr)
-    occupied = total != 0
-    lse = pivot + torch.log(total)
-    return p.div_(torch.where(occupied, total, 1.0).index_select(0, edges.dst)), lse, occupied.to(score.dtype)
+    """Return the softmax over in-edges: p [E, G], lse [N_dst, G] (or -inf), and 1 where p sums to one [N_dst, G]."""
+    row_max = torch.segment_reduce(score, "max", offsets=edges.colptr, axis=0, unsafe=True)
+    row_max = torch.where(torch.isneginf(row_max), 0.0, row_max)
+    p = (score - row_max.index_select(0, edges.dst)).exp_()
+    denominator = _segment_sum(p, edges.colptr)
+    occupied = denominator != 0
+    lse = row_max + torch.log(denominator)
+    return p.div_(torch.where(occupied, denominator, 1.0).index_select(0, edges.dst)), lse, occupied.to(score.dtype)
 
 
-def attend_heads(heads: Heads, edges: Edges) -> tuple[Tensor, Tensor]:
+def attend_heads(heads: HeadGroup, edges: Edges) -> tuple[Tensor, Tensor]:
     """Return out [N_dst, G, C] and lse [N_dst, G]."""
     u = heads.project(heads.q) if heads.projects else None
     (score,) = _dots(heads, edges, (heads.q, heads.k, u))
@@ -178,7 +178,7 @@ def attend_heads(heads: Heads, edges: Edges) -> tuple[Tensor, Tensor]:
 
 
 class Needs(NamedTuple):
-    """Which operands need a gradient."""
+    """The operands that need a gradient."""
 
     query: bool
     key: bool
@@ -190,7 +190,7 @@ class Needs(NamedTuple):
 
 @dataclass(frozen=True)
 class HeadGradients:
-    """Gradients of the operands of some heads, and what only their neighbours need: w and ds of each edge."""
+    """Gradients of a group of heads, and w and ds of each edge for those of key and value."""
 
     dq: Tensor  # [N_dst, G, C]
     da: Tensor | None  # [E, D] raw or [E, G, C] embedded, CSC order
@@ -200,13 +200,13 @@ class HeadGradients:
     ds: Tensor  # [E, G], scaled
 
 
-def differentiate_heads(heads: Heads, do: Tensor, dlse: Tensor, edges: Edges, needs: Needs) -> HeadGradients:
-    """Everything but dk and dv, which sum over out-edges."""
+def differentiate_heads(heads: HeadGroup, do: Tensor, dlse: Tensor, edges: Edges, needs: Needs) -> HeadGradients:
+    """Return all gradients except dk and dv, which sum over out-edges."""
     u, g = (heads.project(heads.q), heads.project(do)) if heads.projects else (None, None)
     score, dp = _dots(heads, edges, (heads.q, heads.k, u), (do, heads.v, g))
     p, _, occupied = _softmax(score.mul_(heads.scale), edges)
     w = heads.drop(p)
-    dlse = torch.where(occupied > 0, dlse, 0.0)  # whatever arrives where lse is -inf, NaN of lse * lse too
+    dlse = torch.where(occupied > 0, dlse, 0.0)  # upstream gradients where lse is -inf, even NaN, are ignored
 
     if heads.bias is not None and heads.keep is not None:
         dp += (do * heads.bias).sum(-1).index_select(0, edges.dst)
@@ -235,13 +235,13 @@ def differentiate_heads(heads: Heads, do: Tensor, dlse: Tensor, edges: Edges, ne
     return HeadGradients(dq, da, dweight, dbias, w, ds)
 
 
-def _attribute_gradient(heads: Heads, edges: Edges, *sides: tuple[Tensor, Tensor]) -> Tensor:
-    """w_e g_i + ds_e u_i, [E, G, C] of embedded attributes, summed over heads [E, D] of raw ones.
+def _attribute_gradient(heads: HeadGroup, edges: Edges, *sides: tuple[Tensor, Tensor]) -> Tensor:
+    """Return w_e g_i + ds_e u_i: [E, G, C] for embedded attributes, summed over heads [E, D] for raw ones.
 
-    Each of the two sides is a weight [E, G] and rows [N_dst, G, D], or rows [N_dst, G, C] that W^T is still to be taken of.
+    Each of the two sides is a weight [E, G] and rows [N_dst, G, D], or rows [N_dst, G, C] before W^T is applied.
     """
     (w, g), (ds, u) = sides
-    da, step = torch.empty_like(heads.a), max(1, PIECE // max(g[0:1].numel(), 1))
+    da, step = torch.empty_like(heads.a), max(1, CHUNK // max(g[0:1].numel(), 1))
     weight = None if heads.weight is None else heads.weight.flatten(0, 1).t().contiguous()
     for out, to, wp, dsp in zip(*(tensor.split(step) for tensor in (da, edges.dst, w, ds)), strict=True):
         g_rows, u_rows = g.index_select(0, to), u.index_select(0, to)
@@ -254,5 +254,5 @@ def _attribute_gradient(heads: Heads, edges: Edges, *sides: tuple[Tensor, Tensor
 
 
 def _outer(left: Tensor, right: Tensor) -> Tensor:
-    """sum_i left_i right_i^T, [G, C, D] of [N, G, C] and [N, G, D], where D is the smaller."""
-    return torch.bmm(right.permute(1, 2, 0), left.transpose(0, 1)).transpose(1, 2)  # D last is 4 times slower
+    """Return sum_i left_i right_i^T, [G, C, D], of [N, G, C] and [N, G, D] with D < C."""
+    return torch.bmm(right.permute(1, 2, 0), left.transpose(0, 1)).transpose(1, 2)  # D last is 4x slower

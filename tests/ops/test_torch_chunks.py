@@ -1,0 +1,75 @@
+"""The torch backend computes groups of heads and chunks of edges: their size changes the memory, not the result."""
+
+import pytest
+import torch
+from support.differentiate import differentiate
+
+from anemoi_gt import AttentionConfig, GraphStructure, edge_attention
+from anemoi_gt.ops.torch_backend import op, reference
+
+BATCH, NODES, EDGES, HEADS, CHANNELS = 2, 9, 40, 6, 4
+TORCH = AttentionConfig(backend="torch")
+
+
+class Attention(torch.nn.Module):
+    """Attention of named operands; out and lse concatenated."""
+
+    def __init__(self, dropout_p=0.0):
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.graph = GraphStructure.from_edge_index(torch.randint(NODES - 1, (2, EDGES), generator=generator), NODES)
+        self.dropout_p = dropout_p
+
+    def forward(self, tensors):
+        torch.manual_seed(1)
+        out, lse = edge_attention(**tensors, graph=self.graph, dropout_p=self.dropout_p, config=TORCH)
+        return torch.cat([out, lse.where(lse.isfinite(), 0.0).unsqueeze(-1)], dim=-1)
+
+
+def operands(edge_dim):
+    generator = torch.Generator().manual_seed(edge_dim)
+    shapes = dict.fromkeys(("query", "key", "value"), (BATCH, NODES, HEADS, CHANNELS))
+    if edge_dim == 0:
+        shapes["edge_attr"] = (BATCH, EDGES, HEADS, CHANNELS)
+    else:
+        width = HEADS * CHANNELS
+        shapes |= {"edge_attr": (EDGES, edge_dim), "edge_weight": (width, edge_dim), "edge_bias": (width,)}
+    return {name: torch.randn(shape, generator=generator, dtype=torch.float64) for name, shape in shapes.items()}
+
+
+HEAD_GROUPS = [{"MAX_EDGE_HEADS": heads * EDGES} for heads in (1, 2, 3)]
+CHUNKS = {"CHUNK": 7 * HEADS * CHANNELS, "NODE_CHUNK": 4}
+
+
+@pytest.mark.parametrize("dropout_p", (0.0, 0.4))
+@pytest.mark.parametrize("edge_dim", (0, 2, 5), ids=("embedded", "fewer than channels", "more than channels"))
+@pytest.mark.parametrize("sizes", [*HEAD_GROUPS, CHUNKS], ids=str)
+def test_result_and_gradients_do_not_depend_on_the_sizes(monkeypatch, sizes, edge_dim, dropout_p):
+    attention, inputs = Attention(dropout_p), operands(edge_dim)
+    expected = differentiate(attention, inputs, attention)
+    for name, size in sizes.items():
+        monkeypatch.setattr(op if hasattr(op, name) else reference, name, size)
+    for name, value in differentiate(attention, inputs, attention).items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-12, atol=1e-12, msg=name)
+
+
+MOST = op.MAX_EDGE_HEADS
+
+
+@pytest.mark.parametrize(("edges", "size"), [(MOST // 6, 6), (MOST // 6 + 1, 3), (MOST // 2, 2), (MOST, 1), (10**9, 1)])
+def test_head_groups_divide_all_heads_within_the_limit(edges, size):
+    assert op.head_group_size(HEADS, edges) == size
+
+
+def test_attributes_are_embedded_in_chunks_of_edges(monkeypatch):
+    attention, inputs, made = Attention(), operands(5), []
+    embed = reference.HeadGroup.embed_shared
+
+    def spy(heads, rows):
+        made.append(embed(heads, rows))
+        return made[-1]
+
+    monkeypatch.setattr(reference, "CHUNK", CHUNKS["CHUNK"])
+    monkeypatch.setattr(reference.HeadGroup, "embed_shared", spy)
+    attention(inputs)
+    assert max(rows.shape[0] for rows in made) == 7
