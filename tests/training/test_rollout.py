@@ -5,9 +5,8 @@ import pytest
 import torch
 from support.picture import colours
 
-from anemoi_gt.data.era5_uk import FIRST_TEST_HOUR, split
+from anemoi_gt.data.era5_uk import FIRST_TEST_HOUR, HourlyField, split
 from anemoi_gt.data.grids import regional
-from anemoi_gt.data.hourly import HourlyField
 from anemoi_gt.training.plots.rollout_plot import drawn_steps
 from anemoi_gt.training.report import write_rollout_report
 from anemoi_gt.training.rollout import roll_out, rollout_table, score_rollouts
