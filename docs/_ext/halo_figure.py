@@ -3,8 +3,8 @@
     ```{halo-figure}
     ```
 
-Two maps of the globe seen from above a rank: the nodes of an icosphere on a Morton curve, partitioned among eight ranks; and the
-rank's own nodes with its halo. Inline SVG with the colours of the theme; ranks differ in shape too.
+Two maps of the globe seen from above a rank: the nodes of an icosphere on a Morton curve, partitioned among eight
+ranks; and the rank's own nodes with its halo. Inline SVG with the colours of the theme; ranks differ in shape too.
 """
 
 import numpy as np

@@ -1,7 +1,7 @@
 """Graphs of anemoi_gt and of anemoi-graphs 0.9.8 on the same data nodes: the same nodes, edges and attributes.
 
-anemoi-graphs computes distances in float32. Sources that are equally far to its rounding are ordered by the last bit, so
-`nearest` is compared exactly on nodes without symmetry, and up to such ties on grids.
+anemoi-graphs computes distances in float32. Sources that are equally far to its rounding are ordered by the last bit,
+so `nearest` is compared exactly on nodes without symmetry, and up to such ties on grids.
 """
 
 from itertools import pairwise

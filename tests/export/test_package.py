@@ -141,20 +141,17 @@ def use_compiler(tmp_path, monkeypatch):
     return use
 
 
+@pytest.mark.parametrize("compiler", [None, "gcc"])
+def test_compiler_that_links_libstdcxx_dynamically_or_not_at_all_is_accepted(use_compiler, compiler):
+    use_compiler(f'exec {compiler or packages.get_cpp_compiler()} "$@"')
+    check_compiler()
+
+
 def test_compiler_that_links_a_copy_of_its_standard_library_raises(use_compiler):
     """As g++ does if libstdc++.so is missing: its packages crash in PyTorch's loader."""
-    compiler = packages.get_cpp_compiler()
-    use_compiler(f'exec {compiler} "$@"')
-    check_compiler()
-    use_compiler(f'exec {compiler} "$@" -static-libstdc++')
+    use_compiler(f'exec {packages.get_cpp_compiler()} "$@" -static-libstdc++')
     with pytest.raises(ValueError, match="must share the C.. standard library with PyTorch, .*compiler links a copy"):
         check_compiler()
-
-
-def test_c_driver_is_accepted(use_compiler):
-    """It links no standard library, so that the package uses PyTorch's."""
-    use_compiler('exec gcc "$@"')
-    check_compiler()
 
 
 def test_broken_compiler_raises_with_its_message(use_compiler):

@@ -10,9 +10,9 @@ a, centre b orthogonal to it and period T:
     dx/dt = w a x x  +  2 k cos(pi t / T) <b(t), x> (x x b(t)),   w = 2 pi / T,   b(t) = b rotated about a by w t
 
 k = 0 is solid-body rotation. With k > 0 it is case 4 of Nair and Lauritzen (2010): in the rotating frame its stream
-function is k cos(pi t / T) <b, y>^2, which with b on the equator at 90 E is k sin^2(lon) cos^2(lat) cos(pi t / T). In that
-frame <b, y> is constant, because the velocity is orthogonal to b. So every particle circles b at its own rate, and with
-the effective time s = (T / pi) (sin(pi t1 / T) - sin(pi t0 / T))
+function is k cos(pi t / T) <b, y>^2, which with b on the equator at 90 E is k sin^2(lon) cos^2(lat) cos(pi t / T).
+In that frame <b, y> is constant, because the velocity is orthogonal to b. So every particle circles b at its own rate,
+and with the effective time s = (T / pi) (sin(pi t1 / T) - sin(pi t0 / T))
 
     y(t1) = y(t0) rotated about b by -2 k <b, y> s
 
