@@ -31,7 +31,7 @@ from anemoi_gt import AttentionConfig, EncoderProcessorDecoder
 from anemoi_gt.data.graphs import icosphere_graph
 from anemoi_gt.data.grids import grid
 from anemoi_gt.export import Autocast, export_model, write_package
-from anemoi_gt.export.trial import LIMITS, relative_error
+from anemoi_gt.export.package import LIMITS, relative_error
 
 FIELDS = 100  # in and out of the data grid
 PRECISIONS = {"32-true": torch.float32, "bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}

@@ -1,4 +1,4 @@
-"""The documentation: its code runs, its links lead somewhere, and it names whatever is public."""
+"""The documentation: its code runs, its links resolve, and it covers the public API."""
 
 import ast
 import doctest
@@ -23,26 +23,26 @@ import anemoi_gt.data
 import anemoi_gt.distributed
 import anemoi_gt.export
 import anemoi_gt.integrations.anemoi
-import anemoi_gt.integrations.pyg
 import anemoi_gt.nn
 import anemoi_gt.training
+from anemoi_gt.integrations import pyg
 
 MARKDOWN_LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 HTML_LINK = re.compile(r'(?:src|href|srcset)="([^"]+)"')
-EXTERNAL = {  # every link to elsewhere, so that a new one is looked at; nothing here reaches the network
+EXTERNAL = {  # every external link, so that new ones are reviewed; not accessed here
     "https://anemoi.readthedocs.io/projects/models",
     "https://docs.pytorch.org/docs/stable/distributed.html",
     "https://github.com/pytorch/pytorch/issues/181555",
     "https://keepachangelog.com/en/1.1.0/",
     "https://semver.org/spec/v2.0.0.html",
 }
-RUNNER = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE)  # messages may be broken into lines
-BUILT = {"__init__", "__post_init__"}  # of a class, described by it
+RUNNER = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE)  # messages may be wrapped
+BUILT = {"__init__", "__post_init__"}  # documented by their class
 DOI, ARXIV = re.compile(r"doi:\s*(\S+)"), re.compile(r"arXiv:\s*(\S+)")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_every_block_says_what_it_is(page):
+def test_every_code_block_names_its_language(page):
     fences = re.findall(r"^```(.*)$", page.read_text(), re.MULTILINE)
     opening = [fence for fence in fences[::2] if not fence.startswith("{")]
     assert set(opening) <= LANGUAGES and not any(fences[1::2])
@@ -51,10 +51,10 @@ def test_every_block_says_what_it_is(page):
 @pages_with("python", "pycon")
 def test_code_runs_from_top_to_bottom(page, tmp_path, monkeypatch, anemoi_as_it_is):
     monkeypatch.chdir(tmp_path)
-    torch.compiler.reset()  # what a test has compiled here before is none of the page's
+    torch.compiler.reset()  # what earlier tests compiled must not count for the page
     namespace = {"__name__": "__main__"}
     for kind, code in BLOCK.findall(page.read_text()):
-        if kind == "python" and not FILE.match(code):  # a file is run by a command: test_commands.py
+        if kind == "python" and not FILE.match(code):  # test_commands.py runs files
             exec(compile(code, name_of(page), "exec"), namespace)
         elif kind == "pycon":
             test = doctest.DocTestParser().get_doctest(code, namespace, name_of(page), str(page), 0)
@@ -72,7 +72,7 @@ def test_yaml_composes_as_the_config_of_an_application(page, tmp_path):
 
 
 def groups_of(text):
-    """The entries of a defaults list that name a group."""
+    """Return the entries of a defaults list that name a group."""
     return [
         {place.partition("@")[2] or place: choice}
         for entry in yaml.safe_load(text)["defaults"]
@@ -82,8 +82,9 @@ def groups_of(text):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_links_inside_the_repository_lead_somewhere(page):
-    prose = BLOCK.sub("", page.read_text())
+def test_links_and_named_files_exist(page):
+    text = page.read_text()
+    prose = BLOCK.sub("", text)
     for link in MARKDOWN_LINK.findall(prose) + HTML_LINK.findall(prose):
         if re.match(r"[a-z]+:", link):
             assert link in EXTERNAL, link
@@ -91,34 +92,25 @@ def test_links_inside_the_repository_lead_somewhere(page):
         path, _, anchor = link.partition("#")
         target = (page.parent / path).resolve() if path else page
         assert target.exists() and ROOT in target.parents, link
-        if anchor:
-            assert anchor in anchors(target), link
-
-
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_files_that_a_page_names_are_there(page):
-    named = re.findall(r"`((?:anemoi_gt|benchmarks|configs|docs|tests)/(?!_build)[\w./-]+)`", page.read_text())
+        assert not anchor or anchor in anchors(target), link
+    named = re.findall(r"`((?:anemoi_gt|benchmarks|configs|docs|tests)/(?!_build)[\w./-]+)`", text)
     assert [name for name in named if not (ROOT / name).exists() and not (ROOT / "src" / name).exists()] == []
 
 
-def test_links_to_elsewhere_have_the_form_of_an_address():
-    text = "".join(page.read_text() for page in PAGES)
-    assert all(re.fullmatch(r"https://[\w.-]+\.\w+/[\w./-]*", link) and link in text for link in EXTERNAL)
+def anchors(page):
+    """Return the anchors of a page's headings."""
+    headings = re.findall(r"^#+ (.*)$", BLOCK.sub("", page.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def test_identifiers_of_publications_have_their_form():
-    sources = [*PAGES, *(ROOT / "src").rglob("*.py")]
-    text = "\n".join(source.read_text() for source in sources)
+def test_addresses_and_identifiers_of_publications_are_well_formed():
+    pages = "\n".join(page.read_text() for page in PAGES)
+    assert all(re.fullmatch(r"https://[\w.-]+\.\w+/[\w./-]*", link) and link in pages for link in EXTERNAL)
+    text = pages + "\n".join(source.read_text() for source in (ROOT / "src").rglob("*.py"))
     dois, preprints = DOI.findall(text), ARXIV.findall(text)
     assert dois and preprints
     assert all(re.fullmatch(r"10\.\d{4,}/[\w./()-]+\w", doi.rstrip(".,;)")) for doi in dois), dois
     assert all(re.fullmatch(r"\d{4}\.\d{4,5}", name.rstrip(".,;)")) for name in preprints), preprints
-
-
-def anchors(page):
-    """The anchors of a page's headings."""
-    headings = re.findall(r"^#+ (.*)$", BLOCK.sub("", page.read_text()), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def test_every_page_is_in_a_table_of_contents():
@@ -133,21 +125,21 @@ def test_every_page_is_in_a_table_of_contents():
 
 @cache
 def described():
-    """Full names of what the API reference describes: by name, or as a member of a module that it describes whole."""
+    """Return the full names in the API reference: by name, or as a member of a documented module."""
     text = "".join(page.read_text() for page in (ROOT / "docs" / "api").glob("*.md"))
     names = set(re.findall(r"\.\. auto(?:class|exception|function):: (\S+)", text))
     for module, options in re.findall(r"\.\. automodule:: (\S+)((?:\n   :.*)*)", text):
         names.add(module)
-        chosen = re.search(r":members: (.*)", options)
-        if chosen:
-            names |= {f"{module}.{name.strip()}" for name in chosen[1].split(",")}
+        members = re.search(r":members: (.*)", options)
+        if members:
+            names |= {f"{module}.{name.strip()}" for name in members[1].split(",")}
         elif ":no-members:" not in options:
             names |= {f"{module}.{name}" for name in definitions(importlib.import_module(module))}
     return names
 
 
 def definitions(module):
-    """Names of the documented public functions and classes that a module defines."""
+    """Return the names of the documented public functions and classes that a module defines."""
     return [
         name
         for name, thing in vars(module).items()
@@ -159,17 +151,19 @@ def definitions(module):
 
 
 def public():
-    """Full names of what users are meant to use."""
+    """Return the full names of the public API."""
+    packages = (
+        anemoi_gt.nn,
+        anemoi_gt.distributed,
+        anemoi_gt.training,
+        anemoi_gt.export,
+        anemoi_gt.integrations.anemoi,
+    )
     names = {f"anemoi_gt.{name}" for name in anemoi_gt.__all__ if not name.startswith("__")}
-    names |= {f"anemoi_gt.nn.{name}" for name in anemoi_gt.nn.__all__ if name not in anemoi_gt.__all__}
-    names |= {f"anemoi_gt.distributed.{name}" for name in anemoi_gt.distributed.__all__}
-    names |= {f"anemoi_gt.training.{name}" for name in anemoi_gt.training.__all__}
-    names |= {f"anemoi_gt.export.{name}" for name in anemoi_gt.export.__all__}
-    names |= {f"anemoi_gt.integrations.anemoi.{name}" for name in anemoi_gt.integrations.anemoi.__all__}
-    names |= {f"anemoi_gt.integrations.pyg.{name}" for name in definitions(anemoi_gt.integrations.pyg)}
-    for part in iter_modules(anemoi_gt.data.__path__):
-        module = importlib.import_module(f"anemoi_gt.data.{part.name}")
-        names |= {f"{module.__name__}.{name}" for name in definitions(module)}
+    names |= {f"{package.__name__}.{name}" for package in packages for name in package.__all__}
+    names -= {f"anemoi_gt.nn.{name}" for name in anemoi_gt.__all__}
+    modules = [importlib.import_module(f"anemoi_gt.data.{part.name}") for part in iter_modules(anemoi_gt.data.__path__)]
+    names |= {f"{module.__name__}.{name}" for module in (*modules, pyg) for name in definitions(module)}
     return sorted(names)
 
 
@@ -178,40 +172,34 @@ def test_every_public_name_is_in_the_api_reference(name):
     assert name in described()
 
 
-def functions(name):
-    """The functions of a public name: itself, or what a class defines for its users, its constructor included.
+def test_every_name_in_the_api_reference_exists():
+    assert [name for name in described() if pydoc.locate(name) is None] == []
 
-    A method without a docstring answers to a base class of others, and is for nobody else.
-    """
+
+def functions(name):
+    """Return the functions of a public name: itself, or the constructor and documented public methods of a class."""
     thing = pydoc.locate(name)
     if inspect.isfunction(thing):
         return {name: thing}
     if not inspect.isclass(thing):
         return {}
     found = {member: getattr(function, "__func__", function) for member, function in vars(thing).items()}
-    own = {member for member in found if not member.startswith("_")} | BUILT
-    told = {member for member in own & set(found) if member in BUILT or found[member].__doc__}
-    return {f"{name}.{member}": found[member] for member in told if has_source(found[member])}
+    documented = {name for name, member in found.items() if member.__doc__ and not name.startswith("_")}
+    return {f"{name}.{member}": found[member] for member in documented | BUILT & set(found) if in_file(found[member])}
 
 
-def has_source(thing):
-    """Whether something is a function that stands in a file, not one that a dataclass made."""
+def in_file(thing):
+    """Return whether something is a function in a source file, not generated by a dataclass."""
     return inspect.isfunction(thing) and not thing.__code__.co_filename.startswith("<")
 
 
 @pytest.mark.parametrize("name", public())
-def test_whatever_raises_says_what_it_raises(name):
+def test_docstring_of_a_function_that_raises_says_so(name):
     for place, function in functions(name).items():
         tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
         described = pydoc.locate(name) if place.rpartition(".")[2] in BUILT else function
         if any(isinstance(node, ast.Raise) for node in ast.walk(tree)):
-            assert re.search(r"\bRaises?\b", described.__doc__ or ""), (
-                f"{place} raises, and its docstring is silent about it"
-            )
-
-
-def test_whatever_the_api_reference_names_is_there():
-    assert [name for name in described() if pydoc.locate(name) is None] == []
+            assert re.search(r"\bRaises?\b", described.__doc__ or ""), place
 
 
 @pytest.fixture(scope="module")
@@ -227,38 +215,36 @@ def test_every_config_group_is_on_the_page(config_tables):
     assert re.findall(r"^```\{config-group\} (.*)$", page, re.MULTILINE) == sorted(config_tables.groups())
 
 
-def test_every_option_of_a_group_is_explained_with_its_value_in_every_choice(config_tables):
+def test_every_parameter_of_a_group_is_documented_with_its_value_in_every_option(config_tables):
     for group in config_tables.groups():
         reference = config_tables.group_reference(group)
         for choice in config_tables.choices(group):
             assert f"`{group}={choice}`" in reference or f"`{choice}`" in reference
             values = config_tables.composed(group, choice) if "/" not in group else {}
             for option in (name for name in values if not name.startswith("_")):
-                row = re.search(
-                    rf"^\| `{option}` \|.*`{re.escape(spelled(values[option]))}`.*\| (.+) \|$", reference, re.MULTILINE
-                )
+                value = re.escape(as_yaml(values[option]))
+                row = re.search(rf"^\| `{option}` \|.*`{value}`.*\| (.+) \|$", reference, re.MULTILINE)
                 assert row and len(row[1]) > 3, f"{group}={choice}: {option}"
 
 
-def spelled(value):
-    """A value as YAML writes it."""
+def as_yaml(value):
     return yaml.safe_dump(value, default_flow_style=True).removesuffix("\n...\n").strip()
 
 
-def test_an_option_without_description_stops_the_build(config_tables, monkeypatch):
+def test_parameter_without_description_raises(config_tables, monkeypatch):
     monkeypatch.setattr(config_tables, "meanings", lambda target: {"heads": "Number of heads."})
     with pytest.raises(LookupError, match="does not list .*'channels'"):
         config_tables.group_reference("model")
 
 
-def test_the_table_of_rooms_is_what_the_house_enforces():
+def test_import_table_of_the_contributing_page_is_the_enforced_one():
     page = (ROOT / "docs" / "contributing.md").read_text()
     rows = re.findall(r"^\| `(\w+)` \|.*\| ([^|]+) \|$", page, re.MULTILINE)
-    table = {room: set() if rooms == "nothing" else set(rooms.split(", ")) for room, rooms in rows}
-    assert table == {room: rooms for room, rooms in MAY_IMPORT.items() if room != "version"}
+    table = {part: set() if imports == "nothing" else set(imports.split(", ")) for part, imports in rows}
+    assert table == {part: imports for part, imports in MAY_IMPORT.items() if part != "version"}
 
 
-def test_changelog_keeps_the_form():
+def test_changelog_has_the_format_of_keep_a_changelog():
     text = (ROOT / "CHANGELOG.md").read_text()
     versions = re.findall(r"^## (.*)$", text, re.MULTILINE)
     assert versions[0] == "[Unreleased]"
@@ -267,7 +253,7 @@ def test_changelog_keeps_the_form():
     assert set(re.findall(r"^### (.*)$", text, re.MULTILINE)) <= kinds
 
 
-def test_readme_holds_the_two_commands_and_says_what_is_missing():
+def test_readme_starts_with_the_two_commands_and_the_limitations():
     text = (ROOT / "README.md").read_text()
     first_screen = text[: text.index("## Swap in Anemoi")]
     assert "make demo" in first_screen and "make test" in first_screen and "Not there yet" in first_screen

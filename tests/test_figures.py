@@ -1,4 +1,4 @@
-"""Pictures that the documentation draws when it is built: they show what the library computes, and say it in words too."""
+"""Figures of the documentation: they show what the library computes, and have captions and labels."""
 
 import importlib
 import json
@@ -16,7 +16,7 @@ from anemoi_gt.data.meshes import icosphere
 
 @pytest.fixture(scope="module")
 def extension():
-    """A function that imports an extension of the documentation."""
+    """Import an extension of the documentation by name."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(ROOT / "docs" / "_ext"))
         patch.setattr(sys, "path", [*sys.path])
@@ -24,14 +24,14 @@ def extension():
 
 
 def elements(html):
-    """The elements of a picture by tag, names of namespaces left out."""
+    """Return the elements of a figure by tag, without namespaces."""
     found = {}
     for element in ElementTree.fromstring(html).iter():
         found.setdefault(element.tag.rpartition("}")[2], []).append(element)
     return found
 
 
-def test_the_halo_that_is_drawn_is_what_a_loop_over_edges_finds(extension):
+def test_halo_in_the_figure_agrees_with_a_loop_over_edges(extension):
     figure = extension("halo_figure")
     mesh = icosphere(figure.REFINEMENT)
     owner, halo = figure.shares(mesh.nodes.xyz, torch.as_tensor(mesh.edge_index))
@@ -42,23 +42,23 @@ def test_the_halo_that_is_drawn_is_what_a_loop_over_edges_finds(extension):
     assert f"a halo of {len(read)} nodes" in words and f"{(owner == figure.RANK).sum()} own nodes" in words
 
 
-def test_the_edges_that_are_drawn_are_those_of_the_graph(extension):
+def test_edges_in_the_figure_and_its_captions_agree(extension):
     drawn = elements(extension("edges_figure").figure())
-    told = [int(re.search(r"(\d+) edges", caption.text)[1]) for caption in drawn["figcaption"]]
+    counts = [int(re.search(r"(\d+) edges", caption.text)[1]) for caption in drawn["figcaption"]]
     arrows = [element for element in drawn["path"] if element.get("class") == "edges"]
-    assert len(arrows) == sum(told) and told[2] == 3  # a decoder's point reads three nodes
+    assert len(arrows) == sum(counts) and counts[2] == 3  # the decoder's nearest hidden nodes
 
 
 @pytest.mark.parametrize("name", ["halo_figure", "edges_figure"])
-def test_a_map_draws_nothing_outside_of_itself(extension, name):
+def test_map_draws_nothing_outside_its_frame(extension, name):
     side, drawn = extension("maps").SIDE, extension(name).figure()
     number = r"(-?[\d.]+)"
-    places = re.findall(rf"translate\({number},{number}\)", drawn) + re.findall(rf'cx="{number}" cy="{number}"', drawn)
-    assert places and all(0 <= float(place) <= side for pair in places for place in pair)
+    points = re.findall(rf"translate\({number},{number}\)", drawn) + re.findall(rf'cx="{number}" cy="{number}"', drawn)
+    assert points and all(0 <= float(coordinate) <= side for point in points for coordinate in point)
 
 
 @pytest.mark.parametrize("directive", ["Roofline", "Times"])
-def test_pictures_of_results_are_drawn_without_colours_of_their_own(extension, directive):
+def test_figures_of_results_use_only_colours_of_the_theme(extension, directive):
     figures = extension("results_figures")
     results = json.loads((ROOT / "benchmarks" / "results" / "n320_h200.json").read_text())
     html = getattr(figures, directive).html(None, results)
@@ -68,7 +68,7 @@ def test_pictures_of_results_are_drawn_without_colours_of_their_own(extension, d
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_every_picture_on_a_page_says_what_it_shows(page):
+def test_every_figure_on_a_page_has_alternative_text(page):
     text = page.read_text()
     written = re.findall(r"!\[([^\]]*)\]\(", text) + [
         (re.search(r'alt="([^"]*)"', tag) or [None, ""])[1] for tag in re.findall(r"<img [^>]*>", text)
@@ -79,7 +79,7 @@ def test_every_picture_on_a_page_says_what_it_shows(page):
     assert all(len(words) > 20 for words in written), written
 
 
-def test_the_legend_of_the_roofline_names_every_peer_in_full(extension):
+def test_legend_of_the_roofline_has_complete_names(extension):
     figures, path = extension("results_figures"), ROOT / "benchmarks" / "results" / "n320_h200.json"
     results = json.loads(path.read_text())
     names = re.findall(r"</svg>([^<]+)</span>", figures.legend(results))

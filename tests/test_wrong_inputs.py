@@ -20,8 +20,6 @@ from anemoi_gt import (
     merge,
 )
 from anemoi_gt.data import edge_attributes, edges
-from anemoi_gt.data.area import area_weights
-from anemoi_gt.data.flows import Flow
 from anemoi_gt.data.graphs import (
     encoder_processor_decoder,
     hierarchical_graph,
@@ -31,8 +29,8 @@ from anemoi_gt.data.graphs import (
 )
 from anemoi_gt.data.grids import classic, grid, octahedral
 from anemoi_gt.data.meshes import icosphere, limited_area_icosphere, stretched_icosphere
-from anemoi_gt.data.nodes import Nodes
-from anemoi_gt.data.sphere import sphere
+from anemoi_gt.data.nodes import Nodes, area_weights
+from anemoi_gt.data.sphere import Flow, sphere
 from anemoi_gt.distributed import Partition, ShardingConfig
 from anemoi_gt.training import Trainer, TrainingConfig
 from anemoi_gt.training.loss import weighted_mse
@@ -139,14 +137,14 @@ def test_a_run_names_wrong_arguments(call, message):
 
 @refused(
     [
-        (lambda: grid(None), 'grid must be "O" or "N" and a number of rows, .*, got None'),
+        (lambda: grid(None), 'grid must be "O" or "N" followed by a number of rows, .*, got None'),
         (lambda: octahedral("8"), "n must be an integer, .*, got '8'"),
         (lambda: icosphere(1.5), "refinement must be an integer, got 1.5"),
         (lambda: stretched_icosphere(1, "2", POINTS, 0), "area_refinement must be an integer, got '2'"),
-        (lambda: icosphere_graph("O4", refinement=1), r"source must be Nodes, as grid\('O96'\) .*, got str"),
+        (lambda: icosphere_graph("O4", refinement=1), r"source must be Nodes, such as grid\('O96'\) .*, got str"),
         (
             lambda: icosphere_graph(POINTS, refinement=1, cutoff=1e-9),
-            "cutoff must let the hidden mesh reach data nodes, .* raise it",
+            "cutoff must connect data nodes to the hidden mesh, .* raise it",
         ),
         (lambda: icosphere_graph(POINTS, refinement=1, cutoff="a"), "factor must be a number, got 'a'"),
         (lambda: icosphere_graph(POINTS, refinement=1, nearest=1.5), "k must be an integer, got 1.5"),
@@ -162,7 +160,7 @@ def test_a_run_names_wrong_arguments(call, message):
         (lambda: Nodes("a", [0.0]), "lat must be a vector of numbers, in degrees, got 'a'"),
         (lambda: Nodes([0.0], [[1.0], [1.0, 2.0]]), "lon must be a vector of numbers, in degrees, got"),
         (lambda: classic("320"), "n must be an integer, the number of rows .*, got '320'"),
-        (lambda: icosphere(2, levels=2), r"levels must be one or more of 0 to 2, .* as in \(1, 2\), got 2"),
+        (lambda: icosphere(2, levels=2), r"levels must be one or more of 0 to 2, .* such as \(1, 2\), got 2"),
         (lambda: icosphere(2, levels=([1],)), "levels must be one or more of 0 to 2"),
         (lambda: limited_area_icosphere(2, None), "area must be Nodes, .*, got NoneType"),
         (lambda: limited_area_graph("O4", refinement=2), "nodes must be Nodes, .*, got str"),
@@ -171,7 +169,7 @@ def test_a_run_names_wrong_arguments(call, message):
             lambda: stretched_graph(None, refinement=1, area_refinement=2, area=(60, 0, 30, 30)),
             "nodes must be Nodes, .*, got NoneType",
         ),
-        (lambda: encoder_processor_decoder(POINTS, POINTS), r"mesh must be a Mesh, as icosphere\(5\) .*, got Nodes"),
+        (lambda: encoder_processor_decoder(POINTS, POINTS), r"mesh must be a Mesh, such as icosphere\(5\), got Nodes"),
         (lambda: edges.grid_spacing("O4"), "nodes must be Nodes, .*, got str"),
         (lambda: edge_attributes.edge_length("O4", POINTS, RING.numpy()), "source must be Nodes, .*, got str"),
         (
@@ -180,13 +178,13 @@ def test_a_run_names_wrong_arguments(call, message):
         ),
         (
             lambda: edge_attributes.edge_direction(POINTS, POINTS, np.zeros((2, 3))),
-            r"edge_index must be whole numbers \[2, E\], .* got float64 \(2, 3\)",
+            r"edge_index must be integers \[2, E\], .* got float64 \(2, 3\)",
         ),
         (lambda: area_weights("O4"), "nodes must be Nodes, .*, got str"),
-        (lambda: area_weights(Nodes([1, 1, 2, 2, 50], [1, 1, 2, 3, 9])), "no two in one place, got 5"),
+        (lambda: area_weights(Nodes([1, 1, 2, 2, 50], [1, 1, 2, 3, 9])), "all at distinct positions, got 5"),
         (lambda: area_weights(Nodes([0, 0, 0, 0], [0, 90, 180, 270])), "nodes must be at least four, .*, got 4"),
         (lambda: Flow([1, 0, 0], [0, 1]), r"centre must be a vector \[3\], got \(2,\)"),
-        (lambda: tracer(flows="rotation"), r"flows must be a list of kinds, as \[rotation, .*, got 'rotation'"),
+        (lambda: tracer(flows="rotation"), r"flows must be a list of kinds, such as \[rotation, .*, got 'rotation'"),
         (lambda: tracer(flows=3), "flows must be a list of kinds, .*, got 3"),
         (lambda: tracer(flows=[["rotation"]]), "flows must be one or more of rotation, deformation, got"),
         (lambda: tracer(seed=-1), "seed must be at least 0, got -1"),
@@ -204,8 +202,8 @@ def tracer(**options):
 
 
 @pytest.mark.parametrize("part", ["inputs", "present", "truth", "title"])
-def test_a_sample_beyond_the_end_raises(part):
-    with pytest.raises(IndexError, match=r"sample must be in \[0, 2\), got 2"):
+def test_a_sample_that_is_not_there_is_not_made(part):
+    with pytest.raises(IndexError, match=r"sample index must be in \[0, 2\), got 2"):
         getattr(tracer(), part)(2)
 
 

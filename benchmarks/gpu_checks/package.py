@@ -10,8 +10,8 @@ from support.run import structure
 from torch.export import Dim
 
 from anemoi_gt import AttentionConfig, GraphTransformerConv
-from anemoi_gt.export import LayerOnTensors, export_program, write_package
-from anemoi_gt.export.trial import LIMITS, relative_error
+from anemoi_gt.export import TensorGraphLayer, export_program, write_package
+from anemoi_gt.export.package import LIMITS, relative_error
 from gpu_checks import DEVICE
 
 SMALL = ["--grid=O32", "--refinement=3", "--heads=8", "--channels=32", "--layers=2", "--repeats=3"]
@@ -36,7 +36,7 @@ def models() -> str:
 def layers() -> str:
     """A layer whose samples, nodes and edges are all open, on graphs of other sizes than it was exported with."""
     conv = GraphTransformerConv((4, 5), CHANNELS, HEADS, edge_dim=EDGE_DIM, config=AttentionConfig(backend="triton"))
-    layer = LayerOnTensors(conv).to(DEVICE).eval()
+    layer = TensorGraphLayer(conv).to(DEVICE).eval()
     samples, sources, nodes, edges = (Dim(name) for name in ("samples", "sources", "destinations", "edges"))
     sizes = {"colptr": {0: nodes + 1}, "row": {0: edges}, "sources": {0: sources}, "perm": {0: edges}}
     shapes = (({0: samples, 1: sources}, {0: samples, 1: nodes}), sizes, {0: edges})

@@ -1,10 +1,10 @@
-"""Sphinx extension: the reference of a Hydra config group, made when the documentation is built.
+"""Sphinx extension: the reference of a Hydra config group, generated when the documentation is built.
 
     ```{config-group} model
     ```
 
-lists the choices of the group with the comments that head their files, and every option with its meaning and its value in
-each choice.
+lists the options of the group with the comments at the top of their files, and a table of parameters with their values
+in each option.
 """
 
 from config_tables import group_reference
@@ -17,11 +17,11 @@ class ConfigGroup(SphinxDirective):
     required_arguments = 1
 
     def run(self):
-        """Parse the generated Markdown in place of the directive."""
+        """Replace the directive by the generated Markdown."""
         return self.parse_text_to_nodes(group_reference(self.arguments[0]))
 
 
 def setup(app):
-    """Register the directive; every build reads the files anew."""
+    """Register the directive; the files are read at every build."""
     app.add_directive("config-group", ConfigGroup)
     return {"parallel_read_safe": True}

@@ -1,7 +1,4 @@
-"""Tables of the Hydra configs, read from their YAML files. Needs nothing but Hydra and the package.
-
-What an option means is said once, in the docstring of the function or class that takes it; the table takes it from there.
-"""
+"""Tables of the Hydra configs, from their YAML files and the docstrings of the functions and classes that they name."""
 
 import inspect
 import json
@@ -45,21 +42,21 @@ def group_reference(group: str) -> str:
 
 
 def groups() -> list[str]:
-    """Return the names of all groups, those inside others included."""
+    """Return the names of all groups, including nested ones."""
     top = sorted(entry.name for entry in CONFIGS.iterdir() if entry.is_dir() and choices(entry.name))
     inside = (f"{group}/{entry.name}" for group in top for entry in (CONFIGS / group).iterdir() if entry.is_dir())
     return top + sorted(inside)
 
 
 def choices(group: str) -> list[str]:
-    """Return the names of a group's choices, the one that others begin with first."""
+    """Return the names of a group's options, those that others derive from first."""
     folder = CONFIGS.joinpath(*group.split("/"))
     names = sorted(entry.name.removesuffix(".yaml") for entry in folder.iterdir() if entry.name.endswith(".yaml"))
     return sorted(names, key=lambda name: bool(_parent(group, name)))
 
 
 def composed(group: str, choice: str) -> dict:
-    """Return the options of a choice with their values."""
+    """Return the composed values of an option."""
     with initialize_config_module("anemoi_gt.configs", version_base="1.3"):
         return OmegaConf.to_container(compose("train", [f"{group}={choice}"])[group], resolve=True)
 
@@ -86,7 +83,7 @@ def _list_of_choices(group: str, names: list[str]) -> str:
         return "Choices of `" + group + "`: " + ", ".join(f"`{name}`" for name in names) + "."
     lines = []
     for name, (parent, comment) in about.items():
-        origin = f", made from {parent}" if parent else ""
+        origin = f", derived from {parent}" if parent else ""
         lines.append(f"- `{group}={name}`{origin}. {comment}".rstrip())
     return "\n".join(lines)
 
@@ -106,7 +103,7 @@ def _options_table(target: str, values: dict[str, dict]) -> str:
 
 
 def _public_name(target: str) -> str:
-    """The name under which the API reference knows a target."""
+    """Return the name of a target in the API reference."""
     name = target.rpartition(".")[2]
     return f"anemoi_gt.{name}" if name in anemoi_gt.__all__ else target
 
@@ -124,7 +121,7 @@ def _text(group: str, choice: str) -> str:
 
 
 def _heading_comment(group: str, choice: str) -> str:
-    """The comment at the top of the file, up to the first line that is indented or says where the config goes."""
+    """Return the comment at the top of the file, up to the first indented line or `@` directive."""
     lines = []
     for line in _text(group, choice).splitlines():
         if not line.startswith("# ") or line.startswith(("#   ", "# @")):
@@ -134,6 +131,6 @@ def _heading_comment(group: str, choice: str) -> str:
 
 
 def _parent(group: str, choice: str) -> str:
-    """The choice of the same group that this one begins with, or nothing."""
+    """Return the option of the same group that this one derives from, or an empty string."""
     match = re.search(r"^defaults:\n  - ([a-z]\w*)$", _text(group, choice), re.MULTILINE)
     return f"`{match[1]}`" if match else ""

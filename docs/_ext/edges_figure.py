@@ -1,10 +1,9 @@
-"""Sphinx extension: the picture of encoder, processor and decoder edges, drawn from the library when the page is built.
+"""Sphinx extension: a figure of encoder, processor and decoder edges, computed by the library when the page is built.
 
     ```{edges-figure}
     ```
 
-One destination in each of three maps, with all its in-edges: on the sphere seen from above it, in inline SVG that takes its
-colours from the theme.
+Three maps, each of one destination with all its in-edges, seen from above, as inline SVG with the colours of the theme.
 """
 
 from dataclasses import dataclass
@@ -19,12 +18,12 @@ from anemoi_gt.data.grids import octahedral
 from anemoi_gt.data.meshes import icosphere
 from anemoi_gt.data.nodes import Nodes
 
-NEAR, FAR = 0.30, 0.75  # half the width of a map: sine of the angle from its centre
+NEAR, FAR = 0.30, 0.75  # half width of a map: sine of the angle from its centre
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One map: which edges, into which destination, seen how wide."""
+    """A map of the edges from `source` to one node of `destination`."""
 
     title: str
     source: str
@@ -40,7 +39,7 @@ PANELS = (
 
 
 def figure() -> str:
-    """Return the picture as HTML."""
+    """Return the figure as HTML."""
     members = {"data": octahedral(24), "hidden": icosphere(3).nodes}
     graph = icosphere_graph(members["data"], refinement=3)
     centre = middle_of_europe(graph, members)
@@ -49,7 +48,7 @@ def figure() -> str:
 
 
 def middle_of_europe(graph, members: dict[str, Nodes]) -> dict[str, int]:
-    """Return a node of each set near 50 N, 10 E; on the mesh one where edges of all levels arrive."""
+    """Return a node of each set near 50 N, 10 E; on the mesh one with edges of all levels."""
     place = Nodes([50.0], [10.0]).xyz[0]
     degree = graph["hidden", "to", "hidden"].edge_index[1].bincount().numpy()
     coarse = np.where(degree == degree.max(), 0.0, -2.0)
@@ -76,15 +75,15 @@ def draw(panel: Panel, graph, members: dict[str, Nodes], centre: int) -> str:
         for x, y in seen(members[name].xyz, middle, panel.half_width)
     )
     goal = f'<circle class="goal" cx="{SIDE / 2}" cy="{SIDE / 2}" r="8"/>'
-    text = f"{panel.title}: one {panel.destination} node and the {panel.source} nodes that it reads, {len(ends)} edges"
+    text = f"{panel.title}: one {panel.destination} node and the {panel.source} nodes of its {len(ends)} edges"
     return map_of(f"{dots}{arrows}{goal}", text)
 
 
 class EdgesFigure(SphinxDirective):
-    """`edges-figure`: the picture."""
+    """`edges-figure`: the figure."""
 
     def run(self):
-        """Put the picture in place of the directive."""
+        """Replace the directive by the figure."""
         return [nodes.raw("", figure(), format="html")]
 
 

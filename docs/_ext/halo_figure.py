@@ -1,10 +1,10 @@
-"""Sphinx extension: the picture of owned and halo nodes, drawn from the library's own partition when the page is built.
+"""Sphinx extension: a figure of owned and halo nodes, computed by the library when the page is built.
 
     ```{halo-figure}
     ```
 
-The nodes of an icosphere on a Morton curve, cut into the parts of eight ranks; and one rank's own nodes with the halo that its edges
-read. On the globe seen from above that rank, in inline SVG that takes its colours from the theme; ranks differ by shape too.
+Two maps of the globe seen from above a rank: the nodes of an icosphere on a Morton curve, partitioned among eight
+ranks; and the rank's own nodes with its halo. Inline SVG with the colours of the theme; ranks differ in shape too.
 """
 
 import numpy as np
@@ -19,8 +19,8 @@ from anemoi_gt.distributed import Partition, destination_cost
 from anemoi_gt.graph.ordering import morton_order
 
 REFINEMENT, RANKS, RANK = 3, 8, 0
-HALF_WIDTH = 1.04  # of a map: the globe and a margin
-SHAPES = (  # around 0, for the ranks in turn
+HALF_WIDTH = 1.04  # half width of a map: the globe and a margin
+SHAPES = (  # marks centred at 0, cycled over the ranks
     "M-3,0a3,3 0 1,0 6,0a3,3 0 1,0 -6,0z",
     "M-2.7,-2.7H2.7V2.7H-2.7z",
     "M0,-3.6L3.4,2.7H-3.4z",
@@ -29,7 +29,7 @@ SHAPES = (  # around 0, for the ranks in turn
 
 
 def figure() -> str:
-    """Return the picture as HTML."""
+    """Return the figure as HTML."""
     mesh = icosphere(REFINEMENT)
     xyz, edge_index = mesh.nodes.xyz, torch.as_tensor(mesh.edge_index)
     owner, halo = shares(xyz, edge_index)
@@ -39,7 +39,7 @@ def figure() -> str:
 
 
 def shares(xyz: np.ndarray, edge_index: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """Return the rank that owns each node [N], and the nodes of others that RANK reads [M]."""
+    """Return the owner of each node [N], and the halo nodes [M] of RANK."""
     cost = destination_cost(torch.bincount(edge_index[1], minlength=len(xyz)))
     partition = Partition.balanced(cost, RANKS, morton_order(torch.as_tensor(xyz)))
     owner = partition.ranges.owner(partition.places(torch.arange(len(xyz))))
@@ -49,20 +49,20 @@ def shares(xyz: np.ndarray, edge_index: torch.Tensor) -> tuple[np.ndarray, np.nd
 
 
 def above(xyz: np.ndarray) -> Nodes:
-    """Return the place above the middle of points [M, 3]."""
+    """Return the mean direction of points [M, 3]."""
     x, y, z = xyz.mean(axis=0)
     return Nodes([np.degrees(np.arctan2(z, np.hypot(x, y)))], [np.degrees(np.arctan2(y, x))])
 
 
 def ownership(xyz: np.ndarray, owner: np.ndarray, middle: Nodes) -> str:
-    """Return the map of who owns what."""
+    """Return the map of the owners."""
     dots = "".join(marks(xyz[owner == rank], middle, f"rank{rank}", rank % len(SHAPES)) for rank in range(RANKS))
     counts = np.bincount(owner, minlength=RANKS)
     return map_of(dots, f"{len(xyz)} nodes of an icosphere, {counts.min()} to {counts.max()} for each of {RANKS} ranks")
 
 
 def neighbourhood(xyz: np.ndarray, edge_index: np.ndarray, owner: np.ndarray, halo: np.ndarray, middle: Nodes) -> str:
-    """Return the map of one rank: what it owns, what it reads of others, and the edges between the two."""
+    """Return the map of one rank: its own nodes, its halo, and the boundary edges between them."""
     src, dst = edge_index
     own = owner == RANK
     boundary = own[dst] & ~own[src]
@@ -97,10 +97,10 @@ def marks(xyz: np.ndarray, middle: Nodes, name: str, shape: int, scale: float = 
 
 
 class HaloFigure(SphinxDirective):
-    """`halo-figure`: the picture."""
+    """`halo-figure`: the figure."""
 
     def run(self):
-        """Put the picture in place of the directive."""
+        """Replace the directive by the figure."""
         return [nodes.raw("", figure(), format="html")]
 
 

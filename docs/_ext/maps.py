@@ -1,14 +1,14 @@
-"""Maps of node sets in inline SVG: the globe seen from above a node, north up. Shared by the extensions that draw them."""
+"""Maps of node sets in inline SVG: the globe seen from above a node, north up."""
 
 import numpy as np
 
 from anemoi_gt.data.nodes import Nodes
 
-SIDE = 240  # of a map, in SVG units
+SIDE = 240  # width and height of a map, in SVG units
 
 
 def map_of(shapes: str, text: str) -> str:
-    """Return a framed map of SVG shapes with its caption, which is also what a screen reader says."""
+    """Return a framed map of SVG shapes with a caption, which is also its ARIA label."""
     return (
         f'<figure><svg viewBox="0 0 {SIDE} {SIDE}" role="img" aria-label="{text}">'
         f'<rect class="box" x="0.5" y="0.5" width="{SIDE - 1}" height="{SIDE - 1}" rx="4"/>{shapes}</svg>'
@@ -17,12 +17,12 @@ def map_of(shapes: str, text: str) -> str:
 
 
 def seen(xyz: np.ndarray, middle: Nodes, half_width: float) -> np.ndarray:
-    """Return where those of the points [N, 3] are that a map around `middle` shows, [M, 2] in SVG units."""
+    """Return the positions of the visible ones of points [N, 3] on a map around `middle`, [M, 2] in SVG units."""
     places = project(xyz[xyz @ middle.xyz[0] > 0], middle, half_width)
     return places[np.abs(places - SIDE / 2).max(axis=1) < SIDE / 2]
 
 
 def project(xyz: np.ndarray, middle: Nodes, half_width: float) -> np.ndarray:
-    """Return where points [M, 3] are on a map around `middle`, north up, [M, 2] in SVG units."""
+    """Return the positions of points [M, 3] on a map around `middle`, [M, 2] in SVG units."""
     x, y = xyz @ middle.east[0], xyz @ middle.north[0]
     return SIDE / 2 * (1 + np.stack([x, -y], axis=1) / half_width)

@@ -1,20 +1,19 @@
-"""Sphinx extension: docstrings are written to be read in an editor; this makes reStructuredText of them.
+"""Sphinx extension: convert plain-text docstrings to reStructuredText.
 
-An indented block is a formula or a table and stands for itself, character by character. `|` and `*` in prose are what they
-are. References that follow each other line by line are paragraphs. Headings of a module docstring are marked as such; those
-of functions and classes are read by numpydoc.
+Indented blocks (formulas, tables) become literal blocks, `|` and `*` in prose are escaped, references become
+paragraphs, and sections of module docstrings become rubrics; numpydoc handles those of functions and classes.
 """
 
 import re
 
 HEADING = re.compile(r"-{3,}")
 CODE = re.compile(r"(``.+?``|`[^`]+`)")
-END_OF_REFERENCE = re.compile(r".*[\d)]\.")  # pages, a year, a remark; a line that is broken ends otherwise
+END_OF_REFERENCE = re.compile(r".*[\d)]\.")  # a wrapped line ends otherwise
 PROSE_SECTIONS = ("Notes", "Warnings")
 
 
 def mark_up(what: str, lines: list[str]) -> list[str]:
-    """Return the lines of a docstring of a `what` ("module", "class", ...) as numpydoc and docutils read them."""
+    """Return the docstring of a `what` ("module", "class", ...) as reStructuredText for numpydoc."""
     marked, section = [], ""
     for number, line in enumerate(lines):
         below = lines[number + 1] if number + 1 < len(lines) else ""
@@ -38,7 +37,7 @@ def mark_up(what: str, lines: list[str]) -> list[str]:
 
 
 def _stands_alone(lines: list[str], number: int) -> bool:
-    """Whether the block of indented lines around this one comes after a blank line below prose, not a list."""
+    """Return whether the indented block around this line follows a blank line below prose, not a list."""
     first = number
     while first > 0 and (lines[first - 1].startswith(" ") or not lines[first - 1]):
         first -= 1
@@ -55,7 +54,7 @@ def _is_inside_block(lines: list[str], number: int) -> bool:
 
 
 def _begin_literal_block(marked: list[str]) -> None:
-    """End the paragraph above with the mark of a literal block."""
+    """End the previous paragraph with the marker of a literal block."""
     while marked and not marked[-1]:
         marked.pop()
     if marked and marked[-1].endswith(":"):

@@ -1,4 +1,4 @@
-"""Sphinx extension: pictures of a file in benchmarks/results, drawn when the page is built, in the colours of the theme.
+"""Sphinx extension: figures of a file in benchmarks/results, drawn when the page is built, in the colours of the theme.
 
 ```{roofline} n320_h200.json
 ```
@@ -25,12 +25,12 @@ from suite import picture  # noqa: E402
 
 
 class ResultsFigure(SphinxDirective):
-    """A picture of the results files that the directive names."""
+    """A figure of the results files named by the directive."""
 
     required_arguments = 1
 
     def run(self):
-        """Put the picture in place of the directive; the page is built again when the files change."""
+        """Replace the directive by the figure; the page depends on the files."""
         paths = [BENCHMARKS / "results" / name for name in self.arguments]
         for path in paths:
             self.env.note_dependency(str(path))
@@ -41,13 +41,13 @@ class Roofline(ResultsFigure):
     """`roofline`: a panel for each pass and number of channels."""
 
     def html(self, results: dict) -> str:
-        """The panels and their legend."""
+        """Return the panels and their legend."""
         panels = "".join(picture.roofline(results))
         return f'<div class="figure-svg results-figure">{panels}</div>{legend(results)}'
 
 
 def legend(results: dict) -> str:
-    """Marks of the roofline with the whole names of what they stand for: text of the page, which breaks on a narrow screen."""
+    """Return the legend of the roofline with complete names, as page text, which wraps on narrow screens."""
     marks = [f'<path class="peer{place}" d="{picture.MARKS[place]}"/>' for place in range(len(results["peers"]))]
     names = list(results["peers"].values())
     copy = max(results["environment"]["copy_bytes_per_second"]) / 1e12
@@ -60,18 +60,18 @@ def legend(results: dict) -> str:
 
 
 class Times(ResultsFigure):
-    """`times`: forward and backward of the parts of a model as bars."""
+    """`times`: bars of forward and backward times on the graphs of a model."""
 
     def html(self, results: dict) -> str:
-        """The bars."""
+        """Return the bars."""
         return f'<div class="figure-svg times-figure">{picture.bars(results)}</div>'
 
 
 class Sharding(ResultsFigure):
-    """`sharding`: forward and backward of one graph on one GPU and on several."""
+    """`sharding`: bars of forward and backward times of one graph on one and several GPUs."""
 
     def html(self, *reports: dict) -> str:
-        """The bars."""
+        """Return the bars."""
         drawn = sharding_report.picture(sharding_report.merged(reports))
         return f'<div class="figure-svg times-figure">{drawn}</div>'
 

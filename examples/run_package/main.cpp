@@ -1,8 +1,8 @@
-// Run a package of a model with LibTorch alone.
+// Run a package of a model with only LibTorch.
 //
 //     ./run_package model.pt2 x.pt change.pt
 //
-// x.pt is a file of torch.save, a float32 tensor [samples, nodes, channels]; change.pt is written so that torch.load reads it.
+// x.pt is a float32 tensor [batch, nodes, channels] written by torch.save; change.pt can be read by torch.load.
 #include <torch/csrc/inductor/aoti_package/model_package_loader.h>
 #include <torch/csrc/jit/serialization/pickle.h>
 

@@ -1,8 +1,8 @@
-"""Run a package of a model with PyTorch alone; anemoi_gt need not be installed.
+"""Run a package of a model with only PyTorch, without anemoi_gt.
 
     python run_package.py model.pt2 x.pt change.pt
 
-x.pt is a file of torch.save, a float32 tensor [samples, nodes, channels]; change.pt is written so that torch.load reads it.
+x.pt is a float32 tensor [batch, nodes, channels] written by torch.save; change.pt can be read by torch.load.
 """
 
 import sys
@@ -11,7 +11,7 @@ import torch
 
 
 def main(package_name: str, input_name: str, output_name: str) -> None:
-    """Load the package, say what it wants, and run it."""
+    """Load the package, print its metadata, and run it."""
     package = torch._inductor.aoti_load_package(package_name)
     metadata = package.get_metadata()
     for name in ("inputs", "outputs", "forecast"):

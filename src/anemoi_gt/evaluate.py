@@ -1,6 +1,6 @@
-"""The evaluation application, `python -m anemoi_gt.evaluate checkpoint=FILE`: scores and draws what was trained.
+"""The evaluation application, `python -m anemoi_gt.evaluate checkpoint=FILE`: scores, plots and rollouts of a model.
 
-The config of the run comes from the checkpoint; values on the command line change it.
+The config of the run is read from the checkpoint and can be overridden on the command line.
 """
 
 import logging
@@ -29,16 +29,16 @@ log = logging.getLogger(__name__)
 
 
 def prepare(config: "DictConfig") -> Callable[[], None]:
-    """Make the checkpoint's model and data; returns the evaluation of it."""
+    """Build the checkpoint's model and data, and return the evaluation as a function."""
     steps = config.rollout
     if type(steps) is not int or steps < 1:
-        raise ValueError(f"rollout must be a whole number of steps, at least 1, got {steps!r}")
+        raise ValueError(f"rollout must be an integer, at least 1, got {steps!r}")
     check_explain(config.explain)
     path = Path(config.checkpoint)
     state, run = load_checkpoint(path), build(config)
     load_weights(run.model, state)
     if steps > 1:
-        run.splits.test.advance(0, [])  # raises now, not after the scores, where there are no rollouts
+        run.splits.test.advance(0, [])  # raise before scoring if there are no rollouts
     log.info("%s, after step %s", path, state.get("step"))
     if config.explain is not None:
         explain_forecast(run, config.explain, output_folder())
@@ -46,18 +46,18 @@ def prepare(config: "DictConfig") -> Callable[[], None]:
 
 
 def evaluate(run: Run, checkpoint: Path, folder: Path, steps: int) -> None:
-    """Score and draw.
+    """Write scores and plots to an existing folder.
 
     Parameters
     ----------
     run : Run
-        From `build`, the model with the weights of the checkpoint.
+        From `build`, with the model's weights from the checkpoint.
     checkpoint : Path
-        Where they are from: the metrics beside it are drawn.
+        The checkpoint; the metrics beside it are plotted.
     folder : Path
-        Where scores and pictures go; it exists.
+        Folder of the results.
     steps : int
-        Length of the rollouts; 1 is none.
+        Length of the rollouts; 1 disables them.
     """
     model = run.model.to(choose_device(run.training.device)).eval()
     with cpu_threads(run.training.threads):
@@ -67,7 +67,7 @@ def evaluate(run: Run, checkpoint: Path, folder: Path, steps: int) -> None:
 
 
 def explain_forecast(run: Run, where: str, folder: Path) -> None:
-    """Tell which kernels serve a forecast, as `tell` does."""
+    """Write or log the kernels of each layer in a forecast."""
     device = choose_device(run.training.device)
     model = run.model.to(device).eval()
     with cpu_threads(run.training.threads), torch.no_grad():
@@ -76,10 +76,10 @@ def explain_forecast(run: Run, where: str, folder: Path) -> None:
 
 
 def launch_on_checkpoint(name: str, prepare: Callable[["DictConfig"], Callable[[], Any]]) -> None:
-    """Run a Hydra application as `launch` does, on the config of the checkpoint that the command line names."""
+    """Run a Hydra application on the config of the checkpoint that the command line names."""
     module = f"anemoi_gt.{name}"
     if is_launched():
-        stop(module, ValueError(f"one process does it all, torchrun would start several: python -m {module} ..."))
+        stop(module, ValueError(f"{name} runs in one process, without torchrun: python -m {module} ..."))
     try:
         require_packages()
         store_config(sys.argv[1:])
@@ -89,34 +89,28 @@ def launch_on_checkpoint(name: str, prepare: Callable[["DictConfig"], Callable[[
 
 
 def store_config(arguments: list[str]) -> None:
-    """Hand Hydra the config of the checkpoint that the arguments name, under the name by which `evaluate.yaml` takes it.
+    """Register the config of the checkpoint that the arguments name as Hydra's config `run: of_checkpoint`.
 
     Raises
     ------
     FileNotFoundError, ValueError
-        If there is no such file, or it is no checkpoint of a run, or a folder of several ranks.
+        If there is no such file, or it is not a checkpoint of a run, or the folder of a sharded checkpoint.
     """
     from hydra.core.config_store import ConfigStore
 
-    given = [argument for argument in arguments if argument.startswith("checkpoint=")]
-    if not given:
-        return  # --help needs none; Hydra asks for it otherwise
-    path = _file_named_by(given[-1])
+    checkpoints = [argument for argument in arguments if argument.startswith("checkpoint=")]
+    if not checkpoints:
+        return  # --help needs none; otherwise Hydra reports it as missing
+    path = _checkpoint_path(checkpoints[-1])
     require_file(path)
     config = load_checkpoint(path).get("config")
     if not isinstance(config, dict):
-        raise ValueError(f"a checkpoint must hold the config of its run, {path} holds none")
+        raise ValueError(f"a checkpoint must contain the config of its run, {path} does not")
     ConfigStore.instance().store("of_checkpoint", config, group="run", package="_global_")
 
 
-def _file_named_by(argument: str) -> Path:
-    """Return the file of "checkpoint=FILE", as Hydra reads it.
-
-    Raises
-    ------
-    ValueError
-        If Hydra cannot read it, or reads something that is no file name.
-    """
+def _checkpoint_path(argument: str) -> Path:
+    """Return FILE of "checkpoint=FILE" as Hydra parses it; Raises ValueError if it is not a file name."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
@@ -126,7 +120,7 @@ def _file_named_by(argument: str) -> Path:
         value = None
     if not isinstance(value, str):
         raise ValueError(
-            f"checkpoint must name one file, got {argument!r}; names with blanks or signs are quoted twice: "
+            f"checkpoint must name one file, got {argument!r}; quote names with spaces or special characters twice: "
             "\"checkpoint='run (1)/best.pt'\""
         )
     return Path(value)

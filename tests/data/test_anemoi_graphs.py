@@ -1,7 +1,7 @@
-"""Our graphs and those of anemoi-graphs 0.9.8 on the same data nodes: the same nodes, edges and attributes.
+"""Graphs of anemoi_gt and of anemoi-graphs 0.9.8 on the same data nodes: the same nodes, edges and attributes.
 
-anemoi-graphs measures in float32 from cosine to chord. Nearest sources that are equally far to that rounding come out
-as its last bits fall, so `nearest` is compared exactly on nodes without symmetry, and up to such ties on grids.
+anemoi-graphs computes distances in float32. Sources that are equally far to its rounding are ordered by the last bit,
+so `nearest` is compared exactly on nodes without symmetry, and up to such ties on grids.
 """
 
 from itertools import pairwise
@@ -16,23 +16,18 @@ from torch_geometric.data import HeteroData
 
 from anemoi_gt.data.graphs import hierarchical_graph, icosphere_graph, limited_area_graph, stretched_graph
 from anemoi_gt.data.grids import grid, regional
-from anemoi_gt.data.nodes import Nodes
+from anemoi_gt.data.nodes import Nodes, unit_vectors
 
 ENCODER, PROCESSOR, DECODER = ("data", "to", "hidden"), ("hidden", "to", "hidden"), ("hidden", "to", "data")
-EPS = np.finfo(np.float32).eps  # radians; what float32 leaves open of a longitude or a unit vector
+EVERY_KIND = pytest.mark.parametrize("kind", [ENCODER, PROCESSOR, DECODER], ids="-".join)
+EPS = np.finfo(np.float32).eps  # radians; rounding of a longitude or of a unit vector in float32
 EUROPE = (72, -25, 34, 45)
-
-
-def scattered(n):
-    """Nodes without any symmetry."""
-    return Nodes.from_xyz(np.random.default_rng(0).standard_normal((n, 3)))
-
-
-DATA = {"O16": grid("O16"), "N32": grid("N32"), "scattered": scattered(4000)}
+SCATTERED = Nodes.from_xyz(np.random.default_rng(0).standard_normal((4000, 3)))  # without any symmetry
+DATA = {"O16": grid("O16"), "N32": grid("N32"), "scattered": SCATTERED}
 UK = regional(np.linspace(58, 50, 33), np.linspace(-10, 2, 49))
 
 
-def theirs(data, hidden, edges, **data_masks):
+def anemoi_graph(data, hidden, edges, **data_masks):
     """Build a graph with the node and edge builders of anemoi-graphs."""
     graph = LatLonNodes(data.lat, data.lon, name="data").update_graph(HeteroData())
     for name, mask in data_masks.items():
@@ -47,53 +42,60 @@ def theirs(data, hidden, edges, **data_masks):
     return graph
 
 
-def numbers(ours, other):
-    """Our number of each of their nodes, by position; fails when a node is in one graph only."""
-    order, their_order = (np.lexsort(x.numpy().T) for x in (ours.x, other.x))
-    np.testing.assert_array_equal(ours.x[order], other.x[their_order], err_msg="different nodes")
-    ours_of_theirs = np.empty_like(order)
-    ours_of_theirs[their_order] = order
-    return ours_of_theirs
+def node_map(ours, upstream):
+    """Our index of each upstream node, by position; fails if a node is in one graph only."""
+    order, upstream_order = (np.lexsort(x.numpy().T) for x in (ours.x, upstream.x))
+    np.testing.assert_array_equal(ours.x[order], upstream.x[upstream_order], err_msg="different nodes")
+    return order[np.argsort(upstream_order)]
 
 
-def edges_of(kind, ours, other):
-    """Edges of both graphs as one number each, sorted, in our numbers of the nodes; and the order that sorts theirs."""
-    source, destination = (numbers(ours[name], other[name]) for name in kind[::2])
-    size = len(source)
-    mine = ours[kind].edge_index.numpy()
-    their = other[kind].edge_index.numpy()
-    keys = destination[their[1]] * size + source[their[0]]
+def edge_keys(kind, ours, upstream):
+    """Edges of both graphs as one integer each, in our node indices; upstream sorted, with the order that sorts it."""
+    source, destination = (node_map(ours[name], upstream[name]) for name in kind[::2])
+    mine, other = (graph[kind].edge_index.numpy() for graph in (ours, upstream))
+    keys = destination[other[1]] * len(source) + source[other[0]]
     order = np.argsort(keys)
-    return mine[1] * size + mine[0], keys[order], order
+    mine = mine[1] * len(source) + mine[0]
+    assert len(set(keys)) == len(keys) == len(mine) == len(set(mine)), f"{kind}: duplicate edges, or another number"
+    return mine, keys[order], order
 
 
-def assert_same_edges(kind, ours, other):
-    mine, their, _ = edges_of(kind, ours, other)
-    assert len(set(their)) == len(their) and len(set(mine)) == len(mine), "an edge is there twice"
-    only = len(np.setdiff1d(mine, their)), len(np.setdiff1d(their, mine))
-    assert only == (0, 0), f"{kind}: {only[0]} of {len(mine)} edges are ours alone, {only[1]} theirs"
+def assert_same_edges(kind, ours, upstream):
+    mine, other, _ = edge_keys(kind, ours, upstream)
+    missing = len(np.setdiff1d(other, mine))
+    assert not missing, f"{kind}: {missing} of {len(other)} edges differ"
 
 
-def assert_same_edges_up_to_ties(kind, ours, other):
-    """Each destination's sources are equally far in both graphs, one by one, nearest first."""
-    mine, their, _ = edges_of(kind, ours, other)
-    assert len(set(mine)) == len(mine) == len(their)
-    ends = [points(ours[name].x) for name in kind[::2]]
-    near, near_too = (ordered_distances(keys, *ends) for keys in (mine, their))
-    np.testing.assert_allclose(near, near_too, rtol=0, atol=4 * EPS)  # two positions, in two coordinates each
-    assert len(np.setdiff1d(mine, their)) < 0.03 * len(mine), "too many for ties"
+def assert_same_edges_up_to_ties(kind, ours, upstream):
+    """Compare the distances of each destination's sources, nearest first."""
+    mine, other, _ = edge_keys(kind, ours, upstream)
+    ends = [unit_vectors(ours[name].x.double().numpy()) for name in kind[::2]]
+    distances, expected = (sorted_distances(keys, *ends) for keys in (mine, other))
+    np.testing.assert_allclose(distances, expected, rtol=0, atol=4 * EPS)  # two positions, two coordinates each
+    assert len(np.setdiff1d(mine, other)) < 0.03 * len(mine), "too many for ties"
 
 
-def ordered_distances(keys, source, destination):
-    """Distances of edges, given as one number each, by destination and from short to long."""
+def sorted_distances(keys, source, destination):
     d, s = np.divmod(keys, len(source))
     distance = np.linalg.norm(source[s] - destination[d], axis=1)
     return distance[np.lexsort((distance, d))]
 
 
-def points(x):
-    lat, lon = x.double().numpy().T
-    return np.stack([np.cos(lat) * np.cos(lon), np.cos(lat) * np.sin(lon), np.sin(lat)], axis=-1)
+def assert_same_attributes(kind, ours, upstream):
+    """To the rounding of a position; the shorter an edge, the less certain its direction."""
+    here, there, length = shared_edges(kind, ours, upstream)
+    for name, uncertainty in (("edge_length", 4 * EPS), ("edge_dirs", 4 * EPS / length)):
+        unit = upstream[kind][f"raw_{name}"].std()  # both are divided by it
+        error = (ours[kind][name][here] - upstream[kind][name][there]).abs() * unit
+        excess = (error / (uncertainty + 4 * EPS)).max()  # the sums in `unit` round too
+        assert excess < 1, f"{kind}: {name} has {excess:.1f} times the error of rounding"
+
+
+def shared_edges(kind, ours, upstream):
+    """Positions of the common edges in ours and in upstream, and their lengths, [E, 1] in radians."""
+    mine, other, order = edge_keys(kind, ours, upstream)
+    here, there = np.isin(mine, other), order[np.isin(other, mine)]
+    return here, there, upstream[kind].raw_edge_length[there]
 
 
 def global_edges(r, factor=0.6, k=3):
@@ -105,63 +107,33 @@ def global_edges(r, factor=0.6, k=3):
 
 
 @pytest.fixture(scope="module", params=[("O16", 3), ("N32", 4), ("scattered", 3)], ids=lambda case: case[0])
-def on_the_globe(request):
-    """The same graph twice: ours and theirs."""
+def icospheres(request):
     name, r = request.param
-    data = DATA[name]
-    return icosphere_graph(data, refinement=r), theirs(data, [TriNodes(r, name="hidden")], global_edges(r)), name
+    upstream = anemoi_graph(DATA[name], [TriNodes(r, name="hidden")], global_edges(r))
+    return icosphere_graph(DATA[name], refinement=r), upstream, name
 
 
-def test_encoder_has_the_same_edges(on_the_globe):
-    assert_same_edges(ENCODER, *on_the_globe[:2])
-
-
-def test_processor_has_the_same_edges(on_the_globe):
-    assert_same_edges(PROCESSOR, *on_the_globe[:2])
-
-
-def test_decoder_has_the_same_edges(on_the_globe):
-    ours, other, name = on_the_globe
-    compare = assert_same_edges if name == "scattered" else assert_same_edges_up_to_ties
-    compare(DECODER, ours, other)
+@EVERY_KIND
+def test_icosphere_graphs_are_the_same(icospheres, kind):
+    ours, upstream, name = icospheres
+    compare = assert_same_edges if name == "scattered" or kind != DECODER else assert_same_edges_up_to_ties
+    compare(kind, ours, upstream)
+    assert_same_attributes(kind, ours, upstream)
 
 
 @pytest.mark.parametrize("factor", [0.3, 1.0, 2.5])
 def test_every_cutoff_gives_the_same_edges(factor):
-    data = DATA["scattered"]
-    ours = icosphere_graph(data, refinement=3, cutoff=factor)
-    assert_same_edges(ENCODER, ours, theirs(data, [TriNodes(3, name="hidden")], global_edges(3, factor)))
+    ours = icosphere_graph(SCATTERED, refinement=3, cutoff=factor)
+    assert_same_edges(ENCODER, ours, anemoi_graph(SCATTERED, [TriNodes(3, name="hidden")], global_edges(3, factor)))
 
 
-@pytest.mark.parametrize("kind", [ENCODER, PROCESSOR, DECODER], ids="-".join)
-def test_edges_have_the_same_attributes(on_the_globe, kind):
-    assert_same_attributes(kind, *on_the_globe[:2])
-
-
-def assert_same_attributes(kind, ours, other):
-    """To the rounding of a position; a direction is the less certain the shorter the edge."""
-    here, there, length = shared_edges(kind, ours, other)
-    for name, uncertainty in (("edge_length", 4 * EPS), ("edge_dirs", 4 * EPS / length)):
-        unit = other[kind][f"raw_{name}"].std()  # what both divide by
-        error = (ours[kind][name][here] - other[kind][name][there]).abs() * unit
-        excess = (error / (uncertainty + 4 * EPS)).max()  # the sums behind `unit` round too
-        assert excess < 1, f"{kind}: {name} is {excess:.1f} times further off than rounding"
-
-
-def shared_edges(kind, ours, other):
-    """Where the edges of both graphs are in ours and in theirs, and how long they are, [E, 1] in radians."""
-    mine, their, order = edges_of(kind, ours, other)
-    here, there = np.isin(mine, their), order[np.isin(their, mine)]
-    return here, there, other[kind].raw_edge_length[there]
-
-
-def test_a_limited_area_is_the_same():
+def test_limited_area_graphs_are_the_same():
     ours = limited_area_graph(UK, refinement=6, margin=100.0)
     hidden = LimitedAreaTriNodes(6, reference_node_name="data", name="hidden", margin_radius_km=100.0)
-    other = theirs(UK, [hidden], global_edges(6))
+    upstream = anemoi_graph(UK, [hidden], global_edges(6))
     for kind in (ENCODER, PROCESSOR, DECODER):
-        assert_same_edges(kind, ours, other)
-        assert_same_attributes(kind, ours, other)
+        assert_same_edges(kind, ours, upstream)
+        assert_same_attributes(kind, ours, upstream)
 
 
 @pytest.fixture(scope="module", params=["N32", "scattered"])
@@ -170,65 +142,48 @@ def stretched(request):
     ours = stretched_graph(data, refinement=3, area_refinement=5, area=EUROPE, margin=150.0)
     hidden = StretchedTriNodes(3, 5, "hidden", "data", mask_attr_name="inside", margin_radius_km=150.0)
     edges = (KNNEdges("data", "hidden", num_nearest_neighbours=12), *global_edges(5)[1:])
-    return ours, theirs(data, [hidden], edges, inside=data.inside(EUROPE)), request.param
+    return ours, anemoi_graph(data, [hidden], edges, inside=data.inside(EUROPE)), request.param
 
 
-@pytest.mark.parametrize("kind", [ENCODER, PROCESSOR, DECODER], ids="-".join)
-def test_a_stretched_mesh_is_the_same(stretched, kind):
-    ours, other, name = stretched
+@EVERY_KIND
+def test_stretched_graphs_are_the_same(stretched, kind):
+    ours, upstream, name = stretched
     compare = assert_same_edges if name == "scattered" or kind == PROCESSOR else assert_same_edges_up_to_ties
-    compare(kind, ours, other)
-    assert_same_attributes(kind, ours, other)
-
-
-def hierarchical_edges(names):
-    yield CutOffEdges("data", "hidden", cutoff_factor=0.6)
-    yield KNNEdges("hidden", "data", num_nearest_neighbours=3)
-    for name in names:
-        yield MultiScaleEdges(name, name, x_hops=1)
-    for fine, coarse in pairwise(names):
-        yield CutOffEdges(fine, coarse, cutoff_factor=1.5)
-        yield KNNEdges(coarse, fine, num_nearest_neighbours=5)
+    compare(kind, ours, upstream)
+    assert_same_attributes(kind, ours, upstream)
 
 
 @pytest.fixture(scope="module")
 def hierarchical():
-    data, levels = DATA["scattered"], {"hidden": 4, "hidden_2": 3, "hidden_3": 2}
-    meshes = [TriNodes(r, name=name) for name, r in levels.items()]
-    other = theirs(data, meshes, hierarchical_edges(list(levels)))
-    return hierarchical_graph(data, refinements=tuple(levels.values())), other
+    levels = {"hidden": 4, "hidden_2": 3, "hidden_3": 2}
+    edges = [*global_edges(4)[::2], *(MultiScaleEdges(name, name, x_hops=1) for name in levels)]
+    for fine, coarse in pairwise(levels):
+        edges += [CutOffEdges(fine, coarse, cutoff_factor=1.5), KNNEdges(coarse, fine, num_nearest_neighbours=5)]
+    upstream = anemoi_graph(SCATTERED, [TriNodes(r, name=name) for name, r in levels.items()], edges)
+    return hierarchical_graph(SCATTERED, refinements=tuple(levels.values())), upstream
 
 
-def test_a_hierarchy_joins_the_same_nodes(hierarchical):
-    ours, other = hierarchical
-    assert set(ours.edge_types) == set(other.edge_types)
+def test_hierarchical_graphs_have_the_same_edges(hierarchical):
+    ours, upstream = hierarchical
+    assert set(ours.edge_types) == set(upstream.edge_types)
     for source, to, destination in ours.edge_types:
         up = source > destination and destination != "data"
         compare = assert_same_edges_up_to_ties if up else assert_same_edges
-        compare((source, to, destination), ours, other)
+        compare((source, to, destination), ours, upstream)
 
 
-BETWEEN_LEVELS = pytest.mark.parametrize(
-    "kind", [("hidden", "to", "hidden_2"), ("hidden_2", "to", "hidden")], ids="-".join
-)
-
-
-@BETWEEN_LEVELS
-def test_edges_between_levels_have_the_same_length_and_direction(hierarchical, kind):
+@pytest.mark.parametrize("kind", [("hidden", "to", "hidden_2"), ("hidden_2", "to", "hidden")], ids="-".join)
+def test_edges_between_levels_differ_only_in_the_direction_from_a_vertex_to_itself(hierarchical, kind):
+    """It is 0 here and that of a rounding error upstream, so directions are divided by another standard deviation."""
     here, there, length = shared_edges(kind, *hierarchical)
-    ours, other = (graph[kind] for graph in hierarchical)
+    ours, upstream = (graph[kind] for graph in hierarchical)
+    lengths = ours.edge_length[here] * upstream.raw_edge_length.std()
+    assert (lengths - length).abs().max() < 8 * EPS
+    directions = torch.nn.functional.normalize(ours.edge_dirs[here]), upstream.raw_edge_dirs[there]
     apart = length[:, 0] > 10 * EPS
-    lengths = ours.edge_length[here] * other.raw_edge_length.std(), length
-    directions = torch.nn.functional.normalize(ours.edge_dirs[here]), other.raw_edge_dirs[there]
-    assert (lengths[0] - lengths[1]).abs().max() < 8 * EPS
     assert ((directions[0] - directions[1]).abs() * length)[apart].max() < 8 * EPS
 
-
-@BETWEEN_LEVELS
-def test_a_vertex_that_reads_itself_on_another_level_has_no_direction(hierarchical, kind):
-    """There it has that of a rounding error, hence directions between levels are divided by another spread."""
-    ours, other = (graph[kind] for graph in hierarchical)
-    to_itself, there = (edges.edge_length[:, 0] < 10 * EPS for edges in (ours, other))
-    assert to_itself.sum() == there.sum() == hierarchical[0]["hidden_2"].num_nodes
+    to_itself, upstream_to_itself = (edges.edge_length[:, 0] < 10 * EPS for edges in (ours, upstream))
+    assert to_itself.sum() == upstream_to_itself.sum() == hierarchical[0]["hidden_2"].num_nodes
     assert not ours.edge_dirs[to_itself].any()
-    assert (other.raw_edge_dirs[there].norm(dim=1) > 0.5).any()
+    assert (upstream.raw_edge_dirs[upstream_to_itself].norm(dim=1) > 0.5).any()

@@ -1,4 +1,4 @@
-"""The interface: outputs become forecasts, targets become truths."""
+"""The interface of data sets: normalised samples, and forecasts in physical units."""
 
 import pytest
 import torch
@@ -48,24 +48,23 @@ def dataset(request):
     return request.param()
 
 
-def test_target_as_output_gives_the_truth(dataset):
+def test_forecast_from_the_target_is_the_truth(dataset):
     for i in range(SAMPLES):
         torch.testing.assert_close(dataset.forecast(i, dataset[i].target), dataset.truth(i))
 
 
-def test_output_of_zero_is_the_reference_and_the_mean_change(dataset):
+def test_forecast_from_zeros_is_the_reference_plus_the_mean_change(dataset):
     torch.testing.assert_close(dataset.forecast(1, torch.zeros(NODES, 2)), dataset.reference(1) + dataset.change_mean)
 
 
-def test_output_in_low_precision_gives_a_float32_forecast(dataset):
+def test_bfloat16_output_gives_a_float32_forecast(dataset):
     output = draw(2, seed=5).bfloat16()
     torch.testing.assert_close(dataset.forecast(0, output), dataset.forecast(0, output.float()), rtol=0, atol=0)
 
 
-def test_channels_are_counted_by_their_names(dataset):
+def test_samples_have_the_named_channels_and_end_after_the_last(dataset):
     assert (dataset.in_channels, dataset.out_channels) == (3, 2)
-    sample = dataset[0]
-    assert sample.inputs.shape == (NODES, 3) and sample.target.shape == (NODES, 2)
+    assert [(x.shape, y.shape) for x, y in dataset] == [((NODES, 3), (NODES, 2))] * SAMPLES
 
 
 def test_persistence_is_a_baseline(dataset):
@@ -73,13 +72,9 @@ def test_persistence_is_a_baseline(dataset):
 
 
 @pytest.mark.parametrize("i", [-1, SAMPLES])
-def test_sample_that_is_not_there_raises(dataset, i):
+def test_sample_index_out_of_range_raises(dataset, i):
     with pytest.raises(IndexError, match=rf"\[0, 3\), got {i}"):
         dataset[i]
-
-
-def test_iteration_ends_after_the_last_sample(dataset):
-    assert len(list(dataset)) == SAMPLES
 
 
 @pytest.mark.parametrize("shape", [(NODES, 1), (1, NODES, 2), (NODES + 1, 2)])

@@ -1,37 +1,36 @@
-"""The era5_uk data set: figures of its baselines, and splits that see nothing of a later one's truths."""
+"""The era5_uk data set: scores of its baselines, ridge regression, and splits without leaks from later ones."""
 
+import shutil
 import sys
 from datetime import datetime
 
 import numpy as np
 import pytest
 import torch
+import xarray
 
 from anemoi_gt.data.datasets import Splits
-from anemoi_gt.data.era5_uk import FIRST_TEST_HOUR, FIRST_VALID_HOUR, era5_uk, split
+from anemoi_gt.data.era5_uk import FIRST_TEST_HOUR, FIRST_VALID_HOUR, HourlyField, Ridge, era5_uk, split
 from anemoi_gt.data.grids import regional
-from anemoi_gt.data.hourly import HourlyField
 
 HOURS, LEAD = 744, 6
 FIRST_HOUR = np.datetime64("2019-03-01T00")
+POINTS = regional([58.0, 57.0], [-1.0, 0.0, 1.0])
 
 
-def made_up_field(hours=HOURS, seed=0):
-    """Random hourly fields on six points."""
-    values = 280 + 5 * torch.randn(hours, 6, generator=torch.Generator().manual_seed(seed))
-    return HourlyField(regional([58.0, 57.0], [-1.0, 0.0, 1.0]), FIRST_HOUR + np.arange(hours), values)
+def draw(*shape, seed):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def altered_from(hour):
-    """The made-up field with other values from `hour` on."""
-    field = made_up_field()
-    values = torch.cat([field.values[:hour], made_up_field(seed=1).values[hour:]])
-    return HourlyField(field.nodes, field.times, values)
+def random_field(hours=HOURS, changed_from=HOURS):
+    """Random hourly temperatures on six points; other ones from an hour on."""
+    values = torch.cat([draw(hours, 6, seed=0)[:changed_from], draw(hours, 6, seed=1)[changed_from:]])
+    return HourlyField(POINTS, FIRST_HOUR + np.arange(hours), 280 + 5 * values)
 
 
 @pytest.fixture(scope="module")
-def made_up():
-    return split(made_up_field(), LEAD)
+def splits():
+    return split(random_field(), LEAD)
 
 
 @pytest.fixture(scope="module")
@@ -40,77 +39,80 @@ def real(era5_path):
 
 
 def starts_and_truths(part):
-    """Hours since the start of the month, read off the titles."""
+    """Hours since the start of the month, from the titles."""
     starts = [datetime.fromisoformat(part.title(i).split(" UTC")[0]) for i in range(len(part))]
     starts = [round((start - datetime(2019, 3, 1)).total_seconds() / 3600) for start in starts]
     return starts, [start + part.lead_time for start in starts]
 
 
-def rmse(forecast, part):
-    return torch.stack([forecast(i) - part.truth(i) for i in range(len(part))]).square().mean().sqrt().item()
-
-
 @pytest.mark.parametrize("lead_time", [1, 6, 24])
-def test_each_split_keeps_to_its_days(lead_time):
-    days = {"train": (0, 24), "valid": (24, 26), "test": (26, 31)}
-    for part, (first, end) in zip(split(made_up_field(), lead_time), days.values(), strict=True):
+def test_each_split_stays_within_its_days(lead_time):
+    for part, (first, end) in zip(split(random_field(), lead_time), [(0, 24), (24, 26), (26, 31)], strict=True):
         starts, truths = starts_and_truths(part)
         assert starts == list(range(max(24 * first, 24), 24 * end - lead_time))
-        assert truths[-1] == 24 * end - 1  # every hour that can be forecast is
+        assert truths[-1] == 24 * end - 1  # the last hour is forecast
 
 
-def test_truth_is_the_field_after_the_lead_time(made_up):
-    starts, truths = starts_and_truths(made_up.test)
-    values = made_up_field().values
-    torch.testing.assert_close(made_up.test.truth(5)[:, 0], values[truths[5]], rtol=0, atol=0)
-    torch.testing.assert_close(made_up.test.present(5)[:, 0], values[starts[5]], rtol=0, atol=0)
-    yesterday = made_up.test.baselines()["same hour yesterday"](5)
-    torch.testing.assert_close(yesterday[:, 0], values[truths[5] - 24], rtol=0, atol=0)
+def test_truth_is_the_field_after_the_lead_time(splits):
+    starts, truths = starts_and_truths(splits.test)
+    values = random_field().values
+    assert torch.equal(splits.test.truth(5)[:, 0], values[truths[5]])
+    assert torch.equal(splits.test.present(5)[:, 0], values[starts[5]])
+    assert torch.equal(splits.test.baselines()["same hour yesterday"](5)[:, 0], values[truths[5] - 24])
 
 
 @pytest.mark.parametrize(("hour", "earlier"), [(FIRST_VALID_HOUR, 1), (FIRST_TEST_HOUR, 2)])
-def test_later_days_change_nothing_in_earlier_splits(made_up, hour, earlier):
-    for part, same in list(zip(made_up, split(altered_from(hour), LEAD), strict=True))[:earlier]:
+def test_later_days_change_nothing_in_earlier_splits(splits, hour, earlier):
+    changed = split(random_field(changed_from=hour), LEAD)
+    for part, same in list(zip(splits, changed, strict=True))[:earlier]:
         for i in (0, len(part) - 1):
             torch.testing.assert_close(part[i], same[i], rtol=0, atol=0)
-        torch.testing.assert_close(part.change_std, same.change_std, rtol=0, atol=0)
+        assert torch.equal(part.change_std, same.change_std)
 
 
-def test_inputs_do_not_know_the_future(made_up):
-    """Nothing after the start of a test forecast reaches its inputs, its reference or its baselines."""
-    part, i = made_up.test, 40
+def test_inputs_reference_and_baselines_do_not_depend_on_the_future(splits):
+    part, i = splits.test, 40
     start = starts_and_truths(part)[0][i]
-    blind = split(altered_from(start + 1), LEAD).test
-    torch.testing.assert_close(blind.inputs(i), part.inputs(i), rtol=0, atol=0)
-    torch.testing.assert_close(blind.reference(i), part.reference(i), rtol=0, atol=0)
+    blind = split(random_field(changed_from=start + 1), LEAD).test
+    assert torch.equal(blind.inputs(i), part.inputs(i))
+    assert torch.equal(blind.reference(i), part.reference(i))
     for name, forecast in part.baselines().items():
-        torch.testing.assert_close(blind.baselines()[name](i), forecast(i), rtol=0, atol=0)
-    assert not torch.equal(split(altered_from(start), LEAD).test.inputs(i), part.inputs(i))
+        assert torch.equal(blind.baselines()[name](i), forecast(i)), name
+    assert not torch.equal(split(random_field(changed_from=start), LEAD).test.inputs(i), part.inputs(i))
 
 
-def test_shorter_ridge_has_not_seen_the_validation_days(made_up):
-    changed = split(altered_from(FIRST_VALID_HOUR), LEAD)
-    short, long = "ridge per point, 24 days", "ridge per point, 26 days"
-    slopes = [part.valid.baselines()[name].args[0].slope for name in (short, long) for part in (made_up, changed)]
-    torch.testing.assert_close(slopes[0], slopes[1], rtol=0, atol=0)
-    assert not torch.allclose(slopes[2], slopes[3])
+def test_only_the_longer_ridge_regression_depends_on_the_validation_days(splits):
+    changed = split(random_field(changed_from=FIRST_VALID_HOUR), LEAD)
+    before, after = (part.train.baselines() for part in (splits, changed))
+    same = {name: torch.equal(before[name](3), after[name](3)) for name in before if name.startswith("ridge")}
+    assert same == {"ridge per point, 24 days": True, "ridge per point, 26 days": False}
+
+
+@pytest.mark.parametrize("penalty", [0.0, 7.0, 1e9])
+def test_ridge_minimises_squared_error_plus_penalty_at_each_point(penalty):
+    examples, points, features = 40, 6, 3
+    x, y = draw(examples, points, features, seed=0) + 5, draw(examples, points, seed=1) - 3
+    prediction = Ridge.fit(x, y, penalty)(x)
+    for n in range(points):
+        a, b = x[:, n].double().numpy(), y[:, n].double().numpy()
+        rows = np.concatenate([a - a.mean(0), np.sqrt(penalty) * np.eye(features)])
+        slope, *_ = np.linalg.lstsq(rows, np.concatenate([b - b.mean(), np.zeros(features)]), rcond=None)
+        np.testing.assert_allclose(prediction[:, n], b.mean() + (a - a.mean(0)) @ slope, atol=1e-5)
 
 
 @pytest.mark.parametrize("lead_time", [1, 5, 6, 24])
-def test_channels_have_their_names_and_are_normalised(lead_time):
-    train = split(made_up_field(), lead_time).train
-    inputs = torch.stack([sample.inputs for sample in train])
-    target = torch.stack([sample.target for sample in train])
+def test_channels_are_named_and_normalised(lead_time):
+    train = split(random_field(), lead_time).train
+    inputs, target = (torch.stack(fields) for fields in zip(*train, strict=True))
     assert inputs.shape[1:] == (6, len(train.input_names)) and len(set(train.input_names)) == train.in_channels
-    torch.testing.assert_close(
-        inputs[..., :-6].flatten(0, 1).std(0), torch.ones(train.in_channels - 6), rtol=0.05, atol=0
-    )
+    std = inputs[..., :-6].flatten(0, 1).std(0)
+    torch.testing.assert_close(std, torch.ones(train.in_channels - 6), rtol=0.05, atol=0)
     assert target.std().item() == pytest.approx(1, rel=0.02) and abs(target.mean().item()) < 0.02
     assert f"change in the last {24 - lead_time} h" in train.input_names or lead_time == 24
 
 
-def test_scores_are_unweighted(made_up):
-    assert torch.equal(made_up.test.weights, torch.ones(6))
+def test_scores_are_unweighted(splits):
+    assert torch.equal(splits.test.weights, torch.ones(6))
 
 
 def test_real_field_is_the_month_of_hours_over_the_uk(real):
@@ -134,33 +136,31 @@ def test_real_field_is_the_month_of_hours_over_the_uk(real):
     ],
 )
 def test_baselines_have_their_known_errors(real, baseline, kelvin):
-    assert rmse(real.test.baselines()[baseline], real.test) == pytest.approx(kelvin, abs=1e-3)
+    forecast = real.test.baselines()[baseline]
+    errors = torch.stack([forecast(i) - real.test.truth(i) for i in range(len(real.test))])
+    assert errors.square().mean().sqrt().item() == pytest.approx(kelvin, abs=1e-3)
 
 
 def test_file_is_read_without_leaving_an_index_beside_it(real, era5_path, tmp_path):
-    copy = tmp_path / "field.grib"
-    with open(era5_path, "rb") as file:
-        copy.write_bytes(file.read())
-    splits = era5_uk(copy)
-    torch.testing.assert_close(splits.test[3], real.test[3], rtol=0, atol=0)
+    copy = shutil.copyfile(era5_path, tmp_path / "field.grib")
+    torch.testing.assert_close(era5_uk(copy).test[3], real.test[3], rtol=0, atol=0)
     assert list(tmp_path.iterdir()) == [copy]
 
 
-def test_null_path_fetches_with_the_tutorial(era5_path, real, monkeypatch):
-    xarray = pytest.importorskip("xarray")
-    asked = []
+def test_null_path_downloads_with_xarrays_tutorial(era5_path, real, monkeypatch):
+    names, open_dataset = [], xarray.open_dataset
 
-    def fetch(name, **options):
-        asked.append(name)
-        return xarray.open_dataset(era5_path, **options)
+    def download(name, **options):
+        names.append(name)
+        return open_dataset(era5_path, **options)
 
-    monkeypatch.setattr(xarray.tutorial, "open_dataset", fetch)
+    monkeypatch.setattr(xarray.tutorial, "open_dataset", download)
     assert isinstance(era5_uk(None), Splits)
-    assert asked == ["era5-2mt-2019-03-uk.grib"]
+    assert names == ["era5-2mt-2019-03-uk.grib"]
 
 
 def test_missing_file_raises_and_says_how_to_get_it(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"no\.grib.*null to fetch it"):
+    with pytest.raises(FileNotFoundError, match=r"no\.grib.*null to download it"):
         era5_uk(tmp_path / "no.grib")
 
 
@@ -170,33 +170,21 @@ def test_missing_package_raises_and_names_the_extra(monkeypatch):
         era5_uk("anything.grib")
 
 
-@pytest.mark.parametrize("lead_time", [0, 25])
-def test_lead_time_beyond_a_day_raises(lead_time):
-    with pytest.raises(ValueError, match=f"1 to 24 hours, got {lead_time}"):
-        split(made_up_field(), lead_time)
+TIMES, VALUES = FIRST_HOUR + np.arange(HOURS), 280 + draw(HOURS, 6, seed=0)
+PRESENT = np.arange(HOURS) != 100
 
 
-def test_month_that_ends_before_the_first_test_forecast_raises():
-    with pytest.raises(ValueError, match="more than 630 hours, got 630"):
-        split(made_up_field(hours=630), LEAD)
-
-
-def test_field_with_a_missing_hour_raises():
-    field = made_up_field()
-    keep = np.arange(HOURS) != 100
-    with pytest.raises(ValueError, match="an hour apart"):
-        HourlyField(field.nodes, field.times[keep], field.values[keep])
-
-
-def test_field_with_a_gap_raises():
-    field = made_up_field()
-    values = field.values.clone()
-    values[3, 2] = torch.nan
-    with pytest.raises(ValueError, match="finite"):
-        HourlyField(field.nodes, field.times, values)
-
-
-def test_field_of_another_shape_raises():
-    field = made_up_field()
-    with pytest.raises(ValueError, match=r"\[744, 6\], times by nodes, got \(744, 5\)"):
-        HourlyField(field.nodes, field.times, field.values[:, :5])
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: split(random_field(), 0), "1 to 24 hours, got 0"),
+        (lambda: split(random_field(), 25), "1 to 24 hours, got 25"),
+        (lambda: split(random_field(hours=630), LEAD), "more than 630 hours, got 630"),
+        (lambda: HourlyField(POINTS, TIMES[PRESENT], VALUES[PRESENT]), "an hour apart"),
+        (lambda: HourlyField(POINTS, TIMES, VALUES.where(VALUES[3, 2] != VALUES, torch.nan)), "finite"),
+        (lambda: HourlyField(POINTS, TIMES, VALUES[:, :5]), r"\[744, 6\], times by nodes, got \(744, 5\)"),
+    ],
+)
+def test_invalid_field_or_lead_time_raises(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()

@@ -1,8 +1,10 @@
-"""Encoder-processor-decoder graphs: layout, counts, what reads what."""
+"""Encoder-processor-decoder graphs: layout, counts, edges, attributes, and the configs that build them."""
 
 import numpy as np
 import pytest
 import torch
+from hydra import compose, initialize_config_module
+from hydra.utils import instantiate
 
 from anemoi_gt import EncoderProcessorDecoder
 from anemoi_gt.data import edges
@@ -19,18 +21,24 @@ from anemoi_gt.data.meshes import icosphere, stretched_icosphere
 from anemoi_gt.data.nodes import EARTH_RADIUS, Nodes
 
 ENCODER, PROCESSOR, DECODER = ("data", "to", "hidden"), ("hidden", "to", "hidden"), ("hidden", "to", "data")
+O8, O16 = octahedral(8), octahedral(16)
 UK = regional(np.linspace(58, 50, 33), np.linspace(-10, 2, 49))
 ALPS = (49.0, 4.0, 43.0, 17.0)
 
 
 def nodes_of(graph, name):
     lat, lon = np.rad2deg(graph[name].x.double().numpy().T)
-    return Nodes(lat.clip(-90, 90), lon)  # float32 puts the poles beyond themselves
+    return Nodes(lat.clip(-90, 90), lon)  # float32 rounds the poles beyond 90 degrees
+
+
+def assert_edges(graph, expected):
+    for kind, edge_index in expected.items():
+        np.testing.assert_array_equal(graph[kind].edge_index, edge_index, err_msg=str(kind))
 
 
 @pytest.fixture(scope="module")
 def graph():
-    return icosphere_graph(octahedral(16), refinement=3)
+    return icosphere_graph(O16, refinement=3)
 
 
 def test_layout_is_that_of_anemoi_graphs(graph):
@@ -41,18 +49,13 @@ def test_layout_is_that_of_anemoi_graphs(graph):
         assert graph[name].x.shape == (size, 2) and graph[name].x.dtype == torch.float32
     for store in graph.edge_stores:
         assert store.edge_index.dtype == torch.int64
+        assert store.edge_index.is_contiguous()  # from others PyTorch's conversion to CSR reads wrong indices
         assert store.edge_length.shape == (store.num_edges, 1) and store.edge_length.dtype == torch.float32
         assert store.edge_dirs.shape == (store.num_edges, 2) and store.edge_dirs.dtype == torch.float32
 
 
-def test_edge_lists_lie_in_memory_row_by_row(graph):
-    """PyTorch's conversion to CSR, which PyTorch Geometric and Anemoi call, reads the wrong numbers from any other."""
-    for kind in graph.edge_types:
-        assert graph[kind].edge_index.is_contiguous(), kind
-
-
 def test_positions_are_latitude_and_longitude_in_radians(graph):
-    np.testing.assert_allclose(graph["data"].x, octahedral(16).radians, atol=3e-7)
+    np.testing.assert_allclose(graph["data"].x, O16.radians, atol=3e-7)
     assert graph["hidden"].x[0, 0] == pytest.approx(np.pi / 2)
 
 
@@ -63,27 +66,22 @@ def test_the_benchmark_graph_has_its_published_counts():
     assert counts == {ENCODER: 852_840, PROCESSOR: 327_600, DECODER: 1_626_240}
 
 
-def test_each_kind_of_edge_is_built_as_its_builder_says(graph):
-    data, mesh = octahedral(16), icosphere(3)
-    for kind, expected in (
-        (ENCODER, edges.cutoff(data, mesh.nodes, 0.6)),
-        (PROCESSOR, mesh.edge_index),
-        (DECODER, edges.nearest(mesh.nodes, data, 3)),
-    ):
-        np.testing.assert_array_equal(graph[kind].edge_index, expected)
+def test_icosphere_graph_has_cutoff_multi_scale_and_nearest_edges(graph):
+    mesh = icosphere(3)
+    encoder, decoder = edges.cutoff(O16, mesh.nodes, 0.6), edges.nearest(mesh.nodes, O16, 3)
+    assert_edges(graph, {ENCODER: encoder, PROCESSOR: mesh.edge_index, DECODER: decoder})
 
 
 @pytest.mark.parametrize("kind", [ENCODER, PROCESSOR, DECODER])
-def test_attributes_are_length_and_direction_over_their_spread(graph, kind):
+def test_attributes_are_length_and_direction_over_their_standard_deviation(graph, kind):
     ends = nodes_of(graph, kind[0]), nodes_of(graph, kind[2]), graph[kind].edge_index.numpy()
     length, direction = edge_length(*ends), edge_direction(*ends)
     np.testing.assert_allclose(graph[kind].edge_length, length / length.std(ddof=1), rtol=1e-4)
     np.testing.assert_allclose(graph[kind].edge_dirs, direction / direction.std(ddof=1), atol=1e-3)
 
 
-def test_options_reach_their_edges():
-    nodes = octahedral(16)
-    few, many = (icosphere_graph(nodes, refinement=2, cutoff=c, nearest=k) for c, k in ((0.6, 1), (1.0, 5)))
+def test_cutoff_changes_the_encoder_and_nearest_the_decoder():
+    few, many = (icosphere_graph(O16, refinement=2, cutoff=c, nearest=k) for c, k in ((0.6, 1), (1.0, 5)))
     assert few[ENCODER].num_edges < many[ENCODER].num_edges
     assert (few[DECODER].num_edges, many[DECODER].num_edges) == (1600, 8000)
     assert few[PROCESSOR].num_edges == many[PROCESSOR].num_edges == 60 * (4 + 16)
@@ -99,63 +97,37 @@ def test_limited_area_mesh_is_the_icosphere_near_the_region():
 
 
 @pytest.mark.parametrize("refinement", [6, 7])
-def test_limited_area_mesh_reads_every_data_node(refinement):
+def test_limited_area_graph_connects_every_data_node(refinement):
     graph = limited_area_graph(UK, refinement=refinement)
     assert len(graph[ENCODER].edge_index[0].unique()) == len(UK)
     assert len(graph[DECODER].edge_index[0].unique()) > 0.7 * graph["hidden"].num_nodes
 
 
-def test_any_mesh_will_do():
+def test_encoder_processor_decoder_accepts_any_mesh():
     mesh = icosphere(4).restrict(icosphere(4).nodes.lat > 0)
-    graph = encoder_processor_decoder(octahedral(8), mesh, nearest=2)
+    graph = encoder_processor_decoder(O8, mesh, nearest=2)
     assert graph["hidden"].num_nodes == len(mesh.nodes)
     assert graph[DECODER].num_edges == 2 * 544
 
 
-def test_mesh_too_coarse_for_the_region_raises_and_says_what_to_raise():
-    with pytest.raises(ValueError, match=r"at least 3 nodes over the region.*raise refinement or margin"):
-        limited_area_graph(UK, refinement=2)
-
-
-def test_negative_margin_raises():
-    with pytest.raises(ValueError, match="margin must not be negative.*-1"):
-        limited_area_graph(UK, refinement=6, margin=-1)
-
-
-def test_stretched_graph_joins_the_grid_to_the_mesh_that_is_finer_over_the_area():
+@pytest.mark.parametrize(("encoder_nearest", "nearest"), [(12, 3), (2, 1)])
+def test_stretched_graph_connects_the_grid_to_the_mesh_that_is_finer_over_the_area(encoder_nearest, nearest):
     data = octahedral(32)
-    graph = stretched_graph(data, refinement=3, area_refinement=5, area=ALPS, margin=50)
+    options = {"margin": 50, "encoder_nearest": encoder_nearest, "nearest": nearest}
+    graph = stretched_graph(data, refinement=3, area_refinement=5, area=ALPS, **options)
     mesh = stretched_icosphere(3, 5, data[data.inside(ALPS)], 50)
-    for kind, expected in (
-        (ENCODER, edges.nearest(data, mesh.nodes, 12)),
-        (PROCESSOR, mesh.edge_index),
-        (DECODER, edges.nearest(mesh.nodes, data, 3)),
-    ):
-        np.testing.assert_array_equal(graph[kind].edge_index, expected)
-
-
-def test_options_reach_the_edges_of_a_stretched_graph():
-    graph = stretched_graph(
-        octahedral(16), refinement=2, area_refinement=3, area=ALPS, margin=200, encoder_nearest=2, nearest=1
-    )
-    assert graph[ENCODER].num_edges == 2 * graph["hidden"].num_nodes
-    assert graph[DECODER].num_edges == 1600
+    encoder, decoder = edges.nearest(data, mesh.nodes, encoder_nearest), edges.nearest(mesh.nodes, data, nearest)
+    assert_edges(graph, {ENCODER: encoder, PROCESSOR: mesh.edge_index, DECODER: decoder})
 
 
 @pytest.fixture(scope="module")
 def hierarchy():
-    return hierarchical_graph(
-        octahedral(16), refinements=(3, 2, 1), down_cutoff=1.2, up_nearest=4, cutoff=0.7, nearest=2
-    )
+    return hierarchical_graph(O16, refinements=(3, 2, 1), down_cutoff=1.2, up_nearest=4, cutoff=0.7, nearest=2)
 
 
 def test_hierarchy_has_nodes_for_each_level_and_edges_within_and_between(hierarchy):
-    assert {name: hierarchy[name].num_nodes for name in hierarchy.node_types} == {
-        "data": 1600,
-        "hidden": 642,
-        "hidden_2": 162,
-        "hidden_3": 42,
-    }
+    sizes = {"data": 1600, "hidden": 642, "hidden_2": 162, "hidden_3": 42}
+    assert {name: hierarchy[name].num_nodes for name in hierarchy.node_types} == sizes
     levels = ["hidden", "hidden_2", "hidden_3"]
     between = {("hidden", "hidden_2"), ("hidden_2", "hidden_3")}
     expected = {(a, "to", a) for a in levels} | {(a, "to", b) for a, b in between} | {(b, "to", a) for a, b in between}
@@ -163,61 +135,90 @@ def test_hierarchy_has_nodes_for_each_level_and_edges_within_and_between(hierarc
     assert hierarchy.validate()
 
 
-def test_edges_of_a_hierarchy_go_down_by_cutoff_and_up_from_the_nearest(hierarchy):
-    data, fine, coarse = octahedral(16), icosphere(3).nodes, icosphere(2).nodes
-    for kind, expected in (
-        (ENCODER, edges.cutoff(data, fine, 0.7)),
-        (DECODER, edges.nearest(fine, data, 2)),
-        (("hidden", "to", "hidden_2"), edges.cutoff(fine, coarse, 1.2)),
-        (("hidden_2", "to", "hidden"), edges.nearest(coarse, fine, 4)),
-    ):
-        np.testing.assert_array_equal(hierarchy[kind].edge_index, expected)
-
-
-def test_every_level_of_a_hierarchy_has_the_edges_of_all_coarser_ones(hierarchy):
+def test_hierarchy_has_cutoff_edges_down_nearest_edges_up_and_all_coarser_levels_within(hierarchy):
+    fine, coarse = icosphere(3).nodes, icosphere(2).nodes
+    expected = {
+        ENCODER: edges.cutoff(O16, fine, 0.7),
+        DECODER: edges.nearest(fine, O16, 2),
+        ("hidden", "to", "hidden_2"): edges.cutoff(fine, coarse, 1.2),
+        ("hidden_2", "to", "hidden"): edges.nearest(coarse, fine, 4),
+    }
     for name, refinement in (("hidden", 3), ("hidden_2", 2), ("hidden_3", 1)):
-        expected = icosphere(refinement, tuple(range(refinement + 1))).edge_index
-        np.testing.assert_array_equal(hierarchy[name, "to", name].edge_index, expected)
+        expected[name, "to", name] = icosphere(refinement, tuple(range(refinement + 1))).edge_index
+    assert_edges(hierarchy, expected)
 
 
-def test_a_model_reads_data_and_finest_level_of_a_hierarchy(hierarchy):
+def test_a_model_uses_data_and_the_finest_level_of_a_hierarchy(hierarchy):
     model = EncoderProcessorDecoder(hierarchy, 2, 1, channels=8, heads=2, num_layers=1)
     assert model(torch.zeros(1, 1600, 2)).shape == (1, 1600, 1)
 
 
-@pytest.mark.parametrize("refinements", [(), (3,), (2, 3), (3, 3), (4, 2, 3)])
-def test_refinements_that_do_not_fall_raise(refinements):
-    with pytest.raises(ValueError, match="two or more, falling from fine to coarse, got"):
-        hierarchical_graph(octahedral(8), refinements=refinements)
+HIERARCHY, STRETCHED = {"refinements": (3, 2)}, {"refinement": 2, "area_refinement": 3, "area": ALPS}
+DECREASING = "two or more, decreasing from fine to coarse, got"
 
 
 @pytest.mark.parametrize(
-    ("option", "message"),
+    ("build", "nodes", "options", "message"),
     [
-        ({"cutoff": -0.6}, "factor must be positive, .* got -0.6"),
-        ({"nearest": 0}, r"k must be in \[1, 642\]"),
-        ({"down_cutoff": 0}, "factor must be positive, .* got 0"),
-        ({"up_nearest": 163}, r"k must be in \[1, 162\].*got 163"),
-        ({"refinements": (3, 0)}, "refinement must be at least 1, got 0"),
+        (limited_area_graph, UK, {"refinement": 2}, "at least 3 nodes over the region.*raise refinement or margin"),
+        (limited_area_graph, UK, {"refinement": 6, "margin": -1}, "margin must not be negative.*-1"),
+        *((hierarchical_graph, O8, {"refinements": r}, DECREASING) for r in ((), (3,), (2, 3), (3, 3), (4, 2, 3))),
+        (hierarchical_graph, O8, HIERARCHY | {"cutoff": -0.6}, "factor must be positive, .* got -0.6"),
+        (hierarchical_graph, O8, HIERARCHY | {"nearest": 0}, r"k must be in \[1, 642\]"),
+        (hierarchical_graph, O8, HIERARCHY | {"down_cutoff": 0}, "factor must be positive, .* got 0"),
+        (hierarchical_graph, O8, HIERARCHY | {"up_nearest": 163}, r"k must be in \[1, 162\].*got 163"),
+        (hierarchical_graph, O8, {"refinements": (3, 0)}, "refinement must be at least 1, got 0"),
+        (stretched_graph, O16, STRETCHED | {"area": None}, "area must be four numbers.*got None"),
+        (stretched_graph, O16, STRETCHED | {"area": (43, 4, 49, 17)}, "north above south"),
+        (
+            stretched_graph,
+            O16,
+            STRETCHED | {"area": (49, 4, 48.9, 4.1)},
+            r"must contain data nodes.*\[49, 4, 48.9, 4.1",
+        ),
+        (stretched_graph, O16, STRETCHED | {"area_refinement": 2}, "must be above refinement.*got 2 and 2"),
+        (stretched_graph, O16, STRETCHED | {"margin": -1}, "margin must not be negative.*-1"),
+        (stretched_graph, O16, STRETCHED | {"encoder_nearest": 0}, r"k must be in \[1, 1600\]"),
     ],
 )
-def test_impossible_options_of_a_hierarchy_raise(option, message):
+def test_option_out_of_range_raises(build, nodes, options, message):
     with pytest.raises(ValueError, match=message):
-        hierarchical_graph(octahedral(8), **({"refinements": (3, 2)} | option))
+        build(nodes, **options)
+
+
+def graph_config(*overrides):
+    with initialize_config_module("anemoi_gt.configs", version_base="1.3"):
+        return compose("train", list(overrides)).graph
 
 
 @pytest.mark.parametrize(
-    ("option", "message"),
+    ("overrides", "build", "options"),
     [
-        ({"area": None}, "area must be four numbers.*got None"),
-        ({"area": (49, 4, 43)}, "area must be four numbers"),
-        ({"area": (43, 4, 49, 17)}, "north above south"),
-        ({"area": (49, 4, 48.9, 4.1)}, r"area must hold data nodes.*\[49, 4, 48.9, 4.1\] holds none"),
-        ({"area_refinement": 2}, "area_refinement must be above refinement.*got 2 and 2"),
-        ({"margin": -1}, "margin must not be negative.*-1"),
-        ({"encoder_nearest": 0}, r"k must be in \[1, 1600\]"),
+        (["graph=icosphere", "graph.refinement=2"], icosphere_graph, {"refinement": 2}),
+        (["graph=n320", "graph.refinement=2", "graph.cutoff=0.8"], icosphere_graph, {"refinement": 2, "cutoff": 0.8}),
+        (
+            ["graph=stretched", "graph.refinement=2", "graph.area_refinement=4", "graph.area=[49,4,30,17]"],
+            stretched_graph,
+            {"refinement": 2, "area_refinement": 4, "area": (49, 4, 30, 17)},
+        ),
+        (
+            ["graph=hierarchical", "graph.refinements=[3,2]", "graph.up_nearest=4"],
+            hierarchical_graph,
+            {"refinements": (3, 2), "up_nearest": 4},
+        ),
     ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
 )
-def test_impossible_options_of_a_stretched_graph_raise(option, message):
-    with pytest.raises(ValueError, match=message):
-        stretched_graph(octahedral(16), **({"refinement": 2, "area_refinement": 3, "area": ALPS} | option))
+def test_config_builds_the_graph_of_its_builder_and_options(overrides, build, options):
+    actual, expected = instantiate(graph_config(*overrides))(O16), build(O16, **options)
+    assert actual.metadata() == expected.metadata()
+    for one, other in zip(actual.stores, expected.stores, strict=True):
+        assert one.to_dict().keys() == other.to_dict().keys()
+        assert all(torch.equal(tensor, other[name]) for name, tensor in one.to_dict().items())
+
+
+def test_configs_have_the_options_of_anemoi():
+    config = graph_config("graph=n320")
+    assert (config.refinement, config.cutoff, config.nearest) == (6, 0.6, 3)
+    config = graph_config("graph=hierarchical")
+    assert (list(config.refinements), config.down_cutoff, config.up_nearest) == ([5, 4, 3], 1.5, 5)

@@ -1,43 +1,41 @@
-"""Nodes: coordinates, and the frame that directions refer to."""
+"""Nodes: coordinates, the tangent frame of directions, and area weights."""
 
 import numpy as np
 import pytest
 
-from anemoi_gt.data.nodes import Nodes
+from anemoi_gt.data.grids import octahedral
+from anemoi_gt.data.meshes import icosphere
+from anemoi_gt.data.nodes import Nodes, area_weights
 
 
-def random_nodes(n=200, seed=0):
-    return Nodes.from_xyz(np.random.default_rng(seed).standard_normal((n, 3)))
+@pytest.fixture(scope="module")
+def nodes():
+    return Nodes.from_xyz(np.random.default_rng(0).standard_normal((200, 3)))
 
 
-def test_vectors_and_angles_are_inverse():
-    nodes = random_nodes()
+def test_vectors_and_angles_are_inverse(nodes):
     again = Nodes.from_xyz(3.0 * nodes.xyz)
     np.testing.assert_allclose(again.lat, nodes.lat, atol=1e-12)
     np.testing.assert_allclose(again.lon, nodes.lon, atol=1e-12)
 
 
 @pytest.mark.parametrize(("lat", "lon", "xyz"), [(0, 0, [1, 0, 0]), (0, 90, [0, 1, 0]), (90, 17, [0, 0, 1])])
-def test_axes_point_where_they_should(lat, lon, xyz):
+def test_xyz_axes_point_to_greenwich_90_east_and_the_north_pole(lat, lon, xyz):
     np.testing.assert_allclose(Nodes([lat], [lon]).xyz, [xyz], atol=1e-15)
 
 
-def test_east_north_and_up_are_a_right_handed_basis():
-    nodes = random_nodes()
+def test_east_north_and_up_are_a_right_handed_orthonormal_basis(nodes):
     np.testing.assert_allclose(np.cross(nodes.east, nodes.north), nodes.xyz, atol=1e-14)
     np.testing.assert_allclose(np.linalg.norm(nodes.north, axis=1), 1)
-
-
-def test_north_leads_to_the_pole_and_east_along_the_parallel():
-    nodes, step = random_nodes(), 1e-6
+    step = 1e-6
     np.testing.assert_array_less(nodes.lat, Nodes.from_xyz(nodes.xyz + step * nodes.north).lat)
     np.testing.assert_allclose(Nodes.from_xyz(nodes.xyz + step * nodes.east).lat, nodes.lat, atol=1e-9)
 
 
-def test_frame_is_what_the_shortest_rotation_to_the_north_pole_turns_to_x_and_y():
-    nodes, pole = random_nodes(), np.array([0.0, 0.0, 1.0])
+def test_frame_is_rotated_to_x_and_y_by_the_shortest_rotation_to_the_north_pole(nodes):
+    pole = np.array([0.0, 0.0, 1.0])
     for up, frame in zip(nodes.xyz, nodes.frame, strict=True):
-        skew = np.cross(np.eye(3), np.cross(up, pole))  # Rodrigues, with sine and cosine put in
+        skew = np.cross(np.eye(3), np.cross(up, pole))  # Rodrigues' formula
         rotation = np.eye(3) + skew + skew @ skew / (1 + up @ pole)
         np.testing.assert_allclose(rotation @ up, pole, atol=1e-12)
         np.testing.assert_allclose(rotation @ frame.T, np.eye(3)[:, :2], atol=1e-12)
@@ -48,13 +46,12 @@ def test_frame_is_continuous_at_the_north_pole():
     np.testing.assert_allclose(around.frame, np.broadcast_to(np.eye(3)[:2], (8, 2, 3)), atol=1e-10)
 
 
-def test_selection_keeps_the_chosen_nodes():
-    nodes = random_nodes()
+def test_indexing_selects_nodes(nodes):
     np.testing.assert_array_equal(nodes[nodes.lat > 0].xyz, nodes.xyz[nodes.lat > 0])
     np.testing.assert_array_equal(nodes[[3, 1]].lon, nodes.lon[[3, 1]])
 
 
-def test_coordinates_cannot_be_changed_behind_a_graph():
+def test_coordinates_are_copied_and_read_only():
     lat = np.zeros(3)
     nodes = Nodes(lat, np.zeros(3))
     lat[0] = 45
@@ -75,39 +72,49 @@ def test_coordinates_cannot_be_changed_behind_a_graph():
         ((90, -170, -90, -10), [0, 0, 0, 0, 1, 1]),
     ],
 )
-def test_area_is_between_its_parallels_and_from_west_eastwards_to_east(area, expected):
+def test_area_lies_between_its_parallels_and_from_west_eastwards_to_east(area, expected):
     nodes = Nodes([50, 50, 50, 70, -60, 50], [0, 10, 180, 0, -90, 350])
     np.testing.assert_array_equal(nodes.inside(area), np.array(expected, dtype=bool))
 
 
-@pytest.mark.parametrize("area", [None, "europe", (60, 0, 40), (60, 0, np.nan, 10), [[60, 0], [40]]])
-def test_area_that_is_not_four_numbers_raises(area):
-    with pytest.raises(ValueError, match="area must be four numbers, north, west, south and east in degrees, got"):
-        Nodes([50], [0]).inside(area)
-
-
-@pytest.mark.parametrize("area", [(40, 0, 60, 10), (40, 0, 40, 10)])
-def test_area_upside_down_raises(area):
-    with pytest.raises(ValueError, match="north above south, got"):
-        Nodes([50], [0]).inside(area)
-
-
-@pytest.mark.parametrize(("xyz", "message"), [(np.ones(3), r"\[N, 3\].*\(3,\)"), (np.zeros((2, 3)), "direction")])
-def test_vectors_that_are_no_directions_raise(xyz, message):
-    with pytest.raises(ValueError, match=message):
-        Nodes.from_xyz(xyz)
+FOUR_NUMBERS = "area must be four numbers, north, west, south and east in degrees, got"
 
 
 @pytest.mark.parametrize(
-    ("lat", "lon", "message"),
+    ("call", "message"),
     [
-        ([0.0, 1.0], [0.0], r"one length, got \(2,\) and \(1,\)"),
-        ([[0.0]], [[0.0]], "vectors"),
-        ([np.nan], [0.0], "finite"),
-        ([0.0], [np.inf], "finite"),
-        ([90.5], [0.0], r"\[-90, 90\].*90.5"),
+        *((lambda area=area: Nodes([50], [0]).inside(area), FOUR_NUMBERS)
+          for area in (None, "europe", (60, 0, 40), (60, 0, np.nan, 10), [[60, 0], [40]])),
+        (lambda: Nodes([50], [0]).inside((40, 0, 60, 10)), "north above south, got"),
+        (lambda: Nodes([50], [0]).inside((40, 0, 40, 10)), "north above south, got"),
+        (lambda: Nodes.from_xyz(np.ones(3)), r"\[N, 3\].*\(3,\)"),
+        (lambda: Nodes.from_xyz(np.zeros((2, 3))), "nonzero length"),
+        (lambda: Nodes([0.0, 1.0], [0.0]), r"equal length, got \(2,\) and \(1,\)"),
+        (lambda: Nodes([[0.0]], [[0.0]]), "vectors"),
+        (lambda: Nodes([np.nan], [0.0]), "finite"),
+        (lambda: Nodes([0.0], [np.inf]), "finite"),
+        (lambda: Nodes([90.5], [0.0]), r"\[-90, 90\].*90.5"),
+        (lambda: area_weights(Nodes([0.0, 0, 90, -90, 0], [0.0, 90, 0, 0, 0])), "[Dd]uplicate"),
     ],
-)
-def test_bad_coordinates_raise_and_show_what_came(lat, lon, message):
+)  # fmt: skip
+def test_invalid_coordinates_and_areas_raise(call, message):
     with pytest.raises(ValueError, match=message):
-        Nodes(lat, lon)
+        call()
+
+
+@pytest.mark.parametrize("nodes", [octahedral(32), icosphere(4).nodes], ids=["octahedral", "icosphere"])
+def test_area_weighted_mean_is_the_integral_over_the_globe(nodes):
+    weights, (x, y, z) = area_weights(nodes), nodes.xyz.T
+    assert weights.min() > 0 and weights.mean() == pytest.approx(1, rel=1e-14)
+    assert np.average(z, weights=weights) == pytest.approx(0, abs=1e-10)
+    assert np.average(z**2, weights=weights) == pytest.approx(1 / 3, rel=2e-3)
+    assert np.average(x**2 * y**2, weights=weights) == pytest.approx(1 / 15, rel=4e-3)
+
+
+def test_area_of_a_gaussian_row_is_its_quadrature_weight():
+    nodes = octahedral(24)
+    _, row = np.unique(-nodes.lat, return_inverse=True)
+    _, quadrature = np.polynomial.legendre.leggauss(48)
+    share = np.bincount(row, area_weights(nodes)) / len(nodes)
+    np.testing.assert_allclose(share[1:-1], quadrature[1:-1] / 2, rtol=3e-2)  # Voronoi cells differ at the poles
+    np.testing.assert_allclose(share.sum(), 1)

@@ -1,16 +1,145 @@
-"""The sphere data set: exact, repeatable, held out, and hard enough."""
+"""The sphere data set: flows against the published wind integrated in time, and samples that are exact and held out."""
 
 import numpy as np
 import pytest
 import torch
 
-from anemoi_gt.data.area import area_weights
-from anemoi_gt.data.flows import Flow
-from anemoi_gt.data.grids import octahedral
-from anemoi_gt.data.nodes import EARTH_RADIUS
-from anemoi_gt.data.sphere import Case, Hills, draw_case, sphere
+from anemoi_gt.data.grids import gaussian_latitudes, octahedral, reduced_gaussian
+from anemoi_gt.data.nodes import EARTH_RADIUS, Nodes, area_weights
+from anemoi_gt.data.sphere import SECONDS_PER_HOUR, Case, Flow, Hills, draw_case, rotate, sphere
 
+X, Y, Z = np.eye(3)
+PERIOD = 288.0
+RADIANS_PER_HOUR = SECONDS_PER_HOUR / EARTH_RADIUS  # of 1 m/s
 SIZES = {"train_size": 24, "valid_size": 4, "test_size": 6}
+
+
+def published_velocity(xyz, time, k):
+    """Nair and Lauritzen (2010), case 4, in their formulas; radians per hour."""
+    nodes = Nodes.from_xyz(xyz)
+    lat, lon = nodes.radians.T
+    moving, decay = lon - 2 * np.pi * time / PERIOD, np.cos(np.pi * time / PERIOD)
+    u = k * np.sin(moving) ** 2 * np.sin(2 * lat) * decay + 2 * np.pi / PERIOD * np.cos(lat)
+    v = k * np.sin(2 * moving) * np.cos(lat) * decay
+    return u[:, None] * nodes.east + v[:, None] * nodes.north
+
+
+def integrate(xyz, start, end, k, steps):
+    """Fourth-order Runge-Kutta, normalised to the sphere after each step."""
+    dt = (end - start) / steps
+    for time in start + dt * np.arange(steps):
+        k1 = published_velocity(xyz, time, k)
+        k2 = published_velocity(xyz + dt / 2 * k1, time + dt / 2, k)
+        k3 = published_velocity(xyz + dt / 2 * k2, time + dt / 2, k)
+        k4 = published_velocity(xyz + dt * k3, time + dt, k)
+        xyz = xyz + dt / 6 * (k1 + 2 * k2 + 2 * k3 + k4)
+        xyz /= np.linalg.norm(xyz, axis=1, keepdims=True)
+    return xyz
+
+
+@pytest.fixture(scope="module")
+def xyz():
+    return Nodes.from_xyz(np.random.default_rng(0).standard_normal((100, 3))).xyz
+
+
+def random_flow(**options):
+    frame, _ = np.linalg.qr(np.random.default_rng(1).standard_normal((3, 3)))
+    return Flow(frame[:, 0], frame[:, 1], **options)
+
+
+@pytest.mark.parametrize("deformation", [0.0, 10.0])
+@pytest.mark.parametrize("time", [0.0, 31.0, 144.0, 250.0])
+def test_wind_is_the_published_one(xyz, deformation, time):
+    expected = published_velocity(xyz, time, deformation / PERIOD) / RADIANS_PER_HOUR
+    np.testing.assert_allclose(Flow(Z, Y, deformation).wind(xyz, time), expected, atol=1e-11)
+
+
+@pytest.mark.parametrize(("start", "end"), [(0.0, 24.0), (200.0, 224.0), (120.0, 60.0), (0.0, 288.0)])
+def test_closed_form_trajectories_are_those_of_the_published_wind(xyz, start, end):
+    expected = integrate(xyz, start, end, 10 / PERIOD, steps=round(abs(end - start) * 4))
+    np.testing.assert_allclose(Flow(Z, Y).transport(xyz, start, end), expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("deformation", [0.0, 10.0])
+def test_wind_is_horizontal_and_the_derivative_of_the_trajectory(xyz, deformation):
+    flow, time, dt = random_flow(deformation=deformation), 77.0, 1e-3
+    derivative = (flow.transport(xyz, time, time + dt) - flow.transport(xyz, time, time - dt)) / (2 * dt)
+    np.testing.assert_allclose(derivative, flow.wind(xyz, time) * RADIANS_PER_HOUR, atol=1e-9)
+    np.testing.assert_allclose((flow.wind(xyz, time) * xyz).sum(axis=1), 0, atol=1e-12)
+
+
+@pytest.mark.parametrize("deformation", [0.0, 10.0, 40.0])
+def test_every_particle_returns_after_a_period(xyz, deformation):
+    np.testing.assert_allclose(random_flow(deformation=deformation).transport(xyz, 0, PERIOD), xyz, atol=1e-13)
+
+
+def test_deformation_is_large_at_half_the_period(xyz):
+    flow = random_flow()
+    only_rotated = Flow(flow.axis, flow.centre, deformation=0.0).transport(xyz, 0, PERIOD / 2)
+    assert np.linalg.norm(flow.transport(xyz, 0, PERIOD / 2) - only_rotated, axis=1).mean() > 0.5
+
+
+def test_trajectories_compose_and_reverse(xyz):
+    flow = random_flow()
+    there = flow.transport(flow.transport(xyz, 10, 60), 60, 170)
+    np.testing.assert_allclose(there, flow.transport(xyz, 10, 170), atol=1e-13)
+    np.testing.assert_allclose(flow.transport(there, 170, 10), xyz, atol=1e-13)
+
+
+def gaussian_grid(rows):
+    """A full Gaussian grid and its quadrature weights."""
+    nodes = reduced_gaussian(np.full(rows, 2 * rows))
+    slope = np.polynomial.legendre.legder([0] * rows + [1])
+    roots = np.sin(np.deg2rad(gaussian_latitudes(rows)))
+    weights = 2 / ((1 - roots**2) * np.polynomial.legendre.legval(roots, slope) ** 2)
+    return nodes, np.repeat(weights, 2 * rows)
+
+
+@pytest.mark.parametrize("hours", [24.0, 72.0, 144.0])
+def test_divergence_free_wind_conserves_mass_and_bounds_of_a_tracer(hours):
+    nodes, quadrature = gaussian_grid(120)
+    hills = Hills(np.stack([X, -Y]), np.array([1.0, 0.5]), np.array([5.0, 10.0]))
+    start, end = (hills(random_flow().transport(nodes.xyz, time, 0)) for time in (0.0, hours))
+    assert np.average(end, weights=quadrature) == pytest.approx(np.average(start, weights=quadrature), rel=1e-9)
+    assert np.average(end**2, weights=quadrature) == pytest.approx(np.average(start**2, weights=quadrature), rel=1e-9)
+    assert end.min() > 0 and end.max() <= hills(np.stack([X, -Y])).max()
+
+
+def test_rotation_is_anticlockwise_seen_from_the_tip_of_the_axis():
+    np.testing.assert_allclose(rotate(X[None], Z, np.pi / 2), [Y], atol=1e-15)
+    np.testing.assert_allclose(rotate(np.stack([X, X]), Z, np.array([0, np.pi])), [X, -X], atol=1e-15)
+
+
+@pytest.mark.parametrize(
+    ("axis", "centre", "period", "message"),
+    [
+        *((axis, centre, PERIOD, "orthogonal unit vectors")
+          for axis, centre in ((2 * Z, Y), (Z, Z), (Z, (Y + Z) / np.sqrt(2)))),
+        *((Z, Y, period, "period must be positive") for period in (0.0, -1.0, np.nan)),
+    ],
+)  # fmt: skip
+def test_invalid_flow_raises(axis, centre, period, message):
+    with pytest.raises(ValueError, match=message):
+        Flow(axis, centre, period=period)
+
+
+def test_tracer_in_solid_body_rotation_is_the_rotated_tracer():
+    case = Case(Flow(Z, Y, 0.0), Hills(np.eye(3), np.ones(3), np.full(3, 5.0)), 7.0)
+    xyz, hours = octahedral(16).xyz, 30.0
+    back = rotate(xyz, Z, -2 * np.pi * hours / PERIOD)
+    np.testing.assert_allclose(case.tracer(xyz, hours), case.hills(back), atol=1e-13)
+    np.testing.assert_allclose(case.tracer(xyz, PERIOD), case.hills(xyz), atol=1e-13)
+
+
+def test_tracer_obeys_the_advection_equation():
+    """dq/dt + wind . grad q = 0, by central differences in time and along the wind."""
+    case, points, dt, hours = draw_case(np.random.default_rng(5), ("deformation",)), octahedral(8).xyz, 1e-3, 20.0
+    tendency = (case.tracer(points, hours + dt) - case.tracer(points, hours - dt)) / (2 * dt)
+    step = case.flow.wind(points, case.start + hours) * RADIANS_PER_HOUR * dt
+    ahead, behind = (p / np.linalg.norm(p, axis=1, keepdims=True) for p in (points + step, points - step))
+    along = (case.tracer(ahead, hours) - case.tracer(behind, hours)) / (2 * dt)
+    np.testing.assert_allclose(tendency, -along, atol=1e-6)
+    assert np.abs(tendency).max() > 1e-3
 
 
 @pytest.fixture(scope="module")
@@ -18,79 +147,36 @@ def splits():
     return sphere("O12", **SIZES)
 
 
-def test_a_seed_makes_the_same_samples_again(splits):
-    again = sphere("O12", **SIZES)
-    for part, same in zip(splits, again, strict=True):
-        for i in (len(part) - 1, 0):
+def test_samples_follow_from_seed_and_index_alone(splits):
+    for part, same in zip(splits, sphere("O12", train_size=24, valid_size=9, test_size=9), strict=True):
+        for i in (3, 0):
             torch.testing.assert_close(part[i], same[i], rtol=0, atol=0)
-
-
-def test_another_seed_makes_others(splits):
     other = sphere("O12", **SIZES, seed=1)
     assert not torch.allclose(splits.train[0].inputs, other.train[0].inputs, atol=0.1)
 
 
-def test_samples_do_not_depend_on_how_many_there_are(splits):
-    more = sphere("O12", train_size=30, valid_size=9, test_size=9)
-    torch.testing.assert_close(more.test.truth(3), splits.test.truth(3), rtol=0, atol=0)
-
-
 def test_no_two_samples_share_a_flow(splits):
     axes = np.stack([part.case(i).flow.axis for part in splits for i in range(len(part))])
-    likeness = axes @ axes.T - np.eye(len(axes))
-    assert likeness.max() < 1 - 1e-6
+    assert (axes @ axes.T - np.eye(len(axes))).max() < 1 - 1e-6
 
 
-def test_both_flows_are_drawn_and_one_alone_when_asked(splits):
-    def strengths(part):
-        return {part.case(i).flow.deformation for i in range(len(part))}
-
-    assert strengths(splits.train) == {0.0, 10.0}
-    assert strengths(sphere("O8", flows=["rotation"], **SIZES).train) == {0.0}
-    assert strengths(sphere("O8", flows=["deformation"], **SIZES).train) == {10.0}
-
-
-def test_tracer_of_a_solid_body_is_the_turned_tracer():
-    case = Case(
-        Flow(np.array([0, 0, 1.0]), np.array([0, 1.0, 0]), 0.0), Hills(np.eye(3), np.ones(3), np.full(3, 5.0)), 7.0
-    )
-    nodes = octahedral(16)
-    lat, lon = nodes.radians.T
-    hours = 30.0
-    lon = lon - 2 * np.pi * hours / 288
-    back = np.stack([np.cos(lat) * np.cos(lon), np.cos(lat) * np.sin(lon), np.sin(lat)], axis=1)
-    np.testing.assert_allclose(case.tracer(nodes.xyz, hours), case.hills(back), atol=1e-13)
-    np.testing.assert_allclose(case.tracer(nodes.xyz, 288.0), case.hills(nodes.xyz), atol=1e-13)
+@pytest.mark.parametrize(
+    ("flows", "deformations"),
+    [(["rotation", "deformation"], {0.0, 10.0}), (["rotation"], {0.0}), (["deformation"], {10.0})],
+)
+def test_flows_are_drawn_from_the_given_kinds_and_named_in_the_title(flows, deformations):
+    part = sphere("O8", flows=flows, lead_time=36, **SIZES).train
+    assert {part.case(i).flow.deformation for i in range(len(part))} == deformations
+    kind = "deformational flow" if part.case(0).flow.deformation else "solid-body rotation"
+    assert part.title(0) == f"{kind}, 36 h"
 
 
-def test_truth_stays_within_the_bounds_of_the_tracer_and_keeps_its_mass():
-    nodes = octahedral(48)
-    weights = area_weights(nodes)
-    for seed in range(8):
-        case = draw_case(np.random.default_rng(seed), ("rotation", "deformation"))
-        before, after = case.tracer(nodes.xyz, 0), case.tracer(nodes.xyz, 24.0)
-        assert after.min() >= 0 and after.max() <= case.hills.heights.sum()
-        assert np.average(after, weights=weights) == pytest.approx(np.average(before, weights=weights), rel=5e-3)
-
-
-def test_tracer_obeys_the_advection_equation():
-    """dq/dt + wind . grad q = 0, by central differences in time and along the wind."""
-    case, points, dt = draw_case(np.random.default_rng(5), ("deformation",)), octahedral(8).xyz, 1e-3
-    hours = 20.0
-    tendency = (case.tracer(points, hours + dt) - case.tracer(points, hours - dt)) / (2 * dt)
-    step = case.flow.wind(points, case.start + hours) * 3600 / EARTH_RADIUS * dt
-    ahead, behind = (p / np.linalg.norm(p, axis=1, keepdims=True) for p in (points + step, points - step))
-    along = (case.tracer(ahead, hours) - case.tracer(behind, hours)) / (2 * dt)
-    np.testing.assert_allclose(tendency, -along, atol=1e-6)
-    assert np.abs(tendency).max() > 1e-3
-
-
-def test_inputs_are_of_order_one_and_hold_what_their_names_say(splits):
+def test_inputs_are_of_order_one_and_as_named(splits):
     inputs = torch.stack([sample.inputs for sample in splits.train])
     assert inputs.shape == (24, len(octahedral(12)), 9) and inputs.dtype == torch.float32
     assert splits.train.in_channels == 9
-    spread = inputs[..., :5].flatten(0, 1).std(dim=0)
-    assert ((spread > 0.5) & (spread < 2)).all()
+    std = inputs[..., :5].flatten(0, 1).std(dim=0)
+    assert ((std > 0.5) & (std < 2)).all()
     np.testing.assert_allclose(inputs[3, :, 5:7].square().sum(-1), 1, rtol=1e-6)  # sine and cosine of latitude
     tracer = inputs[2, :, 0] * splits.train.statistics.tracer_std + splits.train.statistics.tracer_mean
     torch.testing.assert_close(tracer[:, None], splits.train.present(2), rtol=1e-5, atol=1e-6)
@@ -106,10 +192,11 @@ def test_wind_channels_are_the_wind_in_the_frame_of_the_edges(splits, channel, h
     np.testing.assert_allclose(wind, case.flow.wind(train.nodes.xyz, case.start + hours), atol=1e-4)
 
 
-def test_normalisation_comes_from_the_training_samples(splits):
+def test_normalisation_is_from_the_training_samples_and_weights_are_areas(splits):
     assert splits.train.statistics is splits.valid.statistics is splits.test.statistics
     change = torch.stack([splits.train[i].target for i in range(24)])
     assert change.square().mean().sqrt().item() == pytest.approx(1, rel=1e-3)
+    np.testing.assert_allclose(splits.test.weights, area_weights(octahedral(12)), rtol=1e-6)
 
 
 def test_persistence_is_a_poor_forecast(splits):
@@ -117,16 +204,6 @@ def test_persistence_is_a_poor_forecast(splits):
     error = torch.stack([test.baselines()["persistence"](i) - test.truth(i) for i in range(len(test))])
     truth = torch.stack([test.truth(i) for i in range(len(test))])
     assert error.square().mean().sqrt() > 0.5 * truth.std()
-
-
-def test_weights_are_areas_of_mean_one(splits):
-    np.testing.assert_allclose(splits.test.weights, area_weights(octahedral(12)), rtol=1e-6)
-
-
-@pytest.mark.parametrize("flows", [["rotation"], ["deformation"]])
-def test_title_names_the_flow_and_the_lead_time(flows):
-    title = sphere("O8", flows=flows, lead_time=36, **SIZES).test.title(0)
-    assert flows[0] in title.replace("deformational", "deformation") and title.endswith("36 h")
 
 
 @pytest.mark.parametrize(
@@ -139,6 +216,6 @@ def test_title_names_the_flow_and_the_lead_time(flows):
         ({"grid_name": "F32"}, 'such as "O96"'),
     ],
 )
-def test_impossible_options_raise(options, message):
+def test_option_out_of_range_raises(options, message):
     with pytest.raises(ValueError, match=message):
         sphere(**{"grid_name": "O8", **SIZES, **options})

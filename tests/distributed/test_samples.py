@@ -6,9 +6,8 @@ import torch
 
 from anemoi_gt.data import sphere as module
 from anemoi_gt.data.datasets import ForecastDataset
-from anemoi_gt.data.era5_uk import split
+from anemoi_gt.data.era5_uk import HourlyField, split
 from anemoi_gt.data.grids import regional
-from anemoi_gt.data.hourly import HourlyField
 from anemoi_gt.data.sphere import sphere
 
 ROWS = torch.tensor([5, 0, 3])
@@ -30,7 +29,7 @@ def splits(hourly):
 @pytest.mark.parametrize("name", ["sphere", "era5_uk"])
 def test_a_part_of_the_nodes_has_the_rows_of_the_whole_sample(splits, name):
     for dataset in splits[name]:
-        part = dataset.part(ROWS)
+        part = dataset.select_nodes(ROWS)
         assert len(part) == len(dataset) and torch.equal(part.weights, dataset.weights[ROWS])
         for i in (0, len(dataset) - 1):
             for own, whole in zip(part[i], dataset[i], strict=True):
@@ -43,25 +42,25 @@ def test_a_part_of_the_sphere_is_computed_at_its_own_points_alone(splits, monkey
         module.Case, "tracer", lambda case, xyz, hours: seen.append(len(xyz)) or tracer(case, xyz, hours)
     )
     monkeypatch.setattr(module.Flow, "wind", lambda flow, xyz, time: seen.append(len(xyz)) or wind(flow, xyz, time))
-    part = splits["sphere"].train.part(ROWS)
+    part = splits["sphere"].train.select_nodes(ROWS)
     part[1]
     assert seen and set(seen) == {len(ROWS)}
 
 
 def test_a_part_of_an_hourly_field_holds_its_own_points_alone(hourly):
-    part = hourly.train.part(ROWS)
+    part = hourly.train.select_nodes(ROWS)
     assert part.field.values.shape == (744, len(ROWS)) and part.field.values.untyped_storage().nbytes() == 4 * 744 * 3
 
 
 def test_a_part_leaves_the_whole_as_it_was(splits):
     for name, whole in splits.items():
         before = whole.train[0]
-        whole.train.part(ROWS)
+        whole.train.select_nodes(ROWS)
         assert all(torch.equal(a, b) for a, b in zip(whole.train[0], before, strict=True)), name
 
 
 def test_a_data_set_that_cannot_make_a_part_is_cut(splits):
     whole = splits["sphere"].valid
-    part = ForecastDataset.part(whole, ROWS)
+    part = ForecastDataset.select_nodes(whole, ROWS)
     assert all(torch.equal(own, all_[ROWS]) for own, all_ in zip(part[1], whole[1], strict=True))
     assert len(part) == len(whole) and torch.equal(part.weights, whole.weights[ROWS])

@@ -1,4 +1,4 @@
-"""What the tests of programs and packages share: small models on random weather graphs, and processes without our code."""
+"""Fixtures of the export tests: small models on random weather graphs, and processes without this library."""
 
 import subprocess
 import sys
@@ -15,15 +15,15 @@ OTHER = {"data": 17, "hidden": 23}, {kind: edges // 2 + 9 for kind, edges in KIN
 
 
 @pytest.fixture(scope="session", autouse=True)
-def wrappers_as_they_are():
-    """Let the compiler of C++ leave the code around the kernels of packages as it is: to optimise it takes seconds."""
+def unoptimised_wrappers():
+    """Compile the C++ wrappers of packages without optimisation, which takes seconds."""
     with torch._inductor.config.patch({"aot_inductor.compile_wrapper_opt_level": "O0"}):
         yield
 
 
 @pytest.fixture
 def make_model():
-    """Make a model with random weights, on the graph of these nodes and edges."""
+    """Build a model with random weights on a graph of these sizes."""
 
     def make(nodes=NODES, kinds=KINDS, **options):
         torch.manual_seed(2)
@@ -36,20 +36,21 @@ def make_model():
 
 @pytest.fixture
 def fields():
-    """Draw fields of so many samples on so many nodes."""
+    """Draw random fields [B, N, IN]."""
 
-    def fields(samples, nodes=NODES["data"]):
-        return torch.randn(samples, nodes, IN, generator=torch.Generator().manual_seed(samples))
+    def fields(batch, nodes=NODES["data"]):
+        return torch.randn(batch, nodes, IN, generator=torch.Generator().manual_seed(batch))
 
     return fields
 
 
 @pytest.fixture(scope="session")
-def without_our_code():
-    """Run Python code with arguments in a process that cannot import this library; returns what it prints."""
+def run_without_library():
+    """Run a Python script with arguments in a process that cannot import this library, and return its output."""
 
     def run(*arguments):
-        guard = "import runpy, sys; sys.modules['anemoi_gt'] = None; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
+        guard = "import runpy, sys; sys.modules['anemoi_gt'] = None; sys.argv = sys.argv[1:]; "
+        guard += "runpy.run_path(sys.argv[0], run_name='__main__')"
         command = [sys.executable, "-I", "-c", guard, *map(str, arguments)]
         result = subprocess.run(command, capture_output=True, text=True, timeout=300)
         assert result.returncode == 0, result.stderr

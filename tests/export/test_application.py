@@ -1,4 +1,4 @@
-"""The application that exports: from a checkpoint to a package that runs in Python and in C++, and how it refuses."""
+"""The export application: from a checkpoint to a package that runs in Python and C++, and its errors."""
 
 import json
 import logging
@@ -12,7 +12,8 @@ import torch
 from hydra import compose, initialize_config_module
 
 from anemoi_gt import __main__ as command_line
-from anemoi_gt import export, hydra_app
+from anemoi_gt import hydra_app
+from anemoi_gt.export import __main__ as application
 from anemoi_gt.training.checkpoint import save_checkpoint
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "run_package"
@@ -23,18 +24,18 @@ SMALL = [
 
 
 @pytest.fixture(scope="module", autouse=True)
-def logging_put_back():
-    """Undo what the application does to logging, after all tests of this file."""
+def restore_logging():
+    """Undo the application's changes to logging after all tests of this file."""
     root = logging.getLogger()
     with pytest.MonkeyPatch.context() as patch:
         for place, name in ((root, "handlers"), (root, "level"), (logging, "raiseExceptions")):
-            patch.setattr(place, name, copy(getattr(place, name)))  # so that they are put back
+            patch.setattr(place, name, copy(getattr(place, name)))  # restored on exit
         yield
 
 
 @pytest.fixture(scope="module")
 def run():
-    """The model and data of a small run, with weights that nobody trained."""
+    """The model and data of a small run, untrained, and its config."""
     with initialize_config_module("anemoi_gt.configs", version_base="1.3"):
         config = compose("train", SMALL)
     return hydra_app.build(config), hydra_app.describe(config)
@@ -50,7 +51,7 @@ def checkpoint(run, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def started(tmp_path_factory):
-    """Run `python -m anemoi_gt export` in this process, with its files in a folder of their own."""
+    """Run `python -m anemoi_gt export` in this process, with a folder for its files."""
 
     def started(*arguments):
         with pytest.MonkeyPatch.context() as patch:
@@ -69,7 +70,7 @@ def package(checkpoint, started):
 
 @pytest.fixture
 def example(run, tmp_path):
-    """Inputs in a file, where the output goes, and what it must be."""
+    """A file of inputs, the path of the output, and the expected output."""
     (splits, model, _), _ = run
     x = torch.stack([splits.valid[i].inputs for i in (0, 1, 0)])
     torch.save(x, tmp_path / "x.pt")
@@ -77,14 +78,14 @@ def example(run, tmp_path):
         return tmp_path / "x.pt", tmp_path / "change.pt", model.eval()(x)
 
 
-def test_the_package_runs_in_python_where_our_code_is_not(package, example, without_our_code):
+def test_package_runs_in_python_without_this_library(package, example, run_without_library):
     x, change, expected = example
-    said = without_our_code(EXAMPLES / "run_package.py", package, x, change)
-    assert '"channels": ["tracer", "wind x"' in said
+    output = run_without_library(EXAMPLES / "run_package.py", package, x, change)
+    assert '"channels": ["tracer", "wind x"' in output
     torch.testing.assert_close(torch.load(change), expected)
 
 
-def test_the_package_runs_in_cpp(package, example, tmp_path):
+def test_package_runs_in_cpp(package, example, tmp_path):
     x, change, expected = example
     torch_folder, program = Path(torch.__file__).parent, tmp_path / "run_package"
     libraries = torch_folder / "lib"
@@ -97,7 +98,7 @@ def test_the_package_runs_in_cpp(package, example, tmp_path):
     torch.testing.assert_close(torch.load(change), expected)
 
 
-def test_a_loader_is_told_what_the_package_wants_and_gives(package, run):
+def test_metadata_describes_inputs_outputs_and_origin(package, run):
     (splits, *_), _ = run
     metadata = torch._inductor.aoti_load_package(str(package)).get_metadata()
     (inputs,), (outputs,) = (json.loads(metadata[name]) for name in ("inputs", "outputs"))
@@ -108,15 +109,15 @@ def test_a_loader_is_told_what_the_package_wants_and_gives(package, run):
     assert metadata["device"] == "cpu" and metadata["precision"] == "32-true"
 
 
-def test_nothing_but_the_package_is_left_beside_it(package):
+def test_no_other_file_is_left_beside_the_package(package):
     assert sorted(path.name for path in package.parent.iterdir()) == ["best.pt", "model.pt2"]
 
 
 @pytest.fixture
-def refusal(started, capsys):
-    """Start the application with arguments that it refuses; returns the last line that it says."""
+def error_line(started, capsys):
+    """Run the application with invalid arguments, and return the last line of standard error."""
 
-    def refusal(*arguments):
+    def error_line(*arguments):
         with pytest.raises(SystemExit) as exit_:
             started(*arguments)
         assert exit_.value.code == 1
@@ -124,7 +125,7 @@ def refusal(started, capsys):
         assert "Traceback" not in error
         return error.splitlines()[-1]
 
-    return refusal
+    return error_line
 
 
 @pytest.mark.parametrize(
@@ -133,14 +134,11 @@ def refusal(started, capsys):
         (["checkpoint=nowhere.pt", "out={folder}/m.pt2"], "no checkpoint nowhere.pt: give the last.pt or best.pt"),
         (["out={folder}/m.pt2"], "checkpoint must be given, as checkpoint=VALUE"),
         (["checkpoint={checkpoint}"], "out must be given, as out=VALUE"),
-        (["checkpoint={checkpoint}", "out=5"], "out must be the name of a file, as model.pt2, got 5"),
-        (["checkpoint={checkpoint}", "out="], "out must be the name of a file, as model.pt2, got ''"),
-        (["checkpoint={checkpoint}", "out={folder}/m.so"], "must have a name that ends in .pt2"),
+        (["checkpoint={checkpoint}", "out=5"], "out must be a file name, such as model.pt2, got 5"),
+        (["checkpoint={checkpoint}", "out="], "out must be a file name, such as model.pt2, got ''"),
+        (["checkpoint={checkpoint}", "out={folder}/m.so"], "must end in .pt2"),
         (["checkpoint={checkpoint}", "out={folder}/none/m.pt2"], "could not write {folder}/none/m.pt2: No such file"),
-        (
-            ["checkpoint={checkpoint}", "out={folder}/m.pt2", "max_batch=0"],
-            "max_batch must be a whole number of samples, ",
-        ),
+        (["checkpoint={checkpoint}", "out={folder}/m.pt2", "max_batch=0"], "max_batch must be an integer, at least 1"),
         (
             ["checkpoint={checkpoint}", "out={folder}/m.pt2", "precision=fp8"],
             "precision must be one of 32-true, bf16-mixed, ",
@@ -151,35 +149,32 @@ def refusal(started, capsys):
         ),
     ],
 )
-def test_a_mistake_is_one_sentence(arguments, message, checkpoint, refusal, tmp_path):
+def test_invalid_arguments_end_with_one_sentence(arguments, message, checkpoint, error_line, tmp_path):
     places = {"checkpoint": checkpoint, "folder": tmp_path}
-    sentence = refusal(*(argument.format(**places) for argument in arguments))
+    sentence = error_line(*(argument.format(**places) for argument in arguments))
     assert sentence.startswith("anemoi_gt.export: ") and message.format(**places) in sentence
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the backend runs here")
-def test_a_backend_that_cannot_run_on_the_device_is_refused(checkpoint, refusal, tmp_path, monkeypatch):
+def test_backend_that_cannot_run_on_the_device_raises(checkpoint, error_line, tmp_path, monkeypatch):
     monkeypatch.setattr("anemoi_gt.ops.triton_backend.device.interpreted", lambda: False)
     arguments = (f"checkpoint={checkpoint}", f"out={tmp_path / 'm.pt2'}", "attention.backend=triton")
-    assert "attention backend 'triton' cannot run here: its kernels run on a GPU" in refusal(*arguments)
+    assert "attention backend 'triton' cannot run here: its kernels run on a GPU" in error_line(*arguments)
 
 
-def test_kernels_of_the_interpreter_are_refused_before_anything_is_exported(
-    checkpoint, refusal, tmp_path, kernel_device
-):
-    if kernel_device.type == "cuda":
-        pytest.skip("the kernels are compiled here")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here")
+def test_interpreted_kernels_raise_before_exporting(checkpoint, error_line, tmp_path):
     arguments = (f"checkpoint={checkpoint}", f"out={tmp_path / 'm.pt2'}", "attention.backend=triton")
-    assert "kernels of Triton's interpreter cannot be exported; unset TRITON_INTERPRET" in refusal(*arguments)
+    assert "kernels cannot be exported under Triton's interpreter: unset TRITON_INTERPRET" in error_line(*arguments)
 
 
-def test_a_package_that_gives_other_numbers_is_not_left_behind(run, monkeypatch, tmp_path):
+def test_package_that_disagrees_with_the_model_is_not_left_behind(run, monkeypatch, tmp_path):
     (splits, model, training), _ = run
-    monkeypatch.setattr(export, "export_model", lambda *_: None)
-    monkeypatch.setattr(export, "write_package", lambda _, path, __: path.write_bytes(b"whatever"))
+    monkeypatch.setattr(application, "export_model", lambda *_: None)
+    monkeypatch.setattr(application, "write_package", lambda _, path, __: path.write_bytes(b"any"))
     monkeypatch.setattr(torch._inductor, "aoti_load_package", lambda _: lambda x: torch.ones(len(x), 208, 1))
-    wanted = export.Wanted(tmp_path / "model.pt2", 4, "32-true")
-    with pytest.raises(FloatingPointError, match="must give the numbers of the model"):
-        export.export(hydra_app.Run(splits, model, training), wanted, {})
+    options = application.ExportOptions(tmp_path / "model.pt2", 4, "32-true")
+    with pytest.raises(FloatingPointError, match="must agree with the model"):
+        application.export(hydra_app.Run(splits, model, training), options, {})
     assert not list(tmp_path.iterdir())

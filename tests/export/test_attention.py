@@ -1,4 +1,4 @@
-"""Attention as a program has it: PyTorch's operators alone, with the numbers of ours."""
+"""Attention in exported programs on the backend torch: only PyTorch's operators, and the results of the custom one."""
 
 import pytest
 import torch
@@ -12,9 +12,9 @@ from anemoi_gt.ops.torch_backend.op import edge_attention_torch
 SHAPE = (3, 4, 2)  # heads, channels, attributes
 
 
-def arguments(name, form, dtype, samples, shared):
-    """Operands of both, of several samples."""
-    problems = [make_problem(GRAPHS[name], *SHAPE, form, dtype, seed) for seed in range(samples)]
+def arguments(name, form, dtype, batch, shared):
+    """Arguments of the operator and of its decomposition."""
+    problems = [make_problem(GRAPHS[name], *SHAPE, form, dtype, seed) for seed in range(batch)]
 
     def stack(field):
         found = [getattr(problem, field) for problem in problems]
@@ -28,18 +28,18 @@ def arguments(name, form, dtype, samples, shared):
     return (*map(stack, ("query", "key", "value")), attr, weight, bias, *sides, None, 0.3, 0.0)
 
 
-@pytest.mark.parametrize("shared", [True, False], ids=["shared attributes", "attributes of each sample"])
+@pytest.mark.parametrize("shared", [True, False], ids=["shared attributes", "batched attributes"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("form", ["raw", "raw_without_bias", "embedded", "none"])
 @pytest.mark.parametrize("name", GRAPHS)
-def test_it_gives_the_numbers_of_the_operator(name, form, dtype, shared):
+def test_decomposition_agrees_with_the_operator(name, form, dtype, shared):
     operands = arguments(name, form, dtype, 2, shared)
-    for ours, plain in zip(edge_attention_torch(*operands), decompose(*operands), strict=True):
-        assert (plain.dtype, plain.is_contiguous()) == (ours.dtype, True)
-        torch.testing.assert_close(plain, ours)
+    for expected, actual in zip(edge_attention_torch(*operands), decompose(*operands), strict=True):
+        assert (actual.dtype, actual.is_contiguous()) == (expected.dtype, True)
+        torch.testing.assert_close(actual, expected)
 
 
-def test_dropout_is_refused():
+def test_dropout_raises():
     operands = arguments("shuffled", "raw", torch.float32, 1, True)
     with pytest.raises(ValueError, match="exported for inference, got dropout_p=0.1; call model.eval"):
         decompose(*operands[:-3], torch.tensor([1]), 0.3, 0.1)

@@ -1,4 +1,4 @@
-"""Packages of layers: compiled once, loaded where this library is not, for graphs of any size."""
+"""Packages of layers: compiled once, loaded without this library, for graphs of any size."""
 
 from pathlib import Path
 
@@ -10,9 +10,9 @@ from support.run import structure
 from torch.export import Dim
 
 from anemoi_gt import AttentionConfig, GraphTransformerConv
-from anemoi_gt.export import LayerOnTensors, export_program, try_package, write_package
+from anemoi_gt.export import TensorGraphLayer, export_program, verify_package, write_package
 from anemoi_gt.export import package as packages
-from anemoi_gt.export.package import check_compiler, check_place, check_toolkit
+from anemoi_gt.export.package import check_compiler, check_toolkit
 
 LOAD = """
 import sys, torch
@@ -23,115 +23,114 @@ print(package.get_metadata()["note"])
 """
 
 
-def problem(name, samples):
+def problem(name, batch):
     """Features, a graph as tensors, and attributes."""
-    graph, generator = structure(GRAPHS[name]), torch.Generator().manual_seed(samples)
+    graph, generator = structure(GRAPHS[name]), torch.Generator().manual_seed(batch)
     state = graph.state_dict() | {"perm": graph.edge_order()}
-    x = [torch.randn(samples, n, width, generator=generator) for n, width in ((graph.num_src, 4), (graph.num_dst, 5))]
+    x = [torch.randn(batch, n, width, generator=generator) for n, width in ((graph.num_src, 4), (graph.num_dst, 5))]
     return tuple(x), state, torch.randn(graph.num_edges, 3, generator=generator)
 
 
 @pytest.fixture(scope="module")
 def layer():
     conv = GraphTransformerConv((4, 5), 8, heads=2, edge_dim=3, config=AttentionConfig(backend="torch"))
-    return LayerOnTensors(randomise(conv)).eval()
+    return TensorGraphLayer(randomise(conv)).eval()
 
 
 @pytest.fixture(scope="module")
 def package(layer, tmp_path_factory):
-    """A package of the layer, all of whose sizes are open."""
-    samples, sources, nodes, edges = (Dim(name) for name in ("samples", "sources", "destinations", "edges"))
+    """A package of the layer with all sizes dynamic."""
+    batch, sources, nodes, edges = (Dim(name) for name in ("batch", "sources", "destinations", "edges"))
     sizes = {"colptr": {0: nodes + 1}, "row": {0: edges}, "sources": {0: sources}, "perm": {0: edges}}
-    shapes = (({0: samples, 1: sources}, {0: samples, 1: nodes}), sizes, {0: edges})
+    shapes = (({0: batch, 1: sources}, {0: batch, 1: nodes}), sizes, {0: edges})
     path = tmp_path_factory.mktemp("package") / "layer.pt2"
     write_package(export_program(layer, problem("shuffled", 2), shapes), path, {"note": "a layer"})
     return path
 
 
-def test_it_gives_the_layers_numbers_for_any_graph_where_our_code_is_not(package, layer, without_our_code, tmp_path):
+def test_package_agrees_with_the_layer_on_any_graph_without_this_library(package, layer, run_without_library, tmp_path):
     problems = [problem("shuffled", 2), problem("hub", 1), problem("few_to_many", 5), problem("isolated", 3)]
     problems.append(problem("one_edge", 2))
     script, inputs, outputs = (tmp_path / name for name in ("load.py", "inputs.pt", "outputs.pt"))
     script.write_text(LOAD)
     torch.save(problems, inputs)
-    assert without_our_code(script, package, inputs, outputs) == "a layer\n"
+    assert run_without_library(script, package, inputs, outputs) == "a layer\n"
     with torch.no_grad():
-        for given, found in zip(problems, torch.load(outputs), strict=True):
-            torch.testing.assert_close(found, layer(*given))
+        for operands, output in zip(problems, torch.load(outputs), strict=True):
+            torch.testing.assert_close(output, layer(*operands))
 
 
-def test_a_process_without_our_code_has_none(without_our_code, tmp_path):
+def test_process_without_this_library_cannot_import_it(run_without_library, tmp_path):
     script = tmp_path / "none.py"
     script.write_text("try:\n    import anemoi_gt\nexcept ImportError:\n    print('none')")
-    assert without_our_code(script) == "none\n"
+    assert run_without_library(script) == "none\n"
 
 
 class Doubles(torch.nn.Module):
-    """Stands for a model whose package gives other numbers."""
+    """A model whose fake package gives another result."""
 
     def forward(self, x):
         return 2 * x
 
 
-def test_other_numbers_than_the_models_are_found_out(tmp_path, monkeypatch):
-    monkeypatch.setattr(torch._inductor, "aoti_load_package", lambda path: torch.nn.Identity())
-    with pytest.raises(FloatingPointError, match="must give the numbers of the model within 1e-05, its error is 0.5"):
-        try_package(tmp_path / "any.pt2", Doubles(), [torch.ones(1, 3, 2)], torch.float32)
+def verify(package, values, monkeypatch, tmp_path, dtype=torch.float32):
+    """Verify a fake package against Doubles on a tensor of equal values."""
+    (tmp_path / "any.pt2").write_bytes(b"any")
+    monkeypatch.setattr(torch._inductor, "aoti_load_package", lambda path: package)
+    return verify_package(str(tmp_path / "any.pt2"), Doubles(), [torch.full((1, 3, 2), values)], dtype)
 
 
-def test_zeros_that_are_the_models_are_no_error(tmp_path, monkeypatch):
-    (tmp_path / "any.pt2").write_bytes(b"whatever")
-    monkeypatch.setattr(torch._inductor, "aoti_load_package", lambda path: torch.nn.Identity())
-    assert try_package(str(tmp_path / "any.pt2"), Doubles(), [torch.zeros(1, 3, 2)], torch.float32).error == 0
+@pytest.mark.parametrize(
+    ("package", "dtype", "error", "message"),
+    [
+        (lambda x: x, torch.float32, FloatingPointError, "within 1e-05, its relative error is 0.5"),
+        (lambda x: x * torch.nan, torch.float32, FloatingPointError, "its relative error is nan"),
+        (lambda x: 2 * x, torch.float64, ValueError, "dtype must be one of torch.float32, .*, got torch.float64"),
+    ],
+)
+def test_verification_fails_for_another_result_or_an_unknown_dtype(
+    package, dtype, error, message, monkeypatch, tmp_path
+):
+    with pytest.raises(error, match=message):
+        verify(package, 1.0, monkeypatch, tmp_path, dtype)
 
 
-def test_a_dtype_without_a_limit_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="dtype must be one of torch.float32, .*, got torch.float64"):
-        try_package(tmp_path / "any.pt2", Doubles(), [torch.ones(1, 3, 2)], torch.float64)
-
-
-def test_a_number_that_is_none_is_found_out(tmp_path, monkeypatch):
-    monkeypatch.setattr(torch._inductor, "aoti_load_package", lambda path: lambda x: x * torch.nan)
-    with pytest.raises(FloatingPointError, match="its error is nan"):
-        try_package(tmp_path / "any.pt2", Doubles(), [torch.ones(1, 3, 2)], torch.float32)
+def test_equal_zeros_have_no_error(monkeypatch, tmp_path):
+    assert verify(lambda x: x, 0.0, monkeypatch, tmp_path).error == 0
 
 
 @pytest.mark.parametrize(
     ("name", "error", "message"),
     [
-        ("model.so", ValueError, "must have a name that ends in .pt2"),
+        ("model.so", ValueError, "must end in .pt2"),
         ("nowhere/model.pt2", OSError, "could not write .*nowhere/model.pt2: No such file or directory"),
-        ("folder.pt2", ValueError, "a package is a file, .*folder.pt2 is a folder"),
+        ("folder.pt2", ValueError, "a package must be a file, .*folder.pt2 is a folder"),
     ],
 )
-def test_a_place_where_no_package_can_be_is_refused(name, error, message, tmp_path):
+@pytest.mark.parametrize("kind", [Path, str])
+def test_invalid_path_raises_before_anything_is_compiled(kind, name, error, message, tmp_path):
     (tmp_path / "folder.pt2").mkdir()
     with pytest.raises(error, match=message):
-        check_place(tmp_path / Path(name))
+        write_package(None, kind(tmp_path / name), {})
 
 
-def test_metadata_is_text(tmp_path):
-    with pytest.raises(ValueError, match="metadata must be text by names, JSON where it is more, got {'step': 12}"):
+def test_metadata_must_be_text(tmp_path):
+    with pytest.raises(ValueError, match="metadata must map str to str .*, got {'step': 12}"):
         write_package(None, tmp_path / "model.pt2", {"step": 12})
 
 
-def test_a_place_may_be_a_word(tmp_path):
-    with pytest.raises(ValueError, match="must have a name that ends in .pt2"):
-        write_package(None, str(tmp_path / "model.so"), {})
-
-
-def test_a_missing_compiler_is_named(monkeypatch):
+def test_missing_compiler_raises_and_says_what_to_install(monkeypatch):
     def missing():
         raise packages.InvalidCxxCompiler
 
     monkeypatch.setattr(packages, "get_cpp_compiler", missing)
-    with pytest.raises(ValueError, match="compiled by a C.. compiler, none is found: install g"):
+    with pytest.raises(ValueError, match="needs a C.. compiler, found none: install g"):
         check_compiler()
 
 
 @pytest.fixture
-def compile_by(tmp_path, monkeypatch):
-    """Let packages be compiled by a script."""
+def use_compiler(tmp_path, monkeypatch):
+    """Let a shell script be the compiler of packages."""
 
     def use(script):
         compiler = tmp_path / "compiler"
@@ -142,31 +141,28 @@ def compile_by(tmp_path, monkeypatch):
     return use
 
 
-def test_a_compiler_that_links_its_standard_library_in_is_refused(compile_by):
-    """As g++ does where libstdc++.so is missing: what it makes crashes in PyTorch's loader."""
-    compiler = packages.get_cpp_compiler()
-    compile_by(f'exec {compiler} "$@"')
+@pytest.mark.parametrize("compiler", [None, "gcc"])
+def test_compiler_that_links_libstdcxx_dynamically_or_not_at_all_is_accepted(use_compiler, compiler):
+    use_compiler(f'exec {compiler or packages.get_cpp_compiler()} "$@"')
     check_compiler()
-    compile_by(f'exec {compiler} "$@" -static-libstdc++')
+
+
+def test_compiler_that_links_a_copy_of_its_standard_library_raises(use_compiler):
+    """As g++ does if libstdc++.so is missing: its packages crash in PyTorch's loader."""
+    use_compiler(f'exec {packages.get_cpp_compiler()} "$@" -static-libstdc++')
     with pytest.raises(ValueError, match="must share the C.. standard library with PyTorch, .*compiler links a copy"):
         check_compiler()
 
 
-def test_a_driver_of_c_that_compiles_c_plus_plus_will_do(compile_by):
-    """It names no standard library: the package finds that of PyTorch."""
-    compile_by('exec gcc "$@"')
-    check_compiler()
-
-
-def test_what_a_broken_compiler_says_is_passed_on(compile_by):
-    compile_by("echo no space left on device >&2; exit 4")
+def test_broken_compiler_raises_with_its_message(use_compiler):
+    use_compiler("echo no space left on device >&2; exit 4")
     with pytest.raises(ValueError, match="compiler fails: no space left on device"):
         check_compiler()
 
 
-def test_a_missing_toolkit_is_named_where_a_gpu_needs_it(monkeypatch):
+def test_missing_cuda_toolkit_raises_for_a_gpu(monkeypatch):
     monkeypatch.setattr(packages.cpp_extension, "CUDA_HOME", None)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     check_toolkit(torch.device("cpu"))
-    with pytest.raises(ValueError, match="needs the CUDA toolkit, none is found: install it, or name it in CUDA_HOME"):
+    with pytest.raises(ValueError, match="needs the CUDA toolkit, found none: install it, or set CUDA_HOME"):
         check_toolkit(torch.device("cuda"))

@@ -1,11 +1,11 @@
-"""Export models for a GPU that need not be there, and print what is in their graphs as JSON lines.
+"""Export models for a GPU that need not exist, and print the kernels in their graphs as JSON lines.
 
-    python traced.py kernels     every kernel of a model and of a layer on tensors, compiled for an H200
-    python traced.py eager       kernels of a program with fixed sizes beside those that an eager call launches
+    python traced.py kernels     every kernel of a model and of a tensor-graph layer, compiled for an H200
+    python traced.py eager       kernels of a program with fixed sizes and those of the same eager call
 
-Tensors are fake, so they have a device and no memory. AOTInductor traces an exported program once more, and then sees
-kernels where the program has an operator; that is done here, too. Triton must be imported without its interpreter, hence in
-a process of its own, whose path has the tests' `kernels`.
+Tensors are fake: they have a device and no memory. AOTInductor traces an exported program again and then sees the
+kernels of an operator; so does this script. Triton must be imported without its interpreter, hence this process, whose
+path has the tests' `kernels`.
 """
 
 import json
@@ -26,7 +26,7 @@ from anemoi_gt import AttentionConfig, EncoderProcessorDecoder, GraphTransformer
 from anemoi_gt.custom_ops import NAMESPACE
 from anemoi_gt.data.graphs import icosphere_graph
 from anemoi_gt.data.grids import grid
-from anemoi_gt.export import LayerOnTensors, export_model, export_program
+from anemoi_gt.export import TensorGraphLayer, export_model, export_program
 from anemoi_gt.ops import triton_backend
 from anemoi_gt.ops.operands import AttentionOperands
 
@@ -35,7 +35,7 @@ TRITON = AttentionConfig(backend="triton")
 
 
 class Driver:
-    """As much of Triton's driver as asks what to compile for: PyTorch compiles a kernel to see what it writes."""
+    """The target of compilation: PyTorch compiles a kernel to find out which arguments it writes."""
 
     def get_current_target(self):
         return H200
@@ -55,8 +55,8 @@ class Gpu:
             return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="cuda", **changes)
 
     def module(self, module):
-        """Move a module there."""
-        moved = {}  # one for all places of a tensor
+        """Replace the tensors of a module by fake ones."""
+        moved = {}  # one per tensor
         for part in module.modules():
             for kind in (part._parameters, part._buffers):
                 for name, tensor in kind.items():
@@ -67,7 +67,7 @@ class Gpu:
 
 
 def look_into(program):
-    """The graph that AOTInductor makes of a program: its operators' names, and its kernels with their arguments."""
+    """Return operator names and kernels of the graph that AOTInductor makes of a program."""
     inputs = [node.meta["val"] for node in program.graph.nodes if node.op == "placeholder"]
     with torch.no_grad():
         graph, _ = aot_export_module(program.graph_module, inputs, trace_joint=False)
@@ -77,9 +77,9 @@ def look_into(program):
 
 
 def read_kernel(node):
-    """(kernel, arguments and options, names of what it writes, whether its grid is a symbol)."""
-    tuned, given = kernel_side_table.get_kernel(node.kwargs["kernel_idx"]), node.kwargs["kwargs"]
-    args = {name: value.meta["val"] if isinstance(value, torch.fx.Node) else value for name, value in given.items()}
+    """Return (kernel, arguments and options, names of written arguments, whether its grid is symbolic)."""
+    tuned, kwargs = kernel_side_table.get_kernel(node.kwargs["kernel_idx"]), node.kwargs["kwargs"]
+    args = {name: value.meta["val"] if isinstance(value, torch.fx.Node) else value for name, value in kwargs.items()}
     args |= kernel_side_table.get_constant_args(node.kwargs["constant_args_idx"])
     options = tuned.configs[0]
     args |= {"num_warps": options.num_warps, "num_stages": options.num_stages}
@@ -88,31 +88,31 @@ def read_kernel(node):
 
 
 def number(value):
-    """A size as a number: what it is in the example, where it is a symbol."""
+    """Return a size as an integer, a symbolic one by its hint."""
     return int(value.node.hint) if isinstance(value, torch.SymInt) else value
 
 
 def model_program(gpu):
-    """The default model, small, with 1 to 64 samples."""
+    """A small default model with batch sizes 1 to 64."""
     graph = icosphere_graph(grid("O4"), refinement=1)
     model = gpu.module(EncoderProcessorDecoder(graph, 4, 3, channels=32, heads=2, num_layers=1, config=TRITON))
     return export_model(model, gpu.tensor(torch.empty(1, graph["data"].num_nodes, 4)), max_batch=64)
 
 
 def layer_program(gpu):
-    """A layer on tensors, with any number of samples, sources, destinations and edges."""
-    layer = gpu.module(LayerOnTensors(GraphTransformerConv((4, 5), 16, heads=2, edge_dim=3, config=TRITON)))
-    samples, sources, nodes, edges = (Dim(name) for name in ("samples", "sources", "destinations", "edges"))
+    """A tensor-graph layer with dynamic batch, sources, destinations and edges."""
+    layer = gpu.module(TensorGraphLayer(GraphTransformerConv((4, 5), 16, heads=2, edge_dim=3, config=TRITON)))
+    batch, sources, nodes, edges = (Dim(name) for name in ("batch", "sources", "destinations", "edges"))
     structure = {"colptr": torch.empty(8, dtype=torch.int32), "row": torch.empty(40, dtype=torch.int32)}
     structure |= {"sources": torch.empty(9, 0), "perm": torch.empty(40, dtype=torch.int32)}
     x = (torch.empty(2, 9, 4), torch.empty(2, 7, 5))
     inputs = torch.utils._pytree.tree_map(gpu.tensor, (x, structure, torch.empty(40, 3)))
     sizes = {"colptr": {0: nodes + 1}, "row": {0: edges}, "sources": {0: sources}, "perm": {0: edges}}
-    return export_program(layer, inputs, (({0: samples, 1: sources}, {0: samples, 1: nodes}), sizes, {0: edges}))
+    return export_program(layer, inputs, (({0: batch, 1: sources}, {0: batch, 1: nodes}), sizes, {0: edges}))
 
 
 def kernels():
-    """Print the operators and the compiled kernels of programs."""
+    """Print the library's operators and the compiled kernels of programs."""
     for name, make in (("model", model_program), ("layer", layer_program)):
         operators, found = look_into(make(Gpu()))
         print(json.dumps({"program": name, "ours": [target for target in operators if NAMESPACE in target]}))
@@ -125,7 +125,7 @@ def kernels():
 
 
 class Attention(nn.Module):
-    """The operation itself, of one form."""
+    """The attention operator on the operands of a call."""
 
     def __init__(self, call):
         super().__init__()
@@ -138,12 +138,11 @@ class Attention(nn.Module):
 
 
 def eager():
-    """Print for several problems what is compiled into the kernels of a program, and into those of an eager call."""
+    """Print the compile-time arguments of exported and of eagerly launched kernels."""
     odd = Call(6, 10, 3, form="embedded", dtype=torch.float32, graph=bare_graph())
     for call in (odd, Call(16, 64, 11, graph=bare_graph()), Call(16, 64, 11, form="raw", graph=full_graph(91))):
-        launched = {
-            kernel.fn.__name__: compiled_in(kernel, args) for kernel, args in record(lambda call=call: run(call))
-        }
+        launches = record(lambda call=call: run(call))
+        launched = {kernel.fn.__name__: compiled_in(kernel, args) for kernel, args in launches}
         gpu, attention = Gpu(), Attention(call)
         operands = [None if operand is None else gpu.tensor(operand.detach()) for operand in operands_of(call)]
         structure = {name: gpu.tensor(tensor) for name, tensor in call.graph.state_dict().items()}
@@ -151,15 +150,12 @@ def eager():
         for kernel, args, _, _ in found:
             name = kernel.fn.__name__
             exported = compiled_in(kernel, args)
-            print(
-                json.dumps(
-                    {"kernel": name, "exported": exported, "eager": launched[name] | default_stages(launched[name])}
-                )
-            )
+            eager = {"num_stages": 3} | launched[name]  # Triton's default
+            print(json.dumps({"kernel": name, "exported": exported, "eager": eager}))
 
 
 def operands_of(call):
-    """Operands of an inference call, on the CPU."""
+    """Return the operands of an inference call, on the CPU."""
     heads, channels, graph = call.heads, call.channels, call.graph
     rows = [torch.empty(1, n, heads, channels, dtype=call.dtype) for n in (graph.num_dst, graph.num_src, graph.num_src)]
     if call.form == "embedded":
@@ -169,13 +165,9 @@ def operands_of(call):
 
 
 def compiled_in(kernel, args):
-    """What a kernel is compiled for, and the numbers that it is handed; tensors by their dtypes."""
+    """Return the arguments of a kernel, tensors as dtypes."""
     values = {name: str(value.dtype) if torch.is_tensor(value) else value for name, value in args.items()}
     return {name: value for name, value in values.items() if name not in ("seed", "grid", "warmup")}
-
-
-def default_stages(args):
-    return {"num_stages": args.get("num_stages", 3)}  # what Triton takes where a launch names none
 
 
 if __name__ == "__main__":

@@ -10,7 +10,8 @@ from support.accuracy import assert_accurate
 from support.oracle import make_problem
 from support.run import attend, structure
 
-pytest.importorskip("scipy", reason="graphs of weather models need scipy: pip install anemoi-gt[graphs]")
+from anemoi_gt.data.graphs import icosphere_graph
+from anemoi_gt.data.grids import octahedral
 
 EDGES = (("data", "to", "hidden"), ("hidden", "to", "hidden"), ("hidden", "to", "data"))
 NEAR = {"data": 64, "hidden": 12}  # nodes that are left on a CPU
@@ -20,9 +21,6 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # nump
 
 @pytest.fixture(scope="module")
 def weather_graph(kernel_device):
-    from anemoi_gt.data.graphs import icosphere_graph
-    from anemoi_gt.data.grids import octahedral
-
     graph = icosphere_graph(octahedral(16), refinement=2)
     if kernel_device.type == "cuda":
         return graph

@@ -55,7 +55,7 @@ def run(splits, make_model, tmp_path):
 @pytest.fixture
 def without_pictures(monkeypatch):
     """Leave an empty file where a run draws its forecast, which takes longer than a small run."""
-    monkeypatch.setattr("anemoi_gt.training.report.draw_picture", lambda path, *_: path.touch())
+    monkeypatch.setattr("anemoi_gt.training.report.draw_training_plot", lambda path, *_: path.touch())
 
 
 @pytest.fixture

@@ -12,7 +12,6 @@ from hydra.utils import instantiate
 from anemoi_gt import AttentionConfig
 from anemoi_gt.data import era5_uk
 from anemoi_gt.data.grids import regional
-from anemoi_gt.data.hourly import HourlyField
 from anemoi_gt.nn import GraphTransformerBaseBlock
 from anemoi_gt.train import build
 
@@ -45,7 +44,7 @@ def weather(monkeypatch):
     times = np.datetime64("2019-03-01T00", "h") + np.arange(744)
     nodes = regional(np.arange(58.0, 49, -1), np.arange(-10.0, 3))
     values = 280 + 5 * torch.randn(744, len(nodes), generator=torch.Generator().manual_seed(0))
-    field = HourlyField(nodes, times, values)
+    field = era5_uk.HourlyField(nodes, times, values)
     monkeypatch.setattr(era5_uk, "read_era5_uk", lambda path: field)
 
 

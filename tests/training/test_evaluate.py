@@ -1,4 +1,4 @@
-"""Evaluation of a checkpoint: the scores of the end of training, from the checkpoint alone."""
+"""Evaluation: the scores of the end of training, from the checkpoint alone."""
 
 import json
 import logging
@@ -22,12 +22,12 @@ SMALL = [
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """The folder of a small run."""
+    """Train a small run, and return its folder."""
     folder = tmp_path_factory.mktemp("trained")
     root = logging.getLogger()
     with pytest.MonkeyPatch.context() as patch:
         for place, name in ((root, "handlers"), (root, "level"), (logging, "raiseExceptions")):
-            patch.setattr(place, name, copy(getattr(place, name)))  # so that they are put back
+            patch.setattr(place, name, copy(getattr(place, name)))  # restored on exit
         patch.setattr(sys, "argv", ["anemoi_gt.train", *SMALL, f"hydra.run.dir={folder}"])
         train.main()
     return folder
@@ -35,7 +35,7 @@ def trained(tmp_path_factory):
 
 @pytest.fixture
 def evaluated(monkeypatch, logging_as_before, tmp_path):
-    """Evaluate with arguments; returns the folder of the results."""
+    """Evaluate with arguments, and return the folder of the results."""
 
     def evaluated(*arguments):
         monkeypatch.setattr(sys, "argv", ["anemoi_gt.evaluate", *arguments, f"hydra.run.dir={tmp_path}"])
@@ -46,10 +46,10 @@ def evaluated(monkeypatch, logging_as_before, tmp_path):
 
 
 @pytest.fixture
-def refusal(evaluated, capsys):
-    """Evaluate with arguments that are refused; returns the last line that it says."""
+def error_line(evaluated, capsys):
+    """Evaluate with invalid arguments, and return the last line of standard error."""
 
-    def refusal(*arguments):
+    def error_line(*arguments):
         with pytest.raises(SystemExit) as exit_:
             evaluated(*arguments)
         assert exit_.value.code == 1
@@ -57,14 +57,14 @@ def refusal(evaluated, capsys):
         assert "Traceback" not in error
         return error.splitlines()[-1]
 
-    return refusal
+    return error_line
 
 
 def scores(folder, name="scores.json"):
     return json.loads((folder / name).read_text())
 
 
-def test_the_scores_of_the_best_checkpoint_are_those_of_the_end_of_training(trained, evaluated, capsys):
+def test_scores_and_plot_of_the_best_checkpoint_are_those_of_the_end_of_training(trained, evaluated, capsys):
     folder = evaluated(f"checkpoint={trained / 'best.pt'}")
     assert (folder / "scores.json").read_bytes() == (trained / "scores.json").read_bytes()
     assert (folder / "forecast.png").read_bytes() == (trained / "forecast.png").read_bytes()
@@ -72,19 +72,17 @@ def test_the_scores_of_the_best_checkpoint_are_those_of_the_end_of_training(trai
     assert not (folder / "rollout.json").exists()
 
 
-def test_the_weights_are_the_averaged_ones_of_the_checkpoint_that_is_named(
-    trained, evaluated, without_pictures, tmp_path
-):
+def test_weights_are_the_averaged_ones_of_the_given_checkpoint(trained, evaluated, without_pictures, tmp_path):
     state = load_checkpoint(trained / "best.pt")
     for part, value in (("model", float("nan")), ("average", 0.0)):
         for weights in state[part].values():
             weights.fill_(value)
     save_checkpoint(tmp_path / "zero.pt", state)
     model, persistence = scores(evaluated(f"checkpoint={tmp_path / 'zero.pt'}"))
-    assert model["rmse"] == persistence["rmse"]  # no change is forecast
+    assert model["rmse"] == persistence["rmse"]  # a forecast of no change
 
 
-def test_a_checkpoint_alone_is_enough(trained, evaluated, tmp_path):
+def test_checkpoint_alone_is_sufficient(trained, evaluated, tmp_path):
     checkpoint = tmp_path / "elsewhere" / "model.pt"
     checkpoint.parent.mkdir()
     checkpoint.write_bytes((trained / "best.pt").read_bytes())
@@ -92,11 +90,11 @@ def test_a_checkpoint_alone_is_enough(trained, evaluated, tmp_path):
     assert scores(folder) == scores(trained) and (folder / "forecast.png").stat().st_size > 10_000
 
 
-def test_a_value_on_the_command_line_changes_that_of_the_run(trained, evaluated, without_pictures):
+def test_command_line_overrides_the_config_of_the_run(trained, evaluated, without_pictures):
     assert scores(evaluated(f"checkpoint={trained / 'best.pt'}", "data.test_size=2"))[0]["samples"] == 2
 
 
-def test_a_rollout_leaves_scores_by_lead_time_and_a_picture(trained, evaluated, without_pictures, capsys):
+def test_rollout_writes_scores_by_lead_time_and_a_plot(trained, evaluated, without_pictures, capsys):
     folder = evaluated(f"checkpoint={trained / 'best.pt'}", "rollout=3")
     rollout = scores(folder, "rollout.json")
     assert [(s["forecast"], s["lead_time"]) for s in rollout] == [
@@ -104,15 +102,6 @@ def test_a_rollout_leaves_scores_by_lead_time_and_a_picture(trained, evaluated, 
     ]
     assert rollout[:2] == scores(folder)
     assert f"written: {folder / 'rollout.png'}" in capsys.readouterr().out
-
-
-def test_a_checkpoint_that_ranks_left_in_a_folder_is_refused_with_the_way_to_a_file(refusal, tmp_path):
-    (tmp_path / "best").mkdir()
-    (tmp_path / "best" / ".metadata").write_bytes(b"of ranks")
-    said = refusal(f"checkpoint={tmp_path / 'best.pt'}")
-    assert said.startswith(
-        f"anemoi_gt.evaluate: a checkpoint must be one file, {tmp_path / 'best'} is that of several ranks"
-    )
 
 
 @pytest.mark.parametrize(
@@ -124,48 +113,44 @@ def test_a_checkpoint_that_ranks_left_in_a_folder_is_refused_with_the_way_to_a_f
         (["checkpoint=null"], "checkpoint must name one file, got 'checkpoint=null'"),
         (["checkpoint=run (1)/best.pt"], "checkpoint must name one file, got 'checkpoint=run (1)/best.pt'"),
         (["checkpoint=a.pt,b.pt"], "checkpoint must name one file, got 'checkpoint=a.pt,b.pt'"),
-        (["checkpoint={trained}/best.pt", "rollout=0"], "rollout must be a whole number of steps, at least 1, got 0"),
-        (
-            ["checkpoint={trained}/best.pt", "rollout=far"],
-            "rollout must be a whole number of steps, at least 1, got 'far'",
-        ),
-        (
-            ["checkpoint={trained}/best.pt", "model.channels=64"],
-            "the checkpoint's weights must be those of the configured",
-        ),
+        (["checkpoint={trained}/best.pt", "rollout=0"], "rollout must be an integer, at least 1, got 0"),
+        (["checkpoint={trained}/best.pt", "rollout=far"], "rollout must be an integer, at least 1, got 'far'"),
+        (["checkpoint={trained}/best.pt", "model.channels=64"], "the checkpoint's weights must be those of the config"),
     ],
 )
-def test_a_mistake_is_one_sentence(trained, refusal, arguments, message):
-    sentence = refusal(*(argument.format(trained=trained) for argument in arguments))
+def test_invalid_arguments_end_with_one_sentence(trained, error_line, arguments, message):
+    sentence = error_line(*(argument.format(trained=trained) for argument in arguments))
     assert sentence.startswith("anemoi_gt.evaluate: ") and message in sentence
 
 
-def test_torchrun_is_refused_for_one_process_does_it_all(refusal, monkeypatch):
+def test_torchrun_raises(error_line, monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, "0")
-    assert "one process does it all, torchrun would start several" in refusal("checkpoint=best.pt")
+    assert "evaluate runs in one process, without torchrun" in error_line("checkpoint=best.pt")
 
 
-def test_a_rollout_that_the_data_set_does_not_know_is_refused_before_scoring(trained, refusal, monkeypatch, tmp_path):
+def test_data_set_without_rollouts_raises_before_scoring(trained, error_line, monkeypatch, tmp_path):
     monkeypatch.setattr(SphereDataset, "advance", ForecastDataset.advance)
-    sentence = refusal(f"checkpoint={trained / 'best.pt'}", "rollout=2")
-    assert "a rollout needs a data set whose inputs follow from forecasts, SphereDataset has none" in sentence
+    sentence = error_line(f"checkpoint={trained / 'best.pt'}", "rollout=2")
+    assert "a rollout needs a data set that implements advance(), SphereDataset does not" in sentence
     assert not (tmp_path / "scores.json").exists()
 
 
-def test_a_part_of_a_checkpoint_is_refused(trained, refusal, tmp_path):
-    part = tmp_path / "part.pt"
-    part.write_bytes((trained / "best.pt").read_bytes()[:-1000])
-    assert "a checkpoint must be a whole file" in refusal(f"checkpoint={part}")
+def write_sharded(path, trained):
+    path.with_suffix("").mkdir()
+    (path.with_suffix("") / ".metadata").write_bytes(b"of ranks")
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("write", "message"),
     [
-        ({"average": {}}, "a checkpoint must hold the config of its run"),
-        (torch.zeros(2), "a checkpoint must hold a dict of states"),
+        (write_sharded, "a checkpoint must be one file, {folder}/checkpoint is that of several ranks"),
+        (lambda path, trained: path.write_bytes((trained / "best.pt").read_bytes()[:-1000]), "must be a whole file"),
+        (lambda path, trained: save_checkpoint(path, {"average": {}}), "must contain the config of its run"),
+        (lambda path, trained: save_checkpoint(path, torch.zeros(2)), "a checkpoint must hold a dict of states"),
     ],
+    ids=["sharded", "truncated", "without config", "tensor"],
 )
-def test_what_others_saved_is_refused(content, message, refusal, tmp_path):
-    save_checkpoint(tmp_path / "other.pt", content)
-    assert message in refusal(f"checkpoint={tmp_path / 'other.pt'}")
+def test_file_that_is_no_checkpoint_of_a_run_raises(trained, error_line, write, message, tmp_path):
+    write(tmp_path / "checkpoint.pt", trained)
+    assert message.format(folder=tmp_path) in error_line(f"checkpoint={tmp_path / 'checkpoint.pt'}")

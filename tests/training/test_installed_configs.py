@@ -1,4 +1,4 @@
-"""The configs ship with the package: another project's Hydra application finds them in a wheel and in an editable install."""
+"""The configs are package data: another project's Hydra application finds them in a wheel and an editable install."""
 
 import shutil
 import subprocess
@@ -64,7 +64,7 @@ def execute(*command, cwd):
 
 @pytest.fixture
 def source(tmp_path):
-    """A copy of what a release contains, so that building leaves nothing in the repository."""
+    """A copy of a release's content, so that building leaves nothing in the repository."""
     source = tmp_path / "source"
     source.mkdir()
     for name in SHIPPED:
@@ -75,11 +75,11 @@ def source(tmp_path):
 
 @pytest.fixture
 def python(tmp_path):
-    """An interpreter with this one's packages, but without its anemoi_gt, and with a place of its own for more."""
+    """A virtual environment with this one's packages except anemoi_gt."""
     venv.create(tmp_path / "environment", with_pip=False)
     python = tmp_path / "environment" / "bin" / "python"
     packages = execute(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=tmp_path).strip()
-    # Folders named in a .pth file are searched, but their own .pth files, by which an editable install works, are not read.
+    # Folders in a .pth file are searched, but their own .pth files, which make an editable install work, are not read.
     Path(packages, "borrowed.pth").write_text("\n".join(borrowed_packages()))
     return python
 
@@ -89,7 +89,7 @@ def borrowed_packages():
 
 
 @pytest.mark.parametrize("mode", ["wheel", "editable"])
-def test_a_foreign_application_finds_the_configs_of_an_installed_package(mode, source, python, tmp_path):
+def test_another_application_finds_the_configs_of_the_installed_package(mode, source, python, tmp_path):
     options = ["--quiet", "--no-deps", "--no-build-isolation", "--disable-pip-version-check"]
     target = ["--editable", source] if mode == "editable" else [source]
     execute(sys.executable, "-m", "pip", "--python", python, "install", *options, *target, cwd=tmp_path)

@@ -1,6 +1,6 @@
-"""Skill: shortened runs of the application's own configs must still learn to forecast.
+"""Skill: shortened runs of the application's configs learn to forecast.
 
-They reach less than the full runs do; the bounds stand off what they reach by about a tenth. They draw no picture.
+The bounds are about 10% above what these runs reach, which is less than the full runs do.
 """
 
 import json
@@ -14,7 +14,7 @@ from anemoi_gt.training import Trainer
 
 @pytest.fixture
 def scores_of_run(without_pictures, tmp_path):
-    """Train from the configs; returns the RMSE of each forecast on the test samples, by name."""
+    """Train from the configs, and return the RMSE of each forecast on the test samples by name."""
 
     def scores_of_run(*overrides):
         with initialize_config_module("anemoi_gt.configs", version_base="1.3"):

@@ -1,5 +1,6 @@
-"""Grids, hidden meshes, graphs between them, and example data sets: the only room that knows latitudes and weather.
+"""Grids, hidden meshes, graphs between them, and example data sets.
 
-`nodes`, `grids`, `icosphere` make points; `edges`, `attributes`, `graphs` connect them; `datasets` is what training
-sees; `sphere` and `era5_uk` are data sets. Names are imported from these modules: two functions share their module's.
+`nodes` and `grids` make points on the sphere, `meshes` hidden meshes, `edges`, `edge_attributes` and `graphs` connect
+them. `datasets` is the interface to training; `sphere` and `era5_uk` are data sets. Import names from these modules:
+`sphere` and `era5_uk` are functions too.
 """

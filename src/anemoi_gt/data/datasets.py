@@ -1,7 +1,9 @@
-"""The interface between data sets and training: what a sample is and how it becomes physical again.
+"""The interface between data sets and training: normalised samples, and forecasts in physical units.
 
-A network sees normalised channels and predicts a normalised change of the variables. Only the data set knows what was
-subtracted and divided, so only the data set turns an output back into a forecast in physical units.
+A network maps normalised channels to the normalised change of the variables. The data set holds the normalisation, so
+the data set converts outputs to forecasts:
+
+    forecast = reference + change_mean + output * change_std
 """
 
 from abc import ABC, abstractmethod
@@ -16,14 +18,9 @@ from anemoi_gt.data.nodes import Nodes
 
 
 class Sample(NamedTuple):
-    """One forecast problem, normalised; what a network trains on.
+    """Normalised inputs [N, in_channels] float32 and target [N, out_channels] float32 of one forecast.
 
-    Attributes
-    ----------
-    inputs : Tensor
-        [N, in_channels] float32: the present, the past, and what is known beforehand.
-    target : Tensor
-        [N, out_channels] float32: the normalised change of each variable from `reference` to `truth`.
+    The target is the normalised change of each variable from `reference` to `truth`.
     """
 
     inputs: Tensor
@@ -31,16 +28,16 @@ class Sample(NamedTuple):
 
 
 class Step(NamedTuple):
-    """One step of a rollout, in which a network's forecasts are its own next present.
+    """Inputs and truth of one step of a rollout.
 
     Attributes
     ----------
     inputs : Tensor
-        [N, in_channels] float32, normalised: what the network sees.
+        [N, in_channels] float32, normalised.
     reference : Tensor
-        [N, V] float32, physical: what its change is added to.
+        [N, V] float32, physical: the state that the predicted change is added to.
     truth : Tensor or None
-        [N, V] float32, physical: the variables at the end of the step; None where the data end before.
+        [N, V] float32, physical: the state at the end of the step; None beyond the end of the data.
     """
 
     inputs: Tensor
@@ -49,29 +46,25 @@ class Step(NamedTuple):
 
 
 class ForecastDataset(Dataset, ABC):
-    """Forecast problems on one set of nodes.
+    """Forecast samples on one set of nodes.
 
-    With V variables the network's output has V channels, and
-
-        forecast = reference + change_mean + output * change_std.
-
-    A subclass gives `__len__`, `inputs`, `present`, `truth` and `title`, all by sample number, `reference` where the
-    change is better not counted from the present, and `advance` where forecasts can go on from forecasts.
+    A subclass implements `__len__`, `inputs`, `present`, `truth` and `title`, all by sample index; `reference` if the
+    change is not relative to the present; and `advance` to support rollouts.
 
     Attributes
     ----------
     nodes : Nodes
-        Where the values live; N of them.
+        N grid points.
     weights : Tensor
-        [N] float32 of mean 1: each node's share in loss and scores.
+        [N] float32 of mean 1: weights of the nodes in loss and scores.
     variables, units : tuple of str
         Names and physical units of the V variables.
     lead_time : float
         Hours from the present to the truth.
     input_names : tuple of str
-        What the input channels are.
+        Names of the input channels.
     change_mean, change_std : Tensor
-        [V] float32, the normalisation of the change, from training samples alone.
+        [V] float32, normalisation of the change, from training samples only.
     """
 
     nodes: Nodes
@@ -96,7 +89,7 @@ class ForecastDataset(Dataset, ABC):
         """Return the variables at the start of the forecast in physical units, [N, V] float32."""
 
     def reference(self, i: int) -> Tensor:
-        """Return the known state that the predicted change is added to, in physical units, [N, V] float32: the present."""
+        """Return the state that the predicted change is added to, by default the present, [N, V] float32, physical."""
         return self.present(i)
 
     @abstractmethod
@@ -105,7 +98,7 @@ class ForecastDataset(Dataset, ABC):
 
     @abstractmethod
     def title(self, i: int) -> str:
-        """Return what sample i is, for pictures and logs."""
+        """Return a title of sample i for plots and logs."""
 
     @property
     def in_channels(self) -> int:
@@ -118,7 +111,7 @@ class ForecastDataset(Dataset, ABC):
         return len(self.variables)
 
     def __getitem__(self, i: int) -> Sample:
-        """Return sample i, normalised.
+        """Return the normalised sample i.
 
         Raises
         ------
@@ -130,24 +123,19 @@ class ForecastDataset(Dataset, ABC):
         return Sample(self.inputs(i), (change - self.change_mean) / self.change_std)
 
     def check_sample(self, i: int) -> None:
-        """Raise IndexError unless there is a sample i."""
+        """Raise IndexError unless i is in [0, len)."""
         if not 0 <= i < len(self):
-            raise IndexError(f"sample must be in [0, {len(self)}), got {i}")
+            raise IndexError(f"sample index must be in [0, {len(self)}), got {i}")
 
     def forecast(self, i: int, output: Tensor) -> Tensor:
-        """Return the forecast that a network's output means.
+        """Convert a network's output to a forecast, [N, V] float32 in physical units.
 
         Parameters
         ----------
         i : int
-            Number of the sample.
+            Index of the sample.
         output : Tensor
             [N, out_channels], the network's output for `inputs(i)`; any floating dtype, on the CPU.
-
-        Returns
-        -------
-        Tensor
-            [N, V] float32, in physical units.
 
         Raises
         ------
@@ -167,77 +155,51 @@ class ForecastDataset(Dataset, ABC):
         return reference + self.change_mean + output.to(torch.float32) * self.change_std
 
     def advance(self, i: int, forecasts: Sequence[Tensor]) -> Step:
-        """Return the step of a rollout that follows some forecasts.
+        """Return the rollout step from `len(forecasts)` to `len(forecasts) + 1` lead times after the start of sample i.
 
         Parameters
         ----------
         i : int
-            Number of the sample that the rollout starts from.
+            Index of the sample that the rollout starts from.
         forecasts : sequence of Tensor
-            [N, V] each, physical: the forecasts of the steps before, a lead time apart. After none comes sample i itself.
-
-        Returns
-        -------
-        Step
-            The step from `len(forecasts)` to `len(forecasts) + 1` lead times after the start.
+            [N, V] each, physical: the forecasts of the previous steps; empty for the first step, which is sample i.
 
         Raises
         ------
         ValueError
-            If the data set's inputs do not follow from forecasts.
+            If the data set does not support rollouts.
         """
-        raise ValueError(
-            f"a rollout needs a data set whose inputs follow from forecasts, {type(self).__name__} has none"
-        )
+        raise ValueError(f"a rollout needs a data set that implements advance(), {type(self).__name__} does not")
 
-    def part(self, rows: Tensor) -> Dataset:
-        """Return the same samples at some of the nodes, with their `weights`.
+    def select_nodes(self, index: Tensor) -> Dataset:
+        """Return the same samples, and their `weights`, at the nodes `index` [n] int64.
 
-        Here a sample is made whole and cut. A data set that can make or read a part of one does so.
-
-        Parameters
-        ----------
-        rows : Tensor [n], int64
-            Numbers of the nodes.
+        The default slices complete samples; override it to compute or read the selected nodes only.
         """
-        return CutSamples(self, rows)
+        return NodeSubset(self, index)
 
     def baselines(self) -> dict[str, Callable[[int], Tensor]]:
-        """Return simple forecasts by name, each a function from sample number to [N, V] in physical units."""
+        """Return baseline forecasts by name, each a function from sample index to [N, V] in physical units."""
         return {"persistence": self.present}
 
 
-class CutSamples(Dataset):
-    """The samples of a data set, made whole and then cut to some of the nodes.
+class NodeSubset(Dataset):
+    """The samples of `dataset` at the nodes `index` [n] int64."""
 
-    Parameters
-    ----------
-    dataset : ForecastDataset
-        Makes the samples.
-    rows : Tensor [n], int64
-        Numbers of the nodes.
-    """
-
-    def __init__(self, dataset: ForecastDataset, rows: Tensor):
-        self.dataset, self.rows = dataset, rows
-        self.weights = dataset.weights[rows]
+    def __init__(self, dataset: ForecastDataset, index: Tensor):
+        self.dataset, self.index = dataset, index
+        self.weights = dataset.weights[index]
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def __getitem__(self, i: int) -> Sample:
-        """Return these rows of sample i."""
-        return Sample(*(part[self.rows] for part in self.dataset[i]))
+        """Return sample i at these nodes."""
+        return Sample(*(field[self.index] for field in self.dataset[i]))
 
 
 class Splits(NamedTuple):
-    """The three parts of a data set; no truth of one is seen by another.
-
-    Attributes
-    ----------
-    train, valid, test : ForecastDataset
-        To fit, to choose, to report.
-    """
+    """Training, validation and test samples; no truth of one split is an input or truth of an earlier one."""
 
     train: ForecastDataset
     valid: ForecastDataset

@@ -1,18 +1,18 @@
 """The `era5_uk` data set: hourly 2 m temperature of ERA5 over the United Kingdom, March 2019.
 
-33 x 49 points (58 to 50 degrees north, 10 west to 2 east, every quarter of a degree), 744 hours, one GRIB file of
-2.5 MB, which is xarray's tutorial data set "era5-2mt-2019-03-uk.grib". It contains modified Copernicus Climate Change
-Service information (Hersbach et al. 2020) and is never a part of this package.
+33 x 49 points (58 to 50 degrees north, 10 west to 2 east, every quarter of a degree), 744 hours, one GRIB file of 2.5
+MB: xarray's tutorial data set "era5-2mt-2019-03-uk.grib". It contains modified Copernicus Climate Change Service
+information (Hersbach et al. 2020) and is not part of this package.
 
-A forecast that starts at hour s (0 is 1 March, 00 UTC) sees the fields up to s and is compared with the field at s + lead:
+A forecast from start hour s (0 is 1 March, 00 UTC) uses fields up to s and is compared with the field at s + lead:
 
-    split   days        a start s belongs to it when
-    train   1 to 24     the earliest field it sees exists, and s + lead is within days 1 to 24
+    split   days        start hours s
+    train   1 to 24     the earliest input exists, and s + lead is within days 1 to 24
     valid   25, 26      s and s + lead are within days 25 and 26
     test    27 to 31    s and s + lead are within days 27 to 31
 
-So no truth is shared, and no truth of a later split is seen, as input or truth, by an earlier one. Inputs do reach back
-over the border, as those of a real forecast do.
+No truth is shared between splits, and no truth of a later split is an input or truth of an earlier one. Inputs may
+reach back into the previous split, as in an operational forecast.
 
 References
 ----------
@@ -21,6 +21,7 @@ Hersbach, H. et al. (2020), The ERA5 global reanalysis, Q. J. R. Meteorol. Soc. 
 
 import copy
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -30,21 +31,53 @@ import torch
 from torch import Tensor
 
 from anemoi_gt.data.datasets import ForecastDataset, Splits, Step
-from anemoi_gt.data.hourly import HourlyField, read_era5_uk
-from anemoi_gt.data.ridge import Ridge
+from anemoi_gt.data.grids import regional
+from anemoi_gt.data.nodes import Nodes
+from anemoi_gt.extras import import_extra
 
+TUTORIAL_NAME = "era5-2mt-2019-03-uk.grib"
 HOURS_PER_DAY = 24
 FIRST_VALID_HOUR, FIRST_TEST_HOUR = 24 * HOURS_PER_DAY, 26 * HOURS_PER_DAY
 LAGS = (1, 2, 3, 6, 9, 12, 15, 18, 24)
 RIDGE_LAGS = (0, 1, 3, 6, 12, 18)
 
 
+@dataclass(frozen=True, eq=False)
+class HourlyField:
+    """Hourly values [T, N] float32 in K on N nodes, with their times [T] datetime64.
+
+    Raises
+    ------
+    ValueError
+        If hours are missing, or values are not finite.
+    """
+
+    nodes: Nodes
+    times: np.ndarray
+    values: Tensor
+
+    def __post_init__(self):
+        if self.values.shape != (len(self.times), len(self.nodes)):
+            raise ValueError(
+                f"values must be [{len(self.times)}, {len(self.nodes)}], times by nodes, got {tuple(self.values.shape)}"
+            )
+        steps = np.diff(self.times)
+        if not (steps == np.timedelta64(1, "h")).all():
+            raise ValueError(f"times must be an hour apart, got steps of {np.unique(steps)}")
+        if not torch.isfinite(self.values).all():
+            raise ValueError("2 m temperature must be finite everywhere, got NaN or infinity")
+
+    def select_nodes(self, index: Tensor) -> "HourlyField":
+        """Return a copy of the values at the nodes `index` [n] int64."""
+        return HourlyField(self.nodes[index.numpy()], self.times, self.values[:, index])
+
+
 class Era5UkDataset(ForecastDataset):
     """Forecasts of 2 m temperature from consecutive start hours.
 
-    The change is counted from the same hour of the day before the truth, so that the network need not learn the daily
-    cycle but only how today differs. Inputs are the present anomaly, the present less the temperature at `LAGS` hours
-    before it and at the hour of the reference, two harmonics of the hour of the day, and the position.
+    The change is relative to the temperature 24 hours before the truth, so that the network need not learn the daily
+    cycle. Inputs are the present anomaly, the present minus the temperature `LAGS` hours before it and minus the
+    reference, two harmonics of the hour of the day, and the position.
 
     Parameters
     ----------
@@ -99,30 +132,30 @@ class Era5UkDataset(ForecastDataset):
         return self._at(self.starts[i] + self.lead_time)
 
     def advance(self, i: int, forecasts: Sequence[Tensor]) -> Step:
-        """Return the step that follows some forecasts, which stand for the hours after the start.
+        """Return the step after these hourly forecasts.
 
         Raises
         ------
         ValueError
-            Unless the lead time is 1 h: the inputs reach back to the hour before the present, which a longer step skips.
+            If the lead time is not 1 h: the inputs include every past hour, and a longer step skips some.
         """
         if self.lead_time != 1:
             raise ValueError(
-                f"a rollout of era5_uk needs data.lead_time=1: the inputs name every hour, got {self.lead_time}"
+                f"a rollout of era5_uk needs data.lead_time=1, because inputs include every hour, got {self.lead_time}"
             )
         start = self.starts[i]
-        seen = self.field.values[start - HOURS_PER_DAY : start + 1]  # and nothing of the hours to come
+        seen = self.field.values[start - HOURS_PER_DAY : start + 1]  # no later hours
         values = torch.cat([seen, *(forecast.T for forecast in forecasts)])
         present = start + len(forecasts)
         truth = self._at(present + 1) if present + 1 < len(self.field.times) else None
         return Step(self._channels(values, present), values[-HOURS_PER_DAY][:, None], truth)
 
-    def part(self, rows: Tensor) -> "Era5UkDataset":
-        """Return the same samples, of a field that holds some of the points alone."""
-        part = copy.copy(self)
-        part.field, part.weights = self.field.part(rows), self.weights[rows]
-        part.nodes, part._mean, part._position = part.field.nodes, self._mean[rows], self._position[rows]
-        return part
+    def select_nodes(self, index: Tensor) -> "Era5UkDataset":
+        """Return the same samples on a field of only the nodes `index` [n] int64."""
+        subset = copy.copy(self)
+        subset.field, subset.weights = self.field.select_nodes(index), self.weights[index]
+        subset.nodes, subset._mean, subset._position = subset.field.nodes, self._mean[index], self._position[index]
+        return subset
 
     def title(self, i: int) -> str:
         """Return the start of the forecast and its lead time."""
@@ -132,7 +165,7 @@ class Era5UkDataset(ForecastDataset):
     def baselines(self):
         """Return persistence, the same hour yesterday, and ridge regressions fitted on 24 and on 26 days.
 
-        The second regression has seen the validation days too, which a network has not.
+        Unlike a network, the second regression is also fitted to the validation days.
         """
         ridges = {
             f"ridge per point, {hours // HOURS_PER_DAY} days": partial(
@@ -146,7 +179,7 @@ class Era5UkDataset(ForecastDataset):
         return ridge(ridge_predictors(self.field, self.starts[i]))[:, None]
 
     def _channels(self, values, hour):
-        """The input channels at an hour, when `values` [T, N] are those of the hours up to it."""
+        """Return the input channels at an hour from `values` [T, N] of the hours up to it."""
         anomaly = (values[-1] - self._mean) / self._anomaly_std
         changes = (values[-1] - values[[-1 - lag for lag in self.lags]]).T / self._lag_std  # [N, lags]
         time_of_day = harmonics_of_day(hour, 2).expand(len(self.nodes), 4)
@@ -156,6 +189,34 @@ class Era5UkDataset(ForecastDataset):
         return self.field.values[hour][:, None]
 
 
+@dataclass(frozen=True, eq=False)
+class Ridge:
+    """Ridge regressions at N points, each independent of the others.
+
+        prediction[n] = target_mean[n] + <predictors[n] - predictor_mean[n], slope[n]>
+        slope[n]      = (X_n^T X_n + penalty I)^-1 X_n^T y_n            X_n, y_n centred, [S, F] and [S]
+
+    predictor_mean and slope are [N, F] float64, target_mean is [N] float64.
+    """
+
+    predictor_mean: Tensor
+    slope: Tensor
+    target_mean: Tensor
+
+    @classmethod
+    def fit(cls, predictors: Tensor, target: Tensor, penalty: float = 1.0) -> "Ridge":
+        """Fit to predictors [S, N, F] and target [S, N], with a penalty in squared units of the predictors."""
+        x, y = predictors.double(), target.double()
+        x_mean, y_mean = x.mean(dim=0), y.mean(dim=0)
+        x, y = (x - x_mean).transpose(0, 1), (y - y_mean).T[..., None]  # [N, S, F], [N, S, 1]
+        gram = x.mT @ x + penalty * torch.eye(x.shape[-1], dtype=x.dtype)
+        return cls(x_mean, torch.linalg.solve(gram, x.mT @ y)[..., 0], y_mean)
+
+    def __call__(self, predictors: Tensor) -> Tensor:
+        """Predict from `predictors` [..., N, F]: [..., N] float32."""
+        return (self.target_mean + ((predictors.double() - self.predictor_mean) * self.slope).sum(dim=-1)).float()
+
+
 def harmonics_of_day(hour: int, count: int) -> Tensor:
     """Return sine and cosine of 1 to `count` times the hour of the day as an angle, [2 * count] float32."""
     angle = 2 * torch.pi * (hour % HOURS_PER_DAY) / HOURS_PER_DAY * torch.arange(1, count + 1)
@@ -163,32 +224,27 @@ def harmonics_of_day(hour: int, count: int) -> Tensor:
 
 
 def ridge_predictors(field: HourlyField, start: int) -> Tensor:
-    """Return what the ridge regression sees at each point: temperature at `RIDGE_LAGS` (K) and the hour, [N, 8]."""
+    """Return the predictors of the ridge regression: temperature (K) at `RIDGE_LAGS`, and the hour of day, [N, 8]."""
     past = field.values[[start - lag for lag in RIDGE_LAGS]].T
     return torch.cat([past, harmonics_of_day(start, 1).expand(len(past), 2)], dim=1)
 
 
 def fit_ridge(field: HourlyField, hours: int, lead_time: int) -> Ridge:
-    """Fit the ridge regression on the first `hours` of the field, truths included."""
+    """Fit the ridge regression on the first `hours` of the field, including truths."""
     starts = range(max(RIDGE_LAGS), hours - lead_time)
     predictors = torch.stack([ridge_predictors(field, start) for start in starts])
     return Ridge.fit(predictors, field.values[starts.start + lead_time : hours])
 
 
 def era5_uk(path: str | Path | None = None, lead_time: int = 6) -> Splits:
-    """Make the `era5_uk` data set.
+    """Return the `era5_uk` data set: start hours of days 1 to 24, 25 and 26, and 27 to 31.
 
     Parameters
     ----------
     path : str, Path or None
-        The GRIB file; None fetches it once with `xarray.tutorial`, which keeps it in the user's cache.
+        The GRIB file; None downloads it once with `xarray.tutorial` into the user's cache.
     lead_time : int
         Hours from the present to the truth, 1 to 24.
-
-    Returns
-    -------
-    Splits
-        Start hours of days 1 to 24, 25 and 26, and 27 to 31.
 
     Raises
     ------
@@ -197,35 +253,49 @@ def era5_uk(path: str | Path | None = None, lead_time: int = 6) -> Splits:
     ImportError
         If xarray or cfgrib is missing.
     ValueError
-        If the lead time is out of range, or the file is not the month it should be.
+        If the lead time is out of range, or the file does not hold the expected month.
     """
     return split(read_era5_uk(path), lead_time)
 
 
 def split(field: HourlyField, lead_time: int) -> Splits:
-    """Split the forecasts by day, as the module's table says.
-
-    Parameters
-    ----------
-    field : HourlyField
-        More than 26 days.
-    lead_time : int
-        Hours, 1 to 24.
-
-    Returns
-    -------
-    Splits
-        Start hours of days 1 to 24, of 25 and 26, and of the rest.
+    """Split the forecasts by day: start hours of days 1 to 24, of 25 and 26, and of the rest (see the module's table).
 
     Raises
     ------
     ValueError
-        If the lead time is out of range, or the field ends before the first test forecast.
+        If the lead time is not 1 to 24 hours, or the field ends before the first test forecast.
     """
     if not 1 <= lead_time <= HOURS_PER_DAY:
         raise ValueError(f"lead_time must be 1 to {HOURS_PER_DAY} hours, got {lead_time}")
-    borders = [max(LAGS), FIRST_VALID_HOUR, FIRST_TEST_HOUR, len(field.times)]
-    if borders[-1] <= FIRST_TEST_HOUR + lead_time:
-        raise ValueError(f"the file must hold more than {FIRST_TEST_HOUR + lead_time} hours, got {len(field.times)}")
-    starts = (range(first, end - lead_time) for first, end in pairwise(borders))
-    return Splits(*(Era5UkDataset(field, part, lead_time) for part in starts))
+    bounds = [max(LAGS), FIRST_VALID_HOUR, FIRST_TEST_HOUR, len(field.times)]
+    if bounds[-1] <= FIRST_TEST_HOUR + lead_time:
+        raise ValueError(f"the file must contain more than {FIRST_TEST_HOUR + lead_time} hours, got {len(field.times)}")
+    starts = (range(first, end - lead_time) for first, end in pairwise(bounds))
+    return Splits(*(Era5UkDataset(field, hours, lead_time) for hours in starts))
+
+
+def read_era5_uk(path: str | Path | None) -> HourlyField:
+    """Read 2 m temperature from the GRIB file of `era5_uk`; parameters and errors are those of `era5_uk`.
+
+    Raises
+    ------
+    FileNotFoundError, ImportError, ValueError
+    """
+    xarray = import_extra("xarray", "era5")
+    import_extra("cfgrib", "era5")
+    options = {"engine": "cfgrib", "backend_kwargs": {"indexpath": ""}}  # no index file: the folder may be read-only
+    if path is None:
+        import_extra("pooch", "era5")
+        source = xarray.tutorial.open_dataset(TUTORIAL_NAME, **options)
+    elif Path(path).is_file():
+        source = xarray.open_dataset(path, **options)
+    else:
+        raise FileNotFoundError(f"no file {path}: pass the path of {TUTORIAL_NAME}, or null to download it")
+    with source:
+        if "t2m" not in source:
+            raise ValueError(f"the file must contain 2 m temperature (t2m), got {sorted(source.data_vars)}")
+        field = source["t2m"].transpose("time", "latitude", "longitude")
+        nodes = regional(field.latitude.values, field.longitude.values)
+        values = torch.from_numpy(field.values.reshape(len(field), len(nodes)))
+        return HourlyField(nodes, field.time.values, values)

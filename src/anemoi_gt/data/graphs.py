@@ -1,24 +1,24 @@
 """Encoder-processor-decoder graphs: data nodes, hidden meshes and the edges between them, as `HeteroData`.
 
-The layout is that of anemoi-graphs, so that either can be given to a model:
+The layout is that of anemoi-graphs, so that a model accepts either:
 
     graph["data"].x, graph["hidden"].x       [N, 2] latitude, longitude, radians
     graph["data", "to", "hidden"]            encoder: edge_index [2, E], edge_length [E, 1], edge_dirs [E, 2]
     graph["hidden", "to", "hidden"]          processor
     graph["hidden", "to", "data"]            decoder
 
-A hierarchy has more hidden levels, "hidden_2", "hidden_3" and so on, each coarser than the one before:
+A hierarchy has further hidden levels "hidden_2", "hidden_3", ..., each coarser than the previous one:
 
     graph["hidden", "to", "hidden_2"]        down
     graph["hidden_2", "to", "hidden_2"]      processor of the level
     graph["hidden_2", "to", "hidden"]        up
 
-A builder takes the data nodes first and its options by keyword, so that a Hydra config names the builder with
-`_partial_: true` and the data set provides the nodes.
+A builder takes the data nodes first and its options by keyword: a Hydra config names the builder and sets
+`_partial_: true`, and the data set provides the nodes.
 
 References
 ----------
-anemoi-training, config/graph: multi_scale, limited_area, stretched_grid and hierarchical_3level (what reads what).
+anemoi-training, config/graph: multi_scale, limited_area, stretched_grid and hierarchical_3level (edges).
 """
 
 from collections.abc import Sequence
@@ -38,7 +38,7 @@ DATA, HIDDEN = "data", "hidden"
 
 
 def icosphere_graph(nodes: Nodes, *, refinement: int, cutoff: float = 0.6, nearest: int = 3) -> HeteroData:
-    """Return the graph between a global grid and a multi-scale icosphere.
+    """Return the graph of a global grid and a multi-scale icosphere.
 
     Parameters
     ----------
@@ -47,14 +47,9 @@ def icosphere_graph(nodes: Nodes, *, refinement: int, cutoff: float = 0.6, neare
     refinement : int
         Refinement of the icosphere; the processor has the edges of levels 1 to `refinement`.
     cutoff : float
-        Encoder: a hidden node reads the data nodes within this many spacings of the hidden mesh, at most 64.
+        Encoder radius in units of the hidden mesh's spacing; a hidden node has at most 64 in-edges.
     nearest : int
-        Decoder: a data node reads so many nearest hidden nodes.
-
-    Returns
-    -------
-    HeteroData
-        The graph.
+        Decoder: number of nearest hidden nodes connected to each data node.
 
     Raises
     ------
@@ -75,28 +70,23 @@ def icosphere_graph(nodes: Nodes, *, refinement: int, cutoff: float = 0.6, neare
 def limited_area_graph(
     nodes: Nodes, *, refinement: int, margin: float = 100.0, cutoff: float = 0.6, nearest: int = 3
 ) -> HeteroData:
-    """Return the graph between a regional grid and the part of an icosphere that lies over it.
+    """Return the graph of a regional grid and the part of an icosphere over it.
 
     Parameters
     ----------
     nodes : Nodes
         The data nodes.
     refinement : int
-        Refinement of the icosphere; about 7000 km / 2^refinement between neighbours.
+        Refinement of the icosphere; neighbours are about 7000 km / 2^refinement apart.
     margin : float
-        The hidden mesh ends this many kilometres outside the data nodes.
+        Distance in kilometres by which the hidden mesh extends beyond the data nodes.
     cutoff, nearest
         As for `icosphere_graph`.
-
-    Returns
-    -------
-    HeteroData
-        The graph.
 
     Raises
     ------
     ValueError
-        If an option is out of range, or the mesh is too coarse to have `nearest` nodes over the region.
+        If an option is out of range, or the mesh has fewer than `nearest` nodes over the region.
     """
     check_nodes(nodes=nodes)
     check_integer("nearest", nearest)
@@ -119,14 +109,14 @@ def stretched_graph(
     encoder_nearest: int = 12,
     nearest: int = 3,
 ) -> HeteroData:
-    """Return the graph between a grid and an icosphere that is finer inside an area.
+    """Return the graph of a grid and an icosphere that is finer inside an area.
 
-    Spacings differ over the mesh, so each hidden node reads a number of nearest data nodes instead of a radius.
+    The encoder uses k nearest neighbours instead of a radius, because the mesh spacing varies.
 
     Parameters
     ----------
     nodes : Nodes
-        The data nodes, of one spacing or finer inside the area as well.
+        The data nodes, with uniform spacing or finer inside the area.
     refinement : int
         Refinement of the icosphere outside the area.
     area_refinement : int
@@ -134,21 +124,16 @@ def stretched_graph(
     area : sequence of float
         North, west, south, east in degrees.
     margin : float
-        The fine mesh ends this many kilometres outside the data nodes of the area.
+        Distance in kilometres by which the fine mesh extends beyond the data nodes of the area.
     encoder_nearest : int
-        Encoder: a hidden node reads so many nearest data nodes.
+        Encoder: number of nearest data nodes connected to each hidden node.
     nearest : int
-        Decoder: a data node reads so many nearest hidden nodes.
-
-    Returns
-    -------
-    HeteroData
-        The graph.
+        Decoder: number of nearest hidden nodes connected to each data node.
 
     Raises
     ------
     ValueError
-        If an option is out of range, area is not four numbers in that order, or no data node lies inside.
+        If an option is out of range, area is not four numbers in that order, or contains no data node.
 
     Examples
     --------
@@ -160,7 +145,7 @@ def stretched_graph(
     check_nodes(nodes=nodes)
     inside = nodes.inside(area)
     if not inside.any():
-        raise ValueError(f"area must hold data nodes, which say where the fine mesh goes, {list(area)} holds none")
+        raise ValueError(f"area must contain data nodes, which locate the fine mesh, {list(area)} contains none")
     mesh = stretched_icosphere(refinement, area_refinement, nodes[inside], margin)
     return _connect(
         {DATA: nodes, HIDDEN: mesh.nodes},
@@ -181,33 +166,28 @@ def hierarchical_graph(
     down_cutoff: float = 1.5,
     up_nearest: int = 5,
 ) -> HeteroData:
-    """Return the graph between a global grid and a hierarchy of icospheres, fine to coarse.
+    """Return the graph of a global grid and a hierarchy of icospheres, fine to coarse.
 
-    Data nodes are joined to the finest level, and each level to the next. On its own level a node has the edges of levels
-    0 to the level's refinement.
+    Data nodes are connected to the finest level, and each level to the next. Each level has the edges of icosphere
+    levels 0 to its own refinement.
 
     Parameters
     ----------
     nodes : Nodes
         The data nodes.
     refinements : sequence of int
-        Refinements of the icospheres, falling; the first is called "hidden", the others "hidden_2", "hidden_3", ...
+        Refinements of the icospheres, decreasing; the first is called "hidden", the others "hidden_2", "hidden_3", ...
     cutoff, nearest
         Between data and the finest level, as for `icosphere_graph`.
     down_cutoff : float
-        Down: a node reads the nodes of the finer level within this many spacings of its own level, at most 64.
+        Down: radius in units of the coarser level's spacing, at most 64 in-edges a node.
     up_nearest : int
-        Up: a node reads so many nearest nodes of the coarser level.
-
-    Returns
-    -------
-    HeteroData
-        The graph.
+        Up: number of nearest nodes of the coarser level connected to each node.
 
     Raises
     ------
     ValueError
-        If refinements are fewer than two or do not fall, or an option is out of range.
+        If there are fewer than two refinements, they do not decrease, or an option is out of range.
 
     Examples
     --------
@@ -220,7 +200,7 @@ def hierarchical_graph(
     for refinement in refinements:
         check_integer("refinement", refinement)
     if len(refinements) < 2 or any(fine <= coarse for fine, coarse in pairwise(refinements)):
-        raise ValueError(f"refinements must be two or more, falling from fine to coarse, got {list(refinements)}")
+        raise ValueError(f"refinements must be two or more, decreasing from fine to coarse, got {list(refinements)}")
     names = [HIDDEN, *(f"{HIDDEN}_{level}" for level in range(2, len(refinements) + 1))]
     meshes = {name: icosphere(r, tuple(range(r + 1))) for name, r in zip(names, refinements, strict=True)}
     sets = {DATA: nodes} | {name: mesh.nodes for name, mesh in meshes.items()}
@@ -235,7 +215,7 @@ def hierarchical_graph(
 
 
 def encoder_processor_decoder(nodes: Nodes, mesh: Mesh, *, cutoff: float = 0.6, nearest: int = 3) -> HeteroData:
-    """Return the graph between data nodes and a hidden mesh of any kind.
+    """Return the graph of data nodes and any hidden mesh.
 
     Parameters
     ----------
@@ -246,18 +226,13 @@ def encoder_processor_decoder(nodes: Nodes, mesh: Mesh, *, cutoff: float = 0.6, 
     cutoff, nearest
         As for `icosphere_graph`.
 
-    Returns
-    -------
-    HeteroData
-        The graph.
-
     Raises
     ------
     ValueError
-        If mesh is none, or cutoff or nearest is out of range.
+        If mesh is not a Mesh, or cutoff or nearest is out of range.
     """
     if not isinstance(mesh, Mesh):
-        raise ValueError(f"mesh must be a Mesh, as icosphere(5) gives one, got {type(mesh).__name__}")
+        raise ValueError(f"mesh must be a Mesh, such as icosphere(5), got {type(mesh).__name__}")
     return _connect({DATA: nodes, HIDDEN: mesh.nodes}, _edges_with_data(nodes, mesh, cutoff, nearest))
 
 
@@ -265,7 +240,7 @@ def _edges_with_data(nodes: Nodes, mesh: Mesh, cutoff: float, nearest: int) -> d
     encoder = edges.cutoff(nodes, mesh.nodes, cutoff)
     if encoder.shape[1] == 0:
         raise ValueError(
-            f"cutoff must let the hidden mesh reach data nodes, {cutoff} of its spacings reach none: raise it"
+            f"cutoff must connect data nodes to the hidden mesh, {cutoff} times its spacing reaches none: raise it"
         )
     return {
         (DATA, HIDDEN): encoder,
@@ -275,7 +250,7 @@ def _edges_with_data(nodes: Nodes, mesh: Mesh, cutoff: float, nearest: int) -> d
 
 
 def _connect(sets: dict[str, Nodes], edge_indices: dict[tuple[str, str], np.ndarray]) -> HeteroData:
-    """Return the sets of nodes with these edges from one set to another, and the attributes of the edges."""
+    """Return the graph of these node sets and edges, with edge attributes."""
     graph = HeteroData()
     for name, members in sets.items():
         graph[name].x = torch.from_numpy(members.stored)

@@ -1,9 +1,9 @@
-"""Grids on which fields are given: reduced Gaussian grids of the globe and regional latitude-longitude grids.
+"""Grids of fields: global reduced Gaussian grids and regional latitude-longitude grids.
 
-A reduced Gaussian grid is its row lengths: row i of n lies on the i-th Gaussian latitude, north first, and holds
-lengths[i] points at equal steps of longitude from 0 degrees eastwards. Octahedral grids (Malardel et al. 2016) and the
-classic ones (Hortal and Simmons 1991) differ in the lengths alone. Those of octahedral grids follow a rule; those of
-classic grids do not, and come from a table, `classic_grids.txt`.
+A reduced Gaussian grid is defined by its row lengths: row i of n lies on the i-th Gaussian latitude, north first, and
+has lengths[i] equally spaced points from longitude 0 eastwards. Octahedral grids (Malardel et al. 2016) and classic
+ones (Hortal and Simmons 1991) differ only in the lengths: the former follow a formula, the latter are in
+`classic_grids.txt`.
 
 References
 ----------
@@ -24,13 +24,14 @@ from anemoi_gt.option_checks import check_integer
 def gaussian_latitudes(n: int) -> np.ndarray:
     """Return the n Gaussian latitudes: arcsines of the roots of the Legendre polynomial P_n.
 
-    Newton's iteration on all roots at once, from Tricomi's asymptotic estimate; the recurrence
-    k P_k = (2k - 1) x P_(k-1) - (k - 1) P_(k-2) gives the values, n (P_(n-1) - x P_n) / (1 - x^2) the slope.
+    Newton's iteration on all roots at once from Tricomi's asymptotic estimate, with
+
+        k P_k = (2k - 1) x P_(k-1) - (k - 1) P_(k-2),     P_n' = n (P_(n-1) - x P_n) / (1 - x^2)
 
     Parameters
     ----------
     n : int
-        How many, at least 1.
+        Number of latitudes, at least 1.
 
     Returns
     -------
@@ -50,7 +51,7 @@ def gaussian_latitudes(n: int) -> np.ndarray:
     check_integer("n", n, note=", the number of latitudes")
     k = np.arange(1, n + 1)
     root = (1 - (n - 1) / (8 * n**3)) * np.cos(np.pi * (4 * k - 1) / (4 * n + 2))
-    for _ in range(4):  # the estimate is good to n^-4 and each step squares the error
+    for _ in range(4):  # the estimate has error O(n^-4), and each step squares it
         value, before = _legendre(n, root)
         root = root - value * (1 - root**2) / (n * (before - root * value))
     return np.rad2deg(np.arcsin(0.5 * (root - root[::-1])))  # exactly antisymmetric about the equator
@@ -65,43 +66,35 @@ def _legendre(n: int, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def reduced_gaussian(lengths: ArrayLike) -> Nodes:
-    """Return the nodes of the reduced Gaussian grid with these row lengths.
+    """Return the reduced Gaussian grid with these row lengths: rows north to south, each from longitude 0 eastwards.
 
     Parameters
     ----------
     lengths : array_like of int
-        Points in each row, north first; the number of rows is the order of the Gaussian latitudes.
-
-    Returns
-    -------
-    Nodes
-        Row by row, north to south; within a row from longitude 0 eastwards.
+        Number of points in each row, north first, at least 1.
 
     Raises
     ------
     ValueError
-        If a row is empty or no whole number of points, or there is no row.
+        If lengths is empty, or a length is not a positive integer.
     """
     lengths = np.asarray(lengths)
     if lengths.ndim != 1 or len(lengths) == 0 or lengths.dtype.kind not in "iu" or lengths.min() < 1:
-        raise ValueError(f"lengths must give a whole number of points, at least one, for each row, got {lengths}")
+        raise ValueError(
+            f"lengths must be a vector of positive integers, the number of points in each row, got {lengths}"
+        )
     row_starts = np.repeat(np.cumsum(lengths) - lengths, lengths)
     position = np.arange(lengths.sum()) - row_starts
     return Nodes(np.repeat(gaussian_latitudes(len(lengths)), lengths), 360 * position / np.repeat(lengths, lengths))
 
 
 def octahedral(n: int) -> Nodes:
-    """Return the octahedral reduced Gaussian grid O<n>: 2n rows of 20, 24, ..., 4n + 16 points and back.
+    """Return the octahedral reduced Gaussian grid O<n>: 2n rows of 20, 24, ..., 4n + 16, ..., 24, 20 points.
 
     Parameters
     ----------
     n : int
-        Rows between a pole and the equator, at least 1.
-
-    Returns
-    -------
-    Nodes
-        4n (n + 9) of them.
+        Number of rows between a pole and the equator, at least 1. The grid has 4n (n + 9) points.
 
     Raises
     ------
@@ -119,22 +112,17 @@ def octahedral(n: int) -> Nodes:
 
 
 def classic(n: int) -> Nodes:
-    """Return the classic reduced Gaussian grid N<n>, on which ECMWF's reanalyses are given: ERA5's is N320.
+    """Return the classic reduced Gaussian grid N<n> of ECMWF's reanalyses; ERA5 is on N320.
 
     Parameters
     ----------
     n : int
-        Rows between a pole and the equator, such as 320; `classic_grids.txt` has sixteen, from 32 to 2000.
-
-    Returns
-    -------
-    Nodes
-        The grid's points.
+        Number of rows between a pole and the equator, one of the sixteen in `classic_grids.txt`, from 32 to 2000.
 
     Raises
     ------
     ValueError
-        If n is no whole number, or the table does not have the grid.
+        If n is not an integer, or not in the table.
 
     Examples
     --------
@@ -145,15 +133,15 @@ def classic(n: int) -> Nodes:
     table = _classic_table()
     if n not in table:
         raise ValueError(
-            f"the row lengths of N{n} are not known; known are {', '.join(f'N{known}' for known in table)}: "
-            "choose one, or give the row lengths to reduced_gaussian"
+            f"N{n} must be one of {', '.join(f'N{known}' for known in table)}; "
+            "for another grid pass its row lengths to reduced_gaussian"
         )
     half = np.concatenate([np.full(rows, length) for length, rows in table[n]])
     return reduced_gaussian(np.concatenate([half, half[::-1]]))
 
 
 def _classic_table() -> dict[int, list[tuple[int, int]]]:
-    """Return, for each classic grid, pairs (length, how many rows follow each other with it), pole to equator."""
+    """Return the row lengths of each classic grid as runs (length, number of rows), pole to equator."""
     lines = files("anemoi_gt.data").joinpath("classic_grids.txt").read_text().splitlines()
     table = {}
     for line in (line for line in lines if not line.startswith("#")):
@@ -164,42 +152,27 @@ def _classic_table() -> dict[int, list[tuple[int, int]]]:
 
 
 def grid(name: str) -> Nodes:
-    """Return a global grid by its name.
-
-    Parameters
-    ----------
-    name : str
-        "O<n>", an octahedral reduced Gaussian grid, such as "O96", or "N<n>", a classic one, such as "N320".
-
-    Returns
-    -------
-    Nodes
-        The grid's points.
+    """Return a global grid by name: "O<n>", an octahedral reduced Gaussian grid, or "N<n>", a classic one.
 
     Raises
     ------
     ValueError
-        For a name that means no grid, or a classic grid whose row lengths are not known.
+        For any other name, or a classic grid that is not in the table.
     """
     match = re.fullmatch(r"([ON])([1-9]\d*)", name) if isinstance(name, str) else None
     if match is None:
-        raise ValueError(f'grid must be "O" or "N" and a number of rows, such as "O96" or "N320", got {name!r}')
+        raise ValueError(f'grid must be "O" or "N" followed by a number of rows, such as "O96" or "N320", got {name!r}')
     family = {"O": octahedral, "N": classic}[match[1]]
     return family(int(match[2]))
 
 
 def regional(lat: ArrayLike, lon: ArrayLike) -> Nodes:
-    """Return the latitude-longitude grid over these axes.
+    """Return the latitude-longitude grid of two axes: node i * n_lon + j is (lat[i], lon[j]).
 
     Parameters
     ----------
     lat, lon : array_like
-        Degrees, [n_lat] and [n_lon]; the order is kept.
-
-    Returns
-    -------
-    Nodes
-        n_lat * n_lon of them, row by row: node i * n_lon + j is (lat[i], lon[j]), as a field [n_lat, n_lon] flattens.
+        Degrees, [n_lat] and [n_lon], in any order.
 
     Raises
     ------

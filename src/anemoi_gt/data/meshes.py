@@ -1,12 +1,11 @@
-"""Hidden meshes from the icosahedron: the only place that refines triangles.
+"""Hidden meshes: refined icosahedra of the globe, limited areas and stretched grids.
 
-Refinement r splits every triangle of the icosahedron r times in four and keeps the corners on the sphere: 10 * 4^r + 2
-vertices, of which those of level l < r are a subset; 60 * 4^l directed edges at level l. A multi-scale mesh keeps the
-edges of many levels, so that a message crosses the globe in a few steps (Lam et al. 2023).
+Refinement r splits every triangle of the icosahedron r times in four and projects new vertices onto the sphere: 10 *
+4^r + 2 vertices, of which those of level l < r are a subset; 60 * 4^l directed edges at level l. A multi-scale mesh has
+the edges of several levels, so that a message crosses the globe in a few steps (Lam et al. 2023).
 
-Vertices are ordered by latitude, north first, and along a parallel by longitude, east first, both compared as float32
-radians. anemoi-graphs sorts its TriNodes by latitude likewise, but leaves the order along a parallel to an unstable
-sort, whose result depends on the machine.
+Vertices are sorted by latitude, north first, then by longitude, east first, both as float32 radians. anemoi-graphs
+sorts its TriNodes by latitude too, but with an unstable sort: the order along a parallel depends on the machine.
 
 References
 ----------
@@ -27,43 +26,25 @@ from anemoi_gt.option_checks import check_integer
 
 @dataclass(frozen=True, eq=False)
 class Mesh:
-    """Nodes with edges among them.
-
-    Parameters
-    ----------
-    nodes : Nodes
-        N vertices.
-    edge_index : numpy.ndarray
-        [2, E] int64, row 0 source, row 1 destination, sorted by destination, then source.
-    """
+    """N vertices, and the edges between them [2, E] int64 (source, destination), sorted by destination, then source."""
 
     nodes: Nodes
     edge_index: np.ndarray
 
     def restrict(self, keep: np.ndarray) -> "Mesh":
-        """Return a part of the mesh.
-
-        Parameters
-        ----------
-        keep : numpy.ndarray
-            [N] bool: which vertices stay.
-
-        Returns
-        -------
-        Mesh
-            Those vertices, in the same order, and the edges among them.
+        """Return the sub-mesh of the vertices where `keep` [N] bool is true, in the same order.
 
         Raises
         ------
         ValueError
-            If keep is not one truth value for each vertex.
+            If keep is not bool [N].
         """
         keep = np.asarray(keep)
         if keep.shape != (len(self.nodes),) or keep.dtype != bool:
             raise ValueError(f"keep must be bool [{len(self.nodes)}], one per vertex, got {keep.dtype} {keep.shape}")
-        new_number = np.cumsum(keep) - 1
+        new_index = np.cumsum(keep) - 1
         inside = keep[self.edge_index].all(axis=0)
-        return Mesh(self.nodes[keep], new_number[self.edge_index[:, inside]])
+        return Mesh(self.nodes[keep], new_index[self.edge_index[:, inside]])
 
 
 def icosphere(refinement: int, levels: tuple[int, ...] | None = None) -> Mesh:
@@ -72,14 +53,14 @@ def icosphere(refinement: int, levels: tuple[int, ...] | None = None) -> Mesh:
     Parameters
     ----------
     refinement : int
-        How often each triangle is split in four, at least 1.
+        Number of times each triangle is split in four, at least 1.
     levels : tuple of int or None
-        Levels whose edges the mesh has; None means 1 to `refinement`.
+        Levels of the edges; None means 1 to `refinement`.
 
     Returns
     -------
     Mesh
-        10 * 4^refinement + 2 nodes; 60 * 4^l edges for each level l, both directions counted.
+        10 * 4^refinement + 2 nodes; 60 * 4^l directed edges for each level l.
 
     Raises
     ------
@@ -97,21 +78,16 @@ def icosphere(refinement: int, levels: tuple[int, ...] | None = None) -> Mesh:
 
 
 def limited_area_icosphere(refinement: int, area: Nodes, margin: float = 100.0) -> Mesh:
-    """Return the part of a multi-scale icosphere that lies over a region.
+    """Return the part of a multi-scale icosphere over a region, with edges of levels 1 to `refinement`.
 
     Parameters
     ----------
     refinement : int
-        How often each triangle is split in four, at least 1.
+        Number of times each triangle is split in four, at least 1.
     area : Nodes
-        Points all over the region, such as its data nodes; at least one.
+        Points covering the region, such as its data nodes; at least one.
     margin : float
-        The mesh ends this many kilometres outside those points.
-
-    Returns
-    -------
-    Mesh
-        The vertices near the points, and the edges of levels 1 to `refinement` that have both ends there.
+        Distance in kilometres by which the mesh extends beyond those points.
 
     Raises
     ------
@@ -131,22 +107,19 @@ def limited_area_icosphere(refinement: int, area: Nodes, margin: float = 100.0) 
 def stretched_icosphere(refinement: int, area_refinement: int, area: Nodes, margin: float = 100.0) -> Mesh:
     """Return a multi-scale icosphere that is finer over a region.
 
+    It has the vertices of the icosphere of `refinement` and, over the region, those of `area_refinement`, with the
+    edges of levels 1 to `area_refinement` between them.
+
     Parameters
     ----------
     refinement : int
-        How often each triangle of the globe is split in four, at least 1.
+        Refinement outside the region, at least 1.
     area_refinement : int
-        How often over the region; more often.
+        Refinement over the region, above `refinement`.
     area : Nodes
-        Points all over the region, such as its data nodes; at least one.
+        Points covering the region, such as its data nodes; at least one.
     margin : float
-        The fine part ends this many kilometres outside those points.
-
-    Returns
-    -------
-    Mesh
-        The vertices of the icosphere of `refinement` and, near the points, those of `area_refinement`; the edges of
-        levels 1 to `area_refinement` that have both ends there.
+        Distance in kilometres by which the fine part extends beyond those points.
 
     Raises
     ------
@@ -162,25 +135,22 @@ def stretched_icosphere(refinement: int, area_refinement: int, area: Nodes, marg
     check_integer("refinement", refinement)
     check_integer("area_refinement", area_refinement)
     if area_refinement <= refinement:
-        raise ValueError(
-            f"area_refinement must be above refinement, for a finer mesh over the area, got {area_refinement} and "
-            f"{refinement}"
-        )
-    mesh, number = _refine(area_refinement, range(1, area_refinement + 1))
-    of_the_globe = number < 10 * 4**refinement + 2
-    return mesh.restrict(of_the_globe | _over(area, mesh.nodes, margin))
+        raise ValueError(f"area_refinement must be above refinement, got {area_refinement} and {refinement}")
+    mesh, index = _refine(area_refinement, range(1, area_refinement + 1))
+    coarse = index < 10 * 4**refinement + 2
+    return mesh.restrict(coarse | _over(area, mesh.nodes, margin))
 
 
 def _over(area: Nodes, nodes: Nodes, margin: float) -> np.ndarray:
-    """Return which nodes lie at most `margin` kilometres outside an area."""
+    """Return a mask of the nodes at most `margin` kilometres outside an area."""
     check_nodes(area=area)
     if len(area) == 0:
-        raise ValueError("area must have at least one node, or there is no place for its mesh, got none")
+        raise ValueError("area must have at least one node, got none")
     return within(area, nodes, margin)
 
 
 def _refine(refinement: int, levels: Sequence[int]) -> tuple[Mesh, np.ndarray]:
-    """Return the icosphere and the number of each vertex in the order of splitting: level l has the first 10 4^l + 2."""
+    """Return the icosphere, and each vertex's index in the order of splitting: level l has the first 10 * 4^l + 2."""
     check_integer("refinement", refinement)
     if (
         not isinstance(levels, Sequence)
@@ -188,7 +158,7 @@ def _refine(refinement: int, levels: Sequence[int]) -> tuple[Mesh, np.ndarray]:
         or any(level not in range(refinement + 1) for level in levels)
     ):
         raise ValueError(
-            f"levels must be one or more of 0 to {refinement}, the refinement, as in (1, 2), got {levels!r}"
+            f"levels must be one or more of 0 to {refinement}, the refinement, such as (1, 2), got {levels!r}"
         )
 
     xyz, faces = _icosahedron()
@@ -198,12 +168,12 @@ def _refine(refinement: int, levels: Sequence[int]) -> tuple[Mesh, np.ndarray]:
         sides.append(_sides(faces)[0])
 
     nodes = Nodes.from_xyz(xyz)
-    number = _north_to_south(nodes)
-    rank = np.empty_like(number)
-    rank[number] = np.arange(len(number))
+    order = _north_to_south(nodes)
+    rank = np.empty_like(order)
+    rank[order] = np.arange(len(order))
     one_way = rank[np.concatenate([sides[level] for level in set(levels)])].T
     edge_index = sort_by_destination(np.concatenate([one_way, one_way[::-1]], axis=1))
-    return Mesh(nodes[number], edge_index), number
+    return Mesh(nodes[order], edge_index), order
 
 
 def _icosahedron() -> tuple[np.ndarray, np.ndarray]:
@@ -218,14 +188,14 @@ def _icosahedron() -> tuple[np.ndarray, np.ndarray]:
 
 
 def _sides(faces: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the sides of the triangles [F, 3], each once, [U, 2], and which of them each triangle has, [F, 3]."""
+    """Return the unique sides [U, 2] of triangles [F, 3], and the indices of each triangle's sides, [F, 3]."""
     ends = np.sort(faces[:, [[0, 1], [1, 2], [2, 0]]], axis=-1).reshape(-1, 2)
     _, first, side = np.unique(ends[:, 0] << 32 | ends[:, 1], return_index=True, return_inverse=True)
     return ends[first], side.reshape(-1, 3)
 
 
 def _split(xyz: np.ndarray, faces: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Split each triangle in four at the midpoints of its sides, pushed out to the sphere; old vertices come first."""
+    """Split each triangle in four at the midpoints of its sides, projected onto the sphere; old vertices come first."""
     sides, side_of_face = _sides(faces)
     middle = xyz[sides].sum(axis=1)
     middle /= np.linalg.norm(middle, axis=1, keepdims=True)
@@ -236,6 +206,6 @@ def _split(xyz: np.ndarray, faces: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _north_to_south(nodes: Nodes) -> np.ndarray:
-    """Return the order by falling latitude, then falling longitude."""
+    """Return the order by decreasing latitude, then decreasing longitude."""
     lat, lon = nodes.stored.T  # vertices of one parallel differ in the last bits of a float64
     return np.lexsort((lon, lat))[::-1]

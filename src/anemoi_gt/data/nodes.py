@@ -1,6 +1,6 @@
-"""Nodes: the only definition of a set of points on the sphere, and of the frames that directions refer to.
+"""Nodes on the sphere: positions, the tangent frames that directions refer to, and area weights.
 
-Angles are degrees where people read them (`lat`, `lon`); everything geometric is computed from unit vectors in float64.
+`lat` and `lon` are in degrees; all geometry is computed from unit vectors in float64.
 """
 
 from collections.abc import Sequence
@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike
+
+from anemoi_gt.extras import import_extra
 
 EARTH_RADIUS = 6.371e6  # m, mean radius
 
@@ -26,7 +28,7 @@ class Nodes:
     Raises
     ------
     ValueError
-        If the two are not vectors of numbers, of one length, hold a non-finite value, or a latitude lies beyond a pole.
+        If the two are not vectors of numbers of equal length, are not finite, or a latitude is outside [-90, 90].
 
     Examples
     --------
@@ -42,15 +44,15 @@ class Nodes:
     lon: np.ndarray
 
     def __init__(self, lat: ArrayLike, lon: ArrayLike):
-        for name, given in (("lat", lat), ("lon", lon)):
+        for name, axis in (("lat", lat), ("lon", lon)):
             try:
-                values = np.array(given, dtype=np.float64)
+                values = np.array(axis, dtype=np.float64)
             except (TypeError, ValueError) as error:
-                raise ValueError(f"{name} must be a vector of numbers, in degrees, got {given!r}") from error
+                raise ValueError(f"{name} must be a vector of numbers, in degrees, got {axis!r}") from error
             values.flags.writeable = False
             object.__setattr__(self, name, values)
         if self.lat.ndim != 1 or self.lat.shape != self.lon.shape:
-            raise ValueError(f"lat and lon must be vectors of one length, got {self.lat.shape} and {self.lon.shape}")
+            raise ValueError(f"lat and lon must be vectors of equal length, got {self.lat.shape} and {self.lon.shape}")
         if not (np.isfinite(self.lat).all() and np.isfinite(self.lon).all()):
             raise ValueError("lat and lon must be finite, got NaN or infinity")
         if len(self) and np.abs(self.lat).max() > 90:
@@ -60,28 +62,23 @@ class Nodes:
         return len(self.lat)
 
     def __getitem__(self, index) -> "Nodes":
-        """Return the chosen nodes; `index` is a slice, a mask or an array of positions."""
+        """Return the selected nodes; `index` is a slice, a mask or an array of positions."""
         return Nodes(self.lat[index], self.lon[index])
 
     @classmethod
     def from_xyz(cls, xyz: ArrayLike) -> "Nodes":
-        """Return the nodes in the directions of some vectors.
-
-        Parameters
-        ----------
-        xyz : array_like
-            [N, 3], of any length but zero.
+        """Return the nodes in the directions of vectors [N, 3] of any length but zero.
 
         Raises
         ------
         ValueError
-            For another shape, or where a vector has no direction.
+            If the shape is not [N, 3], or a vector is zero.
         """
         xyz = np.asarray(xyz, dtype=np.float64)
         if xyz.ndim != 2 or xyz.shape[1] != 3:
             raise ValueError(f"xyz must be [N, 3], one vector per node, got {xyz.shape}")
         if not xyz.any(axis=1).all():
-            raise ValueError("xyz must be vectors with a direction, got zeros")
+            raise ValueError("xyz must be vectors of nonzero length, got zeros")
         x, y, z = xyz.T
         return cls(np.rad2deg(np.arctan2(z, np.hypot(x, y))), np.rad2deg(np.arctan2(y, x)))
 
@@ -114,32 +111,27 @@ class Nodes:
 
     @property
     def frame(self) -> np.ndarray:
-        """Two unit vectors tangent at each node, [N, 2, 3] float64: the plane in which edge directions are given.
+        """Two unit tangent vectors at each node, [N, 2, 3] float64: the basis of edge directions.
 
-        The shortest rotation that takes the node to the north pole turns them to the x and the y axis. Unlike east and
-        north they change smoothly across the north pole; at the south pole they follow the node's longitude.
+        The shortest rotation that takes the node to the north pole takes them to the x and the y axis. Unlike east and
+        north they are continuous across the north pole; at the south pole they depend on the node's longitude.
         """
         sin, cos = np.sin(self.radians[:, 1, None]), np.cos(self.radians[:, 1, None])
         return np.stack([-self.east * sin - self.north * cos, self.east * cos - self.north * sin], axis=1)
 
     def inside(self, area: Sequence[float]) -> np.ndarray:
-        """Return which nodes lie in an area between two parallels and two meridians.
+        """Return a mask [N] of the nodes between two parallels and two meridians, boundaries included.
 
         Parameters
         ----------
         area : sequence of float
-            North, west, south, east in degrees, as ECMWF's archive orders them. The area runs from west eastwards to
-            east, over the date line if it lies between, and all the way round where the two are one meridian.
-
-        Returns
-        -------
-        numpy.ndarray
-            [N] bool; the borders are inside.
+            North, west, south, east in degrees, in the order of ECMWF's archive. The area extends from west eastwards
+            to east, across the date line if it lies between, and around the globe if both are the same meridian.
 
         Raises
         ------
         ValueError
-            If area is not four finite numbers, or north does not lie north of south.
+            If area is not four finite numbers, or north is not above south.
 
         Examples
         --------
@@ -147,12 +139,12 @@ class Nodes:
         array([ True,  True, False])
         """
         try:
-            borders = np.asarray(area, dtype=np.float64)
+            bounds = np.asarray(area, dtype=np.float64)
         except (TypeError, ValueError):
-            borders = np.empty(0)  # a name, or a list of lists
-        if borders.shape != (4,) or not np.isfinite(borders).all():
+            bounds = np.empty(0)  # a string, or a list of lists
+        if bounds.shape != (4,) or not np.isfinite(bounds).all():
             raise ValueError(f"area must be four numbers, north, west, south and east in degrees, got {area}")
-        north, west, south, east = borders
+        north, west, south, east = bounds
         if north <= south:
             raise ValueError(f"area must be north, west, south, east with north above south, got {area}")
         width = (east - west) % 360 or 360.0
@@ -160,15 +152,39 @@ class Nodes:
 
 
 def unit_vectors(radians: np.ndarray) -> np.ndarray:
-    """Return the points of the unit sphere, [N, 3], at latitudes and longitudes in radians, [N, 2]."""
+    """Return unit vectors [N, 3] from latitudes and longitudes in radians, [N, 2]."""
     lat, lon = radians.T
     return np.stack([np.cos(lat) * np.cos(lon), np.cos(lat) * np.sin(lon), np.sin(lat)], axis=-1)
 
 
+def area_weights(nodes: Nodes) -> np.ndarray:
+    """Return the areas of the nodes' Voronoi cells on the sphere, scaled to mean 1, [N] float64.
+
+    Parameters
+    ----------
+    nodes : Nodes
+        At least four, spread over the globe, no two at the same position.
+
+    Raises
+    ------
+    ValueError
+        If two nodes coincide, or there are fewer than four, or all lie on one circle.
+    """
+    check_nodes(nodes=nodes)
+    voronoi = import_extra("scipy.spatial", "graphs").SphericalVoronoi
+    try:
+        areas = voronoi(nodes.xyz).calculate_areas()
+    except ValueError as error:
+        raise ValueError(
+            f"nodes must be at least four, spread over the globe, all at distinct positions, got {len(nodes)}: {error}"
+        ) from error
+    return areas / areas.mean()
+
+
 def check_nodes(**sets: object) -> None:
-    """Raise ValueError unless all are Nodes."""
+    """Raise ValueError unless every argument is a `Nodes`."""
     for name, nodes in sets.items():
         if not isinstance(nodes, Nodes):
             raise ValueError(
-                f"{name} must be Nodes, as grid('O96') or Nodes(lat, lon) in degrees, got {type(nodes).__name__}"
+                f"{name} must be Nodes, such as grid('O96') or Nodes(lat, lon) in degrees, got {type(nodes).__name__}"
             )

@@ -1,12 +1,32 @@
 """The `sphere` data set: advection of a tracer on the globe, generated, with the exact solution.
 
-A tracer q that the wind carries keeps its value along trajectories, so
+A tracer q keeps its value along the trajectories of the wind:
 
-    q(x, end) = q(where x came from, start)
+    q(x, end) = q(X(x; end -> start), start)
 
-and with the exact trajectories of `flows` the truth is exact on any grid. Each sample has a flow and a tracer of its own:
-turned at random on the globe, started at a random phase of the flow's period, with random hills. No two samples share a
-flow, so the test samples measure skill on flows never seen.
+The trajectories X of `Flow` are known in closed form, so the truth is exact on any grid. On the unit sphere, with axis
+a, centre b orthogonal to it and period T:
+
+    dx/dt = w a x x  +  2 k cos(pi t / T) <b(t), x> (x x b(t)),   w = 2 pi / T,   b(t) = b rotated about a by w t
+
+k = 0 is solid-body rotation. With k > 0 it is case 4 of Nair and Lauritzen (2010): in the rotating frame its stream
+function is k cos(pi t / T) <b, y>^2, which with b on the equator at 90 E is k sin^2(lon) cos^2(lat) cos(pi t / T).
+In that frame <b, y> is constant, because the velocity is orthogonal to b. So every particle circles b at its own rate,
+and with the effective time s = (T / pi) (sin(pi t1 / T) - sin(pi t0 / T))
+
+    y(t1) = y(t0) rotated about b by -2 k <b, y> s
+
+without integration in time. After one period every particle is back at its start.
+
+Each sample has its own flow and tracer: a random orientation, a random phase of the flow's period, and random hills. No
+two samples share a flow, so the test samples measure skill on unseen flows.
+
+References
+----------
+Nair, R. D. and Lauritzen, P. H. (2010), A class of deformational flow test cases for linear transport problems on the
+sphere, J. Comput. Phys. 229, 8868-8887, section 3.
+Lauritzen, P. H. et al. (2012), A standard test case suite for two-dimensional linear transport on the sphere, Geosci.
+Model Dev. 5, 887-901, section 2: the same with dimensions, T = 12 days and k T = 10.
 """
 
 import copy
@@ -17,28 +37,94 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from anemoi_gt.data.area import area_weights
 from anemoi_gt.data.datasets import ForecastDataset, Splits, Step
-from anemoi_gt.data.flows import Flow
 from anemoi_gt.data.grids import grid
+from anemoi_gt.data.nodes import EARTH_RADIUS, area_weights
 from anemoi_gt.option_checks import check_integer, check_number
 
+SECONDS_PER_HOUR = 3600.0
 DEFORMATION = {"rotation": 0.0, "deformation": 10.0}
-STATISTICS_SAMPLES = 64  # the normalisation is estimated from so many of the training samples
+STATISTICS_SAMPLES = 64  # training samples that the normalisation is estimated from
+
+
+def rotate(x: np.ndarray, axis: np.ndarray, angle: float | np.ndarray) -> np.ndarray:
+    """Rotate vectors `x` [N, 3] anticlockwise about the unit vector `axis` [3] by `angle`, radians, scalar or [N].
+
+    Rodrigues' formula; returns [N, 3].
+    """
+    cos, sin = np.cos(angle)[..., None], np.sin(angle)[..., None]
+    return x * cos + np.cross(axis, x) * sin + axis * (x @ axis)[:, None] * (1 - cos)
+
+
+@dataclass(frozen=True, eq=False)
+class Flow:
+    """Wind on the Earth with exact trajectories: solid-body rotation, with or without deformation.
+
+    Parameters
+    ----------
+    axis : array_like
+        [3], unit vector a of the rotation.
+    centre : array_like
+        [3], unit vector b orthogonal to `axis`: the centre of the deformation at time 0.
+    deformation : float
+        k T, the strength of the deformation; 10 in the published test case, 0 for solid-body rotation.
+    period : float
+        T in hours.
+
+    Raises
+    ------
+    ValueError
+        If the vectors are not orthonormal, or the period is not positive.
+    """
+
+    axis: np.ndarray
+    centre: np.ndarray
+    deformation: float = 10.0
+    period: float = 288.0
+
+    def __post_init__(self):
+        for name in ("axis", "centre"):
+            vector = np.asarray(getattr(self, name), dtype=np.float64)
+            if vector.shape != (3,):
+                raise ValueError(f"{name} must be a vector [3], got {vector.shape}")
+            object.__setattr__(self, name, vector)
+        gram = np.stack([self.axis, self.centre]) @ np.stack([self.axis, self.centre]).T
+        if not np.allclose(gram, np.eye(2), atol=1e-12):
+            raise ValueError(f"axis and centre must be orthogonal unit vectors, got {self.axis} and {self.centre}")
+        if not self.period > 0:
+            raise ValueError(f"period must be positive, in hours, got {self.period}")
+
+    @property
+    def angular_speed(self) -> float:
+        """Speed w of the solid-body part, radians per hour."""
+        return 2 * np.pi / self.period
+
+    def wind(self, xyz: np.ndarray, time: float) -> np.ndarray:
+        """Return the velocity [N, 3] in m/s at unit vectors `xyz` [N, 3] and `time` in hours."""
+        centre = rotate(self.centre[None], self.axis, self.angular_speed * time)[0]
+        strength = 2 * self.deformation / self.period * np.cos(np.pi * time / self.period)
+        rotation = self.angular_speed * np.cross(self.axis, xyz)  # radians per hour
+        deformation = strength * (xyz @ centre)[:, None] * np.cross(xyz, centre)
+        return (rotation + deformation) * EARTH_RADIUS / SECONDS_PER_HOUR
+
+    def transport(self, xyz: np.ndarray, start: float, end: float) -> np.ndarray:
+        """Return the positions [N, 3] at time `end` of particles that are at unit vectors `xyz` [N, 3] at time `start`.
+
+        Times are in hours; with an end before the start trajectories are followed backwards.
+        """
+        y = rotate(xyz, self.axis, -self.angular_speed * start)
+        phase = np.pi / self.period
+        effective_time = (np.sin(phase * end) - np.sin(phase * start)) / phase
+        y = rotate(y, self.centre, -2 * self.deformation / self.period * (y @ self.centre) * effective_time)
+        return rotate(y, self.axis, self.angular_speed * end)
 
 
 @dataclass(frozen=True, eq=False)
 class Hills:
     """A smooth tracer: sum over m of height_m exp(-sharpness_m |x - centre_m|^2), as in Nair and Lauritzen, section 4.
 
-    Parameters
-    ----------
-    centres : numpy.ndarray
-        [M, 3] unit vectors.
-    heights : numpy.ndarray
-        [M], kg/kg.
-    sharpness : numpy.ndarray
-        [M]; 5 makes a hill of 21 degrees half width at half height, 20 one of 11 degrees.
+    Centres [M, 3] are unit vectors, heights [M] in kg/kg; sharpness [M] of 5 is a half width at half height of 21
+    degrees, 20 one of 11 degrees.
     """
 
     centres: np.ndarray
@@ -53,7 +139,7 @@ class Hills:
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """One advection problem: `hills` at time `start` (hours into the period), carried by `flow`."""
+    """One advection problem: `hills` at time `start` (hours into the period), advected by `flow`."""
 
     flow: Flow
     hills: Hills
@@ -65,20 +151,7 @@ class Case:
 
 
 def draw_case(rng: np.random.Generator, flows: tuple[str, ...]) -> Case:
-    """Draw a problem: kind of flow, its orientation, its phase, two to five hills.
-
-    Parameters
-    ----------
-    rng : numpy.random.Generator
-        Where the randomness comes from.
-    flows : tuple of str
-        Kinds to choose from, keys of `DEFORMATION`.
-
-    Returns
-    -------
-    Case
-        The problem.
-    """
+    """Draw a kind of flow out of `flows` (keys of `DEFORMATION`), its orientation and phase, and two to five hills."""
     kind = flows[rng.integers(len(flows))]
     frame, _ = np.linalg.qr(rng.standard_normal((3, 3)))
     flow = Flow(axis=frame[:, 0], centre=frame[:, 1], deformation=DEFORMATION[kind])
@@ -94,7 +167,7 @@ def draw_case(rng: np.random.Generator, flows: tuple[str, ...]) -> Case:
 
 @dataclass(frozen=True)
 class Statistics:
-    """What the channels are divided by, from training samples: tracer mean, spreads of tracer, its change and the wind."""
+    """Normalisation from training samples: tracer mean, standard deviations of tracer, its change and the wind."""
 
     tracer_mean: float
     tracer_std: float
@@ -103,7 +176,7 @@ class Statistics:
 
     @classmethod
     def of(cls, cases: list[Case], xyz: np.ndarray, lead_time: float) -> "Statistics":
-        """Measure the statistics of these problems at the points `xyz` [N, 3]."""
+        """Compute the statistics of these problems at unit vectors `xyz` [N, 3]."""
         tracer = np.stack([case.tracer(xyz, 0) for case in cases])
         change = np.stack([case.tracer(xyz, lead_time) for case in cases]) - tracer
         wind = np.stack([case.flow.wind(xyz, case.start) for case in cases])
@@ -111,11 +184,11 @@ class Statistics:
 
 
 class SphereDataset(ForecastDataset):
-    """Advection problems on one grid, each made when it is asked for and always the same.
+    """Advection problems on one grid, generated on access and reproducible.
 
-    Inputs are the tracer, the wind at the start and at the end of the forecast (a transport model is given the wind), and
-    the position. The two components of the wind refer to the frame of the edge directions (`Nodes.frame`), so that how
-    far upstream a neighbour lies is an inner product of what the network sees.
+    Inputs are the tracer, the wind at the start and at the end of the forecast (a transport model is given the wind),
+    and the position. Wind components are in the frame of the edge directions (`Nodes.frame`), so that the upstream
+    distance of a neighbour is an inner product of inputs.
 
     Parameters
     ----------
@@ -128,9 +201,9 @@ class SphereDataset(ForecastDataset):
     lead_time : float
         Hours.
     key : tuple of int
-        Seeds sample i together with i.
+        Sample i is seeded with (*key, i).
     statistics : Statistics or None
-        The normalisation; None measures it on the first samples of this data set.
+        The normalisation; None computes it from the first samples of this data set.
     """
 
     variables = ("tracer",)
@@ -155,7 +228,7 @@ class SphereDataset(ForecastDataset):
         return self.size
 
     def case(self, i: int) -> Case:
-        """Return the problem of sample i; IndexError where there is none, for any number would make one."""
+        """Return the problem of sample i; Raises IndexError if i is not in [0, len)."""
         self.check_sample(i)
         return draw_case(np.random.default_rng((*self.key, i)), self.flows)
 
@@ -173,19 +246,19 @@ class SphereDataset(ForecastDataset):
         return self._tracer(i, self.lead_time)
 
     def advance(self, i: int, forecasts: Sequence[Tensor]) -> Step:
-        """Return the step that follows some forecasts: their last tracer, and the wind of its hours."""
+        """Return the step after these forecasts: the last tracer, and the wind of its hours."""
         if not forecasts:
             return Step(self.inputs(i), self.present(i), self.truth(i))
         hours = len(forecasts) * self.lead_time
         inputs = self._channels(self.case(i), forecasts[-1][:, 0].numpy(), hours)
         return Step(inputs, forecasts[-1], self._tracer(i, hours + self.lead_time))
 
-    def part(self, rows: Tensor) -> "SphereDataset":
-        """Return the same samples, computed at some of the nodes alone."""
-        part, chosen = copy.copy(self), rows.numpy()
-        part.nodes, part.weights, part._position = self.nodes[chosen], self.weights[rows], self._position[rows]
-        part._xyz, part._frame = self._xyz[chosen], self._frame[chosen]
-        return part
+    def select_nodes(self, index: Tensor) -> "SphereDataset":
+        """Return the same samples, computed only at the nodes `index` [n] int64."""
+        subset, rows = copy.copy(self), index.numpy()
+        subset.nodes, subset.weights, subset._position = self.nodes[rows], self.weights[index], self._position[index]
+        subset._xyz, subset._frame = self._xyz[rows], self._frame[rows]
+        return subset
 
     def title(self, i: int) -> str:
         """Return the kind of flow and the lead time."""
@@ -193,7 +266,7 @@ class SphereDataset(ForecastDataset):
         return f"{kind}, {self.lead_time:g} h"
 
     def _channels(self, case, tracer, hours):
-        """The input channels for a tracer [N], `hours` after the start of a case."""
+        """Return the input channels for a tracer [N], `hours` after the start of a case."""
         tracer = (tracer - self.statistics.tracer_mean) / self.statistics.tracer_std
         winds = [case.flow.wind(self._xyz, case.start + at) for at in (hours, hours + self.lead_time)]
         components = [np.einsum("nid,nd->ni", self._frame, wind) / self.statistics.wind_std for wind in winds]
@@ -213,25 +286,20 @@ def sphere(
     test_size: int = 64,
     seed: int = 0,
 ) -> Splits:
-    """Make the `sphere` data set.
+    """Return the `sphere` data set: training, validation and test samples, no two with the same flow.
 
     Parameters
     ----------
     grid_name : str
-        Grid of the fields, as `grids.grid` takes it.
+        Grid of the fields, a name for `grids.grid`.
     flows : sequence of str
         Kinds of flow to draw from: "rotation", "deformation", or both.
     lead_time : float
-        Hours from the present to the truth. The flows turn once in 288 h.
+        Hours from the present to the truth. The flows rotate once in 288 h.
     train_size, valid_size, test_size : int
         Numbers of samples.
     seed : int
-        At least 0. Another seed makes other samples; the same makes the same.
-
-    Returns
-    -------
-    Splits
-        Training, validation and test samples, no two with the same flow.
+        Seed of the samples, at least 0.
 
     Raises
     ------
@@ -245,7 +313,7 @@ def sphere(
     (torch.Size([544, 9]), torch.Size([544, 1]))
     """
     if isinstance(flows, str) or not isinstance(flows, Sequence):
-        raise ValueError(f"flows must be a list of kinds, as [{', '.join(DEFORMATION)}], got {flows!r}")
+        raise ValueError(f"flows must be a list of kinds, such as [{', '.join(DEFORMATION)}], got {flows!r}")
     if not flows or any(kind not in tuple(DEFORMATION) for kind in flows):
         raise ValueError(f"flows must be one or more of {', '.join(DEFORMATION)}, got {list(flows)}")
     for name, size in {"train_size": train_size, "valid_size": valid_size, "test_size": test_size}.items():

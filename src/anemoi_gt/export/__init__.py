@@ -1,19 +1,17 @@
-"""Programs and packages of models, which run where this library is not: torch.export and AOTInductor."""
+"""Programs and packages of models that run without this library, by torch.export and AOTInductor."""
 
-from anemoi_gt.export.graphs import GraphAsInput, LayerOnTensors, graph_tensors
-from anemoi_gt.export.model import Autocast, export_model
-from anemoi_gt.export.package import write_package
-from anemoi_gt.export.program import export_program
-from anemoi_gt.export.trial import Trial, try_package
+from anemoi_gt.export.graph_inputs import GraphInputModel, TensorGraphLayer, graph_tensors
+from anemoi_gt.export.package import PackageReport, verify_package, write_package
+from anemoi_gt.export.program import Autocast, export_model, export_program
 
 __all__ = [
     "Autocast",
-    "GraphAsInput",
-    "LayerOnTensors",
-    "Trial",
+    "GraphInputModel",
+    "PackageReport",
+    "TensorGraphLayer",
     "export_model",
     "export_program",
     "graph_tensors",
-    "try_package",
+    "verify_package",
     "write_package",
 ]

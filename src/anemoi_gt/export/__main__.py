@@ -1,6 +1,7 @@
-"""The export application, `python -m anemoi_gt export checkpoint=FILE out=model.pt2`: a package that needs no library of ours.
+"""The export application, `python -m anemoi_gt export checkpoint=FILE out=model.pt2`.
 
-The config of the run comes from the checkpoint; values on the command line change it.
+It writes a package that runs without this library. The config of the run is read from the checkpoint and can be
+overridden on the command line.
 """
 
 import json
@@ -13,14 +14,12 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from torch import Tensor
 
 from anemoi_gt.data.datasets import ForecastDataset
 from anemoi_gt.evaluate import launch_on_checkpoint
-from anemoi_gt.export import Autocast, Trial, export_model, try_package, write_package
-from anemoi_gt.export.model import check_max_batch
-from anemoi_gt.export.package import check_compiler, check_place, check_toolkit
-from anemoi_gt.export.program import check_kernels
+from anemoi_gt.export import Autocast, PackageReport, export_model, verify_package, write_package
+from anemoi_gt.export.package import check_compiler, check_path, check_toolkit
+from anemoi_gt.export.program import check_kernels, check_max_batch
 from anemoi_gt.hydra_app import Run, build, check_backend, instantiate
 from anemoi_gt.training.checkpoint import load_checkpoint, load_weights
 from anemoi_gt.training.device import choose_device, cpu_threads
@@ -32,101 +31,91 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-TRIED = 3  # samples of the batch in which a package is compared
+VERIFIED_BATCH = 3  # batch size at which a package is compared with the model
 
 
-class Wanted(NamedTuple):
-    """What the command line asks for.
-
-    Attributes
-    ----------
-    out : Path
-        The package.
-    max_batch : int
-        Samples that it takes at most.
-    precision : str
-        One of `AUTOCAST`.
-    """
+class ExportOptions(NamedTuple):
+    """Options of the command line: path of the package, maximum batch size, and one of `AUTOCAST`."""
 
     out: Path
     max_batch: int
     precision: str
 
     def check(self) -> None:
-        """Raise ValueError or OSError for what cannot be."""
+        """Raise ValueError or OSError for an invalid option."""
         check_max_batch(self.max_batch)
         if self.precision not in AUTOCAST:
             raise ValueError(f"precision must be one of {', '.join(AUTOCAST)}, got {self.precision!r}")
-        check_place(self.out)
+        check_path(self.out)
 
 
-def prepare(config: "DictConfig") -> Callable[[], None]:
-    """Check what is wanted and make the checkpoint's model and data; returns the export."""
+def prepare(config: "DictConfig") -> Callable[[], PackageReport]:
+    """Check the options, build the checkpoint's model and data, and return the export as a function."""
     if not isinstance(config.out, str) or not config.out:
-        raise ValueError(f"out must be the name of a file, as model.pt2, got {config.out!r}")
-    wanted = Wanted(Path(config.out), config.max_batch, config.precision)
-    wanted.check()
+        raise ValueError(f"out must be a file name, such as model.pt2, got {config.out!r}")
+    options = ExportOptions(Path(config.out), config.max_batch, config.precision)
+    options.check()
     checkpoint = Path(config.checkpoint)
     state, run = load_checkpoint(checkpoint), build(config)
     load_weights(run.model, state)
     device = choose_device(run.training.device)
     check_compiler()
     check_toolkit(device)
-    made = {"checkpoint": str(checkpoint), "step": str(state.get("step")), "precision": wanted.precision}
-    made["backend"] = check_backend(instantiate(config.attention), device)
-    if made["backend"] == "triton":
+    origin = {"checkpoint": str(checkpoint), "step": str(state.get("step")), "precision": options.precision}
+    origin["backend"] = check_backend(instantiate(config.attention), device)
+    if origin["backend"] == "triton":
         check_kernels()
-    return partial(export, run, wanted, made)
+    return partial(export, run, options, origin)
 
 
-def export(run: Run, wanted: Wanted, made: dict[str, str]) -> Trial:
-    """Compile the package and compare it with the model.
+def export(run: Run, options: ExportOptions, origin: dict[str, str]) -> PackageReport:
+    """Compile the package, compare it with the model, and move it to its final name.
 
     Parameters
     ----------
     run : Run
-        From `build`, the model with the weights of the checkpoint.
-    wanted : Wanted
-        What the command line asks for.
-    made : dict of str to str
-        Of what and how the package is made, for its metadata.
+        From `build`, with the model's weights from the checkpoint.
+    options : ExportOptions
+        Options of the command line.
+    origin : dict of str to str
+        Metadata on checkpoint, step, precision and backend.
 
     Raises
     ------
     FloatingPointError
-        When the package gives other numbers than the model; it is not left behind.
+        If the package does not agree with the model; no file is left.
     OSError
-        When it cannot be written.
+        If it cannot be written.
     """
-    device, dtype, data = choose_device(run.training.device), AUTOCAST[wanted.precision], run.splits.test
+    device, dtype, data = choose_device(run.training.device), AUTOCAST[options.precision], run.splits.test
     model = run.model.to(device).eval()
     model = model if dtype is None else Autocast(model, device.type, dtype).eval()
     with (
         cpu_threads(run.training.threads),
-        TemporaryDirectory(dir=wanted.out.parent, prefix=f".{wanted.out.stem}-") as folder,
+        TemporaryDirectory(dir=options.out.parent, prefix=f".{options.out.stem}-") as folder,
     ):
-        trial_place = Path(folder) / wanted.out.name
-        samples = torch.stack([data[i].inputs for i in range(min(len(data), wanted.max_batch, TRIED))]).to(device)
-        log.info("exporting a model of %d weights", sum(parameter.numel() for parameter in model.parameters()))
-        program = export_model(model, samples[:1], wanted.max_batch)
-        write_package(program, trial_place, made | describe(data, wanted.max_batch, device))
-        batches = [samples[:1]] if len(samples) == 1 else [samples[:1], samples]
-        trial = try_package(trial_place, model, batches, dtype or torch.float32)
-        os.replace(trial_place, wanted.out)
-    log.info(
-        "same numbers as the model: error %.1e of its output's size, in batches of %s", trial.error, _sizes(batches)
-    )
-    log.info("one sample takes %.2f ms, the model in eager PyTorch %.2f ms", trial.package_ms, trial.model_ms)
-    log.info("written: %s, %.1f MB", wanted.out, trial.size / 1e6)
-    return trial
+        temporary = Path(folder) / options.out.name
+        batch_size = min(len(data), options.max_batch, VERIFIED_BATCH)
+        batch = torch.stack([data[i].inputs for i in range(batch_size)]).to(device)
+        log.info("exporting a model of %d parameters", sum(parameter.numel() for parameter in model.parameters()))
+        program = export_model(model, batch[:1], options.max_batch)
+        write_package(program, temporary, origin | describe(data, options.max_batch, device))
+        batches = [batch[:1]] if batch_size == 1 else [batch[:1], batch]
+        report = verify_package(temporary, model, batches, dtype or torch.float32)
+        os.replace(temporary, options.out)
+    sizes = " and ".join(str(len(batch)) for batch in batches)
+    log.info("verified: relative error %.1e from the model, for batch sizes %s", report.error, sizes)
+    log.info("batch size 1: package %.2f ms, eager PyTorch %.2f ms", report.package_ms, report.model_ms)
+    log.info("written: %s, %.1f MB", options.out, report.size / 1e6)
+    return report
 
 
 def describe(data: ForecastDataset, max_batch: int, device: torch.device) -> dict[str, str]:
-    """Return what a loader has to know of inputs and outputs; what is more than one word is JSON."""
-    samples = 1 if max_batch == 1 else f"1 to {max_batch}"
-    inputs = {"name": "x", "shape": [samples, len(data.nodes), data.in_channels], "dtype": "float32"}
-    inputs |= {"channels": data.input_names, "normalised": "as the data set of the run does"}
-    output = {"name": "change", "shape": [samples, len(data.nodes), data.out_channels], "dtype": "float32"}
+    """Return the metadata on inputs, outputs and versions; structured values are JSON."""
+    batch = 1 if max_batch == 1 else f"1 to {max_batch}"
+    inputs = {"name": "x", "shape": [batch, len(data.nodes), data.in_channels], "dtype": "float32"}
+    inputs |= {"channels": data.input_names, "normalised": "by the data set of the run"}
+    output = {"name": "change", "shape": [batch, len(data.nodes), data.out_channels], "dtype": "float32"}
     output |= {"variables": data.variables, "units": data.units}
     output |= {"mean": data.change_mean.tolist(), "std": data.change_std.tolist()}
     return {
@@ -135,13 +124,9 @@ def describe(data: ForecastDataset, max_batch: int, device: torch.device) -> dic
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "inputs": json.dumps([inputs]),
         "outputs": json.dumps([output]),
-        "forecast": "reference + mean + change * std, in units; reference is the state that the data set counts changes from",
+        "forecast": "reference + mean + change * std, in units; reference is the data set's reference state",
         "lead_time_hours": f"{data.lead_time:g}",
     }
-
-
-def _sizes(batches: list[Tensor]) -> str:
-    return " and ".join(str(len(batch)) for batch in batches)
 
 
 def main() -> None:

@@ -1,12 +1,16 @@
-"""Packages: programs compiled by AOTInductor into one file, which PyTorch alone loads, from Python or from C++."""
+"""Packages: programs compiled by AOTInductor into one file, which PyTorch loads from Python or C++."""
 
+import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor, nn
 from torch._inductor import config
 from torch._inductor.cpp_builder import get_cpp_compiler
 from torch._inductor.exc import InvalidCxxCompiler
@@ -15,44 +19,46 @@ from torch.utils import cpp_extension
 
 SUFFIX = ".pt2"
 PROBE = "#include <locale>\nstd::locale probe() { return std::locale(); }\n"
-COPY = b"_S_create_c_locale name not valid"  # a text of libstdc++, in whatever holds its locale
+COPY = b"_S_create_c_locale name not valid"  # a string in every binary that contains libstdc++'s locale
+LIMITS = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 5e-3}  # relative error: about 80, 4 and 5 eps
+REPEATS = 11
 
 
 def write_package(program: ExportedProgram, path: str | Path, metadata: Mapping[str, str]) -> None:
-    """Compile a program for the device that its tensors are on, and write the package.
+    """Compile a program for the device of its tensors and write the package.
 
     Parameters
     ----------
     program : torch.export.ExportedProgram
-        Of `export_program` or `export_model`.
+        From `export_program` or `export_model`.
     path : str or Path
         Ends in ".pt2"; its folder exists.
     metadata : mapping of str to str
-        What a loader is told.
+        Metadata for loaders.
 
     Raises
     ------
     ValueError
-        When the name does not end in ".pt2", metadata is more than text, or there is no C++ compiler that makes packages that
-        can be loaded; raised before anything is compiled.
+        If the name does not end in ".pt2", metadata is not text, or there is no C++ compiler whose packages can be
+        loaded; before compiling.
     OSError
-        When the folder cannot be written; raised before anything is compiled.
+        If the folder is not writable; before compiling.
     """
-    check_place(Path(path))
+    check_path(Path(path))
     if not all(isinstance(text, str) for pair in metadata.items() for text in pair):
-        raise ValueError(f"metadata must be text by names, JSON where it is more, got {dict(metadata)}")
+        raise ValueError(f"metadata must map str to str (use JSON for other values), got {dict(metadata)}")
     check_compiler()
     options = {"aot_inductor.metadata": dict(metadata), **_float_scalars()}
     with torch.no_grad():
         torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=options)
 
 
-def check_place(path: Path) -> None:
-    """Raise unless a package can be written there: ValueError for the name, OSError for the folder."""
+def check_path(path: Path) -> None:
+    """Raise ValueError if `path` is no name for a package, OSError if its folder is not writable."""
     if path.suffix != SUFFIX:
-        raise ValueError(f"a package must have a name that ends in {SUFFIX}, as PyTorch's loader wants it, got {path}")
+        raise ValueError(f"the name of a package must end in {SUFFIX}, which PyTorch's loader requires, got {path}")
     if path.is_dir():
-        raise ValueError(f"a package is a file, {path} is a folder")
+        raise ValueError(f"a package must be a file, {path} is a folder")
     try:
         with tempfile.TemporaryFile(dir=path.parent):
             pass
@@ -61,44 +67,118 @@ def check_place(path: Path) -> None:
 
 
 def check_compiler() -> None:
-    """Raise ValueError where there is no C++ compiler, or one whose packages crash when they are loaded.
+    """Raise ValueError if there is no C++ compiler, or its packages would crash on loading.
 
-    A package that holds the C++ standard library, instead of asking for the one that PyTorch has, meets PyTorch's locale with its own
-    and ends the process, in `std::regex`, before anything of the model runs. A compiler links so where `libstdc++.so` is missing.
+    A package that contains a copy of the C++ standard library crashes in `std::regex` when loaded, because the copy
+    meets the locale of PyTorch's library. Compilers link a copy if `libstdc++.so` is missing.
     """
     try:
         compiler = get_cpp_compiler()
     except InvalidCxxCompiler as error:
-        raise ValueError(
-            "a package is compiled by a C++ compiler, none is found: install g++, or name one in CXX"
-        ) from error
+        raise ValueError("a package needs a C++ compiler, found none: install g++, or set CXX") from error
     if sys.platform == "linux" and _copies_standard_library(compiler):
         raise ValueError(
-            f"a package must share the C++ standard library with PyTorch, {compiler} links a copy into what it makes, which "
-            "crashes when it is loaded: install its libstdc++.so (libstdc++-13-dev for g++ 13), or name another compiler in CXX"
+            f"a package must share the C++ standard library with PyTorch, but {compiler} links a copy, which crashes "
+            "on loading: install its libstdc++.so (libstdc++-13-dev for g++ 13), or set CXX to another compiler"
         )
 
 
 def check_toolkit(device: torch.device) -> None:
-    """Raise ValueError where the CUDA toolkit is missing that a package for `device` needs."""
+    """Raise ValueError if a package for `device` needs the CUDA toolkit and it is missing."""
     if device.type == "cuda" and torch.version.cuda and cpp_extension.CUDA_HOME is None:
-        raise ValueError(
-            "a package for a GPU needs the CUDA toolkit, none is found: install it, or name it in CUDA_HOME"
-        )
+        raise ValueError("a package for a GPU needs the CUDA toolkit, found none: install it, or set CUDA_HOME")
 
 
 def _copies_standard_library(compiler: str) -> bool:
-    """Whether a library that it makes holds the C++ standard library's locale; a driver of C asks for none, which does no harm."""
+    """Return whether libraries by this compiler contain the C++ locale; a C driver links none, which is harmless."""
     with tempfile.TemporaryDirectory() as folder:
         library = Path(folder) / "probe.so"
         command = [compiler, "-shared", "-fPIC", "-x", "c++", "-", "-o", library]
-        made = subprocess.run(command, input=PROBE, capture_output=True, text=True, check=False)
-        if made.returncode:
-            raise ValueError(f"a package is compiled by a C++ compiler, {compiler} fails: {made.stderr.strip()}")
+        result = subprocess.run(command, input=PROBE, capture_output=True, text=True, check=False)
+        if result.returncode:
+            raise ValueError(f"a package needs a C++ compiler, {compiler} fails: {result.stderr.strip()}")
         return COPY in library.read_bytes()
 
 
 def _float_scalars() -> dict[str, bool]:
-    """Numbers that a kernel is handed are float32, as in eager launches; as float64 they would make it compute so."""
+    """Pass scalars to kernels as float32, as eager launches do; float64 would change the arithmetic."""
     name = "_use_fp64_for_unbacked_floats"
     return {name: False} if hasattr(config, name) else {}
+
+
+@dataclass(frozen=True)
+class PackageReport:
+    """Error, size and speed of a package.
+
+    Attributes
+    ----------
+    error : float
+        RMS difference from the model, relative to the RMS of the model's output; the largest over all batches.
+    size : int
+        Bytes of the file.
+    package_ms, model_ms : float
+        Median milliseconds of a call with the first batch, of the package and of the model in eager PyTorch.
+    """
+
+    error: float
+    size: int
+    package_ms: float
+    model_ms: float
+
+
+def verify_package(path: str | Path, model: nn.Module, batches: list[Tensor], dtype: torch.dtype) -> PackageReport:
+    """Compare a package with its model on the same inputs.
+
+    Parameters
+    ----------
+    path : str or Path
+        The package.
+    model : nn.Module
+        The exported model in evaluation mode, on the device of the package.
+    batches : list of Tensor [B, N, in_channels]
+        Inputs on that device; the first is timed.
+    dtype : torch.dtype
+        Compute dtype of the model, one of `LIMITS`: it determines the allowed error.
+
+    Raises
+    ------
+    ValueError
+        For another dtype.
+    FloatingPointError
+        If the error exceeds the limit of `dtype`.
+    """
+    if dtype not in LIMITS:
+        raise ValueError(f"dtype must be one of {', '.join(map(str, LIMITS))}, got {dtype}")
+    package = torch._inductor.aoti_load_package(str(path))
+    with torch.no_grad():
+        error = max(relative_error(package(batch), model(batch)) for batch in batches)
+        if not error <= LIMITS[dtype]:
+            raise FloatingPointError(
+                f"the package must agree with the model within {LIMITS[dtype]:g}, its relative error is {error:.2g}"
+            )
+        package_ms, model_ms = (_milliseconds(call, batches[0]) for call in (package, model))
+    return PackageReport(error, Path(path).stat().st_size, package_ms, model_ms)
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    """Return the RMS difference relative to the RMS of `expected`; NaN if any element is, 0 if both are equal."""
+    actual, expected = actual.double(), expected.double()
+    difference = (actual - expected).square().mean()
+    return 0.0 if difference == 0 else (difference / expected.square().mean()).sqrt().item()
+
+
+def _milliseconds(call: Callable[[Tensor], Tensor], batch: Tensor) -> float:
+    """Return the median time of a call, with the device synchronised before and after each."""
+    times = []
+    for _ in range(REPEATS):
+        _synchronize(batch)
+        begin = time.perf_counter()
+        call(batch)
+        _synchronize(batch)
+        times.append(1e3 * (time.perf_counter() - begin))
+    return statistics.median(times)
+
+
+def _synchronize(tensor: Tensor) -> None:
+    if tensor.is_cuda:
+        torch.cuda.synchronize(tensor.device)

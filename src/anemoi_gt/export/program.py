@@ -1,109 +1,167 @@
-"""Programs of PyTorch's own operators: a module after torch.export, with nothing in it that needs our Python code.
+"""Exported programs: torch.export of models and layers, with this library's operators replaced by portable ones.
 
-torch.export leaves each of our operators as one node that knows only the operator's name. Here each is replaced by the same
-work in terms that every process has: operators of PyTorch on the backend `torch`, the kernels themselves on `triton`.
+torch.export keeps each operator of this library as one node that only has the operator's name. `export_program`
+decomposes it to operators of PyTorch (backend `torch`) or to the kernels themselves (backend `triton`), so that the
+program loads without this library.
 """
 
 import copy
 from collections.abc import Callable
 
 import torch
-from torch import nn
-from torch.export import ExportedProgram
+from torch import Tensor, nn
+from torch.export import Dim, ExportedProgram
+from torch.utils._pytree import tree_map
 
 from anemoi_gt.custom_ops import NAMESPACE
 from anemoi_gt.nn.static_graph import StaticStructure
 from anemoi_gt.ops.triton_backend.device import interpreted
 
 
-def export_program(module: nn.Module, inputs: tuple, dynamic_shapes=None) -> ExportedProgram:
-    """Export a module for inference, with none of our operators in it.
+class Autocast(nn.Module):
+    """A model whose forward pass always runs under autocast.
 
     Parameters
     ----------
-    module : nn.Module
-        Any module whose layers attend; it is left as it is, and exported as after `eval()`. Attention runs on the backend
-        that its config chooses for tensors of `inputs`.
-    inputs : tuple
-        An example of its arguments. Sizes that are to change must not be 0 or 1 in it. On the backend `triton`, the numbers
-        of edges a node in the example choose the tiles, which change speed, not results.
-    dynamic_shapes : optional
-        Which sizes may change, as `torch.export.export` takes it; None fixes all.
+    model : nn.Module
+    device_type : str
+        Such as "cuda".
+    dtype : torch.dtype
+        bfloat16 or float16.
+    """
 
-    Returns
-    -------
-    torch.export.ExportedProgram
-        Without gradients. `write_package` takes it.
+    def __init__(self, model: nn.Module, device_type: str, dtype: torch.dtype):
+        super().__init__()
+        self.model, self.device_type, self.dtype = model, device_type, dtype
+
+    def forward(self, x: Tensor | dict[str, Tensor]) -> Tensor | dict[str, Tensor]:
+        """Call the model."""
+        with torch.autocast(self.device_type, dtype=self.dtype):
+            return self.model(x)
+
+
+def export_model(model: nn.Module, x: Tensor | dict[str, Tensor], max_batch: int) -> ExportedProgram:
+    """Export a model on its own graph for inference, with a dynamic batch size.
+
+    Parameters
+    ----------
+    model : EncoderProcessorDecoder, or a module with the same arguments
+        Left unchanged. A model compiled by `torch.compile` is exported uncompiled.
+    x : Tensor [B, N, in_channels], or dict of data set to that
+        An example on the device of the model; its values do not matter.
+    max_batch : int
+        Maximum batch size; 1 fixes it. On the backend `triton`, kernels use 32-bit offsets if that suffices for this
+        size.
 
     Raises
     ------
     ValueError
-        When an operator of ours has no other form: one that sorts edges, in a module that is handed an edge_index; or
-        kernels under Triton's interpreter.
+        If max_batch is not a positive integer, or x is not an example.
+    """
+    check_max_batch(max_batch)
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    tree_map(_check_example, x)
+    batch = Dim("batch", min=1, max=max_batch) if max_batch > 1 else None
+    example = tree_map(lambda field: field.narrow(0, 0, 1).repeat(2 if batch else 1, 1, 1), x)  # 1 would specialise
+    return export_program(model, (example,), (tree_map(lambda _: {0: batch} if batch else None, x),))
+
+
+def check_max_batch(max_batch: int) -> None:
+    """Raise ValueError unless `max_batch` is a positive integer."""
+    if type(max_batch) is not int or max_batch < 1:
+        raise ValueError(f"max_batch must be an integer, at least 1, got {max_batch!r}")
+
+
+def _check_example(field: Tensor) -> None:
+    if not isinstance(field, Tensor) or field.dim() != 3 or field.shape[0] < 1:
+        got = tuple(field.shape) if isinstance(field, Tensor) else type(field).__name__
+        raise ValueError(f"x must be an example [B, N, channels] with B at least 1, got {got}")
+
+
+def export_program(module: nn.Module, inputs: tuple, dynamic_shapes=None) -> ExportedProgram:
+    """Export a module for inference, without this library's operators.
+
+    Parameters
+    ----------
+    module : nn.Module
+        Any module; left unchanged, and exported in evaluation mode. Attention runs on the backend that its config
+        selects for the devices and dtypes of `inputs`.
+    inputs : tuple
+        Example arguments. Dynamic sizes must not be 0 or 1 in it. On the backend `triton`, the in-degrees of the
+        example determine the tiles, which change speed, not results.
+    dynamic_shapes : optional
+        As in `torch.export.export`; None fixes all sizes.
+
+    Returns
+    -------
+    torch.export.ExportedProgram
+        A program for `write_package`, without gradients.
+
+    Raises
+    ------
+    ValueError
+        If an operator has no portable form: one that sorts edges, in a module that takes an edge_index; or kernels
+        under Triton's interpreter.
 
     Examples
     --------
     >>> from torch.export import Dim
-    >>> from anemoi_gt.export import LayerOnTensors
+    >>> from anemoi_gt.export import TensorGraphLayer
     >>> from anemoi_gt.nn import GraphTransformerConv
     >>> graph = GraphStructure.from_edge_index(torch.tensor([[0, 1, 1], [0, 0, 1]]), (2, 2))
-    >>> layer = LayerOnTensors(GraphTransformerConv(4, 8, heads=2, edge_dim=3))
+    >>> layer = TensorGraphLayer(GraphTransformerConv(4, 8, heads=2, edge_dim=3))
     >>> program = export_program(layer, (torch.randn(5, 2, 4), graph.state_dict(), torch.randn(3, 3)),
-    ...                          ({0: Dim("samples", max=64)}, dict.fromkeys(graph.state_dict()), None))
+    ...                          ({0: Dim("batch", max=64)}, dict.fromkeys(graph.state_dict()), None))
     >>> program.module()(torch.randn(7, 2, 4), graph.state_dict(), torch.randn(3, 3)).shape
     torch.Size([7, 2, 16])
     """
     with torch.no_grad():
         program = torch.export.export(for_inference(module), inputs, dynamic_shapes=dynamic_shapes, strict=False)
-        table = {operator: _replacement(operator) for operator in _ours(program)}
-        return program.run_decompositions(table)
+        return program.run_decompositions({operator: decomposition_of(operator) for operator in _custom_ops(program)})
 
 
 def for_inference(module: nn.Module) -> nn.Module:
-    """Return a module that shares all tensors with `module` and computes the same in `eval()`, without what gradients need.
+    """Return a copy in evaluation mode that shares all tensors with `module`, without what only gradients need.
 
-    Source sides of static graphs are left out: they are as large as the graphs. Of what `torch.compile` returned it is the
-    module inside.
+    Reverse structures of static graphs, which are as large as the graphs, are dropped. Compiled modules are unwrapped.
     """
-    return _twin(module, {})
+    return _shallow_copy(module, {})
 
 
 def check_kernels() -> None:
-    """Raise ValueError where kernels of the backend `triton` cannot be put into a program."""
+    """Raise ValueError if kernels of the backend `triton` cannot be exported."""
     if interpreted():
         raise ValueError(
-            "kernels of Triton's interpreter cannot be exported; unset TRITON_INTERPRET, or use the attention backend torch"
+            "kernels cannot be exported under Triton's interpreter: unset TRITON_INTERPRET, or use backend torch"
         )
 
 
-def _twin(module: nn.Module, made: dict[nn.Module, nn.Module]) -> nn.Module:
-    """One for a module, be it met under several names."""
-    module = getattr(module, "_orig_mod", module)  # what is set on the shell of torch.compile lands on the one inside
-    if module in made:
-        return made[module]
-    twin = made[module] = copy.copy(module)
+def _shallow_copy(module: nn.Module, copies: dict[nn.Module, nn.Module]) -> nn.Module:
+    """Return one copy of each module, even if it has several names."""
+    module = getattr(module, "_orig_mod", module)  # attributes set on torch.compile's wrapper land on the module inside
+    if module in copies:
+        return copies[module]
+    copied = copies[module] = copy.copy(module)
     for kind in ("_parameters", "_buffers"):
-        setattr(twin, kind, dict(getattr(twin, kind)))
+        setattr(copied, kind, dict(getattr(copied, kind)))
     if isinstance(module, StaticStructure):
-        twin.keep_for_inference()
-    parts = twin._modules.items()
-    twin._modules = {name: None if part is None else _twin(part, made) for name, part in parts}
-    twin.training = False
-    return twin
+        copied.keep_for_inference()
+    children = copied._modules.items()
+    copied._modules = {name: None if child is None else _shallow_copy(child, copies) for name, child in children}
+    copied.training = False
+    return copied
 
 
-def _ours(program: ExportedProgram) -> set[torch._ops.OpOverload]:
-    """Our operators in a program."""
-    targets = (node.target for part in program.graph_module.modules() for node in _nodes(part))
+def _custom_ops(program: ExportedProgram) -> set[torch._ops.OpOverload]:
+    """Return this library's operators in a program."""
+    graphs = (part for part in program.graph_module.modules() if isinstance(part, torch.fx.GraphModule))
+    targets = (node.target for part in graphs for node in part.graph.nodes)
     return {target for target in targets if getattr(target, "namespace", None) == NAMESPACE}
 
 
-def _nodes(part: nn.Module):
-    return part.graph.nodes if isinstance(part, torch.fx.GraphModule) else ()
-
-
-def _replacement(operator: torch._ops.OpOverload) -> Callable:
-    """What stands for an operator of ours in a program."""
+def decomposition_of(operator: torch._ops.OpOverload) -> Callable:
+    """Return the decomposition of one of this library's operators; Raises ValueError if it has none."""
     if operator._opname == "edge_attention_torch":
         from anemoi_gt.ops.torch_backend.export_decomposition import decompose
     elif operator._opname == "edge_attention_triton":
@@ -111,7 +169,7 @@ def _replacement(operator: torch._ops.OpOverload) -> Callable:
         from anemoi_gt.ops.triton_backend.export_decomposition import decompose
     else:
         raise ValueError(
-            f"a program must not sort edges, the module calls {operator}; build a GraphStructure once and hand over its "
-            "tensors, see anemoi_gt.export.LayerOnTensors"
+            f"a program must not sort edges, but the module calls {operator}: build a GraphStructure once and pass its "
+            "tensors, see anemoi_gt.export.TensorGraphLayer"
         )
     return decompose

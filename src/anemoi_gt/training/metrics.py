@@ -1,4 +1,4 @@
-"""Metrics as JSON lines: one record a line, written as it happens, so that an interrupted run leaves all but the last."""
+"""Metrics as JSON lines, flushed record by record, so that an interrupted run loses at most the last."""
 
 import json
 import os
@@ -8,14 +8,14 @@ from anemoi_gt.training.atomic_write import atomic_write, naming
 
 
 class MetricsFile:
-    """A file of records; also keeps them for the picture.
+    """A file of records, which also keeps them in memory for the plot.
 
     Parameters
     ----------
     path : Path
-        The file; one that exists is begun anew, except for what `until` keeps.
+        The file; an existing one is truncated after step `until`.
     until : int
-        The step of the checkpoint that the run continues from: records up to there are kept, later ones will come again.
+        The step of the checkpoint that the run resumes from.
     """
 
     def __init__(self, path: Path, until: int = 0):
@@ -38,9 +38,9 @@ class MetricsFile:
         Raises
         ------
         ValueError
-            If a number is not finite: JSON has no word for it.
+            If a number is not finite, which JSON does not represent.
         OSError
-            If it cannot be written, with the file and the reason.
+            If it cannot be written, with file and reason.
         """
         with naming(self.path):
             self._file.write(_line(record))
@@ -48,18 +48,18 @@ class MetricsFile:
         self.records.append(record)
 
     def sync(self) -> None:
-        """Wait until all records are on disk, so that no later checkpoint can outlive them."""
+        """Wait until all records are on disk, so that they are at least as recent as the next checkpoint."""
         with naming(self.path):
             os.fsync(self._file.fileno())
 
 
 def read_metrics(path: Path) -> list[dict]:
-    """Return the records of a file, none if there is no file; a last line that was cut off is left out.
+    """Return the records of a file, none if it does not exist; an incomplete last line is ignored.
 
     Raises
     ------
     ValueError
-        If a line holds no record, with its number.
+        If a line is not a record, with its number.
     """
     if not path.exists():
         return []
@@ -73,8 +73,8 @@ def read_metrics(path: Path) -> list[dict]:
 
 def curve(records: list[dict], split: str) -> tuple[list[int], list[float]]:
     """Return the steps and losses of the records of one split, "train" or "valid"."""
-    chosen = [record for record in records if record["split"] == split]
-    return [record["step"] for record in chosen], [record["loss"] for record in chosen]
+    selected = [record for record in records if record["split"] == split]
+    return [record["step"] for record in selected], [record["loss"] for record in selected]
 
 
 def _line(record: dict) -> str:

@@ -1,4 +1,4 @@
-"""What a run shows while it goes: a bar with the loss and the samples per second."""
+"""Progress of a run: a bar with loss and samples per second, and the meter behind them."""
 
 import sys
 import time
@@ -8,18 +8,18 @@ from torch import Tensor
 
 from anemoi_gt.extras import import_extra
 
-SECONDS_BETWEEN_LINES = 15  # where the bar cannot be redrawn in place, as in a log file
+SECONDS_BETWEEN_LINES = 15  # if the bar cannot be redrawn in place, as in a log file
 
 
 class ProgressBar:
-    """A bar over the samples of a run, on standard error.
+    """A progress bar over the samples of a run, on standard error.
 
     Parameters
     ----------
     samples : int
-        How many there will be.
+        Number of samples of the run.
     done : int
-        How many a continued run has seen already.
+        Number of samples before a resumed run continues.
 
     Raises
     ------
@@ -30,14 +30,8 @@ class ProgressBar:
     def __init__(self, samples: int, done: int = 0):
         tqdm = import_extra("tqdm", "train").tqdm
         interval = 0.1 if sys.stderr.isatty() else SECONDS_BETWEEN_LINES
-        self._bar = tqdm(
-            total=samples,
-            initial=done,
-            unit=" samples",
-            desc="training",
-            mininterval=interval,
-            maxinterval=interval,
-        )
+        intervals = {"mininterval": interval, "maxinterval": interval}
+        self._bar = tqdm(total=samples, initial=done, unit=" samples", desc="training", **intervals)
         self._shown: dict[str, str] = {}
 
     def __enter__(self):
@@ -47,22 +41,22 @@ class ProgressBar:
         self._bar.close()
 
     def advance(self, samples: int) -> None:
-        """Count samples as done."""
+        """Add samples to the count."""
         self._bar.update(samples)
 
     def show(self, **numbers: float) -> None:
-        """Show numbers beside the bar, until others of the same name come."""
+        """Show or update named numbers beside the bar."""
         self._shown |= {name: f"{number:.4f}" for name, number in numbers.items()}
         self._bar.set_postfix(self._shown, refresh=False)
 
 
 class Meter:
-    """Mean loss and speed of the steps since it was last read; waits for the device only when it is asked.
+    """Mean loss and speed of the steps since the last reading; synchronises with the device only on reading.
 
     Parameters
     ----------
     device : torch.device
-        Where the losses are.
+        Device of the losses.
     """
 
     def __init__(self, device: torch.device):
@@ -71,7 +65,7 @@ class Meter:
         self.start()
 
     def start(self) -> None:
-        """Begin to measure speed; the losses that wait to be read stay."""
+        """Restart the measurement of speed; unread losses are kept."""
         self._samples, self._since = 0, time.perf_counter()
 
     def add(self, loss: Tensor, samples: int) -> None:
@@ -80,20 +74,20 @@ class Meter:
         self._samples += samples
 
     def loss(self) -> float:
-        """Return the mean loss of the steps since it was last read; 0 when there is none."""
+        """Return the mean loss of the steps since the last reading; 0 if there is none."""
         return torch.stack(self._losses).mean().item() if self._losses else 0.0
 
     def read(self) -> tuple[float, float]:
-        """Return the mean loss and the samples per second, and begin anew."""
+        """Return the mean loss and the samples per second, and reset both."""
         loss, speed = self.loss(), self._samples / (time.perf_counter() - self._since)
         self._losses = []
         self.start()
         return loss, speed
 
     def state_dict(self) -> list[float]:
-        """Return the losses that wait to be read: a continued run then records the same mean."""
+        """Return the unread losses, so that a resumed run records the same mean."""
         return [loss.item() for loss in self._losses]
 
     def load_state_dict(self, state: list[float]) -> None:
-        """Take over the losses that waited to be read."""
+        """Restore the unread losses."""
         self._losses = list(torch.tensor(state, device=self._device))

@@ -1,9 +1,9 @@
-"""Rollouts: forecasts that go on from forecasts, lead time after lead time.
+"""Autoregressive rollouts.
 
     state_0 = the present,  state_n = reference_n + change_mean + model(inputs_n) * change_std
 
-where inputs_n and reference_n are made from the states before n and from nothing that comes later; the data set makes
-them (`ForecastDataset.advance`). The first step is the forecast that training scores.
+`ForecastDataset.advance` makes inputs_n and reference_n from the states before n. The first step is the forecast that
+training scores.
 """
 
 import math
@@ -14,26 +14,26 @@ from torch import Tensor, nn
 
 from anemoi_gt.data.datasets import ForecastDataset
 from anemoi_gt.option_checks import check_integer
-from anemoi_gt.training.scores import Errors, Score, place_of_median
+from anemoi_gt.training.scores import Errors, Score, median_index
 
 
 class Outcome(NamedTuple):
-    """What one step of a rollout came to, [N, V] in physical units; truth is None where the data end before."""
+    """Forecast and truth of one rollout step, [N, V] in physical units; truth is None beyond the end of the data."""
 
     forecast: Tensor
     truth: Tensor | None
 
 
 class RolloutScores(NamedTuple):
-    """How good the rollouts from all samples of a data set are.
+    """Scores of the rollouts from all samples of a data set.
 
     Attributes
     ----------
     scores : list of Score
-        Lead time by lead time, those of the model and of persistence; `samples` says how many rollouts had a truth there.
-        A lead time where none had is left out.
+        By lead time, of the model and of persistence; `samples` is the number of rollouts with a truth at that lead
+        time. Lead times without any truth are left out.
     median_sample : int
-        The sample of median error, among those with a truth at the last of these lead times.
+        The sample of median error at the last of these lead times.
     """
 
     scores: list[Score]
@@ -42,32 +42,27 @@ class RolloutScores(NamedTuple):
 
 @torch.no_grad()
 def roll_out(model: nn.Module, dataset: ForecastDataset, i: int, steps: int) -> list[Outcome]:
-    """Forecast some steps from a sample, each from the forecasts before it.
+    """Roll out a model from a sample; return one outcome per step, on the CPU.
 
     Parameters
     ----------
     model : nn.Module
         In evaluation mode.
     dataset : ForecastDataset
-        One that can `advance`.
+        A data set that implements `advance`.
     i : int
-        Number of the sample to start from.
+        Index of the sample to start from.
     steps : int
-        How many lead times to go.
-
-    Returns
-    -------
-    list of Outcome
-        One for each step, on the CPU.
+        Number of lead times, at least 1.
 
     Raises
     ------
     ValueError
-        If the data set's inputs do not follow from forecasts, there is no such sample, or steps is below 1.
+        If the data set does not support rollouts, or i or steps is out of range.
     """
     check_integer("steps", steps)
     if not 0 <= i < len(dataset):
-        raise ValueError(f"i must be a sample in 0 .. {len(dataset) - 1}, got {i}")
+        raise ValueError(f"i must be a sample index in [0, {len(dataset)}), got {i}")
     device, outcomes = next(model.parameters()).device, []
     for _ in range(steps):
         step = dataset.advance(i, [outcome.forecast for outcome in outcomes])
@@ -77,24 +72,19 @@ def roll_out(model: nn.Module, dataset: ForecastDataset, i: int, steps: int) -> 
 
 
 def score_rollouts(model: nn.Module, dataset: ForecastDataset, steps: int) -> RolloutScores:
-    """Roll out from every sample, and score the model and persistence against the truths that there are.
+    """Roll out from every sample, and score the model and persistence wherever there is a truth.
 
     Parameters
     ----------
     model, dataset, steps
         As in `roll_out`.
 
-    Returns
-    -------
-    RolloutScores
-        The scores, and which sample to look at.
-
     Raises
     ------
     ValueError
-        If the data set's inputs do not follow from forecasts.
+        If the data set does not support rollouts.
     FloatingPointError
-        If forecasts grow beyond all bounds.
+        If forecasts become infinite or NaN.
     """
     check_integer("steps", steps)
     errors = [Errors(dataset) for _ in range(steps)]
@@ -114,11 +104,11 @@ def score_rollouts(model: nn.Module, dataset: ForecastDataset, steps: int) -> Ro
             f"rollouts must stay finite, got an RMSE of {diverged.rmse} at {diverged.lead_time:g} h: take fewer steps"
         )
     last = scored - 1
-    return RolloutScores(scores, with_truth[last][place_of_median(errors[last].sample_rmse("model"))])
+    return RolloutScores(scores, with_truth[last][median_index(errors[last].sample_rmse("model"))])
 
 
 def rollout_table(scores: list[Score]) -> str:
-    """Return the RMSE of rollouts as aligned text: a line for each variable and lead time, a column for each forecast."""
+    """Return the RMSE of rollouts as a text table: a row per variable and lead time, a column per forecast."""
     names = list(dict.fromkeys(score.forecast for score in scores))
     cells = {(score.variable, score.lead_time, score.forecast): score for score in scores}
     lines = []

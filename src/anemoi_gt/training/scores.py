@@ -1,4 +1,4 @@
-"""Scores of forecasts in physical units, and the table that compares a model with the baselines of its data set."""
+"""Scores of forecasts in physical units, and tables that compare a model with the baselines of its data set."""
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -8,25 +8,25 @@ from torch import Tensor, nn
 
 from anemoi_gt.data.datasets import ForecastDataset
 
-Forecast = Callable[[int], Tensor]  # sample number -> [N, V], physical units, on the CPU
+Forecast = Callable[[int], Tensor]  # sample index -> [N, V], physical units, on the CPU
 
 
 @dataclass(frozen=True)
 class Score:
-    """How good one way to forecast is, for one variable, over the samples and, by area, all nodes of a data set.
+    """Score of one forecast method for one variable, over all samples and nodes, weighted by the data set's weights.
 
     Attributes
     ----------
     forecast, variable, units : str
-        What is forecast by whom.
+        Name of the method, the variable and its units.
     lead_time : float
         Hours from the present to the truth.
     samples : int
-        Forecasts that were scored.
+        Number of scored forecasts.
     rmse : float
-        Root of the mean squared error.
+        Root mean squared error.
     bias : float
-        Mean of forecast less truth.
+        Mean of forecast minus truth.
     """
 
     forecast: str
@@ -39,7 +39,7 @@ class Score:
 
 
 def model_forecast(model: nn.Module, dataset: ForecastDataset) -> Forecast:
-    """Return the forecasts that a model makes from the samples of a data set."""
+    """Return a model's forecast as a function of the sample index."""
     device = next(model.parameters()).device
 
     @torch.no_grad()
@@ -51,20 +51,7 @@ def model_forecast(model: nn.Module, dataset: ForecastDataset) -> Forecast:
 
 
 def score(forecasts: dict[str, Forecast], dataset: ForecastDataset) -> list[Score]:
-    """Score every way to forecast on all samples of a data set.
-
-    Parameters
-    ----------
-    forecasts : dict
-        Forecasts by name.
-    dataset : ForecastDataset
-        Gives the truth and the weights.
-
-    Returns
-    -------
-    list of Score
-        Variable by variable, in the order of `forecasts`.
-    """
+    """Score forecasts, by name, on all samples of a data set: variable by variable, in the order of `forecasts`."""
     errors = Errors(dataset)
     for i in range(len(dataset)):
         truth = dataset.truth(i)
@@ -74,41 +61,29 @@ def score(forecasts: dict[str, Forecast], dataset: ForecastDataset) -> list[Scor
 
 
 class Errors:
-    """Collects forecasts and truths of one lead time, and scores them.
-
-    Parameters
-    ----------
-    dataset : ForecastDataset
-        Whose variables they are of.
-    """
+    """Errors of the forecasts of one lead time, accumulated sample by sample, and their scores."""
 
     def __init__(self, dataset: ForecastDataset):
         self._dataset = dataset
-        self._moments: dict[str, list[Tensor]] = {}  # for each sample [2, V]: weighted mean of error^2 and of error
+        self._moments: dict[str, list[Tensor]] = {}  # per sample [2, V]: weighted means of error^2 and error
 
     def add(self, name: str, forecast: Tensor, truth: Tensor) -> None:
-        """Count the forecast [N, V] of one sample, made by `name`."""
+        """Add the forecast [N, V] of one sample by method `name`."""
         error = (forecast - truth).double()
         moments = (torch.stack([error.square(), error]) * self._dataset.weights[:, None]).mean(dim=1)
         self._moments.setdefault(name, []).append(moments)
 
     def sample_rmse(self, name: str) -> Tensor:
-        """Return the root mean squared errors of the samples forecast by `name`, first variable, [samples] float64."""
+        """Return the RMSE of the first variable in each sample forecast by `name`, [samples] float64."""
         return torch.stack([moments[0, 0].sqrt() for moments in self._moments[name]])
 
     def scores(self, lead_time: float) -> list[Score]:
-        """Return the scores over the samples, variable by variable, in the order in which the names came."""
+        """Return the scores over the samples, variable by variable, in the order in which names were added."""
         means = {name: torch.stack(samples).mean(dim=0) for name, samples in self._moments.items()}
         variables = zip(self._dataset.variables, self._dataset.units, strict=True)
         return [
             Score(
-                name,
-                variable,
-                units,
-                lead_time,
-                samples=len(self._moments[name]),
-                rmse=mean[0, v].sqrt().item(),
-                bias=mean[1, v].item(),
+                name, variable, units, lead_time, len(self._moments[name]), mean[0, v].sqrt().item(), mean[1, v].item()
             )
             for v, (variable, units) in enumerate(variables)
             for name, mean in means.items()
@@ -116,26 +91,26 @@ class Errors:
 
 
 def sample_rmse(forecast: Forecast, dataset: ForecastDataset) -> Tensor:
-    """Return the root mean squared error of the first variable in each sample, by area, [samples] float64."""
+    """Return the RMSE of the first variable in each sample, [samples] float64."""
     errors = Errors(dataset)
     for i in range(len(dataset)):
         errors.add("forecast", forecast(i), dataset.truth(i))
     return errors.sample_rmse("forecast")
 
 
-def place_of_median(errors: Tensor) -> int:
-    """Return where the median of some numbers stands, the lower one of two."""
+def median_index(errors: Tensor) -> int:
+    """Return the index of the median, the lower one of two."""
     order = errors.argsort()
     return int(order[(len(order) - 1) // 2])
 
 
 def as_records(scores: list[Score]) -> list[dict]:
-    """Return the scores as plain dicts, for JSON."""
+    """Return the scores as plain dicts for JSON."""
     return [asdict(score) for score in scores]
 
 
 def as_table(scores: list[Score]) -> str:
-    """Return the scores as aligned text, a line for each forecast of each variable.
+    """Return the scores as a text table, one line for each forecast of each variable.
 
     Examples
     --------

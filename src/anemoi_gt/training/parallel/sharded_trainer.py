@@ -155,7 +155,7 @@ def divide_trainer(trainer: Trainer, cut: ModelShard, mesh: DeviceMesh, group: d
         From `cpu_group`.
     """
     model, splits, config = trainer.learner.model, trainer.splits, trainer.config
-    parts = Splits(*(split.part(_own_rows(cut)) for split in splits))
+    parts = Splits(*(split.select_nodes(_own_rows(cut)) for split in splits))
     trainer.splits = parts
     trainer.learner = ShardedLearner(
         model, parts.train.weights, config, trainer.device, num_nodes=len(splits.train.weights), cut=cut, mesh=mesh

@@ -1,1 +1,1 @@
-"""Figures of a training run and of its forecasts, by matplotlib."""
+"""Plots of training runs and forecasts, by matplotlib."""

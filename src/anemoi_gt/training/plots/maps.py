@@ -1,4 +1,4 @@
-"""Maps of values on nodes: the only place that knows projections and turns scattered nodes into an image."""
+"""Maps of values on nodes: projection, and interpolation of scattered nodes to an image."""
 
 import numpy as np
 
@@ -6,16 +6,16 @@ from anemoi_gt.data.nodes import Nodes
 from anemoi_gt.extras import import_extra
 
 IMAGE_ROWS = 240
-NEIGHBOURS = 3  # nodes that make a pixel, each by one over its squared distance
+NEIGHBOURS = 3  # nodes interpolated to a pixel, with inverse squared distance weights
 
 
 class MapImage:
-    """Draws values on some nodes: the globe in Mollweide's equal-area projection, a region as a plane.
+    """Image of values on nodes: the globe in Mollweide's equal-area projection, a region in longitude and latitude.
 
     Parameters
     ----------
     nodes : Nodes
-        Where the values are. More than a hemisphere of latitudes is the globe.
+        Positions of the values. More than 90 degrees of latitude is drawn as a globe.
 
     Raises
     ------
@@ -25,7 +25,7 @@ class MapImage:
     Attributes
     ----------
     projection : str
-        What matplotlib calls the projection of the axes to draw on.
+        Matplotlib's name of the projection of the axes to draw on.
     """
 
     def __init__(self, nodes: Nodes):
@@ -35,11 +35,11 @@ class MapImage:
         lat, lon = np.meshgrid(self._lat, self._lon, indexing="ij")
         tree = import_extra("scipy.spatial", "train").cKDTree(nodes.xyz)
         distance, self._node = tree.query(Nodes(lat.ravel(), lon.ravel()).xyz, k=NEIGHBOURS)
-        weight = 1 / (distance**2 + 1e-12)  # a pixel on a node takes its value
+        weight = 1 / (distance**2 + 1e-12)  # a pixel at a node has its value
         self._weight = weight / weight.sum(axis=1, keepdims=True)
 
     def draw(self, axes, values: np.ndarray, **style):
-        """Draw values [N] on axes of this projection; `style` is for `pcolormesh`. Returns the mesh, for a colour bar."""
+        """Draw values [N] on axes of this projection by `pcolormesh(**style)`, and return the mesh."""
         image = (values[self._node] * self._weight).sum(axis=1).reshape(len(self._lat), len(self._lon))
         if self._is_global:
             axes.grid(color="white", alpha=0.35, linewidth=0.5)
@@ -55,7 +55,7 @@ class MapImage:
 
 
 def _pixels(nodes: Nodes, is_global: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Latitudes and longitudes of the image's rows and columns, degrees."""
+    """Return latitudes and longitudes of the image's rows and columns, degrees."""
     if is_global:
         step = 180 / IMAGE_ROWS
         return np.arange(-90 + step / 2, 90, step), np.arange(-180 + step / 2, 180, step)

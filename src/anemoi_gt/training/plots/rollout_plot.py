@@ -1,4 +1,4 @@
-"""The picture of a rollout: truth, forecast and error at some lead times, and how the error grows with the lead time."""
+"""Plot of a rollout: truth, forecast and error at several lead times, and RMSE by lead time."""
 
 from pathlib import Path
 
@@ -8,25 +8,18 @@ from anemoi_gt.data.datasets import ForecastDataset
 from anemoi_gt.extras import import_extra
 from anemoi_gt.training.atomic_write import atomic_write
 from anemoi_gt.training.plots.maps import MapImage
-from anemoi_gt.training.plots.training_plot import (
-    ERROR_COLOURS,
-    FIELD_COLOURS,
-    GREY,
-    ORANGE,
-    colour_bar,
-    first_variable,
-)
+from anemoi_gt.training.plots.training_plot import COLOURS, ERROR_MAP, FIELD_MAP, colour_bar, first_variable
 from anemoi_gt.training.rollout import Outcome
 from anemoi_gt.training.scores import Score
 
-COLUMNS = 4  # lead times that are drawn as maps
+COLUMNS = 4  # lead times with maps
 COLUMN_SIZE = {"mollweide": (3.3, 1.9), "rectilinear": (3.0, 3.0)}  # inches
 
 
-def draw_rollout(
+def draw_rollout_plot(
     path: Path, dataset: ForecastDataset, sample: int, outcomes: list[Outcome], scores: list[Score]
 ) -> None:
-    """Draw a rollout as a PNG file.
+    """Plot a rollout as a PNG file.
 
     Parameters
     ----------
@@ -35,11 +28,11 @@ def draw_rollout(
     dataset : ForecastDataset
         The test samples; their first variable is drawn.
     sample : int
-        Where the rollout started.
+        The sample from which the rollout starts.
     outcomes : list of Outcome
-        The rollout, its steps all with a truth.
+        The steps of the rollout, all with a truth.
     scores : list of Score
-        Those of all rollouts.
+        Scores of all rollouts.
 
     Raises
     ------
@@ -59,13 +52,13 @@ def draw_rollout(
     _draw_maps(rows, image, dataset, {n: outcomes[n - 1] for n in steps})
     _draw_growth(figure.add_subplot(grid[:, -1]), dataset, scores)
     start = f"{dataset.variables[0]}, {dataset.title(sample)}"
-    figure.suptitle(f"Rollout: {start}, and on from there (the test sample of median error at the end)")
+    figure.suptitle(f"Rollout: {start}, continued (test sample of median error at the last lead time)")
     with atomic_write(path) as file:
         figure.savefig(file, format="png")
 
 
 def drawn_steps(steps: int) -> list[int]:
-    """Return the numbers of the steps that are drawn: the first, the last, and those evenly between, from 1."""
+    """Return the steps with maps, counted from 1: the first, the last, and evenly spaced ones between."""
     return sorted({round(n) for n in np.linspace(1, steps, COLUMNS)})
 
 
@@ -75,9 +68,9 @@ def _draw_maps(rows, image, dataset, outcomes):
     limits, error_limit = {"vmin": values.min(), "vmax": values.max()}, np.abs(errors).max()
     for column, (n, (truth, forecast)) in enumerate(fields.items()):
         axes = [row[column] for row in rows]
-        truth_mesh = image.draw(axes[0], truth, cmap=FIELD_COLOURS, **limits)
-        image.draw(axes[1], forecast, cmap=FIELD_COLOURS, **limits)
-        error_mesh = image.draw(axes[2], errors[column], cmap=ERROR_COLOURS, vmin=-error_limit, vmax=error_limit)
+        truth_mesh = image.draw(axes[0], truth, cmap=FIELD_MAP, **limits)
+        image.draw(axes[1], forecast, cmap=FIELD_MAP, **limits)
+        error_mesh = image.draw(axes[2], errors[column], cmap=ERROR_MAP, vmin=-error_limit, vmax=error_limit)
         lead_time = f"{n * dataset.lead_time:g} h"
         for ax, title in zip(axes, ("truth", "forecast", "error"), strict=True):
             ax.set_title(f"{title}, {lead_time}", fontsize=9)
@@ -87,16 +80,10 @@ def _draw_maps(rows, image, dataset, outcomes):
 
 
 def _draw_growth(axes, dataset, scores):
-    for name, colour in (("model", ORANGE), ("persistence", GREY)):
-        chosen = [score for score in scores if (score.forecast, score.variable) == (name, dataset.variables[0])]
-        axes.plot(
-            [score.lead_time for score in chosen],
-            [score.rmse for score in chosen],
-            color=colour,
-            marker="o",
-            markersize=3,
-            label=name,
-        )
+    for name in ("model", "persistence"):
+        selected = [score for score in scores if (score.forecast, score.variable) == (name, dataset.variables[0])]
+        lead_times, errors = [score.lead_time for score in selected], [score.rmse for score in selected]
+        axes.plot(lead_times, errors, color=COLOURS[name], marker="o", markersize=3, label=name)
     axes.set_ylim(bottom=0)
     axes.set(xlabel="lead time [h]", ylabel=dataset.units[0])
     axes.set_title("RMSE of all test samples", fontsize=10)

@@ -1,4 +1,4 @@
-"""The picture of a run: one test forecast beside the truth, its error beside persistence's, the loss and the scores."""
+"""Plot of a training run: a test forecast and the truth, its error and persistence's, losses and scores."""
 
 from pathlib import Path
 
@@ -10,17 +10,17 @@ from anemoi_gt.extras import import_extra
 from anemoi_gt.training.atomic_write import atomic_write
 from anemoi_gt.training.metrics import curve
 from anemoi_gt.training.plots.maps import MapImage
-from anemoi_gt.training.scores import Forecast, Score, place_of_median, sample_rmse
+from anemoi_gt.training.scores import Forecast, Score, median_index, sample_rmse
 
-BLUE, ORANGE, GREY = "#0072B2", "#D55E00", "#888888"  # Okabe and Ito: told apart by every kind of colour vision
-FIELD_COLOURS, ERROR_COLOURS = "viridis", "RdBu_r"
+COLOURS = {"training": "#0072B2", "model": "#D55E00", "persistence": "#888888"}  # Okabe and Ito, colour-blind safe
+FIELD_MAP, ERROR_MAP = "viridis", "RdBu_r"
 FIGURE_SIZE = {"mollweide": (13, 6.4), "rectilinear": (11.6, 7.4)}  # inches
 
 
-def draw_picture(
+def draw_training_plot(
     path: Path, dataset: ForecastDataset, forecast: Forecast, scores: list[Score], records: list[dict]
 ) -> None:
-    """Draw the sample of median error, the scores and the loss over the run, as a PNG file.
+    """Plot the test sample of median error, scores and losses as a PNG file.
 
     Parameters
     ----------
@@ -29,9 +29,9 @@ def draw_picture(
     dataset : ForecastDataset
         The test samples; their first variable is drawn.
     forecast : callable
-        The model's forecasts of them.
+        The model's forecast by sample index.
     scores : list of Score
-        Those of the model and of the baselines on them.
+        Scores of the model and the baselines, the model's first.
     records : list of dict
         The run's metrics.
 
@@ -54,23 +54,23 @@ def draw_picture(
     _draw_loss(figure.add_subplot(corner[0]), records)
     _draw_scores(figure.add_subplot(corner[1]), [score for score in scores if score.variable == dataset.variables[0]])
     name = dataset.variables[0]
-    figure.suptitle(f"{name[0].upper()}{name[1:]}, {dataset.title(sample)} (the test sample of median error)")
+    figure.suptitle(f"{name[0].upper()}{name[1:]}, {dataset.title(sample)} (test sample of median error)")
     with atomic_write(path) as file:
         figure.savefig(file, format="png")
 
 
 def median_sample(forecast: Forecast, dataset: ForecastDataset) -> int:
-    """Return the number of the sample whose error is the median: neither the best one nor the worst."""
-    return place_of_median(sample_rmse(forecast, dataset))
+    """Return the index of the sample of median error."""
+    return median_index(sample_rmse(forecast, dataset))
 
 
 def first_variable(field: Tensor) -> np.ndarray:
-    """Return the variable that is drawn, [N]."""
+    """Return the plotted variable, [N]."""
     return field[:, 0].numpy()
 
 
 def colour_bar(mesh, axes, dataset: ForecastDataset) -> None:
-    """Draw the colours of a row of maps, with the units."""
+    """Draw the colour bar of maps, with units."""
     axes[0].figure.colorbar(mesh, ax=axes, label=f"{dataset.variables[0]} [{dataset.units[0]}]", aspect=15, pad=0.02)
 
 
@@ -79,7 +79,7 @@ def _draw_fields(axes, image, dataset, sample, forecast):
     limits = {"vmin": min(present.min(), truth.min()), "vmax": max(present.max(), truth.max())}
     titles = ("start", f"truth, {dataset.lead_time:g} h later", f"forecast, {dataset.lead_time:g} h")
     for ax, title, field in zip(axes, titles, (present, truth, first_variable(forecast(sample))), strict=True):
-        mesh = image.draw(ax, field, cmap=FIELD_COLOURS, **limits)
+        mesh = image.draw(ax, field, cmap=FIELD_MAP, **limits)
         ax.set_title(title)
     colour_bar(mesh, axes, dataset)
 
@@ -94,14 +94,14 @@ def _draw_errors(axes, image, dataset, sample, forecast):
     weights = dataset.weights.numpy()
     for ax, (title, error) in zip(axes, errors.items(), strict=True):
         rmse = np.sqrt((weights * error**2).mean())
-        mesh = image.draw(ax, error, cmap=ERROR_COLOURS, vmin=-limit, vmax=limit)
+        mesh = image.draw(ax, error, cmap=ERROR_MAP, vmin=-limit, vmax=limit)
         ax.set_title(f"{title}\nRMSE {rmse:.3g} {dataset.units[0]}")
     colour_bar(mesh, axes, dataset)
 
 
 def _draw_loss(axes, records):
-    axes.plot(*curve(records, "train"), color=BLUE, alpha=0.6, linewidth=0.8, label="training")
-    axes.plot(*curve(records, "valid"), color=ORANGE, marker="o", markersize=3, label="validation")
+    axes.plot(*curve(records, "train"), color=COLOURS["training"], alpha=0.6, linewidth=0.8, label="training")
+    axes.plot(*curve(records, "valid"), color=COLOURS["model"], marker="o", markersize=3, label="validation")
     axes.set(yscale="log", xlabel="step", ylabel="normalised")
     axes.set_title("loss: mean squared error", fontsize=10)
     axes.yaxis.set_major_formatter("{x:g}")
@@ -111,7 +111,7 @@ def _draw_loss(axes, records):
 
 def _draw_scores(axes, scores):
     names, values = [score.forecast for score in scores], [score.rmse for score in scores]
-    bars = axes.barh(names, values, color=[ORANGE] + [GREY] * (len(scores) - 1))
+    bars = axes.barh(names, values, color=[COLOURS["model"]] + [COLOURS["persistence"]] * (len(scores) - 1))
     axes.bar_label(bars, fmt=" %.3g", fontsize=8)
     axes.invert_yaxis()  # the model on top
     axes.margins(x=0.2)

@@ -1,4 +1,4 @@
-"""The picture of a run."""
+"""The plot of a run, and maps."""
 
 import numpy as np
 import pytest
@@ -8,7 +8,7 @@ from support.picture import colours
 
 from anemoi_gt.data.grids import octahedral, regional
 from anemoi_gt.training.plots.maps import MapImage
-from anemoi_gt.training.plots.training_plot import draw_picture, median_sample
+from anemoi_gt.training.plots.training_plot import draw_training_plot, median_sample
 from anemoi_gt.training.scores import sample_rmse, score
 
 RECORDS = [{"split": split, "step": step, "loss": 1 / step} for step in range(1, 20) for split in ("train", "valid")]
@@ -16,31 +16,28 @@ RECORDS = [{"split": split, "step": step, "loss": 1 / step} for step in range(1,
 
 @pytest.fixture(scope="module")
 def image(splits, tmp_path_factory):
-    path = tmp_path_factory.mktemp("picture") / "forecast.png"
+    path = tmp_path_factory.mktemp("plot") / "forecast.png"
     forecasts = {"model": splits.test.truth, **splits.test.baselines()}
-    draw_picture(path, splits.test, splits.test.truth, score(forecasts, splits.test), RECORDS)
+    draw_training_plot(path, splits.test, splits.test.truth, score(forecasts, splits.test), RECORDS)
     return path
 
 
-def test_the_picture_is_a_png_large_enough_to_read_and_small_enough_to_commit(image):
+def test_plot_is_a_png_of_reasonable_size(image):
     height, width, _ = imread(image).shape
     assert 1600 <= width <= 2400 and 800 <= height <= 1400
     assert 50_000 < image.stat().st_size < 1_000_000
 
 
-def test_the_picture_has_maps_and_is_not_empty(image):
+def test_every_panel_of_the_plot_has_content(image):
     pixels = colours(image)
     height, width = pixels.shape
-    panels = [
-        pixels[row * height // 2 : (row + 1) * height // 2, column * width // 3 : (column + 1) * width // 3]
-        for row in range(2)
-        for column in range(3)
-    ]
-    for panel in panels:
-        assert len(np.unique(panel)) > 50
+    for row in range(2):
+        for column in range(3):
+            panel = pixels[row * height // 2 : (row + 1) * height // 2, column * width // 3 : (column + 1) * width // 3]
+            assert len(np.unique(panel)) > 50, (row, column)
 
 
-def test_the_sample_drawn_is_the_one_of_median_error(splits):
+def test_plotted_sample_is_that_of_median_error(splits):
     sample = median_sample(splits.test.present, splits.test)
     errors = sample_rmse(splits.test.present, splits.test)
     assert errors[sample] == errors.median()
@@ -51,11 +48,12 @@ def test_the_sample_drawn_is_the_one_of_median_error(splits):
     [(octahedral(8), "mollweide"), (regional(np.arange(60.0, 50, -1), np.arange(-10.0, 2)), "rectilinear")],
     ids=["globe", "region"],
 )
-def test_a_map_shows_each_node_where_it_is(nodes, projection):
+def test_map_draws_values_at_their_positions(nodes, projection):
     image = MapImage(nodes)
     axes = Figure().add_subplot(projection=image.projection)
     assert image.projection == projection
-    drawn = image.draw(axes, nodes.lat).get_array()
-    rows = np.linspace(image._lat[0], image._lat[-1], len(drawn))
-    spacing = 180 / 16 if projection == "mollweide" else 1.0
-    assert np.abs(drawn - rows[:, None]).max() < spacing
+    mesh = image.draw(axes, nodes.lat)
+    corners = mesh.get_coordinates()[..., 1]  # latitudes; radians on a globe
+    rows = (corners[1:, 1:] + corners[:-1, :-1]) / 2
+    rows, spacing = (np.rad2deg(rows), 180 / 16) if projection == "mollweide" else (rows, 1.0)
+    assert np.abs(mesh.get_array() - rows).max() < spacing

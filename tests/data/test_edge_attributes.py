@@ -27,59 +27,52 @@ def test_length_is_the_haversine_angle(edges):
 
 
 @pytest.mark.parametrize("angle", [1e-9, 1e-4, 90.0, 179.9999, 180.0])
-def test_length_is_exact_from_a_millimetre_to_the_antipode(angle):
+def test_length_is_accurate_from_millimetres_to_the_antipode(angle):
     ends = Nodes([0.0], [0.0]), Nodes([0.0], [angle]), np.zeros((2, 1), dtype=int)
     assert edge_length(*ends).item() == pytest.approx(np.deg2rad(angle), rel=1e-7)
 
 
-def test_direction_is_where_the_rotated_source_lies(edges):
-    """Turn the destination to the north pole by Rodrigues' formula, as anemoi-graphs does, and look from above."""
+def test_direction_is_the_horizontal_part_of_the_source_rotated_with_its_destination_to_the_pole(edges):
+    """By Rodrigues' formula, as in anemoi-graphs; this implies length 1."""
     source, destination, edge_index = edges
     pole = np.array([0.0, 0.0, 1.0])
     for (s, d), direction in zip(edge_index.T, edge_direction(*edges), strict=True):
         up, x = destination.xyz[d], source.xyz[s]
         axis = np.cross(up, pole) / np.linalg.norm(np.cross(up, pole))
         angle = np.arccos(up @ pole)
-        turned = x * np.cos(angle) + np.cross(axis, x) * np.sin(angle) + axis * (axis @ x) * (1 - np.cos(angle))
-        np.testing.assert_allclose(direction, turned[:2] / np.hypot(*turned[:2]), atol=1e-9)
+        rotated = x * np.cos(angle) + np.cross(axis, x) * np.sin(angle) + axis * (axis @ x) * (1 - np.cos(angle))
+        np.testing.assert_allclose(direction, rotated[:2] / np.hypot(*rotated[:2]), atol=1e-9)
 
 
-def test_direction_has_length_one(edges):
-    np.testing.assert_allclose(np.linalg.norm(edge_direction(*edges), axis=1), 1, rtol=1e-14)
-
-
-def test_attributes_survive_a_shift_of_longitude_up_to_its_rotation(edges):
-    """Turned about the earth's axis, lengths stay and directions turn along."""
+def test_lengths_are_invariant_and_directions_rotate_with_a_shift_of_longitude(edges):
     source, destination, edge_index = edges
     shift = 33.0
     moved = Nodes(source.lat, source.lon + shift), Nodes(destination.lat, destination.lon + shift), edge_index
     cos, sin = np.cos(np.deg2rad(shift)), np.sin(np.deg2rad(shift))
     np.testing.assert_allclose(edge_length(*moved), edge_length(*edges), rtol=1e-12)
-    turned = edge_direction(*edges) @ np.array([[cos, sin], [-sin, cos]])
-    np.testing.assert_allclose(edge_direction(*moved), turned, atol=1e-12)
+    rotated = edge_direction(*edges) @ np.array([[cos, sin], [-sin, cos]])
+    np.testing.assert_allclose(edge_direction(*moved), rotated, atol=1e-12)
 
 
-def test_edge_to_itself_or_to_its_antipode_has_no_direction():
+def test_edge_to_the_same_point_or_the_antipode_has_direction_zero():
     nodes = Nodes([12.0, -12.0], [34.0, 214.0])
     np.testing.assert_array_equal(edge_direction(nodes, nodes, np.array([[0, 1], [0, 0]])), np.zeros((2, 2)))
 
 
-def test_neighbours_of_a_mesh_node_surround_it():
+def test_directions_of_a_mesh_nodes_neighbours_nearly_cancel():
     mesh = icosphere(3, levels=(3,))
     total = np.zeros((len(mesh.nodes), 2))
     np.add.at(total, mesh.edge_index[1], edge_direction(mesh.nodes, mesh.nodes, mesh.edge_index))
-    assert np.linalg.norm(total, axis=1).max() < 0.6  # six unit vectors that nearly cancel; the poles are among them
+    assert np.linalg.norm(total, axis=1).max() < 0.6  # of six unit vectors, at the poles too
 
 
 @pytest.mark.parametrize("values", [np.random.default_rng(0).normal(3, 7, (50, 2)), np.arange(4.0)[:, None]])
-def test_scaled_values_have_standard_deviation_one_and_keep_their_ratios(values):
-    scaled = unit_std(values)
-    assert scaled.std(ddof=1) == pytest.approx(1)
-    np.testing.assert_allclose(scaled * values[1, 0], values * scaled[1, 0])
+def test_unit_std_scales_to_standard_deviation_one(values):
+    np.testing.assert_allclose(unit_std(values), values / values.std(ddof=1))
 
 
 @pytest.mark.parametrize("values", [np.ones((5, 1)), np.ones((1, 1)), np.ones((0, 2))])
-def test_values_without_spread_are_left_alone(values):
+def test_unit_std_keeps_constant_values(values):
     np.testing.assert_array_equal(unit_std(values), values)
 
 
@@ -88,10 +81,10 @@ def test_values_without_spread_are_left_alone(values):
     ("edge_index", "message"),
     [
         (np.zeros((3, 2), dtype=int), r"\[2, E\].*\(3, 2\)"),
-        (np.array([[0, 80], [0, 0]]), r"must name source nodes in \[0, 80\), got 0 to 80"),
-        (np.array([[0, 1], [-1, 3]]), r"must name destination nodes in \[0, 50\), got -1 to 3"),
+        (np.array([[0, 80], [0, 0]]), r"must hold source nodes in \[0, 80\), got 0 to 80"),
+        (np.array([[0, 1], [-1, 3]]), r"must hold destination nodes in \[0, 50\), got -1 to 3"),
     ],
 )
-def test_edges_between_nodes_that_are_not_there_raise(attribute, edge_index, message):
+def test_edge_index_out_of_range_raises(attribute, edge_index, message):
     with pytest.raises(ValueError, match=message):
         attribute(random_nodes(80, 0), random_nodes(50, 1), edge_index)

@@ -1,0 +1,187 @@
+"""Modules that take their graph as tensor arguments, so that one exported program serves graphs of any size.
+
+torch.export takes tensors, not a GraphStructure, and only the sizes of inputs can be dynamic.
+"""
+
+import re
+
+import torch
+from torch import Tensor, nn
+from torch.export import Dim
+from torch.func import functional_call
+
+from anemoi_gt.export.program import for_inference
+from anemoi_gt.graph import GraphStructure
+from anemoi_gt.nn import EncoderProcessorDecoder, StaticEdges
+from anemoi_gt.nn.static_graph import HIDDEN
+
+
+class TensorGraphLayer(nn.Module):
+    """A layer, block, processor or mapper that takes a graph as the tensors of its structure.
+
+    Parameters
+    ----------
+    layer : nn.Module
+        Called as `layer(x, graph, edge_attr)`.
+    """
+
+    def __init__(self, layer: nn.Module):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x, structure: dict[str, Tensor], edge_attr: Tensor | None = None):
+        """Call the layer.
+
+        Parameters
+        ----------
+        x : Tensor, or pair of Tensor
+            Input of the layer.
+        structure : dict of str to Tensor
+            `GraphStructure.state_dict()`. Inference needs only `colptr`, `row` and `sources`, and `perm` if the edges
+            are not sorted by destination.
+        edge_attr : Tensor [E, D] or [B, E, D], optional
+            In the caller's edge order.
+        """
+        return self.layer(x, GraphStructure.from_state(structure), edge_attr)
+
+
+class GraphInputModel(nn.Module):
+    """A model whose nodes, edges and attributes, fixed and trainable, are arguments of each call.
+
+    Parameters
+    ----------
+    model : EncoderProcessorDecoder
+        With `mapper_chunks=1`.
+
+    Raises
+    ------
+    ValueError
+        For another model, or mappers in chunks: chunk bounds are constants in an exported program.
+    """
+
+    def __init__(self, model: EncoderProcessorDecoder):
+        super().__init__()
+        model = _checked(for_inference(model))
+        mappers = [*model.encoder_edges.values(), *model.decoder_edges.values()]
+        if any(edges.chunks for edges in mappers):
+            chunks = max(len(edges.chunks) for edges in mappers)
+            raise ValueError(f"a model with its graph as input must have mapper_chunks=1, got {chunks}")
+        self.model = model
+        tensors = graph_tensors(model)
+        self._names = frozenset(tensors)
+        _replace_by_empty(model, tensors)
+
+    def forward(self, x: Tensor | dict[str, Tensor], graph: dict[str, Tensor]) -> Tensor | dict[str, Tensor]:
+        """Map fields to fields on a graph.
+
+        Parameters
+        ----------
+        x : Tensor [B, N, in_channels], or dict of data set to that
+            Input of the model.
+        graph : dict of str to Tensor
+            `graph_tensors` of the model, or of one with the same layers on another graph.
+
+        Raises
+        ------
+        ValueError
+            If a tensor is missing or unexpected, or the model rejects its input.
+        """
+        if graph.keys() != self._names:
+            missing, unexpected = sorted(self._names - graph.keys()), sorted(graph.keys() - self._names)
+            raise ValueError(f"graph must have the keys of graph_tensors(model), missing {missing}, got {unexpected}")
+        return functional_call(self.model, graph, (x,))
+
+    def dynamic_shapes(self, batch: Dim | None = None) -> tuple:
+        """Return the `dynamic_shapes` of `torch.export.export` that leave batch, nodes and edges dynamic.
+
+        Parameters
+        ----------
+        batch : torch.export.Dim, optional
+            The batch dimension; None allows any size.
+        """
+        nodes = {name: Dim(f"nodes_{number}_{_identifier(name)}") for number, name in enumerate(self.model.nodes)}
+        shapes = {}
+        for name in self.model.nodes:
+            shapes |= _each(self.model, f"nodes.{name}", nodes[name])
+        for number, (path, src, dst) in enumerate(self._edge_types()):  # numbered: identifiers of names may coincide
+            edges = Dim(f"edges_{number}_{_identifier(src)}_to_{_identifier(dst)}")
+            shapes |= _each(self.model, path, edges)
+            sizes = {"colptr": nodes[dst] + 1, "sources": nodes[src], "dst_schedule": nodes[dst]}
+            for field in dict(self.model.get_submodule(f"{path}.structure").named_buffers()):
+                shapes[f"{path}.structure.{field}"] = {0: sizes.get(field, edges)}
+        batch = batch or Dim("batch")
+        fields = {name: {0: batch, 1: nodes[name]} for name in self.model.in_channels}
+        x = next(iter(fields.values())) if self.model.has_one_data_set else fields
+        return x, shapes
+
+    def _edge_types(self) -> list[tuple[str, str, str]]:
+        """Return (submodule path, source, destination) of all edges."""
+        types = [(f"encoder_edges.{name}", name, HIDDEN) for name in self.model.encoder_edges]
+        types += [(f"decoder_edges.{name}", HIDDEN, name) for name in self.model.decoder_edges]
+        return [*types, ("processor_edges", HIDDEN, HIDDEN)]
+
+
+def graph_tensors(model: EncoderProcessorDecoder) -> dict[str, Tensor]:
+    """Return the tensors of a model that depend on its graph, including trainable ones, by their names in the model.
+
+    Raises
+    ------
+    ValueError
+        For another model.
+
+    Examples
+    --------
+    >>> from torch_geometric.data import HeteroData
+    >>> graph = HeteroData()
+    >>> graph["data"].x, graph["hidden"].x = torch.zeros(6, 2), torch.zeros(2, 2)
+    >>> for source, destination in (("data", "hidden"), ("hidden", "hidden"), ("hidden", "data")):
+    ...     edges = graph[source, "to", destination]
+    ...     edges.edge_index = torch.zeros(2, 1, dtype=torch.int64)
+    ...     edges.edge_length, edges.edge_dirs = torch.ones(1, 1), torch.ones(1, 2)
+    >>> model = EncoderProcessorDecoder(graph, in_channels=4, out_channels=1, channels=16, heads=2)
+    >>> {name: tuple(tensor.shape) for name, tensor in graph_tensors(model).items() if name.startswith("processor")}
+    {'processor_edges.edge_attr': (1, 3), 'processor_edges.trainable': (1, 8), \
+'processor_edges.structure.colptr': (3,), 'processor_edges.structure.row': (1,), \
+'processor_edges.structure.sources': (2, 0)}
+    """
+    model = _checked(for_inference(model))
+    tensors = {f"nodes.{name}.{field}": tensor for name, nodes in model.nodes.items() for field, tensor in _own(nodes)}
+    for path, edges in model.named_modules():
+        if isinstance(edges, StaticEdges):
+            tensors |= {f"{path}.{field}": tensor for field, tensor in _own(edges)}
+            tensors |= {f"{path}.structure.{field}": tensor for field, tensor in edges.structure.named_buffers()}
+    return {name: tensor.detach() for name, tensor in tensors.items()}
+
+
+def _replace_by_empty(model: nn.Module, tensors: dict[str, Tensor]) -> None:
+    """Replace these tensors of a model by empty ones, whose sizes do not constrain the dynamic ones."""
+    empty = {}  # one per tensor, so that `functional_call` recognises tied tensors
+    for path in tensors:
+        owner, _, field = path.rpartition(".")
+        tensor = getattr(model.get_submodule(owner), field)
+        nothing = torch.empty_like(tensor[:0], requires_grad=False)
+        empty[tensor] = nn.Parameter(nothing, requires_grad=False) if isinstance(tensor, nn.Parameter) else nothing
+    for module in model.modules():
+        for kind in (module._parameters, module._buffers):
+            kind |= {name: empty[tensor] for name, tensor in kind.items() if tensor is not None and tensor in empty}
+
+
+def _checked(model: nn.Module) -> EncoderProcessorDecoder:
+    if not isinstance(model, EncoderProcessorDecoder):
+        raise ValueError(
+            f"model must be an EncoderProcessorDecoder, got {type(model).__name__}; for layers use TensorGraphLayer"
+        )
+    return model
+
+
+def _own(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """Return the buffers and parameters of a module, without those of submodules."""
+    return [*module.named_buffers(recurse=False), *module.named_parameters(recurse=False)]
+
+
+def _each(model: nn.Module, path: str, size: Dim) -> dict[str, dict[int, Dim]]:
+    return {f"{path}.{field}": {0: size} for field, _ in _own(model.get_submodule(path))}
+
+
+def _identifier(name: str) -> str:
+    return re.sub(r"\W", "_", name)

@@ -1,0 +1,143 @@
+"""Meshes: counts, order and edges of refined icosahedra, whole, limited and stretched."""
+
+import numpy as np
+import pytest
+
+from anemoi_gt.data.meshes import icosphere, limited_area_icosphere, stretched_icosphere
+from anemoi_gt.data.nodes import EARTH_RADIUS, Nodes
+
+BERN, SEATTLE, NOWHERE = Nodes([47.0], [7.4]), Nodes([47.6], [-122.3]), Nodes([], [])
+
+
+@pytest.mark.parametrize("refinement", [1, 2, 3, 5, 6, 7])
+def test_refined_icosahedron_has_its_counts(refinement):
+    mesh = icosphere(refinement)
+    assert len(mesh.nodes) == 10 * 4**refinement + 2
+    assert mesh.edge_index.shape == (2, sum(60 * 4**level for level in range(1, refinement + 1)))
+
+
+@pytest.mark.parametrize("level", [0, 1, 4])
+def test_one_level_is_a_triangulation_of_the_sphere(level):
+    mesh = icosphere(4, levels=(level,))
+    degree = np.bincount(mesh.edge_index[1], minlength=len(mesh.nodes))
+    vertices = 10 * 4**level + 2
+    assert (degree == 5).sum() == 12  # the corners of the icosahedron
+    assert (degree == 6).sum() == vertices - 12
+    assert (degree == 0).sum() == len(mesh.nodes) - vertices
+    assert vertices - mesh.edge_index.shape[1] // 2 + 20 * 4**level == 2  # Euler's formula
+
+
+@pytest.mark.parametrize("level", [0, 1, 2, 3])
+def test_edges_of_one_level_have_nearly_equal_length(level):
+    mesh = icosphere(3, levels=(level,))
+    source, destination = mesh.nodes.xyz[mesh.edge_index]
+    angle = np.arccos((source * destination).sum(-1))
+    expected = np.arctan(2) / 2**level  # that of the icosahedron, halved per level
+    assert angle.max() < 1.2 * expected and angle.min() > 0.85 * expected
+    if level == 0:
+        np.testing.assert_allclose(angle, expected, rtol=1e-14)
+
+
+def test_new_vertices_lie_halfway_between_neighbours_of_the_previous_level():
+    coarse, fine = icosphere(2, levels=(2,)), icosphere(3)
+    middle = coarse.nodes.xyz[coarse.edge_index].sum(axis=0)
+    middle /= np.linalg.norm(middle, axis=1, keepdims=True)
+    expected = np.concatenate([coarse.nodes.xyz, middle])
+    to_expected = np.linalg.norm(fine.nodes.xyz[:, None] - expected, axis=-1).min(axis=1)
+    assert to_expected.max() < 1e-14
+
+
+def test_nodes_are_sorted_north_to_south_and_east_to_west():
+    lat, lon = icosphere(4).nodes.stored.T
+    assert (np.diff(lat) <= 0).all()
+    assert (np.diff(lon)[np.diff(lat) == 0] < 0).all()
+
+
+def test_orientation_is_that_of_anemoi_graphs():
+    """The golden rectangles lie in the coordinate planes: a vertex of the icosahedron at (0, 1, golden ratio)."""
+    mesh = icosphere(1, levels=(0,))
+    corners = mesh.nodes.xyz[np.unique(mesh.edge_index)]
+    golden = (1 + 5**0.5) / 2
+    expected = np.array([0, 1, golden]) / np.hypot(1, golden)
+    for shift in range(3):
+        assert np.linalg.norm(corners - np.roll(expected, shift), axis=1).min() < 1e-15
+    np.testing.assert_allclose(mesh.nodes.xyz[0], [0, 0, 1], atol=1e-15)  # the middle of a side of level 0
+
+
+def test_edges_are_unique_bidirectional_and_sorted_by_destination_then_source():
+    source, destination = icosphere(4).edge_index
+    assert (np.diff(destination * 10_000 + source) > 0).all() and (source != destination).all()
+    np.testing.assert_array_equal(np.sort(source * 10_000 + destination), destination * 10_000 + source)
+
+
+def test_multi_scale_edges_are_those_of_all_levels():
+    single = np.concatenate([icosphere(3, levels=(level,)).edge_index for level in (1, 2, 3)], axis=1)
+    assert set(map(tuple, single.T)) == set(map(tuple, icosphere(3).edge_index.T))
+
+
+def test_restriction_keeps_the_edges_between_the_kept_nodes():
+    mesh = icosphere(3)
+    keep = mesh.nodes.lat > 20
+    part = mesh.restrict(keep)
+    np.testing.assert_array_equal(part.nodes.xyz, mesh.nodes.xyz[keep])
+    index = np.flatnonzero(keep)
+    expected = {(s, d) for s, d in mesh.edge_index.T if keep[s] and keep[d]}
+    assert {(index[s], index[d]) for s, d in part.edge_index.T} == expected
+
+
+def test_limited_area_mesh_is_the_icosphere_near_the_area():
+    mesh, part = icosphere(5), limited_area_icosphere(5, BERN, 900)
+    expected = mesh.restrict(np.arccos(mesh.nodes.xyz @ BERN.xyz[0]) * EARTH_RADIUS / 1e3 <= 900)
+    np.testing.assert_array_equal(part.nodes.xyz, expected.nodes.xyz)
+    np.testing.assert_array_equal(part.edge_index, expected.edge_index)
+    assert 0 < len(part.nodes) < 100
+
+
+def test_stretched_mesh_has_the_coarse_vertices_and_the_fine_ones_near_the_area():
+    mesh = stretched_icosphere(3, 5, BERN, 1500)
+    coarse, fine = icosphere(3), limited_area_icosphere(5, BERN, 1500)
+    positions = {tuple(xyz) for xyz in mesh.nodes.stored}
+    assert positions == {tuple(xyz) for part in (coarse, fine) for xyz in part.nodes.stored}
+    assert len(mesh.nodes) == len(positions) > len(coarse.nodes)
+
+
+def test_stretched_mesh_has_the_edges_of_all_levels_between_its_nodes():
+    mesh, whole = stretched_icosphere(2, 4, SEATTLE, 2000), icosphere(4)
+    index = {tuple(xyz): i for i, xyz in enumerate(whole.nodes.stored)}
+    kept = np.array([index[tuple(xyz)] for xyz in mesh.nodes.stored])
+    keep = np.isin(np.arange(len(whole.nodes)), kept)
+    np.testing.assert_array_equal(kept, np.flatnonzero(keep))  # in the same order
+    np.testing.assert_array_equal(mesh.edge_index, whole.restrict(keep).edge_index)
+
+
+def test_a_message_crosses_a_stretched_mesh_in_twelve_steps():
+    mesh = stretched_icosphere(2, 5, SEATTLE, 1500)
+    reached = np.zeros(len(mesh.nodes), dtype=bool)
+    reached[mesh.nodes.xyz.dot(SEATTLE.xyz[0]).argmax()] = True
+    for _ in range(12):
+        reached[mesh.edge_index[1, reached[mesh.edge_index[0]]]] = True
+    assert reached.all()
+
+
+REFINEMENT, MARGIN = "refinement must be at least 1, got 0", "margin must not be negative, in kilometres, got -5"
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: icosphere(0), REFINEMENT),
+        (lambda: limited_area_icosphere(0, BERN), REFINEMENT),
+        (lambda: stretched_icosphere(0, 3, BERN), REFINEMENT),
+        (lambda: stretched_icosphere(3, 3, BERN), "area_refinement must be above refinement, got 3 and 3"),
+        (lambda: limited_area_icosphere(2, NOWHERE), "area must have at least one node"),
+        (lambda: stretched_icosphere(2, 3, NOWHERE), "area must have at least one node"),
+        (lambda: limited_area_icosphere(2, BERN, -5), MARGIN),
+        (lambda: stretched_icosphere(2, 3, BERN, -5), MARGIN),
+        *((lambda levels=levels: icosphere(3, levels), "one or more of 0 to 3") for levels in ((), (4,), (-1, 2))),
+        *((lambda keep=keep: icosphere(1).restrict(keep), r"keep must be bool \[42\], one per vertex")
+          for keep in (np.ones(41, dtype=bool), np.arange(42), np.ones((42, 1), dtype=bool))),
+    ],
+)  # fmt: skip
+def test_option_out_of_range_raises(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
