@@ -15,8 +15,9 @@ from suite.operands import draw
 from suite.problems import Problem
 
 from anemoi_gt import GraphStructure
-from anemoi_gt.ops.triton_backend import fixed_degree_launch, launch
-from anemoi_gt.ops.triton_backend.problem import Sizes
+from anemoi_gt.ops.operands import AttentionOperands
+from anemoi_gt.ops.triton_backend import launch
+from anemoi_gt.ops.triton_backend.problem import IndexTensors, Options, Sizes
 from anemoi_gt.ops.triton_backend.tile_score import Choice, RowTile, Tile
 from anemoi_gt.ops.triton_backend.tiles import (
     CONTRACTIONS,
@@ -56,7 +57,7 @@ class Case:
 
     def __init__(self, problem: launch.Problem, grad_out: torch.Tensor, reverse: tuple[torch.Tensor, ...]):
         self.problem, self.grad_out, self.reverse = problem, grad_out, reverse
-        self.projected = launch.project(problem, problem.query)
+        self.projected = launch.project(problem, problem.operands.query)
         self.projected_grad = launch.project(problem, grad_out)
         self.out, _, inverse, numerators, _ = self.attend()
         self.saved = launch.Saved(inverse, numerators, self.projected)
@@ -78,19 +79,19 @@ class Case:
 
     def destinations(self, tile=None) -> tuple[torch.Tensor, ...]:
         """Gradient of query without W B, and what goes to the sources."""
-        dquery = torch.empty_like(self.problem.query)
+        dquery = torch.empty_like(self.problem.operands.query)
         given = (self.problem, self.saved, self.projected_grad, self.grad_out, None, dquery, None)
-        return dquery, launch.differentiate_rows(*given, tile=tile)
+        return dquery, launch.differentiate_rows(*given, tile=tile)[0]
 
     def sources(self, tile=None) -> tuple[torch.Tensor, ...]:
         """Gradients of key and value."""
-        gradients = torch.empty_like(self.problem.key), torch.empty_like(self.problem.value)
+        gradients = torch.empty_like(self.problem.operands.key), torch.empty_like(self.problem.operands.value)
         launch.differentiate_sources(self.problem, self.weights, self.grad_out, *self.reverse, *gradients, tile=tile)
         return gradients
 
     def project(self, tile=None) -> tuple[torch.Tensor]:
         """W^T of query."""
-        return (launch.project(self.problem, self.problem.query, tile),)
+        return (launch.project(self.problem, self.problem.operands.query, tile),)
 
     def embed(self, tile=None) -> tuple[torch.Tensor]:
         """W A, added to zeros."""
@@ -131,10 +132,6 @@ class Case:
 class EqualCase(Case):
     """A problem on the kernels for one small degree, whose pass backward computes A, B and the gradient of edge_attr too."""
 
-    def attend(self, tile=None) -> tuple[torch.Tensor, ...]:
-        """All that the kernel of the forward pass computes."""
-        return fixed_degree_launch.attend_rows(self.problem, self.projected, tile=tile)
-
     def handed_on(self) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         """As of any graph."""
         _, _, weights, *sums = self.destinations()
@@ -143,19 +140,19 @@ class EqualCase(Case):
     def destinations(self, tile=None) -> tuple[torch.Tensor, ...]:
         """Gradients of query without W B and of edge_attr, what goes to the sources, A and B."""
         problem = self.problem
-        dquery, dtype = torch.empty_like(problem.query), problem.edge_attr.dtype
-        shape = (problem.samples, *problem.edge_attr.shape[-2:])
+        dquery, edge_attr = torch.empty_like(problem.operands.query), problem.operands.edge_attr
+        shape, dtype = (problem.batch, *edge_attr.shape[-2:]), edge_attr.dtype
         dedge_attr = dquery.new_empty(shape, dtype=torch.float32 if problem.shares_attributes else dtype)
         given = (problem, self.saved, self.projected_grad, self.grad_out, None, dquery, dedge_attr)
-        weights, sums = fixed_degree_launch.differentiate_rows(*given, tile=tile)
+        weights, sums = launch.differentiate_rows(*given, tile=tile)
         return dquery, dedge_attr, weights, *sums
 
     def tiles(self) -> dict[str, tuple[Tile, list[Tile]]]:
         """As of any graph; of the kernels for one degree, those that `equal_tiles` yields."""
         sizes = self.problem.sizes
         chosen = {
-            "forward": fixed_degree_launch.forward_tile(sizes),
-            "destinations": fixed_degree_launch.destination_tile(sizes),
+            "forward": launch.forward_tile(sizes),
+            "destinations": launch.destination_tile(sizes),
         }
         own = {
             name: (tile, [other for other in equal_tiles(sizes, tile) if other != tile])
@@ -170,12 +167,9 @@ def make_case(problem: Problem, coo: Coo) -> Case:
     graph = GraphStructure.from_edge_index(*coo).with_reverse()
     shared = drawn.edge_attr if problem.batch == 1 else drawn.edge_attr[None]
     nodes = (drawn.query, drawn.key, drawn.value, shared, drawn.edge_weight, drawn.edge_bias)
-    structure = (graph.colptr, graph.row, graph.perm, graph.global_edge_id, graph.dst_schedule)
-    degree = 0 if graph.fixed_in_degree is None else graph.fixed_in_degree.shape[0]
-    given = launch.Problem(
-        *nodes, *structure, seed=None, scale=problem.channels**-0.5, dropout_p=0.0, fixed_in_degree=degree
-    )
-    kind = EqualCase if fixed_degree_launch.serves(given.sizes) else Case
+    options = Options(scale=problem.channels**-0.5)
+    given = launch.Problem(AttentionOperands(*nodes), IndexTensors.of(graph), options)
+    kind = EqualCase if launch.has_fixed_degree(given.sizes) else Case
     return kind(given, drawn.grad_out, (graph.rowptr, graph.col, graph.csr_to_csc))
 
 

@@ -39,9 +39,9 @@ def launches(facts: dict, kind: str) -> list[launch_plan.Planned]:
     # each point of the data grid reads as many hidden nodes
     degree = num_edges // num_dst if facts["graph"].startswith("decoder") else 0
     sizes = Sizes(
-        samples=facts["batch"], num_dst=num_dst, num_src=num_src, num_edges=num_edges, heads=facts["heads"],
+        batch=facts["batch"], num_dst=num_dst, num_src=num_src, num_edges=num_edges, heads=facts["heads"],
         channels=facts["channels"], edge_dim=facts["edge_dim"], bias=1, embedded=False, attr_stride=0,
-        dtype=getattr(torch, facts["dtype"]), wide=False, scale=facts["channels"] ** -0.5, dropout_p=0.0, fixed_in_degree=degree,
+        dtype=getattr(torch, facts["dtype"]), needs_int64=False, scale=facts["channels"] ** -0.5, dropout_p=0.0, fixed_in_degree=degree,
     )  # fmt: skip
     needs = launch_plan.Needs(**{name: name in facts["gradients"] for name in GRADIENTS})
     backward = [] if kind == "forward" else launch_plan.backward_kernels(sizes, needs)

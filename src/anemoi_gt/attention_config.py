@@ -7,6 +7,13 @@ from dataclasses import dataclass
 
 BACKENDS = ("auto", "triton", "torch")
 PRECISIONS = (None, "fp32", "bf16", "fp16")
+TILE_FIELDS = {  # of a program of a Triton kernel that gathers rows: the values that may be forced
+    "heads": (1, 2, 4, 8, 16, 32, 64, 128),
+    "unroll": (1, 2, 3, 4, 6, 8),
+    "num_warps": (1, 2, 4, 8, 16),
+    "nodes": (1, 2, 4, 8),
+    "packed": (0, 1),
+}
 
 
 @dataclass(frozen=True)
@@ -19,23 +26,36 @@ class AttentionConfig:
         `triton` are the fused GPU kernels, `torch` the PyTorch reference. An explicit choice that cannot run raises
         with the reason; `auto` takes the first backend that can, and logs its choice at DEBUG level.
     precision : {None, "fp32", "bf16", "fp16"}
-        The dtype of the rows that are read (query, key, value, edge attributes, weight, bias). None is the dtype that
-        arrives: autocast's inside `torch.autocast`, otherwise that of query. With a precision the inputs are cast to it
+        The dtype of the rows that are read (query, key, value, edge attributes, weight, bias). None is the dtype of the
+        inputs: autocast's inside `torch.autocast`, otherwise that of query. With a precision the inputs are cast to it
         and the output is cast back to the dtype of query. Sums and `lse` are float32 in any case.
+    fixed_degree_kernels : bool
+        Whether backend `triton` uses its kernels for graphs in which all destinations have the same few in-edges. Turn it
+        off to find out whether a wrong or slow result comes from them.
+    tile : str, optional
+        Fields of the tile of backend `triton`'s row kernels to force, such as "unroll=1,num_warps=4", to find out whether
+        a wrong or slow result comes from the tile that was chosen. `heads` (of a program), `unroll` (edges in flight) and
+        `num_warps` are powers of two or small integers; `nodes` (of a program) concerns the kernel over sources alone;
+        `packed` is 1 to read 16-bit rows as packed pairs, 0 not to. A kernel ignores a field that it does not have: those
+        for a fixed in-degree have `num_warps` and `packed`. None forces nothing.
 
     Raises
     ------
     ValueError
-        For any other backend or precision.
+        For any other value.
 
     Examples
     --------
-    >>> AttentionConfig(backend="torch", precision="bf16")
-    AttentionConfig(backend='torch', precision='bf16')
+    >>> AttentionConfig(backend="torch", precision="bf16").precision
+    'bf16'
+    >>> AttentionConfig(backend="triton", fixed_degree_kernels=False, tile="unroll=1,num_warps=4").tile
+    'unroll=1,num_warps=4'
     """
 
     backend: str = "auto"
     precision: str | None = None
+    fixed_degree_kernels: bool = True
+    tile: str | None = None
 
     def __post_init__(self):
         if self.backend not in BACKENDS:
@@ -43,6 +63,35 @@ class AttentionConfig:
         if self.precision not in PRECISIONS:
             names = ", ".join(str(name) for name in PRECISIONS)
             raise ValueError(f"precision must be one of {names}, got {self.precision!r}")
+        if not isinstance(self.fixed_degree_kernels, bool):
+            raise ValueError(f"fixed_degree_kernels must be True or False, got {self.fixed_degree_kernels!r}")
+        parse_tile(self.tile)
+
+
+def parse_tile(tile: str | None) -> dict[str, int]:
+    """Return the forced fields of `AttentionConfig.tile` by name.
+
+    Raises
+    ------
+    ValueError
+        Unless it is None or "name=integer" entries, comma-separated, of the names and values in TILE_FIELDS.
+
+    Examples
+    --------
+    >>> parse_tile("unroll=1,num_warps=4")
+    {'unroll': 1, 'num_warps': 4}
+    """
+    if tile is None or tile == "":
+        return {}
+    fields = {}
+    for entry in tile.split(",") if isinstance(tile, str) else [tile]:
+        name, _, number = entry.partition("=") if isinstance(entry, str) else ("", "", "")
+        values = TILE_FIELDS.get(name.strip())
+        if values is None or number.strip() not in map(str, values):
+            known = "; ".join(f"{name}: {', '.join(map(str, values))}" for name, values in TILE_FIELDS.items())
+            raise ValueError(f"tile must be such as 'unroll=1,num_warps=4' ({known}), got {tile!r}")
+        fields[name.strip()] = int(number)
+    return fields
 
 
 def check_config(config: object) -> None:

@@ -178,7 +178,10 @@ def test_kernels_for_one_degree_are_launched_with_the_tile_that_is_given(launche
         launched.clear()
         found.run(tile)
         ((name, constants),) = launched
-        assert "_equal_" in name and (constants["num_warps"], constants["PAIRS"]) == (tile.num_warps, tile.pairs)
+        assert "_fixed_degree_" in name and (constants["num_warps"], bool(constants["PACKED"])) == (
+            tile.num_warps,
+            tile.pairs,
+        )
 
 
 @pytest.mark.parametrize(

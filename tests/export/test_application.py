@@ -160,7 +160,7 @@ def test_a_mistake_is_one_sentence(arguments, message, checkpoint, refusal, tmp_
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the backend runs here")
 def test_a_backend_that_cannot_run_on_the_device_is_refused(checkpoint, refusal, tmp_path, monkeypatch):
-    monkeypatch.setattr("anemoi_gt.ops.triton_backend.availability.interpreted", lambda: False)
+    monkeypatch.setattr("anemoi_gt.ops.triton_backend.device.interpreted", lambda: False)
     arguments = (f"checkpoint={checkpoint}", f"out={tmp_path / 'm.pt2'}", "attention.backend=triton")
     assert "attention backend 'triton' cannot run here: its kernels run on a GPU" in refusal(*arguments)
 

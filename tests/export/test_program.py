@@ -170,7 +170,7 @@ def traced(what):
 
 WRITTEN = {  # by each kernel of the forward pass
     "project": ["projected"],
-    "edge_attention_fwd": ["attr_sums", "inverse", "lse", "numerators", "out", "scores"],
+    "edge_attention_fwd": ["attr_sums", "exp_scores", "inv_denominator", "lse", "out", "scores"],
     "embed": ["rows"],
 }
 

@@ -28,6 +28,7 @@ from anemoi_gt.data.graphs import icosphere_graph
 from anemoi_gt.data.grids import grid
 from anemoi_gt.export import LayerOnTensors, export_model, export_program
 from anemoi_gt.ops import triton_backend
+from anemoi_gt.ops.operands import AttentionOperands
 
 H200 = GPUTarget("cuda", 90, 32)
 TRITON = AttentionConfig(backend="triton")
@@ -119,7 +120,7 @@ def kernels():
             numbers = {key: number(value) for key, value in args.items()}
             compiled = compile_launch(kernel, numbers, H200, ALIGNED)
             line = {"program": name, "kernel": kernel.fn.__name__, "written": written, "symbolic": symbolic}
-            line |= {"wide": args["WIDE"], "cubin": len(compiled.asm["cubin"])}
+            line |= {"wide": args["INT64"], "cubin": len(compiled.asm["cubin"])}
             print(json.dumps(line))
 
 
@@ -132,7 +133,8 @@ class Attention(nn.Module):
 
     def forward(self, query, key, value, attr, weight, bias, structure):
         graph = type(self.call.graph).from_state(structure)
-        return triton_backend.attend(query, key, value, graph, attr, weight, bias, None, 0.125, 0.0)
+        operands = AttentionOperands(query, key, value, attr, weight, bias)
+        return triton_backend.attend(operands, graph, None, 0.125, 0.0)
 
 
 def eager():

@@ -29,6 +29,7 @@ from triton.runtime import JITFunction
 from anemoi_gt.graph import GraphStructure
 from anemoi_gt.graph.build import group_both_ends_unordered, group_edges_unordered
 from anemoi_gt.ops import triton_backend
+from anemoi_gt.ops.operands import AttentionOperands
 from anemoi_gt.ops.triton_backend import launch
 
 WARP = {"cuda": 32, "hip": 64}
@@ -83,7 +84,8 @@ def run(call):
         attr, weight = draw(1, graph.num_edges, call.edge_dim), draw(heads * channels, call.edge_dim)
         bias = draw(heads * channels) if call.form == "raw" else None
     seed = torch.tensor([1]) if call.dropout_p else None
-    out, lse = triton_backend.attend(query, key, value, graph, attr, weight, bias, seed, 0.125, call.dropout_p)
+    operands = AttentionOperands(query, key, value, attr, weight, bias)
+    out, lse = triton_backend.attend(operands, graph, seed, 0.125, call.dropout_p)
     (out.float().sum() + lse.sum()).backward()
 
 
@@ -177,7 +179,7 @@ def offsets():
     for wide in (False, True):
         calls = [Call(16, 64, 11, form=form, graph=bare_graph()) for form in ("raw", "embedded")]
         calls.append(Call(16, 64, 11, graph=bare_graph(90)))
-        with mock.patch.object(launch.Problem, "wide", lambda _, wide=wide: wide):
+        with mock.patch.object(launch.Problem, "needs_int64", lambda _, wide=wide: wide):
             launches = recorded(*calls)
         for kernel, args in launches:
             yield kernel, args, ALIGNED, lambda compiled, wide=wide: {"wide": wide, "ir": compiled.asm["ttir"]}

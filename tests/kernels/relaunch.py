@@ -4,6 +4,7 @@ Triton binds, compiles for sm_90 and launches as ever; only its driver is ours, 
 backward pass is made twice, so that the second takes what the first has compiled.
 
     python relaunch.py repeated      both launches of each kernel, arguments in order
+    python relaunch.py public        the same where Triton does not have the private parts that a repeated launch uses
     python relaunch.py sizes         how often each kernel is compiled for graphs of several sizes
     python relaunch.py unaligned     launches with operands at odd addresses, when aligned ones were compiled before
     python relaunch.py watched       what a hook of a profiler hears of the second launches
@@ -21,7 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction, driver
 
 from anemoi_gt.graph import GraphStructure
-from anemoi_gt.kernels import backward, edge_features, forward
+from anemoi_gt.kernels import backward, edge_features, forward, jit_launch
 from anemoi_gt.kernels.jit_launch import Launch
 
 KERNELS = [kernel for module in (edge_features, forward, backward) for kernel in vars(module).values()]
@@ -63,14 +64,25 @@ ONCE = Launch.__call__
 DRIVER = Driver()
 
 
+def plain(arguments):
+    """Arguments with each tensor as its address, and an absent one as 0."""
+    return [argument.data_ptr() if torch.is_tensor(argument) else argument or 0 for argument in arguments]
+
+
 def repeated():
-    """Pairs of launches; a tensor stands as its address, and what is not there as 0."""
+    """Pairs of launches, and how many tensors each was handed."""
     run(SMALL)
-    pairs = [DRIVER.launches[place : place + 2] for place in range(0, len(DRIVER.launches), 2)]
-    for first, second in pairs:
-        tensors = sum(torch.is_tensor(argument) for argument in first[2])
-        plain = [argument.data_ptr() if torch.is_tensor(argument) else argument or 0 for argument in first[2]]
-        print(json.dumps({"first": [*first[:2], plain], "second": second, "tensors": tensors}))
+    for place in range(0, len(DRIVER.launches), 2):
+        pair = DRIVER.launches[place : place + 2]
+        tensors = [sum(map(torch.is_tensor, arguments)) for *_, arguments in pair]
+        first, second = ([name, launch, plain(arguments)] for name, launch, arguments in pair)
+        print(json.dumps({"first": first, "second": second, "tensors": tensors}))
+
+
+def public():
+    """As `repeated`, without the private parts."""
+    with mock.patch.object(jit_launch, "repeating_device", lambda: None):
+        repeated()
 
 
 def compilations():
@@ -117,4 +129,4 @@ def watched():
 if __name__ == "__main__":
     driver.set_active(DRIVER)
     with mock.patch.object(Launch, "__call__", twice):
-        {f.__name__: f for f in (repeated, sizes, unaligned, watched)}[sys.argv[1]]()
+        {f.__name__: f for f in (repeated, public, sizes, unaligned, watched)}[sys.argv[1]]()

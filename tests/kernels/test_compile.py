@@ -10,11 +10,11 @@ from support.ir import narrow_offsets, unordered_updates
 
 KERNELS = {
     "project", "embed", "attribute_bwd", "weight_bwd", "edge_attention_fwd", "edge_attention_bwd_dst",
-    "edge_attention_bwd_src", "edge_attention_equal_fwd", "edge_attention_equal_bwd_dst", "group_edges_count", "group_edges_place",
+    "edge_attention_bwd_src", "edge_attention_fixed_degree_fwd", "edge_attention_fixed_degree_bwd_dst", "group_edges_count", "group_edges_place",
 }  # fmt: skip
 GROWING = {  # arguments whose size grows with nodes x channels or edges x heads
-    "query", "key", "value", "edge_attr", "projected", "projected_grad", "grad_out", "out", "numerators", "attr_sums",
-    "dscore_sums", "dquery", "dkey", "dvalue", "dedge", "dedge_attr", "weights", "dweights", "rows", "sums", "scores", "products",
+    "query", "key", "value", "edge_attr", "projected", "projected_grad", "grad_out", "out", "exp_scores", "attr_sums",
+    "dscore_sums", "dquery", "dkey", "dvalue", "dedge_attr", "p_ds", "dp", "rows", "sums", "scores", "attr_dp",
 }  # fmt: skip
 
 
@@ -48,8 +48,8 @@ def test_names_in_a_profile_tell_dtype_and_sizes():
         "edge_attention_fwd": "edge_attention_fwd_bf16_h16_c64_d11",
         "edge_attention_bwd_dst": "edge_attention_bwd_dst_bf16_h16_c64_d11",
         "edge_attention_bwd_src": "edge_attention_bwd_src_bf16_h16_c64",
-        "edge_attention_equal_fwd": "edge_attention_equal_fwd_bf16_h16_c64_d11",
-        "edge_attention_equal_bwd_dst": "edge_attention_equal_bwd_dst_bf16_h16_c64_d11",
+        "edge_attention_fixed_degree_fwd": "edge_attention_fixed_degree_fwd_bf16_h16_c64_d11",
+        "edge_attention_fixed_degree_bwd_dst": "edge_attention_fixed_degree_bwd_dst_bf16_h16_c64_d11",
         "attribute_bwd": "edge_attention_bwd_attributes_bf16_h16_d11",
         "weight_bwd": "edge_attention_bwd_weight_bf16_h16_c64_d11",
     }

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from anemoi_gt.ops.triton_backend.launch import Problem
+from anemoi_gt.ops.operands import AttentionOperands
+from anemoi_gt.ops.triton_backend.problem import IndexTensors, Options, Problem
 
 
 def is_wide(samples, num_src, num_dst, num_edges, heads, channels, form="none", edge_dim=1):
@@ -16,8 +17,9 @@ def is_wide(samples, num_src, num_dst, num_edges, heads, channels, form="none", 
     elif form == "raw":
         attr, weight = empty(1, num_edges, edge_dim), empty(heads * channels, edge_dim)
     query, key = empty(samples, num_dst, heads, channels), empty(samples, num_src, heads, channels)
-    row, colptr = (torch.empty(n, dtype=torch.int32, device="meta") for n in (num_edges, num_dst + 1))
-    return Problem(query, key, key, attr, weight, None, colptr, row, None, None, None, None, 1.0, 0.0).wide()
+    colptr, row = (torch.empty(n, dtype=torch.int32, device="meta") for n in (num_dst + 1, num_edges))
+    operands = AttentionOperands(query, key, key, attr, weight)
+    return Problem(operands, IndexTensors(colptr, row), Options()).needs_int64()
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,10 @@ from itertools import product
 
 import pytest
 import torch
-from support.accuracy import Corpus, assert_accurate, assert_within
+from support.accuracy import Corpus, assert_accurate
 from support.cases import COLUMNS, Case, full_cases, judge, pairwise_cases, run
 from support.graphs import GRAPHS
-from support.oracle import magnitude, make_problem, oracle
+from support.oracle import make_problem, plain
 from support.poison import poisoned_memory
 from support.run import attend, structure
 
@@ -77,27 +77,27 @@ def test_64_bit_offsets_and_indices_give_the_same_bits(form, kernel_device, monk
     graph = structure(GRAPHS["isolated"], kernel_device).with_reverse()
     expected = attend(problem, graph, "triton")
     long = replace(graph, **{name: index.long() for name, index in graph.state_dict().items() if name != "sources"})
-    monkeypatch.setattr(launch.Problem, "wide", lambda _: True)
+    monkeypatch.setattr(launch.Problem, "needs_int64", lambda _: True)
     for structured in (graph, long):
         result = attend(problem, structured, "triton")
         assert all(torch.equal(result[name], expected[name]) for name in expected)
 
 
-def test_float16_holds_products_that_pass_its_range_between_kernels(kernel_device):
-    problem, largest = make_problem(GRAPHS["isolated"], 2, 16, 3), torch.finfo(torch.float16).max
-    for name, size in {
-        "grad_out": 2e3,
-        "value": 5e2,
-        "query": 1e-2,
-        "key": 1e-2,
-        "edge_attr": 1e-2,
-        "grad_lse": 0.0,
-    }.items():
-        getattr(problem, name).mul_(size)
-    problem = problem.to(torch.float16)
-    exact = oracle(problem)
-    dp = (problem.grad_out[1].double() * problem.value[[0, 2]].double()).sum(-1)  # of the two edges of destination 1
-    ds = problem.scale * (dp[0] - dp[1]).abs() / 4  # logits are small, both weights nearly 1/2
-    assert ds.max() > largest > max(tensor[tensor.isfinite()].abs().max() for tensor in exact.values())
-    result = attend(problem, structure(GRAPHS["isolated"], kernel_device), "triton")
-    assert_within(result, exact, exact, magnitude(problem), torch.float16)  # no more than rounding
+@pytest.mark.parametrize("form", ["raw", "none"])
+@pytest.mark.parametrize("name", ["hub", "isolated", "nearest"])
+def test_float16_gradients_are_finite_and_accurate_at_every_loss_scale_at_which_plain_pytorch_is_finite(
+    name, form, kernel_device
+):
+    base = make_problem(GRAPHS[name], 2, 16, 11, form)
+
+    def scaled(loss_scale):
+        problem = replace(base, grad_out=base.grad_out * loss_scale).to(torch.float16)
+        return replace(problem, grad_lse=base.grad_lse * loss_scale)
+
+    def overflows(problem):
+        return not all(bool(tensor.isfinite().all()) for name, tensor in plain(problem).items() if name != "lse")
+
+    largest = max(scale for scale in (2.0**n for n in range(8, 18)) if not overflows(scaled(scale)))
+    assert overflows(scaled(2 * largest))
+    result = attend(scaled(largest), structure(GRAPHS[name], kernel_device), "triton")
+    assert_accurate(result, scaled(largest), torch.float16)

@@ -13,7 +13,7 @@ from support.run import attend, scalar, structure
 
 from anemoi_gt import AttentionConfig, GraphStructure, edge_attention, merge
 from anemoi_gt.ops.backends import unsupported_reason
-from anemoi_gt.ops.triton_backend import availability
+from anemoi_gt.ops.triton_backend import device
 from anemoi_gt.ops.triton_backend.tiles import MOST_ATTRIBUTES
 
 TRITON = AttentionConfig(backend="triton")
@@ -217,17 +217,17 @@ class TestAvailability:
         assert "use backend 'torch'" in unsupported_reason("triton", self.query(torch.float64))
 
     def test_a_missing_package_is_named_with_its_extra(self, monkeypatch):
-        monkeypatch.setattr(availability, "find_spec", lambda _: None)
+        monkeypatch.setattr(device, "find_spec", lambda _: None)
         assert (
             unsupported_reason("triton", self.query())
             == "the package triton is missing; pip install 'anemoi-gt[triton]'"
         )
 
     def test_tensors_on_a_cpu_are_refused_where_kernels_are_compiled(self, monkeypatch):
-        monkeypatch.setattr(availability, "interpreted", lambda: False)
+        monkeypatch.setattr(device, "interpreted", lambda: False)
         assert unsupported_reason("triton", self.query()).startswith("its kernels run on a GPU, got tensors on cpu")
 
     def test_the_interpreter_must_be_asked_for(self, monkeypatch):
-        monkeypatch.setattr(availability, "interpreted", lambda: True)
+        monkeypatch.setattr(device, "interpreted", lambda: True)
         assert unsupported_reason("triton", self.query()) is None
-        assert availability.auto_unsupported_reason(self.query()).startswith("its kernels run on a GPU")
+        assert device.auto_unsupported_reason(self.query()).startswith("its kernels run on a GPU")

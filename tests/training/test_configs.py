@@ -86,6 +86,8 @@ def test_every_config_makes_its_object(option, weather):
         (["attention.precision=fp16"], AttentionConfig(precision="fp16")),
         (["attention/precision='null'"], AttentionConfig()),
         (["attention.precision=null"], AttentionConfig()),
+        (["attention.fixed_degree_kernels=false"], AttentionConfig(fixed_degree_kernels=False)),
+        (["attention.tile='unroll=1,num_warps=4'"], AttentionConfig(tile="unroll=1,num_warps=4")),
     ],
     ids=lambda value: " ".join(value) or "none" if isinstance(value, list) else "",
 )

@@ -83,20 +83,12 @@ def _ms(moved: int, bandwidth: float | None) -> float | None:
 
 def _kernels(call: Call, needs: dict[str, bool]) -> tuple[tuple, tuple]:
     """What the two passes launch."""
+    from anemoi_gt.ops.operands import AttentionOperands
     from anemoi_gt.ops.triton_backend import launch_plan
-    from anemoi_gt.ops.triton_backend.problem import Problem
+    from anemoi_gt.ops.triton_backend.problem import IndexTensors, Options, Problem
 
-    given = call.arguments
-    operands = (
-        *(given[name] for name in OPERANDS),
-        given["colptr"],
-        given["row"],
-        given["perm"],
-        given["global_edge_id"],
-    )
-    numbers = {"seed": given["seed"], "scale": given["scale"], "dropout_p": given["dropout_p"]}
-    numbers["fixed_in_degree"] = 0 if given["fixed_in_degree"] is None else given["fixed_in_degree"].shape[0]
-    sizes = Problem(*operands, given["dst_schedule"], **numbers).sizes
+    groups = (AttentionOperands, IndexTensors, Options)
+    sizes = Problem(*(group(*(call.arguments[name] for name in group._fields)) for group in groups)).sizes
     return tuple(launch_plan.forward_kernels(sizes)), tuple(
         launch_plan.backward_kernels(sizes, launch_plan.Needs(**needs))
     )

@@ -13,7 +13,7 @@ from torch.export import ExportedProgram
 
 from anemoi_gt.custom_ops import NAMESPACE
 from anemoi_gt.nn.static_graph import StaticStructure
-from anemoi_gt.ops.triton_backend.availability import interpreted
+from anemoi_gt.ops.triton_backend.device import interpreted
 
 
 def export_program(module: nn.Module, inputs: tuple, dynamic_shapes=None) -> ExportedProgram:

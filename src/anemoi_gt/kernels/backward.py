@@ -1,13 +1,13 @@
 """Edge attention, backward: the kernels that walk edges and gather rows of heads x channels.
 
-Symbols as in `anemoi_gt.kernels.forward`, with the gradients do_i, dlse_i that arrive and g_i = W^T do_i ready from
+Symbols as in `anemoi_gt.kernels.forward`, with the upstream gradients do_i, dlse_i and g_i = W^T do_i ready from
 `anemoi_gt.kernels.edge_features`.
 
     over destinations:
         dp_e    = m_e (<do_i, v_j> + <g_i, a_e>)
         delta_i = sum_e p_e dp_e / sum_e p_e                   with the forward's p, so that sum_e ds_e vanishes
         ds_e    = scale * p_e (dp_e - delta_i + dlse_i)
-        dq_i    = sum_e ds_e k_j                               W B_i joins dq_i in `attributes`
+        dq_i    = sum_e ds_e k_j                               W B_i joins dq_i in `edge_features`
         dx_e    = m_e p_e do_i + ds_e q_i                      embedded features only
 
     over sources:
@@ -17,23 +17,22 @@ Symbols as in `anemoi_gt.kernels.forward`, with the gradients do_i, dlse_i that 
 import triton
 import triton.language as tl
 
-from anemoi_gt.kernels.naming import launch_facts, row_kernel_name
-from anemoi_gt.kernels.primitives import caller_edge, load_row, project_edges, row_offsets, wide
+from anemoi_gt.kernels.jit_launch import launch_facts, row_kernel_name
+from anemoi_gt.kernels.primitives import as_index, caller_edge, destination, load_row, project_edges, row_offsets
 from anemoi_gt.kernels.rows import (
-    add_halves,
-    dot_halves,
+    add_scaled,
+    dot_rows,
     drop,
     gather,
-    gather_features,
-    half_offsets,
-    joined,
-    load_halves,
+    gathered_row,
+    load_edge_heads,
     load_heads,
-    load_numbers,
-    scale_halves,
-    store_halves,
+    load_unpacked,
+    raw_offsets,
+    scale_row,
     store_heads,
-    zero_halves,
+    store_unpacked,
+    zero_row,
 )
 
 
@@ -47,22 +46,22 @@ def edge_attention_bwd_dst(
     key,  # [B, N_src, H, C]
     value,  # [B, N_src, H, C]
     edge_attr,  # [1 or B, E, D] or [1 or B, E, H, C] or None
-    projected,  # [B, N_dst, H, ATTRIBUTES] g, or None
+    projected_grad,  # [B, N_dst, H, ATTRIBUTES] g, or None
     grad_out,  # [B, N_dst, H, C]
     grad_lse,  # [B, N_dst, H] or None
-    inverse,  # [B, N_dst, H]
-    numerators,  # [B, E, H] r
+    inv_denominator,  # [B, N_dst, H]
+    exp_scores,  # [B, E, H] r
     colptr,  # [N_dst + 1]
     row,  # [E]
     perm,  # [E] or None
     global_edge_id,  # [E] int64, or None
-    order,  # [N_dst] or None
+    dst_schedule,  # [N_dst] or None
     seed,  # [1] int64, or None
     dquery,  # [B, N_dst, H, C] or None
-    dedge,  # [B, E, H, C] or None
-    weights,  # [B, E, 2, H]
-    products,  # [B, E, H] float32, scratch
-    dweights,  # [B, E, H] float32, scratch
+    dedge_attr,  # [B, E, H, C] or None
+    p_ds,  # [B, E, 2, H]
+    attr_dp,  # [B, E, H] float32, scratch
+    dp,  # [B, E, H] float32, scratch
     num_dst,
     num_src,
     num_edges,
@@ -78,127 +77,103 @@ def edge_attention_bwd_dst(
     HEADS: tl.constexpr,
     CHANNELS: tl.constexpr,
     ATTRIBUTES: tl.constexpr,
-    PAIRS: tl.constexpr,  # rows are read as pairs of bfloat16
-    UNROLL: tl.constexpr,  # edges in flight
-    EDGES: tl.constexpr,  # of a tile of attributes
+    PACKED: tl.constexpr,
+    UNROLL: tl.constexpr,
+    EDGES: tl.constexpr,
     PRECISION: tl.constexpr,
-    WIDE: tl.constexpr,
+    INT64: tl.constexpr,
 ):
-    """Grid (B * N_dst, ceil(H / HEADS)): a program owns HEADS heads of one destination of a sample.
+    """Grid (B * N_dst, ceil(H / HEADS)): a program owns HEADS heads of one destination of a batch entry.
 
-    Writes its row of dquery (without W B), and of its in-edges dx (embedded features), and
-    in weights [m p, ds], which the kernels over sources and over attributes read.
+    Writes its row of dquery (without W B), and of its in-edges dx (embedded features), and p_ds = [m p, ds], which the
+    kernels over sources and over attributes read.
     """
-    sample, i = tl.program_id(0) // num_dst, tl.program_id(0) % num_dst
-    if order is not None:
-        i = tl.load(order + i)
-    node = wide(sample, WIDE) * num_dst + i
+    b, i, node = destination(dst_schedule, num_dst, INT64)
+    first_edge, first_attr = b * num_edges, b * attr_stride
     begin, end = tl.load(colptr + i), tl.load(colptr + i + 1)
     head = tl.program_id(1) * HEADS
     h = head + tl.arange(0, HEADS)
-    offsets, mask = half_offsets(head, H, C, HEADS, CHANNELS, PAIRS)
-    WIDTH: tl.constexpr = H * C // 2 if PAIRS else H * C
-    first_edge = wide(sample, WIDE) * num_edges
-    first_src = wide(sample, WIDE) * num_src
-    attr_first = wide(sample, WIDE) * attr_stride
+    heads = (h, None if H % HEADS == 0 else h < H)
+    layout = raw_offsets(head, H, C, HEADS, CHANNELS, PACKED)
+    WIDTH: tl.constexpr = H * C // 2 if PACKED is not None else H * C
     if D > 0:
         project_edges(
-            projected, edge_attr, perm, products, node, first_edge, attr_first, begin, end, head, 1.0,
-            H, D, BIAS, HEADS, ATTRIBUTES, EDGES, PRECISION, WIDE,
+            attr_dp, 1.0, projected_grad, edge_attr, perm, node, first_edge, first_attr, begin, end, head,
+            H, D, BIAS, HEADS, ATTRIBUTES, EDGES, PRECISION,
         )  # fmt: skip
         tl.debug_barrier()
 
-    do = load_halves(grad_out, node * WIDTH, offsets, mask, PAIRS)
-    share = load_heads(inverse, node * H + h, h, H, HEADS)
-    total = tl.zeros((HEADS,), tl.float32)
+    source = (row, b * num_src, edge_attr if EMBEDDED else None, perm, first_attr)
+    edges = ((perm, global_edge_id, seed, b, h, drop_below, survivor), source, layout, heads, first_edge)
+    main_end = end - (end - begin) % UNROLL
+    do = load_unpacked(grad_out, node * WIDTH, layout, PACKED)
+    inverse = load_heads(inv_denominator, node, heads, H)
+    p_sum = tl.zeros((HEADS,), tl.float32)
     delta = tl.zeros((HEADS,), tl.float32)
-    middle = end - (end - begin) % UNROLL
-    for e in range(begin, middle, UNROLL):
-        total, delta = _weigh(
-            total, delta, do, share, value, edge_attr, row, perm, global_edge_id, seed, products, numerators, dweights, sample,
-            first_src, first_edge, attr_first, e, h, offsets, mask, drop_below, survivor,
-            H, WIDTH, D, EMBEDDED, HEADS, PAIRS, UNROLL, WIDE,
-        )  # fmt: skip
-    for e in range(middle, end):
-        total, delta = _weigh(
-            total, delta, do, share, value, edge_attr, row, perm, global_edge_id, seed, products, numerators, dweights, sample,
-            first_src, first_edge, attr_first, e, h, offsets, mask, drop_below, survivor,
-            H, WIDTH, D, EMBEDDED, HEADS, PAIRS, 1, WIDE,
-        )  # fmt: skip
-    delta = delta / tl.where(total == 0.0, 1.0, total)
+    weights = (do, inverse, value, attr_dp if D > 0 else None, exp_scores, dp)
+    p_sum, delta = _differentiate_weights(p_sum, delta, begin, main_end, *weights, *edges, H, WIDTH, PACKED, UNROLL)
+    p_sum, delta = _differentiate_weights(p_sum, delta, main_end, end, *weights, *edges, H, WIDTH, PACKED, 1)
+    delta = delta / tl.where(p_sum == 0.0, 1.0, p_sum)
     if grad_lse is not None:
-        delta -= load_heads(grad_lse, node * H + h, h, H, HEADS)
+        delta -= load_heads(grad_lse, node, heads, H)
     tl.debug_barrier()
 
-    dq = zero_halves(HEADS, CHANNELS, PAIRS)
-    q = load_halves(query, node * WIDTH, offsets, mask, PAIRS) if EMBEDDED else do
-    for e in range(begin, middle, UNROLL):
-        dq = _sum_keys(
-            dq, delta, do, q, share, scale, key, edge_attr, row, perm, global_edge_id, seed, numerators, dweights, weights, dquery,
-            dedge, sample, first_src, first_edge, attr_first, e, h, offsets, mask, drop_below, survivor,
-            H, WIDTH, EMBEDDED, HEADS, PAIRS, UNROLL, WIDE,
-        )  # fmt: skip
-    for e in range(middle, end):
-        dq = _sum_keys(
-            dq, delta, do, q, share, scale, key, edge_attr, row, perm, global_edge_id, seed, numerators, dweights, weights, dquery,
-            dedge, sample, first_src, first_edge, attr_first, e, h, offsets, mask, drop_below, survivor,
-            H, WIDTH, EMBEDDED, HEADS, PAIRS, 1, WIDE,
-        )  # fmt: skip
+    dq = zero_row(HEADS, CHANNELS, PACKED)
+    q = load_unpacked(query, node * WIDTH, layout, PACKED) if EMBEDDED else do
+    scores = (delta, do, q, inverse, scale, key if dquery is not None else None, exp_scores, dp, p_ds, dedge_attr)
+    dq = _differentiate_scores(dq, begin, main_end, *scores, *edges, H, WIDTH, PACKED, UNROLL)
+    dq = _differentiate_scores(dq, main_end, end, *scores, *edges, H, WIDTH, PACKED, 1)
     if dquery is not None:
-        store_halves(dquery, node * WIDTH, offsets, mask, dq, PAIRS)
+        store_unpacked(dquery, node * WIDTH, layout, dq, PACKED)
 
 
 @triton.jit
-def _weigh(
-    total, delta, do, share, value, edge_attr, row, perm, global_edge_id, seed, products, numerators, dweights, sample,
-    first_src, first_edge, attr_first, e, h, offsets, mask, drop_below, survivor,
-    H: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, EMBEDDED: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr,
-    EACH: tl.constexpr, WIDE: tl.constexpr,
+def _differentiate_weights(
+    p_sum, delta, begin, end, do, inverse, value, attr_dp, exp_scores, dp, dropout, source, layout, heads, first_edge,
+    H: tl.constexpr, WIDTH: tl.constexpr, PACKED: tl.constexpr, EACH: tl.constexpr,
 ):  # fmt: skip
-    """Write dp of edges e .. e + EACH - 1; return the sums of p and of p dp so far."""
-    v = gather(value, row, first_src, e, offsets, mask, WIDTH, PAIRS, EACH, WIDE)
-    features = gather_features(edge_attr, perm, attr_first, e, offsets, mask, EMBEDDED, WIDTH, PAIRS, EACH, WIDE)
-    r = load_numbers(numerators, first_edge, e, h, H, HEADS, EACH, WIDE)
-    if D > 0:
-        t = load_numbers(products, first_edge, e, h, H, HEADS, EACH, WIDE)
-    for x in tl.static_range(EACH):
-        dp = dot_halves(do, joined(v, features, x, EMBEDDED, PAIRS), PAIRS)
-        if D > 0:
-            dp += t[x]
-        dp = drop(dp, e + x, perm, global_edge_id, seed, sample, h, drop_below, survivor)
-        store_heads(dweights, wide(first_edge + e + x, WIDE) * H + h, dp, h, H, HEADS)
-        p = share * r[x]
-        total += p
-        delta += p * dp
-    return total, delta
+    """Write dp of edges begin .. end - 1, EACH at a time; return the sums of p and of p dp so far."""
+    for e in range(begin, end, EACH):
+        v = gather(value, e, source, layout, WIDTH, PACKED, EACH)
+        r = load_edge_heads(exp_scores, first_edge + e, heads, H, EACH)
+        if attr_dp is not None:
+            t = load_edge_heads(attr_dp, first_edge + e, heads, H, EACH)
+        for n in tl.static_range(EACH):
+            dp_e = dot_rows(do, gathered_row(v, n, PACKED, EACH))
+            if attr_dp is not None:
+                dp_e += t[n]
+            dp_e = drop(dp_e, e + n, dropout)
+            store_heads(dp, first_edge + e + n, heads, dp_e, H)
+            p = inverse * r[n]
+            p_sum += p
+            delta += p * dp_e
+    return p_sum, delta
 
 
 @triton.jit
-def _sum_keys(
-    dq, delta, do, q, share, scale, key, edge_attr, row, perm, global_edge_id, seed, numerators, dweights, weights, dquery,
-    dedge, sample, first_src, first_edge, attr_first, e, h, offsets, mask, drop_below, survivor,
-    H: tl.constexpr, WIDTH: tl.constexpr, EMBEDDED: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr,
-    EACH: tl.constexpr, WIDE: tl.constexpr,
+def _differentiate_scores(
+    dq, begin, end, delta, do, q, inverse, scale, key, exp_scores, dp, p_ds, dedge_attr,
+    dropout, source, layout, heads, first_edge,
+    H: tl.constexpr, WIDTH: tl.constexpr, PACKED: tl.constexpr, EACH: tl.constexpr,
 ):  # fmt: skip
-    """Write [m p, ds], and dx, of edges e .. e + EACH - 1; return the sum of the keys that ds weighs so far."""
-    if dquery is not None:
-        k = gather(key, row, first_src, e, offsets, mask, WIDTH, PAIRS, EACH, WIDE)
-        features = gather_features(edge_attr, perm, attr_first, e, offsets, mask, EMBEDDED, WIDTH, PAIRS, EACH, WIDE)
-    r = load_numbers(numerators, first_edge, e, h, H, HEADS, EACH, WIDE)
-    dp = load_numbers(dweights, first_edge, e, h, H, HEADS, EACH, WIDE)
-    for x in tl.static_range(EACH):
-        p = share * r[x]
-        ds = scale * p * (dp[x] - delta)
-        p = drop(p, e + x, perm, global_edge_id, seed, sample, h, drop_below, survivor)
-        pair = wide(first_edge + e + x, WIDE) * (2 * H) + h
-        store_heads(weights, pair, p, h, H, HEADS)
-        store_heads(weights, pair + H, ds, h, H, HEADS)
-        if dquery is not None:
-            dq = add_halves(dq, ds, joined(k, features, x, EMBEDDED, PAIRS), PAIRS)
-        if dedge is not None:
-            dx = add_halves(scale_halves(p, do, PAIRS), ds, q, PAIRS)
-            place = wide(first_edge + caller_edge(perm, e + x), WIDE) * WIDTH
-            store_halves(dedge, place, offsets, mask, dx, PAIRS)
+    """Write [m p, ds], and dx, of edges begin .. end - 1, EACH at a time; return the sum of ds k so far (none without key)."""
+    for e in range(begin, end, EACH):
+        if key is not None:
+            k = gather(key, e, source, layout, WIDTH, PACKED, EACH)
+        r = load_edge_heads(exp_scores, first_edge + e, heads, H, EACH)
+        dp_e = load_edge_heads(dp, first_edge + e, heads, H, EACH)
+        for n in tl.static_range(EACH):
+            p = inverse * r[n]
+            ds = scale * p * (dp_e[n] - delta)
+            p = drop(p, e + n, dropout)
+            store_heads(p_ds, 2 * (first_edge + e + n), heads, p, H)
+            store_heads(p_ds, 2 * (first_edge + e + n) + 1, heads, ds, H)
+            if key is not None:
+                dq = add_scaled(dq, ds, gathered_row(k, n, PACKED, EACH))
+            if dedge_attr is not None:
+                dx = add_scaled(scale_row(p, do), ds, q)
+                edge = first_edge + caller_edge(source[3], e + n)
+                store_unpacked(dedge_attr, edge * WIDTH, layout, dx, PACKED)
     return dq
 
 
@@ -210,7 +185,7 @@ def _sum_keys(
 def edge_attention_bwd_src(
     query,  # [B, N_dst, H, C]
     grad_out,  # [B, N_dst, H, C]
-    weights,  # [B, E, 2, H]
+    p_ds,  # [B, E, 2, H]
     rowptr,  # [N_src + 1]
     col,  # [E]
     csr_to_csc,  # [E]
@@ -225,35 +200,33 @@ def edge_attention_bwd_src(
     CHANNELS: tl.constexpr,
     NODES: tl.constexpr,
     UNROLL: tl.constexpr,
-    WIDE: tl.constexpr,
+    INT64: tl.constexpr,
 ):
-    """Grid (B * ceil(N_src / NODES), ceil(H / HEADS)): a program owns NODES sources of a sample, HEADS heads of them.
+    """Grid (B * ceil(N_src / NODES), ceil(H / HEADS)): a program owns HEADS heads of NODES sources of a batch entry.
 
     Writes their rows of dkey and dvalue.
     """
     programs = (num_src + NODES - 1) // NODES
-    sample = tl.program_id(0) // programs
-    place = (tl.program_id(0) % programs) * NODES
+    b = as_index(tl.program_id(0) // programs, INT64)
+    first = (tl.program_id(0) % programs) * NODES
     head = tl.program_id(1) * HEADS
     h = head + tl.arange(0, HEADS)
     offsets, mask = row_offsets(head, H, C, HEADS, CHANNELS)
-    first_edge = wide(sample, WIDE) * num_edges
-    first_dst = wide(sample, WIDE) * num_dst
     for n in range(NODES):
-        if place + n < num_src:
-            j = place + n
+        if first + n < num_src:
+            j = first + n
             dk = tl.zeros((HEADS, CHANNELS), tl.float32)
             dv = tl.zeros((HEADS, CHANNELS), tl.float32)
             for x in tl.range(tl.load(rowptr + j), tl.load(rowptr + j + 1), loop_unroll_factor=UNROLL):
-                i = first_dst + tl.load(col + x)
-                pair = weights + wide(first_edge + tl.load(csr_to_csc + x), WIDE) * (2 * H) + h
+                i = b * num_dst + tl.load(col + x)
+                pair = p_ds + (b * num_edges + tl.load(csr_to_csc + x)) * (2 * H) + h
                 if dvalue is not None:
                     w = tl.load(pair, mask=h < H, other=0.0).to(tl.float32)
-                    dv += w[:, None] * load_row(grad_out, i, offsets, mask, H * C, WIDE)
+                    dv += w[:, None] * load_row(grad_out, i, offsets, mask, H * C)
                 if dkey is not None:
                     ds = tl.load(pair + H, mask=h < H, other=0.0).to(tl.float32)
-                    dk += ds[:, None] * load_row(query, i, offsets, mask, H * C, WIDE)
-            at = (wide(sample, WIDE) * num_src + j) * (H * C)
+                    dk += ds[:, None] * load_row(query, i, offsets, mask, H * C)
+            at = (b * num_src + j) * (H * C)
             if dkey is not None:
                 tl.store(dkey + at + offsets, dk.to(dkey.dtype.element_ty), mask=mask)
             if dvalue is not None:

@@ -10,21 +10,23 @@ zero behind D + BIAS:
     weight_bwd        dW_h = sum_i (do_i A_i^T + q_i B_i^T)      partial sums over programs, added up by the caller
 
 Each reads and writes its rows once, at the speed of the memory: batched matrix products with an inner size of D = 11 are
-what they stand for, and far slower. 16-bit operands stay as they are: they are multiplied as bf16, or as tf32, which holds both.
+what they stand for, and far slower. 16-bit operands stay as they are: they are multiplied in their own dtype, or as tf32,
+which holds both.
 """
 
 import triton
 import triton.language as tl
 
-from anemoi_gt.kernels.naming import row_kernel_name
+from anemoi_gt.kernels.jit_launch import row_kernel_name
 from anemoi_gt.kernels.primitives import (
+    as_index,
     caller_edges,
-    head_offsets,
+    destination,
     load_attributes,
     load_row,
     product,
     row_offsets,
-    wide,
+    tile_offsets,
 )
 
 
@@ -33,7 +35,7 @@ def _load_weight(
     edge_weight, edge_bias, head, channel, H: tl.constexpr, C: tl.constexpr, D: tl.constexpr,
     CHANNELS: tl.constexpr, ATTRIBUTES: tl.constexpr,
 ):  # fmt: skip
-    """W_h with the bias as column D: float32 [CHANNELS, ATTRIBUTES] from channel `channel` on."""
+    """Return W_h with the bias as column D: float32 [CHANNELS, ATTRIBUTES] from channel `channel` on."""
     c = channel + tl.arange(0, CHANNELS)
     d = tl.arange(0, ATTRIBUTES)
     at = head * C + c
@@ -47,7 +49,7 @@ def _load_weight(
 
 @triton.jit
 def _tile_offsets(node, head, column, num_nodes, H: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
-    """Offsets and mask of [nodes, columns] of one head in a tensor [N, H, WIDTH], from column `column` on."""
+    """Return offsets and mask of [nodes, columns] of one head in a tensor [N, H, WIDTH], from column `column` on."""
     x = column + tl.arange(0, COLUMNS)
     offsets = (node * H + head)[:, None] * WIDTH + x[None, :]
     return offsets, (node < num_nodes)[:, None] & (x < WIDTH)[None, :]
@@ -55,7 +57,7 @@ def _tile_offsets(node, head, column, num_nodes, H: tl.constexpr, WIDTH: tl.cons
 
 @triton.jit(repr=row_kernel_name("edge_attention_project", "rows"), do_not_specialize=["num_nodes"])
 def project(
-    rows,  # [N, H, C], N nodes of all samples
+    rows,  # [N, H, C], N nodes of the whole batch
     edge_weight,  # [H * C, D]
     edge_bias,  # [H * C] or None
     projected,  # [N, H, ATTRIBUTES]
@@ -69,14 +71,14 @@ def project(
     NODES: tl.constexpr,
     TILES: tl.constexpr,
     PRECISION: tl.constexpr,
-    WIDE: tl.constexpr,
+    INT64: tl.constexpr,
 ):
     """Grid (ceil(N / (NODES * TILES)) * H,): a program owns one head of TILES tiles of NODES nodes.
 
     Writes their rows of `projected`. Heads are the fast axis, so that programs side by side read whole rows.
     """
     head = tl.program_id(0) % H
-    first = wide(tl.program_id(0) // H, WIDE) * (NODES * TILES)
+    first = as_index(tl.program_id(0) // H, INT64) * (NODES * TILES)
     if CHANNELS >= C:  # the weight is read once for all tiles
         w = _load_weight(edge_weight, edge_bias, head, 0, H, C, D, CHANNELS, ATTRIBUTES)
     for tile in range(TILES):
@@ -94,7 +96,7 @@ def project(
 
 @triton.jit(repr=row_kernel_name("edge_attention_embed", "rows"), do_not_specialize=["num_nodes"])
 def embed(
-    sums,  # [N, H, ATTRIBUTES], N nodes of all samples
+    sums,  # [N, H, ATTRIBUTES], N nodes of the whole batch
     edge_weight,  # [H * C, D]
     edge_bias,  # [H * C] or None
     rows,  # [N, H, C], read and written
@@ -108,14 +110,14 @@ def embed(
     NODES: tl.constexpr,
     TILES: tl.constexpr,
     PRECISION: tl.constexpr,
-    WIDE: tl.constexpr,
+    INT64: tl.constexpr,
 ):
     """Grid (ceil(N / (NODES * TILES)) * H,): a program owns one head of TILES tiles of NODES nodes.
 
     Adds W sums to their rows. Heads are the fast axis, so that programs side by side touch whole rows.
     """
     head = tl.program_id(0) % H
-    first = wide(tl.program_id(0) // H, WIDE) * (NODES * TILES)
+    first = as_index(tl.program_id(0) // H, INT64) * (NODES * TILES)
     if CHANNELS >= C:  # the weight is read once for all tiles
         w = _load_weight(edge_weight, edge_bias, head, 0, H, C, D, CHANNELS, ATTRIBUTES)
     for tile in range(TILES):
@@ -136,7 +138,7 @@ def embed(
     do_not_specialize=["num_dst", "num_edges", "attr_stride"],
 )
 def attribute_bwd(
-    weights,  # [B, E, 2, H]
+    p_ds,  # [B, E, 2, H]
     edge_attr,  # [1 or B, E, D]
     projected,  # [B, N_dst, H, ATTRIBUTES] u, or None
     projected_grad,  # [B, N_dst, H, ATTRIBUTES] g, or None
@@ -155,23 +157,20 @@ def attribute_bwd(
     ATTRIBUTES: tl.constexpr,
     EDGES: tl.constexpr,
     PRECISION: tl.constexpr,
-    WIDE: tl.constexpr,
+    INT64: tl.constexpr,
 ):
-    """Grid (B * N_dst,): a program owns a destination of a sample, all heads.
+    """Grid (B * N_dst,): a program owns a destination of a batch entry, all heads.
 
-    Writes its A and B, and da of its in-edges at the caller's place.
+    Writes its A and B, and da of its in-edges in the caller's order.
     """
-    sample = tl.program_id(0) // num_dst
-    i = tl.program_id(0) % num_dst
-    node = wide(tl.program_id(0), WIDE)
+    b, i, node = destination(None, num_dst, INT64)
+    first_edge = b * num_edges
     h = tl.arange(0, HEADS)
     d = tl.arange(0, ATTRIBUTES)
     offsets, mask = row_offsets(0, H, ATTRIBUTES, HEADS, ATTRIBUTES)
-    first_edge = wide(sample, WIDE) * num_edges
-    attr_first = wide(sample, WIDE) * attr_stride
     if dedge_attr is not None:
-        u = load_row(projected, node, offsets, mask, H * ATTRIBUTES, WIDE)
-        g = load_row(projected_grad, node, offsets, mask, H * ATTRIBUTES, WIDE)
+        u = load_row(projected, node, offsets, mask, H * ATTRIBUTES)
+        g = load_row(projected_grad, node, offsets, mask, H * ATTRIBUTES)
     value_sums = tl.zeros((HEADS, ATTRIBUTES), tl.float32)
     score_sums = tl.zeros((HEADS, ATTRIBUTES), tl.float32)
     end = tl.load(colptr + i + 1)
@@ -179,16 +178,16 @@ def attribute_bwd(
         e = start + tl.arange(0, EDGES)
         inside = e < end
         edge = caller_edges(perm, e, inside)
-        a = load_attributes(edge_attr, attr_first + edge, inside, D, BIAS, ATTRIBUTES, WIDE)
-        at, known = head_offsets(first_edge + e, inside, h, H, 2 * H, WIDE)
-        w = tl.load(weights + at, mask=known, other=0.0)  # [EDGES, HEADS]
-        ds = tl.load(weights + at + H, mask=known, other=0.0)
+        a = load_attributes(edge_attr, b * attr_stride + edge, inside, D, BIAS, ATTRIBUTES)
+        at, known = tile_offsets(first_edge + e, inside, h, 2 * H, H)
+        w = tl.load(p_ds + at, mask=known, other=0.0)  # [EDGES, HEADS]
+        ds = tl.load(p_ds + at + H, mask=known, other=0.0)
         value_sums = product(tl.trans(w), a, value_sums, PRECISION)
         score_sums = product(tl.trans(ds), a, score_sums, PRECISION)
         if dedge_attr is not None:
             da = product(w, g, tl.zeros((EDGES, ATTRIBUTES), tl.float32), PRECISION)
             da = product(ds, u, da, PRECISION)
-            at, known = head_offsets(first_edge + edge, inside, d, D, D, WIDE)
+            at, known = tile_offsets(first_edge + edge, inside, d, D, D)
             tl.store(dedge_attr + at, da.to(dedge_attr.dtype.element_ty), mask=known)
     tl.store(attr_sums + node * (H * ATTRIBUTES) + offsets, value_sums.to(attr_sums.dtype.element_ty), mask=mask)
     tl.store(dscore_sums + node * (H * ATTRIBUTES) + offsets, score_sums.to(dscore_sums.dtype.element_ty), mask=mask)
@@ -196,7 +195,7 @@ def attribute_bwd(
 
 @triton.jit(repr=row_kernel_name("edge_attention_bwd_weight", "query"), do_not_specialize=["num_nodes"])
 def weight_bwd(
-    query,  # [N, H, C], N destinations of all samples
+    query,  # [N, H, C], N destinations of the whole batch
     grad_out,  # [N, H, C]
     attr_sums,  # [N, H, ATTRIBUTES] A
     dscore_sums,  # [N, H, ATTRIBUTES] B
@@ -210,7 +209,7 @@ def weight_bwd(
     ATTRIBUTES: tl.constexpr,
     NODES: tl.constexpr,
     PRECISION: tl.constexpr,
-    WIDE: tl.constexpr,
+    INT64: tl.constexpr,
 ):
     """Grid (P * H, ceil(C / CHANNELS)): a program sums every P-th tile of NODES nodes for one head; writes its partial dW.
 
@@ -221,7 +220,7 @@ def weight_bwd(
     channel = tl.program_id(1) * CHANNELS
     dw = tl.zeros((CHANNELS, ATTRIBUTES), tl.float32)
     for first in range(part * NODES, num_nodes, tl.num_programs(0) // H * NODES):
-        node = wide(first, WIDE) + tl.arange(0, NODES)
+        node = as_index(first, INT64) + tl.arange(0, NODES)
         offsets, mask = _tile_offsets(node, head, channel, num_nodes, H, C, CHANNELS)
         q = tl.load(query + offsets, mask=mask, other=0.0)  # [NODES, CHANNELS]
         do = tl.load(grad_out + offsets, mask=mask, other=0.0)
@@ -232,5 +231,5 @@ def weight_bwd(
         dw = product(tl.trans(q), score_sums, dw, PRECISION)
     c = channel + tl.arange(0, CHANNELS)
     d = tl.arange(0, ATTRIBUTES)
-    place = ((part * H + head) * C + c)[:, None] * (D + BIAS) + d[None, :]
-    tl.store(partial + place, dw, mask=(c < C)[:, None] & (d < D + BIAS)[None, :])
+    at = ((part * H + head) * C + c)[:, None] * (D + BIAS) + d[None, :]
+    tl.store(partial + at, dw, mask=(c < C)[:, None] & (d < D + BIAS)[None, :])

@@ -4,49 +4,51 @@ For destination i, source j, edge e = (j -> i), with attributes a_e and u_i = W^
 `anemoi_gt.kernels.edge_features` (the bias is one more attribute that is always 1):
 
     s_e   = (<q_i, k_j> + <u_i, a_e>) * scale * log2(e)
-    r_e   = 2^(s_e - max s)                                    the numerator, stored [E, H]
-    p_e   = r_e * inverse_i,       inverse = 1 / sum_e r_e     stored [N_dst, H]
-    lse_i = (max s + log2 sum_e r_e) / log2(e)
-    o_i   = sum_e m_e p_e v_j,     A_i = sum_e m_e p_e a_e     W A_i joins o_i in `attributes`
+    r_e   = 2^(s_e - row_max_i)                                exp_scores, stored [E, H]
+    p_e   = r_e * inv_denominator_i                            1 / sum_e r_e, stored [N_dst, H]
+    lse_i = (row_max_i + log2 sum_e r_e) / log2(e)
+    o_i   = sum_e m_e p_e v_j,     A_i = sum_e m_e p_e a_e     W A_i joins o_i in `edge_features`
 
 m_e is the dropout factor. Embedded features x_e [H, C] stand for W a_e: k_j + x_e, v_j + x_e.
 
-Work on D numbers an edge and work on a row of C numbers an edge are separate loops over the same edges: in one loop the
+Work on D elements an edge and work on a row of C elements an edge are separate loops over the same edges: in one loop the
 layouts of [heads, D] and [heads, C] meet at every edge. The former are small matrix products where a node has edges enough.
-What a loop hands to the next goes through [E, H] arrays, which stay in the cache; the barrier between them makes it visible to
-all threads of the program. No loop reads and writes one array: several warps may hold the same number, and one could
-overwrite it before another has read it. Arrays of D numbers a node have ATTRIBUTES columns, a power of two, zero behind
+One loop hands to the next through [E, H] arrays, which stay in the cache; the barrier between them makes the elements visible
+to all threads of the program. No loop reads and writes one array: several warps may hold the same element, and one could
+overwrite it before another has read it. Arrays of D elements a node have ATTRIBUTES columns, a power of two, zero behind
 D + BIAS: whole rows, no mask.
+
+Each loop over rows is a function that takes EACH edges a step. It is called twice: with UNROLL up to `main_end`, then edge by
+edge for the remainder.
 """
 
 import triton
 import triton.language as tl
 
-from anemoi_gt.kernels.naming import launch_facts, row_kernel_name
+from anemoi_gt.kernels.jit_launch import launch_facts, row_kernel_name
 from anemoi_gt.kernels.primitives import (
     caller_edges,
-    head_offsets,
+    destination,
     keep_factor,
     load_attributes,
     product,
     project_edges,
     row_offsets,
-    wide,
+    tile_offsets,
 )
 from anemoi_gt.kernels.rows import (
-    add_halves,
-    dot_halves,
+    add_scaled,
+    dot_rows,
     drop,
     gather,
-    gather_features,
-    half_offsets,
-    joined,
-    load_halves,
-    load_numbers,
-    scale_halves,
-    store_halves,
+    gathered_row,
+    load_edge_heads,
+    load_unpacked,
+    raw_offsets,
+    scale_row,
     store_heads,
-    zero_halves,
+    store_unpacked,
+    zero_row,
 )
 
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -67,18 +69,18 @@ def edge_attention_fwd(
     row,  # [E]
     perm,  # [E] or None
     global_edge_id,  # [E] int64, or None
-    order,  # [N_dst] or None
+    dst_schedule,  # [N_dst] or None
     seed,  # [1] int64, or None
     out,  # [B, N_dst, H, C]
     lse,  # [B, N_dst, H]
-    inverse,  # [B, N_dst, H]
+    inv_denominator,  # [B, N_dst, H]
     scores,  # [B, E, H] float32, scratch
-    numerators,  # [B, E, H] r
+    exp_scores,  # [B, E, H] r
     attr_sums,  # [B, N_dst, H, ATTRIBUTES] A, or None
     num_dst,
     num_src,
     num_edges,
-    attr_stride,  # edges between the attributes of two samples: E, or 0 when they share them
+    attr_stride,  # edges between the attributes of two batch entries: E, or 0 when they share them
     score_scale,  # scale * log2(e)
     drop_below,
     survivor,
@@ -90,127 +92,105 @@ def edge_attention_fwd(
     HEADS: tl.constexpr,
     CHANNELS: tl.constexpr,
     ATTRIBUTES: tl.constexpr,
-    PAIRS: tl.constexpr,  # rows are read as pairs of bfloat16
-    UNROLL: tl.constexpr,  # edges in flight
-    EDGES: tl.constexpr,  # of a tile of attributes
+    PACKED: tl.constexpr,  # "bf16" or "fp16": rows are read as packed 16-bit pairs; None
+    UNROLL: tl.constexpr,  # edges whose rows are in flight together
+    EDGES: tl.constexpr,  # edges of a tile of attributes
     PRECISION: tl.constexpr,
-    WIDE: tl.constexpr,
+    INT64: tl.constexpr,
 ):
-    """Grid (B * N_dst, ceil(H / HEADS)): a program owns HEADS heads of one destination of a sample.
+    """Grid (B * N_dst, ceil(H / HEADS)): a program owns HEADS heads of one destination of a batch entry.
 
-    Writes its rows of out (without W A), lse, inverse and A, and the numerators of its in-edges.
+    Writes its rows of out (without W A), lse, inv_denominator and A, and exp_scores of its in-edges.
     """
-    sample, i = tl.program_id(0) // num_dst, tl.program_id(0) % num_dst
-    if order is not None:
-        i = tl.load(order + i)
-    node = wide(sample, WIDE) * num_dst + i
+    b, i, node = destination(dst_schedule, num_dst, INT64)
+    first_edge, first_attr = b * num_edges, b * attr_stride
     begin, end = tl.load(colptr + i), tl.load(colptr + i + 1)
     head = tl.program_id(1) * HEADS
     h = head + tl.arange(0, HEADS)
-    offsets, mask = half_offsets(head, H, C, HEADS, CHANNELS, PAIRS)
-    WIDTH: tl.constexpr = H * C // 2 if PAIRS else H * C
-    first_edge = wide(sample, WIDE) * num_edges
-    first_src = wide(sample, WIDE) * num_src
-    attr_first = wide(sample, WIDE) * attr_stride
+    heads = (h, None if H % HEADS == 0 else h < H)
+    layout = raw_offsets(head, H, C, HEADS, CHANNELS, PACKED)
+    WIDTH: tl.constexpr = H * C // 2 if PACKED is not None else H * C
     if D > 0:
         project_edges(
-            projected, edge_attr, perm, numerators, node, first_edge, attr_first, begin, end, head, score_scale,
-            H, D, BIAS, HEADS, ATTRIBUTES, EDGES, PRECISION, WIDE,
+            exp_scores, score_scale, projected, edge_attr, perm, node, first_edge, first_attr, begin, end, head,
+            H, D, BIAS, HEADS, ATTRIBUTES, EDGES, PRECISION,
         )  # fmt: skip
         tl.debug_barrier()
 
-    q = load_halves(query, node * WIDTH, offsets, mask, PAIRS)
-    high = tl.full((HEADS,), -float("inf"), tl.float32)
-    middle = end - (end - begin) % UNROLL
-    for e in range(begin, middle, UNROLL):
-        high = _score(
-            high, q, key, edge_attr, row, perm, numerators, scores, first_src, first_edge, attr_first, e, h, offsets, mask,
-            score_scale, H, WIDTH, D, EMBEDDED, HEADS, PAIRS, UNROLL, WIDE,
-        )  # fmt: skip
-    for e in range(middle, end):
-        high = _score(
-            high, q, key, edge_attr, row, perm, numerators, scores, first_src, first_edge, attr_first, e, h, offsets, mask,
-            score_scale, H, WIDTH, D, EMBEDDED, HEADS, PAIRS, 1, WIDE,
-        )  # fmt: skip
-    high = tl.where(high == -float("inf"), 0.0, high)  # -inf minus -inf would be NaN
+    source = (row, b * num_src, edge_attr if EMBEDDED else None, perm, first_attr)
+    dropout = (perm, global_edge_id, seed, b, h, drop_below, survivor)
+    main_end = end - (end - begin) % UNROLL
+    q = load_unpacked(query, node * WIDTH, layout, PACKED)
+    row_max = tl.full((HEADS,), -float("inf"), tl.float32)
+    score = (q, key, exp_scores if D > 0 else None, scores, score_scale, source, layout, heads, first_edge)
+    row_max = _score(row_max, begin, main_end, *score, H, WIDTH, PACKED, UNROLL)
+    row_max = _score(row_max, main_end, end, *score, H, WIDTH, PACKED, 1)
+    row_max = tl.where(row_max == -float("inf"), 0.0, row_max)  # -inf minus -inf would be NaN
     tl.debug_barrier()
 
-    total = tl.zeros((HEADS,), tl.float32)
-    o = zero_halves(HEADS, CHANNELS, PAIRS)
-    for e in range(begin, middle, UNROLL):
-        total, o = _sum_values(
-            total, o, high, value, edge_attr, row, perm, global_edge_id, seed, scores, numerators, sample, first_src, first_edge,
-            attr_first, e, h, offsets, mask, drop_below, survivor, H, WIDTH, EMBEDDED, HEADS, PAIRS, UNROLL, WIDE,
-        )  # fmt: skip
-    for e in range(middle, end):
-        total, o = _sum_values(
-            total, o, high, value, edge_attr, row, perm, global_edge_id, seed, scores, numerators, sample, first_src, first_edge,
-            attr_first, e, h, offsets, mask, drop_below, survivor, H, WIDTH, EMBEDDED, HEADS, PAIRS, 1, WIDE,
-        )  # fmt: skip
-    share = 1.0 / tl.where(total == 0.0, 1.0, total)
-    store_halves(out, node * WIDTH, offsets, mask, scale_halves(share, o, PAIRS), PAIRS)
-    store_heads(lse, node * H + h, (high + tl.log2(total)) * LN_2, h, H, HEADS)
-    store_heads(inverse, node * H + h, tl.where(total == 0.0, 0.0, share), h, H, HEADS)
+    denominator = tl.zeros((HEADS,), tl.float32)
+    o = zero_row(HEADS, CHANNELS, PACKED)
+    values = (row_max, value, scores, exp_scores, dropout, source, layout, heads, first_edge)
+    denominator, o = _sum_values(denominator, o, begin, main_end, *values, H, WIDTH, PACKED, UNROLL)
+    denominator, o = _sum_values(denominator, o, main_end, end, *values, H, WIDTH, PACKED, 1)
+    inverse = 1.0 / tl.where(denominator == 0.0, 1.0, denominator)
+    store_unpacked(out, node * WIDTH, layout, scale_row(inverse, o), PACKED)
+    store_heads(lse, node, heads, (row_max + tl.log2(denominator)) * LN_2, H)
+    store_heads(inv_denominator, node, heads, tl.where(denominator == 0.0, 0.0, inverse), H)
     if D > 0:
         _sum_attributes(
-            edge_attr, perm, global_edge_id, seed, numerators, attr_sums, sample, node, first_edge, attr_first, begin, end,
-            head, inverse, drop_below, survivor, H, D, BIAS, HEADS, ATTRIBUTES, EDGES, PRECISION, WIDE,
+            attr_sums, exp_scores, inv_denominator, edge_attr, dropout, node, first_edge, first_attr, begin, end, head,
+            H, D, BIAS, HEADS, ATTRIBUTES, EDGES, PRECISION,
         )  # fmt: skip
 
 
 @triton.jit
 def _score(
-    high, q, key, edge_attr, row, perm, numerators, scores, first_src, first_edge, attr_first, e, h, offsets, mask,
-    score_scale,
-    H: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, EMBEDDED: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr,
-    EACH: tl.constexpr, WIDE: tl.constexpr,
+    row_max, begin, end, q, key, attr_scores, scores, score_scale, source, layout, heads, first_edge,
+    H: tl.constexpr, WIDTH: tl.constexpr, PACKED: tl.constexpr, EACH: tl.constexpr,
 ):  # fmt: skip
-    """Write the scores of edges e .. e + EACH - 1; return the highest so far."""
-    k = gather(key, row, first_src, e, offsets, mask, WIDTH, PAIRS, EACH, WIDE)
-    features = gather_features(edge_attr, perm, attr_first, e, offsets, mask, EMBEDDED, WIDTH, PAIRS, EACH, WIDE)
-    if D > 0:
-        t = load_numbers(numerators, first_edge, e, h, H, HEADS, EACH, WIDE)
-    found = ()
-    for x in tl.static_range(EACH):
-        s = dot_halves(q, joined(k, features, x, EMBEDDED, PAIRS), PAIRS) * score_scale
-        if D > 0:
-            s += t[x]
-        high = tl.maximum(high, s, propagate_nan=tl.PropagateNan.ALL)
-        found = found + (s,)
-    for x in tl.static_range(EACH):
-        store_heads(scores, wide(first_edge + e + x, WIDE) * H + h, found[x], h, H, HEADS)
-    return high
+    """Write the scores of edges begin .. end - 1, EACH at a time; return the maximum of them and `row_max`."""
+    for e in range(begin, end, EACH):
+        k = gather(key, e, source, layout, WIDTH, PACKED, EACH)
+        if attr_scores is not None:
+            t = load_edge_heads(attr_scores, first_edge + e, heads, H, EACH)
+        found = ()
+        for n in tl.static_range(EACH):
+            s = dot_rows(q, gathered_row(k, n, PACKED, EACH)) * score_scale
+            if attr_scores is not None:
+                s += t[n]
+            row_max = tl.maximum(row_max, s, propagate_nan=tl.PropagateNan.ALL)
+            found = found + (s,)
+        for n in tl.static_range(EACH):
+            store_heads(scores, first_edge + e + n, heads, found[n], H)
+    return row_max
 
 
 @triton.jit
 def _sum_values(
-    total, o, high, value, edge_attr, row, perm, global_edge_id, seed, scores, numerators, sample, first_src, first_edge,
-    attr_first, e, h, offsets, mask, drop_below, survivor,
-    H: tl.constexpr, WIDTH: tl.constexpr, EMBEDDED: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr,
-    EACH: tl.constexpr, WIDE: tl.constexpr,
+    denominator, o, begin, end, row_max, value, scores, exp_scores, dropout, source, layout, heads, first_edge,
+    H: tl.constexpr, WIDTH: tl.constexpr, PACKED: tl.constexpr, EACH: tl.constexpr,
 ):  # fmt: skip
-    """Write the numerators of edges e .. e + EACH - 1; return their sum, and that of the values which they weigh, so far."""
-    v = gather(value, row, first_src, e, offsets, mask, WIDTH, PAIRS, EACH, WIDE)
-    features = gather_features(edge_attr, perm, attr_first, e, offsets, mask, EMBEDDED, WIDTH, PAIRS, EACH, WIDE)
-    s = load_numbers(scores, first_edge, e, h, H, HEADS, EACH, WIDE)
-    for x in tl.static_range(EACH):
-        r = tl.exp2(s[x] - high)
-        store_heads(numerators, wide(first_edge + e + x, WIDE) * H + h, r, h, H, HEADS)
-        total += r
-        r = drop(r, e + x, perm, global_edge_id, seed, sample, h, drop_below, survivor)
-        o = add_halves(o, r, joined(v, features, x, EMBEDDED, PAIRS), PAIRS)
-    return total, o
+    """Write r of edges begin .. end - 1, EACH at a time; return the sums of r and of r v so far."""
+    for e in range(begin, end, EACH):
+        v = gather(value, e, source, layout, WIDTH, PACKED, EACH)
+        s = load_edge_heads(scores, first_edge + e, heads, H, EACH)
+        for n in tl.static_range(EACH):
+            r = tl.exp2(s[n] - row_max)
+            store_heads(exp_scores, first_edge + e + n, heads, r, H)
+            denominator += r
+            o = add_scaled(o, drop(r, e + n, dropout), gathered_row(v, n, PACKED, EACH))
+    return denominator, o
 
 
 @triton.jit
 def _sum_attributes(
-    edge_attr, perm, global_edge_id, seed, numerators, attr_sums, sample, node, first_edge, attr_first, begin, end,
-    head, inverse, drop_below, survivor,
+    attr_sums, exp_scores, inv_denominator, edge_attr, dropout, node, first_edge, first_attr, begin, end, head,
     H: tl.constexpr, D: tl.constexpr, BIAS: tl.constexpr, HEADS: tl.constexpr, ATTRIBUTES: tl.constexpr,
-    EDGES: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
+    EDGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """attr_sums[node, h] = sum_e m_e p_e a_e over the edges begin .. end - 1."""
-    h = head + tl.arange(0, HEADS)
+    """Write attr_sums[node, h] = sum_e m_e p_e a_e over the edges begin .. end - 1."""
+    perm, global_edge_id, seed, b, h, drop_below, survivor = dropout
     offsets, mask = row_offsets(head, H, ATTRIBUTES, HEADS, ATTRIBUTES)
     tl.debug_barrier()
     sums = tl.zeros((HEADS, ATTRIBUTES), tl.float32)
@@ -218,15 +198,15 @@ def _sum_attributes(
         e = start + tl.arange(0, EDGES)
         inside = e < end
         edge = caller_edges(perm, e, inside)
-        a = load_attributes(edge_attr, attr_first + edge, inside, D, BIAS, ATTRIBUTES, WIDE)
-        at, known = head_offsets(first_edge + e, inside, h, H, H, WIDE)
-        r = tl.load(numerators + at, mask=known, other=0.0)  # [EDGES, HEADS]
+        a = load_attributes(edge_attr, first_attr + edge, inside, D, BIAS, ATTRIBUTES)
+        at, known = tile_offsets(first_edge + e, inside, h, H, H)
+        r = tl.load(exp_scores + at, mask=known, other=0.0)  # [EDGES, HEADS]
         if seed is not None:
-            number = edge if global_edge_id is None else tl.load(global_edge_id + e, mask=inside, other=0)
-            r *= keep_factor(seed, number[:, None], sample, h[None, :], drop_below, survivor)
+            edge_id = edge if global_edge_id is None else tl.load(global_edge_id + e, mask=inside, other=0)
+            r *= keep_factor(edge_id[:, None], seed, b, h[None, :], drop_below, survivor)
         if EDGES == 1:
             sums += tl.sum(r[:, :, None] * a[:, None, :], axis=0)
         else:
             sums = product(tl.trans(r), a, sums, PRECISION)
-    sums *= tl.load(inverse + node * H + h, mask=h < H, other=0.0)[:, None]
+    sums *= tl.load(inv_denominator + node * H + h, mask=h < H, other=0.0)[:, None]
     tl.store(attr_sums + node * (H * ATTRIBUTES) + offsets, sums.to(attr_sums.dtype.element_ty), mask=mask)

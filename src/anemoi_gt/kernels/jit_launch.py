@@ -1,22 +1,42 @@
-"""Launching a kernel. The only place that knows how Triton does it, and that keeps what Triton compiled.
+"""Launching a kernel, keeping what Triton compiled for it, and what a profiler shows of it.
 
 `kernel[grid](...)` binds names and asks every argument what to compile for, at every call: 50 us for 30 arguments, many
-times what the driver needs. A `Launch` does that when it meets something new, and from then on hands the addresses to
-the compiled kernel itself. Sizes must not change what is compiled: a kernel names them in `do_not_specialize`.
+times what the driver needs. A `Launch` does that when it meets something new, and from then on hands the addresses to the
+compiled kernel itself. Sizes must not change what is compiled: a kernel names them in `do_not_specialize`.
 """
 
 from collections import defaultdict
+from collections.abc import Callable
 from functools import reduce
+from math import prod
 from operator import or_
 from types import SimpleNamespace
 from weakref import WeakKeyDictionary
 
-from triton import knobs
-from triton.compiler import CompiledKernel
-from triton.runtime import driver
-
 ALIGNMENT = 16  # bytes; Triton compiles pointers that are multiples of it apart from others
-_COMPILED = WeakKeyDictionary()  # kernel: {widths and constants: {device and dtypes: compiled kernel}}; holds no tensor
+_COMPILED = (
+    WeakKeyDictionary()
+)  # kernel: {widths and constants: {device and dtypes: repeat_launch of it}}; holds no tensor
+
+
+def row_kernel_name(base: str, tensor: str) -> Callable[..., str]:
+    """Return the `repr` of a kernel: `base` with the dtype of argument `tensor` and the sizes it is compiled for."""
+
+    def name(specialization) -> str:
+        dtype = str(specialization.signature[tensor]).lstrip("*")
+        sizes = {key.lower(): specialization.constants.get(key) for key in ("H", "C", "D")}
+        return "_".join([base, dtype, *(f"{key}{size}" for key, size in sizes.items() if size is not None)])
+
+    return name
+
+
+def launch_facts(grid, kernel, args) -> dict:
+    """Return launch metadata: the name, the bytes of all rows [H, C] that are read or written, and the flops on them."""
+    size, elements = args["query"].element_size(), prod(args["query"].shape[:-3]) * args["H"] * args["C"]
+    nodes = args["num_src"] if "csr_to_csc" in args else args["num_dst"]  # two rows in or out at each
+    edges = args["num_edges"]  # two rows gathered for each, and with embedded features its own beside either
+    rows = 2 * (edges * (2 if args.get("EMBEDDED") else 1) + nodes)
+    return {"name": kernel.name, "bytes": rows * elements * size, f"flops{8 * size}": 4 * edges * elements}
 
 
 class Launch:
@@ -30,7 +50,7 @@ class Launch:
         Nothing is launched where one is 0.
     scalars : dict of int or float
     constants : dict
-        The constexpr arguments, and options of the launch such as num_warps.
+        The constexpr arguments, and options of the launch such as num_warps. Other arguments than the kernel's are ignored.
     """
 
     def __init__(self, kernel, grid: tuple[int, ...], scalars: dict, constants: dict):
@@ -44,43 +64,57 @@ class Launch:
         self._compiled = _COMPILED.setdefault(kernel, {}).setdefault((widths, *constants.items()), {})
 
     def name(self, dtype: str) -> str:
-        """What a profiler shows of a launch on tensors of this dtype, such as "bf16"; nothing is compiled for it."""
-        make = (
-            getattr(self.kernel, "repr", None) or self.kernel.kwargs["repr"]
-        )  # the interpreter keeps its options there
+        """Return the name in a profile of a launch on tensors of this dtype, such as "bf16"; nothing is compiled for it."""
+        make = getattr(self.kernel, "repr", None) or self.kernel.kwargs["repr"]  # the latter under the interpreter
         return make(SimpleNamespace(signature=defaultdict(lambda: f"*{dtype}"), constants=self.constants))
 
     def __call__(self, **tensors) -> None:
-        """Launch on tensors by name, contiguous and on the current device; None stands for one that is not there."""
+        """Launch on tensors by name, contiguous and on the current device; None stands for one that is absent."""
         if 0 in self.grid:
             return
         ordered = [tensors[name] for name in self._tensors]
         addresses = [0 if tensor is None else tensor.data_ptr() for tensor in ordered]
-        usual = reduce(or_, addresses, 0) % ALIGNMENT == 0 and not _is_watched()
-        compiled = self._compiled.get(_types(ordered)) if usual and self._compiled else None
-        if compiled is None:
-            compiled = self.kernel[self.grid](**tensors, **self.scalars, **self.constants)
-            if usual and _is_kept(compiled):
-                self._compiled[_types(ordered)] = compiled
-            return
-        active = driver.active
-        stream = active.get_current_stream(active.get_current_device())
-        compiled.run(
-            *self.grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *addresses, *self._values
-        )  # fmt: skip
+        key = None
+        if reduce(or_, addresses, 0) % ALIGNMENT == 0 and (device := repeating_device()) is not None:
+            key = (device, *[None if tensor is None else tensor.dtype for tensor in ordered])
+            if key in self._compiled:
+                return self._compiled[key](self.grid, addresses + self._values)
+        named = dict(zip(self._tensors, ordered, strict=True))
+        compiled = self.kernel[self.grid](**named, **self.scalars, **self.constants)
+        if key is not None and (repeat := repeat_launch(compiled)) is not None:
+            self._compiled[key] = repeat
 
 
-def _types(tensors: list) -> tuple:
-    """What a kernel is compiled for beside constants, of aligned tensors."""
-    return (driver.active.get_current_device(), *[None if tensor is None else tensor.dtype for tensor in tensors])
+def repeating_device() -> int | None:
+    """Return the current device where launches may be repeated past Triton's binder, else None.
+
+    They may not while a profiler has asked Triton to be told of launches: it is told of tensors, not of addresses. Nor in a
+    version of Triton without the private parts that this and `repeat_launch` use; then `kernel[grid](...)` serves each time.
+    """
+    try:
+        from triton import knobs
+        from triton.runtime import driver
+
+        for hook in (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook):
+            if getattr(hook, "calls", hook):
+                return None
+        return driver.active.get_current_device()
+    except (ImportError, AttributeError, RuntimeError):  # RuntimeError: no driver, as under the interpreter
+        return None
 
 
-def _is_kept(compiled) -> bool:
-    """Whether `_types` decides alone: not of Triton's interpreter, nor for AMD, where the size of a tensor's memory does too."""
-    return isinstance(compiled, CompiledKernel) and compiled.metadata.target.backend == "cuda"
+def repeat_launch(compiled) -> Callable[[tuple, list], None] | None:
+    """Return what launches a compiled kernel again on a grid and its arguments with addresses for tensors; None: not possible.
 
+    Nor is it for AMD, where what is compiled depends on the size of a tensor's memory too.
+    """
+    try:
+        from triton.runtime import driver
 
-def _is_watched() -> bool:
-    """Whether a profiler has asked Triton to tell it of every launch; it is told of tensors, not of addresses."""
-    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
+        if compiled.metadata.target.backend != "cuda":
+            return None
+        active, run, function, packed = driver.active, compiled.run, compiled.function, compiled.packed_metadata
+        stream_of, device_of = active.get_current_stream, active.get_current_device
+    except (ImportError, AttributeError):
+        return None
+    return lambda grid, arguments: run(*grid, stream_of(device_of()), function, packed, None, None, None, *arguments)

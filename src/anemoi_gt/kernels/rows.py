@@ -1,181 +1,182 @@
-"""Rows [heads, channels] in registers: how they are read, unpacked, multiplied, summed and written.
+"""Rows [heads, channels] in registers: gathered, unpacked, multiplied, summed and stored.
 
-A row of bfloat16 is read as pairs, two numbers in 32 bits, each of which becomes float32 with one instruction where it lies:
-in the high half by a mask, in the low half by a shift. What is called `halves` is then the even and the odd channels,
-[HEADS, CHANNELS / 2] each; without PAIRS it is the row alone, [HEADS, CHANNELS]. What a row is before that is called raw.
+PACKED is "bf16" or "fp16" where a row of 16-bit elements is read as pairs in 32 bits, which halves the loads, and None where it
+is not. As it lies in memory a row is called raw: [HEADS, CHANNELS / 2] int32 with PACKED, else [HEADS, CHANNELS]. Unpacked it
+is a tuple of float32 tiles: the even and the odd channels [HEADS, CHANNELS / 2] with PACKED, else the row alone.
 
-Edges in flight. A load may not pass a store that stands before it, for both could mean the same memory. So a step over EACH edges
-reads the raw rows of all of them before it writes anything for the first.
+A load may not pass a store that stands before it, because both could mean the same memory. So a step over EACH edges reads the
+raw rows of all of them before it writes anything for the first.
 """
 
 import triton
 import triton.language as tl
 
-from anemoi_gt.kernels.primitives import caller_edge, keep_factor, row_offsets, wide
+from anemoi_gt.kernels.primitives import caller_edge, keep_factor, row_offsets
 
 
 @triton.jit
-def half_offsets(
-    head, H: tl.constexpr, C: tl.constexpr, HEADS: tl.constexpr, CHANNELS: tl.constexpr, PAIRS: tl.constexpr
+def raw_offsets(
+    head, H: tl.constexpr, C: tl.constexpr, HEADS: tl.constexpr, CHANNELS: tl.constexpr, PACKED: tl.constexpr
 ):
-    """Offsets and mask of a raw row of heads head .. head + HEADS - 1."""
-    if PAIRS:
+    """Return offsets and mask of a raw row of heads head .. head + HEADS - 1."""
+    if PACKED is not None:
         return row_offsets(head, H, C // 2, HEADS, CHANNELS // 2)
     else:
         return row_offsets(head, H, C, HEADS, CHANNELS)
 
 
 @triton.jit
-def load_raw(rows, place, offsets, mask, PAIRS: tl.constexpr):
-    """A row as it lies in memory: with PAIRS [HEADS, CHANNELS / 2] int32, else [HEADS, CHANNELS]."""
-    if PAIRS:
-        return tl.load(rows.to(tl.pointer_type(tl.int32)) + place + offsets, mask=mask, other=0)
+def load_raw(rows, start, layout, PACKED: tl.constexpr):
+    """Return the raw row that begins `start` raw elements behind `rows`."""
+    if PACKED is not None:
+        return tl.load(rows.to(tl.pointer_type(tl.int32)) + start + layout[0], mask=layout[1], other=0)
     else:
-        return tl.load(rows + place + offsets, mask=mask, other=0.0)
+        return tl.load(rows + start + layout[0], mask=layout[1], other=0.0)
 
 
 @triton.jit
-def halves(raw, PAIRS: tl.constexpr):
-    """A raw row as float32."""
-    if PAIRS:
+def unpack(raw, PACKED: tl.constexpr):
+    """Return a raw row as a tuple of float32 tiles."""
+    if PACKED == "bf16":  # the upper half of a float32: one instruction an element
         return (raw << 16).to(tl.float32, bitcast=True), (raw & -65536).to(tl.float32, bitcast=True)
+    elif PACKED == "fp16":
+        even, odd = raw.to(tl.int16), (raw >> 16).to(tl.int16)
+        return even.to(tl.float16, bitcast=True).to(tl.float32), odd.to(tl.float16, bitcast=True).to(tl.float32)
     else:
         return (raw.to(tl.float32),)
 
 
 @triton.jit
-def load_halves(rows, place, offsets, mask, PAIRS: tl.constexpr):
-    """A row as float32."""
-    return halves(load_raw(rows, place, offsets, mask, PAIRS), PAIRS)
+def load_unpacked(rows, start, layout, PACKED: tl.constexpr):
+    """Return a row as a tuple of float32 tiles."""
+    return unpack(load_raw(rows, start, layout, PACKED), PACKED)
 
 
 @triton.jit
-def store_halves(rows, place, offsets, mask, row, PAIRS: tl.constexpr):
-    """Write what `load_halves` would read; with PAIRS also into an array of another dtype, number by number."""
-    if PAIRS and rows.dtype.element_ty != tl.bfloat16:
-        at = rows + place * 2 + offsets * 2
-        tl.store(at, row[0].to(rows.dtype.element_ty), mask=mask)
-        tl.store(at + 1, row[1].to(rows.dtype.element_ty), mask=mask)
-    elif PAIRS:
-        even = row[0].to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32) & 65535
-        odd = row[1].to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32) << 16
-        tl.store(rows.to(tl.pointer_type(tl.int32)) + place + offsets, even | odd, mask=mask)
+def store_unpacked(rows, start, layout, row, PACKED: tl.constexpr):
+    """Write what `load_unpacked` would read; into a tensor of another dtype than PACKED element by element."""
+    if PACKED is not None:
+        dtype: tl.constexpr = tl.bfloat16 if PACKED == "bf16" else tl.float16
+        if rows.dtype.element_ty == dtype:
+            even = row[0].to(dtype).to(tl.int16, bitcast=True).to(tl.int32) & 65535
+            odd = row[1].to(dtype).to(tl.int16, bitcast=True).to(tl.int32) << 16
+            tl.store(rows.to(tl.pointer_type(tl.int32)) + start + layout[0], even | odd, mask=layout[1])
+        else:
+            at = rows + start * 2 + layout[0] * 2
+            tl.store(at, row[0].to(rows.dtype.element_ty), mask=layout[1])
+            tl.store(at + 1, row[1].to(rows.dtype.element_ty), mask=layout[1])
     else:
-        tl.store(rows + place + offsets, row[0].to(rows.dtype.element_ty), mask=mask)
+        tl.store(rows + start + layout[0], row[0].to(rows.dtype.element_ty), mask=layout[1])
 
 
 @triton.jit
-def zero_halves(HEADS: tl.constexpr, CHANNELS: tl.constexpr, PAIRS: tl.constexpr):
-    """A row of zeros."""
-    if PAIRS:
+def zero_row(HEADS: tl.constexpr, CHANNELS: tl.constexpr, PACKED: tl.constexpr):
+    """Return an unpacked row of zeros."""
+    if PACKED is not None:
         return tl.zeros((HEADS, CHANNELS // 2), tl.float32), tl.zeros((HEADS, CHANNELS // 2), tl.float32)
     else:
         return (tl.zeros((HEADS, CHANNELS), tl.float32),)
 
 
 @triton.jit
-def dot_halves(x, y, PAIRS: tl.constexpr):
-    """<x, y> of each head, [HEADS]."""
-    if PAIRS:
+def dot_rows(x, y):
+    """Return <x, y> of each head, [HEADS]."""
+    if len(x) == 2:
         return tl.sum(x[0] * y[0] + x[1] * y[1], axis=1)
     else:
         return tl.sum(x[0] * y[0], axis=1)
 
 
 @triton.jit
-def add_halves(x, factor, y, PAIRS: tl.constexpr):
+def add_scaled(x, factor, y):
     """Return x + factor y, with one factor a head, [HEADS]."""
-    if PAIRS:
-        return x[0] + factor[:, None] * y[0], x[1] + factor[:, None] * y[1]
-    else:
-        return (x[0] + factor[:, None] * y[0],)
+    total = ()
+    for n in tl.static_range(len(x)):
+        total = total + (x[n] + factor[:, None] * y[n],)
+    return total
 
 
 @triton.jit
-def scale_halves(factor, x, PAIRS: tl.constexpr):
+def scale_row(factor, x):
     """Return factor x, with one factor a head, [HEADS]."""
-    if PAIRS:
-        return factor[:, None] * x[0], factor[:, None] * x[1]
-    else:
-        return (factor[:, None] * x[0],)
+    scaled = ()
+    for n in tl.static_range(len(x)):
+        scaled = scaled + (factor[:, None] * x[n],)
+    return scaled
 
 
 @triton.jit
-def load_heads(numbers, at, h, H: tl.constexpr, HEADS: tl.constexpr):
-    """One number a head as float32 [HEADS]; without a mask where every program has HEADS of them."""
-    if H % HEADS == 0:
-        return tl.load(numbers + at).to(tl.float32)
+def load_heads(x, place, heads, H: tl.constexpr):
+    """Return x[place] of a tensor [.., H] as float32 [HEADS].
+
+    `heads` is the number of each head and a mask, None where every program has HEADS heads.
+    """
+    at = x + (place * H + heads[0])
+    if heads[1] is None:
+        return tl.load(at).to(tl.float32)
     else:
-        return tl.load(numbers + at, mask=h < H, other=0.0).to(tl.float32)
+        return tl.load(at, mask=heads[1], other=0.0).to(tl.float32)
 
 
 @triton.jit
-def store_heads(numbers, at, x, h, H: tl.constexpr, HEADS: tl.constexpr):
+def store_heads(x, place, heads, elements, H: tl.constexpr):
     """Write what `load_heads` would read."""
-    if H % HEADS == 0:
-        tl.store(numbers + at, x.to(numbers.dtype.element_ty))
+    at = x + (place * H + heads[0])
+    if heads[1] is None:
+        tl.store(at, elements.to(x.dtype.element_ty))
     else:
-        tl.store(numbers + at, x.to(numbers.dtype.element_ty), mask=h < H)
+        tl.store(at, elements.to(x.dtype.element_ty), mask=heads[1])
 
 
 @triton.jit
-def gather(
-    rows, neighbours, first, e, offsets, mask,
-    WIDTH: tl.constexpr, PAIRS: tl.constexpr, EACH: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
-    """Raw rows of the neighbours at edges e .. e + EACH - 1, a tuple."""
-    places = ()
-    for x in tl.static_range(EACH):
-        places = places + (wide(first + tl.load(neighbours + e + x), WIDE) * WIDTH,)
+def load_edge_heads(x, edge, heads, H: tl.constexpr, EACH: tl.constexpr):
+    """Return rows edge .. edge + EACH - 1 of a tensor [E, H], a tuple of [HEADS]."""
     found = ()
-    for x in tl.static_range(EACH):
-        found = found + (load_raw(rows, places[x], offsets, mask, PAIRS),)
+    for n in tl.static_range(EACH):
+        found = found + (load_heads(x, edge + n, heads, H),)
     return found
 
 
 @triton.jit
-def gather_features(
-    edge_attr, perm, attr_first, e, offsets, mask,
-    EMBEDDED: tl.constexpr, WIDTH: tl.constexpr, PAIRS: tl.constexpr, EACH: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
-    """Raw rows of the embedded features of edges e .. e + EACH - 1, a tuple; empty where features are not embedded."""
+def gather(rows, e, source, layout, WIDTH: tl.constexpr, PACKED: tl.constexpr, EACH: tl.constexpr):
+    """Return the raw rows of the sources of edges e .. e + EACH - 1, and behind them their raw features if there are any.
+
+    `source` is (row, first_src, features, perm, first_attr), with features [E, H, C] in the caller's order or None.
+    """
+    starts = ()
+    for n in tl.static_range(EACH):
+        starts = starts + ((source[1] + tl.load(source[0] + e + n)) * WIDTH,)
     found = ()
-    if EMBEDDED:
-        for x in tl.static_range(EACH):
-            place = wide(attr_first + caller_edge(perm, e + x), WIDE) * WIDTH
-            found = found + (load_raw(edge_attr, place, offsets, mask, PAIRS),)
+    for n in tl.static_range(EACH):
+        found = found + (load_raw(rows, starts[n], layout, PACKED),)
+    if source[2] is not None:
+        for n in tl.static_range(EACH):
+            start = (source[4] + caller_edge(source[3], e + n)) * WIDTH
+            found = found + (load_raw(source[2], start, layout, PACKED),)
     return found
 
 
 @triton.jit
-def joined(rows, features, x: tl.constexpr, EMBEDDED: tl.constexpr, PAIRS: tl.constexpr):
-    """Row x of a step as float32, with the features of its edge added where they are embedded."""
-    row = halves(rows[x], PAIRS)
-    if EMBEDDED:
-        feature = halves(features[x], PAIRS)
-        if PAIRS:
-            return row[0] + feature[0], row[1] + feature[1]
-        else:
-            return (row[0] + feature[0],)
-    else:
-        return row
+def gathered_row(found, n: tl.constexpr, PACKED: tl.constexpr, EACH: tl.constexpr):
+    """Return row n of what `gather` found, unpacked, with the features of its edge added."""
+    row = unpack(found[n], PACKED)
+    if len(found) > EACH:
+        features = unpack(found[EACH + n], PACKED)
+        total = ()
+        for x in tl.static_range(len(row)):
+            total = total + (row[x] + features[x],)
+        row = total
+    return row
 
 
 @triton.jit
-def load_numbers(
-    numbers, first_edge, e, h, H: tl.constexpr, HEADS: tl.constexpr, EACH: tl.constexpr, WIDE: tl.constexpr
-):
-    """Numbers [E, H] of edges e .. e + EACH - 1, a tuple of [HEADS]."""
-    found = ()
-    for x in tl.static_range(EACH):
-        found = found + (load_heads(numbers, wide(first_edge + e + x, WIDE) * H + h, h, H, HEADS),)
-    return found
+def drop(weight, e, dropout):
+    """Return `weight` [HEADS] of edge e times its dropout factor.
 
-
-@triton.jit
-def drop(weight, e, perm, global_edge_id, seed, sample, h, drop_below, survivor):
-    """`weight` [HEADS] of edge e times its dropout factor."""
+    `dropout` is (perm, global_edge_id, seed, b, h, drop_below, survivor); nothing is dropped where the seed is None.
+    """
+    perm, global_edge_id, seed, b, h, drop_below, survivor = dropout
     if seed is not None:
-        number = caller_edge(perm, e) if global_edge_id is None else tl.load(global_edge_id + e)
-        weight = weight * keep_factor(seed, number, sample, h, drop_below, survivor)
+        edge_id = caller_edge(perm, e) if global_edge_id is None else tl.load(global_edge_id + e)
+        weight = weight * keep_factor(edge_id, seed, b, h, drop_below, survivor)
     return weight

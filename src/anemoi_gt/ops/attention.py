@@ -4,9 +4,9 @@ import torch
 from torch import Tensor
 
 from anemoi_gt.attention_config import AttentionConfig, check_config
+from anemoi_gt.custom_ops import refuse_forward_mode
 from anemoi_gt.graph import GraphStructure
 from anemoi_gt.ops.backends import choose_backend
-from anemoi_gt.ops.derivative import refuse_forward_mode
 from anemoi_gt.ops.dropout import draw_seed
 from anemoi_gt.ops.dtypes import cast_operands
 from anemoi_gt.ops.operands import AttentionOperands, check_operands, check_scale
@@ -108,5 +108,5 @@ def edge_attention(
     seed = draw_seed(query.device) if dropout_p > 0 else None
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     backend = choose_backend(config.backend, q)
-    out, lse = backend.attend(operands, graph, seed, float(scale), float(dropout_p))
+    out, lse = backend.attend(operands, graph, seed, float(scale), float(dropout_p), config)
     return out.to(out_dtype), lse

@@ -50,5 +50,5 @@ def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def scratch_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of intermediates between kernels; never float16, whose range ends at 65504."""
-    return torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+    """Return the dtype of what passes between kernels: float32 for float32, 16-bit dtypes as themselves."""
+    return torch.float32 if dtype == torch.float64 else dtype

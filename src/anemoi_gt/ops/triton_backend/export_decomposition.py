@@ -19,9 +19,11 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.library import triton_op, wrap_triton
 
+from anemoi_gt.custom_ops import flat_arguments
 from anemoi_gt.kernels.jit_launch import Launch
+from anemoi_gt.ops.operands import AttentionOperands
 from anemoi_gt.ops.triton_backend import launch
-from anemoi_gt.ops.triton_backend.problem import Problem, Sizes
+from anemoi_gt.ops.triton_backend.problem import IndexTensors, Options, Problem, Sizes
 from anemoi_gt.ops.triton_backend.tile_score import ContractionTile, RowTile
 from anemoi_gt.ops.triton_backend.tiles import BUSY_DEGREE
 
@@ -30,92 +32,69 @@ class TracedSizes(Sizes):
     """Sizes that may be symbols. Their ratios, which choose tiles, are those of the example."""
 
     def degree(self, num_nodes: int) -> float:
-        """Mean number of edges of a node in the example; a busy node's where an example does not tell."""
+        """Return the mean number of edges of a node in the example; a busy node's where there is no example."""
         edges, nodes = _example(self.num_edges), _example(num_nodes)
         return float(BUSY_DEGREE) if None in (edges, nodes) else edges / max(nodes, 1)
 
 
 class TracedProblem(Problem):
-    """A problem whose launches are recorded in the graph that is being traced."""
+    """A problem whose launches become nodes of the graph that is being traced."""
 
     @cached_property
     def sizes(self) -> Sizes:
         """Read once from the operands."""
         return TracedSizes(*super().sizes)
 
-    def wide(self) -> bool:
-        """Whether an offset may pass 2^31 for sizes that the program admits."""
-        return not all(statically_known_true(numbers < 2**31) for numbers in self.largest_offsets())
+    def needs_int64(self) -> bool:
+        """Return whether an offset may pass 2^31 for sizes that the program admits."""
+        return not all(statically_known_true(elements < 2**31) for elements in self.largest_offsets())
 
     def launch(self, launch_of: Callable[..., Launch], tile: RowTile | ContractionTile | None) -> Callable[..., None]:
-        """Return what records a launch on tensors by name; nothing is kept, for symbols are no keys."""
+        """Return what traces a launch on tensors by name; nothing is kept, because symbols are no keys."""
         found = launch_of.__wrapped__(self.sizes, tile)
         kernel = wrap_triton(found.kernel)[found.grid]
         return lambda **tensors: kernel(**tensors, **found.scalars, **found.constants)
 
 
 @triton_op("anemoi_gt::edge_attention_triton_exported", mutates_args=())
+@flat_arguments
 def edge_attention_triton_exported(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    edge_attr: Tensor | None,
-    edge_weight: Tensor | None,
-    edge_bias: Tensor | None,
-    colptr: Tensor,
-    row: Tensor,
-    perm: Tensor | None,
-    dst_schedule: Tensor | None,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
-    """Forward without dropout: out like query, lse [B, N_dst, H], without B as query."""
-    tensors = (query, key, value, edge_attr, edge_weight, edge_bias, colptr, row, perm, None, dst_schedule)
-    contiguous = (None if tensor is None else tensor.contiguous() for tensor in tensors)
-    problem = TracedProblem(*contiguous, seed=None, scale=scale, dropout_p=0.0)
-    projected = None if edge_weight is None else launch.project(problem, problem.query)
+    operands: AttentionOperands, colptr: Tensor, row: Tensor, perm: Tensor | None, dst_schedule: Tensor | None,
+    scale: float, tile: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return out like query and lse [B, N_dst, H], without B as query; without dropout and fixed-degree kernels."""
+    tensors = (
+        None if tensor is None else tensor.contiguous() for tensor in (*operands, colptr, row, perm, dst_schedule)
+    )
+    *operands, colptr, row, perm, dst_schedule = tensors
+    index = IndexTensors(colptr, row, perm, dst_schedule=dst_schedule)
+    problem = TracedProblem(AttentionOperands(*operands), index, Options(scale=scale, tile=tile))
+    projected = None if problem.operands.edge_weight is None else launch.project(problem, problem.operands.query)
     out, lse, _, _, attr_sums = launch.attend_rows(problem, projected)
     if attr_sums is not None:
         launch.embed(problem, attr_sums, out)
     return out, lse
 
 
-def decompose(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    edge_attr: Tensor | None,
-    edge_weight: Tensor | None,
-    edge_bias: Tensor | None,
-    colptr: Tensor,
-    row: Tensor,
-    perm: Tensor | None,
-    global_edge_id: Tensor | None,
-    dst_schedule: Tensor | None,
-    fixed_in_degree: Tensor | None,
-    rowptr: Tensor | None,
-    col: Tensor | None,
-    csr_to_csc: Tensor | None,
-    seed: Tensor | None,
-    scale: float,
-    dropout_p: float,
-    save: bool,
-) -> tuple[Tensor, ...]:
-    """What `edge_attention_triton` is in an exported program; its arguments and results, with nothing saved for a backward.
+@flat_arguments
+def decompose(operands: AttentionOperands, index: IndexTensors, options: Options, save: bool) -> tuple[Tensor, ...]:
+    """Stand for `edge_attention_triton` in an exported program: its arguments and results, with nothing saved for a backward.
 
     Raises
     ------
     ValueError
         When something is to be dropped: programs are exported for inference.
     """
-    if seed is not None:
-        raise ValueError(f"a program is exported for inference, got dropout_p={dropout_p}; call model.eval() first")
-    operands = (query, key, value, edge_attr, edge_weight, edge_bias, colptr, row, perm, dst_schedule)
-    out, lse = edge_attention_triton_exported(*operands, scale)
+    if options.seed is not None:
+        p = options.dropout_p
+        raise ValueError(f"a program is exported for inference, got dropout_p={p}; call model.eval() first")
+    structure = (index.colptr, index.row, index.perm, index.dst_schedule)
+    out, lse = edge_attention_triton_exported(*operands, *structure, options.scale, options.tile)
     return out, lse, *(lse.new_empty(0) for _ in range(3))
 
 
 def _example(size: int | torch.SymInt) -> int | None:
-    """The number that a size had in the example; None where it had none."""
+    """Return the number that a size had in the example; None where it had none."""
     if isinstance(size, int):
         return size
     return int(size.node.hint) if size.node.has_hint() else None

@@ -1,31 +1,37 @@
 """Launches of the edge attention kernels: grids, tiles, scratch memory. One function per kernel, tensors in and out.
 
-Beside each stands what its launch is for given sizes, which is worked out once: a graph is static, its sizes come again at
-every step. What is kept holds numbers and compiled kernels, no tensors. A tile may be given, to measure it; None is the one
-that is chosen for the sizes.
+Beside each stands its launch for given sizes, which is worked out once: a graph is static, and its sizes come again at every
+step. What is kept holds numbers and compiled kernels, no tensors. A tile may be given, to measure it; None is the one that is
+chosen for the sizes, with the fields that the config forces.
+
+Where all destinations have the same few in-edges, `attend_rows` and `differentiate_rows` launch the kernels of
+`anemoi_gt.kernels.fixed_degree`, which need fewer scratch arrays and compute A, B and the gradient of edge_attr in passing.
 """
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from anemoi_gt.kernels import backward, edge_features, forward
+from anemoi_gt.attention_config import parse_tile
+from anemoi_gt.kernels import backward, edge_features, fixed_degree, forward
 from anemoi_gt.kernels.jit_launch import Launch
 from anemoi_gt.ops.dropout import drop_threshold
 from anemoi_gt.ops.dtypes import scratch_dtype
-from anemoi_gt.ops.triton_backend.availability import interpreted
-from anemoi_gt.ops.triton_backend.problem import Problem, Sizes
+from anemoi_gt.ops.triton_backend.device import interpreted
+from anemoi_gt.ops.triton_backend.problem import PACKED_DTYPES, Problem, Sizes
 from anemoi_gt.ops.triton_backend.tile_score import ContractionTile, RowTile
 from anemoi_gt.ops.triton_backend.tiles import (
     PRODUCT,
+    ROW_ELEMENTS,
     attribute_edges,
     attribute_heads,
     attribute_warps,
     destination_choice,
     embed_tile,
+    equal_tile,
     forward_choice,
     project_tile,
     source_choice,
@@ -38,121 +44,173 @@ KEPT = 128  # launches of each kernel that are kept: graphs times layers of diff
 
 
 def on_device(tensor: Tensor) -> AbstractContextManager:
-    """Make the device of `tensor` current while kernels are launched."""
+    """Return a context in which the device of `tensor` is current."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
 
 
-def _row_launch(kernel, sizes: Sizes, num_nodes: int, tile: RowTile, scalars: dict, constants: dict) -> Launch:
-    """Launch of a kernel that gathers rows, over `num_nodes` nodes of each sample."""
-    grid = (sizes.samples * -(-num_nodes // tile.nodes), -(-sizes.heads // tile.heads))
-    counts = {"num_dst": sizes.num_dst, "num_src": sizes.num_src, "num_edges": sizes.num_edges}
-    shape = {"H": sizes.heads, "C": sizes.channels, "WIDE": sizes.wide}
-    shape |= {"HEADS": tile.heads, "CHANNELS": tile.channels, "UNROLL": tile.unroll, "num_warps": tile.num_warps}
-    return Launch(kernel, grid, counts | scalars, shape | constants)
+def has_fixed_degree(sizes: Sizes) -> bool:
+    """Return whether the fixed-degree kernels serve: a small known in-degree, no embedded features, rows that fit a program."""
+    return sizes.fixed_in_degree > 0 and not sizes.embedded and _fixed_degree_tile(sizes) is not None
 
 
-def _attribute_constants(sizes: Sizes) -> dict:
-    """What the kernels that contract over attributes are compiled for."""
-    constants = {"D": sizes.edge_dim, "BIAS": sizes.bias, "ATTRIBUTES": sizes.columns}
-    return constants | {"PRECISION": _precision(sizes.dtype)}
+@lru_cache(KEPT)
+def _fixed_degree_tile(sizes: Sizes) -> RowTile | None:
+    return equal_tile(sizes.over_destinations, sizes.fixed_in_degree)
 
 
-def dropout_scalars(sizes: Sizes) -> dict:
-    """Where the mask drops, and by how much survivors grow."""
-    survivor = 1.0 / (1.0 - sizes.dropout_p) if sizes.dropout_p < 1.0 else 0.0
-    return {"drop_below": drop_threshold(sizes.dropout_p), "survivor": survivor}
+def forward_tile(sizes: Sizes) -> RowTile:
+    """Return the tile of `attend_rows`.
+
+    Measured with a fixed in-degree, decoder at C = 64 / 32: 1.02, 0.60 ms; with packed pairs 1.10, 0.61.
+    """
+    if has_fixed_degree(sizes):
+        return _forced(_fixed_degree_tile(sizes), sizes, ("num_warps", "packed"))
+    return _forced(forward_choice(sizes.over_destinations, sizes.device).chosen.tile, sizes, DESTINATION_FIELDS)
 
 
-def _contraction_launch(kernel, sizes: Sizes, tile: ContractionTile, grid: tuple[int, ...], constants: dict) -> Launch:
-    """Launch of a contraction of rows with W, over all destinations."""
-    shape = {"H": sizes.heads, "C": sizes.channels, "CHANNELS": tile.channels, "NODES": tile.nodes, "WIDE": sizes.wide}
-    shape |= {"num_warps": tile.num_warps, "num_stages": tile.num_stages, **_attribute_constants(sizes)}
-    return Launch(kernel, grid, {"num_nodes": sizes.destinations}, shape | constants)
+def destination_tile(sizes: Sizes) -> RowTile:
+    """Return the tile of `differentiate_rows`.
+
+    Measured with a fixed in-degree, decoder at C = 64 / 32: 1.26, 0.98 ms; with packed pairs 1.31, 0.88.
+    """
+    if has_fixed_degree(sizes):
+        tile = _fixed_degree_tile(sizes)
+        packed = sizes.pairs_possible and tile.heads * tile.channels < ROW_ELEMENTS * tile.num_warps
+        return _forced(replace(tile, pairs=packed), sizes, ("num_warps", "packed"))
+    return _forced(destination_choice(sizes.over_destinations, sizes.device).chosen.tile, sizes, DESTINATION_FIELDS)
+
+
+def source_tile(sizes: Sizes) -> RowTile:
+    """Return the tile of `differentiate_sources`."""
+    tile = source_choice(sizes.over_sources, sizes.device).chosen.tile
+    return _forced(tile, sizes, ("heads", "unroll", "num_warps", "nodes"))
+
+
+DESTINATION_FIELDS = ("heads", "unroll", "num_warps", "packed")
+
+
+def _forced(tile: RowTile, sizes: Sizes, names: tuple[str, ...]) -> RowTile:
+    """Return `tile` with those of the fields called `names` that the config forces."""
+    forced = {name: number for name, number in parse_tile(sizes.tile).items() if name in names}
+    if "packed" in forced:
+        packed = bool(forced.pop("packed"))
+        if packed and not sizes.pairs_possible:
+            raise ValueError(
+                f"tile can force packed=1 for 16-bit rows with an even number of channels, got {sizes.dtype} and "
+                f"{sizes.channels} channels; leave packed out of AttentionConfig.tile"
+            )
+        forced["pairs"] = packed
+    return replace(tile, **forced)
+
+
+def _constants(sizes: Sizes, **more) -> dict:
+    """Return what all kernels on edge attributes are compiled for, and `more`."""
+    constants = {"H": sizes.heads, "C": sizes.channels, "D": sizes.edge_dim, "BIAS": sizes.bias}
+    constants |= {"ATTRIBUTES": sizes.columns, "PRECISION": _precision(sizes.dtype), "INT64": sizes.needs_int64}
+    return constants | more
 
 
 def _precision(dtype: torch.dtype) -> str:
-    """To what the operands of matrix products are rounded; 16-bit numbers stay as they are.
+    """Return the precision to which operands of matrix products are rounded; 16-bit elements stay as they are.
 
     tf32 holds them exactly, but not every AMD GPU has it. The interpreter knows no bfloat16 products.
     """
     if dtype == torch.float32 or torch.version.hip:
         return "ieee"
-    return "bf16" if dtype == torch.bfloat16 and not interpreted() else "tf32"
+    return "tf32" if interpreted() else PACKED_DTYPES[dtype]
+
+
+def _row_launch(kernel, sizes: Sizes, tile: RowTile, scale: dict[str, float]) -> Launch:
+    """Return the launch of a kernel over destinations that gathers rows."""
+    scalars = {"num_dst": sizes.num_dst, "num_src": sizes.num_src, "num_edges": sizes.num_edges}
+    survivor = 1.0 / (1.0 - sizes.dropout_p) if sizes.dropout_p < 1.0 else 0.0
+    scalars |= {"attr_stride": sizes.attr_stride, **scale}
+    scalars |= {"drop_below": drop_threshold(sizes.dropout_p), "survivor": survivor}
+    constants = _constants(sizes, HEADS=tile.heads, CHANNELS=tile.channels, num_warps=tile.num_warps)
+    constants["PACKED"] = PACKED_DTYPES[sizes.dtype] if tile.pairs else None
+    if has_fixed_degree(sizes):
+        del constants["PRECISION"]
+        return Launch(kernel, (sizes.destinations,), scalars, constants | {"K": tile.unroll})
+    constants |= {"EMBEDDED": sizes.embedded, "UNROLL": tile.unroll}
+    constants["EDGES"] = attribute_edges(sizes.degree(sizes.num_dst))
+    return Launch(kernel, (sizes.destinations, -(-sizes.heads // tile.heads)), scalars, constants)
+
+
+def _contraction_launch(kernel, sizes: Sizes, tile: ContractionTile, grid: tuple[int, ...], **more) -> Launch:
+    """Return the launch of a contraction of rows with W, over all destinations."""
+    constants = _constants(sizes, CHANNELS=tile.channels, NODES=tile.nodes, num_warps=tile.num_warps, **more)
+    return Launch(kernel, grid, {"num_nodes": sizes.destinations}, constants | {"num_stages": tile.num_stages})
 
 
 def _node_map_launch(kernel, sizes: Sizes, tile: ContractionTile) -> Launch:
-    """Launch of a contraction that maps the rows of each node."""
+    """Return the launch of a contraction that maps the rows of each node."""
     grid = (-(-sizes.destinations // (tile.nodes * tile.tiles)) * sizes.heads,)
-    return _contraction_launch(kernel, sizes, tile, grid, {"TILES": tile.tiles})
+    return _contraction_launch(kernel, sizes, tile, grid, TILES=tile.tiles)
 
 
 @lru_cache(KEPT)
 def project_launch(sizes: Sizes, tile: ContractionTile | None = None) -> Launch:
-    """What `project` launches."""
+    """Return the launch of `project`."""
     return _node_map_launch(edge_features.project, sizes, tile or project_tile(sizes.channels, sizes.attributes))
 
 
 def project(problem: Problem, rows: Tensor, tile: ContractionTile | None = None) -> Tensor:
-    """W^T of rows [B, N_dst, H, C]: [B, N_dst, H, columns]."""
+    """Return W^T of rows [B, N_dst, H, C]: [B, N_dst, H, columns]."""
     projected = rows.new_empty((*rows.shape[:-1], problem.sizes.columns), dtype=scratch_dtype(rows.dtype))
-    weight = {"edge_weight": problem.edge_weight, "edge_bias": problem.edge_bias}
-    problem.launch(project_launch, tile)(rows=rows, **weight, projected=projected)
+    _, _, _, _, edge_weight, edge_bias = problem.operands
+    launch = problem.launch(project_launch, tile)
+    launch(rows=rows, edge_weight=edge_weight, edge_bias=edge_bias, projected=projected)
     return projected
 
 
 @lru_cache(KEPT)
 def embed_launch(sizes: Sizes, tile: ContractionTile | None = None) -> Launch:
-    """What `embed` launches."""
+    """Return the launch of `embed`."""
     return _node_map_launch(edge_features.embed, sizes, tile or embed_tile(sizes.channels, sizes.attributes))
 
 
 def embed(problem: Problem, sums: Tensor, rows: Tensor, tile: ContractionTile | None = None) -> None:
     """Add W sums [B, N_dst, H, columns] to rows [B, N_dst, H, C]."""
-    weight = {"edge_weight": problem.edge_weight, "edge_bias": problem.edge_bias}
-    problem.launch(embed_launch, tile)(sums=sums, **weight, rows=rows)
+    _, _, _, _, edge_weight, edge_bias = problem.operands
+    problem.launch(embed_launch, tile)(sums=sums, edge_weight=edge_weight, edge_bias=edge_bias, rows=rows)
 
 
 @lru_cache(KEPT)
 def forward_launch(sizes: Sizes, tile: RowTile | None = None) -> Launch:
-    """What `attend_rows` launches."""
-    tile = tile or forward_choice(sizes.over_destinations, sizes.device).chosen.tile
-    scalars = {"attr_stride": sizes.attr_stride, "score_scale": sizes.scale * LOG2_E, **dropout_scalars(sizes)}
-    constants = {"EMBEDDED": sizes.embedded, "PAIRS": tile.pairs, **_attribute_constants(sizes)}
-    constants["EDGES"] = attribute_edges(sizes.degree(sizes.num_dst))
-    return _row_launch(forward.edge_attention_fwd, sizes, sizes.num_dst, tile, scalars, constants)
+    """Return the launch of `attend_rows`."""
+    fixed = has_fixed_degree(sizes)
+    kernel = fixed_degree.edge_attention_fixed_degree_fwd if fixed else forward.edge_attention_fwd
+    return _row_launch(kernel, sizes, tile or forward_tile(sizes), {"score_scale": sizes.scale * LOG2_E})
 
 
 def attend_rows(problem: Problem, projected: Tensor | None, tile: RowTile | None = None) -> tuple[Tensor, ...]:
-    """Forward over destinations: out without W A, lse, inverse, numerators and A."""
-    query, sizes = problem.query, problem.sizes
+    """Attend over destinations: return out without W A, lse, inv_denominator, exp_scores and A."""
+    query, sizes = problem.operands.query, problem.sizes
     out, lse = torch.empty_like(query), query.new_empty(query.shape[:-1], dtype=torch.float32)
-    inverse, numerators = torch.empty_like(lse), lse.new_empty((sizes.samples, sizes.num_edges, sizes.heads))
+    inv_denominator, exp_scores = torch.empty_like(lse), lse.new_empty((sizes.batch, sizes.num_edges, sizes.heads))
     attr_sums = None if projected is None else torch.empty_like(projected)
-    problem.launch(forward_launch, tile)(
-        query=query, key=problem.key, value=problem.value, edge_attr=problem.edge_attr, projected=projected,
-        **problem.structure, out=out, lse=lse, inverse=inverse, scores=torch.empty_like(numerators),
-        numerators=numerators, attr_sums=attr_sums,
-    )  # fmt: skip
-    return out, lse, inverse, numerators, attr_sums
+    tensors = problem.destination_tensors | {"projected": projected, "out": out, "lse": lse, "attr_sums": attr_sums}
+    if not has_fixed_degree(sizes):
+        tensors["scores"] = torch.empty_like(exp_scores)
+    problem.launch(forward_launch, tile)(**tensors, inv_denominator=inv_denominator, exp_scores=exp_scores)
+    return out, lse, inv_denominator, exp_scores, attr_sums
 
 
 @dataclass(frozen=True)
 class Saved:
     """What the forward keeps for the backward."""
 
-    inverse: Tensor  # [B, N_dst, H]
-    numerators: Tensor  # [B, E, H]
+    inv_denominator: Tensor  # [B, N_dst, H]
+    exp_scores: Tensor  # [B, E, H]
     projected: Tensor | None  # [B, N_dst, H, columns]
 
 
 @lru_cache(KEPT)
 def destination_launch(sizes: Sizes, tile: RowTile | None = None) -> Launch:
-    """What `differentiate_rows` launches."""
-    tile = tile or destination_choice(sizes.over_destinations, sizes.device).chosen.tile
-    scalars = {"attr_stride": sizes.attr_stride, "scale": sizes.scale, **dropout_scalars(sizes)}
-    constants = {"EMBEDDED": sizes.embedded, "PAIRS": tile.pairs, **_attribute_constants(sizes)}
-    constants["EDGES"] = attribute_edges(sizes.degree(sizes.num_dst))
-    return _row_launch(backward.edge_attention_bwd_dst, sizes, sizes.num_dst, tile, scalars, constants)
+    """Return the launch of `differentiate_rows`."""
+    fixed = has_fixed_degree(sizes)
+    kernel = fixed_degree.edge_attention_fixed_degree_bwd_dst if fixed else backward.edge_attention_bwd_dst
+    return _row_launch(kernel, sizes, tile or destination_tile(sizes), {"scale": sizes.scale})
 
 
 def differentiate_rows(
@@ -162,32 +220,58 @@ def differentiate_rows(
     grad_out: Tensor,
     grad_lse: Tensor | None,
     dquery: Tensor | None,
-    dedge: Tensor | None,
+    dedge_attr: Tensor | None,
     tile: RowTile | None = None,
-) -> Tensor:
-    """Backward over destinations: fills dquery (without W B) and dedge; returns [m p, ds] of each edge, [B, E, 2, H]."""
-    sizes = problem.sizes
-    shape = (sizes.samples, sizes.num_edges, 2, sizes.heads)
-    weights = grad_out.new_empty(shape, dtype=scratch_dtype(grad_out.dtype))
-    destination_launch(sizes, tile)(
-        query=problem.query, key=problem.key, value=problem.value, edge_attr=problem.edge_attr,
-        projected=projected_grad, grad_out=grad_out, grad_lse=grad_lse,
-        inverse=saved.inverse, numerators=saved.numerators, **problem.structure, dquery=dquery, dedge=dedge, weights=weights,
-        products=torch.empty_like(saved.numerators), dweights=torch.empty_like(saved.numerators),
-    )  # fmt: skip
-    return weights
+) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+    """Differentiate over destinations: fill dquery (without W B) and the gradient of embedded features.
+
+    Returns
+    -------
+    p_ds : Tensor [B, E, 2, H]
+        m p and ds of each edge.
+    sums : tuple of Tensor, or None
+        A and B of each destination, where the in-degree is fixed and attributes are raw; then dedge_attr is filled too.
+    """
+    sizes, fixed = problem.sizes, has_fixed_degree(problem.sizes)
+    p_ds = grad_out.new_empty((sizes.batch, sizes.num_edges, 2, sizes.heads), dtype=scratch_dtype(grad_out.dtype))
+    tensors = problem.destination_tensors | {
+        "projected_grad": projected_grad,
+        "grad_out": grad_out,
+        "grad_lse": grad_lse,
+    }
+    tensors |= {
+        "inv_denominator": saved.inv_denominator,
+        "exp_scores": saved.exp_scores,
+        "dquery": dquery,
+        "p_ds": p_ds,
+    }
+    sums = None
+    if fixed:
+        if projected_grad is not None:
+            sums = torch.empty_like(projected_grad), torch.empty_like(projected_grad)
+        tensors |= dict(zip(("attr_sums", "dscore_sums"), sums or (None, None), strict=True))
+        tensors |= {"projected": None if dedge_attr is None else saved.projected, "dedge_attr": dedge_attr}
+    else:
+        tensors |= {name: torch.empty_like(saved.exp_scores) for name in ("attr_dp", "dp")}
+        tensors["dedge_attr"] = dedge_attr if sizes.embedded else None
+    destination_launch(sizes, tile)(**tensors)
+    return p_ds, sums
 
 
 @lru_cache(KEPT)
 def source_launch(sizes: Sizes, tile: RowTile | None = None) -> Launch:
-    """What `differentiate_sources` launches."""
-    tile = tile or source_choice(sizes.over_sources, sizes.device).chosen.tile
-    return _row_launch(backward.edge_attention_bwd_src, sizes, sizes.num_src, tile, {}, {"NODES": tile.nodes})
+    """Return the launch of `differentiate_sources`."""
+    tile = tile or source_tile(sizes)
+    grid = (sizes.batch * -(-sizes.num_src // tile.nodes), -(-sizes.heads // tile.heads))
+    scalars = {"num_dst": sizes.num_dst, "num_src": sizes.num_src, "num_edges": sizes.num_edges}
+    constants = {"H": sizes.heads, "C": sizes.channels, "HEADS": tile.heads, "CHANNELS": tile.channels}
+    constants |= {"NODES": tile.nodes, "UNROLL": tile.unroll, "INT64": sizes.needs_int64, "num_warps": tile.num_warps}
+    return Launch(backward.edge_attention_bwd_src, grid, scalars, constants)
 
 
 def differentiate_sources(
     problem: Problem,
-    weights: Tensor,
+    p_ds: Tensor,
     grad_out: Tensor,
     rowptr: Tensor,
     col: Tensor,
@@ -196,50 +280,52 @@ def differentiate_sources(
     dvalue: Tensor | None,
     tile: RowTile | None = None,
 ) -> None:
-    """Backward over sources: fills dkey and dvalue."""
+    """Differentiate over sources: fill dkey and dvalue."""
     source_launch(problem.sizes, tile)(
-        query=problem.query, grad_out=grad_out, weights=weights, rowptr=rowptr, col=col, csr_to_csc=csr_to_csc,
+        query=problem.operands.query, grad_out=grad_out, p_ds=p_ds, rowptr=rowptr, col=col, csr_to_csc=csr_to_csc,
         dkey=dkey, dvalue=dvalue,
     )  # fmt: skip
 
 
 @lru_cache(KEPT)
 def attribute_launch(sizes: Sizes) -> Launch:
-    """What `differentiate_attributes` launches."""
+    """Return the launch of `differentiate_attributes`."""
     scalars = {"num_dst": sizes.num_dst, "num_edges": sizes.num_edges, "attr_stride": sizes.attr_stride}
-    constants = {"H": sizes.heads, "HEADS": attribute_heads(sizes.heads), "EDGES": PRODUCT, "WIDE": sizes.wide}
-    constants |= {"num_warps": attribute_warps(sizes.heads, sizes.attributes), **_attribute_constants(sizes)}
+    constants = _constants(sizes, HEADS=attribute_heads(sizes.heads), EDGES=PRODUCT)
+    constants |= {"num_warps": attribute_warps(sizes.heads, sizes.attributes)}
+    del constants["C"]
     return Launch(edge_features.attribute_bwd, (sizes.destinations,), scalars, constants)
 
 
 def differentiate_attributes(
-    problem: Problem, weights: Tensor, saved: Saved, projected_grad: Tensor, dedge_attr: Tensor | None
+    problem: Problem, p_ds: Tensor, saved: Saved, projected_grad: Tensor, dedge_attr: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """A and B of each destination [B, N_dst, H, columns]; fills dedge_attr [B, E, D]."""
+    """Return A and B of each destination [B, N_dst, H, columns]; fill dedge_attr [B, E, D]."""
     attr_sums, dscore_sums = torch.empty_like(projected_grad), torch.empty_like(projected_grad)
     attribute_launch(problem.sizes)(
-        weights=weights, edge_attr=problem.edge_attr, projected=saved.projected, projected_grad=projected_grad,
-        colptr=problem.colptr, perm=problem.perm, attr_sums=attr_sums, dscore_sums=dscore_sums, dedge_attr=dedge_attr,
+        p_ds=p_ds, edge_attr=problem.operands.edge_attr, projected=saved.projected, projected_grad=projected_grad,
+        colptr=problem.index.colptr, perm=problem.index.perm, attr_sums=attr_sums, dscore_sums=dscore_sums,
+        dedge_attr=dedge_attr,
     )  # fmt: skip
     return attr_sums, dscore_sums
 
 
 @lru_cache(KEPT)
 def weight_launch(sizes: Sizes, tile: ContractionTile | None = None) -> tuple[Launch, int]:
-    """What `differentiate_weight` launches, and the number of its partial sums."""
+    """Return the launch of `differentiate_weight`, and the number of its partial sums."""
     tile = tile or weight_tile(sizes.channels, sizes.attributes)
     partials = max(1, min(-(-PROGRAMS // sizes.heads), -(-sizes.destinations // tile.nodes)))
     grid = (partials * sizes.heads, -(-sizes.channels // tile.channels))
-    return _contraction_launch(edge_features.weight_bwd, sizes, tile, grid, {}), partials
+    return _contraction_launch(edge_features.weight_bwd, sizes, tile, grid), partials
 
 
 def differentiate_weight(
     problem: Problem, grad_out: Tensor, attr_sums: Tensor, dscore_sums: Tensor, tile: ContractionTile | None = None
 ) -> Tensor:
-    """Gradient of W with the bias as its last column, [H * C, D + BIAS], float32."""
-    sizes = problem.sizes
+    """Return the gradient of W with the bias as its last column, [H * C, D + BIAS], float32."""
+    sizes, query = problem.sizes, problem.operands.query
     launch, partials = weight_launch(sizes, tile)
     shape = (partials, sizes.heads * sizes.channels, sizes.attributes)
     partial = grad_out.new_empty(shape, dtype=torch.float32)
-    launch(query=problem.query, grad_out=grad_out, attr_sums=attr_sums, dscore_sums=dscore_sums, partial=partial)
+    launch(query=query, grad_out=grad_out, attr_sums=attr_sums, dscore_sums=dscore_sums, partial=partial)
     return partial.sum(0)

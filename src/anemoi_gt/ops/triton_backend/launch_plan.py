@@ -10,7 +10,7 @@ import torch
 
 from anemoi_gt.kernels.jit_launch import Launch
 from anemoi_gt.ops.dtypes import scratch_dtype
-from anemoi_gt.ops.triton_backend import fixed_degree_launch, launch
+from anemoi_gt.ops.triton_backend import launch
 from anemoi_gt.ops.triton_backend.problem import Sizes
 from anemoi_gt.ops.triton_backend.tile_score import Choice, Scored
 from anemoi_gt.ops.triton_backend.tiles import (
@@ -59,8 +59,8 @@ def forward_kernels(sizes: Sizes) -> Iterator[Planned]:
         yield _contraction(sizes, launch.project_launch(sizes), "project", count.row + count.sums + count.weight)
     moved = 2 * count.row + 2 * count.source + 2 * count.statistic + count.scores + count.edges
     moved += 2 * count.sums + count.attributes + count.embedded
-    if fixed_degree_launch.serves(sizes):
-        yield _equal(sizes, fixed_degree_launch.forward_launch(sizes), moved)
+    if launch.has_fixed_degree(sizes):
+        yield _equal(sizes, launch.forward_launch(sizes), moved)
     else:
         chosen = forward_choice(sizes.over_destinations, sizes.device)
         yield _planned(sizes, launch.forward_launch(sizes), chosen, sizes.destinations, moved + count.scores)
@@ -77,21 +77,21 @@ def backward_kernels(sizes: Sizes, needs: Needs) -> Iterator[Planned]:
     moved += count.edges + count.sums + count.attributes + count.embedded
     if sizes.embedded:
         moved += count.row + needs.edge_attr * count.embedded_gradient
-    if fixed_degree_launch.serves(sizes):
+    if launch.has_fixed_degree(sizes):
         moved += 2 * count.sums + needs.edge_attr * (count.sums + count.attributes_gradient)
-        yield _equal(sizes, fixed_degree_launch.destination_launch(sizes), moved)
+        yield _equal(sizes, launch.destination_launch(sizes), moved)
     else:
         chosen = destination_choice(sizes.over_destinations, sizes.device)
         moved += (1 + raw) * count.scores
         yield _planned(sizes, launch.destination_launch(sizes), chosen, sizes.destinations, moved)
     if raw and (needs.query or needs.edge_attr or needs.edge_weight or needs.edge_bias):
-        if not fixed_degree_launch.serves(sizes):
+        if not launch.has_fixed_degree(sizes):
             yield _attribute_kernel(sizes, count, needs)
         yield from _weight_kernels(sizes, count, needs)
     if needs.key or needs.value:
         chosen = source_choice(sizes.over_sources, sizes.device)
         moved = (needs.key + needs.value) * (count.row + count.source) + count.pairs + 2 * count.edges
-        yield _planned(sizes, launch.source_launch(sizes), chosen, sizes.samples * sizes.num_src, moved)
+        yield _planned(sizes, launch.source_launch(sizes), chosen, sizes.batch * sizes.num_src, moved)
 
 
 def _equal(sizes: Sizes, bound: Launch, moved: int) -> Planned:
@@ -123,23 +123,23 @@ class Counts:
     """Bytes of the tensors of a call; 0 for those that are not there."""
 
     def __init__(self, sizes: Sizes):
-        size, heads, edges = sizes.dtype.itemsize, sizes.heads, sizes.samples * sizes.num_edges
+        size, heads, edges = sizes.dtype.itemsize, sizes.heads, sizes.batch * sizes.num_edges
         scratch, raw = scratch_dtype(sizes.dtype).itemsize, bool(sizes.edge_dim)
         row = size * heads * sizes.channels
         self.row = row * sizes.destinations  # query, out and their gradients
-        self.source = row * sizes.samples * sizes.num_src  # key, value and their gradients
+        self.source = row * sizes.batch * sizes.num_src  # key, value and their gradients
         self.statistic = 4 * heads * sizes.destinations  # lse, inverse
         self.scores = 4 * heads * edges  # scores, numerators
         self.pairs = 2 * scratch * heads * edges  # weights
         self.sums = raw * scratch * heads * sizes.columns * sizes.destinations  # u, g, A, B
         self.weight = size * heads * sizes.channels * sizes.attributes
         self.edges = 4 * sizes.num_edges  # row, col or a map; pointers of nodes are left out
-        shared = sizes.samples > 1 and not sizes.attr_stride  # then gradients of samples are float32, to be summed
-        sets, of_samples = (1, 4 / size) if shared else (sizes.samples, 1)
+        shared = sizes.batch > 1 and not sizes.attr_stride  # then gradients of samples are float32, to be summed
+        sets, of_samples = (1, 4 / size) if shared else (sizes.batch, 1)
         self.attributes = raw * size * sizes.edge_dim * sets * sizes.num_edges
         self.embedded = sizes.embedded * row * sets * sizes.num_edges
-        self.attributes_gradient = int(of_samples * self.attributes / sets) * sizes.samples
-        self.embedded_gradient = int(of_samples * self.embedded / sets) * sizes.samples
+        self.attributes_gradient = int(of_samples * self.attributes / sets) * sizes.batch
+        self.embedded_gradient = int(of_samples * self.embedded / sets) * sizes.batch
 
 
 def _contraction(sizes: Sizes, bound: Launch, kernel: str, moved: int) -> Planned:

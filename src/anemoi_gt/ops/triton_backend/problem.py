@@ -1,4 +1,4 @@
-"""The operands of one call of edge attention, and the sizes that decide how its kernels are launched."""
+"""One call of edge attention as its launches read it, and the sizes that decide how its kernels are launched."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,15 +8,54 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from anemoi_gt.attention_config import AttentionConfig
+from anemoi_gt.graph import GraphStructure
+from anemoi_gt.ops.operands import AttentionOperands
 from anemoi_gt.ops.triton_backend.device import device_of
 from anemoi_gt.ops.triton_backend.tile_score import H200, ContractionTile, Device, RowTile, Shape
 from anemoi_gt.ops.triton_backend.tiles import attribute_columns
+
+PACKED_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}  # whose rows may be read as packed 16-bit pairs
+
+
+class IndexTensors(NamedTuple):
+    """The index tensors of a `GraphStructure`, by its names; sources and the reverse structure only where they are read."""
+
+    colptr: Tensor  # [N_dst + 1]
+    row: Tensor  # [E]
+    perm: Tensor | None = None  # [E]
+    global_edge_id: Tensor | None = None  # [E] int64
+    dst_schedule: Tensor | None = None  # [N_dst]
+    fixed_in_degree: Tensor | None = None  # [K, 0]
+    rowptr: Tensor | None = None  # [N_src + 1]
+    col: Tensor | None = None  # [E]
+    csr_to_csc: Tensor | None = None  # [E]
+
+    @classmethod
+    def of(cls, graph: GraphStructure) -> "IndexTensors":
+        """Return those of a graph."""
+        return cls(*(getattr(graph, name) for name in cls._fields))
+
+
+class Options(NamedTuple):
+    """What a call is computed with beside its tensors of nodes and edges."""
+
+    seed: Tensor | None = None  # [1] int64, where something is dropped
+    scale: float = 1.0
+    dropout_p: float = 0.0
+    fixed_degree_kernels: bool = True  # as `AttentionConfig` documents it, and so is tile
+    tile: str = ""
+
+    @classmethod
+    def of(cls, seed: Tensor | None, scale: float, dropout_p: float, config: AttentionConfig) -> "Options":
+        """Return those of a call and its config."""
+        return cls(seed, scale, dropout_p, config.fixed_degree_kernels, config.tile or "")
 
 
 class Sizes(NamedTuple):
     """All that a launch depends on, but tensors: equal sizes, equal launches."""
 
-    samples: int
+    batch: int
     num_dst: int
     num_src: int
     num_edges: int
@@ -25,13 +64,14 @@ class Sizes(NamedTuple):
     edge_dim: int  # 0 without raw attributes
     bias: int  # 1 with a bias, else 0
     embedded: bool  # whether edge_attr is [E, H, C]
-    attr_stride: int  # edges between the attributes of two samples: E, or 0 when they share them
+    attr_stride: int  # edges between the attributes of two batch entries: E, or 0 when they share them
     dtype: torch.dtype
-    wide: bool  # whether an offset passes 2^31
+    needs_int64: bool  # whether an offset passes 2^31
     scale: float
     dropout_p: float
     device: Device = H200
-    fixed_in_degree: int = 0  # in-edges of every destination; 0: not the same, or not known
+    fixed_in_degree: int = 0  # in-edges of every destination; 0: they differ, are not known, or are not to be used
+    tile: str = ""  # forced fields of the tiles of row kernels
 
     @property
     def attributes(self) -> int:
@@ -45,109 +85,99 @@ class Sizes(NamedTuple):
 
     @property
     def pairs_possible(self) -> bool:
-        """Whether a row can be read as pairs: two numbers of bfloat16 in 32 bits."""
-        return self.dtype == torch.bfloat16 and self.channels % 2 == 0
+        """Whether a row can be read as packed pairs: two 16-bit elements in 32 bits."""
+        return self.dtype in PACKED_DTYPES and self.channels % 2 == 0
 
     @property
     def destinations(self) -> int:
-        """Destinations of all samples."""
-        return self.samples * self.num_dst
+        """Destinations of the whole batch."""
+        return self.batch * self.num_dst
 
     def degree(self, num_nodes: int) -> float:
-        """Mean number of edges of `num_nodes` nodes of a sample."""
+        """Return the mean number of edges of `num_nodes` nodes of a batch entry."""
         return self.num_edges / max(num_nodes, 1)
 
     @property
     def over_destinations(self) -> Shape:
-        """What the kernels that walk the edges of destinations, and gather rows of sources, are asked to do."""
+        """The work of kernels that walk the edges of destinations, and gather rows of sources."""
         degrees = self.degree(self.num_dst), self.degree(self.num_src)
         return Shape(self.heads, self.channels, self.attributes, *degrees, self.dtype.itemsize, self.pairs_possible)
 
     @property
     def over_sources(self) -> Shape:
-        """What the kernel that walks the edges of sources, and gathers rows of destinations one by one, is asked to do."""
+        """The work of the kernel that walks the edges of sources, and gathers rows of destinations one by one."""
         degrees = self.degree(self.num_src), self.degree(self.num_dst)
         return Shape(self.heads, self.channels, 0, *degrees, self.dtype.itemsize)
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Contiguous operands of one call. Where query has no B there is one sample, and nothing has a B."""
+    """One call: contiguous operands, index tensors, options. Where query has no B there is one batch entry, and nothing has a B."""
 
-    query: Tensor  # [B, N_dst, H, C]
-    key: Tensor  # [B, N_src, H, C]
-    value: Tensor  # [B, N_src, H, C]
-    edge_attr: Tensor | None  # [1 or B, E, D] or [1 or B, E, H, C]
-    edge_weight: Tensor | None  # [H * C, D]
-    edge_bias: Tensor | None  # [H * C]
-    colptr: Tensor
-    row: Tensor
-    perm: Tensor | None
-    global_edge_id: Tensor | None
-    order: Tensor | None
-    seed: Tensor | None
-    scale: float
-    dropout_p: float
-    fixed_in_degree: int = 0
+    operands: AttentionOperands
+    index: IndexTensors
+    options: Options
 
     @cached_property
     def sizes(self) -> Sizes:
         """Read once from the operands."""
-        num_dst, heads, channels = self.query.shape[-3:]
-        num_edges = self.row.shape[0]
+        edge_attr, edge_weight, edge_bias = self.operands[3:]
+        num_dst, heads, channels = self.operands.query.shape[-3:]
+        num_edges, degree = self.index.row.shape[0], self.index.fixed_in_degree
         return Sizes(
-            self.samples, num_dst, self.key.shape[-3], num_edges, heads, channels,
-            edge_dim=0 if self.edge_weight is None else self.edge_weight.shape[1],
-            bias=int(self.edge_bias is not None),
+            self.batch, num_dst, self.operands.key.shape[-3], num_edges, heads, channels,
+            edge_dim=0 if edge_weight is None else edge_weight.shape[1],
+            bias=int(edge_bias is not None),
             embedded=self.embedded,
-            attr_stride=0 if self.edge_attr is None or self.samples == 1 or self.shares_attributes else num_edges,
-            dtype=self.query.dtype,
-            wide=self.wide(),
-            scale=self.scale,
-            dropout_p=self.dropout_p,
-            device=device_of(self.query.device),
-            fixed_in_degree=self.fixed_in_degree,
+            attr_stride=0 if edge_attr is None or self.batch == 1 or self.shares_attributes else num_edges,
+            dtype=self.operands.query.dtype,
+            needs_int64=self.needs_int64(),
+            scale=self.options.scale,
+            dropout_p=self.options.dropout_p,
+            device=device_of(self.operands.query.device),
+            fixed_in_degree=degree.shape[0] if degree is not None and self.options.fixed_degree_kernels else 0,
+            tile=self.options.tile,
         )  # fmt: skip
 
     @property
-    def samples(self) -> int:
-        """Number of samples."""
-        return self.query.shape[0] if self.query.dim() == 4 else 1
+    def batch(self) -> int:
+        """Size of the batch dimension."""
+        query = self.operands.query
+        return query.shape[0] if query.dim() == 4 else 1
 
     @property
     def shares_attributes(self) -> bool:
-        """Whether several samples read one set of edge attributes."""
-        return self.edge_attr is not None and self.samples != 1 and self.edge_attr.shape[0] == 1
+        """Whether several batch entries read one set of edge attributes."""
+        edge_attr = self.operands.edge_attr
+        return edge_attr is not None and self.batch != 1 and edge_attr.shape[0] == 1
 
     @property
     def embedded(self) -> bool:
         """Whether edge_attr is [E, H, C]."""
-        return self.edge_attr is not None and self.edge_weight is None
+        return self.operands.edge_attr is not None and self.operands.edge_weight is None
 
     @property
-    def structure(self) -> dict[str, Tensor | None]:
-        """Index tensors that the row kernels over destinations share."""
-        return {
-            "colptr": self.colptr, "row": self.row, "perm": self.perm,
-            "global_edge_id": self.global_edge_id, "order": self.order, "seed": self.seed,
-        }  # fmt: skip
+    def destination_tensors(self) -> dict[str, Tensor | None]:
+        """Tensors that all row kernels over destinations read."""
+        query, key, value, edge_attr, *_ = self.operands
+        names = ("colptr", "row", "perm", "global_edge_id", "dst_schedule")
+        index = {name: getattr(self.index, name) for name in names}
+        return {"query": query, "key": key, "value": value, "edge_attr": edge_attr, **index, "seed": self.options.seed}
 
-    def wide(self) -> bool:
-        """Whether an offset passes 2^31, so that 64-bit arithmetic is needed."""
+    def needs_int64(self) -> bool:
+        """Return whether an offset passes 2^31."""
         return max(self.largest_offsets()) >= 2**31
 
     def largest_offsets(self) -> tuple[int, ...]:
-        """Numbers of the largest tensors over edges, destinations and sources."""
-        num_dst, heads, channels = self.query.shape[-3:]
-        edge_dim = 0 if self.edge_weight is None else self.edge_weight.shape[1]
-        columns = attribute_columns(edge_dim + (self.edge_bias is not None))
-        per_edge = max(heads * (channels if self.embedded else 2), columns)
-        numbers = (
-            (self.row.shape[0], per_edge),
-            *((n, heads * max(channels, columns)) for n in (num_dst, self.key.shape[-3])),
-        )
-        return tuple(self.samples * rows * width for rows, width in numbers)
+        """Return the numbers of elements of the largest tensors over edges, destinations and sources."""
+        query, key, _, _, edge_weight, edge_bias = self.operands
+        num_dst, heads, channels = query.shape[-3:]
+        edge_dim = 0 if edge_weight is None else edge_weight.shape[1]
+        columns = attribute_columns(edge_dim + (edge_bias is not None))
+        per_edge, per_node = max(heads * (channels if self.embedded else 2), columns), heads * max(channels, columns)
+        rows = ((self.index.row.shape[0], per_edge), (num_dst, per_node), (key.shape[-3], per_node))
+        return tuple(self.batch * number * width for number, width in rows)
 
     def launch(self, launch_of: Callable, tile: RowTile | ContractionTile | None) -> Callable[..., None]:
-        """Return what launches a kernel on tensors by name: `launch_of` these sizes, with this tile or the one that suits them."""
+        """Return what launches a kernel on tensors by name: `launch_of` these sizes, with this tile or the chosen one."""
         return launch_of(self.sizes, tile)
