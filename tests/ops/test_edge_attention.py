@@ -343,19 +343,6 @@ def test_auto_logs_its_choice_at_debug_level(caplog):
     assert "auto: torch; rejected: {'triton': " in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [({"backend": "cuda"}, "backend must be one of auto, triton, torch, got 'cuda'"),
-     ({"precision": "bf32"}, "precision must be one of None, fp32, bf16, fp16, got 'bf32'"),
-     ({"fixed_degree_kernels": 1}, "fixed_degree_kernels must be True or False, got 1"),
-     *(({"tile": tile}, f"tile must be such as 'unroll=1,num_warps=4' .*, got {re.escape(repr(tile))}")
-       for tile in ("unroll", "edges=1", "heads=3", "unroll=1;num_warps=4", 4))],
-)  # fmt: skip
-def test_unknown_configuration_raises(options, message):
-    with pytest.raises(ValueError, match=message):
-        AttentionConfig(**options)
-
-
 def changed(**change):
     problem, graph = problem_and_graph()
     return edge_attention(**{**problem.operands(), "graph": graph, **change})
@@ -394,6 +381,11 @@ EMPTY = {"query": zeros(13, 0, 4), "key": zeros(11, 0, 4), "value": zeros(11, 0,
         (lambda: changed(dropout_p=1.5), "dropout_p must be a probability in 0 .. 1, got 1.5"),
         (lambda: changed(graph=torch.zeros(2, 64)), "graph must be a GraphStructure, got Tensor; build it once"),
         (lambda: changed(config=AttentionConfig("triton")), "attention backend 'triton' cannot run here: "),
+        (lambda: AttentionConfig(fixed_degree_kernels=1), "fixed_degree_kernels must be True or False, got 1"),
+        *(
+            (lambda tile=tile: AttentionConfig(tile=tile), f"tile must be such as .*, got {re.escape(repr(tile))}")
+            for tile in ("unroll", "edges=1", "heads=3", "unroll=1;num_warps=4", 4)
+        ),
         (lambda: AttentionConfig("cuda"), "backend must be one of auto, triton, torch, got 'cuda'"),
         (lambda: AttentionConfig(precision="bf32"), "precision must be one of None, fp32, bf16, fp16, got 'bf32'"),
     ]

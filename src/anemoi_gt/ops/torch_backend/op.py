@@ -1,7 +1,6 @@
 """The `torch` backend as PyTorch custom operators: flat tensors in and out, a loop over batch and groups of heads."""
 
-import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -9,7 +8,7 @@ from torch import Tensor
 
 from anemoi_gt.attention_config import AttentionConfig
 from anemoi_gt.compatibility import warn_if_untested
-from anemoi_gt.custom_ops import define_operator, refuse_second_derivative
+from anemoi_gt.custom_ops import define_operator, flat_arguments, refuse_second_derivative
 from anemoi_gt.graph import GraphStructure
 from anemoi_gt.ops.dropout import keep_factor
 from anemoi_gt.ops.dtypes import accumulator_dtype
@@ -114,7 +113,7 @@ def attend(
     seed: Tensor | None,
     scale: float,
     dropout_p: float,
-    config: AttentionConfig | None = None,  # of which this backend reads nothing
+    config: AttentionConfig | None = None,  # not used by this backend
 ) -> tuple[Tensor, Tensor]:
     """Compute edge attention of checked operands, with the meaning they have in `anemoi_gt.edge_attention`.
 
@@ -131,25 +130,9 @@ def attend(
     return edge_attention_torch(*operands, *structure, *reverse, seed, scale, dropout_p)
 
 
-def _signature(returns: type, **arguments: type) -> Callable:
-    """Give a function of *args named and typed arguments, from which `define_operator` infers the schema."""
-    parameters = [
-        inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=annotation)
-        for name, annotation in arguments.items()
-    ]
-
-    def sign(function: Callable) -> Callable:
-        function.__signature__ = inspect.Signature(parameters, return_annotation=returns)
-        return function
-
-    return sign
-
-
 @define_operator
-@_signature(tuple[Tensor, Tensor], **FlatArguments.__annotations__)
-def edge_attention_torch(*arguments) -> tuple[Tensor, Tensor]:
+def edge_attention_torch(flat: FlatArguments) -> tuple[Tensor, Tensor]:
     """Forward: out [B, N_dst, H, C] and lse [B, N_dst, H]."""
-    flat = FlatArguments(*arguments)
     out, flat = flat.query.new_empty(flat.query.shape), flat.in_accumulator_dtype()
     edges, lse = flat.edges(), flat.query.new_empty(out.shape[:3])
     with torch.autocast(out.device.type, enabled=False):
@@ -171,17 +154,11 @@ def _setup_context(ctx, inputs, output):
 
 
 @define_operator
-@_signature(
-    list[Tensor],
-    grad_out=Tensor | None,
-    grad_lse=Tensor | None,
-    **FlatArguments.__annotations__,
-    needs=list[bool],
-)
-def edge_attention_torch_backward(grad_out, grad_lse, *arguments) -> list[Tensor]:
+def edge_attention_torch_backward(
+    grad_out: Tensor | None, grad_lse: Tensor | None, flat: FlatArguments, needs: list[bool]
+) -> list[Tensor]:
     """Backward: the gradients that `needs` asks for, in the order of the six operands."""
-    *arguments, needs = arguments
-    flat, needs = FlatArguments(*arguments), Needs(*needs)
+    needs = Needs(*needs)
     dtype, flat = flat.query.dtype, flat.in_accumulator_dtype()
     edges, gradients = flat.edges(), Gradients.zeros(flat, needs)
     out_edges = None if flat.rowptr is None else Segments.of_heads(edges.heads, flat.col, flat.rowptr)
@@ -202,8 +179,9 @@ def edge_attention_torch_backward(grad_out, grad_lse, *arguments) -> list[Tensor
 
 
 @torch.library.register_fake("anemoi_gt::edge_attention_torch_backward")
-def _(grad_out, grad_lse, *arguments):
-    return [operand.new_empty(operand.shape) for operand, need in zip(arguments, arguments[-1], strict=False) if need]
+@flat_arguments
+def _(grad_out, grad_lse, flat: FlatArguments, needs):
+    return [operand.new_empty(operand.shape) for operand, need in zip(flat[:6], needs, strict=True) if need]
 
 
 def _backward(ctx, grad_out, grad_lse):
