@@ -23,8 +23,6 @@ from anemoi_gt.nn import (
     GraphTransformerProcessor,
     LayerKernels,
 )
-from anemoi_gt.ops.triton_backend.tile_score import Shape
-from anemoi_gt.ops.triton_backend.tiles import forward_choice
 
 SRC, DST, EDGES, DIM = 23, 19, 80, 3
 BLOCK = {"in_channels": 16, "out_channels": 16, "hidden_dim": 24, "num_heads": 2, "edge_dim": DIM, "qk_norm": True}
@@ -106,15 +104,6 @@ def test_any_number_of_pieces_gives_the_same_bits_on_triton(kind, kernel_device)
     one, *others = (ChunkedInference(graph, number, rows=5)(layer, x, edge_attr) for number in (1, 3))
     for result in others:
         assert torch.equal(result, one)
-
-
-@pytest.mark.parametrize("part", ["encoder", "decoder"])
-def test_pieces_of_a_grid_of_9_km_have_the_tile_of_the_whole(part):
-    points, mesh, edges = 6_599_680, 163_842, {"encoder": 10_000_000, "decoder": 3 * 6_599_680}[part]
-    num_src, num_dst = (points, mesh) if part == "encoder" else (mesh, points)
-    shape = Shape(16, 64, 12, edges / num_dst, edges / num_src, 2)
-    tiles = {forward_choice(shape._replace(readers=shape.readers / pieces)).chosen.tile for pieces in range(1, 65)}
-    assert len(tiles) == 1
 
 
 @pytest.mark.parametrize("kind", ["backward mapper", "conv"])

@@ -1,55 +1,50 @@
-"""What is told of the kernels of a call is what the call launches."""
+"""The kernels that explain lists for a call are those that the call launches."""
 
-from dataclasses import replace
 from unittest import mock
 
 import pytest
 import torch
 
-from anemoi_gt import GraphStructure
+from anemoi_gt import AttentionConfig, GraphStructure, edge_attention, explain_attention
 from anemoi_gt.kernels.jit_launch import Launch
-from anemoi_gt.ops import triton_backend
-from anemoi_gt.ops.triton_backend import fixed_degree_launch, launch, launch_plan
-from anemoi_gt.ops.triton_backend.problem import Problem, Sizes
 
-INDICES = ("colptr", "rowptr", "perm", "order")  # of nodes, and the caller's order, which bytes leave out
-LEAVES = ("query", "key", "value", "edge_attr", "edge_weight", "edge_bias")
+INDICES = ("colptr", "rowptr", "perm", "order")  # pointers of nodes and orders, which are not counted
+CONFIG = AttentionConfig(backend="triton")
 
 
-def operands_of(form, dtype, samples):
+def operands_of(form, dtype, batch_size):
     """Leaves by name: 5 sources, 4 destinations, 12 edges, 2 heads of 8."""
 
     def draw(*shape):
         return torch.randn(*shape, dtype=dtype, requires_grad=True)
 
-    batch = () if samples == 1 else (samples,)
+    batch = () if batch_size == 1 else (batch_size,)
     operands = {"query": draw(*batch, 4, 2, 8), "key": draw(*batch, 5, 2, 8), "value": draw(*batch, 5, 2, 8)}
-    first = () if samples == 1 else (1,)
     if form == "embedded":
-        return operands | {"edge_attr": draw(*first, 12, 2, 8), "edge_weight": None, "edge_bias": None}
+        return operands | {"edge_attr": draw(12, 2, 8), "edge_weight": None, "edge_bias": None}
     if form == "none":
         return operands | {"edge_attr": None, "edge_weight": None, "edge_bias": None}
     bias = draw(16) if form == "raw" else None
-    return operands | {"edge_attr": draw(*first, 12, 3), "edge_weight": draw(16, 3), "edge_bias": bias}
+    return operands | {"edge_attr": draw(12, 3), "edge_weight": draw(16, 3), "edge_bias": bias}
 
 
 @pytest.fixture
 def launched():
-    """Launch nothing, and note of each launch its name and the bytes of its tensors."""
+    """Launch nothing; list the name and the tensors of each launch."""
     seen = []
 
-    def note(launch, **tensors):
+    def record(launch, **tensors):
         names = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
         dtype = next(tensors[name].dtype for name in ("query", "rows", "edge_attr") if name in tensors)
         there = {name: tensor for name, tensor in tensors.items() if tensor is not None and name not in INDICES}
         seen.append((launch.name(names[dtype]), there))
 
-    with mock.patch.object(Launch, "__call__", note):
+    with mock.patch.object(Launch, "__call__", record):
         yield seen
 
 
 def bytes_of(name, tensors, raw):
-    """What a kernel reads and writes: embedded features and `query` where they are used, scratch of attributes with them."""
+    """Bytes that a kernel reads and writes: of its tensors, those that it uses in this case."""
     kept = dict(tensors)
     if "bwd_dst" in name and not raw:
         kept.pop("products", None)
@@ -65,82 +60,69 @@ def bytes_of(name, tensors, raw):
                 kept.pop(read)
     rows = [tensor.nbytes for tensor in kept.values()]
     twice = kept["rows"].nbytes if "embed" in name else 0  # read and written
-    indices = 4 * 12 if "bwd_attributes" in name else 0  # perm, which the graph of this test has not
+    indices = 4 * 12 if "bwd_attributes" in name else 0  # perm, which the graph of this test does not have
     return sum(rows) + twice + indices
 
 
-def differentiate(operands, graph):
-    """Forward and backward of the operator."""
+def compare(launched, operands, graph):
+    """Compare the kernels that explain lists with those of a forward and a backward pass; returns their names."""
     query, key, value, *edges = operands.values()
-    out, _ = triton_backend.attend(query, key, value, graph, *edges, None, 0.5, 0.0)
+    (layer,) = explain_attention(query, key, value, graph, *edges, config=CONFIG).layers
+    launched.clear()
+    out, _ = edge_attention(query, key, value, graph, *edges, config=CONFIG)
     out.sum().backward()
+    listed = [kernel for pass_ in layer.passes for kernel in pass_.kernels]
+    raw = operands["edge_weight"] is not None
+    assert [kernel.name for kernel in listed] == [name for name, _ in launched]
+    assert [kernel.bytes for kernel in listed] == [bytes_of(name, tensors, raw) for name, tensors in launched]
+    return [kernel.name for kernel in listed]
 
 
-def sizes_of(operands, graph):
-    given = [None if operand is None else operand.detach() for operand in operands.values()]
-    degree = 0 if graph.fixed_in_degree is None else graph.fixed_in_degree.shape[0]
-    return Problem(*given, graph.colptr, graph.row, None, None, None, None, 0.5, 0.0, degree).sizes
-
-
-@pytest.fixture(params=["three in-edges each", "degrees that differ"])
+@pytest.fixture(params=["three in-edges each", "different in-degrees"])
 def graph(request):
     numbers = torch.arange(12)
     dst = numbers // 3 if request.param == "three in-edges each" else (numbers + 2).clamp_min(4) // 4
     return GraphStructure.from_edge_index(torch.stack([numbers % 5, dst]), (5, 4)).with_reverse()
 
 
-@pytest.mark.parametrize("samples", [1, 3])
+@pytest.mark.parametrize("batch_size", [1, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("form", ["raw", "raw_without_bias", "embedded", "none"])
-def test_the_plan_is_what_a_forward_and_a_backward_launch(launched, graph, form, dtype, samples):
-    operands = operands_of(form, dtype, samples)
-    differentiate(operands, graph)
-    needs = launch_plan.Needs(**{name: operands[name] is not None for name in LEAVES})
-    sizes = sizes_of(operands, graph)
-    planned = [*launch_plan.forward_kernels(sizes), *launch_plan.backward_kernels(sizes, needs)]
-    assert [kernel.name for kernel in planned] == [name for name, _ in launched]
-    raw = form.startswith("raw")
-    assert [kernel.bytes for kernel in planned] == [bytes_of(name, tensors, raw) for name, tensors in launched]
-    for_equal = sum("_equal_" in name for name, _ in launched)
-    assert for_equal == (2 if graph.fixed_in_degree is not None and form != "embedded" else 0)
+def test_the_listed_kernels_are_those_of_a_forward_and_a_backward(launched, graph, form, dtype, batch_size):
+    names = compare(launched, operands_of(form, dtype, batch_size), graph)
+    fixed_degree = sum("_equal_" in name for name in names)
+    assert fixed_degree == (2 if graph.fixed_in_degree is not None and form != "embedded" else 0)
 
 
 @pytest.mark.parametrize("wanted", [("query",), ("key",), ("edge_attr",), ("edge_weight",), ("key", "edge_bias")])
-def test_the_plan_knows_which_gradients_are_needed(launched, graph, wanted):
+def test_the_listed_kernels_depend_on_the_gradients_that_are_needed(launched, graph, wanted):
     operands = operands_of("raw", torch.float32, 1)
     for name, operand in operands.items():
         operand.requires_grad_(name in wanted)
-    differentiate(operands, graph)
-    sizes = sizes_of(operands, graph)
-    needs = launch_plan.Needs(**{name: name in wanted for name in LEAVES})
-    planned = [*launch_plan.forward_kernels(sizes), *launch_plan.backward_kernels(sizes, needs)]
-    assert [kernel.name for kernel in planned] == [name for name, _ in launched]
-    assert [kernel.bytes for kernel in planned] == [bytes_of(name, tensors, True) for name, tensors in launched]
+    compare(launched, operands, graph)
 
 
 @pytest.mark.parametrize(
     ("dtype", "channels", "pairs"),
-    [(torch.bfloat16, 8, True), (torch.bfloat16, 7, False), (torch.float16, 8, False), (torch.float32, 8, False)],
+    [(torch.bfloat16, 8, 1), (torch.bfloat16, 7, 0), (torch.float16, 8, 0), (torch.float32, 8, 0)],
 )
-def test_the_kernels_over_destinations_read_even_rows_of_bfloat16_as_pairs(dtype, channels, pairs):
-    sizes = Sizes(
-        samples=1, num_dst=4, num_src=5, num_edges=12, heads=2, channels=channels, edge_dim=3, bias=1, embedded=False,
-        attr_stride=0, dtype=dtype, wide=False, scale=0.5, dropout_p=0.0,
-    )  # fmt: skip
-    for launch_of in (launch.forward_launch, launch.destination_launch):
-        assert launch_of(sizes).constants["PAIRS"] == pairs
-    assert not launch.source_choice(sizes.over_sources).chosen.tile.pairs
+def test_kernels_over_destinations_read_even_rows_of_bfloat16_as_pairs(launched, dtype, channels, pairs):
+    graph = GraphStructure.from_edge_index(torch.tensor([[0, 1, 2], [0, 0, 1]]), (3, 2))
+    forward, backward = passes_of(
+        graph, torch.zeros(2, 2, channels, dtype=dtype), torch.zeros(3, 2, channels, dtype=dtype)
+    )
+    assert forward.kernels[0].tile["pairs"] == backward.kernels[0].tile["pairs"] == pairs
 
 
-@pytest.mark.parametrize(("channels", "pairs"), [(32, True), (64, False)])  # 16 and 32 numbers of a row in each thread
-def test_of_the_kernels_for_one_degree_the_backward_reads_rows_as_pairs_where_threads_hold_few_numbers(channels, pairs):
-    sizes = Sizes(
-        samples=1, num_dst=4, num_src=5, num_edges=12, heads=16, channels=channels, edge_dim=3, bias=1, embedded=False,
-        attr_stride=0, dtype=torch.bfloat16, wide=False, scale=0.5, dropout_p=0.0, fixed_in_degree=3,
-    )  # fmt: skip
-    assert fixed_degree_launch.destination_launch(sizes).constants["PAIRS"] == pairs
-    assert not fixed_degree_launch.forward_launch(sizes).constants["PAIRS"]
-    given = replace(fixed_degree_launch.forward_tile(sizes), pairs=True, num_warps=8)
-    for launch_of in (fixed_degree_launch.forward_launch, fixed_degree_launch.destination_launch):
-        constants = launch_of(sizes, given).constants
-        assert constants["PAIRS"] and constants["num_warps"] == 8
+@pytest.mark.parametrize(("channels", "pairs"), [(32, 1), (64, 0)])  # 16 and 32 elements of a row in each thread
+def test_fixed_degree_backward_reads_pairs_where_threads_hold_few_elements(launched, channels, pairs):
+    graph = GraphStructure.from_edge_index(torch.tensor([[0, 1, 2, 1, 2, 0], [0, 0, 0, 1, 1, 1]]), (3, 2))
+    rows = [torch.zeros(count, 16, channels, dtype=torch.bfloat16) for count in (2, 3)]
+    forward, backward = passes_of(graph, *rows)
+    assert "_equal_" in forward.kernels[0].name and "_equal_" in backward.kernels[0].name
+    assert forward.kernels[0].tile["pairs"] == 0 and backward.kernels[0].tile["pairs"] == pairs
+
+
+def passes_of(graph, query, key):
+    query, key = query.requires_grad_(), key.requires_grad_()
+    return explain_attention(query, key, key, graph.with_reverse(), config=CONFIG).layers[0].passes

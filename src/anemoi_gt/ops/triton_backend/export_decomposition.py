@@ -22,8 +22,7 @@ from torch.library import triton_op, wrap_triton
 from anemoi_gt.kernels.jit_launch import Launch
 from anemoi_gt.ops.triton_backend import launch
 from anemoi_gt.ops.triton_backend.problem import Problem, Sizes
-from anemoi_gt.ops.triton_backend.tile_score import ContractionTile, RowTile
-from anemoi_gt.ops.triton_backend.tiles import BUSY_DEGREE
+from anemoi_gt.ops.triton_backend.tiles import BUSY_DEGREE, ContractionTile, RowTile
 
 
 class TracedSizes(Sizes):

@@ -18,17 +18,18 @@ from anemoi_gt.ops.dropout import drop_threshold
 from anemoi_gt.ops.dtypes import scratch_dtype
 from anemoi_gt.ops.triton_backend.availability import interpreted
 from anemoi_gt.ops.triton_backend.problem import Problem, Sizes
-from anemoi_gt.ops.triton_backend.tile_score import ContractionTile, RowTile
 from anemoi_gt.ops.triton_backend.tiles import (
     PRODUCT,
+    ContractionTile,
+    RowTile,
     attribute_edges,
     attribute_heads,
     attribute_warps,
-    destination_choice,
+    destination_tile,
     embed_tile,
-    forward_choice,
+    forward_tile,
     project_tile,
-    source_choice,
+    source_tile,
     weight_tile,
 )
 
@@ -115,7 +116,7 @@ def embed(problem: Problem, sums: Tensor, rows: Tensor, tile: ContractionTile | 
 @lru_cache(KEPT)
 def forward_launch(sizes: Sizes, tile: RowTile | None = None) -> Launch:
     """What `attend_rows` launches."""
-    tile = tile or forward_choice(sizes.over_destinations, sizes.device).chosen.tile
+    tile = tile or forward_tile(sizes.over_destinations)
     scalars = {"attr_stride": sizes.attr_stride, "score_scale": sizes.scale * LOG2_E, **dropout_scalars(sizes)}
     constants = {"EMBEDDED": sizes.embedded, "PAIRS": tile.pairs, **_attribute_constants(sizes)}
     constants["EDGES"] = attribute_edges(sizes.degree(sizes.num_dst))
@@ -148,7 +149,7 @@ class Saved:
 @lru_cache(KEPT)
 def destination_launch(sizes: Sizes, tile: RowTile | None = None) -> Launch:
     """What `differentiate_rows` launches."""
-    tile = tile or destination_choice(sizes.over_destinations, sizes.device).chosen.tile
+    tile = tile or destination_tile(sizes.over_destinations)
     scalars = {"attr_stride": sizes.attr_stride, "scale": sizes.scale, **dropout_scalars(sizes)}
     constants = {"EMBEDDED": sizes.embedded, "PAIRS": tile.pairs, **_attribute_constants(sizes)}
     constants["EDGES"] = attribute_edges(sizes.degree(sizes.num_dst))
@@ -181,7 +182,7 @@ def differentiate_rows(
 @lru_cache(KEPT)
 def source_launch(sizes: Sizes, tile: RowTile | None = None) -> Launch:
     """What `differentiate_sources` launches."""
-    tile = tile or source_choice(sizes.over_sources, sizes.device).chosen.tile
+    tile = tile or source_tile(sizes.over_sources)
     return _row_launch(backward.edge_attention_bwd_src, sizes, sizes.num_src, tile, {}, {"NODES": tile.nodes})
 
 

@@ -8,9 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from anemoi_gt.ops.triton_backend.device import device_of
-from anemoi_gt.ops.triton_backend.tile_score import H200, ContractionTile, Device, RowTile, Shape
-from anemoi_gt.ops.triton_backend.tiles import attribute_columns
+from anemoi_gt.ops.triton_backend.tiles import ContractionTile, RowTile, Shape, attribute_columns
 
 
 class Sizes(NamedTuple):
@@ -30,7 +28,6 @@ class Sizes(NamedTuple):
     wide: bool  # whether an offset passes 2^31
     scale: float
     dropout_p: float
-    device: Device = H200
     fixed_in_degree: int = 0  # in-edges of every destination; 0: not the same, or not known
 
     @property
@@ -60,14 +57,13 @@ class Sizes(NamedTuple):
     @property
     def over_destinations(self) -> Shape:
         """What the kernels that walk the edges of destinations, and gather rows of sources, are asked to do."""
-        degrees = self.degree(self.num_dst), self.degree(self.num_src)
-        return Shape(self.heads, self.channels, self.attributes, *degrees, self.dtype.itemsize, self.pairs_possible)
+        degree = self.degree(self.num_dst)
+        return Shape(self.heads, self.channels, self.attributes, degree, self.dtype.itemsize, self.pairs_possible)
 
     @property
     def over_sources(self) -> Shape:
         """What the kernel that walks the edges of sources, and gathers rows of destinations one by one, is asked to do."""
-        degrees = self.degree(self.num_src), self.degree(self.num_dst)
-        return Shape(self.heads, self.channels, 0, *degrees, self.dtype.itemsize)
+        return Shape(self.heads, self.channels, 0, self.degree(self.num_src), self.dtype.itemsize)
 
 
 @dataclass(frozen=True)
@@ -105,7 +101,6 @@ class Problem:
             wide=self.wide(),
             scale=self.scale,
             dropout_p=self.dropout_p,
-            device=device_of(self.query.device),
             fixed_in_degree=self.fixed_in_degree,
         )  # fmt: skip
 
