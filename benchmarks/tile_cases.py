@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 import torch
+from anemoi_gt.ops.triton_backend.tile_score import Choice, RowTile, Tile
 from suite.graphs import Coo
 from suite.operands import draw
 from suite.problems import Problem
@@ -17,7 +18,6 @@ from suite.problems import Problem
 from anemoi_gt import GraphStructure
 from anemoi_gt.ops.triton_backend import fixed_degree_launch, launch
 from anemoi_gt.ops.triton_backend.problem import Sizes
-from anemoi_gt.ops.triton_backend.tile_score import Choice, RowTile, Tile
 from anemoi_gt.ops.triton_backend.tiles import (
     CONTRACTIONS,
     FEWEST_NUMBERS,

@@ -11,13 +11,13 @@ import pytest
 import tile_cases
 import tiles
 import torch
+from anemoi_gt.ops.triton_backend.tile_score import ContractionTile, RowTile
 from suite import graphs, problems
 from suite.graphs import Coo
 from suite.operands import draw
 from suite.problems import Problem, Random
 
 from anemoi_gt.kernels.jit_launch import Launch
-from anemoi_gt.ops.triton_backend.tile_score import ContractionTile, RowTile
 
 
 @pytest.fixture
