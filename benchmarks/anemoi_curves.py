@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 from anemoi_step import VARIANTS, Training, make_parser, start_report
-from parts import Parts
+from suite.results import Results
 
 SEEDS = (0, 1)
 NAMES = ("untouched", "install")
@@ -58,23 +58,23 @@ def main(arguments=None):
     parser = make_parser(__doc__)
     parser.add_argument("--training-steps", type=int, default=200)
     options = parser.parse_args(arguments)
-    parts = Parts(start_report(options), options.output, options.seconds)
+    results = Results(start_report(options), options.output, options.seconds)
     for precision in PRECISIONS:
         options.precision = precision
         curves, kept = {}, {"losses": {}}
-        parts.report[precision] = kept
+        results.report[precision] = kept
         for seed in SEEDS:
             training = Training(options, seed)
             for name in NAMES:
                 title = f"{name}, seed {seed}"
                 call = partial(curve, training, seed, options.training_steps, VARIANTS[name])
-                losses = parts.run(f"{precision}, {title}", call)
+                losses = results.run(f"{precision}, {title}", call)
                 if losses is not None:
                     curves[name, seed], kept["losses"][title] = losses, losses.tolist()
         if len(curves) == len(SEEDS) * len(NAMES):
             kept |= compare(curves)
             print(precision, {key: found for key, found in kept.items() if key != "losses"}, flush=True)
-    return parts.end()
+    return results.end()
 
 
 if __name__ == "__main__":

@@ -26,10 +26,10 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / name) for name in ("benchmarks", "src", "tests")]
 
-from kernel_families import profile_of  # noqa: E402
 from own_blocks import own_blocks  # noqa: E402
-from parts import Parts  # noqa: E402
 from suite.environment import describe  # noqa: E402
+from suite.kernel_families import profile_of  # noqa: E402
+from suite.results import Results  # noqa: E402
 from support.anemoi_model import build, draw, graph_of, make_options  # noqa: E402
 
 from anemoi_gt.integrations import anemoi as integration  # noqa: E402
@@ -150,14 +150,14 @@ def difference(training, name, expected):
     return found
 
 
-def compare(training, parts, variants, reference="untouched"):
+def compare(training, results, variants, reference="untouched"):
     """Which variants are right; how far each is from the reference goes to the report."""
-    found = parts.report["difference_from_untouched"] = {}
-    expected = parts.run(f"compare {reference}", partial(judged, training, reference))
+    found = results.report["difference_from_untouched"] = {}
+    expected = results.run(f"compare {reference}", partial(judged, training, reference))
     if expected is None:
         return []
     for name in variants:
-        off = parts.run(f"compare {name}", partial(difference, training, name, expected))
+        off = results.run(f"compare {name}", partial(difference, training, name, expected))
         if off is not None:
             found[name] = off
             print(f"{name}: off by {off}", flush=True)
@@ -231,28 +231,30 @@ def start_report(options):
 def main(arguments=None):
     """Compare, measure in random order, profile; write and return the report."""
     options = make_parser(__doc__).parse_args(arguments)
-    parts = Parts(start_report(options), options.output, options.seconds)
+    results = Results(start_report(options), options.output, options.seconds)
     training, shuffle = Training(options), random.Random(options.seed)
-    parts.report["sizes"] = training.sizes
-    left = compare(training, parts, options.variants)
+    results.report["sizes"] = training.sizes
+    left = compare(training, results, options.variants)
     rounds, variants = [], {}
-    parts.report |= {"rounds": rounds, "variants": variants}
+    results.report |= {"rounds": rounds, "variants": variants}
     for number in range(options.rounds):
         order = shuffle.sample(left, len(left))
         rounds.append(order)
         for name in order:
-            measured = parts.run(f"round {number} of {name}", partial(measure, training, name, options))
+            measured = results.run(f"round {number} of {name}", partial(measure, training, name, options))
             if measured is None:
                 left.remove(name)
             else:
                 record(variants.setdefault(name, {"rounds": [], "profile": None}), *measured)
         if number == 0:  # what comes last is what a limit of time cuts off
             for name in left:
-                variants[name]["profile"] = parts.run(f"profile of {name}", partial(profiled, training, name, options))
-    parts.report["variants"] = {name: variants[name] for name in options.variants if name in variants}
-    for name, found in parts.report["variants"].items():
+                variants[name]["profile"] = results.run(
+                    f"profile of {name}", partial(profiled, training, name, options)
+                )
+    results.report["variants"] = {name: variants[name] for name in options.variants if name in variants}
+    for name, found in results.report["variants"].items():
         show(name, found)
-    return parts.end()
+    return results.end()
 
 
 def record(found, times, peak, scale):

@@ -24,9 +24,17 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from parts import Parts
 from suite.environment import describe
-from suite.inference import CONTENDERS, PARTS, Setting, build_graphs, judge, judged_destinations, unsupported_reason
+from suite.inference import (
+    CONTENDERS,
+    PARTS,
+    Setting,
+    build_graphs,
+    checked_destinations,
+    compare_with_plain,
+    unsupported_reason,
+)
+from suite.results import Results
 
 PACKAGES = {"torch", "triton", "torch-geometric", "anemoi-models"}
 
@@ -51,8 +59,8 @@ def run(setting: Setting, part: str, contender: str, num_chunks: int, folder: Pa
     if device.type == "cuda":
         found["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
         found["inputs_gib"] = problem.nbytes / 2**30
-    found |= judge(problem, result, judged_destinations(problem))
-    if contender == "ours":
+    found |= compare_with_plain(problem, result, checked_destinations(problem))
+    if contender == "chunked":
         found |= _compare(result, folder / f"{part}.pt")
     return found
 
@@ -89,22 +97,22 @@ def start(part: str, contender: str, num_chunks: int, folder: Path, seconds: flo
     return found
 
 
-def measure(options: argparse.Namespace, parts: Parts, folder: Path) -> None:
+def measure(options: argparse.Namespace, results: Results, folder: Path) -> None:
     """Ours for each number of chunks; the others with more and more chunks until they are right."""
-    runs = parts.report["runs"] = []
+    runs = results.report["runs"] = []
 
     def one(part: str, contender: str, number: int) -> str | None:
         call = partial(start, part, contender, number, folder, options.limit)
-        found = parts.run(f"{part}, {contender}, {number} chunks", call)
+        found = results.run(f"{part}, {contender}, {number} chunks", call)
         runs.extend([] if found is None else [found])
         return found and found["outcome"]
 
     for part in options.parts:
-        if "ours" in options.contenders:
+        if "chunked" in options.contenders:
             for number in options.chunks:
-                one(part, "ours", number)
+                one(part, "chunked", number)
     for part in options.parts:
-        for contender in [name for name in options.contenders if name != "ours"]:
+        for contender in [name for name in options.contenders if name != "chunked"]:
             reason, number, outcome = unsupported_reason(contender), 1, "not run"
             if reason is not None:
                 runs.append({"part": part, "contender": contender, "outcome": "not run", "message": reason})
@@ -149,14 +157,14 @@ def main(arguments: list[str] | None = None) -> None:
         "environment": describe(torch.device(options.device).type, PACKAGES, options.commit),
         "setting": vars(setting),
     }
-    parts = Parts(report, options.output, options.seconds)
+    results = Results(report, options.output, options.seconds)
     with tempfile.TemporaryDirectory() as folder:
         begin = time.perf_counter()
         report["graphs"] = build_graphs(setting, options.parts, Path(folder))
         report["graphs"]["seconds"] = time.perf_counter() - begin
         print(json.dumps(report["graphs"]), flush=True)
-        measure(options, parts, Path(folder))
-    parts.end()
+        measure(options, results, Path(folder))
+    results.end()
 
 
 if __name__ == "__main__":

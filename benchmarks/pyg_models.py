@@ -22,8 +22,8 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / name) for name in ("benchmarks", "src", "tests")]
 
-from parts import Parts  # noqa: E402
 from suite.environment import describe  # noqa: E402
+from suite.results import Results  # noqa: E402
 from support.pyg_models import DIM, MODELS  # noqa: E402
 
 from anemoi_gt import GraphStructure  # noqa: E402
@@ -117,13 +117,13 @@ def main(arguments=None):
         "options": vars(options) | {"output": None},
         "models": {},
     }
-    parts = Parts(report, options.output, options.seconds)
+    results = Results(report, options.output, options.seconds)
     for make in MODELS:
-        found = parts.run(make.__name__, partial(compare, make, options, device))
+        found = results.run(make.__name__, partial(compare, make, options, device))
         if found is not None:
             report["models"][make.__name__] = found
             print(make.__name__, *(f"{name}: {figures}" for name, figures in found.items()), sep="\n  ", flush=True)
-    return parts.end()
+    return results.end()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What one timed call is: a pass of a peer on its operands, or the making of a structure."""
+"""What one timed call is: a pass of a baseline on its operands, or the making of a structure."""
 
 from collections.abc import Callable
 
@@ -9,7 +9,7 @@ from suite.timing import Gpu
 
 
 class Refused(Exception):
-    """A peer does not do something; says why."""
+    """A baseline does not do something; says why."""
 
 
 def forward(operands: Operands, attend: Callable) -> Callable:

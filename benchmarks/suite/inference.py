@@ -17,12 +17,12 @@ from anemoi_gt.nn import (
     GraphTransformerForwardMapper,
     split_destinations,
 )
-from suite.peers import missing
+from suite.baselines import missing
 
 PARTS = ("encoder", "decoder")
 TRAINED = 8  # attributes of an edge beside its length and direction
 POSITION = 12  # features of a hidden node that come in: sines, cosines and trained numbers
-JUDGED = 16  # destinations of each kind
+CHECKED = 16  # destinations of each kind
 LIMIT = 2**31
 
 
@@ -115,7 +115,7 @@ def build_graphs(setting: Setting, parts: list[str], folder: Path) -> dict:
     return sizes
 
 
-def _ours(problem: Problem, num_chunks: int) -> Callable[[], Tensor]:
+def _chunked(problem: Problem, num_chunks: int) -> Callable[[], Tensor]:
     sizes = tuple(side.shape[0] for side in problem.x)
     graph = GraphStructure.from_edge_index(problem.edge_index, sizes)
     run = ChunkedInference(graph, num_chunks, rows=problem.setting.rows)
@@ -155,7 +155,7 @@ def _anemoi(problem: Problem, num_chunks: int) -> Callable[[], Tensor]:
     return call
 
 
-CONTENDERS = {"ours": _ours, "mapper": _mapper, "anemoi": _anemoi}
+CONTENDERS = {"chunked": _chunked, "mapper": _mapper, "anemoi": _anemoi}
 
 
 def unsupported_reason(contender: str) -> str | None:
@@ -163,10 +163,10 @@ def unsupported_reason(contender: str) -> str | None:
     return missing("anemoi.models", "anemoi-models") if contender == "anemoi" else None
 
 
-def judged_destinations(problem: Problem) -> Tensor:
+def checked_destinations(problem: Problem) -> Tensor:
     """Destinations from the beginning, the middle and the end, and those that read the last sources."""
     number = problem.x[1].shape[0]
-    count = min(JUDGED, number)
+    count = min(CHECKED, number)
     near = torch.arange(count, device=problem.edge_index.device)
     last = problem.edge_index[0].topk(min(count, problem.edge_index.shape[1])).indices
     kinds = (near, near + (number - count) // 2, near + number - count, problem.edge_index[1, last])
@@ -203,7 +203,7 @@ def _attend(block: nn.Module, x_src, x_dst, edge_attr, origin: Tensor, degrees: 
     return block.projection(torch.stack(out).flatten(1) + block.lin_self(normed))
 
 
-def judge(problem: Problem, result: Tensor, destinations: Tensor) -> dict:
+def compare_with_plain(problem: Problem, result: Tensor, destinations: Tensor) -> dict:
     """Say whether rows of a result are at most twice as wrong as plain PyTorch's in the dtype, beside rounding."""
     dtype, device = result.dtype, result.device
     exact = plain(problem, destinations, torch.float64, "cpu")
@@ -213,4 +213,4 @@ def judge(problem: Problem, result: Tensor, destinations: Tensor) -> dict:
     error, lost = ((other - exact).square().mean().sqrt().item() for other in (rows, baseline))
     allowed = 2 * lost + torch.finfo(dtype).eps * exact.square().mean().sqrt().item()
     outcome = "right" if error <= allowed else "wrong"  # wrong for what is not a number, too
-    return {"outcome": outcome, "rms_error": error, "rms_error_of_plain": lost, "judged": len(destinations)}
+    return {"outcome": outcome, "rms_error": error, "rms_error_of_plain": lost, "checked": len(destinations)}

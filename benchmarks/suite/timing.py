@@ -70,7 +70,7 @@ class Gpu:
 
 
 class Cpu:
-    """The host's clock around every call; peers take turns, so that all see the same machine."""
+    """The host's clock around every call; baselines take turns, so that all see the same machine."""
 
     WARM_UP, FEWEST, MOST = 1, 2, 50
     BUDGET, ROUNDS = 0.5, 3

@@ -1,4 +1,4 @@
-"""Sphinx extension: pictures of a file in benchmarks/results, drawn when the page is built, in the colours of the theme.
+"""Sphinx extension: plots of results files, drawn when a page is built, in the colours of the theme.
 
 ```{roofline} n320_h200.json
 ```
@@ -20,17 +20,17 @@ from sphinx.util.docutils import SphinxDirective
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
-import sharding_report  # noqa: E402
-from suite import picture  # noqa: E402
+import sharding  # noqa: E402
+from suite import plot  # noqa: E402
 
 
 class ResultsFigure(SphinxDirective):
-    """A picture of the results files that the directive names."""
+    """A plot of the results files that the directive names."""
 
     required_arguments = 1
 
     def run(self):
-        """Put the picture in place of the directive; the page is built again when the files change."""
+        """Put the plot in place of the directive; the page is built again when the files change."""
         paths = [BENCHMARKS / "results" / name for name in self.arguments]
         for path in paths:
             self.env.note_dependency(str(path))
@@ -42,14 +42,14 @@ class Roofline(ResultsFigure):
 
     def html(self, results: dict) -> str:
         """The panels and their legend."""
-        panels = "".join(picture.roofline(results))
+        panels = "".join(plot.roofline(results))
         return f'<div class="figure-svg results-figure">{panels}</div>{legend(results)}'
 
 
 def legend(results: dict) -> str:
     """Marks of the roofline with the whole names of what they stand for: text of the page, which breaks on a narrow screen."""
-    marks = [f'<path class="peer{place}" d="{picture.MARKS[place]}"/>' for place in range(len(results["peers"]))]
-    names = list(results["peers"].values())
+    marks = [f'<path class="peer{place}" d="{plot.MARKS[place]}"/>' for place in range(len(results["baselines"]))]
+    names = list(results["baselines"].values())
     copy = max(results["environment"]["copy_bytes_per_second"]) / 1e12
     entries = zip([*marks, '<path class="line" d="M-8,0h16"/>'], [*names, f"copy, {copy:.3g} TB/s"], strict=True)
     items = "".join(
@@ -64,7 +64,7 @@ class Times(ResultsFigure):
 
     def html(self, results: dict) -> str:
         """The bars."""
-        return f'<div class="figure-svg times-figure">{picture.bars(results)}</div>'
+        return f'<div class="figure-svg times-figure">{plot.bars(results)}</div>'
 
 
 class Sharding(ResultsFigure):
@@ -72,8 +72,8 @@ class Sharding(ResultsFigure):
 
     def html(self, *reports: dict) -> str:
         """The bars."""
-        drawn = sharding_report.picture(sharding_report.merged(reports))
-        return f'<div class="figure-svg times-figure">{drawn}</div>'
+        plotted = sharding.plot(sharding.merged(reports))
+        return f'<div class="figure-svg times-figure">{plotted}</div>'
 
 
 def setup(app):

@@ -13,17 +13,17 @@ from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
 
-NAMES = ("ours", "ours_ordered", "anemoi", "anemoi_cached", "pyg", "eager", "compiled")
-DEFAULT = {"cuda": ("ours", "anemoi"), "cpu": ("ours", "pyg")}
+NAMES = ("anemoi_gt", "anemoi", "pyg", "eager", "compiled")
+DEFAULT = {"cuda": ("anemoi_gt", "anemoi"), "cpu": ("anemoi_gt", "pyg")}
 
 
 def load(name: str) -> ModuleType:
-    """Import a peer; what it wraps is imported where it is used."""
-    return import_module(f"suite.peers.{name}")
+    """Import a baseline; what it wraps is imported where it is used."""
+    return import_module(f"suite.baselines.{name}")
 
 
 def missing(package: str, distribution: str) -> str | None:
-    """Why a peer cannot run for want of a package, or None."""
+    """Why a baseline cannot run for want of a package, or None."""
     try:
         found = find_spec(package)
     except ModuleNotFoundError:  # of a parent package

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from torch import Tensor
 from torch.nn.functional import linear
 
+from suite.baselines import missing
+from suite.correctness import Sides
 from suite.graphs import Coo
-from suite.judge import Sides
 from suite.operands import Operands
-from suite.peers import missing
 from suite.problems import Problem
 
 TITLE = "anemoi-models, as its block calls it"

@@ -1,6 +1,6 @@
 """PyTorch Geometric: the message passing of `TransformerConv`.
 
-Its projections of nodes are left out, as for all peers; the edge embedding is inside its `message`. Its linear layer there has
+Its projections of nodes are left out, as for all baselines; the edge embedding is inside its `message`. Its linear layer there has
 no bias, and here gets one. Batches are one large graph, with the attributes repeated for each sample.
 """
 
@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from suite.baselines import missing
 from suite.operands import Operands
-from suite.peers import missing
 from suite.problems import Problem
 
 TITLE = "PyG TransformerConv"
