@@ -5,8 +5,8 @@
     TRITON_INTERPRET=1 python benchmarks/accuracy.py --backend triton --device cpu --out outputs/a.json   without one
     python benchmarks/accuracy.py --table benchmarks/results/accuracy_cpu.json --page docs/backends.md
 
-For each result and dtype: RMS error over RMS value, and over the RMS error of plain PyTorch in the same dtype. Nothing is written
-that breaks the criterion of the tests.
+For each result and dtype: RMS error over RMS value, and over the RMS error of plain PyTorch in the same dtype. Nothing
+is written that breaks the criterion of the tests.
 """
 
 import argparse

@@ -1,11 +1,13 @@
-"""Loss curves of an Anemoi model, untouched and with our attention, in mixed precision, against the spread of two seeds.
+"""Loss curves of an Anemoi model, untouched and under `install`, in mixed precision, against the spread of two seeds.
 
     python benchmarks/anemoi_curves.py --output benchmarks/results/anemoi_curves.json
-    python benchmarks/anemoi_curves.py --grid O8 --refinement 2 --channels 16 --heads 2 --layers 2 --training-steps 20 --device cpu
+    python benchmarks/anemoi_curves.py --grid O8 --refinement 2 --channels 16 --heads 2 --layers 2 --training-steps 20
+    --device cpu
 
-The fields to predict are a fixed smooth function of the input, which is drawn anew at every step, the same for all runs of one seed.
-For each precision, two seeds are run untouched and two under `install`. Ours lies within the spread when at every step the smoothed
-curves of one seed differ by no more than those of the two seeds, untouched, do at most. Curves are written one by one.
+The fields to predict are a fixed smooth function of the input, which is drawn anew at every step, the same for all runs
+of one seed. For each precision, two seeds are run untouched and two under `install`. The curves agree when
+at every step the smoothed curves of one seed differ by no more than those of the two seeds, untouched, do at most.
+Curves are written one by one.
 """
 
 from functools import partial

@@ -1,12 +1,14 @@
 """A training step of an Anemoi model, untouched and with our attention: time, peak memory, kernels by family.
 
     python benchmarks/anemoi_step.py --output benchmarks/results/anemoi_step.json
-    python benchmarks/anemoi_step.py --grid O32 --refinement 3 --channels 32 --heads 4 --layers 2 --rounds 2 --steps 2 --device cpu
+    python benchmarks/anemoi_step.py --grid O32 --refinement 3 --channels 32 --heads 4 --layers 2 --rounds 2 --steps 2
+    --device cpu
 
-The defaults are the configuration of Anemoi's official benchmark: N320, icosphere 6, 512 channels, 16 processor layers, mappers in two
-chunks, activation checkpointing, 16-mixed, AdamW. All variants share one model and one process; each round takes them in an order drawn
-anew, and after each switch some steps are left out. Before it is timed, a variant's loss and gradients are compared with those of the
-untouched model; one that fails or differs is reported, and the others go on. Results are written after each part.
+The defaults are the configuration of Anemoi's official benchmark: N320, icosphere 6, 512 channels, 16 processor layers,
+mappers in two chunks, activation checkpointing, 16-mixed, AdamW. All variants share one model and one process; each
+round takes them in an order drawn anew, and after each switch some steps are left out. Before it is timed, a variant's
+loss and gradients are compared with those of the untouched model; one that fails or differs is reported, and the others
+go on. Results are written after each part.
 
 A variant is a function that makes a context in which the model computes its way; add one to `VARIANTS`.
 """

@@ -2,7 +2,7 @@
 
     python benchmarks/check_gpu.py --all --grids O32:3 O320:6 --log benchmarks/results/check_gpu.log
     python benchmarks/check_gpu.py --random 10000 --processes 14
-    python benchmarks/check_gpu.py --repeat --stream --graph --sync
+    python benchmarks/check_gpu.py --repeat --stream --sync
 
 Where there is no GPU, those that can run do so in small, under Triton's interpreter, to try the checks themselves.
 """
@@ -19,7 +19,6 @@ from gpu_checks.report import Report
 
 NEED_GPU = (
     "stream",
-    "graph",
     "sync",
     "inference",
     "training",
@@ -33,7 +32,6 @@ NEED_GPU = (
 SIMPLE = {
     "repeat": (execution.repeat, "runs give the same bits 100 times"),
     "stream": (execution.stream, "a second stream"),
-    "graph": (execution.cuda_graph, "a captured CUDA graph replayed on new inputs"),
     "sync": (execution.no_synchronisation, "no host synchronisation"),
     "inference": (model.forward_in_graph, "a captured forward pass of a model replayed on new fields"),
     "training": (model.step_in_graph, "a captured training step of a model replayed on new fields"),
@@ -56,9 +54,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         parser.add_argument(f"--{name}", action="store_true", help=summary)
     parser.add_argument("--matrix", action="store_true", help="the full products of the test matrix against the oracle")
     parser.add_argument("--random", type=int, default=0, metavar="N", help="N random graphs against the oracle")
-    parser.add_argument(
-        "--configurations", type=int, default=280, help="of --random: shapes, forms and dtypes to compile"
-    )
+    parser.add_argument("--configurations", type=int, default=280, help="of --random: shapes, forms, dtypes to compile")
     parser.add_argument("--seed", type=int, default=0, help="of --random")
     parser.add_argument("--seconds", type=float, default=math.inf, help="of --random: when to stop, if it is not done")
     parser.add_argument("--grids", nargs="*", default=[], metavar="GRID:REFINEMENT", help='weather graphs, "O32:3"')

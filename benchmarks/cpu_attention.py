@@ -1,9 +1,10 @@
-"""Whole layers on a CPU, ours and PyG's TransformerConv, same work, same process, alternating; attention alone is run.py's.
+"""Layers on a CPU: GraphTransformerConv and PyG's TransformerConv, same work, same process, alternating.
 
-    python benchmarks/cpu_attention.py --refinement 5 --heads 16 --channels 32 --output benchmarks/results/cpu_attention.json
+    python benchmarks/cpu_attention.py --refinement 5 --heads 16 --channels 32 --output
+    benchmarks/results/cpu_attention.json
 
-The graph is the multi-scale icosphere of the processor; both layers have an edge embedding of 11 attributes and no skip, so
-both do the three node projections and the attention. Times are medians of whole layer calls in ms.
+The graph is the multi-scale icosphere of the processor; both layers have an edge embedding of 11 attributes and no
+skip, so both do the three node projections and the attention. Times are medians of whole layer calls in ms.
 """
 
 import argparse
@@ -30,7 +31,7 @@ def median_ms(functions, repeats):
 
 
 def layers(heads, channels):
-    """PyG's layer and ours with the same parameters."""
+    """Return PyG's layer and that of anemoi_gt with the same parameters."""
     width = heads * channels
     options = {"heads": heads, "edge_dim": EDGE_DIM, "root_weight": False}
     theirs = TransformerConv(width, channels, **options)

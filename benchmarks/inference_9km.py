@@ -3,14 +3,15 @@
     python benchmarks/inference_9km.py --output benchmarks/results/inference_9km_h200.json
     python benchmarks/inference_9km.py --grid O8 --refinement 2 --channels 32 --heads 4 --fields 5 --rows 16
 
-The defaults are O1280, 6,599,680 points, and icosphere 7; 1024 channels in 16 heads, 11 attributes, bfloat16: the features of the grid
-hold 3.1 times 2^31 numbers. The encoder is a forward mapper, the decoder a backward mapper with the three nearest hidden nodes. Ours are
-computed by `ChunkedInference`, in one piece and in several, whose results are compared bit by bit. Our mapper as it is in training, and
-that of anemoi-models with the same weights, take 1, 2, 4, ... chunks until the result is neither missing for want of memory nor wrong.
+The defaults are O1280, 6,599,680 points, and icosphere 7; 1024 channels in 16 heads, 11 attributes, bfloat16: the
+features of the grid hold 3.1 times 2^31 numbers. The encoder is a forward mapper, the decoder a backward mapper with
+the three nearest hidden nodes. Ours are computed by `ChunkedInference`, in one piece and in several, whose results are
+compared bit by bit. Our mapper as it is in training, and that of anemoi-models with the same weights, take 1, 2, 4, ...
+chunks until the result is neither missing for want of memory nor wrong.
 
-A result is judged on destinations from the beginning, the middle and the end, and on those that read the last sources, against plain
-PyTorch in float64. It is wrong when its error is more than twice that of plain PyTorch in the dtype. Each run is a process of its own,
-and is written when it has ended.
+A result is judged on destinations from the beginning, the middle and the end, and on those that read the last sources,
+against plain PyTorch in float64. It is wrong when its error is more than twice that of plain PyTorch in the dtype. Each
+run is a process of its own, and is written when it has ended.
 """
 
 import argparse

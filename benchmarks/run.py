@@ -1,4 +1,4 @@
-"""Edge attention, ours and others', side by side: one process each, one measurement at a time, nothing timed that is wrong.
+"""Edge attention of anemoi_gt beside baselines: one process each, one measurement at a time.
 
     python benchmarks/run.py                                          what this machine can
     python benchmarks/run.py --problems n320 host --baselines ours anemoi --out benchmarks/results/h200.json

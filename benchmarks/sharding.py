@@ -2,10 +2,11 @@
 
     python benchmarks/sharding.py --ranks 4 --commit HASH --out benchmarks/results/sharding_h200x4.json
     python benchmarks/sharding.py --ranks 2 --tiny --out FILE       on a CPU, with gloo
-    python benchmarks/sharding.py --table benchmarks/results/sharding_h200x4.json benchmarks/results/sharding_h200x2.json
+    python benchmarks/sharding.py --table benchmarks/results/sharding_h200x4.json
+    benchmarks/results/sharding_h200x2.json
 
-The ranks of a job are started by torchrun, one job for each number of ranks. A job that fails is reported; what its earlier tasks
-found is kept. Parts:
+The ranks of a job are started by torchrun, one job for each number of ranks. A job that fails is reported; what its
+earlier tasks found is kept. Parts:
 
     strong      encoder, processor and decoder on 1, 2, 4, ... ranks, launched by Python
     replay      the same captured in a CUDA graph
@@ -149,12 +150,13 @@ def weak(report: dict) -> list[tuple[dict, dict]]:
 
 
 def tables(report: dict) -> str:
-    """Return times and efficiency, memory and halo, weak scaling in Markdown, behind a line that says where they were measured."""
+    """Return times and efficiency, memory and halo, weak scaling in Markdown, behind the environment."""
     facts, found = report["environment"], series(report)
     ranks = sorted({n for records in found.values() for n in records})
     several = [n for n in ranks if n > 1]
     versions = ", ".join(f"{name} {number}" for name, number in facts["versions"].items() if number)
-    where = f"{facts['device']}, {facts['dtype']}, {facts['date']}, commit {facts['commit']}; {versions}, NCCL {facts['nccl']}."
+    where = f"{facts['device']}, {facts['dtype']}, {facts['date']}, commit {facts['commit']}; "
+    where += f"{versions}, NCCL {facts['nccl']}."
     times, memory = [], []
     for name, records in found.items():
         row, held = [name], [name]

@@ -1,7 +1,8 @@
 """One rank of benchmarks/sharding.py: times and memory of a model that is sharded over the ranks of torchrun.
 
-Times are medians, over repetitions, of the slowest rank; memory is the largest peak of a rank; halo bytes and work are those of
-the busiest rank, in all layers, forward and backward. Nothing is timed before loss and gradients agree with those of one rank.
+Times are medians, over repetitions, of the slowest rank; memory is the largest peak of a rank; halo bytes and work are
+those of the busiest rank, in all layers, forward and backward. Nothing is timed before loss and gradients agree with
+those of one rank.
 """
 
 import gc
@@ -72,7 +73,7 @@ class OwnModel:
 
 
 class AnemoiModel:
-    """The same model of anemoi-models with its own sharding; `task["model"]` is "anemoi-models, STRATEGY[, install]"."""
+    """The same model of anemoi-models with its own sharding, by the strategy that `task["model"]` names."""
 
     def __init__(self, task: dict, graph, mesh, device: torch.device):
         from anemoi.models.distributed.shapes import get_shard_sizes

@@ -3,11 +3,11 @@
     python benchmarks/tiles.py --output benchmarks/results/tiles_h200.json       encoder, processor, decoder of N320
     python benchmarks/tiles.py --problems decoder-n320-c64 --kernels forward
 
-For each problem and kernel, attention runs forward and backward with every candidate tile, best score first. On a GPU the
-kernel's time is its median in a profile; without one, kernels are interpreted and the time is that of the whole pass. Results
-with another tile must be those of the chosen tile but for rounding, and those are checked against the oracle first. Tiles are
-compiled by several processes before they are timed. Exit status 1 unless the chosen tiles are within 10% of the fastest in
-the geometric mean and 25% at worst, everything searched.
+For each problem and kernel, attention runs forward and backward with every candidate tile, best score first. On a GPU
+the kernel's time is its median in a profile; without one, kernels are interpreted and the time is that of the whole
+pass. Results with another tile must be those of the chosen tile but for rounding, and those are checked against the
+oracle first. Tiles are compiled by several processes before they are timed. Exit status 1 unless the chosen tiles are
+within 10% of the fastest in the geometric mean and 25% at worst, everything searched.
 """
 
 import argparse
@@ -43,7 +43,7 @@ from anemoi_gt.ops.triton_backend.tiles import BUSY_DEGREE, CONTRACTIONS, ROW_KE
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 MEAN, WORST = 1.10, 1.25  # chosen over fastest
-KERNELS = {  # the function of `launch` that chooses a tile, the one that caches launches, the kernel's name in a profile
+KERNELS = {  # functions that choose the tile and cache launches, and the kernel's name in a profile
     "forward": ("forward_tile", "forward_launch", r"edge_attention_(\w+_)?fwd"),
     "destinations": ("destination_tile", "destination_launch", "bwd_dst"),
     "sources": ("source_tile", "source_launch", "bwd_src"),
@@ -163,7 +163,7 @@ def assert_alike(found: tuple, expected: tuple, name: str) -> None:
 
 
 def search(case: Case, kernel: str, most: int | None) -> dict:
-    """Time one kernel with all candidate tiles; those within 5% of the fastest, and the chosen one, again with more runs."""
+    """Time one kernel with all candidate tiles, the chosen one and those within 5% of the fastest with more runs."""
     expected, times, failed = case.run(), {}, {}
     for tile in case.tiles(kernel)[:most]:
         with case.forced(kernel, tile):

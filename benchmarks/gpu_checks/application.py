@@ -21,7 +21,7 @@ SAMPLES, LIMIT = 3, 300.0  # s, for one command
 
 
 def exported_and_loaded() -> str:
-    """The package that `python -m anemoi_gt export` makes of a trained run gives the same numbers in Python and in C++, without this library."""
+    """Export a trained run, and compare the package in Python and in C++, without this library."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         found = [str(Path(place).resolve()) for place in os.environ.get("PYTHONPATH", "").split(os.pathsep) if place]
@@ -61,7 +61,7 @@ def _compiled(program: Path) -> Path:
     torch_folder = Path(torch.__file__).parent
     libraries = torch_folder / "lib"
     names = ["torch", "torch_cpu", "c10"] + (["torch_cuda", "c10_cuda"] if DEVICE.type == "cuda" else [])
-    # Nobody calls the GPU's libraries by name; they register themselves when they are loaded, and find those of CUDA by themselves.
+    # The GPU libraries are not called by name: they register themselves when loaded.
     linker = ["-Wl,--no-as-needed", "-Wl,--allow-shlib-undefined", f"-L{libraries}", f"-Wl,-rpath,{libraries}"]
     linker += [f"-l{name}" for name in names]
     compiler = [os.environ.get("CXX", "g++"), "-std=c++20", "-O0", f"-I{torch_folder / 'include'}"]

@@ -1,4 +1,4 @@
-"""Run a package in a process that has PyTorch and nothing of this library: python -I load_package.py model.pt2 x.pt out.pt"""
+"""Run a package without this library: `python -I load_package.py model.pt2 x.pt out.pt`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Many small problems, spread over processes because compilation is what takes the time: random graphs, the test matrix."""
+"""Many small problems, spread over processes because compilation takes the time: random graphs, the test matrix."""
 
 import math
 import multiprocessing
@@ -19,11 +19,8 @@ from gpu_checks import DEVICE
 
 FORMS = ("raw", "raw", "raw_without_bias", "embedded", "none")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-HEADS, CHANNELS, EDGE_DIMS = (
-    (1, 2, 3, 4, 6, 8, 16, 20),
-    (1, 2, 3, 8, 10, 16, 24, 32, 40, 64, 65, 130),
-    (1, 2, 3, 5, 8, 11, 17, 33),
-)
+HEADS, EDGE_DIMS = (1, 2, 3, 4, 6, 8, 16, 20), (1, 2, 3, 5, 8, 11, 17, 33)
+CHANNELS = (1, 2, 3, 8, 10, 16, 24, 32, 40, 64, 65, 130)
 NEIGHBOURS = 8  # cases of the matrix that one process takes together, for they share kernels
 SHOWN = 5  # failures that are told in full
 
@@ -49,7 +46,7 @@ class Outcome:
     def verdict(self) -> str:
         """Raise if anything failed or nothing was seen, else say what was."""
         if not self.count:
-            raise AssertionError("nothing was judged in the time that there was")
+            raise AssertionError("nothing was checked in the time available")
         if self.failures:
             told = "; ".join(self.failures[:SHOWN])
             raise AssertionError(f"{len(self.failures)} of {self.count} failed: {told}")
@@ -150,7 +147,7 @@ def _random_graph(rng: random.Random, shape: tuple, form: str, dtype: torch.dtyp
 
 
 def _random_edges(rng: random.Random) -> tuple:
-    """Up to 24 nodes a side and 120 edges: spread out, in hubs, few, or as many at each destination; as they come, or sorted by it."""
+    """Up to 24 nodes a side and 120 edges: spread out, in hubs, few, or of fixed in-degree; sorted or not."""
     num_src, num_dst = rng.randint(1, 24), rng.randint(1, 24)
     generator = torch.Generator().manual_seed(rng.getrandbits(40))
     degree = rng.choice((0, 0, 0, 0, 1, 3))  # 0: of any degree

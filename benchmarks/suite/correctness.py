@@ -56,9 +56,9 @@ class Part:
 
 
 def check_attention(problem: Problem, operands: Operands, attention: Callable[[Operands], Callable]) -> None:
-    """Run a baseline without gradients, and with one that arrives at a part of the destinations, and judge what comes of it.
+    """Check a baseline without gradients, and with incoming gradients at some of the destinations.
 
-    The part is one of the last sample.
+    The destinations are in the last batch entry.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""Mappers between a grid and an icosphere, without gradients: graphs, operands, ways to compute them, and their judge."""
+"""Mappers between a grid and an icosphere, without gradients: graphs, operands, contenders, and their check."""
 
 import copy
 from collections.abc import Callable

@@ -86,7 +86,7 @@ def draw(problem: Problem, coo: Coo, seed: int = 0) -> Operands:
 
 
 def rotation(make: Callable[[int], Operands | Coo], cache: int) -> list:
-    """Return as many sets `make(0)`, `make(1)`, ... that a cache of so many bytes has lost each when its turn comes again."""
+    """Return sets `make(0)`, `make(1)`, ... that together outgrow a cache of `cache` bytes."""
     first = make(0)
     sets = min(math.ceil(COLD * cache / first.nbytes), MOST_SETS)
     return [first, *(make(seed) for seed in range(1, sets))]

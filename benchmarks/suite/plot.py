@@ -1,10 +1,11 @@
 """Plots of a results file as SVG: the roofline, and times as bars.
 
-In the roofline a point is a pass of a baseline on a problem: floating-point operations over compulsory bytes, and operations over run
-time. On the line, time is the lower bound: compulsory bytes over the speed of a copy in the same run.
+In the roofline a point is a pass of a baseline on a problem: floating-point operations over compulsory bytes, and
+operations over run time. On the line, time is the lower bound: compulsory bytes over the speed of a copy in the same
+run.
 
-Text and marks have classes instead of colours; the documentation's theme defines them, and `as_file` does for a file that stands
-alone. Baselines differ by colour and by shape.
+Text and marks have classes instead of colours; the documentation's theme defines them, and `as_file` does for a file
+that stands alone. Baselines differ by colour and by shape.
 """
 
 from dataclasses import dataclass
@@ -71,7 +72,7 @@ def roofline(results: dict) -> list[str]:
 
 
 def bars(results: dict) -> str:
-    """Return the times of forward and backward as bars, a group for each part of the widest model, the lower bound as a line.
+    """Return the times of forward and backward as bars for each part of the widest model, lower bounds as lines.
 
     The first two baselines are drawn: bars of others, up to 40 times as long, would leave no room for these.
 
@@ -120,8 +121,8 @@ def as_file(svg: str, theme: str) -> str:
     baselines = "".join(f".peer{i}{{fill:{colour}}}" for i, colour in enumerate(COLOURS[theme]))
     style = (
         f"<style>svg{{font-family:system-ui,-apple-system,'Segoe UI',Arial,sans-serif}}text{{fill:{text}}}"
-        f".dim{{fill:{dim}}}.grid{{stroke:{grid};fill:none}}.line,.floor{{stroke:{text};fill:none;stroke-width:1.6}}{baselines}"
-        "</style>"
+        f".dim{{fill:{dim}}}.grid{{stroke:{grid};fill:none}}"
+        f".line,.floor{{stroke:{text};fill:none;stroke-width:1.6}}{baselines}</style>"
     )
     head, end, rest = svg.partition(">")
     return f"{head}{end}{style}{rest}\n"
@@ -204,7 +205,9 @@ def _axes(x: LogAxis, y: LogAxis) -> str:
 
 def _bar(results: dict, baseline: str, top: float, scale: float, times: dict) -> str:
     first, *_ = baselines = list(results["baselines"])
-    ratio = f" ({times[baseline] / times[first]:.1f}×)" if first in times and baseline != first else ""  # noqa: RUF001  the sign
+    ratio = ""
+    if first in times and baseline != first:
+        ratio = f" ({times[baseline] / times[first]:.1f}×)"  # noqa: RUF001  the sign
     length = scale * times[baseline]
     bar = (
         f'<rect class="peer{baselines.index(baseline)}" x="{NAMES}" y="{top}" width="{length:.1f}" height="{BAR - 2}"/>'
@@ -225,7 +228,8 @@ def _legend(results: dict, width: float, y: float) -> str:
 
 def _mark(results: dict, baseline: str, x: float, y: float, about: str) -> str:
     place = list(results["baselines"]).index(baseline)
-    return f'<path class="peer{place}" transform="translate({x:.1f},{y:.1f})" d="{MARKS[place]}"><title>{about}</title></path>'
+    place = f'class="peer{place}" transform="translate({x:.1f},{y:.1f})" d="{MARKS[place]}"'
+    return f"<path {place}><title>{about}</title></path>"
 
 
 def words(x: float, y: float, text: str, anchor: str = "start", kind: str = "", size: int = 12) -> str:

@@ -1,4 +1,4 @@
-"""Results files: JSON with a record a line, written after each step of a benchmark; a step that fails or comes too late is a line of them."""
+"""Results files: JSON with a record a line, written after each step of a benchmark; steps that fail are listed."""
 
 import json
 import time

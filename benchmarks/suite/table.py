@@ -49,7 +49,8 @@ def _where(results: dict) -> str:
     facts = results["environment"]
     versions = ", ".join(f"{name} {number}" for name, number in facts["versions"].items() if number)
     copy = max(facts["copy_bytes_per_second"]) / 1e9
-    return f"{facts['device']}, {facts['date']}, commit {facts['commit']}; {versions}. Copy in the same run: {copy:,.0f} GB/s."
+    where = f"{facts['device']}, {facts['date']}, commit {facts['commit']}; {versions}."
+    return f"{where} Copy in the same run: {copy:,.0f} GB/s."
 
 
 def _times(results: dict, found: dict, kinds: tuple[str, ...], heading: str) -> str:
@@ -89,7 +90,8 @@ def _notes(results: dict) -> str:
     """Units, spread, and the reasons of empty cells."""
     timed = [line for line in results["results"] if "median_ms" in line]
     spread = max((line["quartiles_ms"][1] - line["quartiles_ms"][0]) / line["median_ms"] for line in timed)
-    text = f"Medians in ms, in brackets over those of the first baseline; quartiles lie at most {spread:.0%} of the median apart."
+    text = "Medians in ms; in brackets, multiples of the first column of times. "
+    text += f"The interquartile range is at most {spread:.0%} of the median."
     reasons = {}
     for line in results["results"]:
         if "reason" in line and line["pass"] not in STRUCTURE:  # most baselines have none, and then no column

@@ -1,4 +1,4 @@
-"""Clocks: how long calls take, how much memory one takes, how fast the device copies. One class for each kind of device."""
+"""Clocks: times of calls, peak memory, bandwidth of a copy; one class for each kind of device."""
 
 import statistics
 import time
@@ -41,8 +41,8 @@ class Gpu:
     def record(call: Callable, count: int) -> Callable:
         """Return what replays `count` calls from a CUDA graph, which leaves the host nothing to do.
 
-        Memory that the calls allocate is the graph's, and lives as long as what is returned; each of them finds free what the
-        one before it has allocated.
+        Memory that the calls allocate is the graph's, and lives as long as what is returned; each of them finds free
+        what the one before it has allocated.
         """
 
         def calls():

@@ -209,7 +209,8 @@ def triton_layer(graph):
 
 def test_kernels_have_the_names_of_a_profile(triton_layer):
     assert triton_layer.backend == "triton"
-    assert [[kernel.name.removeprefix("edge_attention_") for kernel in pass_.kernels] for pass_ in triton_layer.passes] == [
+    names = [[kernel.name.removeprefix("edge_attention_") for kernel in p.kernels] for p in triton_layer.passes]
+    assert names == [
         ["project_fp32_h2_c16_d3", "fwd_fp32_h2_c16_d3", "embed_fp32_h2_c16_d3"],
         ["project_fp32_h2_c16_d3", "bwd_dst_fp32_h2_c16_d3", "bwd_attributes_fp32_h2_d3", "embed_fp32_h2_c16_d3",
          "bwd_weight_fp32_h2_c16_d3", "bwd_src_fp32_h2_c16"],

@@ -4,7 +4,8 @@
     PACKAGES                        distributions whose versions belong to its figures
     unsupported_reason(problem, device)        why it cannot serve a problem, or None
     attention(operands)             a function without arguments that returns out, of the shape of grad_out
-    structure(coo, kind)            a function without arguments that returns `Sides`; None where it takes edges as they are
+    structure(coo, kind)            a function without arguments that returns `Sides`; None where it takes edges as they
+    are
 
 The inputs of all are projected queries, keys and values, and raw attributes with the weight and bias that embed them.
 """

@@ -1,4 +1,4 @@
-"""Which kernels ran: for each attention of a model its backend, kernels, tiles, bytes, lower bounds and achieved times."""
+"""Explanation of a model: backend, kernels, tiles, bytes, lower bounds and achieved times of each attention."""
 
 from anemoi_gt.explanation.explain import explain, explain_attention
 from anemoi_gt.explanation.report import Explanation, Kernel, Layer, Pass

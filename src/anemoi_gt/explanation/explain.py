@@ -23,7 +23,7 @@ from anemoi_gt.ops.backends import rejected
 
 
 def explain(model: nn.Module, *inputs, bandwidth: float | None = None, **named) -> Explanation:
-    """Return which backend and kernels each attention of a model runs on, with tiles, bytes and lower bounds of the time.
+    """Return the backend and the kernels of each attention of a model, with tiles, bytes and lower bounds.
 
     The model computes once on the inputs, in its mode, under the caller's autocast and with or without gradients. With
     gradients, the kernels of the backward pass are listed as well. The state of random generators is restored.
@@ -31,7 +31,8 @@ def explain(model: nn.Module, *inputs, bandwidth: float | None = None, **named) 
     Parameters
     ----------
     model : torch.nn.Module
-        A model with layers of this library or layers swapped for them. Of a compiled module, the original one is explained.
+        A model with layers of this library or layers swapped for them. Of a compiled module, the original one is
+        explained.
     *inputs, **named
         Arguments of its call.
     bandwidth : float, optional
@@ -46,7 +47,8 @@ def explain(model: nn.Module, *inputs, bandwidth: float | None = None, **named) 
     Raises
     ------
     ValueError
-        If the model is not a module or computes no attention of this library, or the bandwidth is not a positive number.
+        If the model is not a module or computes no attention of this library, or the bandwidth is not a positive
+        number.
 
     Examples
     --------

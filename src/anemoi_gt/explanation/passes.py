@@ -5,8 +5,8 @@ With s bytes an element, R = s H C a row, everything read or written once, and g
     forward      R (2 N_dst + 2 N_src) + 4 H N_dst + E (a + 4)     q, out, k, v; lse; attributes and source
     backward     R (3 N_dst + 4 N_src) + 8 H N_dst + E (a + 8)     q, do, dq, k, v, dk, dv; statistics; edges
 
-where a = s D, or R for embedded edges. What belongs to nodes is repeated for each batch entry. The lower bound of the time
-is these bytes over the memory bandwidth.
+where a = s D, or R for embedded edges. What belongs to nodes is repeated for each batch entry. The lower bound of the
+time is these bytes over the memory bandwidth.
 """
 
 from collections.abc import Iterable

@@ -144,8 +144,8 @@ class Explanation:
         Parameters
         ----------
         profile : torch.profiler.profile
-            Of one step or several of the explained calls, ended, recorded with `record_shapes=True`: layers are told apart
-            by the sizes of their operands, and those of equal sizes share their means.
+            Of one step or several of the explained calls, ended, recorded with `record_shapes=True`: layers are told
+            apart by the sizes of their operands, and those of equal sizes share their means.
 
         Raises
         ------

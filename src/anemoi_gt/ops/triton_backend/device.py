@@ -10,7 +10,7 @@ COPIED = 0.87  # part of the bus rate that a copy attains on an H200
 
 @lru_cache
 def copy_bandwidth(device: torch.device) -> float:
-    """Return the bytes per second that a copy attains on `device`; those of an H200 if it is no GPU, or its rate is not known."""
+    """Return the bytes per second that a copy attains on `device`; those of an H200 if they are not known."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return H200_BANDWIDTH
     found = torch.cuda.get_device_properties(device)
