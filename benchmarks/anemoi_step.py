@@ -1,12 +1,12 @@
-"""A training step of an Anemoi model, untouched and with our attention: time, peak memory, kernels by family.
+"""A training step of an Anemoi model, untouched and under `install`: time, peak memory, kernels by family.
 
     python benchmarks/anemoi_step.py --output benchmarks/results/anemoi_step.json
-    python benchmarks/anemoi_step.py --grid O32 --refinement 3 --channels 32 --heads 4 --layers 2 --rounds 2 --steps 2
-    --device cpu
+    python benchmarks/anemoi_step.py --grid O32 --refinement 3 --channels 32 --layers 2 --rounds 2 --steps 2 --device
+    cpu
 
 The defaults are the configuration of Anemoi's official benchmark: N320, icosphere 6, 512 channels, 16 processor layers,
 mappers in two chunks, activation checkpointing, 16-mixed, AdamW. All variants share one model and one process; each
-round takes them in an order drawn anew, and after each switch some steps are left out. Before it is timed, a variant's
+round takes them in random order, and after each switch some steps are left out. Before it is timed, a variant's
 loss and gradients are compared with those of the untouched model; one that fails or differs is reported, and the others
 go on. Results are written after each part.
 
@@ -133,7 +133,7 @@ class Training:
         return loss.item(), {name: p.grad.float() for name, p in self.model.named_parameters() if p.grad is not None}
 
 
-def judged(training, name):
+def reference_of(training, name):
     """Loss and gradients of a variant at the first step."""
     training.restart()
     with VARIANTS[name](training.model):
@@ -142,7 +142,7 @@ def judged(training, name):
 
 def difference(training, name, expected):
     """Relative difference of a variant's loss, and of all its gradients together, from what is expected."""
-    (loss, gradients), (other_loss, others) = expected, judged(training, name)
+    (loss, gradients), (other_loss, others) = expected, reference_of(training, name)
     norm = torch.stack([gradient.norm() for gradient in gradients.values()]).norm()
     off = torch.stack([(others[key] - gradient).norm() for key, gradient in gradients.items()]).norm()
     found = {"loss": abs(other_loss - loss) / abs(loss), "gradients": (off / norm).item()}
@@ -155,7 +155,7 @@ def difference(training, name, expected):
 def compare(training, results, variants, reference="untouched"):
     """Which variants are right; how far each is from the reference goes to the report."""
     found = results.report["difference_from_untouched"] = {}
-    expected = results.run(f"compare {reference}", partial(judged, training, reference))
+    expected = results.run(f"compare {reference}", partial(reference_of, training, reference))
     if expected is None:
         return []
     for name in variants:

@@ -8,7 +8,6 @@ Where there is no GPU, those that can run do so in small, under Triton's interpr
 """
 
 import argparse
-import math
 import os
 import sys
 from functools import partial
@@ -41,7 +40,7 @@ SIMPLE = {
     "package": (package.models_and_layers, "packages of models and layers in processes without this library"),
     "application": (application.exported_and_loaded, "python -m anemoi_gt export, and the loaders of the example"),
     "big": (large.beyond_32_bits, "offsets beyond 2^31; takes about 80 GB"),
-    "norms": (large.norm_beyond_32_bits, "norms of features beyond 2^32 numbers; takes about 30 GB"),
+    "norms": (large.norm_beyond_32_bits, "norms of features beyond 2^32 elements; takes about 30 GB"),
     "sanitize": (sanitize.check, "compute-sanitizer memcheck and racecheck"),
 }
 
@@ -56,11 +55,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--random", type=int, default=0, metavar="N", help="N random graphs against the oracle")
     parser.add_argument("--configurations", type=int, default=280, help="of --random: shapes, forms, dtypes to compile")
     parser.add_argument("--seed", type=int, default=0, help="of --random")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="of --random: when to stop, if it is not done")
     parser.add_argument("--grids", nargs="*", default=[], metavar="GRID:REFINEMENT", help='weather graphs, "O32:3"')
     parser.add_argument("--processes", type=int, default=min(12, os.cpu_count() or 1), help="of --random and --matrix")
     parser.add_argument("--log", type=Path, help="file for the lines that are printed")
-    parser.add_argument("--commit", help="what to log where git cannot tell")
+    parser.add_argument("--commit", help="to log if git is not available")
     return parser.parse_args(arguments)
 
 
@@ -74,7 +72,7 @@ def main(arguments: list[str] | None = None) -> int:
     if asked.all or asked.matrix:
         checks["matrix"] = partial(many.matrix, asked.processes)
     if asked.random:
-        sizes = asked.random, asked.configurations, asked.processes, asked.seed, asked.seconds
+        sizes = asked.random, asked.configurations, asked.processes, asked.seed
         checks["random"] = partial(many.random_graphs, *sizes)
     for name, check in checks.items():
         if name in NEED_GPU and DEVICE.type != "cuda":

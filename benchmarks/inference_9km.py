@@ -4,14 +4,14 @@
     python benchmarks/inference_9km.py --grid O8 --refinement 2 --channels 32 --heads 4 --fields 5 --rows 16
 
 The defaults are O1280, 6,599,680 points, and icosphere 7; 1024 channels in 16 heads, 11 attributes, bfloat16: the
-features of the grid hold 3.1 times 2^31 numbers. The encoder is a forward mapper, the decoder a backward mapper with
-the three nearest hidden nodes. Ours are computed by `ChunkedInference`, in one piece and in several, whose results are
-compared bit by bit. Our mapper as it is in training, and that of anemoi-models with the same weights, take 1, 2, 4, ...
-chunks until the result is neither missing for want of memory nor wrong.
+features of the grid hold 3.1 x 2^31 elements. The encoder is a forward mapper, the decoder a backward mapper with the
+three nearest hidden nodes. `chunked` is `ChunkedInference`, whose results with several numbers of chunks are compared
+bit by bit; `mapper` the same mapper as in training and `anemoi` that of anemoi-models with the same weights, which take
+1, 2, 4, ... chunks until they fit into memory and are right.
 
-A result is judged on destinations from the beginning, the middle and the end, and on those that read the last sources,
-against plain PyTorch in float64. It is wrong when its error is more than twice that of plain PyTorch in the dtype. Each
-run is a process of its own, and is written when it has ended.
+Results are checked against plain PyTorch in float64, at destinations from the beginning, the middle and the end and at
+those that read the last sources; the error may be twice that of plain PyTorch in the dtype. Each run has its own
+process.
 """
 
 import argparse
@@ -80,11 +80,11 @@ def _compare(result: torch.Tensor, place: Path) -> dict:
         return {}
     first = torch.load(place)
     different = sum(int((a != b).sum()) for a, b in zip(first.split(100_000), result.split(100_000), strict=True))
-    return {"same_bits_as_first": different == 0, "numbers_that_differ": different}
+    return {"same_bits_as_first": different == 0, "elements_that_differ": different}
 
 
 def start(part: str, contender: str, num_chunks: int, folder: Path, seconds: float) -> dict:
-    """Run in a process of its own; one that dies, or takes longer than so many seconds, is a result too."""
+    """Run in a process of its own; a failure or a timeout is a result too."""
     command = [sys.executable, __file__, *sys.argv[1:], "--worker", part, contender, str(num_chunks), str(folder)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
@@ -99,7 +99,7 @@ def start(part: str, contender: str, num_chunks: int, folder: Path, seconds: flo
 
 
 def measure(options: argparse.Namespace, results: Results, folder: Path) -> None:
-    """Ours for each number of chunks; the others with more and more chunks until they are right."""
+    """Run `chunked` with each number of chunks, the others with more and more chunks until they are right."""
     runs = results.report["runs"] = []
 
     def one(part: str, contender: str, number: int) -> str | None:
@@ -133,13 +133,13 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--rows", type=int, default=16384, help="of ChunkedInference")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--contenders", nargs="+", choices=list(CONTENDERS), default=list(CONTENDERS))
-    parser.add_argument("--chunks", type=int, nargs="+", default=[1, 2, 8], help="of ours")
+    parser.add_argument("--chunks", type=int, nargs="+", default=[1, 2, 8], help="of chunked")
     parser.add_argument("--most-chunks", type=int, default=64, help="after which the others are given up")
     parser.add_argument("--repeats", type=int, default=3, help="calls that are timed, after one that is not")
     parser.add_argument("--seconds", type=float, default=500, help="after which no run begins")
     parser.add_argument("--limit", type=float, default=120, help="seconds for one run")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--commit", help="what to record where git cannot tell")
+    parser.add_argument("--commit", help="to record if git is not available")
     parser.add_argument("--output", type=Path, help="JSON file")
     parser.add_argument("--worker", nargs=4, help=argparse.SUPPRESS)
     return parser.parse_args(arguments)

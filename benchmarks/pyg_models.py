@@ -64,8 +64,8 @@ def measure(calls, device, repeats):
 def compare(make, options, device):
     """Figures of one model class."""
     torch.manual_seed(0)
-    theirs = make(channels=options.channels, hidden=options.hidden, heads=options.heads).to(device).eval()
-    ours = swap_layers(copy.deepcopy(theirs))
+    untouched = make(channels=options.channels, hidden=options.hidden, heads=options.heads).to(device).eval()
+    swapped = swap_layers(copy.deepcopy(untouched))
     x, edge_index, edge_attr = draw_graph(options, device)
     graph = GraphStructure.from_edge_index(edge_index, options.nodes).with_reverse()
 
@@ -75,25 +75,25 @@ def compare(make, options, device):
         out.square().mean().backward()
         return out.detach()
 
-    off = difference([step(model, edge_index) for model in (theirs, ours)], (theirs, ours))
+    off = difference([step(model, edge_index) for model in (untouched, swapped)], (untouched, swapped))
 
     calls = {
-        "pyg": lambda: step(theirs, edge_index),
-        "new graph": lambda: step(ours, edge_index),
-        "one graph": lambda: step(ours, graph),
+        "pyg": lambda: step(untouched, edge_index),
+        "new graph": lambda: step(swapped, edge_index),
+        "one graph": lambda: step(swapped, graph),
     }
     return {"difference": off} | measure(calls, device, options.repeats)
 
 
 def difference(outputs, models):
-    """How far our output and gradients are from theirs, relative to those."""
+    """Return the relative difference of output and gradients of two models."""
     gradients = [dict(model.named_parameters()) for model in models]
     named = [name for name, parameter in gradients[0].items() if parameter.grad is not None]
     vectors = [torch.cat([there[name].grad.flatten() for name in named]) for there in gradients]
     pairs = {"output": outputs, "gradients": vectors}
     found = {name: ((b - a).norm() / a.norm()).item() for name, (a, b) in pairs.items()}
     if not all(off <= AGREE for off in found.values()):
-        raise ValueError(f"nothing is timed that is not right; allowed {AGREE}, got {found}")
+        raise ValueError(f"output and gradients must agree within {AGREE}, got {found}")
     return found
 
 
@@ -109,7 +109,7 @@ def main(arguments=None):
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seconds", type=float, default=300, help="after which nothing more is begun")
     parser.add_argument("--output", type=Path, help="JSON file")
-    parser.add_argument("--commit", help="what to record where git cannot tell")
+    parser.add_argument("--commit", help="to record if git is not available")
     options = parser.parse_args(arguments)
     device = torch.device(options.device)
     report = {

@@ -4,8 +4,7 @@ python benchmarks/report.py benchmarks/results/h200.json                        
 python benchmarks/report.py benchmarks/results/h200.json --page docs/performance.md          put them into the page
 python benchmarks/report.py benchmarks/results/h200.json --bars docs/_static/speed.svg       plot the bars of the README
 
-A plot is written twice, for light ground and, as NAME-dark.svg, for dark. The roofline is drawn when the pages are
-built.
+A plot is written twice: for light ground and, as NAME-dark.svg, for dark.
 """
 
 import argparse

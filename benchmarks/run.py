@@ -1,7 +1,7 @@
 """Edge attention of anemoi_gt beside baselines: one process each, one measurement at a time.
 
-    python benchmarks/run.py                                          what this machine can
-    python benchmarks/run.py --problems n320 host --baselines ours anemoi --out benchmarks/results/h200.json
+    python benchmarks/run.py                                          what this machine supports
+    python benchmarks/run.py --problems n320 host --baselines anemoi_gt anemoi --out benchmarks/results/h200.json
     python benchmarks/run.py --list                                   problems and baselines
 
 Times are medians of whole calls. Tables and pictures are made from the file by benchmarks/report.py.
@@ -25,7 +25,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--baselines", nargs="+", choices=baselines.NAMES, help="default: those that run on the device")
     parser.add_argument("--device", choices=("cuda", "cpu"), default=device)
     parser.add_argument("--out", type=Path, help="JSON file for the results")
-    parser.add_argument("--commit", help="what to record where git cannot tell")
+    parser.add_argument("--commit", help="to record if git is not available")
     parser.add_argument("--list", action="store_true", help="print problems by group, and baselines, and stop")
     options = parser.parse_args(arguments)
     options.problems = options.problems or problems.DEFAULT[options.device]
@@ -34,7 +34,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def report(chosen: list[problems.Problem], done: schedule.Run, options: argparse.Namespace) -> dict:
-    """Everything that is known of a run."""
+    """Return the report of a run."""
     names = options.baselines
     packages = {package for name in names for package in baselines.load(name).PACKAGES}
     described = {}

@@ -2,8 +2,7 @@
 
     python benchmarks/sharding.py --ranks 4 --commit HASH --out benchmarks/results/sharding_h200x4.json
     python benchmarks/sharding.py --ranks 2 --tiny --out FILE       on a CPU, with gloo
-    python benchmarks/sharding.py --table benchmarks/results/sharding_h200x4.json
-    benchmarks/results/sharding_h200x2.json
+    python benchmarks/sharding.py --table benchmarks/results/sharding_h200x4.json --plot outputs/sharding.svg
 
 The ranks of a job are started by torchrun, one job for each number of ranks. A job that fails is reported; what its
 earlier tasks found is kept. Parts:

@@ -168,9 +168,7 @@ def run(task: dict, expected: list[float] | None, repeats: int, device: torch.de
         for _ in range(WARM_UP):
             step(part, device)
         call = (
-            CLOCKS[device.type].record(lambda: step(part, device), 1)
-            if task["replayed"]
-            else lambda: step(part, device)
+            CLOCKS[device.type].record(lambda: step(part, device)) if task["replayed"] else lambda: step(part, device)
         )
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()

@@ -75,7 +75,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--era5", type=Path, help="GRIB file of data=era5_uk")
     parser.add_argument("--processes", type=int, default=8)
     parser.add_argument("--output", type=Path)
-    parser.add_argument("--commit", help="what to write where git cannot tell")
+    parser.add_argument("--commit", help="to record if git is not available")
     options = parser.parse_args(arguments)
     keys = list(product(options.data, options.precisions, BACKENDS, SEEDS))
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(options.processes) as pool:

@@ -25,19 +25,19 @@ def exported_and_loaded() -> str:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         found = [str(Path(place).resolve()) for place in os.environ.get("PYTHONPATH", "").split(os.pathsep) if place]
-        ours = {"PYTHONPATH": os.pathsep.join([str(_installed(folder / "site")), *found])}
+        path = {"PYTHONPATH": os.pathsep.join([str(_installed(folder / "site")), *found])}
         run, package, x = folder / "run", folder / "model.pt2", folder / "x.pt"
         application = [sys.executable, "-m", "anemoi_gt"]
-        _execute([*application[:2], "anemoi_gt.train", *SMALL, *CHOSEN, f"hydra.run.dir={run}"], folder, ours)
+        _execute([*application[:2], "anemoi_gt.train", *SMALL, *CHOSEN, f"hydra.run.dir={run}"], folder, path)
         wanted = [f"checkpoint={run / 'last.pt'}", f"out={package}", f"max_batch={SAMPLES}"]
-        said = _execute([*application, "export", *wanted, f"hydra.run.dir={folder / 'export'}"], folder, ours)
+        said = _execute([*application, "export", *wanted, f"hydra.run.dir={folder / 'export'}"], folder, path)
         torch.save(torch.randn(SAMPLES, *_shape(package), generator=torch.Generator().manual_seed(0)), x)
         _execute([sys.executable, "-I", EXAMPLE / "run_package.py", package, x, folder / "python.pt"], folder)
         _execute([_compiled(folder / "run_package"), package, x, folder / "cpp.pt"], folder)
         first, second = (torch.load(folder / f"{name}.pt") for name in ("python", "cpp"))
     torch.testing.assert_close(second, first, rtol=1e-5, atol=1e-6)
-    told = [line for line in said.splitlines() if line.startswith(("same numbers", "one sample takes", "written"))]
-    return "; ".join([*told, "Python and C++ agree"])
+    lines = [line for line in said.splitlines() if line.startswith(("same numbers", "one sample takes", "written"))]
+    return "; ".join([*lines, "Python and C++ agree"])
 
 
 def _installed(site: Path) -> Path:

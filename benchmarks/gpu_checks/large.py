@@ -38,11 +38,8 @@ class Large:
         def draw(*shape):
             return torch.randn(*shape, generator=generator, device=DEVICE, dtype=dtype)
 
-        width, source, destination = (
-            heads * channels,
-            (graph.num_src, heads, channels),
-            (graph.num_dst, heads, channels),
-        )
+        width, row = heads * channels, (heads, channels)
+        source, destination = (graph.num_src, *row), (graph.num_dst, *row)
         weight = draw(width, edge_dim) * edge_dim**-0.5
         return cls(
             graph, draw(*destination), draw(*source), draw(*source), draw(graph.num_edges, edge_dim), weight,
@@ -83,8 +80,9 @@ def check_rows(large: Large, result: dict[str, torch.Tensor], destinations: list
 
     problem = Problem(
         torch.stack([torch.searchsorted(src, origin), local_dst]), rows(large.query, dst), rows(large.key, src),
-        rows(large.value, src), rows(large.edge_attr, edges), large.edge_weight.detach().cpu(), large.edge_bias.detach().cpu(),
-        rows(large.grad_out, dst), torch.zeros(len(dst), large.query.shape[1]), large.query.shape[2] ** -0.5,
+        rows(large.value, src), rows(large.edge_attr, edges), large.edge_weight.detach().cpu(),
+        large.edge_bias.detach().cpu(), rows(large.grad_out, dst), torch.zeros(len(dst), large.query.shape[1]),
+        large.query.shape[2] ** -0.5,
     )  # fmt: skip
     whole = {"out": dst, "lse": dst, "dquery": dst, "dedge_attr": edges, "dkey": chosen, "dvalue": chosen}
     part = {"dkey": torch.searchsorted(src, chosen), "dvalue": torch.searchsorted(src, chosen)}

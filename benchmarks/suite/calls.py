@@ -38,7 +38,7 @@ def replay(operands: Operands, attend: Callable) -> Callable:
     """
     if operands.query.device.type != "cuda":
         raise Refused("CUDA graphs need a GPU")
-    return Gpu.record(forward_backward(operands, attend), 1)
+    return Gpu.record(forward_backward(operands, attend))
 
 
 CALLS = {"forward": forward, "forward_backward": forward_backward, "replay": replay}

@@ -137,19 +137,19 @@ def _anemoi(problem: Problem, num_chunks: int) -> Callable[[], Tensor]:
     from anemoi.models.distributed.shapes import BipartiteGraphShardInfo
     from anemoi.models.layers import mapper as mappers
 
-    ours, setting = problem.mapper, problem.setting
+    own, setting = problem.mapper, problem.setting
     options = {"num_channels": setting.channels, "num_heads": setting.heads, "edge_dim": problem.edge_attr.shape[1]}
-    options |= {"in_channels_src": ours.in_channels_src, "in_channels_dst": ours.in_channels_dst, "mlp_hidden_ratio": 4}
+    options |= {"in_channels_src": own.in_channels_src, "in_channels_dst": own.in_channels_dst, "mlp_hidden_ratio": 4}
     options |= {"num_chunks": num_chunks, "layer_kernels": {}, "gradient_checkpointing": False}
     options["graph_attention_backend"] = "triton" if setting.device == "cuda" else "pyg"
     if problem.part == "decoder":
         options["out_channels_dst"] = setting.fields
-    theirs = getattr(mappers, type(ours).__name__)(**options).to(problem.x[0].device, problem.x[0].dtype).eval()
-    theirs.load_state_dict(ours.state_dict())
+    upstream = getattr(mappers, type(own).__name__)(**options).to(problem.x[0].device, problem.x[0].dtype).eval()
+    upstream.load_state_dict(own.state_dict())
 
     def call() -> Tensor:
         with torch.no_grad():
-            out = theirs(problem.x, 1, BipartiteGraphShardInfo(), problem.edge_attr, problem.edge_index)
+            out = upstream(problem.x, 1, BipartiteGraphShardInfo(), problem.edge_attr, problem.edge_index)
         return out if torch.is_tensor(out) else out[1]  # a forward mapper hands the sources on
 
     return call
@@ -204,7 +204,7 @@ def _attend(block: nn.Module, x_src, x_dst, edge_attr, origin: Tensor, degrees: 
 
 
 def compare_with_plain(problem: Problem, result: Tensor, destinations: Tensor) -> dict:
-    """Say whether rows of a result are at most twice as wrong as plain PyTorch's in the dtype, beside rounding."""
+    """Return whether the error of a result is at most twice that of plain PyTorch in the dtype, plus rounding."""
     dtype, device = result.dtype, result.device
     exact = plain(problem, destinations, torch.float64, "cpu")
     rows, baseline = (

@@ -96,8 +96,8 @@ class Run:
 
     def _add(self, problem: Problem, kind: str, name: str, **what) -> None:
         self.results.append({"problem": problem.name, "pass": kind, "baseline": name, **what})
-        told = what.get("reason") or f"{what['median_ms']:.3f} ms"
-        print(f"{problem.name:32} {kind:18} {name:14} {told}", flush=True)
+        text = what.get("reason") or f"{what['median_ms']:.3f} ms"
+        print(f"{problem.name:32} {kind:18} {name:14} {text}", flush=True)
 
 
 def run(

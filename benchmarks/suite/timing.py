@@ -38,18 +38,9 @@ class Gpu:
         return [begin.elapsed_time(end) for begin, end in pairs]
 
     @staticmethod
-    def record(call: Callable, count: int) -> Callable:
-        """Return what replays `count` calls from a CUDA graph, which leaves the host nothing to do.
-
-        Memory that the calls allocate is the graph's, and lives as long as what is returned; each of them finds free
-        what the one before it has allocated.
-        """
-
-        def calls():
-            for _ in range(count):
-                call()
-
-        _, replay = record_cuda_graph(calls, warm_up=call)
+    def record(call: Callable) -> Callable:
+        """Capture a call in a CUDA graph, which owns the memory that it allocates; return the replay."""
+        _, replay = record_cuda_graph(call, warm_up=call)
         return replay
 
     @staticmethod
@@ -95,14 +86,9 @@ class Cpu:
         return measured
 
     @staticmethod
-    def record(call: Callable, count: int) -> Callable:
-        """Return what makes `count` calls: a CPU keeps no recording of them."""
-
-        def replay():
-            for _ in range(count):
-                call()
-
-        return replay
+    def record(call: Callable) -> Callable:
+        """Return the call itself: a CPU captures nothing."""
+        return call
 
     @staticmethod
     def peak_bytes(call: Callable) -> None:

@@ -1,4 +1,4 @@
-"""One process for each baseline: it checks and times what it is told to, and outlives what goes wrong where it can."""
+"""One process for each baseline, which checks and times problems; a process that breaks is replaced."""
 
 import gc
 import multiprocessing
@@ -21,7 +21,7 @@ PATIENCE = 10  # seconds that a process has to end by itself
 
 
 class Baseline:
-    """A baseline on a device: what the process answers to."""
+    """A baseline on a device: the methods that a process answers."""
 
     def __init__(self, name: str, device: str, folder: Path):
         self.baseline, self.device, self.folder = baselines.load(name), device, folder
