@@ -28,9 +28,9 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / name) for name in ("benchmarks", "src", "tests")]
 
+from kernel_families import profile_of  # noqa: E402
 from own_blocks import own_blocks  # noqa: E402
 from suite.environment import describe  # noqa: E402
-from suite.kernel_families import profile_of  # noqa: E402
 from suite.results import Results  # noqa: E402
 from support.anemoi_model import build, draw, graph_of, make_options  # noqa: E402
 
