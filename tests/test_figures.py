@@ -83,4 +83,4 @@ def test_the_legend_of_the_roofline_names_every_peer_in_full(extension):
     figures, path = extension("results_figures"), ROOT / "benchmarks" / "results" / "n320_h200.json"
     results = json.loads(path.read_text())
     names = re.findall(r"</svg>([^<]+)</span>", figures.legend(results))
-    assert names[:-1] == list(results["peers"].values()) and names[-1].startswith("copy, ")
+    assert names[:-1] == list(results["baselines"].values()) and names[-1].startswith("copy, ")

@@ -143,18 +143,6 @@ def test_a_function_instead_of_a_module_raises(conv, inputs):
         explain(lambda *given: conv(*given), *inputs)
 
 
-def test_a_layer_that_computes_twice_is_named_once(conv, inputs):
-    class Twice(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = conv
-
-        def forward(self, *given):
-            return self.layer(*given) + self.layer(*given)
-
-    assert str(explain(Twice(), *inputs)).startswith("layer: 2 alike GraphTransformerConv\n")
-
-
 def test_no_operand_is_kept_while_later_layers_compute(conv, inputs):
     _, graph, edge_attr = inputs
     queries, held = [], []
