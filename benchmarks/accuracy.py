@@ -1,12 +1,12 @@
-"""How accurate attention is: its distance from the float64 oracle over the corpus of the tests, as a table.
+"""Accuracy of attention: errors against the float64 oracle over the corpus of the tests, as a table.
 
     python benchmarks/accuracy.py --out benchmarks/results/accuracy_cpu.json
     python benchmarks/accuracy.py --backend triton --out benchmarks/results/accuracy_h200.json           on a GPU
     TRITON_INTERPRET=1 python benchmarks/accuracy.py --backend triton --device cpu --out outputs/a.json   without one
     python benchmarks/accuracy.py --table benchmarks/results/accuracy_cpu.json --page docs/backends.md
 
-For each result and dtype: RMS error over RMS value, and over the RMS error of plain PyTorch in the same dtype. Nothing is written
-that breaks the criterion of the tests.
+For each result and dtype: RMS error over RMS value, and over the RMS error of plain PyTorch in the same dtype. Errors
+beyond the criterion of the tests raise, and nothing is written.
 """
 
 import argparse
@@ -46,7 +46,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="JSON file for the errors")
     parser.add_argument("--table", type=Path, help="a file that --out wrote; make its table and measure nothing")
     parser.add_argument("--page", type=Path, help="Markdown page with comments that name the file")
-    parser.add_argument("--commit", help="what to record where git cannot tell")
+    parser.add_argument("--commit", help="to record if git is not available")
     return parser.parse_args(arguments)
 
 
@@ -60,12 +60,12 @@ def measure(backend: str, device: str, commit: str | None) -> dict:
     """
     errors = {}
     for dtype in DTYPES:
-        judged = Corpus()
+        checked = Corpus()
         for problem, graph in corpus(dtype, device):
-            judged.add(attend(problem, graph, backend), problem)
-        judged.assert_accurate()
+            checked.add(attend(problem, graph, backend), problem)
+        checked.assert_accurate()
         errors[str(dtype).removeprefix("torch.")] = {
-            name: {"relative": judged.relative_error(name), "over_plain": judged.over_plain(name)} for name in TITLES
+            name: {"relative": checked.relative_error(name), "over_plain": checked.over_plain(name)} for name in TITLES
         }
     facts = environment.describe(device, {"torch", "triton"} if backend == "triton" else {"torch"}, commit)
     interpreted = backend == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
@@ -73,7 +73,7 @@ def measure(backend: str, device: str, commit: str | None) -> dict:
 
 
 def as_table(measured: dict) -> str:
-    """The errors as a Markdown table below a line that says where they were measured."""
+    """Return the errors as a Markdown table below the environment."""
     facts, dtypes = measured["environment"], list(measured["errors"])
     versions = ", ".join(f"{name} {number}" for name, number in facts["versions"].items())
     backend = f"`{measured['backend']}`" + (" in Triton's interpreter" if measured["interpreted"] else "")

@@ -1,18 +1,19 @@
-"""Loss curves of an Anemoi model, untouched and with our attention, in mixed precision, against the spread of two seeds.
+"""Loss curves of an Anemoi model, untouched and under `install`, in mixed precision, against the spread of two seeds.
 
     python benchmarks/anemoi_curves.py --output benchmarks/results/anemoi_curves.json
-    python benchmarks/anemoi_curves.py --grid O8 --refinement 2 --channels 16 --heads 2 --layers 2 --training-steps 20 --device cpu
+    python benchmarks/anemoi_curves.py --grid O8 --refinement 2 --channels 16 --layers 2 --training-steps 20 --device
+    cpu
 
-The fields to predict are a fixed smooth function of the input, which is drawn anew at every step, the same for all runs of one seed.
-For each precision, two seeds are run untouched and two under `install`. Ours lies within the spread when at every step the smoothed
-curves of one seed differ by no more than those of the two seeds, untouched, do at most. Curves are written one by one.
+The fields to predict are a fixed smooth function of the input, which is drawn at every step, the same for all runs of
+one seed. For each precision, two seeds are run untouched and two under `install`. The curves agree if, at every step,
+the smoothed curves of one seed differ by no more than the largest distance between two seeds, untouched.
 """
 
 from functools import partial
 
 import torch
 from anemoi_step import VARIANTS, Training, make_parser, start_report
-from parts import Parts
+from suite.results import Results
 
 SEEDS = (0, 1)
 NAMES = ("untouched", "install")
@@ -21,13 +22,13 @@ PRECISIONS = ("bf16-mixed", "16-mixed")
 
 
 def fields_after(x):
-    """What the model has to predict: [batch, 1, ensemble, grid, variables - 1] of the last of the input's times."""
+    """Return the target [batch, 1, ensemble, grid, variables - 1] for an input."""
     last = x[:, -1:, ..., :-1]
     return 0.5 * last + torch.tanh(last.roll(1, -1) * x[:, :1, ..., -1:])
 
 
 def curve(training, seed, steps, context):
-    """Losses of a run."""
+    """Return the losses of a run."""
     training.restart()
     generator = torch.Generator(training.device).manual_seed(seed)
     losses = []
@@ -40,13 +41,13 @@ def curve(training, seed, steps, context):
 
 
 def smooth(losses):
-    """Means over windows of steps."""
+    """Return means over windows of steps."""
     window = min(WINDOW, losses.shape[0])
     return losses.unfold(0, window, 1).mean(-1)
 
 
 def compare(curves):
-    """How far curves of one seed are apart, and those of two seeds, untouched, at most."""
+    """Return the maximum distance between curves of one seed, and between those of two seeds, untouched."""
     smoothed = {key: smooth(losses) for key, losses in curves.items()}
     spread = (smoothed["untouched", SEEDS[0]] - smoothed["untouched", SEEDS[1]]).abs().max().item()
     apart = {seed: (smoothed["install", seed] - smoothed["untouched", seed]).abs().max().item() for seed in SEEDS}
@@ -58,23 +59,23 @@ def main(arguments=None):
     parser = make_parser(__doc__)
     parser.add_argument("--training-steps", type=int, default=200)
     options = parser.parse_args(arguments)
-    parts = Parts(start_report(options), options.output, options.seconds)
+    results = Results(start_report(options), options.output, options.seconds)
     for precision in PRECISIONS:
         options.precision = precision
         curves, kept = {}, {"losses": {}}
-        parts.report[precision] = kept
+        results.report[precision] = kept
         for seed in SEEDS:
             training = Training(options, seed)
             for name in NAMES:
                 title = f"{name}, seed {seed}"
                 call = partial(curve, training, seed, options.training_steps, VARIANTS[name])
-                losses = parts.run(f"{precision}, {title}", call)
+                losses = results.run(f"{precision}, {title}", call)
                 if losses is not None:
                     curves[name, seed], kept["losses"][title] = losses, losses.tolist()
         if len(curves) == len(SEEDS) * len(NAMES):
             kept |= compare(curves)
             print(precision, {key: found for key, found in kept.items() if key != "losses"}, flush=True)
-    return parts.end()
+    return results.end()
 
 
 if __name__ == "__main__":

@@ -1,12 +1,14 @@
-"""A training step of an Anemoi model, untouched and with our attention: time, peak memory, kernels by family.
+"""A training step of an Anemoi model, untouched and under `install`: time, peak memory, kernels by family.
 
     python benchmarks/anemoi_step.py --output benchmarks/results/anemoi_step.json
-    python benchmarks/anemoi_step.py --grid O32 --refinement 3 --channels 32 --heads 4 --layers 2 --rounds 2 --steps 2 --device cpu
+    python benchmarks/anemoi_step.py --grid O32 --refinement 3 --channels 32 --layers 2 --rounds 2 --steps 2 --device
+    cpu
 
-The defaults are the configuration of Anemoi's official benchmark: N320, icosphere 6, 512 channels, 16 processor layers, mappers in two
-chunks, activation checkpointing, 16-mixed, AdamW. All variants share one model and one process; each round takes them in an order drawn
-anew, and after each switch some steps are left out. Before it is timed, a variant's loss and gradients are compared with those of the
-untouched model; one that fails or differs is reported, and the others go on. Results are written after each part.
+The defaults are the configuration of Anemoi's official benchmark: N320, icosphere 6, 512 channels, 16 processor layers,
+mappers in two chunks, activation checkpointing, 16-mixed, AdamW. All variants share one model and one process; each
+round takes them in random order, and after each switch some steps are left out. Before it is timed, a variant's
+loss and gradients are compared with those of the untouched model; one that fails or differs is reported, and the others
+go on. Results are written after each part.
 
 A variant is a function that makes a context in which the model computes its way; add one to `VARIANTS`.
 """
@@ -28,8 +30,8 @@ sys.path[:0] = [str(ROOT / name) for name in ("benchmarks", "src", "tests")]
 
 from kernel_families import profile_of  # noqa: E402
 from own_blocks import own_blocks  # noqa: E402
-from parts import Parts  # noqa: E402
 from suite.environment import describe  # noqa: E402
+from suite.results import Results  # noqa: E402
 from support.anemoi_model import build, draw, graph_of, make_options  # noqa: E402
 
 from anemoi_gt.integrations import anemoi as integration  # noqa: E402
@@ -131,7 +133,7 @@ class Training:
         return loss.item(), {name: p.grad.float() for name, p in self.model.named_parameters() if p.grad is not None}
 
 
-def judged(training, name):
+def reference_of(training, name):
     """Loss and gradients of a variant at the first step."""
     training.restart()
     with VARIANTS[name](training.model):
@@ -140,7 +142,7 @@ def judged(training, name):
 
 def difference(training, name, expected):
     """Relative difference of a variant's loss, and of all its gradients together, from what is expected."""
-    (loss, gradients), (other_loss, others) = expected, judged(training, name)
+    (loss, gradients), (other_loss, others) = expected, reference_of(training, name)
     norm = torch.stack([gradient.norm() for gradient in gradients.values()]).norm()
     off = torch.stack([(others[key] - gradient).norm() for key, gradient in gradients.items()]).norm()
     found = {"loss": abs(other_loss - loss) / abs(loss), "gradients": (off / norm).item()}
@@ -150,14 +152,14 @@ def difference(training, name, expected):
     return found
 
 
-def compare(training, parts, variants, reference="untouched"):
+def compare(training, results, variants, reference="untouched"):
     """Which variants are right; how far each is from the reference goes to the report."""
-    found = parts.report["difference_from_untouched"] = {}
-    expected = parts.run(f"compare {reference}", partial(judged, training, reference))
+    found = results.report["difference_from_untouched"] = {}
+    expected = results.run(f"compare {reference}", partial(reference_of, training, reference))
     if expected is None:
         return []
     for name in variants:
-        off = parts.run(f"compare {name}", partial(difference, training, name, expected))
+        off = results.run(f"compare {name}", partial(difference, training, name, expected))
         if off is not None:
             found[name] = off
             print(f"{name}: off by {off}", flush=True)
@@ -231,28 +233,30 @@ def start_report(options):
 def main(arguments=None):
     """Compare, measure in random order, profile; write and return the report."""
     options = make_parser(__doc__).parse_args(arguments)
-    parts = Parts(start_report(options), options.output, options.seconds)
+    results = Results(start_report(options), options.output, options.seconds)
     training, shuffle = Training(options), random.Random(options.seed)
-    parts.report["sizes"] = training.sizes
-    left = compare(training, parts, options.variants)
+    results.report["sizes"] = training.sizes
+    left = compare(training, results, options.variants)
     rounds, variants = [], {}
-    parts.report |= {"rounds": rounds, "variants": variants}
+    results.report |= {"rounds": rounds, "variants": variants}
     for number in range(options.rounds):
         order = shuffle.sample(left, len(left))
         rounds.append(order)
         for name in order:
-            measured = parts.run(f"round {number} of {name}", partial(measure, training, name, options))
+            measured = results.run(f"round {number} of {name}", partial(measure, training, name, options))
             if measured is None:
                 left.remove(name)
             else:
                 record(variants.setdefault(name, {"rounds": [], "profile": None}), *measured)
         if number == 0:  # what comes last is what a limit of time cuts off
             for name in left:
-                variants[name]["profile"] = parts.run(f"profile of {name}", partial(profiled, training, name, options))
-    parts.report["variants"] = {name: variants[name] for name in options.variants if name in variants}
-    for name, found in parts.report["variants"].items():
+                variants[name]["profile"] = results.run(
+                    f"profile of {name}", partial(profiled, training, name, options)
+                )
+    results.report["variants"] = {name: variants[name] for name in options.variants if name in variants}
+    for name, found in results.report["variants"].items():
         show(name, found)
-    return parts.end()
+    return results.end()
 
 
 def record(found, times, peak, scale):

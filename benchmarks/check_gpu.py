@@ -2,13 +2,12 @@
 
     python benchmarks/check_gpu.py --all --grids O32:3 O320:6 --log benchmarks/results/check_gpu.log
     python benchmarks/check_gpu.py --random 10000 --processes 14
-    python benchmarks/check_gpu.py --repeat --stream --graph --sync
+    python benchmarks/check_gpu.py --repeat --stream --sync
 
 Where there is no GPU, those that can run do so in small, under Triton's interpreter, to try the checks themselves.
 """
 
 import argparse
-import math
 import os
 import sys
 from functools import partial
@@ -19,7 +18,6 @@ from gpu_checks.report import Report
 
 NEED_GPU = (
     "stream",
-    "graph",
     "sync",
     "inference",
     "training",
@@ -33,7 +31,6 @@ NEED_GPU = (
 SIMPLE = {
     "repeat": (execution.repeat, "runs give the same bits 100 times"),
     "stream": (execution.stream, "a second stream"),
-    "graph": (execution.cuda_graph, "a captured CUDA graph replayed on new inputs"),
     "sync": (execution.no_synchronisation, "no host synchronisation"),
     "inference": (model.forward_in_graph, "a captured forward pass of a model replayed on new fields"),
     "training": (model.step_in_graph, "a captured training step of a model replayed on new fields"),
@@ -43,7 +40,7 @@ SIMPLE = {
     "package": (package.models_and_layers, "packages of models and layers in processes without this library"),
     "application": (application.exported_and_loaded, "python -m anemoi_gt export, and the loaders of the example"),
     "big": (large.beyond_32_bits, "offsets beyond 2^31; takes about 80 GB"),
-    "norms": (large.norm_beyond_32_bits, "norms of features beyond 2^32 numbers; takes about 30 GB"),
+    "norms": (large.norm_beyond_32_bits, "norms of features beyond 2^32 elements; takes about 30 GB"),
     "sanitize": (sanitize.check, "compute-sanitizer memcheck and racecheck"),
 }
 
@@ -56,15 +53,12 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         parser.add_argument(f"--{name}", action="store_true", help=summary)
     parser.add_argument("--matrix", action="store_true", help="the full products of the test matrix against the oracle")
     parser.add_argument("--random", type=int, default=0, metavar="N", help="N random graphs against the oracle")
-    parser.add_argument(
-        "--configurations", type=int, default=280, help="of --random: shapes, forms and dtypes to compile"
-    )
+    parser.add_argument("--configurations", type=int, default=280, help="of --random: shapes, forms, dtypes to compile")
     parser.add_argument("--seed", type=int, default=0, help="of --random")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="of --random: when to stop, if it is not done")
     parser.add_argument("--grids", nargs="*", default=[], metavar="GRID:REFINEMENT", help='weather graphs, "O32:3"')
     parser.add_argument("--processes", type=int, default=min(12, os.cpu_count() or 1), help="of --random and --matrix")
     parser.add_argument("--log", type=Path, help="file for the lines that are printed")
-    parser.add_argument("--commit", help="what to log where git cannot tell")
+    parser.add_argument("--commit", help="to log if git is not available")
     return parser.parse_args(arguments)
 
 
@@ -78,7 +72,7 @@ def main(arguments: list[str] | None = None) -> int:
     if asked.all or asked.matrix:
         checks["matrix"] = partial(many.matrix, asked.processes)
     if asked.random:
-        sizes = asked.random, asked.configurations, asked.processes, asked.seed, asked.seconds
+        sizes = asked.random, asked.configurations, asked.processes, asked.seed
         checks["random"] = partial(many.random_graphs, *sizes)
     for name, check in checks.items():
         if name in NEED_GPU and DEVICE.type != "cuda":

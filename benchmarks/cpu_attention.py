@@ -1,9 +1,10 @@
-"""Whole layers on a CPU, ours and PyG's TransformerConv, same work, same process, alternating; attention alone is run.py's.
+"""Layers on a CPU: GraphTransformerConv and PyG's TransformerConv, same work, same process, alternating.
 
-    python benchmarks/cpu_attention.py --refinement 5 --heads 16 --channels 32 --output benchmarks/results/cpu_attention.json
+    python benchmarks/cpu_attention.py --refinement 5 --heads 16 --channels 32 --output
+    benchmarks/results/cpu_attention.json
 
-The graph is the multi-scale icosphere of the processor; both layers have an edge embedding of 11 attributes and no skip, so
-both do the three node projections and the attention. Times are medians of whole layer calls in ms.
+The graph is the multi-scale icosphere of the processor; both layers have an edge embedding of 11 attributes and no
+skip, so both do the three node projections and the attention. Times are medians of whole layer calls in ms.
 """
 
 import argparse
@@ -30,13 +31,13 @@ def median_ms(functions, repeats):
 
 
 def layers(heads, channels):
-    """PyG's layer and ours with the same parameters."""
+    """Return PyG's layer and that of anemoi_gt with the same parameters."""
     width = heads * channels
     options = {"heads": heads, "edge_dim": EDGE_DIM, "root_weight": False}
-    theirs = TransformerConv(width, channels, **options)
-    ours = GraphTransformerConv(width, channels, **options, config=AttentionConfig(backend="torch"))
-    ours.load_state_dict(theirs.state_dict())
-    return theirs, ours
+    pyg = TransformerConv(width, channels, **options)
+    own = GraphTransformerConv(width, channels, **options, config=AttentionConfig(backend="torch"))
+    own.load_state_dict(pyg.state_dict())
+    return pyg, own
 
 
 def measure(refinement, heads, channels, repeats):
@@ -45,12 +46,12 @@ def measure(refinement, heads, channels, repeats):
     edge_index = icosphere_graph(octahedral(16), refinement=refinement)["hidden", "to", "hidden"].edge_index
     nodes = int(edge_index.max()) + 1
     graph = GraphStructure.from_edge_index(edge_index, nodes).with_reverse()
-    theirs, ours = layers(heads, channels)
+    pyg, own = layers(heads, channels)
     x = torch.randn(nodes, heads * channels, requires_grad=True)
     edge_attr = torch.randn(edge_index.shape[1], EDGE_DIM, requires_grad=True)
-    calls = {"pyg": lambda: theirs(x, edge_index, edge_attr), "anemoi_gt": lambda: ours(x, graph, edge_attr)}
+    calls = {"pyg": lambda: pyg(x, edge_index, edge_attr), "anemoi_gt": lambda: own(x, graph, edge_attr)}
     outputs = [call() for call in calls.values()]
-    torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-4)  # nothing is timed that is not right
+    torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-4)
 
     def forward(call):
         with torch.no_grad():

@@ -3,14 +3,14 @@
     python benchmarks/inference_9km.py --output benchmarks/results/inference_9km_h200.json
     python benchmarks/inference_9km.py --grid O8 --refinement 2 --channels 32 --heads 4 --fields 5
 
-The defaults are O1280, 6,599,680 points, and icosphere 7; 1024 channels in 16 heads, 11 attributes, bfloat16: the features of the grid
-hold 3.1 times 2^31 numbers. The encoder is a forward mapper, the decoder a backward mapper with the three nearest hidden nodes. Ours
-take the graph in several numbers of chunks, whose results are compared; the mapper of anemoi-models with the same weights takes 1, 2,
-4, ... chunks until the result is neither missing for want of memory nor wrong.
+The defaults are O1280, 6,599,680 points, and icosphere 7; 1024 channels in 16 heads, 11 attributes, bfloat16: the
+features of the grid hold 3.1 x 2^31 elements. The encoder is a forward mapper, the decoder a backward mapper with the
+three nearest hidden nodes. `anemoi_gt` takes the numbers of chunks that `--chunks` lists; `anemoi`, the mapper of
+anemoi-models with the same weights, takes 1, 2, 4, ... chunks until it fits into memory and is right.
 
-A result is judged on destinations from the beginning, the middle and the end, and on those that read the last sources, against plain
-PyTorch in float64. It is wrong when its error is more than twice that of plain PyTorch in the dtype. Each run is a process of its own,
-and is written when it has ended.
+Results are checked against plain PyTorch in float64, at destinations from the beginning, the middle and the end and at
+those that read the last sources; the error may be twice that of plain PyTorch in the dtype. Each run has its own
+process.
 """
 
 import argparse
@@ -24,9 +24,17 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from parts import Parts
 from suite.environment import describe
-from suite.inference import CONTENDERS, PARTS, Setting, build_graphs, judge, judged_destinations, unsupported_reason
+from suite.inference import (
+    CONTENDERS,
+    PARTS,
+    Setting,
+    build_graphs,
+    checked_destinations,
+    compare_with_plain,
+    unsupported_reason,
+)
+from suite.results import Results
 
 PACKAGES = {"torch", "triton", "torch-geometric", "anemoi-models"}
 
@@ -51,9 +59,7 @@ def run(setting: Setting, part: str, contender: str, num_chunks: int, folder: Pa
     if device.type == "cuda":
         found["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
         found["inputs_gib"] = problem.nbytes / 2**30
-    found |= judge(problem, result, judged_destinations(problem))
-    if contender == "ours":
-        found |= _compare(result, folder / f"{part}.pt")
+    found |= compare_with_plain(problem, result, checked_destinations(problem))
     return found
 
 
@@ -63,19 +69,8 @@ def _now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def _compare(result: torch.Tensor, place: Path) -> dict:
-    """Keep the first result; compare another with it bit by bit."""
-    result = result.cpu()
-    if not place.exists():
-        torch.save(result, place)
-        return {}
-    first = torch.load(place)
-    different = sum(int((a != b).sum()) for a, b in zip(first.split(100_000), result.split(100_000), strict=True))
-    return {"same_bits_as_first": different == 0, "numbers_that_differ": different}
-
-
 def start(part: str, contender: str, num_chunks: int, folder: Path, seconds: float) -> dict:
-    """Run in a process of its own; one that dies, or takes longer than so many seconds, is a result too."""
+    """Run in a process of its own; a failure or a timeout is a result too."""
     command = [sys.executable, __file__, *sys.argv[1:], "--worker", part, contender, str(num_chunks), str(folder)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
@@ -89,22 +84,22 @@ def start(part: str, contender: str, num_chunks: int, folder: Path, seconds: flo
     return found
 
 
-def measure(options: argparse.Namespace, parts: Parts, folder: Path) -> None:
-    """Ours for each number of chunks; the others with more and more chunks until they are right."""
-    runs = parts.report["runs"] = []
+def measure(options: argparse.Namespace, results: Results, folder: Path) -> None:
+    """Run anemoi_gt with each number of chunks, the others with more and more chunks until they are right."""
+    runs = results.report["runs"] = []
 
     def one(part: str, contender: str, number: int) -> str | None:
         call = partial(start, part, contender, number, folder, options.limit)
-        found = parts.run(f"{part}, {contender}, {number} chunks", call)
+        found = results.run(f"{part}, {contender}, {number} chunks", call)
         runs.extend([] if found is None else [found])
         return found and found["outcome"]
 
     for part in options.parts:
-        if "ours" in options.contenders:
+        if "anemoi_gt" in options.contenders:
             for number in options.chunks:
-                one(part, "ours", number)
+                one(part, "anemoi_gt", number)
     for part in options.parts:
-        for contender in [name for name in options.contenders if name != "ours"]:
+        for contender in [name for name in options.contenders if name != "anemoi_gt"]:
             reason, number, outcome = unsupported_reason(contender), 1, "not run"
             if reason is not None:
                 runs.append({"part": part, "contender": contender, "outcome": "not run", "message": reason})
@@ -123,13 +118,13 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--contenders", nargs="+", choices=list(CONTENDERS), default=list(CONTENDERS))
-    parser.add_argument("--chunks", type=int, nargs="+", default=[2, 8, 32], help="of ours")
+    parser.add_argument("--chunks", type=int, nargs="+", default=[2, 8, 32], help="of anemoi_gt")
     parser.add_argument("--most-chunks", type=int, default=64, help="after which the others are given up")
     parser.add_argument("--repeats", type=int, default=3, help="calls that are timed, after one that is not")
     parser.add_argument("--seconds", type=float, default=500, help="after which no run begins")
     parser.add_argument("--limit", type=float, default=120, help="seconds for one run")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--commit", help="what to record where git cannot tell")
+    parser.add_argument("--commit", help="to record if git is not available")
     parser.add_argument("--output", type=Path, help="JSON file")
     parser.add_argument("--worker", nargs=4, help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
@@ -148,14 +143,14 @@ def main(arguments: list[str] | None = None) -> None:
         "environment": describe(torch.device(options.device).type, PACKAGES, options.commit),
         "setting": vars(setting),
     }
-    parts = Parts(report, options.output, options.seconds)
+    results = Results(report, options.output, options.seconds)
     with tempfile.TemporaryDirectory() as folder:
         begin = time.perf_counter()
         report["graphs"] = build_graphs(setting, options.parts, Path(folder))
         report["graphs"]["seconds"] = time.perf_counter() - begin
         print(json.dumps(report["graphs"]), flush=True)
-        measure(options, parts, Path(folder))
-    parts.end()
+        measure(options, results, Path(folder))
+    results.end()
 
 
 if __name__ == "__main__":

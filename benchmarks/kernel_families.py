@@ -1,4 +1,4 @@
-"""Where the time of a step goes: kernels of a profile, and the families that they belong to."""
+"""Kernels of a profile by family."""
 
 import re
 from collections import Counter
@@ -19,7 +19,7 @@ FAMILIES = {  # the first whose pattern is found in the name of a kernel
     "sums": r"reduce|sum",
     "elementwise": r"elementwise|vectorized|gelu|add|mul",
 }
-LONGEST, NAME = 25, 160  # kernels that are told by name, and how much of it
+LONGEST, NAME = 25, 160  # kernels that are listed, and characters of their names
 
 
 def family_of(kernel):

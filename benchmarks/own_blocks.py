@@ -1,4 +1,4 @@
-"""Blocks of `anemoi_gt.nn` in place of those of an Anemoi model, on the parameters of the model: the same checkpoint, both ways.
+"""Blocks of `anemoi_gt.nn` in place of those of an Anemoi model, on the same parameters: the same checkpoint.
 
 Anemoi's blocks stay in the module tree, for optimiser and state dict; what they compute is what ours compute, compiled.
 """

@@ -1,12 +1,12 @@
-"""Three PyG models with `TransformerConv`, untouched and swapped: a step's time and peak memory, on one graph or a new one every step.
+"""Three PyG models with `TransformerConv`, untouched and swapped: time and peak memory of a training step.
 
     python benchmarks/pyg_models.py --output benchmarks/results/pyg_models.json
     python benchmarks/pyg_models.py --nodes 2000 --edges 20000 --hidden 8 --repeats 3 --device cpu
 
-The default graph has the size of ogbn-arxiv with edges in both directions: 169,343 nodes, 2,315,598 edges, degrees as unequal. Times are
-medians of forward and backward passes in ms, both models taken in turns. `one graph` passes the swapped model a structure made once,
-`new graph` an edge list that it has to sort, as mini-batches do. Outputs and gradients are compared before anything is timed; results are
-written after each model.
+The default graph has the size of ogbn-arxiv with edges in both directions: 169,343 nodes, 2,315,598 edges, degrees as
+unequal. Times are medians of forward and backward passes in ms, both models taken in turns. `one graph` passes the
+swapped model a structure made once, `new graph` an edge list that it has to sort, as mini-batches do. Outputs and
+gradients are compared before anything is timed; results are written after each model.
 """
 
 import argparse
@@ -22,14 +22,14 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / name) for name in ("benchmarks", "src", "tests")]
 
-from parts import Parts  # noqa: E402
 from suite.environment import describe  # noqa: E402
+from suite.results import Results  # noqa: E402
 from support.pyg_models import DIM, MODELS  # noqa: E402
 
 from anemoi_gt import GraphStructure  # noqa: E402
 from anemoi_gt.integrations.pyg import swap_layers  # noqa: E402
 
-AGREE = 1e-3  # relative, of the output and of all gradients together; float32, sums over thousands of edges in another order
+AGREE = 1e-3  # relative, of output and gradients; float32, sums over thousands of edges in another order
 
 
 def draw_graph(options, device):
@@ -64,8 +64,8 @@ def measure(calls, device, repeats):
 def compare(make, options, device):
     """Figures of one model class."""
     torch.manual_seed(0)
-    theirs = make(channels=options.channels, hidden=options.hidden, heads=options.heads).to(device).eval()
-    ours = swap_layers(copy.deepcopy(theirs))
+    untouched = make(channels=options.channels, hidden=options.hidden, heads=options.heads).to(device).eval()
+    swapped = swap_layers(copy.deepcopy(untouched))
     x, edge_index, edge_attr = draw_graph(options, device)
     graph = GraphStructure.from_edge_index(edge_index, options.nodes).with_reverse()
 
@@ -75,25 +75,25 @@ def compare(make, options, device):
         out.square().mean().backward()
         return out.detach()
 
-    off = difference([step(model, edge_index) for model in (theirs, ours)], (theirs, ours))
+    off = difference([step(model, edge_index) for model in (untouched, swapped)], (untouched, swapped))
 
     calls = {
-        "pyg": lambda: step(theirs, edge_index),
-        "new graph": lambda: step(ours, edge_index),
-        "one graph": lambda: step(ours, graph),
+        "pyg": lambda: step(untouched, edge_index),
+        "new graph": lambda: step(swapped, edge_index),
+        "one graph": lambda: step(swapped, graph),
     }
     return {"difference": off} | measure(calls, device, options.repeats)
 
 
 def difference(outputs, models):
-    """How far our output and gradients are from theirs, relative to those."""
+    """Return the relative difference of output and gradients of two models."""
     gradients = [dict(model.named_parameters()) for model in models]
     named = [name for name, parameter in gradients[0].items() if parameter.grad is not None]
     vectors = [torch.cat([there[name].grad.flatten() for name in named]) for there in gradients]
     pairs = {"output": outputs, "gradients": vectors}
     found = {name: ((b - a).norm() / a.norm()).item() for name, (a, b) in pairs.items()}
     if not all(off <= AGREE for off in found.values()):
-        raise ValueError(f"nothing is timed that is not right; allowed {AGREE}, got {found}")
+        raise ValueError(f"output and gradients must agree within {AGREE}, got {found}")
     return found
 
 
@@ -109,7 +109,7 @@ def main(arguments=None):
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seconds", type=float, default=300, help="after which nothing more is begun")
     parser.add_argument("--output", type=Path, help="JSON file")
-    parser.add_argument("--commit", help="what to record where git cannot tell")
+    parser.add_argument("--commit", help="to record if git is not available")
     options = parser.parse_args(arguments)
     device = torch.device(options.device)
     report = {
@@ -117,13 +117,13 @@ def main(arguments=None):
         "options": vars(options) | {"output": None},
         "models": {},
     }
-    parts = Parts(report, options.output, options.seconds)
+    results = Results(report, options.output, options.seconds)
     for make in MODELS:
-        found = parts.run(make.__name__, partial(compare, make, options, device))
+        found = results.run(make.__name__, partial(compare, make, options, device))
         if found is not None:
             report["models"][make.__name__] = found
             print(make.__name__, *(f"{name}: {figures}" for name, figures in found.items()), sep="\n  ", flush=True)
-    return parts.end()
+    return results.end()
 
 
 if __name__ == "__main__":

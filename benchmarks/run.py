@@ -1,8 +1,8 @@
-"""Edge attention, ours and others', side by side: one process each, one measurement at a time, nothing timed that is wrong.
+"""Edge attention of anemoi_gt beside baselines: one process each, one measurement at a time.
 
-    python benchmarks/run.py                                          what this machine can
-    python benchmarks/run.py --problems n320 host --peers ours anemoi --out benchmarks/results/h200.json
-    python benchmarks/run.py --list                                   problems and peers
+    python benchmarks/run.py                                          what this machine supports
+    python benchmarks/run.py --problems n320 host --baselines anemoi_gt anemoi --out benchmarks/results/h200.json
+    python benchmarks/run.py --list                                   problems and baselines
 
 Times are medians of whole calls. Tables and pictures are made from the file by benchmarks/report.py.
 """
@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from suite import environment, floor, peers, problems, schedule
+from suite import baselines, environment, lower_bound, problems, schedule
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -22,32 +22,32 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--problems", nargs="+", help="names or groups; default: what the device can")
-    parser.add_argument("--peers", nargs="+", choices=peers.NAMES, help="default: those that run on the device")
+    parser.add_argument("--baselines", nargs="+", choices=baselines.NAMES, help="default: those that run on the device")
     parser.add_argument("--device", choices=("cuda", "cpu"), default=device)
     parser.add_argument("--out", type=Path, help="JSON file for the results")
-    parser.add_argument("--commit", help="what to record where git cannot tell")
-    parser.add_argument("--list", action="store_true", help="print problems by group, and peers, and stop")
+    parser.add_argument("--commit", help="to record if git is not available")
+    parser.add_argument("--list", action="store_true", help="print problems by group, and baselines, and stop")
     options = parser.parse_args(arguments)
     options.problems = options.problems or problems.DEFAULT[options.device]
-    options.peers = options.peers or peers.DEFAULT[options.device]
+    options.baselines = options.baselines or baselines.DEFAULT[options.device]
     return options
 
 
 def report(chosen: list[problems.Problem], done: schedule.Run, options: argparse.Namespace) -> dict:
-    """Everything that is known of a run."""
-    names = options.peers
-    packages = {package for name in names for package in peers.load(name).PACKAGES}
+    """Return the report of a run."""
+    names = options.baselines
+    packages = {package for name in names for package in baselines.load(name).PACKAGES}
     described = {}
     for problem in chosen:
         counts = done.sizes[str(problem.graph)]
         facts = asdict(problem) | {"graph": str(problem.graph), "sizes": counts}
-        facts["bytes"] = {kind: floor.compulsory_bytes(problem, counts, kind) for kind in problem.passes}
-        facts["flops"] = {kind: floor.flops(problem, counts, kind) for kind in problem.passes}
+        facts["bytes"] = {kind: lower_bound.compulsory_bytes(problem, counts, kind) for kind in problem.passes}
+        facts["flops"] = {kind: lower_bound.flops(problem, counts, kind) for kind in problem.passes}
         described[problem.name] = facts
     where = environment.describe(options.device, packages, options.commit)
     return {
         "environment": where | {"copy_bytes_per_second": done.copy_speeds},
-        "peers": {name: peers.load(name).TITLE for name in names},
+        "baselines": {name: baselines.load(name).TITLE for name in names},
         "problems": described,
         "results": done.results,
     }
@@ -59,7 +59,7 @@ def main(arguments: list[str] | None = None) -> None:
     if options.list:
         for problem in problems.PROBLEMS.values():
             print(f"{problem.group:16} {problem.name}")
-        print("peers", *peers.NAMES)
+        print("baselines", *baselines.NAMES)
         return
     chosen = problems.select(options.problems)
     with tempfile.TemporaryDirectory() as folder:
@@ -69,7 +69,7 @@ def main(arguments: list[str] | None = None) -> None:
                 options.out.parent.mkdir(parents=True, exist_ok=True)
                 options.out.write_text(json.dumps(report(chosen, done, options), indent=1) + "\n")
 
-        schedule.run(chosen, tuple(options.peers), options.device, Path(folder), save)
+        schedule.run(chosen, tuple(options.baselines), options.device, Path(folder), save)
 
 
 if __name__ == "__main__":

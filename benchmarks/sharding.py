@@ -1,247 +1,227 @@
-"""One model on several GPUs: does it compute the same, how much faster is it, how much less memory does a GPU need.
+"""One model on several GPUs: time of forward and backward, memory of a GPU, efficiency.
 
     python benchmarks/sharding.py --ranks 4 --commit HASH --out benchmarks/results/sharding_h200x4.json
-    python benchmarks/sharding.py --ranks 2 --tiny --out FILE       on a CPU, with gloo: everything but NCCL and CUDA graphs
-    python benchmarks/sharding.py --ranks 4 --hosts 2 --parts checks       four ranks on two GPUs, which talk as those of two hosts
+    python benchmarks/sharding.py --ranks 2 --tiny --out FILE       on a CPU, with gloo
+    python benchmarks/sharding.py --table benchmarks/results/sharding_h200x4.json --plot outputs/sharding.svg
 
-A job is processes that belong together, with a limit of time: one for the checks, for each number of ranks one for our model, whose tasks
-run one after the other, and one for anemoi-models. A job that fails is reported with the task that it was at; what its earlier tasks found is kept,
-and the other jobs go on until the time of all is up. Results are written after each job, the picture (SVG, beside the results, for light
-and dark ground) at the end.
+The ranks of a job are started by torchrun, one job for each number of ranks. A job that fails is reported; what its
+earlier tasks found is kept. Parts:
 
-    checks      the tests' checks on these ranks
-    strong      forward + backward of encoder, processor, decoder on 1, 2, 4 ranks, each way of attending, with overlap and without
-    replay      the same captured in a CUDA graph, which leaves the host nothing to do
-    exchange    messages of several sizes alone, launched and replayed
-    sizes       smaller grids on every number of ranks, launched and replayed: weak scaling, and what the cost model is fitted to
-    compiled    the same model with its blocks compiled by Inductor, launched and replayed
-    anemoi      the same model of anemoi-models with its own sharding, and with our attention in it
+    strong      encoder, processor and decoder on 1, 2, 4, ... ranks, launched by Python
+    replay      the same captured in a CUDA graph
+    compiled    the same with blocks compiled by Inductor, launched and replayed
+    sizes       smaller grids: weak scaling
+    anemoi      the same model of anemoi-models with its own sharding, untouched and under `install`
 
-Nothing is timed before its loss and gradients agree with one rank's.
+    efficiency        t(1) / (n t(n))                          of one graph on n ranks
+    share             n memory(n) / memory(1)                  1 if memory falls as 1 / n
+    weak efficiency   (t(1) / work(1)) / (t(n) / work(n))      of two graphs with about the same work per rank
 """
 
 import argparse
 import json
-import os
-import socket
 import subprocess
 import sys
 import tempfile
-import time
-from dataclasses import asdict
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / name) for name in ("benchmarks", "src", "tests")]
 
-from sharded_model import Case, weather_graph  # noqa: E402
-from sharding_records import drawn  # noqa: E402
-from sharding_report import draw, summary  # noqa: E402
+from suite import results  # noqa: E402
 from suite.environment import describe  # noqa: E402
+from suite.plot import BAR, WIDE, canvas, words, write  # noqa: E402
+from suite.table import EMPTY, markdown, put_into  # noqa: E402
 
-PARTS = ("checks", "strong", "replay", "exchange", "sizes", "compiled", "anemoi")
-CHECKS = ("checks_shard", "checks_attention", "checks_training", "checks_model", "checks_trainer", "checks_recorded")
+PARTS = ("strong", "replay", "compiled", "anemoi", "sizes")
+PLOTTED = PARTS[:4]  # the large graph
 RANKS = (1, 2, 4, 8)
-WAYS = ("after_exchange",)
-REPLAYED = WAYS[:2]
-ANEMOI = (("edges", "theirs"), ("heads", "theirs"), ("edges", "ours"))  # its strategy, and whose attention
-# O192 on 4 ranks is as much work for each as O96 on 1, and N320 as much as O176.
-SIZES = (("O96", 5), ("O176", 5), ("O192", 6))
+SIZES = (("O96", 5), ("O176", 5), ("O192", 6))  # O192 on 4 ranks is as much work for each as O96 on 1
+ANEMOI = ("anemoi-models, edges", "anemoi-models, heads", "anemoi-models, edges, install")
 TINY = {"grid": "O8", "refinement": 2, "heads": 4, "channels": 4, "layers": 2, "repeats": 2}
 TINY_SIZES = (("O4", 1),)
-GRACE = 5.0  # s, for the other ranks to end when one has failed
+NEAR = 0.25  # relative: work of a rank that counts as the same
+ENDS = 130  # width left for figures behind bars
 
 
-class Job(NamedTuple):
-    """Processes that belong together."""
-
-    name: str
-    script: str  # beside this file; "" are checks
-    ranks: int
-    tasks: list[dict]  # what the ranks read
-
-
-def jobs(options: argparse.Namespace, replays: bool) -> list[Job]:
-    """Everything that was asked for, in the order in which it runs; with replays where there are CUDA graphs."""
-    counts = [n for n in RANKS if n <= options.ranks]
-    every = [Job("checks", "", options.ranks, [])] if "checks" in options.parts and options.ranks > 1 else []
-    every += [Job(f"models on {n}", "sharding_rank.py", n, tasks(options, n, replays)) for n in counts]
-    if "anemoi" in options.parts:
-        ends = sorted({counts[0], counts[-1]})
-        every += [Job(f"anemoi on {n}", "sharding_anemoi.py", n, anemoi_tasks(options, n)) for n in ends]
-    return [job for job in every if job.tasks or not job.script]
+def tasks_of(options: argparse.Namespace, ranks: int) -> list[dict]:
+    """Return what `ranks` ranks measure."""
+    model = {"model": "anemoi_gt", "grid": options.grid, "refinement": options.refinement, "compiled": False}
+    model |= {name: getattr(options, name) for name in ("heads", "channels", "layers")} | {"replayed": False}
+    every = [{"part": "strong"}, {"part": "replay", "replayed": True}]
+    every += [{"part": "compiled", "compiled": True, "replayed": replayed} for replayed in (False, True)]
+    for name, refinement in TINY_SIZES if options.tiny else SIZES:
+        size = {"part": "sizes", "grid": name, "refinement": refinement}
+        every += [size, size | {"replayed": True}]
+    every += [{"part": "anemoi", "model": name} for name in ANEMOI if ranks > 1 or "heads" not in name]
+    asked = [model | task for task in every if task["part"] in options.parts]
+    return [task for task in asked if torch.cuda.is_available() or not task["replayed"]]
 
 
-def tasks(options: argparse.Namespace, ranks: int, replays: bool) -> list[dict]:
-    """What so many ranks do with our model; neighbours that differ in nothing but `replayed` share one."""
-    every = []
-    for way in WAYS if ranks > 1 else WAYS[:1]:
-        every.append(_task(options, "strong", ranks, way))
-        every += [_task(options, "replay", ranks, way, replayed=True)] * (way in REPLAYED)
-    if ranks > 1:
-        message = {"part": "exchange", "width": options.heads * options.channels, "layers": options.layers}
-        every.append(message | {"name": "exchange", "replayed": False})
-        every.append(message | {"name": "exchange, replayed", "replayed": True})
-    for grid in TINY_SIZES if options.tiny else SIZES:
-        every += [_task(options, "sizes", ranks, WAYS[0], grid, replayed=replayed) for replayed in (False, True)]
-    every += [
-        _task(options, "compiled", ranks, WAYS[0], replayed=replayed, compiled=True) for replayed in (False, True)
-    ]
-    return [task for task in every if task["part"] in options.parts and (replays or not task["replayed"])]
+def run_job(ranks: int, tasks: list[dict], report: dict, options: argparse.Namespace) -> str | None:
+    """Run tasks on `ranks` ranks and add their records to the report; return the error, or None."""
+    alone = [record for record in report["results"] if record["ranks"] == 1]
+    expected = {
+        f"{record['model'].partition(',')[0]} {record['grid']} {record['refinement']}": record["signature"]
+        for record in reversed(alone)  # the first of a graph is the reference
+    }
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        work = {"tasks": tasks, "repeats": options.repeats, "expected": expected}
+        (folder / "work.json").write_text(json.dumps(work))
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        command += [str(ROOT / "benchmarks" / "sharding_rank.py"), name]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=options.limit)
+            error = done.stderr[-3000:] if done.returncode else None
+        except subprocess.TimeoutExpired:
+            error = f"must end within {options.limit:.0f} s"
+        records = folder / "records.jsonl"
+        if records.exists():
+            report["results"] += [json.loads(line) for line in records.read_text().splitlines()]
+    return error
 
 
-def anemoi_tasks(options: argparse.Namespace, ranks: int) -> list[dict]:
-    """What so many ranks do with the model of anemoi-models."""
-    asked = [(strategy, who) for strategy, who in ANEMOI if ranks > 1 or strategy == "edges"]
-    every = [_task(options, "anemoi", ranks, strategy) | {"who": who} for strategy, who in asked]
-    return [task | {"name": f"{task['name']}, {task['who']}"} for task in every]
+def merged(reports: list[dict]) -> dict:
+    """Return reports of one device and versions as one.
 
-
-def _task(
-    options: argparse.Namespace,
-    part: str,
-    ranks: int,
-    way: str,
-    grid: tuple[str, int] | None = None,
-    replayed: bool = False,
-    compiled: bool = False,
-) -> dict:
-    """One case of a part, of the large grid unless another is given."""
-    shape = {name: getattr(options, name) for name in ("heads", "channels", "layers")}
-    case = Case(*(grid or (options.grid, options.refinement)), **shape, ranks=ranks, way=way, compiled=compiled)
-    name = f"{part} {way} {case.graph}" + ", replayed" * replayed
-    return {"part": part, "name": name, "replayed": replayed, "case": asdict(case)}
-
-
-class Bench:
-    """The jobs of one call, and what has come of them.
-
-    Parameters
-    ----------
-    options : argparse.Namespace
-        What the command line says.
-    folder : Path
-        For graphs, and what ranks write.
+    Raises
+    ------
+    ValueError
+        If devices or versions differ.
     """
-
-    def __init__(self, options: argparse.Namespace, folder: Path):
-        self.options, self.folder = options, folder
-        self.deadline = time.monotonic() + options.seconds
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        self.report = {
-            "environment": describe(device, {"torch", "triton", "anemoi-models"}, options.commit)
-            | {
-                "nccl": ".".join(map(str, torch.cuda.nccl.version())) if device == "cuda" else None,
-                "dtype": "bfloat16 autocast" if device == "cuda" else "float32",
-            },
-            "ranks": options.ranks,
-            "jobs": [],
-            "results": [],
-        }
-
-    def run(self, job: Job) -> None:
-        """Run a job and keep what it found; its failure is a line of the report, with the task that it was at."""
-        begin = time.monotonic()
-        seconds = min(self.options.limit, self.deadline - begin)
-        if seconds <= 0:
-            problem, records = "not run: no time was left", []
-        else:
-            try:
-                problem, records = (self._models if job.script else self._checks)(job, seconds)
-            except Exception as error:  # a part that fails is reported, the others go on
-                problem, records = f"{type(error).__name__}: {error}", []
-        took = time.monotonic() - begin
-        self.report["jobs"].append(
-            {"name": job.name, "seconds": round(took, 1), "problem": problem, "found": len(records)}
-        )
-        self.report["results"] += [{"job": job.name} | record for record in records]
-        print(f"{took:6.1f} s  {job.name}: {'done' if problem is None else problem}", flush=True)
-        self.write()
-
-    def write(self) -> None:
-        """Write what there is."""
-        if self.options.out:
-            self.options.out.parent.mkdir(parents=True, exist_ok=True)
-            self.options.out.write_text(json.dumps(self.report, indent=1) + "\n")
-
-    def _models(self, job: Job, seconds: float) -> tuple[str | None, list[dict]]:
-        work = {"tasks": job.tasks, "repeats": self.options.repeats, "seconds": seconds, "expected": self._signatures()}
-        cases = [Case(**task["case"]) for task in job.tasks if "case" in task]
-        work["graphs"] = {case.graph: str(self._graph(case)) for case in cases}
-        place = Path(tempfile.mkdtemp(dir=self.folder))
-        (place / "work.json").write_text(json.dumps(work))
-        problem = launch([ROOT / "benchmarks" / job.script, place], job.ranks, place, seconds)
-        doing, found = place / "doing", place / "records.jsonl"
-        if problem and doing.exists():
-            problem = f"in {doing.read_text()}: {problem}"
-        return problem, [json.loads(line) for line in found.read_text().splitlines()] if found.exists() else []
-
-    def _graph(self, case: Case) -> Path:
-        """The file of a case's graph, made once."""
-        path = self.folder / f"{case.graph}.pt"
-        if not path.exists():
-            torch.save(weather_graph(case), path)
-        return path
-
-    def _signatures(self) -> dict[str, list[float]]:
-        """Loss and lengths of gradients of one rank, by graph."""
-        alone = [record for record in self.report["results"] if record.get("ranks") == 1 and "signature" in record]
-        prefix = {"anemoi": "anemoi "}
-        return {
-            f"{prefix.get(record['part'], '')}{record['grid']}-{record['refinement']}": record["signature"]
-            for record in reversed(alone)  # the first of a graph is the reference
-        }
-
-    def _checks(self, job: Job, seconds: float) -> tuple[str | None, list[dict]]:
-        from distributed.ranks import found, spawn_checks
-
-        folder = self.folder / "checks"
-        ended = spawn_checks(CHECKS, job.ranks, folder, seconds, self.options.hosts)
-        wrong, records = {}, []
-        for module in CHECKS:
-            said = found(f"distributed.{module}", folder / module, ended)
-            problems = {check: problem for check, problem in said.items() if problem}
-            wrong |= problems
-            records.append({"part": "checks", "name": module, "checks": len(said), "hold": len(said) - len(problems)})
-        return (f"wrong: {wrong}" if wrong else None), records
+    facts = [{k: v for k, v in report["environment"].items() if k not in ("commit", "date")} for report in reports]
+    if any(other != facts[0] for other in facts):
+        raise ValueError(f"results must be of one device with the same versions, got {facts}")
+    joined = {k: ", ".join(dict.fromkeys(r["environment"][k] for r in reports)) for k in ("commit", "date")}
+    records = [record for report in reports for record in report["results"]]
+    return {"environment": facts[0] | joined, "results": records}
 
 
-def launch(arguments: list, ranks: int, place: Path, seconds: float) -> str | None:
-    """Run `python *arguments` on so many ranks; what went wrong, or None. All end when one fails, or the time is up."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
-    logs = [place / f"rank{rank}.log" for rank in range(ranks)]
-    processes = []
-    try:
-        for rank, log in enumerate(logs):
-            variables = os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            with log.open("w") as output:
-                command = [sys.executable, *map(str, arguments)]
-                processes.append(subprocess.Popen(command, env=variables, stdout=output, stderr=subprocess.STDOUT))
-        end = time.monotonic() + seconds
-        while any(process.poll() is None for process in processes):
-            failed = [rank for rank, process in enumerate(processes) if process.poll() not in (None, 0)]
-            if failed:
-                end = min(end, time.monotonic() + GRACE)
-            if time.monotonic() > end:
-                break
-            time.sleep(0.1)
-        failed = [rank for rank, process in enumerate(processes) if process.poll() not in (None, 0)]
-        late = [rank for rank, process in enumerate(processes) if process.poll() is None]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    if not failed and not late:
-        return None
-    rank = (failed or late)[0]
-    what = f"failed with {processes[rank].returncode}" if failed else f"did not end within {seconds:.0f} s"
-    return f"rank {rank} {what}: {logs[rank].read_text()[-1500:]}"
+def name_of(record: dict) -> str:
+    """Return the name of a record's series."""
+    name = graph_of(record) if record["part"] == "sizes" else record["model"]
+    return name + ", compiled" * record["compiled"] + ", CUDA graph" * record["replayed"]
+
+
+def graph_of(record: dict) -> str:
+    """Return grid and mesh."""
+    return f"{record['grid']}, icosphere {record['refinement']}"
+
+
+def series(report: dict, parts: tuple[str, ...] = PARTS) -> dict[str, dict[int, dict]]:
+    """Return records by name, then by number of ranks."""
+    found = {}
+    for record in sorted(report["results"], key=lambda record: PARTS.index(record["part"])):
+        if record["part"] in parts:
+            found.setdefault(name_of(record), {})[record["ranks"]] = record
+    for name, records in found.items():  # on one rank, strategies do not differ
+        alone = found.get(name.replace("heads", "edges"), {}).get(1)
+        if alone:
+            records.setdefault(1, alone)
+    return {name: dict(sorted(records.items())) for name, records in found.items()}
+
+
+def efficiency(records: dict[int, dict], n: int) -> float | None:
+    """Return the efficiency of n ranks; None if one rank was not measured."""
+    return records[1]["ms"] / (n * records[n]["ms"]) if 1 in records and n in records else None
+
+
+def share(records: dict[int, dict], n: int) -> float | None:
+    """Return the memory of n ranks together over that of one; None if not measured."""
+    alone, here = (records.get(k, {}).get("peak_gb") for k in (1, n))
+    return n * here / alone if alone and here else None
+
+
+def weak(report: dict) -> list[tuple[dict, dict]]:
+    """Return passes on one rank, each with the pass on n ranks whose work per rank is nearest to its own."""
+    known = [record for record in report["results"] if "work" in record and not record["compiled"]]
+    pairs = []
+    for alone in (record for record in known if record["ranks"] == 1):
+        for n in sorted({record["ranks"] for record in known} - {1}):
+            there = [r for r in known if r["ranks"] == n and r["replayed"] == alone["replayed"]]
+            near = min(there, key=lambda r: abs(r["work"] / alone["work"] - 1), default=None)
+            if near and abs(near["work"] / alone["work"] - 1) <= NEAR:
+                pairs.append((alone, near))
+    return pairs
+
+
+def tables(report: dict) -> str:
+    """Return times and efficiency, memory and halo, weak scaling in Markdown, behind the environment."""
+    facts, found = report["environment"], series(report)
+    ranks = sorted({n for records in found.values() for n in records})
+    several = [n for n in ranks if n > 1]
+    versions = ", ".join(f"{name} {number}" for name, number in facts["versions"].items() if number)
+    where = f"{facts['device']}, {facts['dtype']}, {facts['date']}, commit {facts['commit']}; "
+    where += f"{versions}, NCCL {facts['nccl']}."
+    times, memory = [], []
+    for name, records in found.items():
+        row, held = [name], [name]
+        for n in ranks:
+            row += [_cell(records.get(n, {}).get("ms"), ".1f")] + [_cell(efficiency(records, n), ".3f")] * (n > 1)
+            held += [_cell(records.get(n, {}).get("peak_gb"), ".1f")] + [_cell(share(records, n), ".2f")] * (n > 1)
+        sent = [records.get(n, {}).get("halo_bytes") for n in several]
+        times.append(row)
+        memory += [held + [_cell(size / 1e6 if size else None, ".1f") for size in sent]] * (held[1] != EMPTY)
+    columns = [word for n in ranks for word in [f"{n} GPU{'s' * (n > 1)}"] + ["efficiency"] * (n > 1)]
+    parts = [where, markdown(["Forward and backward, ms", *columns], times)]
+    if memory:
+        columns = [word for n in ranks for word in [f"GB on {n}"] + ["share"] * (n > 1)]
+        parts.append(markdown(["Memory, halo", *columns, *(f"MB on {n}" for n in several)], memory))
+    pairs = [
+        [name_of(one), graph_of(other), other["ranks"]]
+        + [f"{record[key] / scale:.1f}" for key, scale in (("work", 1e6), ("ms", 1)) for record in (one, other)]
+        + [f"{one['ms'] / one['work'] / (other['ms'] / other['work']):.3f}"]
+        for one, other in weak(report)
+    ]
+    header = ["Weak scaling: on 1", "on n", "n", "10^6 edges on 1", "per rank on n", "ms on 1", "ms on n", "efficiency"]
+    return "\n\n".join(parts + [markdown(header, pairs)] * bool(pairs))
+
+
+def _cell(value: float | None, form: str) -> str:
+    return EMPTY if value is None else format(value, form)
+
+
+def plot(report: dict) -> str:
+    """Return times as bars, one for each number of ranks, with a line at ideal scaling.
+
+    Raises
+    ------
+    ValueError
+        If nothing was measured on one rank and on several.
+    """
+    found = {name: records for name, records in series(report, PLOTTED).items() if 1 in records and len(records) > 1}
+    if not found:
+        raise ValueError("results must hold times of one graph on one rank and on several: run the part strong")
+    ranks = sorted({n for records in found.values() for n in records})
+    scale = (WIDE - ENDS) / max(record["ms"] for records in found.values() for record in records.values())
+    shapes, y = [], 40
+    for place, n in enumerate(ranks):
+        shapes.append(f'<rect class="peer{place}" x="{110 * place}" y="7" width="13" height="13"/>')
+        shapes.append(words(110 * place + 19, 18, f"{n} rank{'s' * (n > 1)}", size=14))
+    for name, records in found.items():
+        shapes.append(words(0, y + 12, name, size=14))
+        y += 20
+        for n in records:
+            shapes.append(_bar(records, n, ranks.index(n), y, scale))
+            y += BAR
+        y += 12
+    label = "; ".join(
+        f"{name}: " + ", ".join(f"{record['ms']:.1f} ms on {n}" for n, record in records.items())
+        for name, records in found.items()
+    )
+    foot = words(0, y + 8, "ms; in brackets efficiency; line: ideal scaling", size=14)
+    return canvas(WIDE, y + 16, f"Time of forward and backward. {label}", "".join([*shapes, foot]))
+
+
+def _bar(records: dict[int, dict], n: int, place: int, y: float, scale: float) -> str:
+    ms, ideal = records[n]["ms"], scale * records[1]["ms"] / n
+    figures = f"{ms:.1f}" + (f" ({efficiency(records, n):.3f})" if n > 1 else "")
+    bar = f'<rect class="peer{place}" x="0" y="{y}" width="{scale * ms:.1f}" height="{BAR - 2}"/>'
+    bar += words(scale * ms + 7, y + BAR - 5, figures, size=14)
+    return bar + (f'<path class="floor" d="M{ideal:.1f},{y - 2}V{y + BAR}"/>' if n > 1 else "")
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -249,9 +229,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=max(torch.cuda.device_count(), 1), help="the most; one a GPU")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument(
-        "--hosts", type=int, default=1, help="told to the checks: ranks of several may share the GPUs of this one"
-    )
     parser.add_argument("--grid", default="N320")
     parser.add_argument("--refinement", type=int, default=6)
     parser.add_argument("--heads", type=int, default=16)
@@ -259,10 +236,12 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=16, help="of the processor")
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--tiny", action="store_true", help="small enough for a CPU")
-    parser.add_argument("--seconds", type=float, default=900, help="for everything")
-    parser.add_argument("--limit", type=float, default=300, help="seconds for one job")
+    parser.add_argument("--limit", type=float, default=600, help="seconds for one job")
     parser.add_argument("--out", type=Path, help="JSON file for the results")
-    parser.add_argument("--commit", help="what to record where git cannot tell")
+    parser.add_argument("--commit", help="to record if git is not available")
+    parser.add_argument("--table", type=Path, nargs="+", help="results files; make their tables and measure nothing")
+    parser.add_argument("--page", type=Path, help="Markdown page with comments that name the first file of --table")
+    parser.add_argument("--plot", type=Path, help="SVG file for the plot; one for dark ground is written beside it")
     options = parser.parse_args(arguments)
     if options.tiny:
         vars(options).update(TINY)
@@ -270,16 +249,27 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run what the command line asks for; 1 if any job failed."""
-    options = parse(arguments)
-    with tempfile.TemporaryDirectory() as folder:
-        bench = Bench(options, Path(folder))
-        for job in jobs(options, replays=torch.cuda.is_available()):
-            bench.run(job)
-    print(summary(bench.report))
-    if options.out and drawn(bench.report):
-        draw(bench.report, options.out.with_suffix(".svg"))
-    return int(any(job["problem"] for job in bench.report["jobs"]))
+    """Measure or read, then write tables and plots; 1 if a job failed."""
+    options, errors = parse(arguments), []
+    if options.table:
+        report = merged([json.loads(path.read_text()) for path in options.table])
+    else:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        facts = describe(device, {"torch", "triton", "anemoi-models"}, options.commit)
+        facts["nccl"] = ".".join(map(str, torch.cuda.nccl.version())) if device == "cuda" else None
+        facts["dtype"] = "bfloat16 autocast" if device == "cuda" else "float32"
+        report = {"environment": facts, "errors": errors, "results": []}
+        for ranks in (n for n in RANKS if n <= options.ranks):
+            error = run_job(ranks, tasks_of(options, ranks), report, options)
+            errors += [f"{ranks} ranks: {error}"] * bool(error)
+            if options.out:
+                results.write(report, options.out)
+    print(tables(report), *errors, sep="\n\n")
+    if options.page:
+        options.page.write_text(put_into(options.page.read_text(), options.table[0].name, tables(report)))
+    if options.plot:
+        write(plot(report), options.plot)
+    return int(bool(errors))
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
     python benchmarks/training_curves.py --era5 FILE --output benchmarks/results/training_curves_h200.txt
     python benchmarks/training_curves.py --data sphere --steps 20 --precisions bf16-mixed --processes 1
 
-For every data set and precision, two seeds are trained with the backend torch and two with triton. The backends agree within
-noise when the curves of one seed are nearer to each other than those of two seeds.
+For every data set and precision, two seeds are trained with the backend torch and two with triton. The backends agree
+within noise when the curves of one seed are nearer to each other than those of two seeds.
 """
 
 import argparse
@@ -30,7 +30,8 @@ def train(folder: Path, run: tuple[str, str, str, int], options: argparse.Namesp
     out = folder / f"{data}_{precision}_{backend}_{seed}"
     overrides = [
         f"data={data}", f"training.precision={precision}", f"attention/backend={backend}", f"training.seed={seed}",
-        f"training.steps={options.steps}", f"training.warmup_steps={min(WARM_UP, options.steps)}", f"hydra.run.dir={out}",
+        f"training.steps={options.steps}", f"training.warmup_steps={min(WARM_UP, options.steps)}",
+        f"hydra.run.dir={out}",
     ]  # fmt: skip
     if data == "era5_uk":
         overrides.append(f"data.path={options.era5}")
@@ -74,7 +75,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--era5", type=Path, help="GRIB file of data=era5_uk")
     parser.add_argument("--processes", type=int, default=8)
     parser.add_argument("--output", type=Path)
-    parser.add_argument("--commit", help="what to write where git cannot tell")
+    parser.add_argument("--commit", help="to record if git is not available")
     options = parser.parse_args(arguments)
     keys = list(product(options.data, options.precisions, BACKENDS, SEEDS))
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(options.processes) as pool:

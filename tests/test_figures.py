@@ -83,4 +83,4 @@ def test_legend_of_the_roofline_has_complete_names(extension):
     figures, path = extension("results_figures"), ROOT / "benchmarks" / "results" / "n320_h200.json"
     results = json.loads(path.read_text())
     names = re.findall(r"</svg>([^<]+)</span>", figures.legend(results))
-    assert names[:-1] == list(results["peers"].values()) and names[-1].startswith("copy, ")
+    assert names[:-1] == list(results["baselines"].values()) and names[-1].startswith("copy, ")

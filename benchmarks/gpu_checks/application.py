@@ -21,23 +21,23 @@ SAMPLES, LIMIT = 3, 300.0  # s, for one command
 
 
 def exported_and_loaded() -> str:
-    """The package that `python -m anemoi_gt export` makes of a trained run gives the same numbers in Python and in C++, without this library."""
+    """Export a trained run, and compare the package in Python and in C++, without this library."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         found = [str(Path(place).resolve()) for place in os.environ.get("PYTHONPATH", "").split(os.pathsep) if place]
-        ours = {"PYTHONPATH": os.pathsep.join([str(_installed(folder / "site")), *found])}
+        path = {"PYTHONPATH": os.pathsep.join([str(_installed(folder / "site")), *found])}
         run, package, x = folder / "run", folder / "model.pt2", folder / "x.pt"
         application = [sys.executable, "-m", "anemoi_gt"]
-        _execute([*application[:2], "anemoi_gt.train", *SMALL, *CHOSEN, f"hydra.run.dir={run}"], folder, ours)
+        _execute([*application[:2], "anemoi_gt.train", *SMALL, *CHOSEN, f"hydra.run.dir={run}"], folder, path)
         wanted = [f"checkpoint={run / 'last.pt'}", f"out={package}", f"max_batch={SAMPLES}"]
-        said = _execute([*application, "export", *wanted, f"hydra.run.dir={folder / 'export'}"], folder, ours)
+        said = _execute([*application, "export", *wanted, f"hydra.run.dir={folder / 'export'}"], folder, path)
         torch.save(torch.randn(SAMPLES, *_shape(package), generator=torch.Generator().manual_seed(0)), x)
         _execute([sys.executable, "-I", EXAMPLE / "run_package.py", package, x, folder / "python.pt"], folder)
         _execute([_compiled(folder / "run_package"), package, x, folder / "cpp.pt"], folder)
         first, second = (torch.load(folder / f"{name}.pt") for name in ("python", "cpp"))
     torch.testing.assert_close(second, first, rtol=1e-5, atol=1e-6)
-    told = [line for line in said.splitlines() if line.startswith(("same numbers", "one sample takes", "written"))]
-    return "; ".join([*told, "Python and C++ agree"])
+    lines = [line for line in said.splitlines() if line.startswith(("same numbers", "one sample takes", "written"))]
+    return "; ".join([*lines, "Python and C++ agree"])
 
 
 def _installed(site: Path) -> Path:
@@ -61,7 +61,7 @@ def _compiled(program: Path) -> Path:
     torch_folder = Path(torch.__file__).parent
     libraries = torch_folder / "lib"
     names = ["torch", "torch_cpu", "c10"] + (["torch_cuda", "c10_cuda"] if DEVICE.type == "cuda" else [])
-    # Nobody calls the GPU's libraries by name; they register themselves when they are loaded, and find those of CUDA by themselves.
+    # The GPU libraries are not called by name: they register themselves when loaded.
     linker = ["-Wl,--no-as-needed", "-Wl,--allow-shlib-undefined", f"-L{libraries}", f"-Wl,-rpath,{libraries}"]
     linker += [f"-l{name}" for name in names]
     compiler = [os.environ.get("CXX", "g++"), "-std=c++20", "-O0", f"-I{torch_folder / 'include'}"]

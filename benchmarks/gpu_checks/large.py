@@ -1,4 +1,4 @@
-"""Problems too large for the oracle: it judges selected destinations and sources, on the part of the graph they depend on."""
+"""Problems too large for the oracle, which checks selected destinations and sources on the subgraph they depend on."""
 
 from dataclasses import dataclass
 
@@ -38,15 +38,12 @@ class Large:
         def draw(*shape):
             return torch.randn(*shape, generator=generator, device=DEVICE, dtype=dtype)
 
-        width, source, destination = (
-            heads * channels,
-            (graph.num_src, heads, channels),
-            (graph.num_dst, heads, channels),
-        )
+        width, row = heads * channels, (heads, channels)
+        source, destination = (graph.num_src, *row), (graph.num_dst, *row)
         weight = draw(width, edge_dim) * edge_dim**-0.5
         return cls(
-            graph, draw(*destination), draw(*source), draw(*source), draw(graph.num_edges, edge_dim), weight, draw(width),
-            draw(*destination),
+            graph, draw(*destination), draw(*source), draw(*source), draw(graph.num_edges, edge_dim), weight,
+            draw(width), draw(*destination),
         )  # fmt: skip
 
     def leaves(self) -> list[torch.Tensor]:
@@ -62,8 +59,8 @@ class Large:
         return {"out": out.detach(), "lse": lse.detach(), **dict(zip(names, gradients, strict=True))}
 
 
-def judge_rows(large: Large, result: dict[str, torch.Tensor], destinations: list[int], sources: list[int]) -> int:
-    """Judge the rows of some destinations and sources; returns the number of destinations the oracle went through.
+def check_rows(large: Large, result: dict[str, torch.Tensor], destinations: list[int], sources: list[int]) -> int:
+    """Check the rows of some destinations and sources; return the number of destinations that the oracle computed.
 
     A source's gradients hold terms of the destinations it has edges to, and theirs depend on all their in-edges.
     """
@@ -82,9 +79,10 @@ def judge_rows(large: Large, result: dict[str, torch.Tensor], destinations: list
         return tensor.detach()[index.to(DEVICE)].cpu()
 
     problem = Problem(
-        torch.stack([torch.searchsorted(src, origin), local_dst]), rows(large.query, dst), rows(large.key, src), rows(large.value, src),
-        rows(large.edge_attr, edges), large.edge_weight.detach().cpu(), large.edge_bias.detach().cpu(),
-        rows(large.grad_out, dst), torch.zeros(len(dst), large.query.shape[1]), large.query.shape[2] ** -0.5,
+        torch.stack([torch.searchsorted(src, origin), local_dst]), rows(large.query, dst), rows(large.key, src),
+        rows(large.value, src), rows(large.edge_attr, edges), large.edge_weight.detach().cpu(),
+        large.edge_bias.detach().cpu(), rows(large.grad_out, dst), torch.zeros(len(dst), large.query.shape[1]),
+        large.query.shape[2] ** -0.5,
     )  # fmt: skip
     whole = {"out": dst, "lse": dst, "dquery": dst, "dedge_attr": edges, "dkey": chosen, "dvalue": chosen}
     part = {"dkey": torch.searchsorted(src, chosen), "dvalue": torch.searchsorted(src, chosen)}
@@ -109,16 +107,16 @@ def beyond_32_bits() -> str:
         raise AssertionError(f"the problem is too small: {rows} numbers in rows, {pairs} in pairs of edges and heads")
     result = large.run()
     last = num_dst - 1
-    judged = judge_rows(large, result, [0, 1, num_dst // 2, last - 1, last], [0, int(row[-1]), last])
-    _judge_bias(large, result["dedge_bias"])
+    checked = check_rows(large, result, [0, 1, num_dst // 2, last - 1, last], [0, int(row[-1]), last])
+    _check_bias(large, result["dedge_bias"])
     held = f"{torch.cuda.max_memory_allocated() / 1e9:.0f} GB, " if DEVICE.type == "cuda" else ""
     return (
-        f"{held}{rows / LIMIT:.2f} x 2^31 numbers in rows, {pairs / LIMIT:.2f} in pairs; {judged} destinations judged"
+        f"{held}{rows / LIMIT:.2f} x 2^31 numbers in rows, {pairs / LIMIT:.2f} in pairs; {checked} destinations checked"
     )
 
 
-def _judge_bias(large: Large, dedge_bias: torch.Tensor) -> None:
-    """Judge the sum over all nodes: where every destination has an in-edge its weights sum to 1, so db is the sum of do."""
+def _check_bias(large: Large, dedge_bias: torch.Tensor) -> None:
+    """Check the sum over all nodes: if every destination has an in-edge, weights sum to 1 and db is the sum of do."""
     exact = torch.zeros_like(dedge_bias, dtype=torch.float64)
     for piece in large.grad_out.flatten(1).split(100_000):
         exact += piece.double().sum(0)
@@ -146,13 +144,13 @@ def weather_graphs(names: list[str]) -> str:
             for dtype in (torch.bfloat16, torch.float32):
                 large = Large.random(structure, *SHAPE, dtype)
                 destinations, sources = ([0, size // 3, size // 2, size - 1] for size in reversed(sizes))
-                judge_rows(large, large.run(), destinations, sources)
+                check_rows(large, large.run(), destinations, sources)
             seen.append(f"{name} {source} to {destination} {structure.num_edges} edges")
     return "; ".join(seen)
 
 
 def norm_beyond_32_bits() -> str:
-    """Norms of rows that begin beyond 2^32 numbers are those of the rows alone, in which PyTorch's own kernel may fail."""
+    """Compare norms of rows beyond 2^32 elements, where PyTorch's own kernel may fail, with those of the rows alone."""
     features = 1024
     rows = OVERFLOW_NUMEL // features + 1000 if DEVICE.type == "cuda" else 2000
     generator = torch.Generator(DEVICE).manual_seed(0)
@@ -163,4 +161,5 @@ def norm_beyond_32_bits() -> str:
         expected = norm(x[-1000:])
         torch.testing.assert_close(apply_norm(norm, x)[-1000:], expected, rtol=0, atol=0)
         wrong = int((own != expected).any(-1).sum())
-    return f"{rows * features / OVERFLOW_NUMEL:.4f} x 2^32 numbers; PyTorch's own, in one piece, is wrong in {wrong} of the last 1000 rows"
+    size = rows * features / OVERFLOW_NUMEL
+    return f"{size:.4f} x 2^32 elements; PyTorch's own is wrong in {wrong} of the last 1000 rows"

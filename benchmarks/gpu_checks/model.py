@@ -1,4 +1,4 @@
-"""How a whole model runs: its training step in a CUDA graph, without waiting for the device, and under torch.compile."""
+"""A whole model: training step in a CUDA graph, without host synchronisation, and under torch.compile."""
 
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -13,10 +13,8 @@ from anemoi_gt import AttentionConfig, EncoderProcessorDecoder
 from gpu_checks import DEVICE
 
 FIELDS = 20  # in and out of the data grid
-FACTOR, FLOOR = (
-    2.0,
-    1e-4,
-)  # what is compiled may be so many times as far from float32 as eager is, and that of rounding in float32
+# Compiled results may be FACTOR times as far from float32 as eager ones are, plus the rounding of float32.
+FACTOR, ROUNDING = 2.0, 1e-4
 STEPS = 3  # training steps that are compared
 
 
@@ -110,7 +108,7 @@ def capture(call: Callable[[], Tensor]) -> Callable[[], Tensor]:
 
 
 def warm(call: Callable[[], Tensor]) -> None:
-    """Call it as PyTorch asks for before a capture: kernels are compiled, memory of libraries and optimiser is there."""
+    """Call it as PyTorch requires before a capture, so that kernels are compiled and memory is allocated."""
     if DEVICE.type != "cuda":
         call()
         return
@@ -130,7 +128,7 @@ def assert_same(actual: list[Tensor], expected: list[Tensor], what: str) -> None
 
 
 def forward_in_graph(capture: Callable = capture) -> str:
-    """A captured forward pass, replayed on new fields, gives the bits of eager passes."""
+    """Compare replays of a captured forward pass on new fields with eager passes, bit by bit."""
     training, outputs = Training(HERE), {}
     with torch.no_grad():
         expected = []
@@ -147,7 +145,7 @@ def forward_in_graph(capture: Callable = capture) -> str:
 
 
 def step_in_graph(capture: Callable = capture) -> str:
-    """A captured training step, replayed on new fields, gives the losses and the parameters of eager steps, bit by bit."""
+    """Compare replays of a captured training step on new fields with eager steps, bit by bit."""
     said = []
     for options in ({}, {"checkpoint_groups": 1, "mapper_chunks": 2}):
         eager = Training(HERE, **options)
@@ -164,7 +162,7 @@ def step_in_graph(capture: Callable = capture) -> str:
             for parameter, begin in zip(training.model.parameters(), first, strict=True):
                 parameter.copy_(begin)
         assert_same(training.run(replay), expected, f"losses and parameters with {options}")
-        said.append("checkpointed, in pieces" if options else "plain")
+        said.append("checkpointed, in chunks" if options else "plain")
     return f"{STEPS} replays of forward, backward and AdamW gave the bits of eager steps: {', '.join(said)}"
 
 
@@ -196,7 +194,7 @@ def step_never_waits() -> str:
 
 
 def compiled(modes: tuple[str, ...] = ("default", "reduce-overhead"), **options) -> str:
-    """The compiled model has eager's output and gradients, in one graph, in a CUDA graph where the mode asks for one."""
+    """Compare output and gradients of the compiled model, one graph, with those of eager."""
     problems = {}
     for mode in modes:
         torch.compiler.reset()
@@ -227,7 +225,7 @@ def _compare(training: Training, function: Callable, number: int) -> str | None:
         ("loss", "gradients"), _results(training, function), eager, exact, strict=True
     ):
         off, lost = (((other - wanted).norm() / wanted.norm()).item() for other in (actual, lossy))
-        if not off <= FACTOR * lost + FLOOR:
+        if not off <= FACTOR * lost + ROUNDING:
             return f"pass {number}: {name} off by {off}, eager by {lost}"
     return None
 

@@ -44,7 +44,7 @@ def _work_alone(environment: dict[str, str]) -> None:
 
 
 def work() -> None:
-    """Forward and backward on shapes that fill no tile, and on one that takes several warps; structures without sorting."""
+    """Run forward and backward on shapes that fill no tile, or take several warps, with unsorted structures."""
     import torch
     from support.graphs import GRAPHS
     from support.oracle import make_problem

@@ -1,4 +1,4 @@
-"""The benchmark suite: named problems, peers, and a measurement that times nothing that is wrong.
+"""The benchmark suite: named problems, baselines, correctness checks and measurements.
 
 Run by `benchmarks/run.py`, drawn by `benchmarks/report.py`. Importing this package makes the package under test and the
 tests' oracle importable from the checkout.

@@ -1,4 +1,4 @@
-"""What one timed call is: a pass of a peer on its operands, or the making of a structure."""
+"""What one timed call is: a pass of a baseline on its operands, or the making of a structure."""
 
 from collections.abc import Callable
 
@@ -9,7 +9,7 @@ from suite.timing import Gpu
 
 
 class Refused(Exception):
-    """A peer does not do something; says why."""
+    """A baseline does not do something; says why."""
 
 
 def forward(operands: Operands, attend: Callable) -> Callable:
@@ -38,7 +38,7 @@ def replay(operands: Operands, attend: Callable) -> Callable:
     """
     if operands.query.device.type != "cuda":
         raise Refused("CUDA graphs need a GPU")
-    return Gpu.record(forward_backward(operands, attend), 1)
+    return Gpu.record(forward_backward(operands, attend))
 
 
 CALLS = {"forward": forward, "forward_backward": forward_backward, "replay": replay}

@@ -1,4 +1,4 @@
-"""Mappers between a grid and an icosphere, without gradients: graphs, operands, ways to compute them, and their judge."""
+"""Mappers between a grid and an icosphere, without gradients: graphs, operands, contenders, and their check."""
 
 import copy
 from collections.abc import Callable
@@ -16,12 +16,12 @@ from anemoi_gt.nn import (
     GraphTransformerForwardMapper,
     split_destinations,
 )
-from suite.peers import missing
+from suite.baselines import missing
 
 PARTS = ("encoder", "decoder")
 TRAINED = 8  # attributes of an edge beside its length and direction
 POSITION = 12  # features of a hidden node that come in: sines, cosines and trained numbers
-JUDGED = 16  # destinations of each kind
+CHECKED = 16  # destinations of each kind
 LIMIT = 2**31
 
 
@@ -113,7 +113,7 @@ def build_graphs(setting: Setting, parts: list[str], folder: Path) -> dict:
     return sizes
 
 
-def _ours(problem: Problem, num_chunks: int) -> Callable[[], Tensor]:
+def _anemoi_gt(problem: Problem, num_chunks: int) -> Callable[[], Tensor]:
     sizes = tuple(side.shape[0] for side in problem.x)
     chunks = split_destinations(GraphStructure.from_edge_index(problem.edge_index, sizes), num_chunks)
 
@@ -128,25 +128,25 @@ def _anemoi(problem: Problem, num_chunks: int) -> Callable[[], Tensor]:
     from anemoi.models.distributed.shapes import BipartiteGraphShardInfo
     from anemoi.models.layers import mapper as mappers
 
-    ours, setting = problem.mapper, problem.setting
+    own, setting = problem.mapper, problem.setting
     options = {"num_channels": setting.channels, "num_heads": setting.heads, "edge_dim": problem.edge_attr.shape[1]}
-    options |= {"in_channels_src": ours.in_channels_src, "in_channels_dst": ours.in_channels_dst, "mlp_hidden_ratio": 4}
+    options |= {"in_channels_src": own.in_channels_src, "in_channels_dst": own.in_channels_dst, "mlp_hidden_ratio": 4}
     options |= {"num_chunks": num_chunks, "layer_kernels": {}, "gradient_checkpointing": False}
     options["graph_attention_backend"] = "triton" if setting.device == "cuda" else "pyg"
     if problem.part == "decoder":
         options["out_channels_dst"] = setting.fields
-    theirs = getattr(mappers, type(ours).__name__)(**options).to(problem.x[0].device, problem.x[0].dtype).eval()
-    theirs.load_state_dict(ours.state_dict())
+    upstream = getattr(mappers, type(own).__name__)(**options).to(problem.x[0].device, problem.x[0].dtype).eval()
+    upstream.load_state_dict(own.state_dict())
 
     def call() -> Tensor:
         with torch.no_grad():
-            out = theirs(problem.x, 1, BipartiteGraphShardInfo(), problem.edge_attr, problem.edge_index)
+            out = upstream(problem.x, 1, BipartiteGraphShardInfo(), problem.edge_attr, problem.edge_index)
         return out if torch.is_tensor(out) else out[1]  # a forward mapper hands the sources on
 
     return call
 
 
-CONTENDERS = {"ours": _ours, "anemoi": _anemoi}
+CONTENDERS = {"anemoi_gt": _anemoi_gt, "anemoi": _anemoi}
 
 
 def unsupported_reason(contender: str) -> str | None:
@@ -154,10 +154,10 @@ def unsupported_reason(contender: str) -> str | None:
     return missing("anemoi.models", "anemoi-models") if contender == "anemoi" else None
 
 
-def judged_destinations(problem: Problem) -> Tensor:
+def checked_destinations(problem: Problem) -> Tensor:
     """Destinations from the beginning, the middle and the end, and those that read the last sources."""
     number = problem.x[1].shape[0]
-    count = min(JUDGED, number)
+    count = min(CHECKED, number)
     near = torch.arange(count, device=problem.edge_index.device)
     last = problem.edge_index[0].topk(min(count, problem.edge_index.shape[1])).indices
     kinds = (near, near + (number - count) // 2, near + number - count, problem.edge_index[1, last])
@@ -194,8 +194,8 @@ def _attend(block: nn.Module, x_src, x_dst, edge_attr, origin: Tensor, degrees: 
     return block.projection(torch.stack(out).flatten(1) + block.lin_self(normed))
 
 
-def judge(problem: Problem, result: Tensor, destinations: Tensor) -> dict:
-    """Say whether rows of a result are at most twice as wrong as plain PyTorch's in the dtype, beside rounding."""
+def compare_with_plain(problem: Problem, result: Tensor, destinations: Tensor) -> dict:
+    """Return whether the error of a result is at most twice that of plain PyTorch in the dtype, plus rounding."""
     dtype, device = result.dtype, result.device
     exact = plain(problem, destinations, torch.float64, "cpu")
     rows, baseline = (
@@ -204,4 +204,4 @@ def judge(problem: Problem, result: Tensor, destinations: Tensor) -> dict:
     error, lost = ((other - exact).square().mean().sqrt().item() for other in (rows, baseline))
     allowed = 2 * lost + torch.finfo(dtype).eps * exact.square().mean().sqrt().item()
     outcome = "right" if error <= allowed else "wrong"  # wrong for what is not a number, too
-    return {"outcome": outcome, "rms_error": error, "rms_error_of_plain": lost, "judged": len(destinations)}
+    return {"outcome": outcome, "rms_error": error, "rms_error_of_plain": lost, "checked": len(destinations)}

@@ -1,4 +1,4 @@
-"""Tensors of a problem on a device, the same numbers for every peer."""
+"""Tensors of a problem on a device, the same numbers for every baseline."""
 
 import math
 from collections.abc import Callable
@@ -45,7 +45,7 @@ class Operands:
         return self.query.shape[0] if self.query.dim() == 4 else 1
 
     def side_by_side(self) -> "Operands":
-        """The samples of a batch as one large graph, for peers that know no batch; edge_attr stays as it is."""
+        """The samples of a batch as one large graph, for baselines that know no batch; edge_attr stays as it is."""
         coo, samples = self.coo, self.num_samples
         if self.query.dim() == 3:
             return self
@@ -86,7 +86,7 @@ def draw(problem: Problem, coo: Coo, seed: int = 0) -> Operands:
 
 
 def rotation(make: Callable[[int], Operands | Coo], cache: int) -> list:
-    """Return as many sets `make(0)`, `make(1)`, ... that a cache of so many bytes has lost each when its turn comes again."""
+    """Return sets `make(0)`, `make(1)`, ... that together outgrow a cache of `cache` bytes."""
     first = make(0)
     sets = min(math.ceil(COLD * cache / first.nbytes), MOST_SETS)
     return [first, *(make(seed) for seed in range(1, sets))]

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from itertools import product
 from pathlib import Path
 
-from suite import floor, graphs
+from suite import graphs, lower_bound
 from suite.calls import Refused
 from suite.problems import Problem
 from suite.timing import CLOCKS
@@ -17,7 +17,7 @@ from suite.worker import Worker
 
 
 def warm(problems: list[Problem], names: tuple[str, ...], device: str, folder: Path, processes: int) -> set[tuple]:
-    """Check every problem with every peer, each in a process of its own; return the pairs of names that are right.
+    """Check every problem with every baseline, each in a process of its own; return the pairs of names that are right.
 
     What is compiled lies on disk afterwards. Whatever fails here, for want of memory perhaps, is tried again alone.
     """
@@ -36,7 +36,7 @@ def warm(problems: list[Problem], names: tuple[str, ...], device: str, folder: P
 
 
 class Run:
-    """Measurements of some peers on some problems, on one device, in one go."""
+    """Measurements of some baselines on some problems, on one device, in one go."""
 
     def __init__(self, sizes: dict[str, tuple], device: str, right: set[tuple]):
         self.sizes, self.right = sizes, right
@@ -57,7 +57,7 @@ class Run:
         save(self)
 
     def _check(self, problem: Problem, name: str, worker: Worker) -> bool:
-        """Whether the peer is right on the problem; if not, why."""
+        """Whether the baseline is right on the problem; if not, why."""
         if (problem.name, name) in self.right:
             return True
         try:
@@ -69,7 +69,7 @@ class Run:
         return True
 
     def _time(self, problem: Problem, kind: str, workers: dict[str, Worker]) -> None:
-        """Measure one pass with all peers, in turns."""
+        """Measure one pass with all baselines, in turns."""
         measured: dict[str, list] = {name: [] for name in workers}
         peaks, reasons = {}, {}
         for _ in range(self.clock.ROUNDS):
@@ -88,16 +88,16 @@ class Run:
 
     def _summary(self, problem: Problem, kind: str, times: list[float], peak: int | None) -> dict:
         low, median, high = statistics.quantiles(times, n=4, method="inclusive")
-        nbytes = floor.compulsory_bytes(problem, self.sizes[str(problem.graph)], kind)
+        nbytes = lower_bound.compulsory_bytes(problem, self.sizes[str(problem.graph)], kind)
         return {
             "median_ms": median, "quartiles_ms": [low, high], "calls": len(times), "peak_bytes": peak,
             "bytes_per_second": nbytes / (1e-3 * median),
         }  # fmt: skip
 
     def _add(self, problem: Problem, kind: str, name: str, **what) -> None:
-        self.results.append({"problem": problem.name, "pass": kind, "peer": name, **what})
-        told = what.get("reason") or f"{what['median_ms']:.3f} ms"
-        print(f"{problem.name:32} {kind:18} {name:14} {told}", flush=True)
+        self.results.append({"problem": problem.name, "pass": kind, "baseline": name, **what})
+        text = what.get("reason") or f"{what['median_ms']:.3f} ms"
+        print(f"{problem.name:32} {kind:18} {name:14} {text}", flush=True)
 
 
 def run(

@@ -1,6 +1,7 @@
 """Tables of a results file, in Markdown, and the page that holds them."""
 
 import re
+from collections.abc import Sequence
 
 from suite.problems import PASSES, STRUCTURE
 
@@ -14,8 +15,8 @@ EMPTY = "–"  # noqa: RUF001  a dash, as printers set it
 
 
 def tables(results: dict) -> str:
-    """Return where the figures were made, a table of times for each kind of work, one of memory, and why cells are empty."""
-    found = {(line["problem"], line["pass"], line["peer"]): line for line in results["results"]}
+    """Return the environment, a table of times for each pass, one of memory, and the reasons of empty cells."""
+    found = {(line["problem"], line["pass"], line["baseline"]): line for line in results["results"]}
     parts = [_where(results)]
     parts += [_times(results, found, (kind,), HEADINGS[kind]) for kind in PASSES if kind not in STRUCTURE]
     parts += [_times(results, found, STRUCTURE, HEADINGS["structure"]), _memory(results, found), _notes(results)]
@@ -39,7 +40,7 @@ def put_into(page: str, name: str, text: str) -> str:
     return f"{page[: found.start()]}{begin}\n\n{text}\n\n{end}{page[found.end() :]}"
 
 
-def floor_seconds(results: dict, problem: str, kind: str) -> float:
+def lower_bound_seconds(results: dict, problem: str, kind: str) -> float:
     """The time in which the device copies the bytes of a pass; of the copies of the run, the fastest counts."""
     return results["problems"][problem]["bytes"][kind] / max(results["environment"]["copy_bytes_per_second"])
 
@@ -48,27 +49,28 @@ def _where(results: dict) -> str:
     facts = results["environment"]
     versions = ", ".join(f"{name} {number}" for name, number in facts["versions"].items() if number)
     copy = max(facts["copy_bytes_per_second"]) / 1e9
-    return f"{facts['device']}, {facts['date']}, commit {facts['commit']}; {versions}. Copy in the same run: {copy:,.0f} GB/s."
+    where = f"{facts['device']}, {facts['date']}, commit {facts['commit']}; {versions}."
+    return f"{where} Copy in the same run: {copy:,.0f} GB/s."
 
 
 def _times(results: dict, found: dict, kinds: tuple[str, ...], heading: str) -> str:
-    """Medians of all peers beside the floor; others also as multiples of the first peer's."""
-    first, *others = results["peers"]
+    """Medians of all baselines beside the lower bound; others also as multiples of the first baseline's."""
+    first, *others = results["baselines"]
     rows = []
     for name, problem in results["problems"].items():
         for kind in kinds:
-            lines = [found.get((name, kind, peer), {}) for peer in (first, *others)]
+            lines = [found.get((name, kind, baseline), {}) for baseline in (first, *others)]
             if kind not in problem["passes"] or not any("median_ms" in line for line in lines):
                 continue
-            floor = 1e3 * floor_seconds(results, name, kind)
+            bound = 1e3 * lower_bound_seconds(results, name, kind)
             label = f"`{name}`" if len(kinds) == 1 else f"`{name}`, {PASSES[kind].rpartition(', ')[2]}"
             mine = lines[0].get("median_ms")
-            share = f"{floor / mine:.0%}" if mine else EMPTY
-            rows.append([label, figure(floor), _cell(lines[0]), share, *(_cell(line, mine) for line in lines[1:])])
+            share = f"{bound / mine:.0%}" if mine else EMPTY
+            rows.append([label, figure(bound), _cell(lines[0]), share, *(_cell(line, mine) for line in lines[1:])])
     if not rows:
         return ""
-    titles = results["peers"]
-    header = [heading, "floor", titles[first], "of the copy's speed", *(titles[other] for other in others)]
+    titles = results["baselines"]
+    header = [heading, "lower bound", titles[first], "of the copy's speed", *(titles[other] for other in others)]
     return _without_empty_columns(header, rows)
 
 
@@ -76,23 +78,26 @@ def _memory(results: dict, found: dict) -> str:
     """Peak memory of forward and backward above what is there before the call."""
     rows = []
     for name in results["problems"]:
-        peaks = [found.get((name, "forward_backward", peer), {}).get("peak_bytes") for peer in results["peers"]]
+        peaks = [
+            found.get((name, "forward_backward", baseline), {}).get("peak_bytes") for baseline in results["baselines"]
+        ]
         if any(peaks):
             rows.append([f"`{name}`", *(EMPTY if peak is None else f"{peak / 1e9:.2f}" for peak in peaks)])
-    return _without_empty_columns(["Peak memory, GB", *results["peers"].values()], rows) if rows else ""
+    return _without_empty_columns(["Peak memory, GB", *results["baselines"].values()], rows) if rows else ""
 
 
 def _notes(results: dict) -> str:
-    """Units, the width of the quartiles, and the reasons of empty cells."""
+    """Units, spread, and the reasons of empty cells."""
     timed = [line for line in results["results"] if "median_ms" in line]
     spread = max((line["quartiles_ms"][1] - line["quartiles_ms"][0]) / line["median_ms"] for line in timed)
-    text = f"Medians in ms, in brackets over those of the first peer; quartiles lie at most {spread:.0%} of the median apart."
+    text = "Medians in ms; in brackets, multiples of the first column of times. "
+    text += f"The interquartile range is at most {spread:.0%} of the median."
     reasons = {}
     for line in results["results"]:
-        if "reason" in line and line["pass"] not in STRUCTURE:  # most peers have none, and then no column
-            reasons.setdefault((results["peers"][line["peer"]], line["reason"]), []).append(line["problem"])
-    for (peer, reason), names in reasons.items():
-        text += f"\n- {peer}, {reason}: {', '.join(f'`{name}`' for name in dict.fromkeys(names))}"
+        if "reason" in line and line["pass"] not in STRUCTURE:  # most baselines have none, and then no column
+            reasons.setdefault((results["baselines"][line["baseline"]], line["reason"]), []).append(line["problem"])
+    for (baseline, reason), names in reasons.items():
+        text += f"\n- {baseline}, {reason}: {', '.join(f'`{name}`' for name in dict.fromkeys(names))}"
     return text.replace("\n-", "\n\n-", 1)
 
 
@@ -109,7 +114,11 @@ def figure(milliseconds: float) -> str:
 
 
 def _without_empty_columns(header: list[str], rows: list[list[str]]) -> str:
-    """A Markdown table of the columns that say something."""
     columns = [column for column in zip(header, *rows, strict=True) if set(column[1:]) != {EMPTY}]
     header, *rows = zip(*columns, strict=True)
-    return "\n".join(f"| {' | '.join(line)} |" for line in (header, ["---"] * len(header), *rows))
+    return markdown(header, rows)
+
+
+def markdown(header: Sequence, rows: Sequence[Sequence]) -> str:
+    """Return a Markdown table."""
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in (header, ["---"] * len(header), *rows))

@@ -1,4 +1,4 @@
-"""Clocks: how long calls take, how much memory one takes, how fast the device copies. One class for each kind of device."""
+"""Clocks: times of calls, peak memory, bandwidth of a copy; one class for each kind of device."""
 
 import statistics
 import time
@@ -38,18 +38,9 @@ class Gpu:
         return [begin.elapsed_time(end) for begin, end in pairs]
 
     @staticmethod
-    def record(call: Callable, count: int) -> Callable:
-        """Return what replays `count` calls from a CUDA graph, which leaves the host nothing to do.
-
-        Memory that the calls allocate is the graph's, and lives as long as what is returned; each of them finds free what the
-        one before it has allocated.
-        """
-
-        def calls():
-            for _ in range(count):
-                call()
-
-        _, replay = record_cuda_graph(calls, warm_up=call)
+    def record(call: Callable) -> Callable:
+        """Capture a call in a CUDA graph, which owns the memory that it allocates; return the replay."""
+        _, replay = record_cuda_graph(call, warm_up=call)
         return replay
 
     @staticmethod
@@ -70,7 +61,7 @@ class Gpu:
 
 
 class Cpu:
-    """The host's clock around every call; peers take turns, so that all see the same machine."""
+    """The host's clock around every call; baselines take turns, so that all see the same machine."""
 
     WARM_UP, FEWEST, MOST = 1, 2, 50
     BUDGET, ROUNDS = 0.5, 3
@@ -95,14 +86,9 @@ class Cpu:
         return measured
 
     @staticmethod
-    def record(call: Callable, count: int) -> Callable:
-        """Return what makes `count` calls: a CPU keeps no recording of them."""
-
-        def replay():
-            for _ in range(count):
-                call()
-
-        return replay
+    def record(call: Callable) -> Callable:
+        """Return the call itself: a CPU captures nothing."""
+        return call
 
     @staticmethod
     def peak_bytes(call: Callable) -> None:

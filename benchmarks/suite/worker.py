@@ -1,4 +1,4 @@
-"""One process for each peer: it checks and times what it is told to, and outlives what goes wrong where it can."""
+"""One process for each baseline, which checks and times problems; a process that breaks is replaced."""
 
 import gc
 import multiprocessing
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from suite import graphs, judge, peers
+from suite import baselines, correctness, graphs
 from suite.calls import CALLS, Refused
 from suite.operands import draw, rotation
 from suite.problems import STRUCTURE, Problem
@@ -20,11 +20,11 @@ from suite.timing import CLOCKS, copy_speed, measure
 PATIENCE = 10  # seconds that a process has to end by itself
 
 
-class Peer:
-    """A peer on a device: what the process answers to."""
+class Baseline:
+    """A baseline on a device: the methods that a process answers."""
 
     def __init__(self, name: str, device: str, folder: Path):
-        self.peer, self.device, self.folder = peers.load(name), device, folder
+        self.baseline, self.device, self.folder = baselines.load(name), device, folder
         self.clock = CLOCKS[device]
 
     def copy_speed(self) -> float:
@@ -32,13 +32,13 @@ class Peer:
         return copy_speed(self.clock, self.device)
 
     def check(self, problem: Problem) -> None:
-        """Compile and judge all passes of a problem."""
+        """Compile and check all passes of a problem."""
         coo = self._graph(problem)
         for kind in STRUCTURE:
-            if kind in problem.passes and self.peer.structure:
-                judge.judge_structure(coo, self._structure(coo, kind)())
+            if kind in problem.passes and self.baseline.structure:
+                correctness.check_structure(coo, self._structure(coo, kind)())
         if "forward_backward" in problem.passes:
-            judge.judge_attention(problem, draw(problem, coo), self.peer.attention)
+            correctness.check_attention(problem, draw(problem, coo), self.baseline.attention)
 
     def time(self, problem: Problem, kind: str) -> tuple[list[float], int | None]:
         """Milliseconds of the calls of one pass, and the bytes that one of them holds at most."""
@@ -47,7 +47,7 @@ class Peer:
         return times, self.clock.peak_bytes(calls[0])
 
     def _graph(self, problem: Problem) -> graphs.Coo:
-        unsupported_reason = self.peer.unsupported_reason(problem, self.device)
+        unsupported_reason = self.baseline.unsupported_reason(problem, self.device)
         if unsupported_reason:
             raise Refused(unsupported_reason)
         return graphs.load(problem.graph, self.folder).to(self.device)
@@ -59,19 +59,19 @@ class Peer:
             copies = rotation(lambda _: coo._replace(edge_index=coo.edge_index.clone()), cache)
             return [self._structure(copy, kind) for copy in copies]
         sets = rotation(partial(draw, problem, coo), cache)
-        return [CALLS[kind](operands, self.peer.attention(operands)) for operands in sets]
+        return [CALLS[kind](operands, self.baseline.attention(operands)) for operands in sets]
 
     def _structure(self, coo: graphs.Coo, kind: str) -> Callable:
-        make = self.peer.structure and self.peer.structure(coo, kind)
+        make = self.baseline.structure and self.baseline.structure(coo, kind)
         if make is None:
             raise Refused("it has no such conversion")
         return make
 
 
-def answer(peer: Peer, method: str, arguments: tuple) -> tuple[str, object]:
-    """Return ("done", what a method of a peer returns), or ("refused", why), or ("broken", the error)."""
+def answer(baseline: Baseline, method: str, arguments: tuple) -> tuple[str, object]:
+    """Return ("done", what a method of a baseline returns), or ("refused", why), or ("broken", the error)."""
     try:
-        return "done", getattr(peer, method)(*arguments)
+        return "done", getattr(baseline, method)(*arguments)
     except Refused as refusal:
         return "refused", str(refusal)
     except AssertionError as error:
@@ -87,17 +87,17 @@ def _serve(connection: Connection, name: str, device: str, folder: Path) -> None
     """Answer requests (method, arguments) until there is a None."""
     if device == "cuda":
         torch.set_num_threads(1)  # many processes share the cores while they check
-    peer = Peer(name, device, folder)
+    baseline = Baseline(name, device, folder)
     while (request := connection.recv()) is not None:
-        verdict, value = answer(peer, *request)
+        verdict, value = answer(baseline, *request)
         gc.collect()
         if verdict != "broken":
-            peer.clock.free()
+            baseline.clock.free()
         connection.send((verdict, value))
 
 
 class Worker:
-    """A process that serves one peer; a new one is started where one broke. Use as a context."""
+    """A process that serves one baseline; a new one is started where one broke. Use as a context."""
 
     def __init__(self, name: str, device: str, folder: Path):
         self.arguments = name, device, folder
@@ -111,12 +111,12 @@ class Worker:
         theirs.close()  # so that the death of the process ends a wait for its answer
 
     def call(self, method: str, *arguments):
-        """Return what the method of `Peer` returns.
+        """Return what the method of `Baseline` returns.
 
         Raises
         ------
         Refused
-            If the peer does not do it, does it wrongly, or broke.
+            If the baseline does not do it, does it wrongly, or broke.
         """
         if self.connection.closed:
             self._start()

@@ -1,4 +1,4 @@
-"""Sphinx extension: figures of a file in benchmarks/results, drawn when the page is built, in the colours of the theme.
+"""Sphinx extension: plots of results files, drawn when a page is built, in the colours of the theme.
 
 ```{roofline} n320_h200.json
 ```
@@ -20,17 +20,17 @@ from sphinx.util.docutils import SphinxDirective
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
-import sharding_report  # noqa: E402
-from suite import picture  # noqa: E402
+import sharding  # noqa: E402
+from suite import plot  # noqa: E402
 
 
 class ResultsFigure(SphinxDirective):
-    """A figure of the results files named by the directive."""
+    """A plot of the results files that the directive names."""
 
     required_arguments = 1
 
     def run(self):
-        """Replace the directive by the figure; the page depends on the files."""
+        """Put the plot in place of the directive; the page is built again when the files change."""
         paths = [BENCHMARKS / "results" / name for name in self.arguments]
         for path in paths:
             self.env.note_dependency(str(path))
@@ -41,15 +41,15 @@ class Roofline(ResultsFigure):
     """`roofline`: a panel for each pass and number of channels."""
 
     def html(self, results: dict) -> str:
-        """Return the panels and their legend."""
-        panels = "".join(picture.roofline(results))
+        """The panels and their legend."""
+        panels = "".join(plot.roofline(results))
         return f'<div class="figure-svg results-figure">{panels}</div>{legend(results)}'
 
 
 def legend(results: dict) -> str:
-    """Return the legend of the roofline with complete names, as page text, which wraps on narrow screens."""
-    marks = [f'<path class="peer{place}" d="{picture.MARKS[place]}"/>' for place in range(len(results["peers"]))]
-    names = list(results["peers"].values())
+    """Marks of the roofline with the whole names of what they stand for: text of the page, which breaks on a narrow screen."""
+    marks = [f'<path class="peer{place}" d="{plot.MARKS[place]}"/>' for place in range(len(results["baselines"]))]
+    names = list(results["baselines"].values())
     copy = max(results["environment"]["copy_bytes_per_second"]) / 1e12
     entries = zip([*marks, '<path class="line" d="M-8,0h16"/>'], [*names, f"copy, {copy:.3g} TB/s"], strict=True)
     items = "".join(
@@ -60,20 +60,20 @@ def legend(results: dict) -> str:
 
 
 class Times(ResultsFigure):
-    """`times`: bars of forward and backward times on the graphs of a model."""
+    """`times`: forward and backward of the parts of a model as bars."""
 
     def html(self, results: dict) -> str:
-        """Return the bars."""
-        return f'<div class="figure-svg times-figure">{picture.bars(results)}</div>'
+        """The bars."""
+        return f'<div class="figure-svg times-figure">{plot.bars(results)}</div>'
 
 
 class Sharding(ResultsFigure):
-    """`sharding`: bars of forward and backward times of one graph on one and several GPUs."""
+    """`sharding`: forward and backward of one graph on one GPU and on several."""
 
     def html(self, *reports: dict) -> str:
-        """Return the bars."""
-        drawn = sharding_report.picture(sharding_report.merged(reports))
-        return f'<div class="figure-svg times-figure">{drawn}</div>'
+        """The bars."""
+        plotted = sharding.plot(sharding.merged(reports))
+        return f'<div class="figure-svg times-figure">{plotted}</div>'
 
 
 def setup(app):

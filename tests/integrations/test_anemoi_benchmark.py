@@ -98,7 +98,7 @@ def test_our_blocks_compute_what_the_untouched_model_does_compiled_and_not(anemo
     assert compiled.keywords == {"fullgraph": True, "dynamic": False}
     monkeypatch.setitem(anemoi_step.VARIANTS, "our blocks, compiled", partial(compiled, backend="aot_eager"))
     variants = ["our blocks", "our blocks, compiled"]
-    assert anemoi_step.compare(training, anemoi_step.Parts({}, None, 100.0), variants) == variants
+    assert anemoi_step.compare(training, anemoi_step.Results({}, None, 100.0), variants) == variants
 
 
 def test_our_blocks_compute_in_place_of_theirs_and_train_their_parameters(anemoi_step, training):

@@ -1,56 +1,52 @@
-"""The kernels that are reported for a call are those that it launches, with their tiles, forced or chosen."""
+"""The kernels that explain lists for a call are those that the call launches."""
 
-from dataclasses import replace
 from unittest import mock
 
 import pytest
 import torch
 
-from anemoi_gt import AttentionConfig, GraphStructure
+from anemoi_gt import AttentionConfig, GraphStructure, edge_attention, explain_attention
 from anemoi_gt.kernels.jit_launch import Launch
-from anemoi_gt.ops import triton_backend
-from anemoi_gt.ops.operands import AttentionOperands
-from anemoi_gt.ops.triton_backend import launch, launch_plan
-from anemoi_gt.ops.triton_backend.problem import IndexTensors, Options, Problem, Sizes
+from anemoi_gt.ops.triton_backend import launch
+from anemoi_gt.ops.triton_backend.problem import Sizes
 
-INDICES = ("colptr", "rowptr", "perm", "dst_schedule")  # of nodes, and the caller's order, which bytes leave out
-LEAVES = ("query", "key", "value", "edge_attr", "edge_weight", "edge_bias")
+INDICES = ("colptr", "rowptr", "perm", "dst_schedule")  # pointers of nodes and orders, which are not counted
+CONFIG = AttentionConfig(backend="triton")
 
 
-def operands_of(form, dtype, size):
-    """Leaves by name: 5 sources, 4 destinations, 12 edges, 2 heads of 8, `size` of them in a batch."""
+def operands_of(form, dtype, batch_size):
+    """Leaves by name: 5 sources, 4 destinations, 12 edges, 2 heads of 8."""
 
     def draw(*shape):
         return torch.randn(*shape, dtype=dtype, requires_grad=True)
 
-    batch = () if size == 1 else (size,)
+    batch = () if batch_size == 1 else (batch_size,)
     operands = {"query": draw(*batch, 4, 2, 8), "key": draw(*batch, 5, 2, 8), "value": draw(*batch, 5, 2, 8)}
-    first = () if size == 1 else (1,)
     if form == "embedded":
-        return operands | {"edge_attr": draw(*first, 12, 2, 8), "edge_weight": None, "edge_bias": None}
+        return operands | {"edge_attr": draw(12, 2, 8), "edge_weight": None, "edge_bias": None}
     if form == "none":
         return operands | {"edge_attr": None, "edge_weight": None, "edge_bias": None}
     bias = draw(16) if form == "raw" else None
-    return operands | {"edge_attr": draw(*first, 12, 3), "edge_weight": draw(16, 3), "edge_bias": bias}
+    return operands | {"edge_attr": draw(12, 3), "edge_weight": draw(16, 3), "edge_bias": bias}
 
 
 @pytest.fixture
 def launched():
-    """Launch nothing, and note of each launch its name and the bytes of its tensors."""
+    """Launch nothing; list the name and the tensors of each launch."""
     seen = []
 
-    def note(launch, **tensors):
+    def record(launch, **tensors):
         names = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
         dtype = next(tensors[name].dtype for name in ("query", "rows", "edge_attr") if name in tensors)
         there = {name: tensor for name, tensor in tensors.items() if tensor is not None and name not in INDICES}
         seen.append((launch.name(names[dtype]), there))
 
-    with mock.patch.object(Launch, "__call__", note):
+    with mock.patch.object(Launch, "__call__", record):
         yield seen
 
 
 def bytes_of(name, tensors, raw):
-    """What a kernel reads and writes: embedded features and `query` where they are used, scratch of attributes with them."""
+    """Bytes that a kernel reads and writes: of its tensors, those that it uses in this case."""
     kept = dict(tensors)
     if "bwd_dst" in name and not raw:
         kept.pop("attr_dp", None)
@@ -66,56 +62,72 @@ def bytes_of(name, tensors, raw):
                 kept.pop(read)
     rows = [tensor.nbytes for tensor in kept.values()]
     twice = kept["rows"].nbytes if "embed" in name else 0  # read and written
-    indices = 4 * 12 if "bwd_attributes" in name else 0  # perm, which the graph of this test has not
+    indices = 4 * 12 if "bwd_attributes" in name else 0  # perm, which the graph of this test does not have
     return sum(rows) + twice + indices
 
 
-def differentiate(operands, graph, **config):
-    """Forward and backward of the operator."""
-    operands = AttentionOperands(*operands.values())
-    out, _ = triton_backend.attend(operands, graph, None, 0.5, 0.0, AttentionConfig(**config))
+def compare(launched, operands, graph):
+    """Compare the kernels that explain lists with those of a forward and a backward pass; returns their names."""
+    query, key, value, *edges = operands.values()
+    (layer,) = explain_attention(query, key, value, graph, *edges, config=CONFIG).layers
+    launched.clear()
+    out, _ = edge_attention(query, key, value, graph, *edges, config=CONFIG)
     out.sum().backward()
+    listed = [kernel for pass_ in layer.passes for kernel in pass_.kernels]
+    raw = operands["edge_weight"] is not None
+    assert [kernel.name for kernel in listed] == [name for name, _ in launched]
+    assert [kernel.bytes for kernel in listed] == [bytes_of(name, tensors, raw) for name, tensors in launched]
+    return [kernel.name for kernel in listed]
 
 
-def sizes_of(operands, graph):
-    given = AttentionOperands(*(None if operand is None else operand.detach() for operand in operands.values()))
-    return Problem(given, IndexTensors.of(graph), Options(scale=0.5)).sizes
-
-
-@pytest.fixture(params=["three in-edges each", "degrees that differ"])
+@pytest.fixture(params=["three in-edges each", "different in-degrees"])
 def graph(request):
     numbers = torch.arange(12)
     dst = numbers // 3 if request.param == "three in-edges each" else (numbers + 2).clamp_min(4) // 4
     return GraphStructure.from_edge_index(torch.stack([numbers % 5, dst]), (5, 4)).with_reverse()
 
 
-@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("batch_size", [1, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("form", ["raw", "raw_without_bias", "embedded", "none"])
-def test_the_plan_is_what_a_forward_and_a_backward_launch(launched, graph, form, dtype, batch):
-    operands = operands_of(form, dtype, batch)
-    differentiate(operands, graph)
-    needs = launch_plan.Needs(**{name: operands[name] is not None for name in LEAVES})
-    sizes = sizes_of(operands, graph)
-    planned = [*launch_plan.forward_kernels(sizes), *launch_plan.backward_kernels(sizes, needs)]
-    assert [kernel.name for kernel in planned] == [name for name, _ in launched]
-    raw = form.startswith("raw")
-    assert [kernel.bytes for kernel in planned] == [bytes_of(name, tensors, raw) for name, tensors in launched]
-    fixed = sum("_fixed_degree_" in name for name, _ in launched)
-    assert fixed == (2 if graph.fixed_in_degree is not None and form != "embedded" else 0)
+def test_the_listed_kernels_are_those_of_a_forward_and_a_backward(launched, graph, form, dtype, batch_size):
+    names = compare(launched, operands_of(form, dtype, batch_size), graph)
+    fixed_degree = sum("_fixed_degree_" in name for name in names)
+    assert fixed_degree == (2 if graph.fixed_in_degree is not None and form != "embedded" else 0)
 
 
 @pytest.mark.parametrize("wanted", [("query",), ("key",), ("edge_attr",), ("edge_weight",), ("key", "edge_bias")])
-def test_the_plan_knows_which_gradients_are_needed(launched, graph, wanted):
+def test_the_listed_kernels_depend_on_the_gradients_that_are_needed(launched, graph, wanted):
     operands = operands_of("raw", torch.float32, 1)
     for name, operand in operands.items():
         operand.requires_grad_(name in wanted)
-    differentiate(operands, graph)
-    sizes = sizes_of(operands, graph)
-    needs = launch_plan.Needs(**{name: name in wanted for name in LEAVES})
-    planned = [*launch_plan.forward_kernels(sizes), *launch_plan.backward_kernels(sizes, needs)]
-    assert [kernel.name for kernel in planned] == [name for name, _ in launched]
-    assert [kernel.bytes for kernel in planned] == [bytes_of(name, tensors, True) for name, tensors in launched]
+    compare(launched, operands, graph)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "channels", "pairs"),
+    [(torch.bfloat16, 8, 1), (torch.bfloat16, 7, 0), (torch.float16, 8, 1), (torch.float32, 8, 0)],
+)
+def test_kernels_over_destinations_read_even_16_bit_rows_as_packed_pairs(launched, dtype, channels, pairs):
+    graph = GraphStructure.from_edge_index(torch.tensor([[0, 1, 2], [0, 0, 1]]), (3, 2))
+    forward, backward = passes_of(
+        graph, torch.zeros(2, 2, channels, dtype=dtype), torch.zeros(3, 2, channels, dtype=dtype)
+    )
+    assert forward.kernels[0].tile["packed"] == backward.kernels[0].tile["packed"] == pairs
+
+
+@pytest.mark.parametrize(("channels", "pairs"), [(32, 1), (64, 0)])  # 16 and 32 elements of a row in each thread
+def test_fixed_degree_backward_reads_pairs_where_threads_hold_few_elements(launched, channels, pairs):
+    graph = GraphStructure.from_edge_index(torch.tensor([[0, 1, 2, 1, 2, 0], [0, 0, 0, 1, 1, 1]]), (3, 2))
+    rows = [torch.zeros(count, 16, channels, dtype=torch.bfloat16) for count in (2, 3)]
+    forward, backward = passes_of(graph, *rows)
+    assert "_fixed_degree_" in forward.kernels[0].name and "_fixed_degree_" in backward.kernels[0].name
+    assert forward.kernels[0].tile["packed"] == 0 and backward.kernels[0].tile["packed"] == pairs
+
+
+def passes_of(graph, query, key):
+    query, key = query.requires_grad_(), key.requires_grad_()
+    return explain_attention(query, key, key, graph.with_reverse(), config=CONFIG).layers[0].passes
 
 
 def sizes(heads=2, channels=8, dtype=torch.bfloat16, **more):
@@ -125,28 +137,10 @@ def sizes(heads=2, channels=8, dtype=torch.bfloat16, **more):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("dtype", "channels", "packed"),
-    [
-        *[(torch.bfloat16, 8, "bf16"), (torch.bfloat16, 7, None)],
-        *[(torch.float16, 8, "fp16"), (torch.float16, 7, None), (torch.float32, 8, None)],
-    ],
-)
-def test_kernels_over_destinations_read_even_16_bit_rows_as_packed_pairs(dtype, channels, packed):
-    for launch_of in (launch.forward_launch, launch.destination_launch):
-        assert launch_of(sizes(2, channels, dtype)).constants["PACKED"] == packed
-    assert not launch.source_tile(sizes(2, channels, dtype)).pairs
-
-
-@pytest.mark.parametrize(("channels", "packed"), [(32, "bf16"), (64, None)])  # 16 and 32 elements of a row a thread
-def test_the_fixed_degree_backward_reads_packed_pairs_where_threads_hold_few_elements(channels, packed):
-    fixed = sizes(16, channels, fixed_in_degree=3)
-    assert launch.destination_launch(fixed).constants["PACKED"] == packed
-    assert launch.forward_launch(fixed).constants["PACKED"] is None
-    given = replace(launch.forward_tile(fixed), pairs=True, num_warps=8)
-    for launch_of in (launch.forward_launch, launch.destination_launch):
-        constants = launch_of(fixed, given).constants
-        assert constants["PACKED"] == "bf16" and constants["num_warps"] == 8
+def differentiate(operands, graph, **options):
+    query, key, value, *edges = operands.values()
+    config = AttentionConfig(backend="triton", **options)
+    edge_attention(query, key, value, graph, *edges, config=config)[0].sum().backward()
 
 
 @pytest.mark.parametrize("use", [True, False])

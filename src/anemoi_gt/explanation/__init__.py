@@ -1,6 +1,6 @@
-"""Which kernel served what: for each attention of a model the backend, the kernels by name, tiles, bytes and times."""
+"""Explanation of a model: backend, kernels, tiles, bytes, lower bounds and achieved times of each attention."""
 
 from anemoi_gt.explanation.explain import explain, explain_attention
-from anemoi_gt.explanation.value import Alternative, Explanation, Kernel, Layer, Pass
+from anemoi_gt.explanation.report import Explanation, Kernel, Layer, Pass
 
-__all__ = ["Alternative", "Explanation", "Kernel", "Layer", "Pass", "explain", "explain_attention"]
+__all__ = ["Explanation", "Kernel", "Layer", "Pass", "explain", "explain_attention"]

@@ -1,34 +1,42 @@
-"""`explain`: which kernel serves what in a model, found by watching it compute once."""
+"""`explain` runs a model once and records the operator calls of its attentions.
 
-from collections.abc import Callable
+Modules get no hooks of their own: Anemoi's blocks compute differently while one of their parts has a hook.
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from math import isfinite
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from anemoi_gt.explanation.observe import Call, watching
 from anemoi_gt.explanation.passes import bandwidth_of, features_of, passes_of, sizes_of
-from anemoi_gt.explanation.value import Explanation, Layer
+from anemoi_gt.explanation.report import ATTENTIONS, Explanation, Layer
 from anemoi_gt.graph import GraphStructure
 from anemoi_gt.ops import edge_attention
 from anemoi_gt.ops.backends import rejected
 
 
 def explain(model: nn.Module, *inputs, bandwidth: float | None = None, **named) -> Explanation:
-    """Say for each attention of a model which backend and kernels serve it, with what tiles, bytes and times.
+    """Return the backend and the kernels of each attention of a model, with tiles, bytes and lower bounds.
 
-    The model computes once on the inputs, as it is: in its mode, under the autocast and with or without the gradients of
-    the caller. With gradients the kernels of the backward pass are told as well. Random numbers are given back.
+    The model computes once on the inputs, in its mode, under the caller's autocast and with or without gradients. With
+    gradients, the kernels of the backward pass are listed as well. The state of random generators is restored.
 
     Parameters
     ----------
     model : torch.nn.Module
-        Ours, one that holds our layers, or one whose layers were swapped for ours. Of a compiled module, the module inside.
+        A model with layers of this library or layers swapped for them. Of a compiled module, the original one is
+        explained.
     *inputs, **named
-        What it is called with.
+        Arguments of its call.
     bandwidth : float, optional
-        Bytes per second for the expected times. None is what a copy attains on the GPU on which the kernels run; where
+        Bytes per second for the lower bounds. None is what a copy attains on the GPU on which the kernels run; where
         Triton's interpreter runs them, what it attains on an H200; unknown for the `torch` backend.
 
     Returns
@@ -39,7 +47,8 @@ def explain(model: nn.Module, *inputs, bandwidth: float | None = None, **named) 
     Raises
     ------
     ValueError
-        If the model is no module, or computes no attention of ours, or the bandwidth is no positive number.
+        If the model is not a module or computes no attention of this library, or the bandwidth is not a positive
+        number.
 
     Examples
     --------
@@ -50,19 +59,19 @@ def explain(model: nn.Module, *inputs, bandwidth: float | None = None, **named) 
     >>> found.layers[0].backend, [pass_.operator for pass_ in found.layers[0].passes]
     ('torch', ['anemoi_gt::edge_attention_torch', 'anemoi_gt::edge_attention_torch_backward'])
     """
-    model = getattr(model, "_orig_mod", model)  # of torch.compile, whose code knows no modules
+    model = getattr(model, "_orig_mod", model)  # of torch.compile, whose code has no modules
     if not isinstance(model, nn.Module):
         raise ValueError(
-            f"model must be a torch.nn.Module, whose parts have names, got {type(model).__name__}; "
-            "explain_attention explains one call of edge_attention"
+            f"model must be a torch.nn.Module, got {type(model).__name__}; "
+            "use explain_attention for one call of edge_attention"
         )
     names = {module: name for name, module in model.named_modules()}
-    held = [*model.parameters(), *model.buffers()]
-    found = _watch(lambda: model(*inputs, **named), names, bandwidth, _gpus_of(held, inputs, named))
+    tensors = [*model.parameters(), *model.buffers()]
+    found = _explain(lambda: model(*inputs, **named), names, bandwidth, _gpus_of(tensors, inputs, named))
     if not found.layers:
         raise ValueError(
             f"model must compute an attention of anemoi_gt on these inputs, {type(model).__name__} computed none; "
-            "swap its layers, or explain a part of it that does"
+            "swap its layers, or explain a submodule that has some"
         )
     return found
 
@@ -76,7 +85,7 @@ def explain_attention(
     bandwidth: float | None = None,
     **options,
 ) -> Explanation:
-    """Say the same of one call of `anemoi_gt.edge_attention`.
+    """Return the same for one call of `anemoi_gt.edge_attention`.
 
     Parameters
     ----------
@@ -88,36 +97,88 @@ def explain_attention(
     Returns
     -------
     Explanation
-        Of one layer, which has no name.
+        One layer without a name.
 
     Raises
     ------
     ValueError
-        As `anemoi_gt.edge_attention` does, and if the bandwidth is no positive number.
+        As `anemoi_gt.edge_attention` does, and if the bandwidth is not a positive number.
     """
-    return _watch(lambda: edge_attention(query, key, value, graph, *edges, **options), {}, bandwidth, _gpus_of(query))
+    return _explain(lambda: edge_attention(query, key, value, graph, *edges, **options), {}, bandwidth, _gpus_of(query))
 
 
-def _watch(compute: Callable, names: dict, bandwidth: float | None, gpus: list[torch.device]) -> Explanation:
-    """Compute under watch, and describe what is seen."""
+def _explain(compute: Callable, names: dict, bandwidth: float | None, gpus: list[torch.device]) -> Explanation:
+    """Compute once and describe each attention on the way, so that no layer's operands are kept."""
     if bandwidth is not None and not (isinstance(bandwidth, (int, float)) and bandwidth > 0 and isfinite(bandwidth)):
         raise ValueError(f"bandwidth must be a positive number of bytes per second, or None, got {bandwidth!r}")
     layers, known = [], set()
 
-    def see(call: Call) -> None:
+    def record(call: Call) -> None:
         attained = bandwidth or bandwidth_of(call)
         known.add(attained)
         layers.append(_layer(call, names, attained))
 
-    with torch.random.fork_rng(gpus), watching(see):
+    with torch.random.fork_rng(gpus), _recording(record):
         compute()
     return Explanation(tuple(layers), min(known - {None}, default=None))
 
 
 def _gpus_of(*tensors) -> list[torch.device]:
-    """The GPUs that hold tensors, in any containers: their random numbers are given back."""
+    """GPUs that hold tensors, in any containers: the state of their generators is restored."""
     devices = {leaf.device for leaf in tree_leaves(tensors) if isinstance(leaf, Tensor)}
     return sorted((device for device in devices if device.type == "cuda"), key=lambda device: device.index)
+
+
+class Call(NamedTuple):
+    """One attention, as its operator was called."""
+
+    module: nn.Module | None  # the innermost that was computing
+    operator: str
+    backend: str
+    arguments: dict[str, Any]  # by the names of the operator's schema
+    grad_enabled: bool
+
+
+class _Recorder(TorchDispatchMode):
+    """Dispatch mode that passes the attentions of this thread, and the module that computes each, to `record`."""
+
+    def __init__(self, record: Callable[[Call], None]):
+        super().__init__()
+        self._record = record
+        self._thread = threading.get_ident()
+        self._inside: list[tuple[nn.Module | None, bool]] = [(None, torch.is_grad_enabled())]
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        name = operator.name().partition(".")[0]
+        if name in ATTENTIONS:
+            names = [argument.name for argument in operator._schema.arguments]
+            arguments = dict(zip(names, args, strict=False)) | (kwargs or {})
+            module, grad_enabled = self._inside[-1]
+            self._record(Call(module, name, ATTENTIONS[name], arguments, grad_enabled))
+        return operator(*args, **(kwargs or {}))
+
+    def enter(self, module: nn.Module, inputs) -> None:
+        """Note the module that begins, and the grad mode: inside of an operator gradients are always off."""
+        if threading.get_ident() == self._thread:
+            self._inside.append((module, torch.is_grad_enabled()))
+
+    def leave(self, module: nn.Module, inputs, output) -> None:
+        """Note that a module ends, also by an exception."""
+        if threading.get_ident() == self._thread:
+            self._inside.pop()
+
+
+@contextmanager
+def _recording(record: Callable[[Call], None]) -> Iterator[None]:
+    """Call `record` with each attention that is computed inside."""
+    mode = _Recorder(record)
+    hooks = [register_module_forward_pre_hook(mode.enter), register_module_forward_hook(mode.leave, always_call=True)]
+    try:
+        with mode:
+            yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _layer(call: Call, names: dict, bandwidth: float | None) -> Layer:

@@ -1,4 +1,4 @@
-"""Devices on which the Triton kernels run: the reason when they cannot, and the facts that decide about tiles.
+"""Devices on which the Triton kernels run: the reason when they cannot, and the memory bandwidth for lower bounds.
 
 Triton itself is imported where it is used.
 """
@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from anemoi_gt.compatibility import constant_when_traced
-from anemoi_gt.ops.triton_backend.tile_score import H200, Device
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-COPIED = 0.87  # part of the memory bus's peak that a copy attains on an H200
-SUSTAINED = 1.755 / 1.98  # part of its highest clock at which an H200 ran the kernels that predictions were fitted to
+H200_BANDWIDTH = 4.27e12  # bytes per second of a copy on an H200
+COPIED = 0.87  # part of the bus rate that a copy attains on an H200
 
 
 def unsupported_reason(query: Tensor) -> str | None:
@@ -53,18 +52,10 @@ def interpreted() -> bool:
 
 
 @lru_cache
-def device_of(device: torch.device) -> Device:
-    """Return the facts that decide about tiles on `device`; those of an H200 where it is no GPU or an absent one."""
+def copy_bandwidth(device: torch.device) -> float:
+    """Return the bytes per second that a copy attains on `device`; those of an H200 if they are not known."""
     if device.type != "cuda" or not torch.cuda.is_available():
-        return H200
+        return H200_BANDWIDTH
     found = torch.cuda.get_device_properties(device)
     bus = 2e3 * getattr(found, "memory_clock_rate", 0) * getattr(found, "memory_bus_width", 0) / 8  # kHz, bits
-    return Device(
-        processors=found.multi_processor_count,
-        registers=found.regs_per_multiprocessor,
-        warps=found.max_threads_per_multi_processor // found.warp_size,
-        lanes=found.warp_size,
-        shared=getattr(found, "shared_memory_per_block_optin", 0) or H200.shared,
-        clock=SUSTAINED * 1e3 * getattr(found, "clock_rate", 0) or H200.clock,  # kHz
-        bandwidth=COPIED * bus or H200.bandwidth,
-    )
+    return COPIED * bus or H200_BANDWIDTH

@@ -24,8 +24,7 @@ from anemoi_gt.kernels.jit_launch import Launch
 from anemoi_gt.ops.operands import AttentionOperands
 from anemoi_gt.ops.triton_backend import launch
 from anemoi_gt.ops.triton_backend.problem import IndexTensors, Options, Problem, Sizes
-from anemoi_gt.ops.triton_backend.tile_score import ContractionTile, RowTile
-from anemoi_gt.ops.triton_backend.tiles import BUSY_DEGREE
+from anemoi_gt.ops.triton_backend.tiles import BUSY_DEGREE, ContractionTile, RowTile
 
 
 class TracedSizes(Sizes):

@@ -20,21 +20,19 @@ from anemoi_gt.kernels import backward, edge_features, fixed_degree, forward
 from anemoi_gt.kernels.jit_launch import Launch
 from anemoi_gt.ops.dropout import drop_threshold
 from anemoi_gt.ops.dtypes import scratch_dtype
+from anemoi_gt.ops.triton_backend import tiles
 from anemoi_gt.ops.triton_backend.device import interpreted
 from anemoi_gt.ops.triton_backend.problem import PACKED_DTYPES, Problem, Sizes
-from anemoi_gt.ops.triton_backend.tile_score import ContractionTile, RowTile
 from anemoi_gt.ops.triton_backend.tiles import (
     PRODUCT,
     ROW_ELEMENTS,
+    ContractionTile,
+    RowTile,
     attribute_edges,
     attribute_heads,
     attribute_warps,
-    destination_choice,
     embed_tile,
-    equal_tile,
-    forward_choice,
     project_tile,
-    source_choice,
     weight_tile,
 )
 
@@ -55,7 +53,7 @@ def has_fixed_degree(sizes: Sizes) -> bool:
 
 @lru_cache(KEPT)
 def _fixed_degree_tile(sizes: Sizes) -> RowTile | None:
-    return equal_tile(sizes.over_destinations, sizes.fixed_in_degree)
+    return tiles.fixed_degree_tile(sizes.over_destinations, sizes.fixed_in_degree)
 
 
 def forward_tile(sizes: Sizes) -> RowTile:
@@ -65,7 +63,7 @@ def forward_tile(sizes: Sizes) -> RowTile:
     """
     if has_fixed_degree(sizes):
         return _forced(_fixed_degree_tile(sizes), sizes, ("num_warps", "packed"))
-    return _forced(forward_choice(sizes.over_destinations, sizes.device).chosen.tile, sizes, DESTINATION_FIELDS)
+    return _forced(tiles.forward_tile(sizes.over_destinations), sizes, DESTINATION_FIELDS)
 
 
 def destination_tile(sizes: Sizes) -> RowTile:
@@ -77,12 +75,12 @@ def destination_tile(sizes: Sizes) -> RowTile:
         tile = _fixed_degree_tile(sizes)
         packed = sizes.pairs_possible and tile.heads * tile.channels < ROW_ELEMENTS * tile.num_warps
         return _forced(replace(tile, pairs=packed), sizes, ("num_warps", "packed"))
-    return _forced(destination_choice(sizes.over_destinations, sizes.device).chosen.tile, sizes, DESTINATION_FIELDS)
+    return _forced(tiles.destination_tile(sizes.over_destinations), sizes, DESTINATION_FIELDS)
 
 
 def source_tile(sizes: Sizes) -> RowTile:
     """Return the tile of `differentiate_sources`."""
-    tile = source_choice(sizes.over_sources, sizes.device).chosen.tile
+    tile = tiles.source_tile(sizes.over_sources)
     return _forced(tile, sizes, ("heads", "unroll", "num_warps", "nodes"))
 
 

@@ -11,9 +11,7 @@ from torch import Tensor
 from anemoi_gt.attention_config import AttentionConfig
 from anemoi_gt.graph import GraphStructure
 from anemoi_gt.ops.operands import AttentionOperands
-from anemoi_gt.ops.triton_backend.device import device_of
-from anemoi_gt.ops.triton_backend.tile_score import H200, ContractionTile, Device, RowTile, Shape
-from anemoi_gt.ops.triton_backend.tiles import attribute_columns
+from anemoi_gt.ops.triton_backend.tiles import ContractionTile, RowTile, Shape, attribute_columns
 
 PACKED_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}  # whose rows may be read as packed 16-bit pairs
 
@@ -69,7 +67,6 @@ class Sizes(NamedTuple):
     needs_int64: bool  # whether an offset passes 2^31
     scale: float
     dropout_p: float
-    device: Device = H200
     fixed_in_degree: int = 0  # in-edges of every destination; 0: they differ, are not known, or are not to be used
     tile: str = ""  # forced fields of the tiles of row kernels
 
@@ -100,14 +97,13 @@ class Sizes(NamedTuple):
     @property
     def over_destinations(self) -> Shape:
         """The work of kernels that walk the edges of destinations, and gather rows of sources."""
-        degrees = self.degree(self.num_dst), self.degree(self.num_src)
-        return Shape(self.heads, self.channels, self.attributes, *degrees, self.dtype.itemsize, self.pairs_possible)
+        degree = self.degree(self.num_dst)
+        return Shape(self.heads, self.channels, self.attributes, degree, self.dtype.itemsize, self.pairs_possible)
 
     @property
     def over_sources(self) -> Shape:
         """The work of the kernel that walks the edges of sources, and gathers rows of destinations one by one."""
-        degrees = self.degree(self.num_src), self.degree(self.num_dst)
-        return Shape(self.heads, self.channels, 0, *degrees, self.dtype.itemsize)
+        return Shape(self.heads, self.channels, 0, self.degree(self.num_src), self.dtype.itemsize)
 
 
 @dataclass(frozen=True)
@@ -134,7 +130,6 @@ class Problem:
             needs_int64=self.needs_int64(),
             scale=self.options.scale,
             dropout_p=self.options.dropout_p,
-            device=device_of(self.operands.query.device),
             fixed_in_degree=degree.shape[0] if degree is not None and self.options.fixed_degree_kernels else 0,
             tile=self.options.tile,
         )  # fmt: skip

@@ -1,10 +1,11 @@
-"""Pictures of a results file as SVG: the roofline, and times beside each other. The only place that draws figures of a GPU.
+"""Plots of a results file as SVG: the roofline, and times as bars.
 
-In the roofline a point is a pass of a peer on a problem: floating-point operations over compulsory bytes, and operations over run
-time. On the line, time is the floor: compulsory bytes over the speed of a copy in the same run.
+In the roofline a point is a pass of a baseline on a problem: floating-point operations over compulsory bytes, and
+operations over run time. On the line, time is the lower bound: compulsory bytes over the speed of a copy in the same
+run.
 
-Text and marks have classes instead of colours; the documentation's theme defines them, and `as_file` does for a file that stands
-alone. Peers differ by colour and by shape.
+Text and marks have classes instead of colours; the documentation's theme defines them, and `as_file` does for a file
+that stands alone. Baselines differ by colour and by shape.
 """
 
 from dataclasses import dataclass
@@ -12,15 +13,15 @@ from math import log10
 from pathlib import Path
 
 from suite.problems import ATTENTION, PARTS, PASSES
-from suite.table import figure, floor_seconds
+from suite.table import figure, lower_bound_seconds
 
 LIGHT, DARK = "light", "dark"
 INK = {LIGHT: ("#1a1a1a", "#5a5a5a", "#c4c4c4"), DARK: ("#e6e6e6", "#a8a8a8", "#505050")}  # text, axes, grid
-PEERS = {  # Okabe and Ito, the lighter ones on dark ground
+COLOURS = {  # Okabe and Ito, the lighter ones on dark ground
     LIGHT: ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000"),
     DARK: ("#56B4E9", "#E69F00", "#009E73", "#CC79A7", "#0072B2", "#D55E00", "#FFFFFF"),
 }
-MARKS = (  # around 0, one for each peer
+MARKS = (  # around 0, one for each baseline
     "M-5,0a5,5 0 1,0 10,0a5,5 0 1,0 -10,0z",
     "M0,-6.5L6.5,0L0,6.5L-6.5,0z",
     "M-5,-5H5V5H-5z",
@@ -71,9 +72,9 @@ def roofline(results: dict) -> list[str]:
 
 
 def bars(results: dict) -> str:
-    """Return the times of forward and backward as bars, a group for each part of the widest model, the floor as a line.
+    """Return the times of forward and backward as bars for each part of the widest model, lower bounds as lines.
 
-    The first two peers are drawn: bars of others, up to 40 times as long, would leave no room for these.
+    The first two baselines are drawn: bars of others, up to 40 times as long, would leave no room for these.
 
     Raises
     ------
@@ -81,62 +82,54 @@ def bars(results: dict) -> str:
         If the file has no measurement of such a problem.
     """
     kind = "forward_backward"
-    results = results | {"peers": dict(list(results["peers"].items())[:2])}
+    results = results | {"baselines": dict(list(results["baselines"].items())[:2])}
     facts = drawn(results)
     widest = max(problem["channels"] for problem in facts.values())
     problems = [name for name, problem in facts.items() if problem["channels"] == widest]
     times = {name: _times(results, name, kind) for name in problems}
     longest = max(time for line in times.values() for time in line.values())
     scale = (WIDE - NAMES - ENDS) / longest
-    group = BAR * len(results["peers"]) + GAP
+    group = BAR * len(results["baselines"]) + GAP
     shapes = []
     for row, name in enumerate(problems):
         top = 40 + row * group
         shapes.append(words(NAMES - 8, top + (group - GAP) / 2 + 5, name.split("-")[0], "end", size=15))
-        shapes += [_bar(results, peer, top + n * BAR, scale, times[name]) for n, peer in enumerate(times[name])]
-        x = NAMES + scale * 1e3 * floor_seconds(results, name, kind)
-        about = f"floor of {name}: {figure(1e3 * floor_seconds(results, name, kind))} ms"
+        shapes += [_bar(results, baseline, top + n * BAR, scale, times[name]) for n, baseline in enumerate(times[name])]
+        x = NAMES + scale * 1e3 * lower_bound_seconds(results, name, kind)
+        about = f"lower bound of {name}: {figure(1e3 * lower_bound_seconds(results, name, kind))} ms"
         shapes.append(
             f'<path class="floor" d="M{x:.1f},{top - 4}V{top + group - GAP + 2}"><title>{about}</title></path>'
         )
     height = 40 + group * len(problems) + 20
-    legend = _legend(results, WIDE, 18) + words(NAMES, height - 8, "ms; line: time that the memory needs", size=14)
+    legend = _legend(results, WIDE, 18) + words(NAMES, height - 8, "ms; line: lower bound (memory bandwidth)", size=14)
     label = "; ".join(
-        f"{name.split('-')[0]}: " + ", ".join(f"{results['peers'][p]} {figure(t)} ms" for p, t in line.items())
+        f"{name.split('-')[0]}: " + ", ".join(f"{results['baselines'][p]} {figure(t)} ms" for p, t in line.items())
         for name, line in times.items()
     )
     return canvas(WIDE, height, f"Time of forward and backward. {label}", legend + "".join(shapes))
 
 
 def write(svg: str, path: Path) -> None:
-    """Write a picture to stand alone, and beside it one for dark ground, `name-dark.svg`."""
+    """Write a plot as a file of its own, and beside it one for dark ground, `name-dark.svg`."""
     path.write_text(as_file(svg, LIGHT))
     path.with_stem(f"{path.stem}-dark").write_text(as_file(svg, DARK))
 
 
-def whole_roofline(results: dict) -> str:
-    """Return the panels of the roofline as one picture, two in a row, with the legend below."""
-    (width, height), panels = PANEL, roofline(results)
-    bottom = height * -(-len(panels) // 2)
-    placed = [_placed(panel, width * (n % 2), height * (n // 2)) for n, panel in enumerate(panels)]
-    return canvas(width * 2, bottom + 30, "Roofline", "".join([*placed, _placed(legend(results), 0, bottom)]))
-
-
 def as_file(svg: str, theme: str) -> str:
-    """Return a picture with the colours of a theme, to stand alone."""
+    """Return a plot with the colours of a theme, as a file of its own."""
     text, dim, grid = INK[theme]
-    peers = "".join(f".peer{i}{{fill:{colour}}}" for i, colour in enumerate(PEERS[theme]))
+    baselines = "".join(f".peer{i}{{fill:{colour}}}" for i, colour in enumerate(COLOURS[theme]))
     style = (
         f"<style>svg{{font-family:system-ui,-apple-system,'Segoe UI',Arial,sans-serif}}text{{fill:{text}}}"
-        f".dim{{fill:{dim}}}.grid{{stroke:{grid};fill:none}}.line,.floor{{stroke:{text};fill:none;stroke-width:1.6}}{peers}"
-        "</style>"
+        f".dim{{fill:{dim}}}.grid{{stroke:{grid};fill:none}}"
+        f".line,.floor{{stroke:{text};fill:none;stroke-width:1.6}}{baselines}</style>"
     )
     head, end, rest = svg.partition(">")
     return f"{head}{end}{style}{rest}\n"
 
 
 def drawn(results: dict) -> dict[str, dict]:
-    """Return the problems that pictures show: parts of whole models as their groups have them, where something was timed.
+    """Return the problems that plots show: the timed parts of whole models.
 
     Raises
     ------
@@ -155,18 +148,24 @@ def drawn(results: dict) -> dict[str, dict]:
 
 
 def points(results: dict, problems: dict, kind: str) -> list[tuple[str, str, float, float]]:
-    """Return peer, problem, operations per compulsory byte and 10^12 operations per second of every measurement."""
+    """Return baseline, problem, operations per compulsory byte and 10^12 operations per second of every measurement."""
     return [
-        (peer, name, facts["flops"][kind] / facts["bytes"][kind], facts["flops"][kind] / (1e9 * time))
+        (baseline, name, facts["flops"][kind] / facts["bytes"][kind], facts["flops"][kind] / (1e9 * time))
         for name, facts in problems.items()
-        for peer, time in _times(results, name, kind).items()
+        for baseline, time in _times(results, name, kind).items()
     ]
 
 
 def _times(results: dict, problem: str, kind: str) -> dict[str, float]:
-    """Median milliseconds of each peer that has some."""
-    found = {line["peer"]: line for line in results["results"] if (line["problem"], line["pass"]) == (problem, kind)}
-    return {peer: found[peer]["median_ms"] for peer in results["peers"] if "median_ms" in found.get(peer, {})}
+    """Median milliseconds of each baseline that has some."""
+    found = {
+        line["baseline"]: line for line in results["results"] if (line["problem"], line["pass"]) == (problem, kind)
+    }
+    return {
+        baseline: found[baseline]["median_ms"]
+        for baseline in results["baselines"]
+        if "median_ms" in found.get(baseline, {})
+    }
 
 
 def _roofline_panel(results: dict, problems: dict, kind: str) -> str:
@@ -183,28 +182,15 @@ def _roofline_panel(results: dict, problems: dict, kind: str) -> str:
         across, roof = x(value), y(copy * value)
         shapes.append(f'<path class="grid" d="M{across:.1f},{roof:.1f}V{y.start}" stroke-dasharray="3 3"/>')
         shapes.append(words(across - 5, roof - 5, name.split("-")[0], "end", size=12))
-    for peer, name, at, speed in measured:
-        about = f"{results['peers'][peer]}, {name}: {speed / (copy * at):.0%} of the copy's speed"
-        shapes.append(_mark(results, peer, x(at), y(speed), about))
+    for baseline, name, at, speed in measured:
+        about = f"{results['baselines'][baseline]}, {name}: {speed / (copy * at):.0%} of the copy's speed"
+        shapes.append(_mark(results, baseline, x(at), y(speed), about))
     title = f"{PASSES[kind]}, {next(iter(problems.values()))['channels']} channels"
     shapes.append(words(MARGIN["left"], 16, title, size=13))
     label = f"Roofline, {title}. " + "; ".join(
-        f"{results['peers'][peer]} on {name}: {speed:.2g} TFLOP/s" for peer, name, _, speed in measured
+        f"{results['baselines'][baseline]} on {name}: {speed:.2g} TFLOP/s" for baseline, name, _, speed in measured
     )
     return canvas(*PANEL, f"{label}; line: {copy:.3g} TB/s", "".join(shapes))
-
-
-def legend(results: dict) -> str:
-    """Return the marks of the roofline with their names, as a picture of its own."""
-    entries = [
-        f'<g transform="translate({12 + 160 * place},14)">{_mark(results, peer, 0, 0, title)}'
-        f"{words(12, 5, title.split(',')[0], size=14)}</g>"
-        for place, (peer, title) in enumerate(results["peers"].items())
-    ]
-    copy = max(results["environment"]["copy_bytes_per_second"]) / 1e12
-    end = 160 * len(entries)
-    entries.append(f'<path class="line" d="M{end + 2},14h26"/>{words(end + 34, 19, f"copy, {copy:.3g} TB/s", size=14)}')
-    return canvas(end + 150, 28, "Marks of the roofline", "".join(entries))
 
 
 def _axes(x: LogAxis, y: LogAxis) -> str:
@@ -217,18 +203,22 @@ def _axes(x: LogAxis, y: LogAxis) -> str:
     return "".join(shapes) + f'<g transform="rotate(-90 12 {middle})">{label}</g>'
 
 
-def _bar(results: dict, peer: str, top: float, scale: float, times: dict) -> str:
-    first, *_ = peers = list(results["peers"])
-    ratio = f" ({times[peer] / times[first]:.1f}×)" if first in times and peer != first else ""  # noqa: RUF001  the sign
-    length = scale * times[peer]
-    bar = f'<rect class="peer{peers.index(peer)}" x="{NAMES}" y="{top}" width="{length:.1f}" height="{BAR - 2}"/>'
-    return bar + words(NAMES + length + 7, top + BAR - 5, figure(times[peer]) + ratio, size=14)
+def _bar(results: dict, baseline: str, top: float, scale: float, times: dict) -> str:
+    first, *_ = baselines = list(results["baselines"])
+    ratio = ""
+    if first in times and baseline != first:
+        ratio = f" ({times[baseline] / times[first]:.1f}×)"  # noqa: RUF001  the sign
+    length = scale * times[baseline]
+    bar = (
+        f'<rect class="peer{baselines.index(baseline)}" x="{NAMES}" y="{top}" width="{length:.1f}" height="{BAR - 2}"/>'
+    )
+    return bar + words(NAMES + length + 7, top + BAR - 5, figure(times[baseline]) + ratio, size=14)
 
 
 def _legend(results: dict, width: float, y: float) -> str:
-    """Names of the peers in a line that begins where the bars do."""
+    """Names of the baselines in a line that begins where the bars do."""
     shapes, x = [], NAMES
-    for place, title in enumerate(results["peers"].values()):
+    for place, title in enumerate(results["baselines"].values()):
         name = title.split(",")[0]
         shapes.append(f'<rect class="peer{place}" x="{x}" y="{y - 11}" width="13" height="13"/>')
         shapes.append(words(x + 19, y, name, size=14))
@@ -236,13 +226,10 @@ def _legend(results: dict, width: float, y: float) -> str:
     return "".join(shapes)
 
 
-def _mark(results: dict, peer: str, x: float, y: float, about: str) -> str:
-    place = list(results["peers"]).index(peer)
-    return f'<path class="peer{place}" transform="translate({x:.1f},{y:.1f})" d="{MARKS[place]}"><title>{about}</title></path>'
-
-
-def _placed(svg: str, x: float, y: float) -> str:
-    return svg.replace("<svg ", f'<svg x="{x}" y="{y}" ', 1)
+def _mark(results: dict, baseline: str, x: float, y: float, about: str) -> str:
+    place = list(results["baselines"]).index(baseline)
+    place = f'class="peer{place}" transform="translate({x:.1f},{y:.1f})" d="{MARKS[place]}"'
+    return f"<path {place}><title>{about}</title></path>"
 
 
 def words(x: float, y: float, text: str, anchor: str = "start", kind: str = "", size: int = 12) -> str:
@@ -252,7 +239,7 @@ def words(x: float, y: float, text: str, anchor: str = "start", kind: str = "", 
 
 
 def canvas(width: float, height: float, label: str, shapes: str) -> str:
-    """A picture of `shapes`, which `label` describes to those who do not see it."""
+    """Return an SVG of `shapes` with `label` for screen readers."""
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
         f'role="img" aria-label="{label}">{shapes}</svg>'

@@ -1,8 +1,8 @@
 """anemoi-models: its Triton operator as its graph-transformer block calls it.
 
-`GraphTransformerBaseBlock` embeds the attributes with a linear layer, converts the edge_index, sorted by destination, to both
-sides at every call of every layer, gradients wanted or not, and calls the operator. Batches are one large graph there, with the
-attributes repeated for each sample; that graph is made here outside what is timed.
+`GraphTransformerBaseBlock` embeds the attributes with a linear layer, converts the edge_index, sorted by destination,
+to both sides at every call of every layer, gradients wanted or not, and calls the operator. Batches are one large graph
+there, with the attributes repeated for each sample; that graph is made here outside what is timed.
 """
 
 from collections.abc import Callable
@@ -10,10 +10,10 @@ from collections.abc import Callable
 from torch import Tensor
 from torch.nn.functional import linear
 
+from suite.baselines import missing
+from suite.correctness import Sides
 from suite.graphs import Coo
-from suite.judge import Sides
 from suite.operands import Operands
-from suite.peers import missing
 from suite.problems import Problem
 
 TITLE = "anemoi-models, as its block calls it"

@@ -5,8 +5,8 @@ from collections.abc import Callable
 from torch import Tensor
 
 from anemoi_gt import GraphStructure, edge_attention
+from suite.correctness import Sides
 from suite.graphs import Coo
-from suite.judge import Sides
 from suite.operands import Operands
 from suite.problems import Problem
 
@@ -19,12 +19,9 @@ def unsupported_reason(problem: Problem, device: str) -> str | None:
     return None
 
 
-def attention(
-    operands: Operands, order: Callable[[GraphStructure], GraphStructure] = lambda graph: graph
-) -> Callable[[], Tensor]:
-    """Bind the operation; `order` may add to the structure."""
-    o = operands
-    graph = order(GraphStructure.from_edge_index(*o.coo).with_reverse())
+def attention(operands: Operands) -> Callable[[], Tensor]:
+    """Bind the operation."""
+    o, graph = operands, GraphStructure.from_edge_index(*operands.coo).with_reverse()
     return lambda: edge_attention(o.query, o.key, o.value, graph, o.edge_attr, o.edge_weight, o.edge_bias)[0]
 
 

@@ -5,8 +5,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from suite.baselines import eager
 from suite.operands import Operands
-from suite.peers import eager
 
 TITLE = "plain PyTorch, compiled"
 PACKAGES = ("torch", "triton")

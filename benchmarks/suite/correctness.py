@@ -1,4 +1,4 @@
-"""Whether a peer's results are right. Nothing is timed that is not."""
+"""Correctness checks. Implementations that fail them are not timed."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -55,10 +55,10 @@ class Part:
         return cls(chosen, edges, origins, local)
 
 
-def judge_attention(problem: Problem, operands: Operands, attention: Callable[[Operands], Callable]) -> None:
-    """Run a peer without gradients, and with one that arrives at a part of the destinations, and judge what comes of it.
+def check_attention(problem: Problem, operands: Operands, attention: Callable[[Operands], Callable]) -> None:
+    """Check a baseline without gradients, and with incoming gradients at some of the destinations.
 
-    The part is one of the last sample.
+    The destinations are in the last batch entry.
 
     Raises
     ------
@@ -87,7 +87,7 @@ def judge_attention(problem: Problem, operands: Operands, attention: Callable[[O
         assert not result[name].any(), f"{name}: not zero where no gradient arrives"
 
 
-def judge_structure(coo: Coo, sides: Sides) -> None:
+def check_structure(coo: Coo, sides: Sides) -> None:
     """Check that both sides hold exactly the edges of `coo`.
 
     Raises

@@ -1,10 +1,10 @@
 """Implementations side by side, one module each, with the same names.
 
-    TITLE                           how tables call it
+    TITLE                           name in tables
     PACKAGES                        distributions whose versions belong to its figures
-    unsupported_reason(problem, device)        why it cannot serve a problem, or None
+    unsupported_reason(problem, device)     why it cannot run a problem, or None
     attention(operands)             a function without arguments that returns out, of the shape of grad_out
-    structure(coo, kind)            a function without arguments that returns `Sides`; None where it takes edges as they are
+    structure(coo, kind)            a function without arguments that returns `Sides`; None if it takes edge lists
 
 The inputs of all are projected queries, keys and values, and raw attributes with the weight and bias that embed them.
 """
@@ -13,17 +13,17 @@ from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
 
-NAMES = ("ours", "ours_ordered", "anemoi", "anemoi_cached", "pyg", "eager", "compiled")
-DEFAULT = {"cuda": ("ours", "anemoi"), "cpu": ("ours", "pyg")}
+NAMES = ("anemoi_gt", "anemoi", "pyg", "eager", "compiled")
+DEFAULT = {"cuda": ("anemoi_gt", "anemoi"), "cpu": ("anemoi_gt", "pyg")}
 
 
 def load(name: str) -> ModuleType:
-    """Import a peer; what it wraps is imported where it is used."""
-    return import_module(f"suite.peers.{name}")
+    """Import a baseline, but not the package that it wraps."""
+    return import_module(f"suite.baselines.{name}")
 
 
 def missing(package: str, distribution: str) -> str | None:
-    """Why a peer cannot run for want of a package, or None."""
+    """Return the error for a missing package, or None."""
     try:
         found = find_spec(package)
     except ModuleNotFoundError:  # of a parent package

@@ -1,7 +1,7 @@
 """PyTorch Geometric: the message passing of `TransformerConv`.
 
-Its projections of nodes are left out, as for all peers; the edge embedding is inside its `message`. Its linear layer there has
-no bias, and here gets one. Batches are one large graph, with the attributes repeated for each sample.
+Its projections of nodes are left out, as for all baselines; the edge embedding is inside its `message`. Its linear
+layer there has no bias, and here gets one. Batches are one large graph, with the attributes repeated for each sample.
 """
 
 from collections.abc import Callable
@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from suite.baselines import missing
 from suite.operands import Operands
-from suite.peers import missing
 from suite.problems import Problem
 
 TITLE = "PyG TransformerConv"

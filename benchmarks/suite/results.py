@@ -1,0 +1,88 @@
+"""Results files: JSON with a record a line, written after each step of a benchmark; steps that fail are listed."""
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+LONGEST = 2000  # characters of an error: a compiler's messages have their reason at the end
+
+
+def write(report: dict, path: Path) -> None:
+    """Write a report, completely or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(path.name + ".part")
+    unfinished.write_text(as_json(report) + "\n")
+    unfinished.replace(path)
+
+
+def as_json(report: dict) -> str:
+    """Return JSON with a line for each key, and for each element of what the keys hold."""
+
+    def lines(value) -> str:
+        if isinstance(value, list) and value and isinstance(value[0], dict):
+            return "[\n" + ",\n".join("  " + json.dumps(one, default=str) for one in value) + "\n ]"
+        if isinstance(value, dict) and value:
+            inner = (f"  {json.dumps(str(key))}: {json.dumps(one, default=str)}" for key, one in value.items())
+            return "{\n" + ",\n".join(inner) + "\n }"
+        return json.dumps(value, default=str)
+
+    return "{\n" + ",\n".join(f" {json.dumps(str(key))}: {lines(value)}" for key, value in report.items()) + "\n}"
+
+
+class Results:
+    """Report of a benchmark that runs in steps.
+
+    Parameters
+    ----------
+    report : dict
+        The content of the file; `problems` is added to it.
+    path : Path or None
+        The file; None writes nothing.
+    seconds : float
+        After these no step begins.
+    """
+
+    def __init__(self, report: dict, path: Path | None, seconds: float):
+        self.report, self.path, self.deadline = report, path, time.monotonic() + seconds
+        self.problems = report["problems"] = {}
+        self.write()
+
+    def run(self, name: str, call: Callable[[], object]):
+        """Return the result of `call()`, or None if it raises or no time is left; the error goes to `problems`."""
+        self.write()
+        if time.monotonic() > self.deadline:
+            self._add_problem(name, "not run: no time was left")
+            return None
+        try:
+            return call()
+        except Exception as error:  # the other steps still run
+            self._add_problem(name, f"{type(error).__name__}: {str(error)[-LONGEST:]}")
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()  # the failed step may have been out of memory
+        return None
+
+    def write(self) -> None:
+        """Write the report as it is."""
+        if self.path is not None:
+            write(self.report, self.path)
+
+    def end(self) -> dict:
+        """Write the report and return it.
+
+        Raises
+        ------
+        SystemExit
+            With the problems, if there are any.
+        """
+        self.write()
+        if self.problems:
+            raise SystemExit("\n".join(f"{name}: {problem}" for name, problem in self.problems.items()))
+        return self.report
+
+    def _add_problem(self, name: str, problem: str) -> None:
+        self.problems[name] = problem
+        print(f"{name}: {problem}", flush=True)
+        self.write()

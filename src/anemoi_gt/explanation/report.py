@@ -1,0 +1,293 @@
+"""Explanation of a model: frozen values that print as a table, become JSON, and take achieved times from a profile."""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from itertools import groupby
+from statistics import fmean
+from typing import Any, NamedTuple
+
+from anemoi_gt.custom_ops import NAMESPACE
+
+ATTENTIONS = {f"{NAMESPACE}::edge_attention_{backend}": backend for backend in ("torch", "triton")}
+BACKWARD = "_backward"
+FIRST_OPERAND = {"": 0, BACKWARD: 2}  # position of query among the operator's arguments, behind grad_out and grad_lse
+SHAPED_OPERANDS = 8  # query, key, value, edge_attr, edge_weight, edge_bias, colptr, row
+
+
+class _Timed:
+    """Bytes and the time in which a profile saw them moved."""
+
+    bytes: int
+    achieved_ms: float | None
+
+    @property
+    def achieved_bandwidth(self) -> float | None:
+        """Bytes per second; None without a profile."""
+        return None if self.achieved_ms is None else 1e3 * self.bytes / self.achieved_ms
+
+
+@dataclass(frozen=True)
+class Kernel(_Timed):
+    """A launch of a kernel.
+
+    Parameters
+    ----------
+    name : str
+        As a profiler shows it.
+    tile : dict of str to int
+        Part of the problem that one program holds on chip.
+    bytes : int
+        Of all tensors that it reads or writes, each once.
+    lower_bound_ms : float or None
+        These bytes over the bandwidth; None when the bandwidth is not known.
+    achieved_ms : float or None
+        Mean in a profile; None without one.
+    """
+
+    name: str
+    tile: dict[str, int]
+    bytes: int
+    lower_bound_ms: float | None
+    achieved_ms: float | None = None
+
+
+@dataclass(frozen=True)
+class Pass(_Timed):
+    """A forward or a backward pass of one attention.
+
+    Parameters
+    ----------
+    name : {"forward", "backward"}
+    operator : str
+        As a profiler shows it, in eager and in compiled runs.
+    bytes : int
+        That no implementation can avoid: operands, results and indices, each once.
+    lower_bound_ms : float or None
+        These bytes over the bandwidth; None when the bandwidth is not known.
+    kernels : tuple of Kernel
+        In the order of their launches; empty where PyTorch's own do the work.
+    achieved_ms : float or None
+        Mean in a profile: of its kernels together, or of the operator on a CPU.
+    """
+
+    name: str
+    operator: str
+    bytes: int
+    lower_bound_ms: float | None
+    kernels: tuple[Kernel, ...]
+    achieved_ms: float | None = None
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One attention.
+
+    Parameters
+    ----------
+    name : str
+        Of the module in the model that computed it; "" without one.
+    module : str
+        Its class; "" without one.
+    sizes : dict of str to int
+        batch, sources, destinations, edges, heads, channels, attributes.
+    features : {"none", "raw", "embedded"}
+        Form of the edge features.
+    dtype, device : str
+        Of query.
+    backend : str
+        That computed it.
+    rejected : dict of str to str
+        Reason why each of the other backends did not.
+    passes : tuple of Pass
+        Forward, and backward if gradients are recorded.
+    """
+
+    name: str
+    module: str
+    sizes: dict[str, int]
+    features: str
+    dtype: str
+    device: str
+    backend: str
+    rejected: dict[str, str]
+    passes: tuple[Pass, ...]
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """All attentions of a model, in the order in which it computes them.
+
+    Parameters
+    ----------
+    layers : tuple of Layer
+    bandwidth : float or None
+        Bytes per second behind the lower bounds; None when not known.
+    """
+
+    layers: tuple[Layer, ...]
+    bandwidth: float | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as dicts, lists, numbers and strings, for JSON."""
+        described = asdict(self)
+        for layer, own in zip(described["layers"], self.layers, strict=True):
+            for pass_, own_pass in zip(layer["passes"], own.passes, strict=True):
+                pass_["achieved_bandwidth"] = own_pass.achieved_bandwidth
+                for kernel, own_kernel in zip(pass_["kernels"], own_pass.kernels, strict=True):
+                    kernel["achieved_bandwidth"] = own_kernel.achieved_bandwidth
+        return described
+
+    def with_profile(self, profile) -> "Explanation":
+        """Return the same with the achieved times and bandwidths of a profile.
+
+        Parameters
+        ----------
+        profile : torch.profiler.profile
+            Of one step or several of the explained calls, ended, recorded with `record_shapes=True`: layers are told
+            apart by the sizes of their operands, and those of equal sizes share their means.
+
+        Raises
+        ------
+        ValueError
+            If it is not a profile, has no shapes, or none of these layers.
+        """
+        times = _times_of(profile)
+        layers = tuple(
+            replace(layer, passes=tuple(_timed(layer, pass_, times) for pass_ in layer.passes)) for layer in self.layers
+        )
+        if all(pass_.achieved_ms is None for layer in layers for pass_ in layer.passes):
+            raise ValueError(
+                f"profile must contain the calls that were explained, it has others: {sorted(map(str, times))}"
+            )
+        return replace(self, layers=layers)
+
+    def __str__(self) -> str:
+        lines = [line for _, alike in groupby(self.layers, _all_but_name) for line in _layer_lines(list(alike))]
+        if self.bandwidth is not None:
+            lines.append(f"lower bound: bytes over {_scaled(self.bandwidth, 'B/s')}")
+        return "\n".join(lines)
+
+
+class _Times(NamedTuple):
+    """Means over the calls of one operator on operands of the same sizes, in milliseconds."""
+
+    host: float
+    device: float | None  # of all kernels of a call; None unless the profile has seen kernels of every call
+    kernels: dict[str, float]  # of one launch, by the kernel's name
+
+
+def _times_of(profile) -> dict[tuple[str, tuple[int, ...]], _Times]:
+    """Times of all attentions in a profile, by operator and sizes as in `Layer.sizes`."""
+    if not hasattr(profile, "events"):
+        raise ValueError(f"profile must be a torch.profiler.profile that has ended, got {type(profile).__name__}")
+    seen = defaultdict(list)
+    for event in profile.events():
+        operator = event.name.removesuffix(BACKWARD)
+        if operator in ATTENTIONS and event.input_shapes:
+            first = FIRST_OPERAND[event.name.removeprefix(operator)]
+            seen[event.name, _sizes(event.input_shapes[first : first + SHAPED_OPERANDS])].append(event)
+    if not seen:
+        raise ValueError(
+            f"profile must hold calls of {' or '.join(ATTENTIONS)} with their shapes, got none; record it with "
+            "profile(activities=[...], record_shapes=True) around the model, and end it first"
+        )
+    return {call: _mean_times(events) for call, events in seen.items()}
+
+
+def _sizes(shapes: list) -> tuple[int, ...]:
+    """Sizes of a call, from the shapes of its operands."""
+    query, key, _, _, weight, _, _, row = shapes
+    return (query[0] if len(query) == 4 else 1, key[-3], query[-3], row[0], *query[-2:], weight[1] if weight else 0)
+
+
+def _mean_times(events: list) -> _Times:
+    launched, kernels = [_launched(event) for event in events], defaultdict(list)
+    for kernel in (kernel for each in launched for kernel in each):
+        kernels[kernel.name].append(kernel.duration)
+    return _Times(
+        host=1e-3 * fmean(event.cpu_time_total for event in events),
+        device=1e-3 * fmean(sum(kernel.duration for kernel in each) for each in launched) if all(launched) else None,
+        kernels={name: 1e-3 * fmean(durations) for name, durations in kernels.items()},
+    )
+
+
+def _launched(event) -> list:
+    """Kernels of an event and of its children: autograd's node, and the operators inside."""
+    return [*event.kernels, *(kernel for child in event.cpu_children for kernel in _launched(child))]
+
+
+def _timed(layer: Layer, pass_: Pass, times_of: dict[tuple, _Times]) -> Pass:
+    """A pass with the times of its operator on the layer's sizes; unchanged without any."""
+    times = times_of.get((pass_.operator, tuple(layer.sizes.values())))
+    if times is None:
+        return pass_
+    achieved = times.host if times.device is None and layer.device.startswith("cpu") else times.device
+    if achieved is None:
+        return pass_  # a profile of the CPU alone has no times of a GPU
+    kernels = (
+        replace(kernel, achieved_ms=times.kernels.get(kernel.name, kernel.achieved_ms)) for kernel in pass_.kernels
+    )
+    return replace(pass_, kernels=tuple(kernels), achieved_ms=achieved)
+
+
+def _all_but_name(layer: Layer) -> tuple:
+    return tuple(value for name, value in vars(layer).items() if name != "name")
+
+
+def _layer_lines(layers: list[Layer]) -> Iterator[str]:
+    """Lines of layers that differ by name alone."""
+    first, sizes = layers[0], layers[0].sizes
+    edges = {"none": "no attributes", "raw": f"attributes {sizes['attributes']}", "embedded": "embedded edges"}
+    yield _title(layers) or "attention"
+    yield (
+        f"  {sizes['edges']:,} edges, {sizes['sources']:,} to {sizes['destinations']:,} nodes, batch {sizes['batch']}, "
+        f"heads {sizes['heads']} x {sizes['channels']}, {edges[first.features]}, {first.dtype}, {first.device}"
+    )
+    yield f"  backend {first.backend}" + "".join(f"; {name}: {why}" for name, why in first.rejected.items())
+    rows = [("", "bytes", "lower bound", "achieved", "")]
+    for pass_ in first.passes:
+        rows.append((f"{pass_.name}: {pass_.operator}", *_figures(pass_), ""))
+        for kernel in pass_.kernels:
+            tile = ", ".join(f"{name} {number}" for name, number in kernel.tile.items())
+            rows.append((f"  {kernel.name}", *_figures(kernel), tile))
+    yield from _aligned(rows)
+
+
+def _title(layers: list[Layer]) -> str:
+    """Names, the number of layers if several, and the class; a layer that computes more than once is named once."""
+    names = " .. ".join(dict.fromkeys(filter(None, (layers[0].name, layers[-1].name))))
+    number = "" if len(layers) == 1 else f"{len(layers)} alike"
+    return " ".join(filter(None, (": ".join(filter(None, (names, number))), layers[0].module)))
+
+
+def _figures(of: Pass | Kernel) -> tuple[str, str, str]:
+    achieved = _time(of.achieved_ms)
+    if of.achieved_bandwidth is not None:
+        achieved += f", {_scaled(of.achieved_bandwidth, 'B/s')}"
+    return _scaled(of.bytes, "B"), _time(of.lower_bound_ms), achieved
+
+
+def _time(milliseconds: float | None) -> str:
+    return "" if milliseconds is None else _scaled(1e-3 * milliseconds, "s")
+
+
+def _scaled(number: float, unit: str) -> str:
+    """Three digits and a prefix: 1.2 GB, 30 us."""
+    rounded = float(f"{number:.3g}")  # first, because 999.7 is 1 of the next prefix
+    if rounded == 0:
+        return f"0 {unit}"
+    for prefix, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3), ("", 1), ("m", 1e-3), ("u", 1e-6)):
+        if rounded >= size:
+            return f"{rounded / size:.3g} {prefix}{unit}"
+    return f"{rounded / 1e-9:.3g} n{unit}"
+
+
+def _aligned(rows: list[tuple[str, ...]]) -> Iterator[str]:
+    """Names to the left, figures to the right, tiles as they are; columns without figures are left out."""
+    names, *figures, tiles = zip(*rows, strict=True)
+    columns = [column for column in figures if any(column[1:])]
+    columns = [[cell.rjust(max(map(len, column))) for cell in column] for column in columns]
+    width = max(map(len, names))
+    for name, *cells in zip(names, *columns, tiles, strict=True):
+        yield f"  {'  '.join([name.ljust(width), *cells])}".rstrip()

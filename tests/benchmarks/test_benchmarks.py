@@ -1,0 +1,201 @@
+"""Each benchmark and each GPU check runs on a CPU, in small, and times nothing that is wrong."""
+
+import itertools
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import accuracy
+import anemoi_curves
+import check_gpu
+import cpu_attention
+import pyg_models
+import pytest
+import report
+import run
+import tiles
+import torch
+import training_curves
+from gpu_checks import model
+from suite import baselines, correctness, graphs, lower_bound, operands, problems
+from suite.baselines import compiled, eager
+from suite.inference import CONTENDERS, PARTS, Setting, build_graphs, checked_destinations, compare_with_plain
+from suite.problems import PROBLEMS
+from support.corpus import corpus
+from support.pages import ROOT
+
+ANEMOI = [
+    "--grid",
+    "O4",
+    "--refinement",
+    "1",
+    "--channels",
+    "16",
+    "--heads",
+    "2",
+    "--layers",
+    "1",
+    "--variables",
+    "4",
+    "--device",
+    "cpu",
+]
+
+
+def test_the_suite_measures_and_makes_tables_plots_and_a_page(tiny, tmp_path, capsys):
+    out, page = tmp_path / "r.json", tmp_path / "page.md"
+    page.write_text("<!-- figures of r.json -->\n<!-- end of r.json -->\n")
+    names = ["anemoi_gt", "pyg", "anemoi"]
+    run.main(["--problems", "tiny", "--baselines", *names, "--device", "cpu", "--out", str(out), "--commit", "abc"])
+    found = json.loads(out.read_text())
+    timed = {(line["pass"], line["baseline"]) for line in found["results"] if "median_ms" in line}
+    assert timed == {*itertools.product(tiny.passes[:2], names[:2]), *itertools.product(tiny.passes[2:], names[:1])}
+    report.main([str(out), "--page", str(page), f"--bars={tmp_path / 'bars.svg'}"])
+    assert "commit abc" in page.read_text() and "| `encoder-tiny-c8` |" in page.read_text()
+    assert all((tmp_path / f"{name}.svg").stat().st_size > 500 for name in ("bars", "bars-dark"))
+
+
+@pytest.mark.parametrize("batch", (1, 2))
+@pytest.mark.parametrize("name", baselines.NAMES)
+def test_every_baseline_is_correct(tiny, tmp_path, monkeypatch, name, batch):
+    if name == "compiled":  # traced as a whole, without the minute that a compiler takes
+        monkeypatch.setattr(compiled, "attend", torch.compile(eager.attend, backend="eager", fullgraph=True))
+    if name == "anemoi":
+        allow_interpreter()
+    problem, baseline = replace(tiny, dtype="bfloat16", batch=batch), baselines.load(name)
+    graphs.build([problem.graph], tmp_path)
+    coo = graphs.load(problem.graph, tmp_path)
+    correctness.check_attention(problem, operands.draw(problem, coo), baseline.attention)
+    for kind in ("structure", "structure_unstable"):
+        make = baseline.structure and baseline.structure(coo, kind)
+        if make is not None:
+            correctness.check_structure(coo, make())
+
+
+def allow_interpreter():
+    """Let anemoi-models' operators, registered for GPUs alone, run on a CPU in Triton's interpreter."""
+    from anemoi.models.triton import gt
+
+    for operator in (gt.graph_transformer_attention, gt.graph_transformer_attention_backward):
+        operator.register_kernel("cpu")(operator._init_fn)
+
+
+def test_a_wrong_result_fails_the_correctness_check(tiny, tmp_path):
+    graphs.build([tiny.graph], tmp_path)
+    drawn = operands.draw(tiny, graphs.load(tiny.graph, tmp_path))
+    right = baselines.load("anemoi_gt").attention
+    with pytest.raises(AssertionError, match="plain PyTorch"):
+        correctness.check_attention(tiny, drawn, lambda given: lambda: 1.01 * right(given)())
+
+
+@pytest.mark.parametrize(
+    ("part", "sizes", "milliseconds"),
+    [
+        ("encoder", (542_080, 40_962, 852_840), 1.68),
+        ("processor", (40_962, 40_962, 327_600), 0.224),
+        ("decoder", (40_962, 542_080, 1_626_240), 1.47),
+    ],
+)
+def test_lower_bounds_are_those_of_the_published_table(part, sizes, milliseconds):
+    nbytes = lower_bound.compulsory_bytes(PROBLEMS[f"{part}-n320-c64"], sizes, "forward_backward")
+    assert nbytes / 4.27e9 == pytest.approx(milliseconds, rel=0.02)
+
+
+def test_accuracy_measures_errors(monkeypatch, tmp_path):
+    monkeypatch.setattr(accuracy, "DTYPES", (torch.float32,))
+    monkeypatch.setattr(accuracy, "corpus", lambda *given: itertools.islice(corpus(*given), 40, 200, 13))
+    accuracy.main(["--device", "cpu", "--out", str(tmp_path / "a.json"), "--commit", "abc"])
+    errors = json.loads((tmp_path / "a.json").read_text())["errors"]["float32"]
+    assert set(errors) == set(accuracy.TITLES) and all(0 < error["relative"] < 1e-6 for error in errors.values())
+
+
+def test_tiles_are_searched(tiny, tmp_path, monkeypatch, capsys):
+    out, wide = tmp_path / "tiles.json", replace(tiny, channels=128)
+    monkeypatch.setitem(problems.PROBLEMS, tiny.name, wide)
+    tiles.main(["--problems", "tiny", "--kernels", "forward", "--most", "2", "--output", str(out)])
+    found = json.loads(out.read_text())
+    assert [(line["kernel"], line["tiles"], line["failed"]) for line in found["results"]] == [("forward", 2, {})]
+    assert found["verdict"] in capsys.readouterr().out
+
+
+def test_loss_curves_of_an_anemoi_model_are_compared(tmp_path, monkeypatch):
+    monkeypatch.setattr(anemoi_curves, "PRECISIONS", ("32",))
+    found = anemoi_curves.main([*ANEMOI, "--training-steps", "2", "--output", str(tmp_path / "curves.json")])
+    assert found["32"]["spread_of_seeds"] > 0 and len(found["32"]["losses"]) == 4
+
+
+def test_loss_curves_of_the_application_are_compared(monkeypatch, capsys):
+    """Without the eight runs of the application, which its own tests train."""
+
+    def train(folder, run, options):
+        *_, backend, seed = run
+        return [{"split": split, "loss": seed + 0.1 * (backend == "triton")} for split in ("train", "valid")]
+
+    monkeypatch.setattr(training_curves, "train", train)
+    assert training_curves.main(["--processes", "1"]) == 0
+    assert capsys.readouterr().out.count("PASS triton - torch: seed 0 0.1000, seed 1 0.1000; seed 0 - seed 1") == 4
+
+
+def test_pyg_models_are_timed(tmp_path):
+    small = ["--nodes", "50", "--edges", "200", "--channels", "8", "--hidden", "4", "--repeats", "1", "--device", "cpu"]
+    found = pyg_models.main([*small, "--output", str(tmp_path / "pyg.json")])
+    assert all(model["one graph"]["median_ms"] > 0 for model in found["models"].values()) and len(found["models"]) == 3
+
+
+def test_layers_are_timed_on_a_cpu():
+    found = cpu_attention.measure(refinement=1, heads=2, channels=4, repeats=1)
+    assert found["forward"]["anemoi_gt"] > 0 and found["forward_backward"]["pyg"] > 0
+
+
+@pytest.mark.parametrize("contender", CONTENDERS)
+@pytest.mark.parametrize("part", PARTS)
+def test_every_mapper_at_9_km_is_correct_in_small(tmp_path, part, contender):
+    setting = Setting("O4", 1, channels=32, heads=2, fields=5, dtype="bfloat16", rows=8, repeats=1, device="cpu")
+    build_graphs(setting, [part], tmp_path)
+    problem = setting.problem(part, tmp_path)
+    result = CONTENDERS[contender](problem, 2)()
+    assert compare_with_plain(problem, result, checked_destinations(problem))["outcome"] == "right"
+    result[-1] = 0.5
+    assert compare_with_plain(problem, result, checked_destinations(problem))["outcome"] == "wrong"
+
+
+def test_inference_at_9_km_reports_each_run(tmp_path):
+    sizes = "--grid O4 --refinement 1 --channels 32 --heads 2 --fields 5 --dtype float32 --repeats 1"
+    options = "--device cpu --parts decoder --contenders anemoi_gt --chunks 1 2 --output"
+    command = [sys.executable, str(ROOT / "benchmarks" / "inference_9km.py"), *f"{sizes} {options}".split()]
+    subprocess.run([*command, str(tmp_path / "r.json")], check=True, capture_output=True, timeout=300)
+    runs = json.loads((tmp_path / "r.json").read_text())["runs"]
+    assert [(found["num_chunks"], found["outcome"]) for found in runs] == [(1, "right"), (2, "right")]
+
+
+def test_gpu_checks_run_in_small(tmp_path):
+    log = tmp_path / "check.log"
+    arguments = ["--repeat", "--big", "--norms", "--random", "1", "--processes", "1", "--log", str(log)]
+    assert check_gpu.main(arguments) == 0, log.read_text()
+    assert log.read_text().count("PASS") == 4
+
+
+@pytest.fixture
+def small(monkeypatch):
+    monkeypatch.setattr(model, "HERE", model.TINY)
+    monkeypatch.setattr(model, "STEPS", 2)
+
+
+def stale(call):
+    """Stand in for a capture: a graph that does not read new fields."""
+    result = call().clone()
+    return lambda: result
+
+
+def test_checks_of_captured_models_pass_and_fail(small):
+    assert "2 replays on new fields" in model.forward_in_graph(capture=lambda call: call)
+    assert "2 replays of forward, backward and AdamW" in model.step_in_graph(capture=lambda call: call)
+    with pytest.raises(AssertionError, match="output: 1 of 2 tensors differ"):
+        model.forward_in_graph(capture=stale)
+    with pytest.raises(AssertionError, match=r"losses and parameters with \{\}: \d+ of \d+ tensors differ"):
+        model.step_in_graph(capture=stale)
+
+
+def test_the_check_of_a_compiled_model_passes(small):
+    assert model.compiled(("traced",), backend="aot_eager").endswith("traced")

@@ -1,0 +1,138 @@
+"""The pages hold the figures of the results files."""
+
+import json
+import re
+
+import accuracy
+import pytest
+import report
+import run
+from suite import plot, problems, table
+from suite.table import figure
+from support.pages import PAGES, ROOT, commands
+
+RESULTS, DOCS = ROOT / "benchmarks" / "results", ROOT / "docs"
+
+
+def load(name):
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def words_of(name):
+    return " ".join((ROOT / name).read_text().split())
+
+
+def numbers_in(text):
+    return set(re.findall(r"\d+(?:\.\d+)?", text))
+
+
+def test_performance_holds_the_tables_of_its_results_files():
+    page = (DOCS / "performance.md").read_text()
+    files = re.findall(r"<!-- figures of (.*)\.json -->", page)
+    assert sorted(files) == sorted(path.stem for path in RESULTS.glob("*.json") if '"baselines": {' in path.read_text())
+    for name in files:
+        expected = table.put_into(page, f"{name}.json", table.tables(load(name)))
+        assert expected == page, f"run python benchmarks/report.py {name}.json --page docs/performance.md"
+
+
+def test_backends_holds_the_table_of_errors():
+    page = (DOCS / "backends.md").read_text()
+    assert table.put_into(page, "accuracy_cpu.json", accuracy.as_table(load("accuracy_cpu"))) == page
+
+
+def test_plots_of_the_readme_are_those_of_the_results():
+    for name, theme in (("speed", plot.LIGHT), ("speed-dark", plot.DARK)):
+        committed = (DOCS / "_static" / f"{name}.svg").read_text()
+        assert committed == plot.as_file(plot.bars(load("n320_h200")), theme), "run report.py with --bars"
+
+
+@pytest.mark.parametrize("script", [run, report, accuracy])
+def test_commands_on_the_pages_are_understood(script):
+    shown = [words[2:] for page in PAGES for words in commands(page) if f"benchmarks/{script.__name__}.py" in words]
+    understood = [script.parse(words) for words in shown]
+    assert understood and (script is not run or all(problems.select(options.problems) for options in understood))
+
+
+def test_the_readme_has_the_factors_over_anemoi_models():
+    lines = {}
+    for line in load("n320_h200")["results"]:
+        lines.setdefault((line["problem"], line["pass"]), {})[line["baseline"]] = line
+
+    def factors(name, kind, key):
+        pairs = [found for (problem, one), found in lines.items() if one == kind and re.fullmatch(name, problem)]
+        ratios = [f"{found['anemoi'][key] / found['anemoi_gt'][key]:.1f}" for found in pairs]
+        return {min(ratios), max(ratios)}
+
+    both, readme = "forward_backward", words_of("README.md")
+    wanted = factors(r"\w+-n320-c64", both, "median_ms") | factors(r"\w+-n320-c64", both, "peak_bytes")
+    wanted |= factors(r"\w+-n320-c32", both, "median_ms") | factors("edges1000-c64", "replay", "median_ms")
+    assert wanted <= numbers_in(readme)
+    drawn = [found for (name, kind), found in lines.items() if kind == both and re.fullmatch(r"\w+-n320-c64", name)]
+    bars = {figure(found[name]["median_ms"]) for found in drawn for name in ("anemoi_gt", "anemoi")}
+    assert bars <= numbers_in(re.search(r'alt="(Bars: [^"]+)"', readme)[1])
+
+
+def test_the_readme_has_the_factors_over_pyg_on_a_cpu():
+    kinds = ("forward", "forward_backward")
+    ratios = [f"{line[kind]['pyg_over_anemoi_gt']:.1f}" for line in load("cpu_attention")["results"] for kind in kinds]
+    assert {min(ratios), max(ratios)} <= numbers_in(words_of("README.md"))
+
+
+def test_performance_has_the_times_of_a_cpu():
+    page = (DOCS / "performance.md").read_text()
+    for line in load("cpu_attention")["results"]:
+        for kind in ("forward", "forward_backward"):
+            time, title = line[kind], f"{kind.replace('_', ' and ')}, {line['channels']} channels a head"
+            pyg = f"{time['pyg']:.0f} ({time['pyg_over_anemoi_gt']:.1f})"
+            assert f"| {title} | {time['anemoi_gt']:.0f} | {pyg} |" in page
+
+
+def test_readme_and_page_have_the_times_of_an_anemoi_step():
+    variants = load("anemoi_step_h200")["variants"]
+    names = ("untouched", "install", "our blocks, compiled")
+    figures = [variants[name]["median_ms"] for name in names]
+    figures += [variants[name]["profile"]["total_ms"] for name in names]
+    assert {str(round(number)) for number in figures} <= numbers_in(words_of("README.md"))
+    for variant in variants.values():
+        families = variant["profile"]["families_ms"].items()
+        attention = sum(ms for family, ms in families if family.startswith("attention"))
+        times = (variant["median_ms"], variant["peak_gb"], variant["profile"]["total_ms"], attention)
+        assert f"| {' | '.join(f'{time:.1f}' for time in times)} |" in (DOCS / "anemoi.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("precision", "name"), [("bf16-mixed", "anemoi_curves_h200"), ("16-mixed", "anemoi_curves_16_mixed_h200")]
+)
+def test_the_page_of_anemoi_has_the_distances_of_loss_curves(precision, name):
+    found = load(name)[precision]
+    apart = (*found["apart"].values(), found["spread_of_seeds"])
+    cells = " | ".join(f"{distance:.1e}".replace("e-0", "e-") for distance in apart)
+    assert f"| {precision} | {cells} |" in (DOCS / "anemoi.md").read_text() and found["within"]
+
+
+def test_the_page_of_pyg_has_the_times_of_its_models():
+    for model in load("pyg_models_h200")["models"].values():
+        ways = (model[way] for way in ("pyg", "new graph", "one graph"))
+        cells = " | ".join(f"{way['median_ms']:.1f} ({way['peak_gb']:.1f})" for way in ways)
+        assert f"| {cells} |" in (DOCS / "pyg.md").read_text()
+
+
+def test_the_page_of_layers_has_the_figures_of_inference_at_9_km():
+    page = (DOCS / "layers.md").read_text()
+    for found in (found for found in load("inference_9km_h200")["runs"] if found["outcome"] == "right"):
+        errors = f"{found['rms_error']:.4f}, {found['rms_error_of_plain']:.4f}"
+        cells = f"{found['num_chunks']} | {found['seconds']:.3f} | {found['peak_gib']:.1f} | {errors}"
+        assert re.search(rf"\| {found['part']} \| [^|]+ \| {re.escape(cells)} \|", page), found
+
+
+def test_pages_have_the_scores_of_era5_uk():
+    text = (RESULTS / "era5_uk_cpu.txt").read_text()
+    runs = re.findall(r"training\.seed=(\d+)\n((?:    .*\n)+)", text)
+    scores = {
+        seed: re.findall(r"^    \S.*? {2,}(-?\d+\.\d{4}) +(-?\d+\.\d{4})$", run, re.MULTILINE) for seed, run in runs
+    }
+    page = (DOCS / "training.md").read_text()
+    rows = [f"| {float(rmse):.3f} | {float(bias):.3f} |" for run in scores.values() for rmse, bias in run]
+    assert len(rows) == 10 and [row for row in rows if row not in page] == []
+    model = {f"{float(run[0][0]):.2f}" for run in scores.values()}
+    assert model <= numbers_in(words_of("README.md"))
