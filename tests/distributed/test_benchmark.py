@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-from distributed.ranks import ROOT, spawn
+from distributed.ranks import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import sharding
@@ -216,11 +216,6 @@ def test_several_ranks_are_not_timed_without_one_rank_to_judge_them_by():
         ValueError, match="^2 ranks must be judged by what one rank found, which failed or did not run$"
     ):
         sharding_rank.judge([1.0], None, torch.device("cpu"), 2)
-
-
-def test_ranks_that_are_told_of_hosts_count_from_0_on_each():
-    says = "import os; print(os.environ['RANK'], os.environ['LOCAL_RANK'], os.environ['NCCL_HOSTID'], end='')"
-    assert [ended.output for ended in spawn(["-c", says], 3, hosts=2)] == ["0 0 host 0", "1 1 host 0", "2 0 host 1"]
 
 
 def test_a_job_that_fails_is_reported_and_the_next_one_runs(bench, tmp_path):
