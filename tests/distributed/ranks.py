@@ -63,7 +63,7 @@ class Verdict:
             )
             return
         finite = torch.isfinite(expected)
-        self.that(torch.equal(torch.isfinite(actual), finite), f"{name}: not finite in other places")
+        self.that(torch.equal(torch.isfinite(actual), finite), f"{name}: not finite elsewhere")
         scale = expected[finite] if terms is None else terms
         size = scale.abs().max().item() if scale.numel() else 0.0
         error = (actual - expected)[finite].abs().max().item() if finite.any() else 0.0
