@@ -5,6 +5,8 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
+from anemoi_gt.training.parallel.sharded_step import check_messages_recordable
+from anemoi_gt.training.parallel.sharded_trainer import shard_trainer
 from support.aot_eager import without_inductor
 from support.recording import record_in_place
 
@@ -12,8 +14,6 @@ from anemoi_gt import AttentionConfig, EncoderProcessorDecoder
 from anemoi_gt.data.graphs import icosphere_graph
 from anemoi_gt.data.sphere import sphere
 from anemoi_gt.training import Trainer, TrainingConfig
-from anemoi_gt.training.parallel.sharded_step import check_messages_recordable
-from anemoi_gt.training.parallel.sharded_trainer import shard_trainer
 from distributed.checks_trainer import Records
 from distributed.ranks import device_type, mesh_of, on_all_ranks, shared_folder, without_default_device
 

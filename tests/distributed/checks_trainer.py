@@ -10,6 +10,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from anemoi_gt.training.parallel.sharded_batches import ShardedBatches
+from anemoi_gt.training.parallel.sharded_signals import AgreedStop
+from anemoi_gt.training.parallel.sharded_step import own_draws
+from anemoi_gt.training.parallel.sharded_trainer import Silence, check_samples, shard_trainer, train_on_ranks
 
 from anemoi_gt import AttentionConfig, EncoderProcessorDecoder
 from anemoi_gt.data.graphs import icosphere_graph
@@ -18,10 +22,6 @@ from anemoi_gt.distributed import run_on_rank0, save_checkpoint
 from anemoi_gt.train import continues_on_ranks
 from anemoi_gt.training import Trainer, TrainingConfig
 from anemoi_gt.training.metrics import MetricsFile
-from anemoi_gt.training.parallel.sharded_batches import ShardedBatches
-from anemoi_gt.training.parallel.sharded_signals import AgreedStop
-from anemoi_gt.training.parallel.sharded_step import own_draws
-from anemoi_gt.training.parallel.sharded_trainer import Silence, check_samples, shard_trainer, train_on_ranks
 from anemoi_gt.training.signals import Stopped
 from distributed.ranks import everywhere, mesh_of, on_all_ranks, on_ranks, shared_folder, without_default_device
 

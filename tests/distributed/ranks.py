@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from anemoi_gt.distributed.watch import leave
+from anemoi_gt.distributed.mesh import exit_without_finalization
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -298,4 +298,4 @@ def run(check, group):
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
-    leave(0)
+    exit_without_finalization(0)

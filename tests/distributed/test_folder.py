@@ -14,7 +14,7 @@ from anemoi_gt import train
 from anemoi_gt.distributed.folder import ONE_PROCESS, TORCHRUN, checkpoint_to_continue, find_run, require_file
 from anemoi_gt.distributed.sharded_checkpoint import load_checkpoint, load_values, save_checkpoint
 from anemoi_gt.training.checkpoint import load_checkpoint as load_file
-from anemoi_gt.training.parallel.sharded_trainer import write_whole
+from anemoi_gt.training.parallel.trainer import write_as_file
 
 FORMS = {"last.pt": ONE_PROCESS, "last/.metadata": TORCHRUN, "last.former/.metadata": TORCHRUN}
 OTHERS = [(form, writer) for form, former in FORMS.items() for writer in (ONE_PROCESS, TORCHRUN) if writer != former]
@@ -167,7 +167,7 @@ def test_the_whole_file_takes_its_name_when_it_is_whole(best, form, monkeypatch)
         assert best.read_bytes() == b"former"
 
     monkeypatch.setattr(torch, "save", watched)
-    write_whole(best)
+    write_as_file(best)
     assert torch.equal(load_file(best)["average"]["weight"], torch.arange(5.0))
     assert not best.with_name("best.pt.partial").exists()
 
@@ -175,7 +175,7 @@ def test_the_whole_file_takes_its_name_when_it_is_whole(best, form, monkeypatch)
 def test_a_full_disk_leaves_the_former_whole_file_and_names_it(best):
     best.with_name("best.pt.partial").symlink_to("/dev/full")
     with pytest.raises(OSError, match=f"could not write {best}: No space left on device"):
-        write_whole(best)
+        write_as_file(best)
     assert best.read_bytes() == b"former"
 
 
@@ -197,4 +197,4 @@ def test_one_process_that_is_to_read_a_folder_of_ranks_is_told_how_to_make_a_fil
 
 def test_a_missing_best_checkpoint_is_one_sentence(tmp_path):
     with pytest.raises(FileNotFoundError, match=f"^there must be a checkpoint in {tmp_path / 'best'}, found none$"):
-        write_whole(tmp_path / "best.pt")
+        write_as_file(tmp_path / "best.pt")

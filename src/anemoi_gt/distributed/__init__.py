@@ -17,11 +17,9 @@ from anemoi_gt.distributed.halo_attention import (
     attend_overlapped,
     start_exchange,
 )
-from anemoi_gt.distributed.launcher import is_launched
-from anemoi_gt.distributed.mesh import ShardingConfig, started
+from anemoi_gt.distributed.mesh import ShardingConfig, init_distributed, is_launched
 from anemoi_gt.distributed.partition import Partition, Ranges, destination_cost
 from anemoi_gt.distributed.sharded_checkpoint import ShardedTable, load_checkpoint, save_checkpoint
-from anemoi_gt.distributed.watch import watched
 
 __all__ = [
     "EdgeShard",
@@ -42,6 +40,7 @@ __all__ = [
     "clip_gradients",
     "destination_cost",
     "fingerprint",
+    "init_distributed",
     "is_launched",
     "load_checkpoint",
     "make_mesh",
@@ -52,7 +51,5 @@ __all__ = [
     "shard_edges",
     "shard_graph",
     "start_exchange",
-    "started",
     "sum_loss",
-    "watched",
 ]

@@ -111,9 +111,7 @@ class ModelShard:
         return [parameter for name, parameter in named if name not in self.tables], own
 
 
-def shard_model(
-    model: EncoderProcessorDecoder, mesh: DeviceMesh, strategy: str = "edges", *, overlap: bool = False
-) -> ModelShard:
+def shard_model(model: EncoderProcessorDecoder, mesh: DeviceMesh) -> ModelShard:
     """Cut a model that every rank holds to this rank's rows, in place. Collective.
 
     Parameters
@@ -122,10 +120,6 @@ def shard_model(
         Whole, with the same weights and graphs on all ranks, on the device where it is trained.
     mesh : DeviceMesh
         With axes (data, model).
-    strategy : {"edges", "heads"}
-        As for `shard_graph`.
-    overlap : bool
-        As for `ShardedGraph`.
 
     Returns
     -------
@@ -137,6 +131,7 @@ def shard_model(
     ValueError
         On all ranks, when weights, graphs or options are not the same on all of them, or the model cannot be divided so.
     """
+    strategy, overlap = "edges", False
     check_mesh(mesh)
     if not isinstance(model, EncoderProcessorDecoder):
         raise ValueError(f"model must be an EncoderProcessorDecoder, got {type(model).__name__}")
@@ -149,12 +144,7 @@ def shard_model(
 
 
 def scatter_model(
-    model: EncoderProcessorDecoder | None,
-    mesh: DeviceMesh,
-    group: dist.ProcessGroup,
-    strategy: str = "edges",
-    *,
-    overlap: bool = False,
+    model: EncoderProcessorDecoder | None, mesh: DeviceMesh, group: dist.ProcessGroup
 ) -> tuple[EncoderProcessorDecoder, ModelShard]:
     """Give every rank its part of a model that the first rank of the mesh holds; no other ever holds all edges. Collective.
 
@@ -168,8 +158,6 @@ def scatter_model(
         With axes (data, model).
     group : ProcessGroup
         The ranks of the mesh, communicating from the CPU (gloo), with a timeout beyond what it takes to make the model.
-    strategy, overlap
-        As for `shard_model`.
 
     Returns
     -------
@@ -183,6 +171,7 @@ def scatter_model(
     ValueError
         On all ranks, when the model cannot be divided, or is not on the first rank alone.
     """
+    strategy, overlap = "edges", False
     check_mesh(mesh)
     ranks, (data, place) = mesh.mesh.tolist(), mesh.get_coordinate()
     cut = _cut_together(model, (data, place) == (0, 0), mesh, strategy, group)

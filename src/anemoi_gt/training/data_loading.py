@@ -1,4 +1,4 @@
-"""Which samples make which batch: the only place that decides the order of the data."""
+"""Batches of a run: the order of the samples, and loading them to a device."""
 
 from collections.abc import Iterator
 from itertools import islice
@@ -10,9 +10,9 @@ from anemoi_gt.data.datasets import ForecastDataset, Sample
 
 
 class TrainingBatches:
-    """The batches of a run: the training samples in one random order after another.
+    """Batches of a run: the training samples in one random order after another.
 
-    The batch of a step follows from seed and step alone, so a run continues anywhere.
+    The batch of a step depends on seed and step alone, so a run can continue from any step.
 
     Parameters
     ----------
@@ -25,34 +25,34 @@ class TrainingBatches:
     seed : int
         Draws the orders.
     device : torch.device
-        Where the batches go.
+        Of the batches.
     """
 
     def __init__(self, dataset: ForecastDataset, batch_size: int, steps: int, seed: int, device: torch.device):
         self.dataset, self.batch_size, self.steps, self.seed, self.device = dataset, batch_size, steps, seed, device
 
     def since(self, step: int) -> Iterator[Sample]:
-        """Yield the batches that are left when `step` of them have been taken; each is made when it is asked for."""
+        """Yield the batches after the first `step` ones; each is made when it is requested."""
         generator = torch.Generator().manual_seed(self.seed)
         order = RandomSampler(self.dataset, num_samples=self.steps * self.batch_size, generator=generator)
         return load(self.dataset, self.batch_size, self.device, islice(order, step * self.batch_size, None))
 
 
 def load(dataset: ForecastDataset, batch_size: int, device: torch.device, order=None) -> Iterator[Sample]:
-    """Yield the samples of a data set in batches [B, N, channels], on a device.
+    """Yield a data set in batches [B, N, channels] on a device.
 
     Parameters
     ----------
     dataset : ForecastDataset
         The samples.
     batch_size : int
-        Samples of a batch; the last may have fewer.
+        The last batch may be smaller.
     device : torch.device
-        Where the batches go.
+        Of the batches.
     order : iterable of int, optional
-        Numbers of the samples; None is every sample once, as they are numbered.
+        Indices of the samples; None is all of them once, in order.
     """
-    # Its own generator: else each loader draws a number from the one that dropout uses.
+    # Its own generator: otherwise each loader draws from the one that dropout uses.
     loader = DataLoader(dataset, batch_size=batch_size, sampler=order, generator=torch.Generator())
     for batch in loader:
         yield Sample(*(part.to(device) for part in batch))

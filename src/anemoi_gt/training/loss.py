@@ -1,10 +1,10 @@
-"""The loss: squared error of the normalised change, each node by its share of the area."""
+"""Training loss: squared error of the normalised change, weighted by area."""
 
 from torch import Tensor
 
 
 def weighted_mse(output: Tensor, target: Tensor, weights: Tensor) -> Tensor:
-    """Return the mean over samples, nodes and channels of weight * (output - target)^2.
+    """Return the mean over batch, nodes and channels of weight * (output - target)^2.
 
     Parameters
     ----------
@@ -16,12 +16,12 @@ def weighted_mse(output: Tensor, target: Tensor, weights: Tensor) -> Tensor:
     Returns
     -------
     Tensor
-        Scalar; about 1 for a forecast of no skill, since targets have unit variance.
+        Scalar; about 1 for a forecast without skill, because targets have unit variance.
 
     Raises
     ------
     ValueError
-        When output and target differ in shape: PyTorch would stretch one to the other.
+        When output and target differ in shape, which PyTorch would broadcast.
     """
     if output.shape != target.shape:
         raise ValueError(f"output must have the shape of target, {tuple(target.shape)}, got {tuple(output.shape)}")

@@ -1,10 +1,10 @@
-"""The learning rate over the steps of a run."""
+"""Learning rate schedule: linear warm-up, then half a cosine down to 0."""
 
 import math
 
 
 def warmup_cosine(step: int, warmup_steps: int, steps: int) -> float:
-    """Return the learning rate of a step as a fraction of its highest value.
+    """Return the learning rate of a step as a fraction of its maximum.
 
         (step + 1) / (warmup_steps + 1)                                         step < warmup_steps
         (1 + cos(pi (step - warmup_steps) / (steps - warmup_steps))) / 2        after that, down to 0
@@ -12,7 +12,7 @@ def warmup_cosine(step: int, warmup_steps: int, steps: int) -> float:
     Parameters
     ----------
     step : int
-        From 0; the last one of a run is steps - 1.
+        From 0 to steps - 1.
     warmup_steps, steps : int
         As in `TrainingConfig`.
 
