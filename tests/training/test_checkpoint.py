@@ -14,7 +14,7 @@ def test_a_checkpoint_gives_the_same_forecasts_to_a_model_built_anew(run, make_m
     trainer, _ = run(seed=1)
     state = load_checkpoint(trainer.folder / "last.pt")
     restored = make_model(seed=2).eval()
-    trained = model_forecast(trainer.learner.average.module.eval(), splits.test)
+    trained = model_forecast(trainer.step.average.module.eval(), splits.test)
     assert not torch.equal(model_forecast(restored, splits.test)(0), trained(0))
     restored.load_state_dict(state["average"])
     for i in range(len(splits.test)):
@@ -30,7 +30,7 @@ def test_a_checkpoint_holds_the_whole_state_of_the_run(run):
     assert state["step"] == 6 and state["config"] == {"name": "whole"}
     assert state["best_loss"] == min(record["loss"] for record in records if record["split"] == "valid")
     assert state["schedule"]["last_epoch"] == 6
-    for name, value in trainer.learner.model.state_dict().items():
+    for name, value in trainer.step.model.state_dict().items():
         assert torch.equal(state["model"][name], value), name
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch._inductor.comms
 from support.aot_eager import without_inductor
-from support.recording import record_in_place
+from support.capturing import capture_in_place
 from torch import nn
 from torch._dynamo.utils import counters
 
@@ -17,7 +17,7 @@ from anemoi_gt.training import TrainingConfig
 from anemoi_gt.training.checkpoint import load_checkpoint
 from anemoi_gt.training.compilation import HIDE_MESSAGES, compile_blocks
 from anemoi_gt.training.data_loading import TrainingBatches
-from anemoi_gt.training.step import Learner
+from anemoi_gt.training.step import TrainingStep
 
 CPU, STEPS = torch.device("cpu"), 4
 MOVES = "reorder_for_compute_comm_overlap"  # an option of Inductor
@@ -48,7 +48,7 @@ def make_learner(splits, make_model):
 
     def make_learner(model=None, **numbers):
         config = TrainingConfig(steps=2 * STEPS, batch_size=2, warmup_steps=1, device="cpu", **numbers)
-        return Learner(make_model() if model is None else model, splits.train.weights, config, CPU)
+        return TrainingStep(make_model() if model is None else model, splits.train.weights, config, CPU)
 
     return make_learner
 
@@ -59,7 +59,7 @@ def learnt(splits):
 
     def learnt(learner):
         torch.manual_seed(3)
-        losses = [learner.learn(batch) for batch in batches_of(splits)]
+        losses = [learner.training_step(batch) for batch in batches_of(splits)]
         return [torch.stack(losses), *(parameter.detach() for parameter in learner.model.parameters())]
 
     return learnt
@@ -110,7 +110,7 @@ def test_validation_and_the_best_model_compute_as_ever(run, compiled_graphs):
     trainer, _ = run(compile=True)
     assert compiled_graphs() == 3  # each kind of block in training, none without gradients
     best = trainer.best_model()
-    assert not compiled_parts(best) and compiled_parts(trainer.learner.model)
+    assert not compiled_parts(best) and compiled_parts(trainer.step.model)
     expected = load_checkpoint(trainer.folder / "best.pt")["average"]
     assert_same_bits(list(best.state_dict().values()), list(expected.values()))
 
@@ -152,9 +152,9 @@ def test_a_state_goes_from_a_compiled_learner_to_another_and_back(make_learner, 
 
 def test_layers_of_a_kind_share_what_was_compiled(make_learner, deep_model, splits, compiled_graphs):
     torch.compiler.reset()
-    make_learner(deep_model(3), compile=True).learn(next(batches_of(splits)))
+    make_learner(deep_model(3), compile=True).training_step(next(batches_of(splits)))
     assert compiled_graphs() == 3  # of the encoder, the processor and the decoder
-    make_learner(deep_model(5), compile=True).learn(next(batches_of(splits)))
+    make_learner(deep_model(5), compile=True).training_step(next(batches_of(splits)))
     assert compiled_graphs() == 0
 
 
@@ -170,7 +170,7 @@ def test_a_model_may_be_compiled_twice(make_learner, learnt, compiled_graphs):
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_recorded_compiled_steps_give_the_bits_of_compiled_ones(make_learner, learnt, precision):
     launched, recorded = (make_learner(compile=True, precision=precision) for _ in range(2))
-    recorded.record(record_in_place)
+    recorded.capture(capture_in_place)
     assert_same_bits(learnt(recorded), learnt(launched))
     assert compiled_parts(recorded.model)
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from anemoi_gt.training.atomic_write import atomic_write, naming
+from anemoi_gt.training.atomic_write import annotate_oserror, atomic_write
 from anemoi_gt.training.metrics import MetricsFile
 
 
@@ -34,7 +34,7 @@ def test_a_full_disk_is_named_with_the_file(tmp_path):
 
 
 def test_a_refusal_that_pytorch_wraps_is_named_too(tmp_path):
-    with pytest.raises(OSError, match=r"could not write .*a: File too large"), naming(tmp_path / "a"):
+    with pytest.raises(OSError, match=r"could not write .*a: File too large"), annotate_oserror(tmp_path / "a"):
         try:
             raise OSError(27, "File too large")
         except OSError:
@@ -42,7 +42,7 @@ def test_a_refusal_that_pytorch_wraps_is_named_too(tmp_path):
 
 
 def test_other_errors_pass_as_they_are(tmp_path):
-    with pytest.raises(RuntimeError, match="^a tensor on meta$"), naming(tmp_path / "a"):
+    with pytest.raises(RuntimeError, match="^a tensor on meta$"), annotate_oserror(tmp_path / "a"):
         raise RuntimeError("a tensor on meta")
 
 

@@ -68,7 +68,7 @@ def trainer(splits, make_model, tmp_path):
 
 
 def fit(trainer):
-    with MetricsFile(trainer.folder / "metrics.jsonl", until=trainer.learner.step) as metrics:
+    with MetricsFile(trainer.folder / "metrics.jsonl", until=trainer.step.global_step) as metrics:
         trainer.fit(metrics)
     return metrics.records
 
@@ -106,7 +106,7 @@ def test_a_stopped_and_continued_run_ends_with_the_same_bits(trainer, without_sp
     continued = trainer("stopped", precision=precision, weights_seed=1)
     seed_generators(99)
     continued.load_state_dict(load_checkpoint(continued.folder / "last.pt"))
-    assert continued.learner.step == STOP_AFTER
+    assert continued.step.global_step == STOP_AFTER
     assert without_speed(fit(continued)) == without_speed(records)
     for name in ("last.pt", "best.pt"):
         assert_same(load_checkpoint(continued.folder / name), load_checkpoint(whole.folder / name), name)
@@ -214,10 +214,10 @@ def test_a_stop_saves_nothing_that_is_not_finite(trainer, where):
     stop(run, after=4)
     before = (run.folder / "last.pt").read_bytes()
     if where == "weights":
-        torch.nn.init.constant_(next(run.learner.model.parameters()), float("nan"))
-        run.learner.learn = lambda batch: torch.tensor(1.0)
+        torch.nn.init.constant_(next(run.step.model.parameters()), float("nan"))
+        run.step.training_step = lambda batch: torch.tensor(1.0)
     else:
-        run.learner.learn = lambda batch: torch.tensor(float("nan"))
+        run.step.training_step = lambda batch: torch.tensor(float("nan"))
     run.batches = SignalAt(run.batches._batches, 5, signal.SIGTERM)
     with pytest.raises(FloatingPointError, match=f"the {where} must stay finite"):
         fit(run)

@@ -7,24 +7,17 @@ import pytest
 from anemoi_gt.training.schedule import warmup_cosine
 
 
-def test_warm_up_grows_by_equal_amounts_to_the_highest_rate():
-    assert [warmup_cosine(step, 4, 100) for step in range(5)] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
-
-
-def test_decay_is_half_a_cosine_down_to_nothing():
-    for step, share in ((10, 0.0), (35, 0.25), (60, 0.5), (110, 1.0)):
-        assert warmup_cosine(step, 10, 110) == pytest.approx((1 + math.cos(math.pi * share)) / 2)
-    assert warmup_cosine(110, 10, 110) == 0
-
-
-def test_decay_never_turns_back():
-    rates = [warmup_cosine(step, 3, 50) for step in range(3, 51)]
-    assert rates == sorted(rates, reverse=True)
-
-
-def test_a_run_may_be_all_warm_up_or_have_none():
-    assert warmup_cosine(0, 0, 10) == 1
-    assert 0 < warmup_cosine(9, 10, 10) < 1
+@pytest.mark.parametrize(
+    ("warmup_steps", "steps", "rates"),
+    [
+        (4, 100, {step: (step + 1) / 5 for step in range(5)}),  # warm-up
+        (10, 110, {s: (1 + math.cos(math.pi * p)) / 2 for s, p in ((10, 0), (35, 0.25), (60, 0.5), (110, 1))}),
+        (0, 10, {0: 1.0}),
+        (10, 10, {9: 10 / 11}),
+    ],
+)
+def test_the_rate_is_a_linear_warm_up_and_half_a_cosine(warmup_steps, steps, rates):
+    assert {step: warmup_cosine(step, warmup_steps, steps) for step in rates} == pytest.approx(rates)
 
 
 def test_the_trainer_follows_the_schedule(run):
