@@ -1,4 +1,4 @@
-"""Stopping and going on: an interrupted run ends with the bits of one that was not."""
+"""Stop and resume: an interrupted run ends with the bits of one that was not."""
 
 import os
 import random
@@ -74,7 +74,7 @@ def fit(trainer):
 
 
 def stop(trainer, after=STOP_AFTER, number=signal.SIGTERM):
-    """Train until a signal comes in a step; returns what fit raised."""
+    """Train until a signal comes in a step; return what fit raised."""
     trainer.batches = SignalAt(trainer.batches, after, number)
     with pytest.raises(Stopped) as stopped:
         fit(trainer)
@@ -98,14 +98,17 @@ def assert_same(actual, expected, name="state"):
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
-def test_a_stopped_and_continued_run_ends_with_the_same_bits(trainer, without_speed, precision):
+def test_a_run_that_is_stopped_twice_ends_with_the_same_bits(trainer, without_speed, precision):
     whole = trainer("whole", precision=precision)
     records = fit(whole)
-    stop(trainer("stopped", precision=precision))
-    # Other weights at first, and generators elsewhere: all must come from the checkpoint.
-    continued = trainer("stopped", precision=precision, weights_seed=1)
-    seed_generators(99)
-    continued.load_state_dict(load_checkpoint(continued.folder / "last.pt"))
+    stop(trainer("stopped", precision=precision), after=2)
+    for after in (STOP_AFTER, None):
+        # Other weights at first, and generators elsewhere: all must come from the checkpoint.
+        continued = trainer("stopped", precision=precision, weights_seed=1)
+        seed_generators(99)
+        continued.load_state_dict(load_checkpoint(continued.folder / "last.pt"))
+        if after is not None:
+            stop(continued, after)
     assert continued.step.global_step == STOP_AFTER
     assert without_speed(fit(continued)) == without_speed(records)
     for name in ("last.pt", "best.pt"):
@@ -120,17 +123,6 @@ def test_samples_that_draw_from_global_generators_continue_too(trainer, splits, 
     seed_generators(99)
     continued = trainer("stopped", noisy)
     continued.load_state_dict(load_checkpoint(continued.folder / "last.pt"))
-    assert without_speed(fit(continued)) == without_speed(records)
-
-
-def test_a_run_stopped_twice_ends_with_the_same_bits(trainer, without_speed):
-    records = fit(trainer("whole"))
-    stop(trainer("stopped"), after=2)
-    for after in (4, None):
-        continued = trainer("stopped")
-        continued.load_state_dict(load_checkpoint(continued.folder / "last.pt"))
-        if after is not None:
-            stop(continued, after)
     assert without_speed(fit(continued)) == without_speed(records)
 
 
@@ -154,7 +146,7 @@ def test_a_finished_run_takes_no_step_when_it_is_continued(trainer, without_spee
     assert (continued.folder / "last.pt").read_bytes() == before
 
 
-def test_records_after_the_checkpoint_come_again_and_not_twice(tmp_path):
+def test_records_after_the_checkpoint_are_written_once(tmp_path):
     path = tmp_path / "metrics.jsonl"
     with MetricsFile(path) as metrics:
         for step in range(1, 6):
@@ -177,7 +169,7 @@ def test_a_signal_ends_the_run_after_the_step_with_everything_saved(trainer):
         assert load_checkpoint(run.folder / "last.pt")["step"] == STOP_AFTER
 
 
-def test_signals_mean_after_training_what_they_meant_before(trainer):
+def test_signal_handlers_are_restored_after_training(trainer):
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
     stop(trainer("run"))
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
@@ -209,7 +201,7 @@ def test_training_outside_the_main_thread_works(trainer):
 
 
 @pytest.mark.parametrize("where", ["loss", "weights"])
-def test_a_stop_saves_nothing_that_is_not_finite(trainer, where):
+def test_a_stop_saves_no_state_that_is_not_finite(trainer, where):
     run = trainer("run", log_every=9)
     stop(run, after=4)
     before = (run.folder / "last.pt").read_bytes()
@@ -224,20 +216,20 @@ def test_a_stop_saves_nothing_that_is_not_finite(trainer, where):
     assert (run.folder / "last.pt").read_bytes() == before
 
 
-def test_a_run_does_not_continue_from_a_part(trainer):
+def test_a_run_does_not_continue_from_a_partial_state(trainer):
     run = trainer("run")
     fit(run)
     state = load_checkpoint(run.folder / "last.pt")
     del state["scaler"], state["generators"]
     with pytest.raises(
-        ValueError, match="continues from the last.pt of a run, this checkpoint lacks generators, scaler"
+        ValueError, match="state must be the last.pt of a run, this checkpoint lacks generators, scaler"
     ):
         run.load_state_dict(state)
 
 
 def test_batches_follow_from_seed_and_step(splits):
     def numbers(seed, since):
-        """Which samples the batches hold, told by their inputs."""
+        """Indices of the samples in the batches, by their inputs."""
         known = [splits.train.inputs(i) for i in range(len(splits.train))]
         batches = TrainingBatches(splits.train, 3, steps=6, seed=seed, device=torch.device("cpu"))
         return [
