@@ -42,10 +42,10 @@ from anemoi_gt.hydra_app import (
 )
 from anemoi_gt.training import Trainer
 from anemoi_gt.training.checkpoint import load_checkpoint, load_weights
-from anemoi_gt.training.data_loading import load
+from anemoi_gt.training.data_loading import load, share_of_batch
 from anemoi_gt.training.device import choose_device, cpu_threads
 from anemoi_gt.training.metrics import MetricsFile
-from anemoi_gt.training.parallel.trainer import check_same_data, fit_sharded, make_sharded_trainer, share_of_batch
+from anemoi_gt.training.parallel.trainer import check_same_data, fit_sharded, make_sharded_trainer
 from anemoi_gt.training.report import write_report
 from anemoi_gt.training.signals import Stopped
 from anemoi_gt.training.step import AUTOCAST
@@ -53,7 +53,6 @@ from anemoi_gt.training.trainer import BEST, LAST
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
-    from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
 
 log = logging.getLogger(__name__)
@@ -222,15 +221,11 @@ def _train_on_ranks(config: "DictConfig", sharding: ShardingConfig, device_type:
         sys.exit(stopped.exit_status)
     if whole is None:
         return None
-    report_whole_model(whole.to(trainer.device), folder, test, records, training.threads)
+    whole = whole.to(trainer.device)
+    load_weights(whole, load_checkpoint(folder / BEST))
+    with cpu_threads(training.threads):
+        write_report(folder, whole.eval(), test, records)
     return trainer.best_loss
-
-
-def report_whole_model(model: "nn.Module", folder: Path, test: Any, records: list[dict], threads: int | None) -> None:
-    """Score and plot the best weights of a sharded run on one process."""
-    load_weights(model, load_checkpoint(folder / BEST))
-    with cpu_threads(threads):
-        write_report(folder, model.eval(), test, records)
 
 
 def check_shares(config: "DictConfig", mesh: "DeviceMesh") -> None:

@@ -22,7 +22,6 @@ from anemoi_gt.training.metrics import MetricsFile
 from anemoi_gt.training.parallel.step import data_parallel_rng
 from anemoi_gt.training.parallel.trainer import (
     NullLogger,
-    ShardedBatches,
     SharedStopRequest,
     check_same_data,
     fit_sharded,
@@ -34,7 +33,6 @@ from distributed.ranks import (
     everywhere,
     mesh_of,
     on_all_ranks,
-    on_ranks,
     shared_folder,
     without_default_device,
 )
@@ -231,9 +229,3 @@ def ranks_with_other_data_or_without_the_folder_are_found(group, verdict):
         elsewhere = folder / "nowhere" if rank == 1 else folder
         verdict.raises(ValueError, "rank 1: ", partial(check_same_data, splits(), elsewhere))
         check_same_data(splits(), folder)
-
-
-@on_ranks(4)
-def a_batch_that_data_ranks_cannot_share_is_refused(group, verdict):
-    make = partial(ShardedBatches, mesh_of(4, 1), range(8), 6, 1, 0, torch.device("cpu"))
-    verdict.raises(ValueError, "must be a multiple of the 4 ranks of the data axis, got 6", make)

@@ -93,6 +93,11 @@ def test_every_sample_comes_once_before_any_comes_twice(run):
     assert sorted(positions) == list(range(8)) and positions != list(range(8))
 
 
+def test_a_batch_that_data_ranks_cannot_share_is_refused():
+    with pytest.raises(ValueError, match="must be a multiple of the 4 ranks of the data axis, got 6"):
+        TrainingBatches(range(8), 6, 1, 0, CPU, rank=0, ranks=4)
+
+
 def test_validation_is_of_the_averaged_weights_in_evaluation_mode(run, splits):
     trainer, records = run(valid_every=6, average_decay=0.5)
     model = trainer.best_model()

@@ -8,27 +8,23 @@ stop_request    one decision of all ranks: `SharedStopRequest`
 """
 
 import signal
-from collections.abc import Iterator
 from functools import partial
-from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils.data import RandomSampler
 
-from anemoi_gt.data.datasets import Sample, Splits
+from anemoi_gt.data.datasets import Splits
 from anemoi_gt.distributed.consensus import check_same, fingerprint, raise_on_all_ranks
 from anemoi_gt.distributed.folder import sharded
 from anemoi_gt.distributed.model_shard import ModelShard
 from anemoi_gt.distributed.sharded_checkpoint import load_checkpoint, require_checkpoint, save_checkpoint
 from anemoi_gt.training import Trainer, TrainingConfig
 from anemoi_gt.training.atomic_write import atomic_write
-from anemoi_gt.training.data_loading import TrainingBatches, load
+from anemoi_gt.training.data_loading import TrainingBatches
 from anemoi_gt.training.metrics import MetricsFile
 from anemoi_gt.training.parallel.step import ShardedTrainingStep
 from anemoi_gt.training.progress import ProgressBar
@@ -80,7 +76,7 @@ def make_sharded_trainer(
         folder,
         description,
         make_step=partial(ShardedTrainingStep, num_nodes=num_nodes, shard=shard, mesh=mesh, group=group),
-        make_batches=partial(ShardedBatches, mesh),
+        make_batches=partial(TrainingBatches, rank=mesh.get_local_rank("data"), ranks=mesh["data"].size()),
         save=partial(_save, shard),
         progress=progress if dist.get_rank() == 0 else NullLogger,
         stop_request=partial(SharedStopRequest, group),
@@ -175,51 +171,6 @@ def write_as_file(path: Path) -> None:
 
 def _save(shard: ModelShard, path: Path, state: dict) -> None:
     save_checkpoint(sharded(path), state, shard.tables, dist.group.WORLD)
-
-
-class ShardedBatches(TrainingBatches):
-    """Share of one data rank in the batches of a run, which are the same for every mesh.
-
-    Parameters
-    ----------
-    mesh : DeviceMesh
-        With axes (data, model).
-    *args, **kwargs
-        Of `TrainingBatches`; `batch_size` is that of all data ranks together.
-
-    Raises
-    ------
-    ValueError
-        When the batch cannot be split evenly.
-    """
-
-    def __init__(self, mesh: DeviceMesh, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs)
-        self.rank = mesh.get_local_rank("data")
-        self.own_size = share_of_batch(self.batch_size, mesh["data"].size())
-
-    def since(self, step: int) -> Iterator[Sample]:
-        """Yield this rank's share of the batches after the first `step` ones."""
-        generator = torch.Generator().manual_seed(self.seed)
-        order = RandomSampler(self.dataset, num_samples=self.steps * self.batch_size, generator=generator)
-        remaining = islice(enumerate(order), step * self.batch_size, None)
-        own = (sample for n, sample in remaining if n % self.batch_size // self.own_size == self.rank)
-        return load(self.dataset, self.own_size, self.device, own)
-
-
-def share_of_batch(batch_size: int, ranks: int) -> int:
-    """Return the batch size of each data rank.
-
-    Raises
-    ------
-    ValueError
-        When the batch cannot be split evenly.
-    """
-    if batch_size % ranks:
-        raise ValueError(
-            f"training.batch_size must be a multiple of the {ranks} ranks of the data axis, got {batch_size}"
-        )
-    return batch_size // ranks
 
 
 class SharedStopRequest(StopRequest):
