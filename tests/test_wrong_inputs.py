@@ -36,7 +36,7 @@ from anemoi_gt.data.nodes import Nodes
 from anemoi_gt.data.sphere import sphere
 from anemoi_gt.distributed import Partition, ShardingConfig
 from anemoi_gt.training import Trainer, TrainingConfig
-from anemoi_gt.training.loss import weighted_mse
+from anemoi_gt.training.step import weighted_mse
 
 EDGES = torch.tensor([[3, 0, 2, 1, 0], [0, 2, 0, 2, 0]])
 GRAPH = GraphStructure.from_edge_index(EDGES, (4, 3))
@@ -126,7 +126,6 @@ def test_sizes_of_numpy_are_sizes():
         (lambda: ShardingConfig("edges", model="2"), "sharding.model must be a whole number, got '2'"),
         (lambda: ShardingConfig("edges", model=1.5), "sharding.model must be a whole number, got 1.5"),
         (lambda: ShardingConfig(timeout="5"), "sharding.timeout must be a number, got '5'"),
-        (lambda: ShardingConfig(overlap="no"), "sharding.overlap must be true or false, got 'no'"),
         (lambda: Partition.balanced([1, 1], 2), r"cost must be a tensor \[N\], got list"),
         (lambda: Partition.balanced(torch.ones(3).long(), 0), "the number of parts must be at least 1, got 0"),
         (

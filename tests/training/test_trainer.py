@@ -11,10 +11,8 @@ from torch.nn.utils import clip_grad_norm_, get_total_norm
 from anemoi_gt.training import TrainingConfig
 from anemoi_gt.training.checkpoint import load_checkpoint
 from anemoi_gt.training.data_loading import TrainingBatches
-from anemoi_gt.training.loss import weighted_mse
 from anemoi_gt.training.metrics import MetricsFile
-from anemoi_gt.training.schedule import warmup_cosine
-from anemoi_gt.training.step import AUTOCAST, LOSS_SCALE, TrainingStep
+from anemoi_gt.training.step import AUTOCAST, LOSS_SCALE, TrainingStep, warmup_cosine, weighted_mse
 
 CPU = torch.device("cpu")
 
@@ -23,6 +21,25 @@ def test_loss_is_the_mean_square_by_area():
     output = torch.tensor([[[1.0], [2.0]], [[3.0], [0.0]]])
     loss = weighted_mse(output, torch.zeros(2, 2, 1), torch.tensor([0.5, 1.5]))
     assert loss.item() == pytest.approx((0.5 * 1 + 1.5 * 4 + 0.5 * 9) / 4)
+
+
+@pytest.mark.parametrize(
+    ("warmup_steps", "steps", "rates"),
+    [
+        (4, 100, {step: (step + 1) / 5 for step in range(5)}),  # warm-up
+        (10, 110, {s: (1 + math.cos(math.pi * p)) / 2 for s, p in ((10, 0), (35, 0.25), (60, 0.5), (110, 1))}),
+        (0, 10, {0: 1.0}),
+        (10, 10, {9: 10 / 11}),
+    ],
+)
+def test_the_rate_is_a_linear_warm_up_and_half_a_cosine(warmup_steps, steps, rates):
+    assert {step: warmup_cosine(step, warmup_steps, steps) for step in rates} == pytest.approx(rates)
+
+
+def test_the_trainer_follows_the_schedule(run):
+    _, records = run(steps=6, warmup_steps=2, learning_rate=0.01)
+    rates = [record["learning_rate"] for record in records if record["split"] == "train"]
+    assert rates == pytest.approx([0.01 * warmup_cosine(step, 2, 6) for step in range(6)])
 
 
 def plain_steps(model, batches, weights, config):

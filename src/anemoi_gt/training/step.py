@@ -6,6 +6,8 @@ weights   = AdamW(weights, g, learning rate of the step)
 average   = d average + (1 - d) weights,  d = average_decay; the first average is the weights themselves
 """
 
+import math
+
 import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -15,8 +17,6 @@ from anemoi_gt.training.checkpoint import load_weights
 from anemoi_gt.training.compilation import compile_blocks
 from anemoi_gt.training.config import TrainingConfig
 from anemoi_gt.training.cuda_graph import Capture, CUDAGraphedStep, capture_cuda_graph, check_capturable
-from anemoi_gt.training.loss import weighted_mse
-from anemoi_gt.training.schedule import warmup_cosine
 
 LOSS_SCALE = 2.0**10  # where float16 begins; losses are about 1, and the scaler raises it
 LOWEST_SCALE = 2.0**-14  # a gradient that overflows float16 even here is above 2**30, and no scale helps
@@ -178,3 +178,57 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
     matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
     vectors = [parameter for parameter in model.parameters() if parameter.dim() <= 1]
     return [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+
+
+def weighted_mse(output: Tensor, target: Tensor, weights: Tensor) -> Tensor:
+    """Return the mean over batch, nodes and channels of weight * (output - target)^2.
+
+    Parameters
+    ----------
+    output, target : Tensor
+        [B, N, C], normalised.
+    weights : Tensor
+        [N] of mean 1.
+
+    Returns
+    -------
+    Tensor
+        Scalar; about 1 for a forecast without skill, because targets have unit variance.
+
+    Raises
+    ------
+    ValueError
+        When output and target differ in shape, which PyTorch would broadcast.
+    """
+    if output.shape != target.shape:
+        raise ValueError(f"output must have the shape of target, {tuple(target.shape)}, got {tuple(output.shape)}")
+    return ((output - target).square().mean(dim=(0, 2)) * weights).mean()
+
+
+def warmup_cosine(step: int, warmup_steps: int, steps: int) -> float:
+    """Return the learning rate of a step as a fraction of its maximum.
+
+        (step + 1) / (warmup_steps + 1)                                         step < warmup_steps
+        (1 + cos(pi (step - warmup_steps) / (steps - warmup_steps))) / 2        after that, down to 0
+
+    Parameters
+    ----------
+    step : int
+        From 0 to steps - 1.
+    warmup_steps, steps : int
+        As in `TrainingConfig`.
+
+    Returns
+    -------
+    float
+        In [0, 1].
+
+    Examples
+    --------
+    >>> [round(warmup_cosine(step, warmup_steps=2, steps=6), 3) for step in range(7)]
+    [0.333, 0.667, 1.0, 0.854, 0.5, 0.146, 0.0]
+    """
+    if step < warmup_steps:
+        return (step + 1) / (warmup_steps + 1)
+    progress = (step - warmup_steps) / max(steps - warmup_steps, 1)
+    return (1 + math.cos(math.pi * min(progress, 1.0))) / 2
