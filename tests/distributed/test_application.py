@@ -22,6 +22,11 @@ from anemoi_gt.training.parallel.trainer import write_as_file
 from distributed.ranks import HERE, ROOT, free_port
 
 DEVICE = "cuda" if torch.cuda.device_count() >= 4 else "cpu"  # NCCL if all ranks have a GPU
+OF_TWO_RANKS = (
+    ("training.device=cuda", "training.cuda_graph=true", "training.precision=16-mixed")
+    if torch.cuda.device_count() >= 2
+    else ("training.device=cpu",)
+)
 ARGUMENTS = [
     *("data.grid_name=O4", "data.train_size=8", "data.valid_size=2", "data.test_size=2", "graph.refinement=1"),
     *("training.steps=16", "training.warmup_steps=1", "training.batch_size=2", f"training.device={DEVICE}"),
@@ -181,7 +186,7 @@ def failed(place):
     def failed(kind, restarts, *arguments):
         folder = place / kind
         script = [f"--max-restarts={restarts}", str(HERE / "failing_rank.py"), kind, "1", "10"]
-        options = ["sharding=edges", "sharding.model=2", f"hydra.run.dir={folder}", *arguments]
+        options = [*OF_TWO_RANKS, "sharding=edges", "sharding.model=2", f"hydra.run.dir={folder}", *arguments]
         with torchrun(place, 2, *options, script=script) as process:
             output, _ = process.communicate(timeout=PATIENCE)
             end = time.time()

@@ -14,7 +14,7 @@ from anemoi_gt.training import Trainer, TrainingConfig
 from anemoi_gt.training.checkpoint import load_checkpoint
 from anemoi_gt.training.data_loading import TrainingBatches
 from anemoi_gt.training.metrics import MetricsFile
-from anemoi_gt.training.rng import generator_states, seed_generators, set_generator_states
+from anemoi_gt.training.rng import seed_generators
 from anemoi_gt.training.signals import Stopped, StopRequest
 
 # Neither records nor validations fall on the step of the stop, so that a mean loss is half collected there.
@@ -160,18 +160,14 @@ def test_records_after_the_checkpoint_are_written_once(tmp_path):
         assert read.records == metrics.records
 
 
-def test_a_signal_ends_the_run_after_the_step_with_everything_saved(trainer):
-    for number, status in ((signal.SIGTERM, 143), (signal.SIGINT, 130)):
-        run = trainer(number.name)
-        stopped = stop(run, number=number)
-        assert stopped.exit_status == status
-        assert str(stopped) == f"stopped by {number.name} after step {STOP_AFTER}, which is saved"
-        assert load_checkpoint(run.folder / "last.pt")["step"] == STOP_AFTER
-
-
-def test_signal_handlers_are_restored_after_training(trainer):
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_ends_the_run_after_the_step_which_is_saved_and_handlers_are_restored(trainer, number, status):
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
-    stop(trainer("run"))
+    run = trainer("run")
+    stopped = stop(run, number=number)
+    assert stopped.exit_status == status
+    assert str(stopped) == f"stopped by {number.name} after step {STOP_AFTER}, which is saved"
+    assert load_checkpoint(run.folder / "last.pt")["step"] == STOP_AFTER
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
 
 
@@ -242,18 +238,3 @@ def test_batches_follow_from_seed_and_step(splits):
     for step in (1, 4, 6):
         assert numbers(seed=1, since=step) == whole[step:]
     assert numbers(seed=2, since=0) != whole
-
-
-def test_generator_states_give_the_same_numbers_again():
-    def draw():
-        return random.random(), np.random.rand(), torch.rand(()).item()  # noqa: NPY002
-
-    device = torch.device("cpu")
-    seed_generators(3)
-    first = draw()
-    states = generator_states(device)
-    second = draw()
-    set_generator_states(states, device)
-    assert draw() == second
-    seed_generators(3)
-    assert draw() == first
