@@ -43,7 +43,7 @@ from sharding_report import draw, summary  # noqa: E402
 from suite.environment import describe  # noqa: E402
 
 PARTS = ("checks", "strong", "replay", "exchange", "sizes", "compiled", "anemoi")
-CHECKS = ("checks_shard", "checks_attention", "checks_training", "checks_model", "checks_trainer", "checks_recorded")
+CHECKS = ("checks_shard", "checks_attention", "checks_training", "checks_model", "checks_trainer", "checks_cuda_graph")
 RANKS = (1, 2, 4, 8)
 WAYS = ("after_exchange",)
 REPLAYED = WAYS[:2]

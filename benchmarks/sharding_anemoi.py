@@ -19,7 +19,7 @@ from sharded_model import FIELDS, Case  # noqa: E402
 from sharding_rank import World  # noqa: E402
 from support.anemoi_model import build, draw, make_options  # noqa: E402
 
-from anemoi_gt.distributed.watch import leave  # noqa: E402
+from anemoi_gt.distributed.mesh import exit_without_finalization  # noqa: E402
 from anemoi_gt.integrations import anemoi as integration  # noqa: E402
 
 JUDGED = ("lin_edge.weight", "lin_key.weight", "lin_value.weight")
@@ -94,4 +94,4 @@ def main(folder: str) -> None:
 
 if __name__ == "__main__":
     main(sys.argv[1])
-    leave(0)
+    exit_without_finalization(0)

@@ -25,8 +25,8 @@ from sharded_model import Case, ShardedModel  # noqa: E402
 from suite.timing import CLOCKS  # noqa: E402
 
 from anemoi_gt.distributed import HaloExchange, make_mesh  # noqa: E402
+from anemoi_gt.distributed.mesh import exit_without_finalization  # noqa: E402
 from anemoi_gt.distributed.partition import NODE_COST  # noqa: E402
-from anemoi_gt.distributed.watch import leave  # noqa: E402
 
 AGREE = {"cuda": 3e-2, "cpu": 1e-4}  # relative, of loss and gradients: bfloat16 on a GPU, float32 on a CPU
 WARM_UP = 3
@@ -269,4 +269,4 @@ def main(folder: str) -> None:
 
 if __name__ == "__main__":
     main(sys.argv[1])
-    leave(0)
+    exit_without_finalization(0)

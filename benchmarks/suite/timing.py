@@ -7,7 +7,7 @@ from itertools import cycle, islice
 
 import torch
 
-from anemoi_gt.training.cuda_graph import record_cuda_graph
+from anemoi_gt.training.cuda_graph import capture_cuda_graph
 
 
 class Gpu:
@@ -49,7 +49,7 @@ class Gpu:
             for _ in range(count):
                 call()
 
-        _, replay = record_cuda_graph(calls, warm_up=call)
+        _, replay = capture_cuda_graph(calls, warm_up=call)
         return replay
 
     @staticmethod

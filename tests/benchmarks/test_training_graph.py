@@ -5,7 +5,7 @@ import json
 import check_training_graph
 import pytest
 from support.aot_eager import without_inductor
-from support.recording import record_in_place
+from support.capturing import capture_in_place
 
 
 @pytest.fixture
@@ -43,10 +43,10 @@ def test_one_call_times_several_grids(found, monkeypatch):
 
 def test_other_bits_fail(found, monkeypatch, capsys):
     def wrong(function):
-        outputs, replay = record_in_place(function)
+        outputs, replay = capture_in_place(function)
         return outputs, lambda: (replay(), outputs.gradients[0].mul_(1.001))
 
-    monkeypatch.setattr(check_training_graph, "record_in_place", wrong)
+    monkeypatch.setattr(check_training_graph, "capture_in_place", wrong)
     status, results = found("--precisions", "32-true", "--parts", "checks")
     assert status == 1 and all("FAIL: other bits in " in line["said"] for line in results["checks"])
     assert "FAIL: other bits" in capsys.readouterr().out
@@ -56,7 +56,7 @@ def test_an_error_is_told_and_the_other_checks_go_on(found, monkeypatch):
     def broken(function):
         raise RuntimeError("no memory")
 
-    monkeypatch.setattr(check_training_graph, "record_in_place", broken)
+    monkeypatch.setattr(check_training_graph, "capture_in_place", broken)
     status, results = found("--precisions", "32-true")
     assert status == 1 and results["times"][0]["said"]["pass_ms"] > 0 and "no memory" in results["times"][1]["said"]
     assert [line["said"] for line in results["checks"]] == ["FAIL: RuntimeError: no memory"] * 2

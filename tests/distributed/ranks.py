@@ -22,6 +22,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from anemoi_gt.distributed.mesh import exit_without_finalization
+
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 GPUS = torch.cuda.device_count()
@@ -83,7 +85,7 @@ class Verdict:
 def checks_of(modules):
     """(module, check, ranks) of all checks in modules of this folder, for each number of ranks that each runs on."""
     for module in modules:
-        for name, check in vars(importlib.import_module(f"distributed.{module}")).items():
+        for name, check in list(vars(importlib.import_module(f"distributed.{module}")).items()):
             for ranks in getattr(check, "ranks", ()):
                 if ranks <= WORLD_SIZE:
                     yield module, name, ranks or WORLD_SIZE
@@ -243,5 +245,4 @@ def run(check, group):
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
-    sys.stdout.flush()
-    os._exit(0)  # finalisation can abort while a thread of gloo waits for the interpreter
+    exit_without_finalization(0)

@@ -22,7 +22,7 @@ from anemoi_gt.distributed.sharded_checkpoint import (
     save_checkpoint,
 )
 from anemoi_gt.training.checkpoint import load_checkpoint as load_file
-from anemoi_gt.training.parallel.sharded_trainer import write_whole
+from anemoi_gt.training.parallel.trainer import write_as_file
 
 FORMS = {"last.pt": ONE_PROCESS, "last/.metadata": TORCHRUN, "last.former/.metadata": TORCHRUN}
 OTHERS = [(form, writer) for form, former in FORMS.items() for writer in (ONE_PROCESS, TORCHRUN) if writer != former]
@@ -84,7 +84,7 @@ def test_incomplete_checkpoints_are_no_run(folder_with, leftover):
 def test_one_process_refuses_the_folder_of_torchrun(folder_with, resume):
     last = folder_with("last.former/.metadata")
     with pytest.raises(ValueError, match="holds a run of torchrun, in last.former"):
-        train.former_state(last.parent, resume, {})
+        train.checkpoint_to_resume(last.parent, resume, {})
 
 
 def test_a_run_interrupted_between_the_renames_keeps_its_checkpoint_until_the_next_is_complete(
@@ -122,9 +122,9 @@ def test_plain_values_are_read_by_their_key(written, recwarn):
 
 def test_an_empty_config_group_is_no_change_though_checkpoints_drop_it(written):
     now = {"seed": 1, "model": {"heads": 4}, "none": {}}
-    train.refuse_changes(written, load_values(written, "config"), now)
+    train.check_same_config(written, load_values(written, "config"), now)
     with pytest.raises(ValueError, match="written with none=None, not 0$"):
-        train.refuse_changes(written, load_values(written, "config"), now | {"none": 0})
+        train.check_same_config(written, load_values(written, "config"), now | {"none": 0})
 
 
 @pytest.mark.parametrize("file", [".metadata", "__0_0.distcp"])
@@ -177,7 +177,7 @@ def test_best_pt_is_replaced_when_the_new_file_is_complete(best, form, monkeypat
         assert best.read_bytes() == b"former"
 
     monkeypatch.setattr(torch, "save", watched)
-    write_whole(best)
+    write_as_file(best)
     assert torch.equal(load_file(best)["average"]["weight"], torch.arange(5.0))
     assert not best.with_name("best.pt.partial").exists()
 
@@ -185,7 +185,7 @@ def test_best_pt_is_replaced_when_the_new_file_is_complete(best, form, monkeypat
 def test_a_full_disk_leaves_the_former_best_pt_and_names_it(best):
     best.with_name("best.pt.partial").symlink_to("/dev/full")
     with pytest.raises(OSError, match=f"could not write {best}: No space left on device"):
-        write_whole(best)
+        write_as_file(best)
     assert best.read_bytes() == b"former"
 
 
@@ -209,4 +209,4 @@ def test_a_folder_in_place_of_a_file_is_refused_with_the_command_that_converts_i
 
 def test_a_missing_best_checkpoint_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match=f"^there must be a checkpoint in {tmp_path / 'best'}, found none$"):
-        write_whole(tmp_path / "best.pt")
+        write_as_file(tmp_path / "best.pt")

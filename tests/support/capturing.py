@@ -1,10 +1,10 @@
-"""A recorder for any device: it computes a pass each time, but reads and writes where a CUDA graph would."""
+"""A capture on any device: replays compute the pass, but read and write where a CUDA graph would."""
 
 import math
 
 
-def record_in_place(function):
-    """As `record_cuda_graph`: a warm-up, a capture that computes nothing, and a replay into the memory of the capture."""
+def capture_in_place(function):
+    """As `capture_cuda_graph`: a warm-up, a capture that computes nothing, and a replay into the memory of the capture."""
     function()
     outputs = function()
     kept = written(outputs)
