@@ -65,7 +65,7 @@ class OwnModel:
         encoder, decoder = self.model.encoder_edges["data"], self.model.decoder_edges["data"]
         shards = [(1, encoder), (self.layers, self.model.processor_edges), (1, decoder)]
         found = {"halo_bytes": 0, "work": 0}
-        for times, shard in [(times, edges.structure().shard) for times, edges in shards]:
+        for times, shard in [(times, edges.structure()) for times, edges in shards]:
             halo, owned = shard.halo, shard.destinations.ranges.counts[shard.rank]
             found["halo_bytes"] += times * (halo.num_sent + halo.num_received) * self.row_bytes
             found["work"] += times * (NODE_COST * owned + len(shard.edges))

@@ -33,7 +33,7 @@ from anemoi_gt.data.nodes import Nodes, area_weights
 from anemoi_gt.data.sphere import Flow, sphere
 from anemoi_gt.distributed import Partition, ShardingConfig
 from anemoi_gt.training import Trainer, TrainingConfig
-from anemoi_gt.training.loss import weighted_mse
+from anemoi_gt.training.step import weighted_mse
 
 EDGES = torch.tensor([[3, 0, 2, 1, 0], [0, 2, 0, 2, 0]])
 GRAPH = GraphStructure.from_edge_index(EDGES, (4, 3))

@@ -7,7 +7,7 @@ from itertools import cycle, islice
 
 import torch
 
-from anemoi_gt.training.cuda_graph import record_cuda_graph
+from anemoi_gt.training.cuda_graph import capture_cuda_graph
 
 
 class Gpu:
@@ -40,7 +40,7 @@ class Gpu:
     @staticmethod
     def record(call: Callable) -> Callable:
         """Capture a call in a CUDA graph, which owns the memory that it allocates; return the replay."""
-        _, replay = record_cuda_graph(call, warm_up=call)
+        _, replay = capture_cuda_graph(call, warm_up=call)
         return replay
 
     @staticmethod

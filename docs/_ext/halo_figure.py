@@ -42,7 +42,7 @@ def shares(xyz: np.ndarray, edge_index: torch.Tensor) -> tuple[np.ndarray, np.nd
     """Return the owner of each node [N], and the halo nodes [M] of RANK."""
     cost = destination_cost(torch.bincount(edge_index[1], minlength=len(xyz)))
     partition = Partition.balanced(cost, RANKS, morton_order(torch.as_tensor(xyz)))
-    owner = partition.ranges.owner(partition.places(torch.arange(len(xyz))))
+    owner = partition.ranges.owner(partition.positions(torch.arange(len(xyz))))
     src, dst = edge_index
     halo = torch.unique(src[(owner[dst] == RANK) & (owner[src] != RANK)])
     return owner.numpy(), halo.numpy()

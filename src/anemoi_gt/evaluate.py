@@ -15,7 +15,16 @@ import torch
 from anemoi_gt.distributed import is_launched
 from anemoi_gt.distributed.sharded_checkpoint import require_file
 from anemoi_gt.explanation import explain
-from anemoi_gt.hydra_app import Run, build, check_explain, launch, output_folder, require_packages, stop, tell
+from anemoi_gt.hydra_app import (
+    Run,
+    build,
+    check_explain,
+    exit_with_error,
+    launch,
+    output_folder,
+    require_packages,
+    write_explanation,
+)
 from anemoi_gt.training.checkpoint import load_checkpoint, load_weights
 from anemoi_gt.training.data_loading import load
 from anemoi_gt.training.device import choose_device, cpu_threads
@@ -72,19 +81,20 @@ def explain_forecast(run: Run, where: str, folder: Path) -> None:
     model = run.model.to(device).eval()
     with cpu_threads(run.training.threads), torch.no_grad():
         found = explain(model, next(load(run.splits.test, run.training.batch_size, device)).inputs)
-    tell(found, where, folder)
+    write_explanation(found, where, folder)
 
 
 def launch_on_checkpoint(name: str, prepare: Callable[["DictConfig"], Callable[[], Any]]) -> None:
     """Run a Hydra application on the config of the checkpoint that the command line names."""
     module = f"anemoi_gt.{name}"
     if is_launched():
-        stop(module, ValueError(f"{name} runs in one process, without torchrun: python -m {module} ..."))
+        message = f"{name} runs in one process, without torchrun: python -m {module} ..."
+        exit_with_error(module, ValueError(message))
     try:
         require_packages()
         store_config(sys.argv[1:])
     except (ImportError, OSError, ValueError) as error:
-        stop(module, error)
+        exit_with_error(module, error)
     launch(name, prepare)
 
 

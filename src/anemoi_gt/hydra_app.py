@@ -1,6 +1,6 @@
-"""What the Hydra applications share: objects from configs, the start from a command line, and the end with one sentence.
+"""Common parts of the Hydra applications: objects from configs, the command line, and errors as one sentence.
 
-The only place that reads configs. The groups are in `anemoi_gt.configs`.
+The config groups are in `anemoi_gt.configs`.
 """
 
 import json
@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import TYPE_CHECKING, Any, NamedTuple, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Union, get_args, get_origin, get_type_hints
 
 import torch
 from torch import nn
@@ -22,7 +22,7 @@ from anemoi_gt.explanation import Explanation
 from anemoi_gt.extras import import_extra
 from anemoi_gt.ops.backends import BACKENDS, choose_backend
 from anemoi_gt.training import TrainingConfig
-from anemoi_gt.training.cuda_graph import check_device_records
+from anemoi_gt.training.cuda_graph import check_device_has_cuda_graphs
 from anemoi_gt.training.device import choose_device
 from anemoi_gt.training.signals import Stopped
 
@@ -31,15 +31,15 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-NEEDED = ("hydra", "tqdm", "matplotlib", "scipy")  # asked for at the start, not after an hour of training
+NEEDED = ("hydra", "tqdm", "matplotlib", "scipy")  # imported at the start, not after an hour of training
 GROUPS = ("attention", "data", "graph", "model", "training")
 ERRORS_OF_PREPARATION = (ValueError, TypeError, ImportError, OSError)
-ERRORS_OF_JOB = (FloatingPointError, OSError)  # others are mistakes of ours, and keep their traceback
-PLAIN = {bool: "true or false", int: "a whole number", float: "a number", str: "a word", NoneType: "null"}
+ERRORS_OF_JOB = (FloatingPointError, OSError)  # others are bugs, and keep their traceback
+PLAIN = {bool: "true or false", int: "an integer", float: "a number", str: "a string", NoneType: "null"}
 
 
 class Run(NamedTuple):
-    """What a config describes."""
+    """Objects that a config describes."""
 
     splits: Splits
     model: nn.Module
@@ -47,7 +47,7 @@ class Run(NamedTuple):
 
 
 def build(config: "DictConfig") -> Run:
-    """Make the objects that a config describes.
+    """Build the objects that a config describes.
 
     Parameters
     ----------
@@ -62,14 +62,14 @@ def build(config: "DictConfig") -> Run:
     Raises
     ------
     ValueError, TypeError, ImportError, OSError
-        When a part of the config cannot be made; whatever its maker raised.
+        From the constructor of the object that cannot be built.
     """
     splits, training = build_data(config)
     return Run(splits, build_model(config, splits.train), training)
 
 
 def build_data(config: "DictConfig") -> tuple[Splits, TrainingConfig]:
-    """Check a config, and make what every process of a run has: the data set, and the numbers. Raises as `build` does."""
+    """Check a config and build its data set and training config, which every rank has. Raises as `build` does."""
     check_groups(config)
     for group in GROUPS:
         check_types(group, config[group])
@@ -79,7 +79,7 @@ def build_data(config: "DictConfig") -> tuple[Splits, TrainingConfig]:
 
 
 def build_model(config: "DictConfig", train: ForecastDataset) -> nn.Module:
-    """Make the graph, and the model on it for these samples, on the CPU. Raises as `build` does."""
+    """Build the graph and the model for a data set, on the CPU. Raises as `build` does."""
     graph = instantiate(config.graph)(train.nodes)
     torch.manual_seed(config.training.seed)
     make_model = instantiate(config.model)
@@ -87,7 +87,7 @@ def build_model(config: "DictConfig", train: ForecastDataset) -> nn.Module:
 
 
 def describe(config: "DictConfig") -> dict[str, Any]:
-    """Return what `build` reads of a config as plain values: what checkpoints keep."""
+    """Return the groups that `build` reads as plain values, for checkpoints."""
     from omegaconf import OmegaConf
 
     check_groups(config)
@@ -96,7 +96,7 @@ def describe(config: "DictConfig") -> dict[str, Any]:
 
 
 def instantiate(config: "DictConfig"):
-    """Make an object from its config, and raise what its maker raises instead of Hydra's wrapping of it."""
+    """Build an object from its config; errors are those of its constructor, not wrapped by Hydra."""
     from hydra.errors import InstantiationException
     from hydra.utils import instantiate
 
@@ -107,92 +107,92 @@ def instantiate(config: "DictConfig"):
 
 
 def check_groups(config: "DictConfig") -> None:
-    """Raise a ValueError for a group that the command line has taken away."""
+    """Raise a ValueError if the command line has removed a group."""
     missing = [group for group in GROUPS if group not in config]
     if missing:
-        raise ValueError(f"the config must have the groups {', '.join(GROUPS)}, got none of {', '.join(missing)}")
+        raise ValueError(f"the config must have the groups {', '.join(GROUPS)}, got no {', '.join(missing)}")
 
 
 def check_folder(arguments: list[str]) -> None:
-    """Raise a ValueError where a folder that the arguments name for the run cannot be made, which Hydra answers with a traceback."""
+    """Raise a ValueError if the folder in `hydra.run.dir` cannot be created, for which Hydra prints a traceback."""
     given = [argument.partition("=")[2] for argument in arguments if argument.startswith("hydra.run.dir=")]
     if not given:
         return
     if not given[-1]:
-        raise ValueError("hydra.run.dir must name a folder, got nothing: the run would fill the folder that you are in")
+        raise ValueError("hydra.run.dir must name a folder, got nothing: the run would write to the working directory")
     folder = Path(given[-1]).absolute()
     there = next(path for path in (folder, *folder.parents) if path.exists())
     if not there.is_dir() or not os.access(there, os.W_OK):
-        wrong = "cannot be written to" if there.is_dir() else "is no folder"
-        raise ValueError(f"hydra.run.dir must be a folder that can be made, got {folder}: {there} {wrong}")
+        wrong = "is not writable" if there.is_dir() else "is not a folder"
+        raise ValueError(f"hydra.run.dir must be a folder that can be created, got {folder}: {there} {wrong}")
 
 
 def check_types(group: str, config: "DictConfig") -> None:
-    """Raise a ValueError for a value whose type is not what its maker's signature says; only plain types are checked."""
+    """Raise a ValueError for a value whose type is not that of its target's signature; only plain types are checked."""
     from hydra.utils import get_object
 
-    maker = get_object(config["_target_"])
+    target = get_object(config["_target_"])
     try:
-        hints = get_type_hints(maker.__init__ if isinstance(maker, type) else maker)
-    except NameError:  # a maker whose annotations are for type checkers only
+        hints = get_type_hints(target.__init__ if isinstance(target, type) else target)
+    except NameError:  # annotations for type checkers only
         return
     for name, value in config.items():
         hint = hints.get(name)
         kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
         if set(kinds) <= PLAIN.keys() and not fits(value, kinds):
-            wanted = " or ".join(PLAIN[kind] for kind in kinds)
-            raise ValueError(f"{group}.{name} must be {wanted}, got {value!r}")
+            expected = " or ".join(PLAIN[kind] for kind in kinds)
+            raise ValueError(f"{group}.{name} must be {expected}, got {value!r}")
 
 
 def fits(value: Any, kinds: tuple[type, ...]) -> bool:
-    """Whether a value is of one of some plain types; a whole number is a number, true and false are none."""
+    """Return True if a value has one of some plain types; an integer is a number, a bool is not."""
     return type(value) in kinds or (type(value) is int and float in kinds)
 
 
 def check_device(config: "DictConfig") -> TrainingConfig:
-    """Return the numbers of a run; raise a ValueError where its device cannot do what they ask for. Data, graph and model are not made yet."""
+    """Return the training config; raise a ValueError if its device does not support it."""
     check_types("training", config.training)
     training = instantiate(config.training)
     if training.cuda_graph:
-        check_device_records(choose_device(training.device))
+        check_device_has_cuda_graphs(choose_device(training.device))
     return training
 
 
 def check_backend(attention: AttentionConfig, device: torch.device) -> str:
-    """Return the attention backend that will run on this device; raise a ValueError now, not in the first step, when none can."""
+    """Return the name of the attention backend for a device; raise a ValueError if none can run."""
     chosen = choose_backend(attention.backend, torch.empty(1, 1, 1, 16, device=device))
     return next(name for name, backend in BACKENDS.items() if backend is chosen)
 
 
 def check_explain(where: Any) -> None:
-    """Raise a ValueError unless the config's `explain` is null, "print" or the name of a file."""
+    """Raise a ValueError unless `explain` is null, "print" or the name of a file."""
     if not (where is None or (isinstance(where, str) and where)):
         raise ValueError(f"explain must be null, print or the name of a file, got {where!r}")
 
 
-def tell(explanation: Explanation, where: str, folder: Path) -> None:
+def write_explanation(explanation: Explanation, target: str, folder: Path) -> None:
     """Log which kernels serve a model, or write it to a file.
 
     Parameters
     ----------
     explanation : Explanation
-    where : str
-        "print" logs the table. Anything else is a file, below `folder` unless it is absolute: plain values as JSON where it
-        ends in .json, else the table.
+    target : str
+        "print" logs the table. Anything else is a file, below `folder` unless it is absolute: JSON if it ends in .json,
+        else the table.
     folder : Path
-        The run's.
+        Of the run.
     """
-    if where == "print":
+    if target == "print":
         log.info("%s", explanation)
         return
-    path = folder / where
+    path = folder / target
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(explanation.to_dict(), indent=1) if path.suffix == ".json" else f"{explanation}\n")
     log.info("kernels of each layer: %s", path)
 
 
 def is_multirun() -> bool:
-    """Whether Hydra was asked for several runs, `--multirun`."""
+    """Return True under Hydra's `--multirun`."""
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
 
@@ -200,7 +200,7 @@ def is_multirun() -> bool:
 
 
 def output_folder() -> Path:
-    """Return the folder that Hydra made for what this run leaves."""
+    """Return the folder that Hydra created for this run."""
     from hydra.core.hydra_config import HydraConfig
 
     return Path(HydraConfig.get().runtime.output_dir)
@@ -209,20 +209,21 @@ def output_folder() -> Path:
 def launch(name: str, prepare: Callable[["DictConfig"], Callable[[], Any]]) -> None:
     """Run a Hydra application with the arguments of the command line.
 
-    What the user can mend ends with one sentence on standard error and exit status 1, a signal with 128 and its number.
+    Errors that the user can fix end with one sentence on standard error and exit status 1, a signal with 128 and its
+    number.
 
     Parameters
     ----------
     name : str
-        Of the primary config in `anemoi_gt.configs`, and of the module whose application it is.
+        Of the primary config in `anemoi_gt.configs`, and of the module of the application.
     prepare : callable
-        Makes the job from the composed config; whatever it raises is taken for a mistake in the config.
+        Returns the job for the composed config; its errors are reported as errors in the config.
     """
     module = f"anemoi_gt.{name}"
     try:
         hydra = require_packages()
     except ImportError as error:
-        stop(module, error)
+        exit_with_error(module, error)
 
     from hydra.errors import HydraException
     from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
@@ -234,56 +235,52 @@ def launch(name: str, prepare: Callable[["DictConfig"], Callable[[], Any]]) -> N
         try:
             job = prepare(config)
         except MissingMandatoryValue as error:  # left at ???
-            stop(module, ValueError(f"{error.full_key} must be given, as {error.full_key}=VALUE"))
+            exit_with_error(module, ValueError(f"{error.full_key} must be given, as {error.full_key}=VALUE"))
         except OmegaConfBaseException as error:
-            stop(module, ValueError(str(error).splitlines()[0]))
+            exit_with_error(module, ValueError(str(error).splitlines()[0]))
         except HydraException as error:
-            stop(module, ValueError(" ".join(str(error).split())))
+            exit_with_error(module, ValueError(" ".join(str(error).split())))
         except ERRORS_OF_PREPARATION as error:
-            stop(module, error)
+            exit_with_error(module, error)
         try:
             return job()
         except ERRORS_OF_JOB as error:
-            stop(module, error)
+            exit_with_error(module, error)
         except Stopped as stopped:
             go_on = f"resume=true hydra.run.dir={output_folder()} continues from there"
-            end(f"{module}: {stopped}: {go_on}", stopped.exit_status)
+            exit_with_error(module, f"{stopped}: {go_on}", stopped.exit_status)
 
     try:
         check_folder(sys.argv[1:])
     except ValueError as error:
-        stop(module, error)
+        exit_with_error(module, error)
     sys.argv[1:] = [quote_null(argument) for argument in sys.argv[1:]]
-    logging.raiseExceptions = False  # a log file on a full disk must not bury the sentence under tracebacks
+    logging.raiseExceptions = False  # a log file on a full disk must not add tracebacks
     try:
         hydra.main(version_base="1.3", config_path="pkg://anemoi_gt.configs", config_name=name)(run)()
     except KeyboardInterrupt:
-        end(f"{module}: interrupted", 130)
+        exit_with_error(module, "interrupted", 130)
     except SystemExit as ended:
-        if ended.code == 1 and not composed:  # Hydra has said what it cannot read, and does not say what there is
-            end(f"{module}: nothing was started; python -m {module} --help lists all groups and options", 1)
+        if ended.code == 1 and not composed:  # Hydra has printed what it cannot read
+            exit_with_error(module, f"nothing was started; python -m {module} --help lists all groups and options")
         raise
 
 
 def require_packages():
-    """Import the packages of the extra `train`; returns Hydra."""
+    """Import the packages of the extra `train`; return Hydra."""
     hydra, *_ = (import_extra(module, "train") for module in NEEDED)
     return hydra
 
 
-def stop(module: str, error: Exception) -> None:
-    """Exit with the error as one sentence; the traceback goes to the log at DEBUG level (`hydra.verbose=true`)."""
-    log.debug("where it happened", exc_info=error)
-    end(f"{module}: {error}", 1)
-
-
-def end(sentence: str, status: int) -> None:
-    """Exit with a sentence on standard error."""
-    print(sentence, file=sys.stderr)
+def exit_with_error(module: str, error: Exception | str, status: int = 1) -> NoReturn:
+    """Exit with one sentence on standard error; the traceback goes to the log at DEBUG level (`hydra.verbose=true`)."""
+    log.debug("traceback", exc_info=error if isinstance(error, Exception) else None)
+    rank = f"[rank{os.environ['RANK']}]: " if "RANK" in os.environ else ""
+    print(f"{rank}{module}: {error}", file=sys.stderr)
     sys.exit(status)
 
 
 def quote_null(argument: str) -> str:
-    """Quote the null of `attention/precision=null`: Hydra cannot read a bare one where it wants the name of a choice."""
+    """Quote the null of `attention/precision=null`, which Hydra cannot parse as the name of a choice."""
     groups = "|".join([*GROUPS, "sharding", "attention/backend", "attention/precision"])
     return re.sub(rf"^(\+?(?:{groups})(?:@[\w.]+)?)=null$", r"\1='null'", argument)

@@ -1,10 +1,9 @@
-"""Running checks on several ranks at once, as torchrun would: one process a rank, started once for all checks of a file.
+"""Checks on several ranks: one process per rank, as under torchrun, started once for all checks of a test run.
 
-A check is a function of a process group. It makes all its collectives first and reports through a `Verdict`, which raises nothing; the
-ranks then agree. So a check that fails cannot leave another rank waiting. A check that breaks ends the processes; what it broke is reported.
+A check is a function of a process group and a `Verdict`, which collects problems and raises nothing, so a check that fails leaves no rank
+in a collective. A check that raises ends the processes; its traceback is the result of all later checks.
 """
 
-import fcntl
 import importlib
 import json
 import os
@@ -19,17 +18,18 @@ from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from anemoi_gt.distributed.watch import leave
+from anemoi_gt.distributed.mesh import exit_without_finalization
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-WORLD_SIZE, ALL = 4, 0  # ranks of the tests; a check on all of them
-TIMEOUT = 300  # s, of all checks of a file, on a busy machine
+GPUS = torch.cuda.device_count()
+ON_GPU = GPUS > 1  # NCCL, one GPU per rank; else gloo
+WORLD_SIZE, ALL = min(GPUS, 4) if ON_GPU else 4, 0  # ranks of the tests; marks a check on all ranks
+TIMEOUT = 300  # s, of all checks of a module, on a busy machine
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 4e-6, torch.bfloat16: 2e-2}  # of the largest value, whatever its size
 
 
@@ -42,7 +42,7 @@ class Ended(NamedTuple):
 
 
 class Verdict:
-    """What a rank found wrong in a check."""
+    """Problems that one rank found in a check."""
 
     def __init__(self):
         self.problems = []
@@ -65,7 +65,7 @@ class Verdict:
             )
             return
         finite = torch.isfinite(expected)
-        self.that(torch.equal(torch.isfinite(actual), finite), f"{name}: not finite in other places")
+        self.that(torch.equal(torch.isfinite(actual), finite), f"{name}: not finite elsewhere")
         scale = expected[finite] if terms is None else terms
         size = scale.abs().max().item() if scale.numel() else 0.0
         error = (actual - expected)[finite].abs().max().item() if finite.any() else 0.0
@@ -82,20 +82,18 @@ class Verdict:
             self.problems.append(f"did not raise {error.__name__} with {words!r}")
 
 
-def checks_of(module_name, world_size=WORLD_SIZE):
-    """The checks of a module by name, with the numbers of ranks that each runs on."""
-    module = importlib.import_module(module_name)
-    checks = {name: check.ranks for name, check in vars(module).items() if hasattr(check, "ranks")}
-    return {name: tuple(ranks or world_size for ranks in numbers) for name, numbers in checks.items()}
+def checks_of(modules):
+    """(module, check, ranks) of all checks in modules of this folder, for each number of ranks that each runs on."""
+    for module in modules:
+        for name, check in list(vars(importlib.import_module(f"distributed.{module}")).items()):
+            for ranks in getattr(check, "ranks", ()):
+                if ranks <= WORLD_SIZE:
+                    yield module, name, ranks or WORLD_SIZE
 
 
-def cases(module_name):
-    """The checks of a module, one for each number of ranks, as pytest's parameters."""
-    return [
-        pytest.param(name, ranks, id=f"{name}-{ranks}")
-        for name, numbers in checks_of(module_name).items()
-        for ranks in numbers
-    ]
+def cases():
+    """All checks of this folder, as pytest's parameters."""
+    return list(checks_of(sorted(path.stem for path in HERE.glob("checks_*.py"))))
 
 
 def on_ranks(*ranks):
@@ -109,7 +107,7 @@ def on_ranks(*ranks):
 
 
 def on_all_ranks(check):
-    """Mark a function of (group, verdict) as a check that runs on all ranks there are, two at least."""
+    """Mark a function of (group, verdict) as a check that runs on all ranks, two or more."""
     check.ranks = (ALL,)
     return check
 
@@ -120,12 +118,12 @@ def fitting(*shapes):
 
 
 def device_type():
-    """Of the run, within `without_default_device` too."""
+    """Device type of the run, also within `without_default_device`."""
     return "cuda" if dist.get_backend() == "nccl" else "cpu"
 
 
 def mesh_of(data, model, axes=("data", "model")):
-    """The first ranks on a mesh; the others have no place in it."""
+    """Mesh of the first ranks; the others are not part of it."""
     ranks = [[row * model + column for column in range(model)] for row in range(data)]
     return DeviceMesh(device_type(), ranks, mesh_dim_names=axes)
 
@@ -137,7 +135,7 @@ def seeded(seed):
 
 @contextmanager
 def without_default_device():
-    """Nothing but tensors says where they are: the mode of a default device does not compile."""
+    """Unset the default device, whose mode does not compile."""
     device = torch.get_default_device()
     torch.set_default_device(None)
     yield
@@ -163,19 +161,14 @@ def free_port():
         return free.getsockname()[1]
 
 
-def spawn(arguments, world_size, *, hosts=1, environment=None, timeout=TIMEOUT):
-    """Run `python *arguments` once for each rank with the environment that torchrun gives; return how each ended.
-
-    Ranks that are told that they are on several hosts talk to those of others as hosts do, and may share the GPUs of this one.
-    """
+def spawn(arguments, world_size, *, environment=None, timeout=TIMEOUT):
+    """Run `python *arguments` on each rank with the environment of torchrun; return how each ended."""
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world_size)}
     shared |= {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests")]), "OMP_NUM_THREADS": "1"}
     processes = []
     try:
         for rank in range(world_size):
-            host, local_rank = divmod(rank, -(-world_size // hosts))
-            own = {"RANK": str(rank), "LOCAL_RANK": str(local_rank), "NCCL_HOSTID": f"host {host}"}
-            variables = os.environ | shared | own | (environment or {})
+            variables = os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} | (environment or {})
             processes.append(
                 subprocess.Popen(
                     [sys.executable, *map(str, arguments)],
@@ -201,86 +194,39 @@ def spawn(arguments, world_size, *, hosts=1, environment=None, timeout=TIMEOUT):
             process.wait()
 
 
-def verdicts(name, world_size, folder, timeout=TIMEOUT):
-    """Run all checks of a module of this folder; return {(check, ranks): problems by rank}, made once for all workers of a test run."""
-    (folder / name).mkdir(exist_ok=True)
-    report = folder / name / "verdicts.json"
-    with (folder / name / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not report.exists():
-            ended = spawn_checks([name], world_size, folder, timeout)
-            report.write_text(json.dumps(found(f"distributed.{name}", folder / name, ended)))
-    return {
-        (check, int(ranks)): said
-        for key, said in json.loads(report.read_text()).items()
-        for check, ranks in [key.split("-")]
-    }
+def run_checks(modules, folder):
+    """Run the checks of modules of this folder on all ranks; return problems by rank, by "module-check-ranks"."""
+    folder.mkdir()
+    environment = {} if ON_GPU else {"TRITON_INTERPRET": "1"}
+    arguments = [__file__, folder, *modules]
+    ended = spawn(arguments, WORLD_SIZE, environment=environment, timeout=TIMEOUT * len(modules))
+    reports = [folder / f"{rank}.json" for rank in range(WORLD_SIZE)]
+    said = [json.loads(report.read_text()) if report.exists() else {} for report in reports]
+    ends = [f"rank {rank} ended with {end.status} before: {end.output[-1500:]}" for rank, end in enumerate(ended)]
+    found = {}
+    for module, name, ranks in checks_of(modules):
+        key = f"{module}-{name}-{ranks}"
+        problems = {rank: said[rank].get(key, ends[rank]) for rank in range(ranks)}
+        found[key] = {rank: problem for rank, problem in problems.items() if problem != "fine"}
+    return found
 
 
-def spawn_checks(names, world_size, folder, timeout, hosts=1):
-    """Run the checks of modules of this folder one after another in the same processes; how each ended.
-
-    What they found so far is in a folder for each module, which `found` reads. Hosts are those of `spawn`.
-    """
-    for name in names:
-        (folder / name).mkdir(parents=True, exist_ok=True)
-    arguments = [__file__, folder, *names]
-    return spawn(arguments, world_size, hosts=hosts, environment=of_kernels(), timeout=timeout)
-
-
-def of_kernels():
-    """The environment in which kernels run here: on a GPU, or interpreted."""
-    return {} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"}
-
-
-def found(module_name, folder, ended):
-    """What the checks of a module found, by "check-ranks": problems by rank, of those too that were not reached."""
-    said = [
-        json.loads(path.read_text()) if path.exists() else {}
-        for path in (folder / f"{rank}.json" for rank in range(len(ended)))
-    ]
-    ends = [
-        f"rank {rank} ended with {status} before: {output[-1500:]}" for rank, (status, output, _) in enumerate(ended)
-    ]
-    return {
-        f"{name}-{ranks}": {
-            rank: problem
-            for rank in range(ranks)
-            if (problem := said[rank].get(f"{name}-{ranks}", ends[rank])) != "fine"
-        }
-        for name, numbers in checks_of(module_name, len(ended)).items()
-        for ranks in numbers
-        if ranks <= len(ended)
-    }
-
-
-def main(folder, *module_names):
-    """Run the checks of modules as one rank, each with what it writes in its part of the folder; with NCCL where every rank has a GPU."""
+def main(folder, *modules):
+    """Run the checks of modules as one rank, with NCCL where every rank has a GPU; write the results after each."""
     torch.set_num_threads(1)
-    gpu = torch.cuda.device_count() > int(os.environ["LOCAL_RANK"])
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpu else torch.device("cpu")
-    if gpu:
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if ON_GPU else torch.device("cpu")
+    if ON_GPU:
         torch.cuda.set_device(device)
         torch.set_default_device(device)
     timeout = timedelta(seconds=TIMEOUT)
-    dist.init_process_group("nccl" if gpu else "gloo", timeout=timeout, device_id=device if gpu else None)
-    world_size = dist.get_world_size()
-    groups = {size: dist.new_group(range(size)) for size in range(1, world_size)} | {world_size: dist.group.WORLD}
-    for name in module_names:
-        tempfile.tempdir = str(Path(folder) / name)
-        run_module(f"distributed.{name}", Path(folder) / name, groups)
-
-
-def run_module(module_name, folder, groups):
-    """Run the checks of a module on the groups of so many ranks; write what this rank found behind each."""
-    module = importlib.import_module(module_name)
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    said = {}
-    for name, numbers in checks_of(module_name, world_size).items():
-        for ranks in numbers:
-            if rank < ranks <= world_size:
-                said[f"{name}-{ranks}"] = run(getattr(module, name), groups[ranks])
-                (folder / f"{rank}.json").write_text(json.dumps(said))
+    dist.init_process_group("nccl" if ON_GPU else "gloo", timeout=timeout, device_id=device if ON_GPU else None)
+    groups = {size: dist.new_group(range(size)) for size in range(1, WORLD_SIZE)} | {WORLD_SIZE: dist.group.WORLD}
+    tempfile.tempdir, rank, said = folder, dist.get_rank(), {}
+    for module, name, ranks in checks_of(modules):
+        if rank < ranks:
+            check = getattr(sys.modules[f"distributed.{module}"], name)
+            said[f"{module}-{name}-{ranks}"] = run(check, groups[ranks])
+            Path(folder, f"{rank}.json").write_text(json.dumps(said))
 
 
 def run(check, group):
@@ -299,4 +245,4 @@ def run(check, group):
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
-    leave(0)
+    exit_without_finalization(0)

@@ -1,6 +1,4 @@
-"""The application under torchrun: one model on four ranks, stopped, continued as two models of two ranks each, under two torchruns, as on two
-hosts.
-"""
+"""The application under torchrun: stopped, continued on another mesh and on two hosts, and what happens when a rank fails."""
 
 import json
 import os
@@ -18,20 +16,30 @@ import torch
 from omegaconf import OmegaConf
 
 from anemoi_gt import train
-from anemoi_gt.distributed.launcher import VARIABLES
-from distributed.ranks import ROOT, free_port
+from anemoi_gt.distributed.mesh import VARIABLES
+from anemoi_gt.training.checkpoint import load_checkpoint
+from anemoi_gt.training.parallel.trainer import write_as_file
+from distributed.ranks import HERE, ROOT, free_port
 
-DEVICE = "cuda" if torch.cuda.device_count() >= 4 else "cpu"  # NCCL where all ranks have a GPU
+DEVICE = "cuda" if torch.cuda.device_count() >= 4 else "cpu"  # NCCL if all ranks have a GPU
+OF_TWO_RANKS = (
+    ("training.device=cuda", "training.cuda_graph=true", "training.precision=16-mixed")
+    if torch.cuda.device_count() >= 2
+    else ("training.device=cpu",)
+)
 ARGUMENTS = [
     *("data.grid_name=O4", "data.train_size=8", "data.valid_size=2", "data.test_size=2", "graph.refinement=1"),
     *("training.steps=16", "training.warmup_steps=1", "training.batch_size=2", f"training.device={DEVICE}"),
     *("training.valid_every=8", "training.log_every=1", "hydra.run.dir=run"),
 ]
 PATIENCE = 120  # s, on a busy machine
+BUSY = 10.0  # s, for processes to end on a busy machine
+TIMEOUT = 10.0  # s, of collectives
+KILLED_AFTER = 30.0  # s, by torchrun, when a rank does not react to SIGTERM
 
 
 class Host(NamedTuple):
-    """What torchrun is told of the host that it starts ranks on."""
+    """Options and environment of torchrun on a host."""
 
     options: tuple[str, ...]
     variables: dict[str, str]
@@ -53,12 +61,12 @@ def place(tmp_path_factory):
 
 
 @contextmanager
-def torchrun(place, ranks, *arguments, host=ONE_HOST):
-    """Start the application on so many ranks of a host; the process of torchrun, which is at its end behind the block."""
+def torchrun(place, ranks, *arguments, host=ONE_HOST, script=("-m", "anemoi_gt.train")):
+    """Start the application on some ranks of a host; yield the process of torchrun, which is at its end after the block."""
     command = [sys.executable, "-m", "torch.distributed.run", *host.options, f"--nproc-per-node={ranks}"]
     environment = os.environ | {"PYTHONPATH": str(place / "site"), "OMP_NUM_THREADS": "1"} | host.variables
-    command += ["-m", "anemoi_gt.train", *ARGUMENTS, *arguments]
-    pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+    command += [*script, *ARGUMENTS, *arguments]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     with subprocess.Popen(command, env=environment, cwd=place, **pipes) as process:
         try:
             yield process
@@ -67,7 +75,7 @@ def torchrun(place, ranks, *arguments, host=ONE_HOST):
 
 
 def two_hosts():
-    """Two of this one, with two of its GPUs each where it has them."""
+    """Two hosts on this one, with two of its GPUs each if it has them."""
     meeting = ("--nnodes=2", "--master-addr=127.0.0.1", f"--master-port={free_port()}")
     return [
         Host((*meeting, f"--node-rank={host}"), {"NCCL_HOSTID": f"host {host}", "CUDA_VISIBLE_DEVICES": gpus})
@@ -90,31 +98,31 @@ def ranks_of(process):
 
 @pytest.fixture(scope="module")
 def stopped(place):
-    """What torchrun said of one model on four ranks, of which one was told to stop after its first steps."""
+    """Output of torchrun for one model on four ranks, of which one received a signal after its first steps."""
     with torchrun(place, 4, "sharding=edges", "sharding.model=4") as process:
         end = time.monotonic() + PATIENCE
         while not steps_in(place / "run") and process.poll() is None and time.monotonic() < end:
             time.sleep(0.02)
         os.kill(ranks_of(process)[2], signal.SIGTERM)
-        _, said = process.communicate(timeout=PATIENCE)
-    return said
+        output, _ = process.communicate(timeout=PATIENCE)
+    return output
 
 
 @pytest.fixture(scope="module")
 def continued(place, stopped):
-    """How two models ended, each on two ranks of a host, that continued the stopped run; and the steps that had been taken."""
+    """Statuses and outputs of two models on two ranks of a host each, which continued the stopped run; the steps before."""
     before = steps_in(place / "run")
     with ExitStack() as hosts:
         arguments = ("sharding=edges", "sharding.model=2", "resume=true")
         processes = [hosts.enter_context(torchrun(place, 2, *arguments, host=host)) for host in two_hosts()]
-        said = [process.communicate(timeout=PATIENCE)[1] for process in processes]
-    return [process.returncode for process in processes], said, before
+        outputs = [process.communicate(timeout=PATIENCE)[0] for process in processes]
+    return [process.returncode for process in processes], outputs, before
 
 
 def test_a_signal_to_one_rank_stops_all_with_one_message_that_names_the_folder(place, stopped):
-    messages = re.findall(r"^anemoi_gt.train: stopped by SIGTERM after step (\d+), .*$", stopped, re.MULTILINE)
-    assert len(messages) == 1 and steps_in(place / "run")[-1] == int(messages[0]), stopped
-    assert f"which is saved: resume=true hydra.run.dir={place / 'run'} continues from there\n" in stopped
+    messages = re.findall(r"anemoi_gt.train: stopped by SIGTERM after step (\d+), (.*)$", stopped, re.MULTILINE)
+    assert len(messages) == 1 and steps_in(place / "run")[-1] == int(messages[0][0]), stopped
+    assert messages[0][1] == f"which is saved: resume=true hydra.run.dir={place / 'run'} continues from there"
 
 
 def test_ranks_that_a_signal_stopped_exit_with_its_status(stopped):
@@ -122,48 +130,45 @@ def test_ranks_that_a_signal_stopped_exit_with_its_status(stopped):
     assert statuses and set(statuses) == {"143"}, stopped
 
 
-def test_two_hosts_continue_what_four_ranks_of_one_began(place, continued):
-    statuses, said, before = continued
-    assert statuses == [0, 0], said
+def test_two_hosts_with_a_model_each_continue_what_one_model_on_four_ranks_began(place, continued):
+    statuses, outputs, before = continued
+    assert statuses == [0, 0], outputs
     assert 0 < len(before) < 16 and steps_in(place / "run") == list(range(1, 17))
 
 
 def test_a_run_on_ranks_leaves_what_one_process_leaves(place, continued):
     left = {path.name for path in (place / "run").iterdir()}
     assert left == {"best", "last", "best.pt", "metrics.jsonl", "scores.json", "forecast.png", "train.log", ".hydra"}
-    assert {path.name for path in place.iterdir()} == {"site", "run"}
 
 
-def test_the_bar_of_one_rank_counts_the_samples_of_all_models(continued):
+def test_the_progress_bar_is_of_one_rank_and_counts_the_samples_of_all(continued):
     _, (first, other), _ = continued
     assert re.findall(r"(\d+)/32 ", first)[-1] == "32", first
     assert not re.findall(r"\d+/32 ", other), other
 
 
-def test_a_config_that_differs_between_ranks_is_found_at_the_start(place):
-    with torchrun(place, 2, "training.seed='${oc.decode:${oc.env:RANK}}'", "hydra.run.dir=other") as process:
-        _, said = process.communicate(timeout=PATIENCE)
-    problem = "anemoi_gt.train: training.seed must be the same on all ranks, got 1 on rank 1 and 0 on rank 0\n"
-    assert process.returncode != 0 and said.count("must be the same") == said.count(problem) == 1, said
-
-
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
+        (
+            ["training.seed=${oc.decode:${oc.env:RANK}}"],
+            "training.seed must be the same on all ranks, got 1 on rank 1 and 0 on rank 0",
+        ),
         (["training.batch_size=3"], "training.batch_size must be a multiple of the 2 ranks of the data axis, got 3"),
         (
-            ["sharding=edges", "sharding.model=2", "model.mapper_chunks=2"],
-            "model.mapper_chunks must be 1 under torchrun, got 2: a rank's part is a piece already",
+            ["sharding=edges", "sharding.model=${oc.decode:${oc.env:WORLD_SIZE}}", "model.mapper_chunks=2"],
+            "model.mapper_chunks must be 1 under torchrun, got 2: increase sharding.model instead",
         ),
     ],
-    ids=["batch", "chunks"],
+    ids=["seed", "batch", "chunks"],
 )
-def test_what_ranks_cannot_share_is_refused_before_anything_is_made(place, arguments, sentence):
-    # The data set cannot be made either, which nobody comes to say.
-    with torchrun(place, 2, *arguments, "data.grid_name=nowhere", "hydra.run.dir=unshared") as process:
-        _, said = process.communicate(timeout=PATIENCE)
+def test_a_config_that_ranks_cannot_share_is_refused_before_anything_is_built(place, arguments, sentence):
+    # The data set cannot be built either, which no rank reports.
+    quoted = [re.sub(r"=(\$.*)$", r"='\1'", argument) for argument in arguments]
+    with torchrun(place, 2, *quoted, "data.grid_name=nowhere", "hydra.run.dir=unshared") as process:
+        output, _ = process.communicate(timeout=PATIENCE)
     assert process.returncode != 0
-    assert re.findall(r"^anemoi_gt.train: (.*)$", said, re.MULTILINE) == [sentence], said
+    assert set(re.findall(r"^\[rank\d\]: anemoi_gt.train: (.*)$", output, re.MULTILINE)) == {sentence}, output
 
 
 def test_one_process_cannot_divide_a_model(monkeypatch):
@@ -172,3 +177,48 @@ def test_one_process_cannot_divide_a_model(monkeypatch):
     sharding = {"_target_": "anemoi_gt.distributed.ShardingConfig", "strategy": "edges", "model": 2}
     with pytest.raises(ValueError, match="sharding=edges must be started on several ranks: torchrun"):
         train.prepare(OmegaConf.create({"sharding": sharding, "explain": None}))
+
+
+@pytest.fixture(scope="module")
+def failed(place):
+    """Run a job in which rank 1 fails before step 10; return status, output, seconds from the failure to the end, folder."""
+
+    def failed(kind, restarts, *arguments):
+        folder = place / kind
+        script = [f"--max-restarts={restarts}", str(HERE / "failing_rank.py"), kind, "1", "10"]
+        options = [*OF_TWO_RANKS, "sharding=edges", "sharding.model=2", f"hydra.run.dir={folder}", *arguments]
+        with torchrun(place, 2, *options, script=script) as process:
+            output, _ = process.communicate(timeout=PATIENCE)
+            end = time.time()
+        if restarts:
+            end = max(map(float, re.findall(r"restarted at (\S+)", output)))
+        begin = float(re.search(rf"{kind} at (\S+)", output)[1])
+        return process.returncode, output, end - begin, folder
+
+    return failed
+
+
+def assert_checkpoint_is_whole(folder, step):
+    write_as_file(folder / "last.pt")
+    assert load_checkpoint(folder / "last.pt")["step"] == step
+
+
+def test_a_rank_that_raises_ends_the_job_at_once_and_torchrun_reports_the_error(failed):
+    status, output, seconds, folder = failed("raising", 0)
+    assert status != 0 and seconds < BUSY, output
+    report = output[output.index("Root Cause") :]
+    assert "rank      : 1 " in report and "RuntimeError: a bug on this rank alone" in report, output
+    assert_checkpoint_is_whole(folder, 8)
+
+
+def test_a_killed_rank_ends_all_at_once_and_a_restart_continues_from_the_checkpoint(failed):
+    status, output, seconds, folder = failed("killed", 1, "resume=true")
+    assert status == 0 and seconds < BUSY, output
+    assert steps_in(folder) == list(range(1, 17)) and (folder / "scores.json").exists()
+
+
+def test_a_frozen_rank_ends_the_job_within_the_timeout_and_the_time_to_kill_it(failed):
+    status, output, seconds, folder = failed("frozen", 0, f"sharding.timeout={TIMEOUT}")
+    assert status != 0 and TIMEOUT <= seconds < TIMEOUT + KILLED_AFTER + BUSY, output
+    assert "Timed out waiting" in output and "Signal 9 (SIGKILL)" in output, output
+    assert_checkpoint_is_whole(folder, 8)

@@ -1,12 +1,13 @@
-"""A rank makes or reads its own part of a sample alone, and that part is the sample's."""
+"""Rows of a sample that one rank computes or reads: those of the whole sample, and no others."""
 
 import numpy as np
 import pytest
 import torch
+from anemoi_gt.data.hourly import HourlyField
 
 from anemoi_gt.data import sphere as module
 from anemoi_gt.data.datasets import ForecastDataset
-from anemoi_gt.data.era5_uk import HourlyField, split
+from anemoi_gt.data.era5_uk import split
 from anemoi_gt.data.grids import regional
 from anemoi_gt.data.sphere import sphere
 
@@ -36,7 +37,7 @@ def test_a_part_of_the_nodes_has_the_rows_of_the_whole_sample(splits, name):
                 torch.testing.assert_close(own, whole[ROWS], rtol=1e-5, atol=1e-5)
 
 
-def test_a_part_of_the_sphere_is_computed_at_its_own_points_alone(splits, monkeypatch):
+def test_a_part_of_the_sphere_is_computed_at_its_own_points_only(splits, monkeypatch):
     seen, tracer, wind = [], module.Case.tracer, module.Flow.wind
     monkeypatch.setattr(
         module.Case, "tracer", lambda case, xyz, hours: seen.append(len(xyz)) or tracer(case, xyz, hours)
@@ -47,19 +48,19 @@ def test_a_part_of_the_sphere_is_computed_at_its_own_points_alone(splits, monkey
     assert seen and set(seen) == {len(ROWS)}
 
 
-def test_a_part_of_an_hourly_field_holds_its_own_points_alone(hourly):
+def test_a_part_of_an_hourly_field_holds_its_own_points_only(hourly):
     part = hourly.train.select_nodes(ROWS)
     assert part.field.values.shape == (744, len(ROWS)) and part.field.values.untyped_storage().nbytes() == 4 * 744 * 3
 
 
-def test_a_part_leaves_the_whole_as_it_was(splits):
+def test_a_part_leaves_the_whole_unchanged(splits):
     for name, whole in splits.items():
         before = whole.train[0]
         whole.train.select_nodes(ROWS)
         assert all(torch.equal(a, b) for a, b in zip(whole.train[0], before, strict=True)), name
 
 
-def test_a_data_set_that_cannot_make_a_part_is_cut(splits):
+def test_other_data_sets_select_the_rows_of_whole_samples(splits):
     whole = splits["sphere"].valid
     part = ForecastDataset.select_nodes(whole, ROWS)
     assert all(torch.equal(own, all_[ROWS]) for own, all_ in zip(part[1], whole[1], strict=True))

@@ -22,7 +22,7 @@ from anemoi_gt.distributed.sharded_checkpoint import (
     save_checkpoint,
 )
 from anemoi_gt.training.checkpoint import load_checkpoint as load_file
-from anemoi_gt.training.parallel.sharded_trainer import write_whole
+from anemoi_gt.training.parallel.trainer import write_as_file
 
 FORMS = {"last.pt": ONE_PROCESS, "last/.metadata": TORCHRUN, "last.former/.metadata": TORCHRUN}
 OTHERS = [(form, writer) for form, former in FORMS.items() for writer in (ONE_PROCESS, TORCHRUN) if writer != former]
@@ -51,7 +51,7 @@ def alone(tmp_path):
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("writer", [ONE_PROCESS, TORCHRUN])
-def test_without_resume_a_folder_that_holds_a_run_of_any_form_is_refused(folder_with, form, writer):
+def test_without_resume_a_folder_that_holds_a_run_is_refused(folder_with, form, writer):
     last = folder_with(form)
     with pytest.raises(ValueError, match=f"^{re.escape(str(last.parent))} holds a run.* continues it, {BEGINS}$"):
         checkpoint_to_continue(last, writer, resume=False)
@@ -65,7 +65,7 @@ def test_a_run_is_continued_from_its_own_form(folder_with, form, writer):
 
 @pytest.mark.parametrize("resume", [False, True])
 @pytest.mark.parametrize(("form", "writer"), OTHERS)
-def test_a_run_of_the_other_form_is_refused_with_the_way_to_continue_it(folder_with, form, writer, resume):
+def test_a_run_of_the_other_form_is_refused_with_the_command_that_continues_it(folder_with, form, writer, resume):
     last, way = folder_with(form), "without" if writer == TORCHRUN else "with"
     run = f"{last.parent} holds a run of {FORMS[form]}, in {form.removesuffix('/.metadata')}"
     with pytest.raises(ValueError) as refused:
@@ -76,7 +76,7 @@ def test_a_run_of_the_other_form_is_refused_with_the_way_to_continue_it(folder_w
 @pytest.mark.parametrize(
     "leftover", ["metrics.jsonl", "best.pt", "last.pt.partial", "last.partial/.metadata", "last/a"]
 )
-def test_what_is_no_whole_last_checkpoint_is_no_run(folder_with, leftover):
+def test_incomplete_checkpoints_are_no_run(folder_with, leftover):
     assert find_run(folder_with(leftover)) is None
 
 
@@ -84,10 +84,12 @@ def test_what_is_no_whole_last_checkpoint_is_no_run(folder_with, leftover):
 def test_one_process_refuses_the_folder_of_torchrun(folder_with, resume):
     last = folder_with("last.former/.metadata")
     with pytest.raises(ValueError, match="holds a run of torchrun, in last.former"):
-        train.former_state(last.parent, resume, {})
+        train.checkpoint_to_resume(last.parent, resume, {})
 
 
-def test_a_run_cut_off_between_the_names_keeps_its_checkpoint_until_the_next_has_a_name(alone, tmp_path, monkeypatch):
+def test_a_run_interrupted_between_the_renames_keeps_its_checkpoint_until_the_next_is_complete(
+    alone, tmp_path, monkeypatch
+):
     last, former, replace = tmp_path / "last", tmp_path / "last.former", os.replace
     save_checkpoint(last, {"step": 1}, {}, alone)
     last.rename(former)
@@ -114,19 +116,19 @@ def written(alone, tmp_path):
     return tmp_path / "last"
 
 
-def test_plain_values_of_a_checkpoint_are_read_by_their_key(written, recwarn):
+def test_plain_values_are_read_by_their_key(written, recwarn):
     assert load_values(written, "config") == {"seed": 1, "model": {"heads": 4}} and not recwarn.list
 
 
-def test_a_config_with_an_empty_group_is_that_of_the_checkpoint_which_keeps_none(written):
+def test_an_empty_config_group_is_no_change_though_checkpoints_drop_it(written):
     now = {"seed": 1, "model": {"heads": 4}, "none": {}}
-    train.refuse_changes(written, load_values(written, "config"), now)
+    train.check_same_config(written, load_values(written, "config"), now)
     with pytest.raises(ValueError, match="written with none=None, not 0$"):
-        train.refuse_changes(written, load_values(written, "config"), now | {"none": 0})
+        train.check_same_config(written, load_values(written, "config"), now | {"none": 0})
 
 
 @pytest.mark.parametrize("file", [".metadata", "__0_0.distcp"])
-def test_a_torn_checkpoint_is_refused_by_name(written, alone, file):
+def test_a_truncated_checkpoint_is_refused_by_name(written, alone, file):
     torn = written / file
     torn.write_bytes(torn.read_bytes()[:20])
     message = f"^a checkpoint must be complete and of this model, cannot read {written}: "
@@ -141,7 +143,7 @@ def test_a_checkpoint_of_another_model_is_refused_by_name(written, alone):
         load_checkpoint(written, {"bias": torch.zeros(5)}, {}, alone)
 
 
-def test_a_rank_that_is_lost_while_all_read_is_not_taken_for_a_damaged_checkpoint(written, alone, monkeypatch):
+def test_a_rank_lost_while_reading_is_not_reported_as_a_corrupt_checkpoint(written, alone, monkeypatch):
     def lost(*_, **__):
         raise dist.DistNetworkError("Connection closed by peer")
 
@@ -150,7 +152,7 @@ def test_a_rank_that_is_lost_while_all_read_is_not_taken_for_a_damaged_checkpoin
         load_checkpoint(written, {"weight": torch.zeros(5)}, {}, alone)
 
 
-def test_a_checkpoint_that_cannot_be_written_names_the_place(written, alone):
+def test_a_checkpoint_that_cannot_be_written_is_named(written, alone):
     written.with_name("last.partial").write_text("in the way")
     with pytest.raises(OSError, match="^could not write the checkpoint .*last.partial: FileExistsError"):
         save_checkpoint(written, {"weight": torch.zeros(5)}, {}, alone)
@@ -166,7 +168,7 @@ def best(alone, tmp_path):
 
 
 @pytest.mark.parametrize("form", ["best", "best.former"])
-def test_the_whole_file_takes_its_name_when_it_is_whole(best, form, monkeypatch):
+def test_best_pt_is_replaced_when_the_new_file_is_complete(best, form, monkeypatch):
     best.with_suffix("").rename(best.with_name(form))
     write = torch.save
 
@@ -175,21 +177,21 @@ def test_the_whole_file_takes_its_name_when_it_is_whole(best, form, monkeypatch)
         assert best.read_bytes() == b"former"
 
     monkeypatch.setattr(torch, "save", watched)
-    write_whole(best)
+    write_as_file(best)
     assert torch.equal(load_file(best)["average"]["weight"], torch.arange(5.0))
     assert not best.with_name("best.pt.partial").exists()
 
 
-def test_a_full_disk_leaves_the_former_whole_file_and_names_it(best):
+def test_a_full_disk_leaves_the_former_best_pt_and_names_it(best):
     best.with_name("best.pt.partial").symlink_to("/dev/full")
     with pytest.raises(OSError, match=f"could not write {best}: No space left on device"):
-        write_whole(best)
+        write_as_file(best)
     assert best.read_bytes() == b"former"
 
 
 @pytest.mark.parametrize("asked", ["last.pt", "last"])
 @pytest.mark.parametrize("form", ["last", "last.former"])
-def test_one_process_that_is_to_read_a_folder_of_ranks_is_told_how_to_make_a_file_of_it(
+def test_a_folder_in_place_of_a_file_is_refused_with_the_command_that_converts_it(
     written, asked, form, capfd, monkeypatch
 ):
     written.rename(written.with_name(form))
@@ -205,6 +207,6 @@ def test_one_process_that_is_to_read_a_folder_of_ranks_is_told_how_to_make_a_fil
     require_file(written.with_name("file.pt"))
 
 
-def test_a_missing_best_checkpoint_is_one_sentence(tmp_path):
+def test_a_missing_best_checkpoint_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match=f"^there must be a checkpoint in {tmp_path / 'best'}, found none$"):
-        write_whole(tmp_path / "best.pt")
+        write_as_file(tmp_path / "best.pt")

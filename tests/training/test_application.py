@@ -1,4 +1,4 @@
-"""The application as its users meet it: what it leaves, and how it refuses."""
+"""The application on the command line: what a run leaves, and its errors."""
 
 import json
 import os
@@ -22,7 +22,7 @@ SMALL = [
 
 @pytest.fixture
 def application(monkeypatch, logging_as_before, tmp_path):
-    """Run the application with arguments, in its own folder; returns that folder."""
+    """Run the application with arguments in a new folder; return the folder of the run."""
     monkeypatch.chdir(tmp_path)
 
     def run(*arguments):
@@ -36,7 +36,7 @@ def application(monkeypatch, logging_as_before, tmp_path):
 
 @pytest.fixture
 def refusal(application, capsys):
-    """Run the application with arguments that it refuses; returns the last line that it says."""
+    """Run the application with arguments that it refuses; return the last line of standard error."""
 
     def refusal(*arguments):
         with pytest.raises(SystemExit) as exit_:
@@ -49,7 +49,7 @@ def refusal(application, capsys):
     return refusal
 
 
-def test_a_run_leaves_checkpoints_metrics_scores_and_a_picture(application, capsys):
+def test_a_run_leaves_checkpoints_metrics_scores_and_a_plot(application, capsys):
     folder = application(*SMALL)
     assert folder.parent.name == "sphere"
     assert {path.name for path in folder.iterdir()} == {
@@ -64,15 +64,15 @@ def test_a_run_leaves_checkpoints_metrics_scores_and_a_picture(application, caps
 
 
 def test_a_backend_that_cannot_run_is_refused_with_its_reason_before_training(refusal, monkeypatch, tmp_path):
-    unable = backends.BACKENDS["triton"]._replace(unsupported_reason=lambda query: "it is Sunday")
+    unable = backends.BACKENDS["triton"]._replace(unsupported_reason=lambda query: "no reason")
     monkeypatch.setitem(backends.BACKENDS, "triton", unable)
     for choice in ("attention/backend=triton", "attention.backend=triton"):
-        message = "anemoi_gt.train: attention backend 'triton' cannot run here: it is Sunday"
+        message = "anemoi_gt.train: attention backend 'triton' cannot run here: no reason"
         assert refusal(*SMALL, choice) == message
     assert not list(tmp_path.rglob("metrics.jsonl"))
 
 
-def test_without_a_gpu_the_triton_kernels_say_why_they_cannot_run(tmp_path):
+def test_without_a_gpu_the_triton_backend_is_refused_with_its_reason(tmp_path):
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     result = subprocess.run(
         [sys.executable, "-m", "anemoi_gt.train", *SMALL, "attention/backend=triton"],
@@ -92,23 +92,23 @@ def test_without_a_gpu_the_triton_kernels_say_why_they_cannot_run(tmp_path):
     [
         ("attention.backend=cuda", "backend must be one of auto, triton, torch, got 'cuda'"),
         ("training.steps=0", "training.steps must be at least 1, got 0"),
-        ("training.steps=many", "training.steps must be a whole number, got 'many'"),
-        ("training.threads=1.5", "training.threads must be a whole number or null, got 1.5"),
+        ("training.steps=many", "training.steps must be an integer, got 'many'"),
+        ("training.threads=1.5", "training.threads must be an integer or null, got 1.5"),
         ("training.learning_rate=true", "training.learning_rate must be a number, got True"),
-        ("graph.refinement=abc", "graph.refinement must be a whole number, got 'abc'"),
-        ("data.grid_name=4", "data.grid_name must be a word, got 4"),
+        ("graph.refinement=abc", "graph.refinement must be an integer, got 'abc'"),
+        ("data.grid_name=4", "data.grid_name must be a string, got 4"),
         ("resume=maybe", "resume must be true or false, got 'maybe'"),
         ("training.seed=???", "training.seed must be given, as training.seed=VALUE"),
         ("model.channels=7", "num_heads must divide the attention channels, got .* heads and 7 channels"),
         ("+model.width=7", "unexpected keyword argument 'width'"),
         ("data.grid_name=X3", "grid must be"),
         ("data.flows=[shear]", "flows must be one or more of rotation, deformation, got ['shear']"),
-        ("~model", "the config must have the groups attention, data, graph, model, training, got none of model"),
+        ("~model", "the config must have the groups attention, data, graph, model, training, got no model"),
         ("++data._target_=os.system", "Target 'os.system' is blocklisted"),
         ("hydra.run.dir=", "hydra.run.dir must name a folder, got nothing"),
         (
             "hydra.run.dir=/dev/null/run",
-            "hydra.run.dir must be a folder that can be made, got /dev/null/run: /dev/null is no",
+            "hydra.run.dir must be a folder that can be created, got /dev/null/run: /dev/null is not",
         ),
     ],
 )
@@ -118,7 +118,7 @@ def test_a_wrong_value_is_one_sentence(refusal, argument, message):
 
 
 @pytest.mark.parametrize("argument", ["training.stpes=3", "training.steps", "model=resnet", "training=null"])
-def test_what_hydra_cannot_read_is_followed_by_where_the_options_are(application, monkeypatch, capsys, argument):
+def test_an_error_of_hydra_is_followed_by_where_the_options_are(application, monkeypatch, capsys, argument):
     with pytest.raises(SystemExit) as exit_:
         application(*SMALL, argument)
     assert exit_.value.code == 1
@@ -150,7 +150,7 @@ def test_an_interrupt_before_training_is_one_sentence(application, monkeypatch, 
     assert capsys.readouterr().err == "anemoi_gt.train: interrupted\n"
 
 
-def test_a_mistake_of_ours_keeps_its_traceback(application, monkeypatch, capsys):
+def test_a_bug_keeps_its_traceback(application, monkeypatch, capsys):
     def broken(trainer):
         raise ValueError("broken")
 
@@ -163,31 +163,30 @@ def test_a_mistake_of_ours_keeps_its_traceback(application, monkeypatch, capsys)
 BEGUN = {"training": {"steps": 4, "device": "cuda"}, "data": {"path": "a"}, "attention": {"backend": "triton"}}
 
 
-def test_a_run_goes_on_elsewhere_with_its_own_config(tmp_path):
+def test_a_run_continues_on_another_device_with_its_own_config(tmp_path):
     save_checkpoint(tmp_path / "last.pt", {"config": BEGUN})
     elsewhere = {"training": {"steps": 4, "device": "cpu"}, "data": {"path": "b"}, "attention": {"backend": "torch"}}
-    assert train.former_state(tmp_path, True, elsewhere) == {"config": BEGUN}
+    assert train.checkpoint_to_resume(tmp_path, True, elsewhere) == {"config": BEGUN}
     with pytest.raises(ValueError, match=r"its own config, .*last.pt was written with training.steps=4, not 5$"):
-        train.former_state(tmp_path, True, BEGUN | {"training": {"steps": 5}})
+        train.checkpoint_to_resume(tmp_path, True, BEGUN | {"training": {"steps": 5}})
 
 
-@pytest.mark.parametrize("before", [None, False, True])
-@pytest.mark.parametrize("now", [False, True])
-@pytest.mark.parametrize("option", ["compile", "cuda_graph"])
-def test_a_run_goes_on_compiled_or_recorded_or_neither_whether_or_not_it_knew_of_them(tmp_path, option, before, now):
-    begun = BEGUN | {"training": BEGUN["training"] | ({} if before is None else {option: before})}
+@pytest.mark.parametrize("before", [{}, {"compile": False}, {"compile": True}])
+@pytest.mark.parametrize("now", [{"compile": True}, {"cuda_graph": True}, {"compile": False, "cuda_graph": False}])
+def test_a_run_continues_with_or_without_compilation_and_cuda_graph(tmp_path, before, now):
+    begun, resumed = (BEGUN | {"training": BEGUN["training"] | options} for options in (before, now))
     save_checkpoint(tmp_path / "last.pt", {"config": begun})
-    assert train.former_state(tmp_path, True, BEGUN | {"training": BEGUN["training"] | {option: now}})
+    assert train.checkpoint_to_resume(tmp_path, True, resumed)
 
 
-def test_a_cuda_graph_on_a_cpu_is_one_sentence_before_anything_is_made(refusal, monkeypatch):
+def test_a_cuda_graph_on_a_cpu_is_one_sentence_before_anything_is_built(refusal, monkeypatch):
     monkeypatch.delattr(train, "build")
     sentence = refusal(*SMALL, "training.cuda_graph=true")
     assert sentence.startswith("anemoi_gt.train: training.cuda_graph must be false on device cpu, got true: ")
 
 
-def test_a_run_begins_where_there_is_none_to_go_on_with(tmp_path):
-    assert train.former_state(tmp_path, True, BEGUN) is None
+def test_a_run_begins_in_an_empty_folder(tmp_path):
+    assert train.checkpoint_to_resume(tmp_path, True, BEGUN) is None
 
 
 def test_a_loss_that_explodes_is_one_sentence(refusal):
@@ -221,15 +220,16 @@ def test_a_sweep_leaves_a_folder_for_each_run(application, without_pictures):
 
 def test_a_sweep_under_torchrun_is_refused(refusal, monkeypatch):
     monkeypatch.setattr(train, "is_launched", lambda: True)
-    monkeypatch.setattr(train, "leave", sys.exit)
+    monkeypatch.setattr(train, "exit_without_finalization", sys.exit)
     monkeypatch.setenv("RANK", "0")
     sentence = refusal("-m", *SMALL, "training.seed=0,1")
     assert sentence == (
-        "anemoi_gt.train: torchrun trains one run on all ranks, --multirun asks for several: start torchrun for each"
+        "[rank0]: anemoi_gt.train: --multirun must be left out under torchrun, which trains one run: "
+        "start torchrun for each"
     )
 
 
-def test_a_bare_null_chooses_the_precision_that_arrives(application, without_pictures):
+def test_a_bare_null_is_a_choice_of_the_precision(application, without_pictures):
     folder = application(*SMALL, "attention/precision=null")
     assert "precision: null" in (folder / ".hydra" / "config.yaml").read_text()
     assert "attention/precision: 'null'" in (folder / ".hydra" / "hydra.yaml").read_text()
@@ -245,10 +245,10 @@ def test_help_lists_groups_and_values_on_the_command_line():
 
 
 def fields_of(years: list[int], area: tuple[float, float] | None = None):
-    """What somebody's data set may take."""
+    """Options of a data set."""
 
 
-def test_lists_of_plain_values_are_no_plain_values(monkeypatch):
+def test_types_of_lists_are_not_checked(monkeypatch):
     monkeypatch.setattr(train, "fields_of", fields_of, raising=False)
     config = {"_target_": "anemoi_gt.train.fields_of", "years": [1, 2], "area": [1.0, 2.0]}
     check_types("data", OmegaConf.create(config))

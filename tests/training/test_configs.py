@@ -1,4 +1,4 @@
-"""The configs: every one makes what it says, choices compose, and other applications can use the groups."""
+"""The configs: each builds its object, choices compose, and other applications can use the groups."""
 
 from importlib.resources import files
 
@@ -12,6 +12,7 @@ from hydra.utils import instantiate
 from anemoi_gt import AttentionConfig
 from anemoi_gt.data import era5_uk
 from anemoi_gt.data.grids import regional
+from anemoi_gt.hydra_app import GROUPS
 from anemoi_gt.nn import GraphTransformerBaseBlock
 from anemoi_gt.train import build
 
@@ -50,20 +51,11 @@ def weather(monkeypatch):
 
 def test_there_are_the_groups_that_the_documentation_names():
     groups = {option.split("=")[0] for option in options()}
-    assert groups == {
-        "attention",
-        "attention/backend",
-        "attention/precision",
-        "data",
-        "graph",
-        "model",
-        "sharding",
-        "training",
-    }
+    assert groups == {"attention/backend", "attention/precision", "sharding", *GROUPS}
 
 
 @pytest.mark.parametrize("option", list(options()))
-def test_every_config_makes_its_object(option, weather):
+def test_every_config_builds_its_object(option, weather):
     config = composed(
         *COMPANIONS.get(option, []), *([] if "era5" in option or "limited" in option else TINY_SPHERE), option
     )
@@ -122,7 +114,7 @@ def test_the_seed_draws_the_weights():
 
 
 @pytest.mark.parametrize("option", ["compile", "cuda_graph"])
-def test_compilation_and_a_cuda_graph_are_asked_for_by_a_value(option):
+def test_compilation_and_a_cuda_graph_are_values(option):
     training = [instantiate(composed(*overrides).training) for overrides in ([], [f"training.{option}=true"])]
     assert [getattr(config, option) for config in training] == [False, True]
 

@@ -1,4 +1,4 @@
-"""`explain` on the command line: which kernels serve a run, told before it, and nothing of the run changed."""
+"""`explain` on the command line: which kernels serve a run, written before it, without changing it."""
 
 import json
 import sys
@@ -24,7 +24,7 @@ SMALL = [
 
 @pytest.fixture
 def application(monkeypatch, logging_as_before, tmp_path):
-    """Train with arguments in a folder of this name, and draw nothing; returns the folder."""
+    """Train with arguments in a folder of this name, without a report; return the folder."""
     monkeypatch.setattr(train, "write_report", lambda *_: None)
 
     def run(name, *arguments):
@@ -50,7 +50,7 @@ def test_an_explained_run_has_the_weights_of_another(application):
         assert torch.equal(weight, weights(explained)[name]), name
 
 
-def test_the_table_is_printed_or_written_before_training_and_with_the_precision_of_the_run(application, capsys):
+def test_the_table_is_printed_before_training_with_the_precision_of_the_run(application, capsys):
     folder = application("run", "explain=print", "training.precision=bf16-mixed")
     log = (folder / "train.log").read_text()
     assert "bfloat16, cpu" in log and log.index("backend torch") < log.index("training samples")

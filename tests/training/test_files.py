@@ -1,28 +1,24 @@
-"""Whole files: the former content or the new one, and an error that names the file."""
+"""Atomic writes: the former content or the new one, and an error that names the file."""
+
+from contextlib import nullcontext
 
 import pytest
 
-from anemoi_gt.training.atomic_write import atomic_write, naming
+from anemoi_gt.training.atomic_write import annotate_oserror, atomic_write
 from anemoi_gt.training.metrics import MetricsFile
 
 
-def test_a_file_takes_its_name_when_it_is_whole(tmp_path):
+@pytest.mark.parametrize("error", [None, KeyError])
+def test_a_file_is_replaced_when_the_block_ends_without_error(tmp_path, error):
     path = tmp_path / "a"
     path.write_bytes(b"former")
-    with atomic_write(path) as file:
+    with pytest.raises(error) if error else nullcontext(), atomic_write(path) as file:
         file.write(b"new")
         file.flush()
         assert path.read_bytes() == b"former"
-    assert path.read_bytes() == b"new" and list(tmp_path.iterdir()) == [path]
-
-
-def test_an_error_inside_leaves_the_former_file(tmp_path):
-    path = tmp_path / "a"
-    path.write_bytes(b"former")
-    with pytest.raises(KeyError), atomic_write(path) as file:
-        file.write(b"half")
-        raise KeyError
-    assert path.read_bytes() == b"former" and list(tmp_path.iterdir()) == [path]
+        if error:
+            raise error
+    assert path.read_bytes() == (b"former" if error else b"new") and list(tmp_path.iterdir()) == [path]
 
 
 def test_a_full_disk_is_named_with_the_file(tmp_path):
@@ -34,7 +30,7 @@ def test_a_full_disk_is_named_with_the_file(tmp_path):
 
 
 def test_a_refusal_that_pytorch_wraps_is_named_too(tmp_path):
-    with pytest.raises(OSError, match=r"could not write .*a: File too large"), naming(tmp_path / "a"):
+    with pytest.raises(OSError, match=r"could not write .*a: File too large"), annotate_oserror(tmp_path / "a"):
         try:
             raise OSError(27, "File too large")
         except OSError:
@@ -42,7 +38,7 @@ def test_a_refusal_that_pytorch_wraps_is_named_too(tmp_path):
 
 
 def test_other_errors_pass_as_they_are(tmp_path):
-    with pytest.raises(RuntimeError, match="^a tensor on meta$"), naming(tmp_path / "a"):
+    with pytest.raises(RuntimeError, match="^a tensor on meta$"), annotate_oserror(tmp_path / "a"):
         raise RuntimeError("a tensor on meta")
 
 

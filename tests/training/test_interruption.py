@@ -1,4 +1,4 @@
-"""Runs in processes of their own that are terminated, killed, or find the disk full, and go on afterwards."""
+"""Runs in processes of their own that are terminated, killed, or find the disk full, and are continued."""
 
 import json
 import shutil
@@ -34,14 +34,14 @@ def start(folder, *arguments):
 
 
 def finish(process):
-    """Wait for a process; returns its exit status and the last line of its standard error."""
+    """Wait for a process; return its exit status and the last line of its standard error."""
     _, error = process.communicate(timeout=DEADLINE)
     assert "Traceback" not in error
     return process.returncode, error.splitlines()[-1]
 
 
 def send(process, number, folder, after):
-    """Send a signal when so many steps have been recorded."""
+    """Send a signal when `after` steps have been recorded."""
     deadline, metrics = time.monotonic() + DEADLINE, folder / "metrics.jsonl"
     while not metrics.exists() or metrics.read_bytes().count(b"\n") < after:
         assert process.poll() is None and time.monotonic() < deadline, "it ended before the signal"
@@ -76,14 +76,14 @@ def whole(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def terminated(tmp_path_factory):
-    """The folder of a run that got SIGTERM, its exit status and last words."""
+    """The folder of a run that got SIGTERM, its exit status and last line."""
     folder = tmp_path_factory.mktemp("terminated") / "run"
     process = start(folder)
     send(process, signal.SIGTERM, folder, after=VALID_EVERY + 5)
     return folder, *finish(process)
 
 
-def test_a_terminated_run_saves_and_says_how_to_go_on(terminated):
+def test_a_terminated_run_saves_and_prints_how_to_continue(terminated):
     folder, status, sentence = terminated
     step = load_checkpoint(folder / "last.pt")["step"]
     assert VALID_EVERY + 5 <= step < STEPS
@@ -93,13 +93,13 @@ def test_a_terminated_run_saves_and_says_how_to_go_on(terminated):
     assert sentence == f"anemoi_gt.train: stopped by SIGTERM after step {step}, which is saved: {go_on}"
 
 
-def test_a_terminated_run_goes_on_to_the_same_bits(terminated, whole, tmp_path):
+def test_a_terminated_run_continues_to_the_same_bits(terminated, whole, tmp_path):
     folder = shutil.copytree(terminated[0], tmp_path / "run")
     assert finish(start(folder))[0] == 0
     assert_same_run(folder, whole)
 
 
-def test_a_killed_run_goes_on_from_the_last_checkpoint_to_the_same_bits(whole, tmp_path):
+def test_a_killed_run_continues_from_the_last_checkpoint_to_the_same_bits(whole, tmp_path):
     folder = tmp_path / "run"
     process = start(folder)
     send(process, signal.SIGKILL, folder, after=2 * VALID_EVERY + 5)

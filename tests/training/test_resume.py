@@ -1,4 +1,4 @@
-"""Stopping and going on: an interrupted run ends with the bits of one that was not."""
+"""Stop and resume: an interrupted run ends with the bits of one that was not."""
 
 import os
 import random
@@ -14,7 +14,7 @@ from anemoi_gt.training import Trainer, TrainingConfig
 from anemoi_gt.training.checkpoint import load_checkpoint
 from anemoi_gt.training.data_loading import TrainingBatches
 from anemoi_gt.training.metrics import MetricsFile
-from anemoi_gt.training.rng import generator_states, seed_generators, set_generator_states
+from anemoi_gt.training.rng import seed_generators
 from anemoi_gt.training.signals import Stopped, StopRequest
 
 # Neither records nor validations fall on the step of the stop, so that a mean loss is half collected there.
@@ -68,13 +68,13 @@ def trainer(splits, make_model, tmp_path):
 
 
 def fit(trainer):
-    with MetricsFile(trainer.folder / "metrics.jsonl", until=trainer.learner.step) as metrics:
+    with MetricsFile(trainer.folder / "metrics.jsonl", until=trainer.step.global_step) as metrics:
         trainer.fit(metrics)
     return metrics.records
 
 
 def stop(trainer, after=STOP_AFTER, number=signal.SIGTERM):
-    """Train until a signal comes in a step; returns what fit raised."""
+    """Train until a signal comes in a step; return what fit raised."""
     trainer.batches = SignalAt(trainer.batches, after, number)
     with pytest.raises(Stopped) as stopped:
         fit(trainer)
@@ -98,15 +98,18 @@ def assert_same(actual, expected, name="state"):
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
-def test_a_stopped_and_continued_run_ends_with_the_same_bits(trainer, without_speed, precision):
+def test_a_run_that_is_stopped_twice_ends_with_the_same_bits(trainer, without_speed, precision):
     whole = trainer("whole", precision=precision)
     records = fit(whole)
-    stop(trainer("stopped", precision=precision))
-    # Other weights at first, and generators elsewhere: all must come from the checkpoint.
-    continued = trainer("stopped", precision=precision, weights_seed=1)
-    seed_generators(99)
-    continued.load_state_dict(load_checkpoint(continued.folder / "last.pt"))
-    assert continued.learner.step == STOP_AFTER
+    stop(trainer("stopped", precision=precision), after=2)
+    for after in (STOP_AFTER, None):
+        # Other weights at first, and generators elsewhere: all must come from the checkpoint.
+        continued = trainer("stopped", precision=precision, weights_seed=1)
+        seed_generators(99)
+        continued.load_state_dict(load_checkpoint(continued.folder / "last.pt"))
+        if after is not None:
+            stop(continued, after)
+    assert continued.step.global_step == STOP_AFTER
     assert without_speed(fit(continued)) == without_speed(records)
     for name in ("last.pt", "best.pt"):
         assert_same(load_checkpoint(continued.folder / name), load_checkpoint(whole.folder / name), name)
@@ -120,17 +123,6 @@ def test_samples_that_draw_from_global_generators_continue_too(trainer, splits, 
     seed_generators(99)
     continued = trainer("stopped", noisy)
     continued.load_state_dict(load_checkpoint(continued.folder / "last.pt"))
-    assert without_speed(fit(continued)) == without_speed(records)
-
-
-def test_a_run_stopped_twice_ends_with_the_same_bits(trainer, without_speed):
-    records = fit(trainer("whole"))
-    stop(trainer("stopped"), after=2)
-    for after in (4, None):
-        continued = trainer("stopped")
-        continued.load_state_dict(load_checkpoint(continued.folder / "last.pt"))
-        if after is not None:
-            stop(continued, after)
     assert without_speed(fit(continued)) == without_speed(records)
 
 
@@ -154,7 +146,7 @@ def test_a_finished_run_takes_no_step_when_it_is_continued(trainer, without_spee
     assert (continued.folder / "last.pt").read_bytes() == before
 
 
-def test_records_after_the_checkpoint_come_again_and_not_twice(tmp_path):
+def test_records_after_the_checkpoint_are_written_once(tmp_path):
     path = tmp_path / "metrics.jsonl"
     with MetricsFile(path) as metrics:
         for step in range(1, 6):
@@ -168,18 +160,14 @@ def test_records_after_the_checkpoint_come_again_and_not_twice(tmp_path):
         assert read.records == metrics.records
 
 
-def test_a_signal_ends_the_run_after_the_step_with_everything_saved(trainer):
-    for number, status in ((signal.SIGTERM, 143), (signal.SIGINT, 130)):
-        run = trainer(number.name)
-        stopped = stop(run, number=number)
-        assert stopped.exit_status == status
-        assert str(stopped) == f"stopped by {number.name} after step {STOP_AFTER}, which is saved"
-        assert load_checkpoint(run.folder / "last.pt")["step"] == STOP_AFTER
-
-
-def test_signals_mean_after_training_what_they_meant_before(trainer):
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_ends_the_run_after_the_step_which_is_saved_and_handlers_are_restored(trainer, number, status):
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
-    stop(trainer("run"))
+    run = trainer("run")
+    stopped = stop(run, number=number)
+    assert stopped.exit_status == status
+    assert str(stopped) == f"stopped by {number.name} after step {STOP_AFTER}, which is saved"
+    assert load_checkpoint(run.folder / "last.pt")["step"] == STOP_AFTER
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
 
 
@@ -209,35 +197,35 @@ def test_training_outside_the_main_thread_works(trainer):
 
 
 @pytest.mark.parametrize("where", ["loss", "weights"])
-def test_a_stop_saves_nothing_that_is_not_finite(trainer, where):
+def test_a_stop_saves_no_state_that_is_not_finite(trainer, where):
     run = trainer("run", log_every=9)
     stop(run, after=4)
     before = (run.folder / "last.pt").read_bytes()
     if where == "weights":
-        torch.nn.init.constant_(next(run.learner.model.parameters()), float("nan"))
-        run.learner.learn = lambda batch: torch.tensor(1.0)
+        torch.nn.init.constant_(next(run.step.model.parameters()), float("nan"))
+        run.step.training_step = lambda batch: torch.tensor(1.0)
     else:
-        run.learner.learn = lambda batch: torch.tensor(float("nan"))
+        run.step.training_step = lambda batch: torch.tensor(float("nan"))
     run.batches = SignalAt(run.batches._batches, 5, signal.SIGTERM)
     with pytest.raises(FloatingPointError, match=f"the {where} must stay finite"):
         fit(run)
     assert (run.folder / "last.pt").read_bytes() == before
 
 
-def test_a_run_does_not_continue_from_a_part(trainer):
+def test_a_run_does_not_continue_from_a_partial_state(trainer):
     run = trainer("run")
     fit(run)
     state = load_checkpoint(run.folder / "last.pt")
     del state["scaler"], state["generators"]
     with pytest.raises(
-        ValueError, match="continues from the last.pt of a run, this checkpoint lacks generators, scaler"
+        ValueError, match="state must be the last.pt of a run, this checkpoint lacks generators, scaler"
     ):
         run.load_state_dict(state)
 
 
 def test_batches_follow_from_seed_and_step(splits):
     def numbers(seed, since):
-        """Which samples the batches hold, told by their inputs."""
+        """Indices of the samples in the batches, by their inputs."""
         known = [splits.train.inputs(i) for i in range(len(splits.train))]
         batches = TrainingBatches(splits.train, 3, steps=6, seed=seed, device=torch.device("cpu"))
         return [
@@ -250,18 +238,3 @@ def test_batches_follow_from_seed_and_step(splits):
     for step in (1, 4, 6):
         assert numbers(seed=1, since=step) == whole[step:]
     assert numbers(seed=2, since=0) != whole
-
-
-def test_generator_states_give_the_same_numbers_again():
-    def draw():
-        return random.random(), np.random.rand(), torch.rand(()).item()  # noqa: NPY002
-
-    device = torch.device("cpu")
-    seed_generators(3)
-    first = draw()
-    states = generator_states(device)
-    second = draw()
-    set_generator_states(states, device)
-    assert draw() == second
-    seed_generators(3)
-    assert draw() == first

@@ -1,22 +1,20 @@
-"""The loop: what it minimises, how it steps, what it keeps, and that it can be repeated."""
+"""The loop: the steps it takes, what it keeps, and that it can be repeated."""
 
+import copy
 import json
 import math
-import warnings
 
 import pytest
 import torch
-from torch.nn.utils import get_total_norm
+from torch.nn.utils import clip_grad_norm_, get_total_norm
 
+from anemoi_gt.training import TrainingConfig
 from anemoi_gt.training.checkpoint import load_checkpoint
 from anemoi_gt.training.data_loading import TrainingBatches
-from anemoi_gt.training.loss import weighted_mse
 from anemoi_gt.training.metrics import MetricsFile
-from anemoi_gt.training.step import AUTOCAST, Learner, parameter_groups
+from anemoi_gt.training.step import AUTOCAST, LOSS_SCALE, TrainingStep, warmup_cosine, weighted_mse
 
-
-def gradient_norm(model):
-    return get_total_norm([parameter.grad for parameter in model.parameters()])
+CPU = torch.device("cpu")
 
 
 def test_loss_is_the_mean_square_by_area():
@@ -25,25 +23,77 @@ def test_loss_is_the_mean_square_by_area():
     assert loss.item() == pytest.approx((0.5 * 1 + 1.5 * 4 + 0.5 * 9) / 4)
 
 
-def test_a_node_of_no_weight_does_not_matter():
-    target, weights = torch.randn(2, 3, 1), torch.tensor([1.5, 0.0, 1.5])
-    changed = target.clone()
-    changed[:, 1] += 100
-    assert weighted_mse(changed, target, weights) == 0
+@pytest.mark.parametrize(
+    ("warmup_steps", "steps", "rates"),
+    [
+        (4, 100, {step: (step + 1) / 5 for step in range(5)}),  # warm-up
+        (10, 110, {s: (1 + math.cos(math.pi * p)) / 2 for s, p in ((10, 0), (35, 0.25), (60, 0.5), (110, 1))}),
+        (0, 10, {0: 1.0}),
+        (10, 10, {9: 10 / 11}),
+    ],
+)
+def test_the_rate_is_a_linear_warm_up_and_half_a_cosine(warmup_steps, steps, rates):
+    assert {step: warmup_cosine(step, warmup_steps, steps) for step in rates} == pytest.approx(rates)
 
 
-def test_two_runs_give_the_same_numbers_bit_by_bit(run, without_speed):
+def test_the_trainer_follows_the_schedule(run):
+    _, records = run(steps=6, warmup_steps=2, learning_rate=0.01)
+    rates = [record["learning_rate"] for record in records if record["split"] == "train"]
+    assert rates == pytest.approx([0.01 * warmup_cosine(step, 2, 6) for step in range(6)])
+
+
+def plain_steps(model, batches, weights, config):
+    """Losses, weights and their average after the steps of a plain PyTorch loop, with a loss scale that nothing overflows."""
+    groups = [[p for p in model.parameters() if (p.dim() > 1) == is_matrix] for is_matrix in (True, False)]
+    decays = [{"params": groups[0], "weight_decay": config.weight_decay}, {"params": groups[1], "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(decays)
+    scale = LOSS_SCALE if config.precision == "16-mixed" else 1.0
+    losses, average = [], None
+    for n, batch in enumerate(batches):
+        for group in optimizer.param_groups:
+            group["lr"] = config.learning_rate * warmup_cosine(n, config.warmup_steps, config.steps)
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=AUTOCAST[config.precision], enabled=config.precision != "32-true"):
+            error = (model(batch.inputs) - batch.target).square()
+            loss = (error.mean((0, 2)) * weights).mean()
+        (loss * scale).backward()
+        for parameter in model.parameters():
+            parameter.grad /= scale
+        clip_grad_norm_(model.parameters(), config.clip_norm)
+        optimizer.step()
+        losses.append(loss.detach())
+        now = [parameter.detach().clone() for parameter in model.parameters()]
+        average = (
+            now if average is None else [a.lerp(w, 1 - config.average_decay) for a, w in zip(average, now, strict=True)]
+        )
+    return [torch.stack(losses), *now, *average]
+
+
+@pytest.mark.parametrize("clip_norm", [1e-3, 1e3])
+@pytest.mark.parametrize("precision", AUTOCAST)
+def test_steps_are_those_of_a_plain_loop_bit_by_bit(make_model, splits, precision, clip_norm):
+    config = TrainingConfig(
+        steps=4, batch_size=2, warmup_steps=2, weight_decay=0.5, clip_norm=clip_norm, precision=precision, device="cpu"
+    )
+    batches = list(TrainingBatches(splits.train, 2, 4, seed=0, device=CPU).since(0))
+    model = make_model()
+    torch.manual_seed(3)
+    expected = plain_steps(copy.deepcopy(model), batches, splits.train.weights, config)
+    step = TrainingStep(model, splits.train.weights, config, CPU)
+    torch.manual_seed(3)
+    losses = torch.stack([step.training_step(batch) for batch in batches])
+    actual = [losses, *step.model.parameters(), *step.average.module.parameters()]
+    assert [torch.equal(a, e) for a, e in zip(actual, expected, strict=True)] == [True] * len(expected)
+    assert (get_total_norm([p.grad for p in step.model.parameters()]) <= 1e-3 * (1 + 1e-5)) == (clip_norm == 1e-3)
+
+
+def test_two_runs_give_the_same_bits_and_another_seed_others(run, without_speed):
     first, records = run("first", seed=3)
     second, repeated = run("second", seed=3)
     assert without_speed(repeated) == without_speed(records)
-    for name, value in first.learner.average.state_dict().items():
-        assert torch.equal(value, second.learner.average.state_dict()[name]), name
-
-
-def test_another_seed_gives_other_numbers(run):
-    _, records = run("first", seed=3)
-    _, others = run("second", seed=4)
-    assert records[0]["loss"] != others[0]["loss"]
+    for name, value in first.step.average.state_dict().items():
+        assert torch.equal(value, second.step.average.state_dict()[name]), name
+    assert run("third", seed=4)[1][0]["loss"] != records[0]["loss"]
 
 
 def test_training_lowers_the_loss_on_samples_it_has_seen(run):
@@ -52,34 +102,17 @@ def test_training_lowers_the_loss_on_samples_it_has_seen(run):
     assert sum(losses[-8:]) < 0.7 * sum(losses[:8])
 
 
-@pytest.mark.parametrize("precision", AUTOCAST)
-def test_a_long_gradient_is_shortened_to_the_given_norm(run, precision):
-    free, _ = run("free", steps=1, warmup_steps=0, clip_norm=1e6, precision=precision)
-    clipped, _ = run("clipped", steps=1, warmup_steps=0, clip_norm=1e-3, precision=precision)
-    assert gradient_norm(free.learner.model) > 0.01
-    assert gradient_norm(clipped.learner.model) == pytest.approx(1e-3, rel=1e-3)
-
-
-@pytest.mark.parametrize("precision", AUTOCAST)
-def test_a_short_gradient_is_left_alone(run, precision):
-    free, _ = run("free", steps=1, warmup_steps=0, clip_norm=1e6, precision=precision)
-    norm = gradient_norm(free.learner.model).item()
-    clipped, _ = run("clipped", steps=1, warmup_steps=0, clip_norm=2 * norm, precision=precision)
-    assert gradient_norm(clipped.learner.model) == gradient_norm(free.learner.model)
-
-
-def test_matrices_decay_and_vectors_do_not(make_model):
-    decaying, constant = parameter_groups(make_model(), weight_decay=0.1)
-    assert decaying["weight_decay"] == 0.1 and {p.dim() for p in decaying["params"]} == {2}
-    assert constant["weight_decay"] == 0.0 and {p.dim() for p in constant["params"]} == {1}
-
-
 def test_every_sample_comes_once_before_any_comes_twice(run):
     trainer, _ = run(steps=4, batch_size=2)
     inputs = torch.cat([batch.inputs for batch in trainer.batches.since(0)])
     expected = torch.stack([trainer.splits.train.inputs(i) for i in range(8)])
     positions = [int((expected == sample).flatten(1).all(dim=1).nonzero()) for sample in inputs]
     assert sorted(positions) == list(range(8)) and positions != list(range(8))
+
+
+def test_a_batch_that_data_ranks_cannot_share_is_refused():
+    with pytest.raises(ValueError, match="must be a multiple of the 4 ranks of the data axis, got 6"):
+        TrainingBatches(range(8), 6, 1, 0, CPU, rank=0, ranks=4)
 
 
 def test_validation_is_of_the_averaged_weights_in_evaluation_mode(run, splits):
@@ -91,23 +124,14 @@ def test_validation_is_of_the_averaged_weights_in_evaluation_mode(run, splits):
             for sample in (splits.valid[i] for i in range(len(splits.valid)))
         ]
     (valid,) = (record for record in records if record["split"] == "valid")
-    assert valid["loss"] == pytest.approx(torch.stack(losses).mean().item(), rel=1e-5)
-    assert not all(
-        torch.equal(a, b) for a, b in zip(model.parameters(), trainer.learner.model.parameters(), strict=True)
-    )
+    torch.testing.assert_close(torch.tensor(valid["loss"]), torch.stack(losses).mean())
 
 
-def test_an_average_over_one_step_is_the_weights_themselves(run):
-    trainer, _ = run(average_decay=0.0)
-    for averaged, last in zip(trainer.learner.average.parameters(), trainer.learner.model.parameters(), strict=True):
-        assert torch.equal(averaged, last)
-
-
-def test_the_average_has_parameters_of_its_own_and_the_buffers_of_the_model(run):
-    learner = run()[0].learner
-    for averaged, last in zip(learner.average.module.buffers(), learner.model.buffers(), strict=True):
+def test_the_average_has_parameters_of_its_own_and_the_buffers_of_the_model(make_model, splits):
+    step = TrainingStep(make_model(), splits.train.weights, TrainingConfig(device="cpu"), CPU)
+    for averaged, last in zip(step.average.module.buffers(), step.model.buffers(), strict=True):
         assert averaged is last
-    for averaged, last in zip(learner.average.parameters(), learner.model.parameters(), strict=True):
+    for averaged, last in zip(step.average.parameters(), step.model.parameters(), strict=True):
         assert averaged.data_ptr() != last.data_ptr()
 
 
@@ -118,6 +142,16 @@ def test_the_best_weights_are_those_of_the_lowest_validation_loss(run):
     assert best["step"] == min(losses, key=losses.get) != 12
     for name, value in trainer.best_model().state_dict().items():
         assert torch.equal(value, best["average"][name]), name
+
+
+def test_metrics_are_json_a_line_each(run):
+    trainer, records = run(steps=5, valid_every=2)
+    lines = (trainer.folder / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == records
+    assert [record["step"] for record in records if record["split"] == "train"] == [1, 2, 3, 4, 5]
+    assert [record["step"] for record in records if record["split"] == "valid"] == [2, 4, 5]
+    assert set(records[0]) == {"split", "step", "loss", "learning_rate", "samples_per_second"}
+    assert all(record["samples_per_second"] > 0 for record in records if record["split"] == "train")
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_with_one_sentence(run):
@@ -132,7 +166,7 @@ def test_weights_that_are_not_finite_replace_no_checkpoint(run, part, reason):
     trainer, _ = run()
     checkpoints = [trainer.folder / "best.pt", trainer.folder / "last.pt"]
     before = [path.read_bytes() for path in checkpoints]
-    torch.nn.init.constant_(next(getattr(trainer.learner, part).parameters()), float("nan"))
+    torch.nn.init.constant_(next(getattr(trainer.step, part).parameters()), float("nan"))
     with (
         MetricsFile(trainer.folder / "metrics.jsonl") as metrics,
         pytest.raises(FloatingPointError, match=f"{reason}.* at step 6"),
@@ -141,42 +175,14 @@ def test_weights_that_are_not_finite_replace_no_checkpoint(run, part, reason):
     assert [path.read_bytes() for path in checkpoints] == before
 
 
-def test_metrics_are_json_a_line_each(run):
-    trainer, records = run(steps=5, valid_every=2)
-    lines = (trainer.folder / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line) for line in lines] == records
-    assert [record["step"] for record in records if record["split"] == "train"] == [1, 2, 3, 4, 5]
-    assert [record["step"] for record in records if record["split"] == "valid"] == [2, 4, 5]
-    assert set(records[0]) == {"split", "step", "loss", "learning_rate", "samples_per_second"}
-    assert all(record["samples_per_second"] > 0 for record in records if record["split"] == "train")
-
-
-@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
-def test_mixed_precision_trains_nearly_as_float32_does_and_keeps_float32_weights(run, precision):
-    trainer, mixed = run("mixed", precision=precision, steps=20)
-    _, full = run("full", steps=20)
-    assert {parameter.dtype for parameter in trainer.learner.model.parameters()} == {torch.float32}
-    assert trainer.learner.scaler.is_enabled() == (precision == "16-mixed")
-    last = [records[-1]["loss"] for records in (mixed, full)]
-    assert last[0] != last[1]  # it is not float32 under another name
-    assert last[0] == pytest.approx(last[1], rel=0.05)
-
-
-def test_a_step_whose_gradients_overflow_is_left_out_and_the_scale_lowered(run):
-    learner = run(precision="16-mixed")[0].learner
-    learner.scaler.load_state_dict(learner.scaler.state_dict() | {"scale": 2.0**60})
-    before = [parameter.detach().clone() for parameter in learner.model.parameters()]
-    learner.learn(next(run("other")[0].batches.since(0)))
-    assert all(torch.equal(now, then) for now, then in zip(learner.model.parameters(), before, strict=True))
-    assert learner.scaler.get_scale() == 2.0**59
-
-
-def test_a_skipped_first_step_warns_of_nothing(run, monkeypatch):
+@pytest.mark.filterwarnings("error")  # a skipped first step warns of nothing
+def test_a_step_whose_gradients_overflow_is_skipped_and_the_scale_lowered(make_model, splits, monkeypatch):
     monkeypatch.setattr("anemoi_gt.training.step.LOSS_SCALE", 2.0**60)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        trainer, _ = run(precision="16-mixed", steps=1, warmup_steps=0)
-    assert trainer.learner.scaler.get_scale() == 2.0**59
+    step = TrainingStep(make_model(), splits.train.weights, TrainingConfig(precision="16-mixed", device="cpu"), CPU)
+    before = [parameter.detach().clone() for parameter in step.model.parameters()]
+    step.training_step(next(TrainingBatches(splits.train, 2, 1, seed=0, device=CPU).since(0)))
+    assert all(map(torch.equal, step.model.parameters(), before))
+    assert step.scaler.get_scale() == 2.0**59
 
 
 def test_a_loss_that_waits_to_be_recorded_and_is_not_finite_replaces_no_checkpoint(run, monkeypatch, tmp_path):
@@ -195,7 +201,7 @@ def test_a_loss_that_waits_to_be_recorded_and_is_not_finite_replaces_no_checkpoi
 
 @pytest.mark.parametrize("first", ["log_every", "valid_every"])
 def test_gradients_that_are_never_finite_end_the_run_with_one_sentence(run, monkeypatch, first):
-    loss = Learner.loss
+    loss = TrainingStep.loss
 
     def loss_without_gradients(self, model, batch):
         value = loss(self, model, batch)
@@ -203,7 +209,7 @@ def test_gradients_that_are_never_finite_end_the_run_with_one_sentence(run, monk
             value.register_hook(lambda gradient: gradient * math.nan)
         return value
 
-    monkeypatch.setattr(Learner, "loss", loss_without_gradients)
+    monkeypatch.setattr(TrainingStep, "loss", loss_without_gradients)
     numbers = {"steps": 30, "log_every": 30, "valid_every": 30} | {first: 25}
     with pytest.raises(FloatingPointError, match=r"the gradients must stay finite .* at step 25: .*bf16-mixed"):
         run(precision="16-mixed", **numbers)

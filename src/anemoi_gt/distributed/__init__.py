@@ -11,11 +11,9 @@ from anemoi_gt.distributed.consensus import (
 from anemoi_gt.distributed.grad_sync import clip_gradients, make_mesh, reduce_gradients, sum_loss
 from anemoi_gt.distributed.graph_shard import GraphShard, shard_edges, shard_graph
 from anemoi_gt.distributed.halo import HaloExchange, PendingExchange
-from anemoi_gt.distributed.launcher import is_launched
-from anemoi_gt.distributed.mesh import ShardingConfig, started
+from anemoi_gt.distributed.mesh import ShardingConfig, init_distributed, is_launched
 from anemoi_gt.distributed.partition import Partition, Ranges, destination_cost
 from anemoi_gt.distributed.sharded_checkpoint import ShardedTable, load_checkpoint, save_checkpoint
-from anemoi_gt.distributed.watch import watched
 
 __all__ = [
     "GraphShard",
@@ -31,6 +29,7 @@ __all__ = [
     "clip_gradients",
     "destination_cost",
     "fingerprint",
+    "init_distributed",
     "is_launched",
     "load_checkpoint",
     "make_mesh",
@@ -40,7 +39,5 @@ __all__ = [
     "save_checkpoint",
     "shard_edges",
     "shard_graph",
-    "started",
     "sum_loss",
-    "watched",
 ]

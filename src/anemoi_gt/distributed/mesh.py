@@ -1,41 +1,54 @@
-"""The start and the end of a job on several ranks, as torchrun launches it."""
+"""Set-up and end of a job on several ranks, as torchrun launches it.
+
+launch          torchrun sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT
+set-up          one device per rank; process group by env:// (NCCL between GPUs, gloo between CPUs); mesh (data, model)
+failing rank    torchrun ends the others; `torch.distributed.elastic.multiprocessing.errors.record` reports the first
+error frozen rank     collectives of the others fail after `ShardingConfig.timeout`; torchrun kills the frozen rank 30 s
+later
+"""
 
 import math
-from collections.abc import Iterator, Mapping
+import os
+import sys
+import time
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import Any
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from anemoi_gt.distributed.consensus import check_same
 from anemoi_gt.distributed.grad_sync import check_device_type, make_mesh
-from anemoi_gt.distributed.launcher import join_store, local_rank, missing_variables
-from anemoi_gt.distributed.watch import watched
 from anemoi_gt.option_checks import check_integer, check_number
 
 STRATEGIES = ("none", "edges")
+VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+DRAIN_SECONDS = 0.2
 
 
 @dataclass(frozen=True)
 class ShardingConfig:
-    """How the ranks of a job share the work.
+    """Division of the work among the ranks of a job.
 
     Parameters
     ----------
     strategy : {"none", "edges"}
-        How the ranks of one model divide it; "none": every rank has a model of its own, and they share the batches.
+        "none": every rank has a model of its own, and the ranks share the batches. "edges": each rank of a model owns
+        some of its nodes, with all edges into them.
     model : int
-        Ranks that share one model. All others are data parallel: ranks / model models.
+        Ranks that share one model. The others are data parallel: ranks / model models.
     timeout : float
-        Seconds after the last sign of life of a rank by which the others end.
+        Seconds until a collective fails when a rank does not take part, between GPUs and between CPUs. The first rank
+        builds the graph and the model while the others wait, which must fit.
 
     Raises
     ------
     ValueError
-        For an unknown strategy, a number out of range, or more than one rank for a model that is not divided.
+        For an unknown strategy, a number out of range, or more than one rank for a model that is not sharded.
     """
 
     strategy: str = "none"
@@ -48,53 +61,39 @@ class ShardingConfig:
         check_integer("sharding.model", self.model)
         check_number("sharding.timeout", self.timeout)
         if self.model > 1 and self.strategy == "none":
-            raise ValueError(
-                f"sharding.model must be 1 when nothing is divided, got {self.model}: choose sharding=edges"
-            )
+            raise ValueError(f"sharding.model must be 1 without sharding, got {self.model}: choose sharding=edges")
         if not 0 < self.timeout < math.inf:
             raise ValueError(f"sharding.timeout must be positive and finite, in seconds, got {self.timeout}")
 
 
-def own_device(device_type: str) -> torch.device:
+def is_launched() -> bool:
+    """Return True if torchrun, or another launcher that sets the same variables, started this process."""
+    return all(name in os.environ for name in VARIABLES)
+
+
+def local_device(device_type: str) -> torch.device:
     """Return the device of this rank: for "cuda" the GPU of its local rank.
 
     Raises
     ------
     ValueError
-        For another type of device, or when this host has no such GPU.
+        For another type of device, or when this host does not have that GPU.
     """
     check_device_type(device_type)
     if device_type != "cuda":
         return torch.device(device_type)
-    local, count = local_rank(), torch.cuda.device_count()
+    local, count = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
     if local >= count:
-        raise ValueError(f"ranks of a host must have a GPU each, got local rank {local} and {count} GPUs")
+        raise ValueError(f"every rank of a host must have a GPU of its own, got local rank {local} and {count} GPUs")
     return torch.device("cuda", local)
 
 
-def check_model_options(options: Mapping[str, Any]) -> None:
-    """Raise before a model is made where its options say that the ranks cannot share it; `shard_model` looks at what is made.
-
-    Parameters
-    ----------
-    options : mapping of str to values
-        Of `EncoderProcessorDecoder`, by name; one that is not there says nothing.
-
-    Raises
-    ------
-    ValueError
-        For mappers that work in chunks.
-    """
-    if options.get("mapper_chunks", 1) != 1:
-        pieces = options["mapper_chunks"]
-        raise ValueError(
-            f"model.mapper_chunks must be 1 under torchrun, got {pieces}: a rank's part is a piece already"
-        )
-
-
 @contextmanager
-def started(config: ShardingConfig, device_type: str) -> Iterator[DeviceMesh]:
-    """Join the ranks of a job, and end with them: all together, or all when one fails. Collective.
+def init_distributed(config: ShardingConfig, device_type: str) -> Iterator[DeviceMesh]:
+    """Initialise the process group and the mesh of a job, and destroy the group at the end. Collective.
+
+    After an error in the block the group is left as it is, because the other ranks may not take part any more: end the
+    process, best by `exit_without_finalization`.
 
     Parameters
     ----------
@@ -111,21 +110,50 @@ def started(config: ShardingConfig, device_type: str) -> Iterator[DeviceMesh]:
     Raises
     ------
     ValueError
-        When no launcher started this process, a rank has no GPU of its own, or the ranks cannot be shared out.
+        When no launcher started this process, a rank has no GPU of its own, or the config differs or does not fit the
+        number of ranks.
     """
     if not isinstance(config, ShardingConfig):
         raise ValueError(f"config must be a ShardingConfig, got {config!r}")
-    if missing := missing_variables():
-        raise ValueError(f"several ranks must be started by torchrun, {', '.join(missing)} are not set")
-    timeout, device = timedelta(seconds=config.timeout), own_device(device_type)
-    patience = 2 * timeout  # of collectives: the watch is to speak first
-    store, rank, size = join_store("group", patience)
-    joining = {"store": store, "rank": rank, "world_size": size, "timeout": patience}
+    if missing := [name for name in VARIABLES if name not in os.environ]:
+        raise ValueError(f"several ranks must be started by torchrun, got no {', '.join(missing)} in the environment")
+    timeout, device = timedelta(seconds=config.timeout), local_device(device_type)
+    # torchrun may keep the store when it restarts the ranks, with addresses of the former ones
+    store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
+    store = dist.PrefixStore(f"restart {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+    options = {"store": store, "rank": rank, "world_size": world_size, "timeout": timeout}
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        dist.init_process_group("nccl", **joining, device_id=device)
+        dist.init_process_group("nccl", **options, device_id=device)
     else:
-        dist.init_process_group("gloo", **joining)
-    with watched(timeout):
-        yield make_mesh(device_type, config.model, patience)
+        dist.init_process_group("gloo", **options)
+    check_same({f"sharding.{name}": value for name, value in asdict(config).items()}, dist.group.WORLD)
+    yield make_mesh(device_type, config.model, timeout)
     dist.destroy_process_group()
+    drain_threads()
+
+
+def make_cpu_group(config: ShardingConfig) -> dist.ProcessGroup:
+    """Return a group of all ranks that communicates from the CPU (gloo), with the timeout of the job. Collective."""
+    return dist.new_group(backend="gloo", timeout=timedelta(seconds=config.timeout))
+
+
+def drain_threads() -> None:
+    """Give gloo's threads time to release the tensors of the last collectives, for which they need the interpreter.
+
+    Before Python 3.14 a thread that waits for the interpreter when its finalisation begins aborts the process
+    ("terminate called without an active exception").
+    """
+    if sys.version_info < (3, 14):
+        time.sleep(DRAIN_SECONDS)
+
+
+def exit_without_finalization(status: int) -> NoReturn:
+    """Exit at once, with what was printed.
+
+    Finalisation aborts when a thread of gloo still waits for the interpreter (`drain_threads`), and can wait forever
+    for a GPU whose collective waits for a rank that is gone.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)

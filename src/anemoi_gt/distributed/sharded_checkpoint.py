@@ -253,8 +253,9 @@ def require_file(path: Path) -> None:
     found = None if path.is_file() else find_checkpoint(sharded(path))
     if found is not None:
         raise ValueError(
-            f"the checkpoint must be one file, got the folder {found} of several ranks (they write best.pt at the end); "
-            f"convert it with python -m torch.distributed.checkpoint.format_utils dcp_to_torch {found} FILE.pt"
+            f"the checkpoint must be one file, got the folder {found} of several ranks "
+            "(they write best.pt at the end); convert it with "
+            f"python -m torch.distributed.checkpoint.format_utils dcp_to_torch {found} FILE.pt"
         )
 
 

@@ -1,4 +1,4 @@
-"""Whole files: what stands under a name is either the former content or the new one, never a part of it."""
+"""Atomic writes: a file holds either its former content or the new one, never a part."""
 
 import os
 from collections.abc import Iterator
@@ -9,17 +9,16 @@ from typing import BinaryIO
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[BinaryIO]:
-    """Open a file that takes the name `path` when the block ends without error, and is gone when it does not.
+    """Open a file that replaces `path` when the block ends without error, and is removed otherwise.
 
     Parameters
     ----------
     path : Path
-        The name; its folder exists. What stood there stays until all of the new file is on disk.
+        Its folder exists. The former file stays until all of the new one is on disk.
 
     Yields
     ------
     BinaryIO
-        To write to.
 
     Raises
     ------
@@ -28,7 +27,7 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
     """
     partial = path.with_name(path.name + ".partial")
     try:
-        with naming(path), partial.open("wb") as file:
+        with annotate_oserror(path), partial.open("wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())  # else a crash of the machine can leave an empty file under the new name
@@ -38,8 +37,8 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
 
 
 @contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """Name the file in the error when the system refuses to write it.
+def annotate_oserror(path: Path) -> Iterator[None]:
+    """Raise an OSError that names the file, in place of one that does not, when the system refuses to write it.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""Checkpoints on disk: a file under its name is always a whole one, and reading it executes nothing."""
+"""Checkpoints as files, written atomically and read without executing code."""
 
 import io
 from pathlib import Path
@@ -11,36 +11,36 @@ from anemoi_gt.training.atomic_write import atomic_write
 
 
 def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
-    """Write a checkpoint so that `path` holds either the former one or this one, never a part.
+    """Write a checkpoint atomically: `path` holds either the former one or this one, never a part.
 
     Parameters
     ----------
     path : Path
-        Where to; the folder exists.
+        Its folder exists.
     state : dict
         Tensors, numbers, strings, and dicts, lists and tuples of them.
 
     Raises
     ------
     OSError
-        If it cannot be written; the former one is whole.
+        If it cannot be written; the former one stays whole.
     """
     with atomic_write(path) as file:
         torch.save(state, file)
 
 
 def load_checkpoint(path: Path) -> dict[str, Any]:
-    """Read a checkpoint; nothing in it is executed.
+    """Return the state in a checkpoint, read without executing code.
 
     Parameters
     ----------
     path : Path
-        What `save_checkpoint` wrote.
+        From `save_checkpoint`.
 
     Returns
     -------
     dict
-        The state, its tensors on the CPU.
+        With tensors on the CPU.
 
     Raises
     ------
@@ -49,36 +49,36 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
     OSError
         If the system cannot read it.
     ValueError
-        If the file is not a checkpoint, or not a whole one.
+        If the file is not a checkpoint, or damaged.
     """
     if not path.is_file():
         raise FileNotFoundError(f"no checkpoint {path}: give the last.pt or best.pt that a run left in its folder")
     content = path.read_bytes()
     try:
         state = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-    except Exception as error:  # of a dozen types; the file has been read, so what this raises is its fault
-        raise ValueError(f"a checkpoint must be a whole file that training wrote, {path} is none") from error
+    except Exception as error:  # of a dozen types
+        raise ValueError(f"a checkpoint must be a whole file that training wrote, {path} cannot be read") from error
     if not isinstance(state, dict):
         raise ValueError(f"a checkpoint must hold a dict of states, {path} holds a {type(state).__name__}")
     return state
 
 
 def load_weights(model: nn.Module, state: dict[str, Any], part: str = "average") -> None:
-    """Give a model the weights of a checkpoint.
+    """Load the weights of a checkpoint into a model.
 
     Parameters
     ----------
     model : nn.Module
-        Gets the weights, on the device where it is.
+        On any device.
     state : dict
         From `load_checkpoint`.
     part : {"average", "model"}
-        The averaged weights, which forecast, or those that the optimiser last left.
+        The averaged weights, which forecast, or those of the optimiser.
 
     Raises
     ------
     ValueError
-        If the checkpoint holds none, or they are those of another model.
+        If the checkpoint has none, or those of another model.
     """
     if part not in state:
         raise ValueError(f"the checkpoint must hold {part!r}, got {', '.join(map(str, state)) or 'nothing'}")

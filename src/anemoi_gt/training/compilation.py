@@ -1,21 +1,21 @@
-"""Compilation of a model's layers by torch.compile: the only place of this room that asks for it."""
+"""Compilation of a model's graph-transformer blocks by torch.compile."""
 
 from torch import nn
 
 from anemoi_gt.nn import GraphTransformerBaseBlock
 
-# Messages leave as soon as their rows are there, and are waited for where they are read: behind all that does not need them.
-HIDE_MESSAGES = {
+# Inductor sends messages as early as possible and waits for them as late as possible.
+OVERLAP_MESSAGES = {
     "reorder_for_compute_comm_overlap": True,
     "reorder_for_compute_comm_overlap_passes": ["sink_waits", "raise_comms"],
 }
 
 
 def compile_blocks(model: nn.Module) -> None:
-    """Compile every graph-transformer block of a model, in place: at its first call, and again where sizes or types change.
+    """Compile each graph-transformer block of a model, in place, at its first call and again for other sizes or dtypes.
 
-    Blocks are compiled one by one and not as a whole: those of a kind share what was compiled, so a deep model compiles as fast as a
-    shallow one. Weights and their names stay as they are, and a copy of the model is not compiled.
+    Blocks are compiled one by one: those of a kind share the compiled code, so a deep model compiles as fast as a
+    shallow one. Weights and their names do not change, and a copy of the model is not compiled.
 
     Parameters
     ----------
@@ -28,10 +28,10 @@ def compile_blocks(model: nn.Module) -> None:
     """
     blocks = [module for module in model.modules() if isinstance(module, GraphTransformerBaseBlock)]
     if not blocks:
+        name = type(model).__name__
         raise ValueError(
-            f"training.compile must be false for a model without graph-transformer blocks, got true and {type(model).__name__}"
+            f"training.compile must be false for a model without graph-transformer blocks, got true and {name}"
         )
     for block in blocks:
-        # The decoder's sizes are not those of the encoder, but stay as well; and PyTorch 2.13 fails on counts of rows that a rank
-        # sends while it computes, where it takes them for numbers that change.
-        block.compile(dynamic=False, options=HIDE_MESSAGES)
+        # Sizes of each block are static; with dynamic ones PyTorch 2.13 fails on the row counts of all-to-all messages.
+        block.compile(dynamic=False, options=OVERLAP_MESSAGES)

@@ -1,4 +1,4 @@
-"""TrainingConfig: the numbers of a training run, checked once."""
+"""Hyperparameters of a training run, validated at construction."""
 
 from dataclasses import dataclass
 from math import isinf
@@ -11,50 +11,51 @@ PRECISIONS = ("32-true", "bf16-mixed", "16-mixed")
 
 @dataclass(frozen=True)
 class TrainingConfig:
-    """How a model is fitted.
+    """Hyperparameters of a training run.
 
     Parameters
     ----------
     steps : int
         Optimiser steps.
     batch_size : int
-        Samples of a step.
+        Of all ranks together.
     learning_rate : float
-        Its highest value, reached after `warmup_steps`.
+        The maximum, reached after `warmup_steps`.
     warmup_steps : int
-        Steps of linear growth from nothing; then it falls to nothing as half a cosine.
+        Steps of linear warm-up from 0; then the learning rate decreases to 0 as half a cosine.
     weight_decay : float
         Of AdamW, on matrices; vectors (biases, norms) do not decay.
     clip_norm : float
-        Longest gradient, over all parameters, that is not shortened.
+        Maximum norm of the gradient over all parameters.
     average_decay : float
-        The forecasts are made with an exponential moving average of the weights, of about 1 / (1 - average_decay) steps;
+        Forecasts use an exponential moving average of the weights, over about 1 / (1 - average_decay) steps;
         0 takes the last weights.
     valid_every : int
-        Steps between validations; the weights that validate best are kept.
+        Steps between validations; the weights with the lowest validation loss are kept.
     log_every : int
-        Steps whose mean loss makes a record.
+        Steps per record of the mean loss.
     seed : int
-        Draws the initial weights, the order of the samples and the dropout.
+        Of the initial weights, the order of the samples and dropout.
     device : {"auto", "cpu", "cuda"}
-        `auto` is a GPU where there is one.
+        `auto` is a GPU if there is one.
     precision : {"32-true", "bf16-mixed", "16-mixed"}
         Lightning's names: float32 throughout, or autocast to bfloat16, or to float16 with a scaled loss.
     compile : bool
-        Compile the blocks of the model that is trained by `torch.compile`: fewer kernels and less memory, for a minute of compiling
-        at the first step. The numbers agree to rounding, and dropout draws others; validation and forecasts compute as ever.
+        Compile the blocks of the model by `torch.compile` for training: fewer kernels and less memory, for up to a
+        minute of compilation in the first step. Results agree to rounding, and dropout draws other masks; validation
+        and forecasts are not compiled.
     cuda_graph : bool
-        On a GPU, record forward and backward of the first step in a CUDA graph and replay it in every step: the same numbers, bit
-        by bit, without Python between the kernels. Worth it where a GPU waits for Python; it keeps its memory for itself.
+        On a GPU, capture forward and backward of the first step in a CUDA graph and replay it in every step: the same
+        results, bit for bit, without Python between the kernels. Use it where training is launch-bound; the graph keeps
+        its memory until the end.
     threads : int, optional
-        CPU threads of PyTorch while training. None is as many as PyTorch finds cores: good for large models, while small
-        ones spend more time waiting for each other's threads than computing. A run is repeated bit by bit only with the
-        same number.
+        CPU threads of PyTorch during training. None is one per core, good for large models; small ones are faster with
+        fewer. Runs repeat bit for bit only with the same number.
 
     Raises
     ------
     ValueError
-        For a value that is no number, or one out of range.
+        For a value of the wrong type, or out of range.
     """
 
     steps: int = 1000
@@ -94,7 +95,7 @@ class TrainingConfig:
             if isinf(getattr(self, name)):
                 raise ValueError(f"training.{name} must be finite, got {getattr(self, name)}")
         if not 0 <= self.seed < 2**64:
-            raise ValueError(f"training.seed must be 0 to 2^64 - 1, as PyTorch's generators take it, got {self.seed}")
+            raise ValueError(f"training.seed must be 0 to 2^64 - 1, got {self.seed}")
         if not 0 <= self.warmup_steps <= self.steps:
             raise ValueError(f"training.warmup_steps must be 0 to steps ({self.steps}), got {self.warmup_steps}")
         if not 0 <= self.average_decay < 1:

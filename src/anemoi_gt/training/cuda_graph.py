@@ -1,12 +1,11 @@
-"""Forward and backward of a step, recorded once and replayed on every batch: Python launches nothing. The only place that captures a
-CUDA graph.
+"""Forward and backward of a training step, captured once in a CUDA graph and replayed for every batch.
 
-    first batch     a copy of it is made;  passes that warm up;  the pass is captured;  random generators as before
-    every batch     it is copied into that copy;  the graph is replayed;  gradients go back to their parameters
+    first batch     copied into static tensors;  warm-up passes;  the pass is captured;  random generators set back
+    every batch     copied into the same tensors;  the graph is replayed;  gradients are assigned to their parameters
 
-A graph reads and writes the same memory each time, so its batch, its loss and its gradients stay where they were when it was captured.
-It draws from PyTorch's generator on the device what the same pass would draw without it: a replay starts at the seed and the offset
-that the generator has then, and moves the offset on by as much as the pass did.
+A graph reads and writes the same memory each time, so batch, loss and gradients stay where they were during capture. It
+draws from PyTorch's generator on the device what the same pass would draw without it: a replay starts at the
+generator's seed and offset, and advances the offset by what the pass uses.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,42 +19,42 @@ from anemoi_gt.data.datasets import Sample
 from anemoi_gt.nn import GraphTransformerBaseBlock, GraphTransformerBaseMapper, GraphTransformerProcessor
 from anemoi_gt.training.rng import generator_states, set_generator_states
 
-WARM_UP = 3  # passes, as PyTorch asks for: kernels are compiled, libraries have their memory, ranks have met
+WARM_UP = 3  # passes, as PyTorch recommends: kernels are compiled, libraries allocate, ranks connect
 
 
 class Outputs(NamedTuple):
-    """What a pass writes."""
+    """Static outputs of a pass."""
 
     loss: Tensor  # a scalar
     gradients: list[Tensor | None]  # of each parameter; None where it gets none
 
 
-class Recording(NamedTuple):
-    """What a replay reads and writes, and the replay."""
+class CapturedPass(NamedTuple):
+    """Static inputs and outputs of a replay, and the replay."""
 
     batch: Sample
     outputs: Outputs
     replay: Callable[[], None]
 
 
-Recorder = Callable[[Callable[[], Outputs]], tuple[Outputs, Callable[[], None]]]
+Capture = Callable[[Callable[[], Outputs]], tuple[Outputs, Callable[[], None]]]
 
 
-class RecordedPass:
-    """Forward and backward, recorded at the first batch; called as the function that it records, with the same results, bit by bit.
+class CUDAGraphedStep:
+    """A function that computes forward and backward, captured at the first batch; the results are the same bit for bit.
 
     Parameters
     ----------
     function : callable
-        Takes a batch, leaves gradients at the parameters and returns the loss, a scalar without history. It works on the device
-        alone, does the same for every batch, and changes nothing but gradients and random generators.
+        Takes a batch, leaves gradients at the parameters and returns the loss, a scalar without history. It works on
+        the device alone, does the same for every batch, and changes nothing but gradients and random generators.
     parameters : sequence of Parameter
         Those that may get a gradient.
     device : torch.device
         Whose random generator the function draws from.
-    recorder : callable
-        Takes a function without arguments and calls it, more than once if it likes. Returns what the last call returned, and what
-        does the work of that call again, from the same memory into the same memory: `record_cuda_graph`.
+    capture : callable
+        Takes a function without arguments, which it may call more than once. Returns what the last call returned, and a
+        replay of that call on the same memory: `capture_cuda_graph`.
     """
 
     def __init__(
@@ -63,13 +62,13 @@ class RecordedPass:
         function: Callable[[Sample], Tensor],
         parameters: Sequence[nn.Parameter],
         device: torch.device,
-        recorder: Recorder,
+        capture: Capture,
     ):
-        self.function, self.parameters, self.device, self.recorder = function, parameters, device, recorder
-        self._recording: Recording | None = None
+        self.function, self.parameters, self.device, self.capture = function, parameters, device, capture
+        self._captured: CapturedPass | None = None
 
     def __call__(self, batch: Sample) -> Tensor:
-        """Leave the gradients of a batch at the parameters; returns the loss, a scalar.
+        """Leave the gradients of a batch at the parameters; return the loss, a scalar.
 
         Parameters
         ----------
@@ -79,70 +78,70 @@ class RecordedPass:
         Raises
         ------
         ValueError
-            For a batch that is not like the first.
+            For a batch of other shapes or dtypes than the first.
         """
-        if self._recording is None:
-            self._recording = self._record(batch)
-        held, outputs, replay = self._recording
-        _check_like(batch, held)
-        for tensor, values in zip(held, batch, strict=True):
+        if self._captured is None:
+            self._captured = self._capture(batch)
+        static, outputs, replay = self._captured
+        _check_same_kind(batch, static)
+        for tensor, values in zip(static, batch, strict=True):
             tensor.copy_(values)
         replay()
-        self._put(outputs.gradients)
-        return outputs.loss.clone()  # the next replay writes there
+        self._assign(outputs.gradients)
+        return outputs.loss.clone()  # the next replay overwrites it
 
-    def forget(self) -> None:
-        """Let go of the recording and its memory, gradients included; the next batch is recorded anew."""
-        if self._recording is not None:
-            self._put([None] * len(self.parameters))
-        self._recording = None
+    def reset(self) -> None:
+        """Release the captured pass and its memory, gradients included; the next batch is captured again."""
+        if self._captured is not None:
+            self._assign([None] * len(self.parameters))
+        self._captured = None
 
-    def _record(self, batch: Sample) -> Recording:
+    def _capture(self, batch: Sample) -> CapturedPass:
         states = generator_states(self.device)
-        held = Sample(*(tensor.clone() for tensor in batch))
+        static = Sample(*(tensor.clone() for tensor in batch))
         try:
             with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
-                outputs, replay = self.recorder(lambda: self._outputs(held))
+                outputs, replay = self.capture(lambda: self._outputs(static))
         except RuntimeError as error:
             error.add_note(
-                "while training.cuda_graph=true recorded the step; training.cuda_graph=false records nothing"
+                "while capturing the step (training.cuda_graph=true); set training.cuda_graph=false to run without"
             )
             raise
         set_generator_states(states, self.device)
-        return Recording(held, outputs, replay)
+        return CapturedPass(static, outputs, replay)
 
     def _outputs(self, batch: Sample) -> Outputs:
-        """Run the pass and take its gradients; a parameter has none before it, so backward writes one and adds to none."""
+        """Compute the pass and take its gradients; parameters have none before, so backward does not accumulate."""
         nothing = [None] * len(self.parameters)
-        self._put(nothing)
+        self._assign(nothing)
         loss = self.function(batch)
         gradients = [parameter.grad for parameter in self.parameters]
-        self._put(nothing)
+        self._assign(nothing)
         return Outputs(loss, gradients)
 
-    def _put(self, gradients: list[Tensor | None]) -> None:
+    def _assign(self, gradients: list[Tensor | None]) -> None:
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
-            parameter.grad = gradient if parameter.requires_grad else None  # what was frozen since does not move
+            parameter.grad = gradient if parameter.requires_grad else None  # frozen since the capture
 
 
-def record_cuda_graph(
+def capture_cuda_graph(
     function: Callable[[], Any], warm_up: Callable[[], Any] | None = None
 ) -> tuple[Any, Callable[[], None]]:
-    """Capture a function in a CUDA graph on the current device, as `RecordedPass` wants it.
+    """Capture a function in a CUDA graph on the current device, as `CUDAGraphedStep` needs it.
 
     Parameters
     ----------
     function : callable
-        Called once while it is captured, when nothing is computed.
+        Called once during capture, when nothing is computed.
     warm_up : callable, optional
         Called `WARM_UP` times before; None is `function`.
 
     Returns
     -------
     outputs
-        What the function returned, in memory of the graph; nothing is there before the first replay.
+        What the function returned, in memory of the graph; undefined before the first replay.
     replay : callable
-        Computes them, behind what the current stream has to do.
+        Computes them on the current stream.
     """
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -151,52 +150,50 @@ def record_cuda_graph(
             (warm_up or function)()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL's watchdog asks for events meanwhile
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL's watchdog queries events meanwhile
         outputs = function()
     return outputs, graph.replay
 
 
-def check_recordable(model: nn.Module, device: torch.device) -> None:
-    """Raise unless a step of a model can be recorded in a CUDA graph.
+def check_capturable(model: nn.Module, device: torch.device) -> None:
+    """Raise unless a step of a model can be captured in a CUDA graph.
 
     Raises
     ------
     ValueError
-        As `check_device_records` does; when layers that are computed again for backward drop attention, for which PyTorch would read the
-        state of the generator while it captures, and refuses.
+        For a device without CUDA graphs; for activation checkpointing of layers with dropout, for which PyTorch would
+        read the state of the generator during capture, and refuses.
     """
-    check_device_records(device)
-    again = [name or type(part).__name__ for name, part in model.named_modules() if _draws_again(part)]
-    if again:
+    check_device_has_cuda_graphs(device)
+    checkpointed = [name or type(part).__name__ for name, part in model.named_modules() if _checkpoints_dropout(part)]
+    if checkpointed:
         raise ValueError(
-            "training.cuda_graph must be false where layers that drop attention are computed again for backward, got true and "
-            f"{', '.join(again)}: set model.checkpoint_groups=null or model.dropout=0"
+            "training.cuda_graph must be false with activation checkpointing of layers with dropout, got true and "
+            f"{', '.join(checkpointed)}: set model.checkpoint_groups=null or model.dropout=0"
         )
 
 
-def check_device_records(device: torch.device) -> None:
+def check_device_has_cuda_graphs(device: torch.device) -> None:
     """Raise a ValueError unless a device has CUDA graphs."""
     if device.type != "cuda":
-        raise ValueError(
-            f"training.cuda_graph must be false on device {device}, got true: CUDA graphs are for training.device=cuda"
-        )
+        raise ValueError(f"training.cuda_graph must be false on device {device}, got true: set training.device=cuda")
 
 
-def _draws_again(part: nn.Module) -> bool:
-    """Whether a part computes layers again for backward, and draws random numbers in them."""
-    is_recomputed = (isinstance(part, GraphTransformerProcessor) and part.checkpoint_groups is not None) or (
+def _checkpoints_dropout(part: nn.Module) -> bool:
+    """Return True if a module recomputes layers with dropout in backward."""
+    checkpoints = (isinstance(part, GraphTransformerProcessor) and part.checkpoint_groups is not None) or (
         isinstance(part, GraphTransformerBaseMapper) and part.gradient_checkpointing
     )
     blocks = (block for block in part.modules() if isinstance(block, GraphTransformerBaseBlock))
-    return is_recomputed and any(block.dropout > 0 for block in blocks)
+    return checkpoints and any(block.dropout > 0 for block in blocks)
 
 
-def _check_like(batch: Sample, held: Sample) -> None:
-    came, wanted = _described(batch), _described(held)
-    if came != wanted:
+def _check_same_kind(batch: Sample, static: Sample) -> None:
+    got, expected = _described(batch), _described(static)
+    if got != expected:
         raise ValueError(
-            f"batches must all be like the first, {wanted}, when a step is recorded, got {came}: "
-            "set training.cuda_graph=false for batches that differ"
+            f"all batches must have the shapes and dtypes of the first, {expected}, with training.cuda_graph=true, "
+            f"got {got}: set training.cuda_graph=false for batches that differ"
         )
 
 

@@ -1,4 +1,4 @@
-"""Which samples make which batch: the only place that decides the order of the data."""
+"""Batches of a run: the order of the samples, and loading them to a device."""
 
 from collections.abc import Iterator
 from itertools import islice
@@ -10,49 +10,76 @@ from anemoi_gt.data.datasets import ForecastDataset, Sample
 
 
 class TrainingBatches:
-    """The batches of a run: the training samples in one random order after another.
+    """Batches of a run, or the share of one data rank in them: the training samples in one random order after another.
 
-    The batch of a step follows from seed and step alone, so a run continues anywhere.
+    The batch of a step depends on seed and step alone, so a run can continue from any step, on any number of ranks.
 
     Parameters
     ----------
     dataset : ForecastDataset
         The training samples.
     batch_size : int
-        Samples of a batch.
+        Samples of a batch, of all ranks together.
     steps : int
         Batches of the run.
     seed : int
         Draws the orders.
     device : torch.device
-        Where the batches go.
+        Of the batches.
+    rank, ranks : int
+        The data rank, and the number of data ranks that share a batch.
+
+    Raises
+    ------
+    ValueError
+        When the batch cannot be split evenly.
     """
 
-    def __init__(self, dataset: ForecastDataset, batch_size: int, steps: int, seed: int, device: torch.device):
+    def __init__(
+        self,
+        dataset: ForecastDataset,
+        batch_size: int,
+        steps: int,
+        seed: int,
+        device: torch.device,
+        rank: int = 0,
+        ranks: int = 1,
+    ):
         self.dataset, self.batch_size, self.steps, self.seed, self.device = dataset, batch_size, steps, seed, device
+        self.rank, self.own_size = rank, share_of_batch(batch_size, ranks)
 
     def since(self, step: int) -> Iterator[Sample]:
-        """Yield the batches that are left when `step` of them have been taken; each is made when it is asked for."""
+        """Yield the batches after the first `step` ones; each is loaded when it is requested."""
         generator = torch.Generator().manual_seed(self.seed)
         order = RandomSampler(self.dataset, num_samples=self.steps * self.batch_size, generator=generator)
-        return load(self.dataset, self.batch_size, self.device, islice(order, step * self.batch_size, None))
+        remaining = islice(enumerate(order), step * self.batch_size, None)
+        own = (sample for n, sample in remaining if n % self.batch_size // self.own_size == self.rank)
+        return load(self.dataset, self.own_size, self.device, own)
+
+
+def share_of_batch(batch_size: int, ranks: int) -> int:
+    """Return the batch size of each data rank; raise a ValueError when the batch cannot be split evenly."""
+    if batch_size % ranks:
+        must = f"must be a multiple of the {ranks} ranks of the data axis"
+        raise ValueError(f"training.batch_size {must}, got {batch_size}")
+    return batch_size // ranks
 
 
 def load(dataset: ForecastDataset, batch_size: int, device: torch.device, order=None) -> Iterator[Sample]:
-    """Yield the samples of a data set in batches [B, N, channels], on a device.
+    """Yield a data set in batches [B, N, channels] on a device.
 
     Parameters
     ----------
     dataset : ForecastDataset
         The samples.
     batch_size : int
-        Samples of a batch; the last may have fewer.
+        The last batch may be smaller.
     device : torch.device
-        Where the batches go.
+        Of the batches.
     order : iterable of int, optional
-        Numbers of the samples; None is every sample once, as they are numbered.
+        Indices of the samples; None is all of them once, in order.
     """
-    # Its own generator: else each loader draws a number from the one that dropout uses.
+    # Its own generator: otherwise each loader draws from the one that dropout uses.
     loader = DataLoader(dataset, batch_size=batch_size, sampler=order, generator=torch.Generator())
     for batch in loader:
         yield Sample(*(part.to(device) for part in batch))

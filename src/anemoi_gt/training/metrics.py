@@ -4,7 +4,7 @@ import json
 import os
 from pathlib import Path
 
-from anemoi_gt.training.atomic_write import atomic_write, naming
+from anemoi_gt.training.atomic_write import annotate_oserror, atomic_write
 
 
 class MetricsFile:
@@ -29,7 +29,7 @@ class MetricsFile:
         return self
 
     def __exit__(self, *_):
-        with naming(self.path):
+        with annotate_oserror(self.path):
             self._file.close()
 
     def write(self, **record: int | float | str) -> None:
@@ -42,14 +42,14 @@ class MetricsFile:
         OSError
             If it cannot be written, with file and reason.
         """
-        with naming(self.path):
+        with annotate_oserror(self.path):
             self._file.write(_line(record))
             self._file.flush()
         self.records.append(record)
 
     def sync(self) -> None:
         """Wait until all records are on disk, so that they are at least as recent as the next checkpoint."""
-        with naming(self.path):
+        with annotate_oserror(self.path):
             os.fsync(self._file.fileno())
 
 

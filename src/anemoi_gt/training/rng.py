@@ -1,8 +1,4 @@
-"""The random generators that a run draws from without naming one: PyTorch's on CPU and GPU, Python's and NumPy's.
-
-Dropout draws from PyTorch's; the other two are there for data sets that disturb their samples. The only place that seeds,
-reads or sets them.
-"""
+"""Global random generators of a run: PyTorch's on CPU and GPU (dropout), Python's and NumPy's (data sets)."""
 
 import random
 from typing import Any
@@ -12,21 +8,21 @@ import torch
 
 
 def seed_generators(seed: int) -> None:
-    """Seed all of them."""
+    """Seed all global generators."""
     torch.manual_seed(seed)  # on every device
     random.seed(seed)
     np.random.seed(seed % 2**32)  # noqa: NPY002  this is about the global generator
 
 
 def generator_states(device: torch.device) -> dict[str, Any]:
-    """Return the states of all of them, that of the GPU where `device` is one, as a checkpoint can hold them."""
+    """Return the states of all global generators, with the GPU's if `device` is one, for a checkpoint."""
     name, keys, *numpy_rest = np.random.get_state()  # noqa: NPY002
     states = {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": (name, keys.tolist(), *numpy_rest)}
     return states | ({"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {})
 
 
 def set_generator_states(states: dict[str, Any], device: torch.device) -> None:
-    """Set all of them; a GPU's stays as it is when the states were taken without one."""
+    """Restore all global generators; a GPU's is left alone if `states` has none."""
     torch.set_rng_state(states["torch"])
     random.setstate(states["python"])
     np.random.set_state(states["numpy"])  # noqa: NPY002

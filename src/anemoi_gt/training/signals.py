@@ -1,4 +1,4 @@
-"""Stopping by signal: a run that is told to end finishes the step it is in, and saves."""
+"""Early end by SIGTERM or SIGINT: the run finishes its step and saves a checkpoint."""
 
 import signal
 import threading
@@ -8,12 +8,11 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class Stopped(Exception):
-    """A run ended early because it was told to; its last checkpoint holds everything up to there.
+    """A run ended early by a signal; its last checkpoint holds all steps taken.
 
     Parameters
     ----------
     received : signal.Signals
-        What told it.
     step : int
         Steps taken.
 
@@ -29,10 +28,10 @@ class Stopped(Exception):
 
 
 class StopRequest:
-    """Notes SIGTERM (as batch queues send it) and SIGINT (Ctrl-C) instead of dying of them, inside its `with` block.
+    """A context that notes SIGTERM (sent by batch queues) and SIGINT (Ctrl-C) in place of their default actions.
 
-    A second Ctrl-C interrupts at once. A signal that the process ignores, as a shell script's `&` makes it do with SIGINT, stays ignored. Outside the
-    main thread, where Python sets no signal handlers, nothing is noted.
+    A second Ctrl-C interrupts at once. A signal that the process ignores, such as SIGINT after a shell script's `&`,
+    stays ignored. Outside the main thread, where Python sets no signal handlers, nothing is noted.
 
     Attributes
     ----------
@@ -54,8 +53,8 @@ class StopRequest:
         for number, handler in self._before.items():
             signal.signal(number, handler or signal.SIG_DFL)  # None: it was not set from Python
 
-    def due(self) -> signal.Signals | None:
-        """Return the signal that the run is to end for; asked after every step, so that several processes can agree on it."""
+    def should_stop(self) -> signal.Signals | None:
+        """Return the signal that ends the run, None to continue; called once after every step."""
         return self.received
 
     def _note(self, number: int, frame: FrameType | None) -> None:

@@ -1,4 +1,12 @@
-"""Learner: one optimiser step, and all that it changes. The only place that scales losses and moves weights."""
+"""One training step: forward, backward, clipping, AdamW and the average of the weights, in the precision of the run.
+
+loss      = sum over nodes of weight * (model(inputs) - target)^2, averaged over batch, nodes and channels    (autocast)
+g         = clip(d loss / d weights, clip_norm)
+weights   = AdamW(weights, g, learning rate of the step)
+average   = d average + (1 - d) weights,  d = average_decay; the first average is the weights themselves
+"""
+
+import math
 
 import torch
 from torch import Tensor, nn
@@ -8,43 +16,40 @@ from anemoi_gt.data.datasets import Sample
 from anemoi_gt.training.checkpoint import load_weights
 from anemoi_gt.training.compilation import compile_blocks
 from anemoi_gt.training.config import TrainingConfig
-from anemoi_gt.training.cuda_graph import RecordedPass, Recorder, check_recordable, record_cuda_graph
-from anemoi_gt.training.loss import weighted_mse
-from anemoi_gt.training.schedule import warmup_cosine
+from anemoi_gt.training.cuda_graph import Capture, CUDAGraphedStep, capture_cuda_graph, check_capturable
 
-LOSS_SCALE = 2.0**10  # where float16 begins; losses are about 1, and it grows by itself
-LOWEST_SCALE = 2.0**-14  # a gradient that overflows float16 even here is above 2**30, and no scale will mend it
+LOSS_SCALE = 2.0**10  # where float16 begins; losses are about 1, and the scaler raises it
+LOWEST_SCALE = 2.0**-14  # a gradient that overflows float16 even here is above 2**30, and no scale helps
 AUTOCAST = {"32-true": None, "bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
-PARTS = ("optimizer", "schedule", "scaler")  # beside the weights, with state dicts of their own
+STATEFUL = ("optimizer", "schedule", "scaler")  # beside the weights, with state dicts of their own
 
 
-class Learner:
-    """A model, its averaged weights, and what moves them.
+class TrainingStep:
+    """A model, the moving average of its weights, its optimiser, learning rate and loss scale.
 
     Parameters
     ----------
     model : nn.Module
         Maps [B, N, in_channels] to [B, N, out_channels]. It is moved to the device and trained in place.
     weights : Tensor
-        [N] of mean 1: each node's share in the loss.
+        [N] of mean 1: the weight of each node in the loss.
     config : TrainingConfig
-        The numbers.
     device : torch.device
-        Where to compute.
+        Of the computation.
 
     Attributes
     ----------
     model : nn.Module
-        With the weights that the optimiser last left; its blocks are compiled when `config.compile` asks for it.
+        With the weights after the last step; its blocks are compiled if `config.compile` is True.
     average : torch.optim.swa_utils.AveragedModel
         With an exponential moving average of them, which forecasts; its buffers are those of `model`.
-    step : int
+    global_step : int
         Steps taken.
 
     Raises
     ------
     ValueError
-        When `config.compile` or `config.cuda_graph` asks for what the device or the model cannot do.
+        When `config.compile` or `config.cuda_graph` asks for what the device or the model does not support.
     """
 
     def __init__(self, model: nn.Module, weights: Tensor, config: TrainingConfig, device: torch.device):
@@ -55,50 +60,59 @@ class Learner:
         if config.compile:
             compile_blocks(self.model)
         self.optimizer = torch.optim.AdamW(parameter_groups(model, config.weight_decay), lr=config.learning_rate)
-        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self._rate)
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self._relative_rate)
         self.optimizer.zero_grad()
-        self.optimizer.step()  # without gradients nothing moves; LambdaLR warns when a scaler skips the very first step
+        self.optimizer.step()  # moves nothing without gradients; LambdaLR warns when a scaler skips the very first step
         scaled = config.precision == "16-mixed"
         self.scaler = torch.amp.GradScaler(device.type, init_scale=LOSS_SCALE, enabled=scaled)
-        self.step = 0
-        self._recorded: RecordedPass | None = None
+        self.global_step = 0
+        self._captured: CUDAGraphedStep | None = None
         if config.cuda_graph:
-            check_recordable(self.model, device)
-            self.record(record_cuda_graph)
+            check_capturable(self.model, device)
+            self.capture(capture_cuda_graph)
 
-    def learn(self, batch: Sample) -> Tensor:
-        """Take one optimiser step; returns the loss before it, a scalar."""
+    def training_step(self, batch: Sample) -> Tensor:
+        """Take one optimiser step and return the loss before it, a detached scalar."""
         self.model.train()
         self.optimizer.zero_grad()
-        loss = self.differentiate(batch)
-        self.scaler.unscale_(self.optimizer)
-        nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip_norm)
-        self.move()
+        loss = self.forward_backward(batch)
+        self.optimizer_step()
         return loss
 
-    def differentiate(self, batch: Sample) -> Tensor:
-        """Leave the gradients of the scaled loss at the parameters, which have none; returns the loss, a scalar without history."""
-        return (self._recorded or self._differentiate)(batch)
+    def forward_backward(self, batch: Sample) -> Tensor:
+        """Leave the gradients of the scaled loss at the parameters, which have none; return the loss, detached."""
+        return (self._captured or self._forward_backward)(batch)
 
-    def record(self, recorder: Recorder) -> None:
-        """From the next step on, replay what `recorder` makes of forward and backward, as `RecordedPass` says."""
-        self._recorded = RecordedPass(self._differentiate, list(self.model.parameters()), self.device, recorder)
-
-    def close(self) -> None:
-        """Let go of a recorded step: of its memory, and of messages in it, for which the end of a process group would wait."""
-        if self._recorded is not None:
-            self._recorded.forget()
-
-    def move(self) -> None:
-        """Move the weights along the clipped gradients, and all that follows the steps."""
+    def optimizer_step(self) -> None:
+        """Clip the gradients and update the weights, their average, the learning rate and the loss scale."""
+        if self.scaler.is_enabled():
+            self.wait_for_ranks()  # the scaler reads back from the device
+        self.clip_gradients()
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.schedule.step()
         self.average.update_parameters(self.model)
-        self.step += 1
+        self.global_step += 1
+
+    def clip_gradients(self) -> None:
+        """Divide the gradients by the loss scale and shorten them to `config.clip_norm`."""
+        self.scaler.unscale_(self.optimizer)
+        nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip_norm)
+
+    def wait_for_ranks(self) -> None:
+        """Wait until all ranks of the run have launched the same work; called before each wait for the device."""
+
+    def capture(self, capture: Capture) -> None:
+        """Replay forward and backward from the next step on, as `capture` makes them; see `CUDAGraphedStep`."""
+        self._captured = CUDAGraphedStep(self._forward_backward, list(self.model.parameters()), self.device, capture)
+
+    def close(self) -> None:
+        """Release a captured step with its memory and NCCL messages, which destroying the process group waits for."""
+        if self._captured is not None:
+            self._captured.reset()
 
     def training_loss(self, batch: Sample) -> Tensor:
-        """Return the loss that gradients are taken of, a scalar."""
+        """Return the loss to differentiate, a scalar."""
         return self.loss(self.model, batch)
 
     def loss(self, model: nn.Module, batch: Sample) -> Tensor:
@@ -107,16 +121,16 @@ class Learner:
         with torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None):
             return weighted_mse(model(batch.inputs), batch.target, self.weights)
 
-    def rate(self) -> float:
-        """Return the learning rate that the optimiser holds, which the next step uses."""
+    def learning_rate(self) -> float:
+        """Return the learning rate of the next step."""
         return self.optimizer.param_groups[0]["lr"]
 
     def is_finite(self) -> bool:
-        """Whether all weights are finite; waits for the device."""
+        """Return True if all weights are finite; waits for the device."""
         return all(bool(parameter.isfinite().all()) for parameter in self.model.parameters())
 
     def has_lost_gradients(self) -> bool:
-        """Whether so many steps were skipped for their gradients that the loss scale is spent; waits for the device."""
+        """Return True if skipped steps have used up the loss scale; waits for the device."""
         return self.scaler.is_enabled() and self.scaler.get_scale() < LOWEST_SCALE
 
     def state_dict(self) -> dict:
@@ -124,8 +138,8 @@ class Learner:
         return {
             "model": self.model.state_dict(),
             "average": self.average.module.state_dict(),
-            **{name: getattr(self, name).state_dict() for name in PARTS},
-            "step": self.step,
+            **{name: getattr(self, name).state_dict() for name in STATEFUL},
+            "step": self.global_step,
         }
 
     def load_state_dict(self, state: dict) -> None:
@@ -138,18 +152,17 @@ class Learner:
         """
         load_weights(self.model, state, "model")
         load_weights(self.average.module, state, "average")
-        for name in PARTS:
+        for name in STATEFUL:
             getattr(self, name).load_state_dict(state[name])
-        self.step = state["step"]
-        self.average.n_averaged.fill_(self.step)  # 0 would make the next step overwrite the average
+        self.global_step = state["step"]
+        self.average.n_averaged.fill_(self.global_step)  # 0 would make the next step overwrite the average
 
-    def _differentiate(self, batch: Sample) -> Tensor:
+    def _forward_backward(self, batch: Sample) -> Tensor:
         loss = self.training_loss(batch)
         self.scaler.scale(loss).backward()
         return loss.detach()
 
-    def _rate(self, step: int) -> float:
-        """The learning rate of a step over its highest value."""
+    def _relative_rate(self, step: int) -> float:
         return warmup_cosine(step, self.config.warmup_steps, self.config.steps)
 
 
@@ -161,7 +174,61 @@ def share_buffers(copied: nn.Module, model: nn.Module) -> None:
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
-    """Return the parameters for AdamW: matrices decay, vectors (biases, norms) do not."""
+    """Return the parameter groups of AdamW: matrices decay, vectors (biases, norms) do not."""
     matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
     vectors = [parameter for parameter in model.parameters() if parameter.dim() <= 1]
     return [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+
+
+def weighted_mse(output: Tensor, target: Tensor, weights: Tensor) -> Tensor:
+    """Return the mean over batch, nodes and channels of weight * (output - target)^2.
+
+    Parameters
+    ----------
+    output, target : Tensor
+        [B, N, C], normalised.
+    weights : Tensor
+        [N] of mean 1.
+
+    Returns
+    -------
+    Tensor
+        Scalar; about 1 for a forecast without skill, because targets have unit variance.
+
+    Raises
+    ------
+    ValueError
+        When output and target differ in shape, which PyTorch would broadcast.
+    """
+    if output.shape != target.shape:
+        raise ValueError(f"output must have the shape of target, {tuple(target.shape)}, got {tuple(output.shape)}")
+    return ((output - target).square().mean(dim=(0, 2)) * weights).mean()
+
+
+def warmup_cosine(step: int, warmup_steps: int, steps: int) -> float:
+    """Return the learning rate of a step as a fraction of its maximum.
+
+        (step + 1) / (warmup_steps + 1)                                         step < warmup_steps
+        (1 + cos(pi (step - warmup_steps) / (steps - warmup_steps))) / 2        after that, down to 0
+
+    Parameters
+    ----------
+    step : int
+        From 0 to steps - 1.
+    warmup_steps, steps : int
+        As in `TrainingConfig`.
+
+    Returns
+    -------
+    float
+        In [0, 1].
+
+    Examples
+    --------
+    >>> [round(warmup_cosine(step, warmup_steps=2, steps=6), 3) for step in range(7)]
+    [0.333, 0.667, 1.0, 0.854, 0.5, 0.146, 0.0]
+    """
+    if step < warmup_steps:
+        return (step + 1) / (warmup_steps + 1)
+    progress = (step - warmup_steps) / max(steps - warmup_steps, 1)
+    return (1 + math.cos(math.pi * min(progress, 1.0))) / 2

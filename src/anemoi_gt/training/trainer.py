@@ -1,7 +1,8 @@
-"""Trainer: the loop. Takes steps, validates, records, saves, and stops when it is told to."""
+"""Trainer: the loop over training steps, with validation, records, checkpoints and an early end by signal."""
 
 import copy
 import math
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
@@ -17,16 +18,16 @@ from anemoi_gt.training.metrics import MetricsFile
 from anemoi_gt.training.progress import Meter, ProgressBar
 from anemoi_gt.training.rng import generator_states, seed_generators, set_generator_states
 from anemoi_gt.training.signals import Stopped, StopRequest
-from anemoi_gt.training.step import Learner
+from anemoi_gt.training.step import TrainingStep
 
 LAST, BEST = "last.pt", "best.pt"
 
 
 class Trainer:
-    """Fits a model to a data set, and leaves checkpoints in a folder.
+    """Training of a model on a data set, with checkpoints in a folder.
 
     `last.pt` is the state after the latest validation, or where the run was stopped; `best.pt` that of the lowest
-    validation loss. On a CPU two runs with the same config, data and number of threads give the same numbers, bit by
+    validation loss. On a CPU two runs with the same config, data and number of threads give the same numbers, bit for
     bit, and so does one that was interrupted and continued from `last.pt`.
 
     Parameters
@@ -36,52 +37,63 @@ class Trainer:
     splits : Splits
         Trains on `train`, validates on `valid`.
     config : TrainingConfig
-        The numbers.
     folder : Path or str
-        Where the checkpoints go; it exists.
+        For the checkpoints; it exists.
     description : dict
         Plain values kept in the checkpoints: the whole config of the run.
+    make_step : callable
+        Called as `TrainingStep(model, weights, config, device)`.
+    make_batches : callable
+        Called as `TrainingBatches(dataset, batch_size, steps, seed, device)`.
+    save : callable
+        Writes a checkpoint, called as `save_checkpoint(path, state)`.
+    progress : callable
+        Makes what shows the progress, called as `ProgressBar(samples, done)`.
+    stop_request : callable
+        Makes what decides after each step whether to stop, called as `StopRequest()`.
 
     Attributes
     ----------
-    learner : Learner
-        Takes the steps: model, averaged weights, optimiser.
+    step : TrainingStep
+        With the model, its averaged weights and the optimiser.
     batches : TrainingBatches
-        Says which samples make which batch.
-    save : callable
-        Writes a checkpoint: `save_checkpoint`.
-    progress : callable
-        Shows how far the run is: `ProgressBar`.
-    stop_request : callable
-        Says when the run is to end early: `StopRequest`.
     best_loss : float
         The lowest validation loss so far.
 
     Raises
     ------
     ValueError
-        When config is no TrainingConfig, or names a device that is not here.
-
-    Notes
-    -----
-    The first five are attributes so that a run on several processes can put its own in their place.
+        When config is no TrainingConfig, or names a device that is not available.
     """
 
-    def __init__(self, model: nn.Module, splits: Splits, config: TrainingConfig, folder: Path | str, description: dict):
+    def __init__(
+        self,
+        model: nn.Module,
+        splits: Splits,
+        config: TrainingConfig,
+        folder: Path | str,
+        description: dict,
+        *,
+        make_step: Callable[..., TrainingStep] = TrainingStep,
+        make_batches: Callable[..., TrainingBatches] = TrainingBatches,
+        save: Callable[[Path, dict], None] = save_checkpoint,
+        progress: Callable[[int, int], ProgressBar] = ProgressBar,
+        stop_request: Callable[[], StopRequest] = StopRequest,
+    ):
         if not isinstance(config, TrainingConfig):
             raise ValueError(f"config must be a TrainingConfig, got {config!r}")
         self.splits, self.config, self.folder, self.description = splits, config, Path(folder), description
         self.device = choose_device(config.device)
-        self.learner = Learner(model, splits.train.weights, config, self.device)
-        self.batches = TrainingBatches(splits.train, config.batch_size, config.steps, config.seed, self.device)
-        self.save, self.progress, self.stop_request = save_checkpoint, ProgressBar, StopRequest
+        self.step = make_step(model, splits.train.weights, config, self.device)
+        self.batches = make_batches(splits.train, config.batch_size, config.steps, config.seed, self.device)
+        self._save_checkpoint, self._progress, self._stop_request = save, progress, stop_request
         self.best_loss = math.inf
         self._meter = Meter(self.device)
         self._rate = math.nan  # of the last step
-        self._generators: dict | None = None  # where a continued run left them
+        self._generators: dict | None = None  # states in the checkpoint of a continued run
 
     def fit(self, metrics: MetricsFile) -> None:
-        """Take the steps of the run that are left.
+        """Take the remaining steps of the run.
 
         Parameters
         ----------
@@ -101,34 +113,34 @@ class Trainer:
         self._start_generators()
         self._meter.start()
         samples = self.config.batch_size  # of a step, in all processes; a batch here may be a part of them
-        total, done = self.config.steps * samples, self.learner.step * samples
+        total, done = self.config.steps * samples, self.step.global_step * samples
         with (
             cpu_threads(self.config.threads),
-            closing(self.learner),
-            self.progress(total, done) as bar,
-            self.stop_request() as stop,
+            closing(self.step),
+            self._progress(total, done) as bar,
+            self._stop_request() as stop,
         ):
-            for batch in self.batches.since(self.learner.step):
-                self._rate = self.learner.rate()
-                self._meter.add(self.learner.learn(batch), samples)
+            for batch in self.batches.since(self.step.global_step):
+                self._rate = self.step.learning_rate()
+                self._meter.add(self.step.training_step(batch), samples)
                 bar.advance(samples)
                 if self._is_due(self.config.log_every):
                     bar.show(loss=self._record_training(metrics))
                 if self._is_due(self.config.valid_every):
                     bar.show(valid=self._validate(metrics))
-                if (received := stop.due()) is not None:
+                if (received := stop.should_stop()) is not None:
                     self._save(metrics, LAST)
-                    raise Stopped(received, self.learner.step)
+                    raise Stopped(received, self.step.global_step)
 
     def best_model(self) -> nn.Module:
         """Return a model with the averaged weights that validated best, in evaluation mode."""
-        model = copy.deepcopy(self.learner.model)
+        model = copy.deepcopy(self.step.model)
         load_weights(model, load_checkpoint(self.folder / BEST))
         return model.eval()
 
     def state_dict(self) -> dict:
-        """Return the state of the run, as a checkpoint holds it."""
-        return self.learner.state_dict() | {
+        """Return the state of the run, for a checkpoint."""
+        return self.step.state_dict() | {
             "best_loss": self.best_loss,
             "pending": self._meter.state_dict(),
             "generators": generator_states(self.device),
@@ -136,7 +148,7 @@ class Trainer:
         }
 
     def load_state_dict(self, state: dict) -> None:
-        """Continue a run from what `state_dict` returned; the next `fit` takes the steps that are left.
+        """Continue a run from what `state_dict` returned; the next `fit` takes the remaining steps.
 
         Parameters
         ----------
@@ -146,12 +158,12 @@ class Trainer:
         Raises
         ------
         ValueError
-            If the state lacks a part, or its weights are those of another model.
+            If the state lacks an entry, or its weights are those of another model.
         """
         missing = sorted(self.state_dict().keys() - state.keys())
         if missing:
-            raise ValueError(f"a run continues from the last.pt of a run, this checkpoint lacks {', '.join(missing)}")
-        self.learner.load_state_dict(state)
+            raise ValueError(f"state must be the last.pt of a run, this checkpoint lacks {', '.join(missing)}")
+        self.step.load_state_dict(state)
         self.best_loss = state["best_loss"]
         self._meter.load_state_dict(state["pending"])
         self._generators = state["generators"]
@@ -163,14 +175,15 @@ class Trainer:
             set_generator_states(self._generators, self.device)
 
     def _is_due(self, every: int) -> bool:
-        return self.learner.step % every == 0 or self.learner.step == self.config.steps
+        return self.step.global_step % every == 0 or self.step.global_step == self.config.steps
 
     def _record_training(self, metrics: MetricsFile) -> float:
+        self.step.wait_for_ranks()
         loss, speed = self._meter.read()
         self._check_finite(loss)
         metrics.write(
             split="train",
-            step=self.learner.step,
+            step=self.step.global_step,
             loss=loss,
             learning_rate=self._rate,
             samples_per_second=speed,
@@ -183,33 +196,35 @@ class Trainer:
         self._check_finite(loss)
         is_best = loss < self.best_loss
         self.best_loss = min(loss, self.best_loss)
-        metrics.write(split="valid", step=self.learner.step, loss=loss)
-        # last.pt comes second: continued from the one before, a run cut off between the two writes best.pt again.
+        metrics.write(split="valid", step=self.step.global_step, loss=loss)
+        # last.pt comes second: a run that is killed in between continues from the former one, and writes best.pt again.
         self._save(metrics, *((BEST, LAST) if is_best else (LAST,)))
         return loss
 
     @torch.no_grad()
     def _validation_loss(self) -> float:
-        average = self.learner.average.eval()
+        average = self.step.average.eval()
         batches = load(self.splits.valid, self.config.batch_size, self.device)
-        losses = [self.learner.loss(average, batch) * len(batch.inputs) for batch in batches]
+        losses = [self.step.loss(average, batch) * len(batch.inputs) for batch in batches]
+        self.step.wait_for_ranks()
         return torch.stack(losses).sum().item() / len(self.splits.valid)
 
     def _save(self, metrics: MetricsFile, *names: str) -> None:
+        self.step.wait_for_ranks()
         # Before a good checkpoint is replaced: a loss that waits to be recorded would fail every continued run.
         self._check_finite(self._meter.loss())
-        if not self.learner.is_finite():
+        if not self.step.is_finite():
             raise self._not_finite("the weights must stay finite, got NaN or infinity")
         metrics.sync()
         for name in names:
-            self.save(self.folder / name, self.state_dict())
+            self._save_checkpoint(self.folder / name, self.state_dict())
 
     def _check_finite(self, loss: float) -> None:
         if not math.isfinite(loss):
             raise self._not_finite(f"the loss must stay finite, got {loss}")
-        if self.learner.has_lost_gradients():
+        if self.step.has_lost_gradients():
             reason = "the gradients must stay finite at some loss scale, got NaN or infinity at every one"
             raise self._not_finite(reason, "set training.precision=bf16-mixed, or lower training.learning_rate")
 
     def _not_finite(self, what: str, remedy: str = "lower training.learning_rate") -> FloatingPointError:
-        return FloatingPointError(f"{what} at step {self.learner.step}: {remedy}")
+        return FloatingPointError(f"{what} at step {self.step.global_step}: {remedy}")

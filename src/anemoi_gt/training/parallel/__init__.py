@@ -1,1 +1,1 @@
-"""Training on several ranks: sharded batches, training step, trainer and stop signals."""
+"""Training on several ranks: the trainer of a sharded model, and its training step."""

@@ -1,4 +1,8 @@
-"""A learner whose model is divided: gradients over the mesh, the loss of all, one verdict on what is finite."""
+"""Training step of a sharded model: gradients and losses are reduced over the mesh, and all ranks skip the same steps.
+
+loss here     = sum over own nodes of weight * error / number of nodes of the whole model
+loss          = mean over data of sum over model of loss here
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,30 +17,32 @@ from anemoi_gt.data.datasets import Sample
 from anemoi_gt.distributed.grad_sync import clip_gradients, reduce_gradients, sum_loss
 from anemoi_gt.distributed.model_shard import ModelShard
 from anemoi_gt.training import TrainingConfig
-from anemoi_gt.training.step import AUTOCAST, Learner
+from anemoi_gt.training.step import AUTOCAST, TrainingStep
 
 
-class ShardedLearner(Learner):
-    """A learner whose model is divided; every rank takes the same steps, and knows the loss of all.
+class ShardedTrainingStep(TrainingStep):
+    """A training step of a sharded model; all ranks take the same steps, and each returns the loss of all.
 
     Parameters
     ----------
     model : nn.Module
-        As `shard_model` left it.
+        As `shard_model` or `scatter_model` left it.
     weights : Tensor [n]
-        Of own nodes.
+        Of own nodes, see `TrainingStep`.
     config : TrainingConfig
     device : torch.device
     num_nodes : int
-        Of all ranks of the model.
-    cut : ModelShard
+        Of the whole model.
+    shard : ModelShard
     mesh : DeviceMesh
         With axes (data, model).
+    group : ProcessGroup
+        All ranks, communicating from the CPU (gloo).
 
     Raises
     ------
     ValueError
-        When `config.compile` or `config.cuda_graph` asks for what the device, the model or the ranks cannot do.
+        When `config.compile` or `config.cuda_graph` asks for what the device, the model or the ranks do not support.
     """
 
     def __init__(
@@ -47,30 +53,38 @@ class ShardedLearner(Learner):
         device: torch.device,
         *,
         num_nodes: int,
-        cut: ModelShard,
+        shard: ModelShard,
         mesh: DeviceMesh,
+        group: dist.ProcessGroup,
     ):
         super().__init__(model, weights, config, device)
         if config.cuda_graph:
-            check_messages_recordable(mesh)
-        self.num_nodes, self.mesh = num_nodes, mesh
-        self.shared, self.own = cut.parameters(self.model)
+            check_messages_capturable(mesh)
+        self.num_nodes, self.mesh, self.group = num_nodes, mesh, group
+        self.shared, self.own = shard.parameters(self.model)
 
-    def learn(self, batch: Sample) -> Tensor:
-        """Take one optimiser step, on all ranks; returns the loss of all before it, a scalar."""
-        self.model.train()
-        self.optimizer.zero_grad()
-        with own_draws(self.mesh, self.device):
-            loss = self.differentiate(batch)
-        reduce_gradients(self.shared, self.own, self.mesh)
-        # Before they are unscaled: what is not finite on one rank is so on all, and all skip the step or none.
-        clip_gradients(self.shared, self.own, self.config.clip_norm * self.scaler.get_scale(), self.mesh)
-        self.scaler.unscale_(self.optimizer)
-        self.move()
+    def forward_backward(self, batch: Sample) -> Tensor:
+        """Leave this rank's part of the gradients at the parameters; return the loss of all ranks. Collective."""
+        with data_parallel_rng(self.mesh, self.device):
+            loss = super().forward_backward(batch)
         return sum_loss(loss, self.mesh)
 
+    def clip_gradients(self) -> None:
+        """Reduce the gradients over the mesh and clip them by the norm of all. Collective."""
+        reduce_gradients(self.shared, self.own, self.mesh)
+        # Before unscaling: gradients that are not finite on one rank become NaN on all, and all skip the step.
+        clip_gradients(self.shared, self.own, self.config.clip_norm * self.scaler.get_scale(), self.mesh)
+        self.scaler.unscale_(self.optimizer)
+
+    def wait_for_ranks(self) -> None:
+        """Wait until all ranks have launched the same work; raise when one is gone, or after the timeout.
+
+        Waiting for the device could then last forever: NCCL's watchdog does not see the collectives of a CUDA graph.
+        """
+        dist.barrier(self.group)
+
     def training_loss(self, batch: Sample) -> Tensor:
-        """Return what own nodes add to the loss, a scalar; its gradients come from all ranks of the model."""
+        """Return the part of the loss of own nodes, a scalar; its gradients come from all ranks of the model."""
         return self.own_loss(self.model, batch)
 
     def loss(self, model: nn.Module, batch: Sample) -> Tensor:
@@ -78,14 +92,14 @@ class ShardedLearner(Learner):
         return sum_loss(self.own_loss(model, batch), self.mesh)
 
     def own_loss(self, model: nn.Module, batch: Sample) -> Tensor:
-        """Return what own nodes add to `weighted_mse` of the whole."""
+        """Return the part of own nodes in `weighted_mse` of the whole model."""
         dtype = AUTOCAST[self.config.precision]
         with torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None):
             error = (model(batch.inputs) - batch.target).square().mean(dim=(0, 2))
             return (error * self.weights).sum() / self.num_nodes
 
     def is_finite(self) -> bool:
-        """Whether the weights of all ranks are finite. Collective; waits for the device."""
+        """Return True if the weights of all ranks are finite. Collective; waits for the device."""
         finite = torch.tensor(float(super().is_finite()), device=self.device)
         dist.all_reduce(finite, dist.ReduceOp.MIN)
         return bool(finite)
@@ -101,25 +115,26 @@ class ShardedLearner(Learner):
         set_optimizer_state_dict(self.model, self.optimizer, by_name)
 
 
-def check_messages_recordable(mesh: DeviceMesh) -> None:
-    """Raise a ValueError unless the ranks of a model communicate by NCCL, whose messages a CUDA graph records."""
+def check_messages_capturable(mesh: DeviceMesh) -> None:
+    """Raise a ValueError unless the ranks of a model communicate by NCCL, whose messages a CUDA graph captures."""
     backends = dist.get_backend_config(mesh.get_group("model"))
     if "cuda:nccl" not in backends:
         raise ValueError(
-            f"training.cuda_graph must be false where the ranks of a model do not communicate by NCCL, got true and {backends}"
+            "training.cuda_graph must be false unless the ranks of a model communicate by NCCL, "
+            f"got true and {backends}"
         )
 
 
 @contextmanager
-def own_draws(mesh: DeviceMesh, device: torch.device) -> Iterator[None]:
-    """Let every model draw random numbers of its own in the block, the same on all its ranks; behind it all ranks draw the same again.
+def data_parallel_rng(mesh: DeviceMesh, device: torch.device) -> Iterator[None]:
+    """Give each model its own random numbers in the block, the same on all its ranks; restore the common state after.
 
-    So dropout treats the samples of two data ranks differently, and one model is treated as one device would.
+    So dropout differs between the batches of two data ranks, and a sharded model drops what one device would.
 
     Parameters
     ----------
     mesh : DeviceMesh
-        With axes (data, model); all ranks come with generators in the same state.
+        With axes (data, model); all ranks enter with generators in the same state.
     device : torch.device
         Whose generator is used beside that of the CPU.
     """

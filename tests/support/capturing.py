@@ -1,10 +1,10 @@
-"""A stand-in for CUDA graphs on any device: it computes every pass, but in the memory that a CUDA graph would use."""
+"""A capture on any device: replays compute the pass, but read and write where a CUDA graph would."""
 
 import math
 
 
-def record_in_place(function):
-    """Capture like `record_cuda_graph`: a warm-up, a capture without results, and a replay into its memory."""
+def capture_in_place(function):
+    """As `capture_cuda_graph`: a warm-up, a capture that computes nothing, and a replay into the memory of the capture."""
     function()
     outputs = function()
     kept = written(outputs)

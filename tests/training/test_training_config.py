@@ -1,4 +1,4 @@
-"""The numbers of a training run."""
+"""Hyperparameters of a run, its device and threads."""
 
 import pytest
 import torch
@@ -18,10 +18,10 @@ from anemoi_gt.training.device import choose_device, cpu_threads
         ({"weight_decay": float("nan")}, "training.weight_decay must not be negative, got nan"),
         ({"weight_decay": float("inf")}, "training.weight_decay must be finite, got inf"),
         ({"learning_rate": float("inf")}, "training.learning_rate must be finite, got inf"),
-        ({"seed": -1}, r"training.seed must be 0 to 2\^64 - 1, as PyTorch's generators take it, got -1"),
+        ({"seed": -1}, r"training.seed must be 0 to 2\^64 - 1, got -1"),
         (
             {"seed": 2**64},
-            r"training.seed must be 0 to 2\^64 - 1, as PyTorch's generators take it, got 18446744073709551616",
+            r"training.seed must be 0 to 2\^64 - 1, got 18446744073709551616",
         ),
         ({"warmup_steps": 11, "steps": 10}, r"training.warmup_steps must be 0 to steps \(10\), got 11"),
         ({"average_decay": 1.0}, r"training.average_decay must be in \[0, 1\), got 1.0"),
@@ -33,26 +33,22 @@ from anemoi_gt.training.device import choose_device, cpu_threads
         ({"device": "gpu"}, "training.device must be one of auto, cpu, cuda, got 'gpu'"),
     ],
 )
-def test_a_number_out_of_range_is_named(numbers, message):
+def test_an_option_out_of_range_is_named(numbers, message):
     with pytest.raises(ValueError, match=message):
         TrainingConfig(**numbers)
 
 
 def test_a_checkpoint_of_a_run_with_a_cuda_graph_is_evaluated_without_a_gpu():
-    assert TrainingConfig(device="cpu", cuda_graph=True).cuda_graph  # who trains is who refuses
+    assert TrainingConfig(device="cpu", cuda_graph=True).cuda_graph  # training refuses it
 
 
-def test_asking_for_a_missing_gpu_raises(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ValueError, match="finds no CUDA device"):
-        choose_device("cuda")
-
-
-def test_auto_takes_the_gpu_that_is_there(monkeypatch):
+def test_auto_takes_a_gpu_if_there_is_one_and_cuda_needs_one(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert choose_device("auto") == torch.device("cuda")
+    assert choose_device("auto") == choose_device("cuda") == torch.device("cuda")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert choose_device("auto") == torch.device("cpu")
+    with pytest.raises(ValueError, match="finds no CUDA device"):
+        choose_device("cuda")
 
 
 def test_threads_are_set_while_training_and_as_before_afterwards(run, monkeypatch):

@@ -1,0 +1,50 @@
+"""Checks on ranks: captured steps of a sharded model have the bits of launched ones; other communication than NCCL is refused."""
+
+from contextlib import nullcontext
+from functools import partial
+
+import torch.distributed as dist
+from support.aot_eager import without_inductor
+from support.capturing import capture_in_place
+
+from anemoi_gt import AttentionConfig
+from anemoi_gt.training.parallel.step import check_messages_capturable
+from distributed.checks_trainer import Records, make_parts, make_sharded
+from distributed.ranks import device_type, mesh_of, on_all_ranks, shared_folder, without_default_device
+
+
+def trained(folder, mesh, *, captured, compiled=False):
+    """The losses and the last weights of a run; on GPUs with a CUDA graph and Inductor."""
+    on_gpu = device_type() == "cuda"
+    attention = AttentionConfig(backend="triton" if on_gpu else "torch")
+    options = {"compile": compiled, "cuda_graph": captured and on_gpu, "precision": "16-mixed"}
+    parts = make_parts(folder, {"channels": 64, "dropout": 0.1, "config": attention}, steps=4, **options)
+    with nullcontext() if on_gpu else without_inductor():
+        trainer, _ = make_sharded(mesh, *parts)
+    if captured and not on_gpu:
+        trainer.step.capture(capture_in_place)
+    records = Records()
+    trainer.fit(records)
+    return records.losses, [parameter.detach() for parameter in trainer.step.model.parameters()]
+
+
+@on_all_ranks
+def captured_steps_have_the_bits_of_launched_ones(group, verdict):
+    with without_default_device():
+        world = dist.get_world_size()
+        for shape, compiled in (((world // 2, 2), False), ((1, world), False), ((1, world), True)):
+            mesh, folder = mesh_of(*shape), shared_folder(group)
+            launched, captured = (trained(folder, mesh, captured=way, compiled=compiled) for way in (False, True))
+            label = f"{shape}{' compiled' * compiled}"
+            verdict.same(f"{label}: losses", captured[0], launched[0])
+            for n, (actual, expected) in enumerate(zip(captured[1], launched[1], strict=True)):
+                verdict.same(f"{label}: parameter {n}", actual, expected)
+
+
+@on_all_ranks
+def messages_that_no_graph_captures_are_refused(group, verdict):
+    check = partial(check_messages_capturable, mesh_of(1, dist.get_world_size()))
+    if device_type() == "cuda":
+        check()
+    else:
+        verdict.raises(ValueError, "unless the ranks of a model communicate by NCCL, got true and cpu:gloo", check)

@@ -1,0 +1,98 @@
+"""Set-up of a job: options, devices, and what is refused; the runs of a job are in `test_application`."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+import yaml
+
+from anemoi_gt.distributed import ShardingConfig, init_distributed, is_launched
+from anemoi_gt.distributed.mesh import VARIABLES, local_device
+from distributed.ranks import ROOT
+
+
+def test_the_config_file_has_the_defaults_of_the_class():
+    options = yaml.safe_load((ROOT / "configs" / "sharding" / "none.yaml").read_text())
+    assert ShardingConfig(**{name: value for name, value in options.items() if name != "_target_"}) == ShardingConfig()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"strategy": "nodes"}, "sharding.strategy must be one of none, edges, got 'nodes'"),
+        ({"strategy": "edges", "model": 0}, "sharding.model must be at least 1, got 0"),
+        ({"model": 4}, "sharding.model must be 1 without sharding, got 4"),
+        ({"timeout": 0.0}, "sharding.timeout must be positive and finite, in seconds, got 0.0"),
+        ({"timeout": float("inf")}, "sharding.timeout must be positive and finite, in seconds, got inf"),
+    ],
+)
+def test_options_without_meaning_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        ShardingConfig(**options)
+
+
+def test_a_process_is_launched_if_it_has_all_variables(monkeypatch):
+    for name in VARIABLES:
+        assert monkeypatch.delenv(name, raising=False) is None and not is_launched()
+    with pytest.raises(ValueError, match="by torchrun, got no RANK, "), init_distributed(ShardingConfig(), "cpu"):
+        pass
+    for name in VARIABLES:
+        monkeypatch.setenv(name, "0")
+    assert is_launched()
+
+
+def test_init_distributed_needs_a_sharding_config():
+    with (
+        pytest.raises(ValueError, match="must be a ShardingConfig, got {'model': 2}"),
+        init_distributed({"model": 2}, "cpu"),
+    ):
+        pass
+
+
+@pytest.mark.parametrize(("device_type", "device"), [("cpu", torch.device("cpu")), ("cuda", torch.device("cuda", 1))])
+def test_a_rank_takes_the_gpu_of_its_local_rank_or_the_cpu(monkeypatch, device_type, device):
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    assert local_device(device_type) == device
+
+
+@pytest.mark.parametrize("device_type", ["gpu", "cuda:0", torch.device("cuda", 0)])  # the last two: one GPU for all
+def test_other_types_of_device_are_refused(device_type):
+    with pytest.raises(ValueError, match="^device_type must be one of cuda, cpu, got "):
+        local_device(device_type)
+
+
+def test_more_ranks_of_a_host_than_gpus_are_refused(monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    with pytest.raises(
+        ValueError, match="^every rank of a host must have a GPU of its own, got local rank 2 and 2 GPUs"
+    ):
+        local_device("cuda")
+
+
+LATE_THREAD = """
+import threading, time
+from anemoi_gt.distributed.mesh import {function}
+
+def late():
+    time.sleep(0.1)
+    print("late", flush=True)
+
+threading.Thread(target=late, daemon=True).start()
+{call}
+"""
+
+
+@pytest.mark.parametrize(
+    ("function", "call", "output"),
+    [
+        ("drain_threads", "drain_threads()", "late\n"),
+        ("exit_without_finalization", "print('printed', end=''); exit_without_finalization(3)", "printed"),
+    ],
+)
+def test_threads_end_before_finalisation_or_do_not_keep_a_process(function, call, output):
+    code = LATE_THREAD.format(function=function, call=call)
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (ended.stdout, ended.returncode) == (output, 3 if "exit" in function else 0), ended.stderr

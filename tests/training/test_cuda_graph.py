@@ -1,0 +1,255 @@
+"""A captured step: the bits of a launched one, what is kept between batches, what is refused, and the capture on a GPU."""
+
+import weakref
+
+import pytest
+import torch
+from support.capturing import capture_in_place
+from support.cuda_calls import stub_cuda_graphs
+from torch import nn
+
+from anemoi_gt import EncoderProcessorDecoder
+from anemoi_gt.data.datasets import Sample
+from anemoi_gt.data.graphs import icosphere_graph
+from anemoi_gt.training import Trainer, TrainingConfig
+from anemoi_gt.training.cuda_graph import WARM_UP, CUDAGraphedStep, capture_cuda_graph, check_capturable
+from anemoi_gt.training.metrics import MetricsFile
+from anemoi_gt.training.step import AUTOCAST
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.fixture
+def make_trainer(splits, make_model, tmp_path):
+    """Make a trainer of a small model with dropout, in a folder."""
+
+    def make_trainer(name="run", **numbers):
+        (tmp_path / name).mkdir()
+        fixed = {"steps": 6, "batch_size": 2, "warmup_steps": 2, "valid_every": 2, "log_every": 1, "device": "cpu"}
+        return Trainer(make_model(), splits, TrainingConfig(**fixed | numbers), tmp_path / name, {})
+
+    return make_trainer
+
+
+def fit(trainer):
+    with MetricsFile(trainer.folder / "metrics.jsonl") as metrics:
+        trainer.fit(metrics)
+    return metrics.records
+
+
+class Line(nn.Module):
+    """y = a (x + noise), with a parameter that takes no part."""
+
+    def __init__(self):
+        super().__init__()
+        self.factor, self.unused = nn.Parameter(torch.tensor([2.0, 3.0])), nn.Parameter(torch.ones(1))
+
+    def forward(self, batch):
+        """Leave gradients; return the loss."""
+        loss = (self.factor * (batch.inputs + torch.rand(2)) - batch.target).square().sum()
+        loss.backward()
+        return loss.detach()
+
+
+def batch_of(seed, size=2):
+    generator = torch.Generator().manual_seed(seed)
+    return Sample(*(torch.randn(size, generator=generator) for _ in range(2)))
+
+
+def launched(line, seed):
+    """Loss and gradient of a batch without capture."""
+    torch.manual_seed(seed)
+    line.zero_grad()
+    return line(batch_of(seed)), line.factor.grad
+
+
+def replayed(captured, line, seed):
+    torch.manual_seed(seed)
+    return captured(batch_of(seed)), line.factor.grad.clone()
+
+
+@pytest.fixture
+def line():
+    return Line()
+
+
+@pytest.fixture
+def captured(line):
+    return CUDAGraphedStep(line, list(line.parameters()), CPU, capture_in_place)
+
+
+@pytest.mark.parametrize("precision", AUTOCAST)
+def test_captured_steps_have_the_bits_of_launched_ones(make_trainer, without_speed, precision):
+    plain, captured = (make_trainer(name, precision=precision) for name in ("plain", "captured"))
+    captured.step.capture(capture_in_place)
+    assert without_speed(fit(captured)) == without_speed(fit(plain))
+    actual, expected = captured.state_dict(), plain.state_dict()
+    for part in ("model", "average"):
+        for name, value in expected[part].items():
+            assert torch.equal(actual[part][name], value), f"{part} {name}"
+    assert torch.equal(actual["generators"]["torch"], expected["generators"]["torch"])
+    assert actual["scaler"] == expected["scaler"]
+
+
+def test_every_batch_has_its_own_loss_and_gradient_and_is_not_changed(line, captured):
+    for seed in range(3):
+        expected = launched(line, seed)
+        torch.manual_seed(seed)
+        batch = batch_of(seed)
+        assert torch.equal(captured(batch), expected[0]) and torch.equal(line.factor.grad, expected[1])
+        assert all(map(torch.equal, batch, batch_of(seed)))
+        assert line.unused.grad is None
+
+
+def test_the_first_batch_leaves_the_generators_where_any_other_does(line, captured):
+    states = []
+    for call in (line, captured, captured):
+        torch.manual_seed(5)
+        call(batch_of(0))
+        states.append(torch.get_rng_state())
+    assert torch.equal(states[0], states[1]) and torch.equal(states[0], states[2])
+
+
+def test_gradients_from_before_the_capture_are_not_added_to(line, captured):
+    gradients = []
+    for before in (None, torch.full((2,), 1e6)):
+        captured.reset()
+        line.factor.grad = before
+        gradients.append(replayed(captured, line, 5)[1])
+    assert torch.equal(*gradients)
+
+
+@pytest.mark.parametrize("change", ["scaled", "replaced", "removed"])
+def test_changes_of_a_gradient_do_not_reach_the_next_step(line, captured, change):
+    captured(batch_of(0))
+    if change == "scaled":
+        line.factor.grad.mul_(0.1)
+    else:
+        line.factor.grad = torch.zeros(2) if change == "replaced" else None
+    assert torch.equal(replayed(captured, line, 1)[1], launched(line, 1)[1])
+
+
+def test_a_loss_stays_when_the_next_batch_comes(captured):
+    first = captured(batch_of(0))
+    value = first.item()
+    assert captured(batch_of(1)).item() != value == first.item()
+
+
+@pytest.mark.parametrize(
+    ("other", "kind"),
+    [
+        (batch_of(1, size=1), r"inputs \(1,\) torch.float32, target \(1,\) torch.float32"),
+        (Sample(*(part.double() for part in batch_of(1))), r"inputs \(2,\) torch.float64, target \(2,\) torch.float64"),
+    ],
+)
+def test_a_batch_of_another_shape_or_dtype_is_refused(captured, other, kind):
+    captured(batch_of(0))
+    first = r"inputs \(2,\) torch.float32, target \(2,\) torch.float32"
+    with pytest.raises(ValueError, match=f"shapes and dtypes of the first, {first}, .* got {kind}: .*cuda_graph=false"):
+        captured(other)
+
+
+def test_the_memory_that_a_replay_reads_does_not_move(make_trainer):
+    trainer = make_trainer(precision="16-mixed")
+    step, batches = trainer.step, trainer.batches.since(0)
+
+    def addresses():
+        tensors = [*step.model.parameters(), *step.model.buffers(), step.weights, step.scaler._scale]
+        return [tensor.data_ptr() for tensor in tensors]
+
+    step.training_step(next(batches))
+    before, state = addresses(), step.state_dict()
+    step.training_step(next(batches))
+    step.load_state_dict(state)
+    step.training_step(next(batches))
+    assert addresses() == before
+
+
+def test_a_copy_of_a_model_with_captured_gradients_has_none(make_trainer):
+    trainer = make_trainer()
+    trainer.step.capture(capture_in_place)
+    fit(trainer)
+    assert {parameter.grad for parameter in trainer.step.model.parameters()} == {None}  # released at the end
+    trainer.step.training_step(next(iter(trainer.batches.since(0))))
+    assert {parameter.grad is None for parameter in trainer.step.model.parameters()} == {False}
+    assert {parameter.grad for parameter in trainer.best_model().parameters()} == {None}
+
+
+def test_a_weight_that_is_frozen_after_the_capture_does_not_move(make_trainer):
+    trainer = make_trainer()
+    trainer.step.capture(capture_in_place)
+    batches = iter(trainer.batches.since(0))
+    trainer.step.training_step(next(batches))
+    frozen, trained, *_ = trainer.step.model.parameters()
+    frozen.requires_grad_(False)
+    before = frozen.clone(), trained.clone()
+    trainer.step.training_step(next(batches))
+    assert torch.equal(frozen, before[0]) and not torch.equal(trained, before[1])
+
+
+@pytest.mark.parametrize("number", [1e-3, float("nan")])
+def test_training_releases_the_captured_step_at_the_end_and_after_an_error(make_trainer, number):
+    replays = []
+
+    def capture(function):
+        outputs, replay = capture_in_place(function)
+        replays.append(weakref.ref(replay))
+        return outputs, replay
+
+    trainer = make_trainer()
+    trainer.step.capture(capture)
+    nn.init.constant_(next(trainer.step.model.parameters()), number)
+    if number == number:
+        fit(trainer)
+    else:
+        with pytest.raises(FloatingPointError):
+            fit(trainer)
+    assert [replay() for replay in replays] == [None]
+
+
+def test_a_cpu_is_refused(make_trainer):
+    with pytest.raises(ValueError, match="cuda_graph must be false on device cpu, got true: set .*device=cuda"):
+        make_trainer(cuda_graph=True)
+
+
+def test_checkpointed_layers_with_dropout_are_refused_by_name(splits):
+    graph = icosphere_graph(splits.train.nodes, refinement=1)
+
+    def model(**options):
+        return EncoderProcessorDecoder(graph, 2, 2, channels=8, heads=2, num_layers=2, **options)
+
+    with pytest.raises(ValueError, match=r"processor, encoder.data, decoder.data: set model.checkpoint_groups=null or"):
+        check_capturable(model(checkpoint_groups=2, dropout=0.1), GPU)
+    for options in ({"checkpoint_groups": 2}, {"dropout": 0.1}):
+        check_capturable(model(**options), GPU)
+
+
+@pytest.fixture
+def order(monkeypatch):
+    return stub_cuda_graphs(monkeypatch)
+
+
+def test_a_pass_is_captured_after_a_warm_up_on_a_side_stream_and_replayed_without(order):
+    outputs, replay = capture_cuda_graph(lambda: order.append("pass") or len(order))
+    warm_up = ["side waits for current", "enter side", *["pass"] * WARM_UP, "leave side", "current waits for side"]
+    assert order == [*warm_up, "enter thread_local", "pass", "leave thread_local"]
+    assert outputs == len(order) - 1  # of the captured pass
+    order.clear()
+    replay()
+    assert order == ["replay"]
+
+
+def test_a_warm_up_may_be_another_function(order):
+    capture_cuda_graph(lambda: order.append("pass"), warm_up=lambda: order.append("warm up"))
+    assert (order.count("warm up"), order.count("pass")) == (WARM_UP, 1)
+
+
+def test_an_error_during_capture_names_the_option(order):
+    def waits(batch):
+        if "enter thread_local" in order:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return batch.inputs.sum()
+
+    with pytest.raises(RuntimeError, match="not permitted") as raised:
+        CUDAGraphedStep(waits, [], CPU, capture_cuda_graph)(batch_of(0))
+    assert "training.cuda_graph=false" in raised.value.__notes__[0]
