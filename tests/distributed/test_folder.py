@@ -76,7 +76,7 @@ def test_what_is_no_whole_last_checkpoint_is_no_run(folder_with, leftover):
 def test_one_process_refuses_the_folder_of_torchrun(folder_with, resume):
     last = folder_with("last.former/.metadata")
     with pytest.raises(ValueError, match="holds a run of torchrun, in last.former"):
-        train.former_state(last.parent, resume, {})
+        train.checkpoint_to_resume(last.parent, resume, {})
 
 
 def test_a_run_cut_off_between_the_names_keeps_its_checkpoint_until_the_next_has_a_name(alone, tmp_path, monkeypatch):
@@ -112,9 +112,9 @@ def test_plain_values_of_a_checkpoint_are_read_by_their_key(written, recwarn):
 
 def test_a_config_with_an_empty_group_is_that_of_the_checkpoint_which_keeps_none(written):
     now = {"seed": 1, "model": {"heads": 4}, "none": {}}
-    train.refuse_changes(written, load_values(written, "config"), now)
+    train.check_same_config(written, load_values(written, "config"), now)
     with pytest.raises(ValueError, match="written with none=None, not 0$"):
-        train.refuse_changes(written, load_values(written, "config"), now | {"none": 0})
+        train.check_same_config(written, load_values(written, "config"), now | {"none": 0})
 
 
 @pytest.mark.parametrize("file", [".metadata", "__0_0.distcp"])
