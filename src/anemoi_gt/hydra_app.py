@@ -164,10 +164,10 @@ def check_backend(attention: AttentionConfig, device: torch.device) -> str:
     return next(name for name, backend in BACKENDS.items() if backend is chosen)
 
 
-def check_explain(where: Any) -> None:
+def check_explain(target: Any) -> None:
     """Raise a ValueError unless `explain` is null, "print" or the name of a file."""
-    if not (where is None or (isinstance(where, str) and where)):
-        raise ValueError(f"explain must be null, print or the name of a file, got {where!r}")
+    if not (target is None or (isinstance(target, str) and target)):
+        raise ValueError(f"explain must be null, print or the name of a file, got {target!r}")
 
 
 def write_explanation(explanation: Explanation, target: str, folder: Path) -> None:

@@ -214,9 +214,9 @@ def _train_on_ranks(config: "DictConfig", sharding: ShardingConfig, device_type:
         except Stopped as error:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun sends it when the first rank has exited
             stopped = error
-    if stopped is not None and whole is not None:
-        raise stopped
     if stopped is not None:
+        if whole is not None:
+            raise stopped
         sys.exit(stopped.exit_status)
     if whole is None:
         return None

@@ -36,6 +36,6 @@ def main(kind, rank, step, *arguments):
 
 
 if __name__ == "__main__":
-    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "1":
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "1" and os.environ["RANK"] == "0":
         print(f"restarted at {started}", flush=True)
     main(*sys.argv[1:])

@@ -191,8 +191,8 @@ def failed(place):
             output, _ = process.communicate(timeout=PATIENCE)
             end = time.time()
         if restarts:
-            end = max(map(float, re.findall(r"restarted at (\S+)", output)))
-        begin = float(re.search(rf"{kind} at (\S+)", output)[1])
+            end = float(re.search(r"restarted at ([\d.]+)", output)[1])
+        begin = float(re.search(rf"{kind} at ([\d.]+)", output)[1])
         return process.returncode, output, end - begin, folder
 
     return failed

@@ -3,11 +3,10 @@
 import numpy as np
 import pytest
 import torch
-from anemoi_gt.data.hourly import HourlyField
 
 from anemoi_gt.data import sphere as module
 from anemoi_gt.data.datasets import ForecastDataset
-from anemoi_gt.data.era5_uk import split
+from anemoi_gt.data.era5_uk import HourlyField, split
 from anemoi_gt.data.grids import regional
 from anemoi_gt.data.sphere import sphere
 
