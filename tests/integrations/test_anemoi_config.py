@@ -14,7 +14,7 @@ from hydra.errors import InstantiationException
 from support.anemoi_model import CONFIG, build, draw, make_options, options_of
 
 from anemoi_gt.integrations import anemoi as integration
-from anemoi_gt.integrations.anemoi.block_settings import CHOSEN
+from anemoi_gt.integrations.anemoi.attention import SETTINGS
 
 with warnings.catch_warnings(action="ignore"):  # of pydantic, at every field of the schema
     from anemoi.models.schemas.models import BaseModelSchema
@@ -62,8 +62,8 @@ def test_the_layer_kernel_takes_the_options_of_install(composed, graph):
     build(
         graph, validated(composed(f"{kernel}.backend=torch", f"{kernel}.precision=bf16", f"{kernel}.fuse_edges=false"))
     )
-    assert (CHOSEN.everywhere.config.backend, CHOSEN.everywhere.config.precision) == ("torch", "bf16")
-    assert not CHOSEN.everywhere.fuse_edges
+    assert (SETTINGS.everywhere.config.backend, SETTINGS.everywhere.config.precision) == ("torch", "bf16")
+    assert not SETTINGS.everywhere.fuse_edges
 
 
 def causes(error):
@@ -113,9 +113,9 @@ def test_a_target_swaps_its_own_blocks_with_its_own_options(graph, name):
     component_of(options, name).update(_target_=f"anemoi_gt.integrations.anemoi.{TARGETS[name][0]}", precision="bf16")
     model = build(graph, options)
     swapped = {
-        path.partition(".")[0]: CHOSEN.of(block).config.precision
+        path.partition(".")[0]: SETTINGS.of(block).config.precision
         for path, block in model.named_modules()
-        if isinstance(block, GraphTransformerBaseBlock) and CHOSEN.of(block)
+        if isinstance(block, GraphTransformerBaseBlock) and SETTINGS.of(block)
     }
     assert swapped == {name: "bf16"}
 

@@ -7,7 +7,7 @@ from torch import nn
 from torch_geometric.nn import Linear, TransformerConv
 
 from anemoi_gt.attention_config import AttentionConfig, check_config
-from anemoi_gt.integrations.hooks import hooks_of
+from anemoi_gt.integrations import hooks_of
 from anemoi_gt.nn import GraphTransformerConv
 
 log = logging.getLogger(__name__)
