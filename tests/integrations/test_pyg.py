@@ -324,10 +324,10 @@ UNSERVED = {
     "hooks watch its lin_edge": lambda: with_watched_linear("register_forward_hook"),
     "hooks watch its lin_edge, which": lambda: with_watched_linear("register_forward_pre_hook"),
     "hooks watch its lin_edge, which would": lambda: with_watched_linear("register_full_backward_hook"),
-    "its lin_edge has a bias, which PyG's has not": with_biased_linear,
+    "its lin_edge has a bias, which PyG's does not have": with_biased_linear,
     "its lin_query is Sequential, and PyG's Linear is needed": lambda: with_adapter("lin_query"),
     "its lin_key is Sequential, and PyG's Linear is needed": lambda: with_adapter("lin_key"),
-    "somebody has put another forward on it": with_own_forward,
+    "its forward was replaced on the layer itself": with_own_forward,
 }
 
 

@@ -1,4 +1,4 @@
-"""The comparison of two computations of the same numbers in another order: one tolerance for each dtype, for all integrations."""
+"""The comparison of two computations of the same numbers in another order: one tolerance for each dtype."""
 
 import torch
 
@@ -7,7 +7,7 @@ LARGEST = 1e-2  # a gradient that vanishes but for rounding is judged by the lar
 
 
 def assert_same_numbers(actual, expected, dtype=None):
-    """Assert that two tensors, or tuples, lists or dictionaries of tensors, are equal but for rounding in `dtype`, their own by default."""
+    """Assert that two tensors, or nests of tensors, are equal but for rounding in `dtype`, their own by default."""
     __tracebackhide__ = True
     actual, expected = dict(_named(actual)), dict(_named(expected))
     assert actual.keys() == expected.keys()

@@ -4,9 +4,9 @@
     attention_block                          all edges at once: no tensor is made whose size its chunks would bound
     apply_gt                                 the attention
 
-Every `patch_*` function takes the upstream method and returns its replacement, which calls upstream for blocks that we cannot
-serve. All decisions are the same in eager and in compiled code: functions and classes are compared as objects, because their
-names are not what they seem while torch.compile traces.
+Every `patch_*` function takes the upstream method and returns its replacement, which calls upstream for blocks that
+we cannot serve. All decisions are the same in eager and in compiled code: functions and classes are compared as
+objects, because their names are not what they seem while torch.compile traces.
 """
 
 import logging
@@ -47,8 +47,8 @@ class Settings:
 class SettingsRegistry:
     """The settings of all blocks, and of single blocks, which take precedence.
 
-    Blocks are identified by `id` and dropped when they die: nothing is written on them, so they pickle, copy and compare as
-    before. torch.compile can read a dictionary of integers; it cannot read a weak one.
+    Blocks are identified by `id` and dropped when they die: nothing is written on them, so they pickle, copy and
+    compare as before. torch.compile can read a dictionary of integers; it cannot read a weak one.
     """
 
     def __init__(self):
@@ -230,7 +230,7 @@ def _reads_raw_edges(block) -> bool:
 
 @torch.compiler.assume_constant_result
 def _own_method(kind: type) -> str | None:
-    """Return which method, between projection and attention, a class of blocks does not have from Anemoi; None if it has all."""
+    """Return which method between projection and attention a class of blocks overrides, None if none."""
     for name in (
         "get_qkve",
         "prepare_qkve_edge_sharding",

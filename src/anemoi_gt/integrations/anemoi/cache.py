@@ -1,20 +1,22 @@
 """Cached edge lists: Anemoi's edge lists are handed out again, each with the structure of its graph.
 
-Anemoi makes a new `edge_index` at every forward pass, and cuts and renumbers it for every chunk and rank. Everything that
-follows from the graph alone is cached:
+Anemoi makes a new `edge_index` at every forward pass, and cuts and renumbers it for every chunk and rank. Everything
+that follows from the graph alone is cached:
 
     provider, batch size      -> the list that it expands to                    StaticGraphProvider._get_edges_impl
     list, sizes of the shards -> the shard of this rank                         StaticGraphProvider._get_edges_impl
     shard, gathered           -> the list that it was cut from                  gather_tensor
     list, number of parts     -> the number of edges of each part               build_graph_partition
-    list, its partition       -> the renumbered list of this rank or chunk      prepare_edge_sharding_wrapper, materialise
+    list, its partition       -> the renumbered list of a chunk                 GraphPartition.materialise
+    list, sizes of the shards -> the renumbered list of this rank               prepare_edge_sharding_wrapper
 
-The cache of a list is an attribute of the tensor, so torch.compile reads it, guards on it and takes the structure as an input
-of the compiled code. Lists belong to their provider, which is known weakly, or to the list that they were cut from: all are
-freed with the provider. A list of unknown origin gets no attribute; its structure is kept as long as the tensor lives. No list
-is identified by its sizes.
+The cache of a list is an attribute of the tensor, so torch.compile reads it, guards on it and takes the structure as
+an input of the compiled code. Lists belong to their provider, which is known weakly, or to the list that they were
+cut from: all are freed with the provider. A list of unknown origin gets no attribute; its structure is kept as long
+as the tensor lives. No list is identified by its sizes.
 
-Every `patch_*` function takes the upstream function and returns its replacement, which calls upstream for lists without cache.
+Every `patch_*` function takes the upstream function and returns its replacement, which calls upstream for lists
+without cache.
 """
 
 import weakref
@@ -36,7 +38,7 @@ _BY_TENSOR = WeakTensorKeyDictionary()  # caches of lists of unknown origin
 
 
 class Derived:
-    """Objects made from one edge list, as attributes: Dynamo reads one that appeared while it traced, of a dictionary not."""
+    """Objects made from one edge list, as attributes: unlike keys, Dynamo sees those added while it traces."""
 
     @staticmethod
     def name(*key) -> str:
@@ -55,8 +57,8 @@ class EdgeCache:
     version : int
         Version of the tensor; another one means that somebody has written into it.
     batch : int
-        Number of copies of one graph, side by side, that the list holds. Checked, and set to 1 where they differ, before
-        `graph` is made.
+        Number of copies of one graph, side by side, that the list holds. Checked, and set to 1 where they differ,
+        before `graph` is made.
     validate : bool
         Check the values of the list when it is sorted, which synchronises the device.
     sources : Tensor [N_src], int64, or None
@@ -99,8 +101,8 @@ def lookup(edge_index: Tensor) -> EdgeCache | None:
 def structure_of(edge_index: Tensor, num_nodes: tuple[int, int], *, reverse: bool) -> tuple[GraphStructure, int]:
     """Return the structure of an edge list between (num_src, num_dst) nodes and the batch size that shares it.
 
-    While torch.compile traces, the structure of a cached list is made at once and becomes an input of the compiled code; that of
-    any other list is looked up by an operator in the compiled code.
+    While torch.compile traces, the structure of a cached list is made at once and becomes an input of the compiled
+    code; that of any other list is looked up by an operator in the compiled code.
     """
     cache = lookup(edge_index)
     if cache is not None and _make_structure(edge_index, reverse):
@@ -116,14 +118,14 @@ def structure_of(edge_index: Tensor, num_nodes: tuple[int, int], *, reverse: boo
 
 
 def prepare_structure(edge_index: Tensor) -> None:
-    """Make the structure of a cached list before blocks read it: compiled blocks then find every list in the same state."""
+    """Make the structure of a cached list before blocks read it, so that compiled blocks need not recompile."""
     if lookup(edge_index) is not None:
         _make_structure(edge_index, torch.is_grad_enabled())
 
 
 @define_operator
 def edge_structure(edge_index: Tensor, num_src: int, num_dst: int, reverse: bool) -> list[Tensor]:
-    """Return copies of colptr, row, perm and, with `reverse`, rowptr, col, csr_to_csc: compiled code may reuse their memory."""
+    """Return copies of colptr, row, perm and, with `reverse`, rowptr, col, csr_to_csc; they may be overwritten."""
     graph = _structure_by_tensor(edge_index, (num_src, num_dst), reverse)
     tensors = [graph.colptr.clone(), graph.row.clone(), graph.edge_order().clone()]
     return tensors + [tensor.clone() for tensor in (graph.rowptr, graph.col, graph.csr_to_csc)] if reverse else tensors
@@ -185,7 +187,7 @@ def _expanded_list(provider, batch_size: int) -> tuple[Tensor, tuple[int, int]]:
 
 
 def patch_shard_tensor(upstream):
-    """Return `shard_tensor` that passes a list on where there is nothing to shard: autograd would return a view without cache."""
+    """Return `shard_tensor` that, without a group, returns a cached list and not a view without cache."""
 
     @wraps(upstream)
     def shard_tensor(input_, dim, sizes, mgroup, gather_in_backward=True):
@@ -199,7 +201,8 @@ def patch_shard_tensor(upstream):
 def patch_gather_tensor(upstream):
     """Return `gather_tensor` that returns the list from which the shards were cut instead of a copy of it.
 
-    The shards are exchanged all the same: if one rank left out the collective and another did not know its shard, it would hang.
+    The shards are exchanged all the same: if one rank left out the collective and another did not know its shard, it
+    would hang.
     """
 
     @wraps(upstream)
@@ -243,7 +246,7 @@ def patch_processor_forward(upstream):
 
 
 def patch_prepare_edge_sharding(upstream):
-    """Return `GraphTransformerBaseMapper.prepare_edge_sharding_wrapper` whose renumbered lists of this rank are cached."""
+    """Return `prepare_edge_sharding_wrapper` of mappers whose renumbered lists of this rank are cached."""
 
     @wraps(upstream)
     def prepare_edge_sharding_wrapper(
@@ -271,7 +274,7 @@ def patch_prepare_edge_sharding(upstream):
 
 
 def patch_build_partition(upstream):
-    """Return `build_graph_partition` that counts the edges of a cached list once, so that later steps do not synchronise."""
+    """Return `build_graph_partition` that counts the edges of a cached list once: later steps do not synchronise."""
 
     @torch.compiler.assume_constant_result
     def count(edge_index, num_parts):
@@ -315,8 +318,8 @@ def patch_materialise(upstream):
     return materialise
 
 
-# Dynamo calls a function that is assumed constant while it traces, with the real list, and reads the result off the cache of
-# the list afterwards, with guards. Its other arguments must be constants.
+# Dynamo calls a function that is assumed constant while it traces, with the real list, and reads the result off the
+# cache of the list afterwards, with guards. Its other arguments must be constants.
 
 
 @torch.compiler.assume_constant_result
@@ -372,7 +375,7 @@ def _fill(cache: EdgeCache, edge_index: Tensor, reverse: bool) -> None:
 
 
 def _structure_by_tensor(edge_index: Tensor, num_nodes: tuple[int, int], reverse: bool) -> GraphStructure:
-    """Return the structure of a list of unknown origin, whose values are not checked: it may be sorted at every step."""
+    """Return the structure of a list of unknown origin without checking its values: it may be sorted at every step."""
     cache = _BY_TENSOR.get(edge_index)
     if cache is None or cache.version != version_of(edge_index) or cache.num_nodes != num_nodes:
         cache = _BY_TENSOR[edge_index] = EdgeCache(num_nodes, version_of(edge_index), validate=False)
@@ -391,7 +394,7 @@ def _is_replicated(edge_index: Tensor, num_nodes: tuple[int, int], batch: int) -
 
 
 def _made_from(bases: tuple[Tensor, ...], on_death: Callable[[], object]) -> tuple:
-    """Identify tensors; `on_death` is called when one of them is freed, as when its model is moved to another device."""
+    """Identify tensors; `on_death` is called when one is freed, as when its model is moved to another device."""
     return tuple((weakref.ref(base, lambda _: on_death()), version_of(base)) for base in bases)
 
 

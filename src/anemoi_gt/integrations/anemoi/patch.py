@@ -79,8 +79,8 @@ def install(backend: str = "auto", precision: str | None = None, fuse_edges: boo
     Parameters
     ----------
     backend : {"auto", "triton", "torch"}
-        As in `anemoi_gt.AttentionConfig`. Blocks that we cannot serve run Anemoi's own code with `auto`, which logs the reason
-        once, and raise with a named backend; both in eager and in compiled code.
+        As in `anemoi_gt.AttentionConfig`. Blocks that we cannot serve run Anemoi's own code with `auto`, which logs
+        the reason once, and raise with a named backend; both in eager and in compiled code.
     precision : {None, "fp32", "bf16", "fp16"}
         As in `anemoi_gt.AttentionConfig`; None follows autocast.
     fuse_edges : bool
@@ -90,8 +90,8 @@ def install(backend: str = "auto", precision: str | None = None, fuse_edges: boo
     Returns
     -------
     Installation
-        Use it in a `with` statement to end it there; otherwise it lasts until `uninstall`. A backward pass belongs inside,
-        because checkpointed activations are computed again there.
+        Use it in a `with` statement to end it there; otherwise it lasts until `uninstall`. A backward pass belongs
+        inside, because checkpointed activations are computed again there.
 
     Raises
     ------
@@ -102,8 +102,8 @@ def install(backend: str = "auto", precision: str | None = None, fuse_edges: boo
 
     Notes
     -----
-    The first installation and the end of the last one call `torch.compiler.reset`: compiled code would go on with the methods it
-    was made from. It is compiled again when it is called.
+    The first installation and the end of the last one call `torch.compiler.reset`: compiled code would go on with the
+    methods it was made from. It is compiled again when it is called.
     """
     settings = _switch_on(AttentionConfig(backend=backend, precision=precision), fuse_edges)
     installation = Installation(settings, before=SETTINGS.everywhere)
@@ -171,7 +171,7 @@ def graph_transformer_processor(
 def graph_transformer_forward_mapper(
     *, backend: str = "auto", precision: str | None = None, fuse_edges: bool = True, **options
 ) -> nn.Module:
-    """Build Anemoi's `GraphTransformerForwardMapper`, the encoder, with a swapped block; a target like the processor's.
+    """Build Anemoi's `GraphTransformerForwardMapper`, the encoder, with a swapped block; a target, too.
 
     Parameters
     ----------
@@ -186,7 +186,7 @@ def graph_transformer_forward_mapper(
 def graph_transformer_backward_mapper(
     *, backend: str = "auto", precision: str | None = None, fuse_edges: bool = True, **options
 ) -> nn.Module:
-    """Build Anemoi's `GraphTransformerBackwardMapper`, the decoder, with a swapped block; a target like the processor's.
+    """Build Anemoi's `GraphTransformerBackwardMapper`, the decoder, with a swapped block; a target, too.
 
     Parameters
     ----------
@@ -234,7 +234,8 @@ def _apply_patches() -> None:
             found[owner, name] = (upstream, patch(upstream))
         elif name == "apply_gt":
             raise ImportError(
-                f"anemoi-models must have {BLOCK[1]}.apply_gt as 0.18.0 and 0.19.0 have it, got {version('anemoi-models')}"
+                f"anemoi-models must have {BLOCK[1]}.apply_gt as 0.18.0 and 0.19.0 have it, "
+                f"got {version('anemoi-models')}"
             )
         else:
             log.warning("this anemoi-models has another %s.%s: expect less speed, not other results", place[-1], name)
@@ -260,6 +261,6 @@ def _remove_patches_unless_used() -> None:
 
 
 def _reset_compiled() -> None:
-    """Drop compiled code: it holds the methods it was made from, and PyTorch does not notice that a class got others."""
+    """Drop compiled code, which holds the methods it was made from; PyTorch does not notice that a class got others."""
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()

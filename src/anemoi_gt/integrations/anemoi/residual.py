@@ -2,14 +2,13 @@
 
     out[..., i_k] = x_out[..., i_k] + x_skip[..., j_k]        for the prognostic variables k
 
-Upstream writes it as `x_out[..., i] += x_skip[..., j]`, whose gradient is an indexed accumulation over the whole grid (10 ms of
-a step of Anemoi's benchmark on an H200) and which copies i and j to the device at every step. As `index_add` of
-`index_select` the gradients are a gather, and i and j stay on the device.
+Upstream writes it as `x_out[..., i] += x_skip[..., j]`, whose gradient is an indexed accumulation over the whole grid
+(10 ms of a step of Anemoi's benchmark on an H200) and which copies i and j to the device at every step. As
+`index_add` of `index_select` the gradients are a gather, and i and j stay on the device.
 """
 
 from functools import wraps
 
-import einops
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -46,21 +45,17 @@ def _assemble(
     dtype: torch.dtype,
     dataset_name: str,
 ) -> Tensor:
-    """Return the output [batch, time, ensemble, grid, variables] with its residual, bounded in the order of the config."""
-    x_out = einops.rearrange(
-        x_out,
-        "(batch ensemble grid) (time vars) -> batch time ensemble grid vars",
-        batch=batch_size,
-        ensemble=ensemble_size,
-        time=model.n_step_output,
-    ).to(dtype)
+    """Return the output [batch, time, ensemble, grid, variables] with residual and boundings."""
+    steps = model.n_step_output
+    x_out = x_out.reshape(batch_size, ensemble_size, -1, steps, x_out.shape[-1] // steps)
+    x_out = x_out.permute(0, 3, 1, 2, 4).to(dtype)
     if x_skip is None:
         x_out = x_out.clone()  # a bounding may write into it
     else:
         if x_skip.ndim != 5 or x_skip.shape[1] != x_out.shape[1]:
             raise AssertionError(
-                f"residual must have shape [batch, time, ensemble, grid, variables] with {x_out.shape[1]} output steps, "
-                f"got {tuple(x_skip.shape)}"
+                f"residual must have shape [batch, time, ensemble, grid, variables] with {x_out.shape[1]} output "
+                f"steps, got {tuple(x_skip.shape)}"
             )
         skip = x_skip.index_select(-1, _on_device(model._internal_input_idx[dataset_name], x_out.device))
         x_out = x_out.index_add(-1, _on_device(model._internal_output_idx[dataset_name], x_out.device), skip.to(dtype))
