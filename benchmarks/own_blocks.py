@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from anemoi_gt.integrations import anemoi as integration
-from anemoi_gt.integrations.anemoi.edge_cache import structure_of
+from anemoi_gt.integrations.anemoi.cache import structure_of
 from anemoi_gt.nn import GraphTransformerMapperBlock, GraphTransformerProcessorBlock
 
 OURS = {

@@ -4,7 +4,6 @@ import pickle
 import warnings
 
 import pytest
-import torch
 from anemoi.models.layers.block import GraphTransformerBaseBlock
 from anemoi.models.layers.mapper import GraphTransformerBackwardMapper, GraphTransformerForwardMapper
 from anemoi.models.layers.processor import GraphTransformerProcessor
@@ -12,9 +11,10 @@ from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import InstantiationException
 from support.anemoi_model import CONFIG, build, draw, make_options, options_of
+from support.same_numbers import assert_same_numbers
 
 from anemoi_gt.integrations import anemoi as integration
-from anemoi_gt.integrations.anemoi.block_settings import CHOSEN
+from anemoi_gt.integrations.anemoi.attention import SETTINGS
 
 with warnings.catch_warnings(action="ignore"):  # of pydantic, at every field of the schema
     from anemoi.models.schemas.models import BaseModelSchema
@@ -53,7 +53,7 @@ def test_the_layer_kernel_passes_the_schema_and_installs_us(composed, graph, att
     options = composed()
     assert options["processor"]["layer_kernels"]["AnemoiGT"]["_target_"] == "builtins.dict"
     model = build(graph, validated(options))
-    torch.testing.assert_close(model(draw(graph))["data"], expected, rtol=1e-4, atol=1e-5)
+    assert_same_numbers(model(draw(graph))["data"], expected)
     assert len(attentions) == 2 + 2 + 2
 
 
@@ -62,8 +62,8 @@ def test_the_layer_kernel_takes_the_options_of_install(composed, graph):
     build(
         graph, validated(composed(f"{kernel}.backend=torch", f"{kernel}.precision=bf16", f"{kernel}.fuse_edges=false"))
     )
-    assert (CHOSEN.everywhere.config.backend, CHOSEN.everywhere.config.precision) == ("torch", "bf16")
-    assert not CHOSEN.everywhere.fuse_edges
+    assert (SETTINGS.everywhere.config.backend, SETTINGS.everywhere.config.precision) == ("torch", "bf16")
+    assert not SETTINGS.everywhere.fuse_edges
 
 
 def causes(error):
@@ -101,7 +101,7 @@ def test_targets_build_anemois_components_with_our_attention(graph, attentions):
     for name, (target, _) in TARGETS.items():
         component_of(options, name)["_target_"] = f"anemoi_gt.integrations.anemoi.{target}"
     model = build(graph, options)
-    torch.testing.assert_close(model(draw(graph))["data"], expected, rtol=1e-4, atol=1e-5)
+    assert_same_numbers(model(draw(graph))["data"], expected)
     assert len(attentions) == 2 + 2 + 2
     built = {"processor": model.processor, **model.encoder, **model.decoder}
     assert {name: type(component) for name, component in built.items()} == {n: kind for n, (_, kind) in TARGETS.items()}
@@ -113,9 +113,9 @@ def test_a_target_swaps_its_own_blocks_with_its_own_options(graph, name):
     component_of(options, name).update(_target_=f"anemoi_gt.integrations.anemoi.{TARGETS[name][0]}", precision="bf16")
     model = build(graph, options)
     swapped = {
-        path.partition(".")[0]: CHOSEN.of(block).config.precision
+        path.partition(".")[0]: SETTINGS.of(block).config.precision
         for path, block in model.named_modules()
-        if isinstance(block, GraphTransformerBaseBlock) and CHOSEN.of(block)
+        if isinstance(block, GraphTransformerBaseBlock) and SETTINGS.of(block)
     }
     assert swapped == {name: "bf16"}
 

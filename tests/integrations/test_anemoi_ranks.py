@@ -9,6 +9,7 @@ import torch
 from support import anemoi_ranks
 from support.anemoi_model import draw
 from support.anemoi_ranks import STRATEGIES, WORLDS, direction_of, make_model
+from support.same_numbers import assert_same_numbers
 
 
 @pytest.fixture(scope="module")
@@ -41,28 +42,12 @@ cases = pytest.mark.parametrize(
 
 
 @cases
-def test_output_on_ranks_is_that_of_one(folder, unsharded, world, strategy):
-    out, _, _ = load(folder, world, strategy, "ours")
-    torch.testing.assert_close(out, unsharded[0], rtol=1e-4, atol=1e-5)
-
-
-@cases
-def test_gradients_on_ranks_are_those_of_anemoi_on_ranks(folder, world, strategy):
-    _, ours, _ = load(folder, world, strategy, "ours")
+def test_numbers_on_ranks_are_those_of_anemoi_on_ranks_and_of_one_rank(folder, unsharded, world, strategy):
+    out, gradients, _ = load(folder, world, strategy, "ours")
     _, theirs, _ = load(folder, world, strategy, "theirs")
-    largest = max(gradient.abs().max() for gradient in theirs.values())
-    for name, gradient in theirs.items():
-        error = (ours[name] - gradient).abs().max()
-        assert error <= 2e-5 * max(gradient.abs().max(), 1e-2 * largest), f"{name}: off by {error:.1e}"
-
-
-@cases
-def test_gradients_on_ranks_are_those_of_one(folder, unsharded, world, strategy):
-    _, ours, _ = load(folder, world, strategy, "ours")
-    largest = max(gradient.abs().max() for gradient in unsharded[1].values())
-    for name, gradient in unsharded[1].items():
-        error = (ours[name] - gradient).abs().max()
-        assert error <= 1e-4 * max(gradient.abs().max(), 1e-2 * largest), f"{name}: off by {error:.1e}"
+    assert_same_numbers(out, unsharded[0])
+    assert_same_numbers(gradients, theirs)
+    assert_same_numbers(gradients, unsharded[1])
 
 
 @pytest.mark.parametrize("world", WORLDS)

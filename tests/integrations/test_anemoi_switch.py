@@ -11,7 +11,6 @@ import pytest
 import torch
 from anemoi.models.distributed import khop_edges
 from anemoi.models.distributed.khop_edges import GraphPartition
-from anemoi.models.distributed.shapes import BipartiteGraphShardInfo, GraphShardInfo
 from anemoi.models.layers import mapper, processor
 from anemoi.models.layers.block import (
     GraphTransformerBaseBlock,
@@ -20,13 +19,28 @@ from anemoi.models.layers.block import (
 )
 from anemoi.models.layers.graph_provider import StaticGraphProvider
 from anemoi.models.layers.mapper import GraphTransformerBaseMapper
+from anemoi.models.layers.processor import GraphTransformerProcessor
 from anemoi.models.layers.utils import load_layer_kernels
+from anemoi.models.models import AnemoiModelEncProcDec
+from anemoi.models.models.ens_encoder_processor_decoder import AnemoiEnsModelEncProcDec
 from anemoi.models.triton.gt import graph_transformer_attention_conv
-from support.anemoi_model import build, draw, make_options
+from support.anemoi_model import (
+    EDGES,
+    NODES,
+    OwnConv,
+    OwnLinear,
+    block_inputs,
+    build,
+    differentiate_block,
+    draw,
+    make_block,
+    make_options,
+)
+from support.same_numbers import assert_same_numbers
 
 from anemoi_gt.integrations import anemoi as integration
 from anemoi_gt.integrations.anemoi import attention as our_methods
-from anemoi_gt.integrations.anemoi.block_settings import CHOSEN
+from anemoi_gt.integrations.anemoi.attention import SETTINGS
 
 CHANGED = (
     GraphTransformerBaseBlock,
@@ -36,36 +50,19 @@ CHANGED = (
     mapper,
     processor,
     khop_edges,
+    GraphTransformerProcessor,
+    AnemoiModelEncProcDec,
+    AnemoiEnsModelEncProcDec,
 )
-NODES, EDGES = 30, 150
-
-
-def make_block(kind=GraphTransformerProcessorBlock, **options):
-    """A block of 2 heads of 8 channels."""
-    torch.manual_seed(0)
-    sizes = {"in_channels": 16, "hidden_dim": 32, "out_channels": 16, "num_heads": 2, "edge_dim": 5}
-    options = {"layer_kernels": load_layer_kernels(), "graph_attention_backend": "pyg"} | options
-    return kind(**sizes, **options)
 
 
 @pytest.fixture
 def inputs():
-    """x, edge_attr, edge_index of a graph whose edges are not sorted, and the rest of what a block is called with."""
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(NODES, 16, generator=generator, requires_grad=True)
-    edge_attr = torch.randn(EDGES, 5, generator=generator, requires_grad=True)
-    edge_index = torch.randint(NODES, (2, EDGES), generator=generator)
-    return x, edge_attr, edge_index, GraphShardInfo(), 1, NODES
+    """What a processor block is called with."""
+    return block_inputs()
 
 
-def run(block, inputs):
-    """Output and gradients of nodes, edge attributes and the edges' embedding."""
-    out = block(*inputs)[0]
-    return out, *torch.autograd.grad(out.sin().sum(), [*inputs[:2], block.lin_edge.weight])
-
-
-def assert_close(actual, expected):
-    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+run = differentiate_block
 
 
 def test_blocks_built_before_and_after_install_compute_with_us(inputs, attentions):
@@ -74,7 +71,7 @@ def test_blocks_built_before_and_after_install_compute_with_us(inputs, attention
     integration.install()
     for block in (before, make_block()):
         attentions.clear()
-        assert_close(run(block, inputs), expected)
+        assert_same_numbers(run(block, inputs), expected)
         assert len(attentions) == 1
 
 
@@ -99,9 +96,9 @@ def test_the_context_ends_what_it_began(inputs, attentions):
 def test_an_inner_context_brings_back_the_outer_one():
     with integration.install(backend="torch"):
         with integration.install(precision="bf16", fuse_edges=False):
-            assert CHOSEN.everywhere.config.precision == "bf16"
-        assert CHOSEN.everywhere.config.backend == "torch" and CHOSEN.everywhere.fuse_edges
-    assert CHOSEN.is_empty
+            assert SETTINGS.everywhere.config.precision == "bf16"
+        assert SETTINGS.everywhere.config.backend == "torch" and SETTINGS.everywhere.fuse_edges
+    assert SETTINGS.is_empty
 
 
 def test_what_install_returned_can_be_entered_again(inputs, attentions):
@@ -109,7 +106,7 @@ def test_what_install_returned_can_be_entered_again(inputs, attentions):
     for calls in (1, 2):
         with installation:
             run(make_block(), inputs)
-        assert len(attentions) == calls and CHOSEN.is_empty
+        assert len(attentions) == calls and SETTINGS.is_empty
 
 
 def test_an_outer_context_lasts_though_uninstall_was_called_within(inputs, attentions):
@@ -123,7 +120,7 @@ def test_an_outer_context_lasts_though_uninstall_was_called_within(inputs, atten
 def test_swap_layers_swaps_one_model(inputs, attentions):
     ours, theirs = make_block(), make_block()
     assert integration.swap_layers(ours) is ours
-    assert_close(run(ours, inputs), run(theirs, inputs))
+    assert_same_numbers(run(ours, inputs), run(theirs, inputs))
     assert len(attentions) == 1
 
 
@@ -140,7 +137,7 @@ def test_a_block_built_for_anemois_kernels_computes_with_us(inputs, attentions):
     del block.conv
     block.conv, block.graph_attention_backend = graph_transformer_attention_conv, "triton"  # as on a GPU
     with integration.install():
-        assert_close(run(block, inputs), expected)
+        assert_same_numbers(run(block, inputs), expected)
     assert len(attentions) == 1
 
 
@@ -153,10 +150,10 @@ def test_uninstall_ends_swap_layers_too(inputs, attentions):
 
 def test_a_swapped_block_is_forgotten_when_it_dies():
     block = integration.swap_layers(make_block())
-    assert not CHOSEN.is_empty
+    assert not SETTINGS.is_empty
     del block
     gc.collect()
-    assert CHOSEN.is_empty
+    assert SETTINGS.is_empty
 
 
 def test_a_copy_is_not_swapped(inputs, attentions):
@@ -175,7 +172,7 @@ def test_swap_layers_asks_for_blocks_of_anemoi():
 def test_a_wrong_option_is_refused_before_anything_changes(switch):
     with pytest.raises(ValueError, match="backend must be one of auto, triton, torch, got 'pyg'"):
         switch(backend="pyg")
-    assert CHOSEN.is_empty and GraphTransformerBaseBlock.apply_gt.__code__.co_filename.endswith("block.py")
+    assert SETTINGS.is_empty and GraphTransformerBaseBlock.apply_gt.__code__.co_filename.endswith("block.py")
     assert not hasattr(GraphTransformerBaseBlock.apply_gt, "__wrapped__")
 
 
@@ -220,7 +217,7 @@ def test_another_version_of_a_method_is_left_alone(inputs, attentions, caplog, m
     monkeypatch.setattr(GraphTransformerBaseBlock, name, other)
     with integration.install():
         assert getattr(GraphTransformerBaseBlock, name) is other
-        assert_close(run(make_block(), inputs), expected)
+        assert_same_numbers(run(make_block(), inputs), expected)
     assert len(attentions[0]) == 5
     assert said(caplog) == [
         f"this anemoi-models has another GraphTransformerBaseBlock.{name}: expect less speed, not other results"
@@ -237,21 +234,6 @@ def test_a_version_without_the_apply_gt_that_we_know_is_refused(monkeypatch, oth
     with pytest.raises(ImportError, match=refused):
         integration.install()
     assert [dict(vars(owner)) for owner in CHANGED] == before
-
-
-class OwnLinear(torch.nn.Linear):
-    """A linear layer of somebody's own."""
-
-
-class OwnConv(torch.nn.Module):
-    """An attention of somebody's own, which takes what Anemoi's takes."""
-
-    def __init__(self, conv):
-        super().__init__()
-        self.conv = conv
-
-    def forward(self, *operands):
-        return self.conv(*operands)
 
 
 def with_own_conv():
@@ -283,10 +265,10 @@ def said(caplog):
 def test_what_we_cannot_serve_runs_anemois_code_and_says_so_once(inputs, attentions, caplog, reason, fuse_edges):
     block = UNSERVED[reason]()
     expected = run(block, inputs)
-    our_methods._say_once.cache_clear()
+    our_methods._log_once.cache_clear()
     with caplog.at_level(logging.WARNING, logger="anemoi_gt"), integration.install(fuse_edges=fuse_edges):
         for _ in range(2):
-            assert_close(run(block, inputs), expected)
+            assert_same_numbers(run(block, inputs), expected)
     assert not attentions
     (message,) = said(caplog)
     assert message.startswith("an Anemoi block runs Anemoi's own attention: ")
@@ -347,10 +329,10 @@ UNFUSED = {
 def test_edges_are_embedded_where_their_weight_is_not_all(inputs, attentions, caplog, reason):
     block = UNFUSED[reason]()
     expected = run(block, inputs)
-    our_methods._say_once.cache_clear()
+    our_methods._log_once.cache_clear()
     with caplog.at_level(logging.WARNING, logger="anemoi_gt"), integration.install():
         for _ in range(2):
-            assert_close(run(block, inputs), expected)
+            assert_same_numbers(run(block, inputs), expected)
     assert len(attentions[0]) == 5 and attentions[0][4].shape == (EDGES, 2, 8)
     (message,) = said(caplog)
     assert message.startswith(f"an Anemoi block embeds its edges before the attention: {reason}")
@@ -371,12 +353,9 @@ def test_autocast_casts_nodes_once_for_all_that_they_are_projected_to(inputs):
     assert query is key is value and query.dtype == torch.bfloat16
 
 
-def test_autocast_casts_the_sources_of_a_mapper_once(inputs):
+def test_autocast_casts_the_sources_of_a_mapper_once():
     block = make_block(GraphTransformerMapperBlock)
-    x, edge_attr, edge_index, *_ = inputs
-    query, key, value = read_by_projections(
-        block, ((x, x + 1), edge_attr, edge_index, BipartiteGraphShardInfo(), 1, (NODES, NODES))
-    )
+    query, key, value = read_by_projections(block, block_inputs(GraphTransformerMapperBlock))
     assert key is value and key.dtype == torch.bfloat16 and query.dtype == torch.float32
 
 
@@ -391,7 +370,7 @@ def test_anemois_variable_for_its_backend_does_not_stop_us(inputs, attentions, m
     expected = run(block, inputs)
     monkeypatch.setattr("anemoi.models.layers.block.ATTENTION_BACKEND", "triton")
     with integration.install():
-        assert_close(run(block, inputs), expected)
+        assert_same_numbers(run(block, inputs), expected)
     assert len(attentions) == 1
 
 
@@ -405,55 +384,4 @@ def test_dropout_of_the_attention_drops_in_training_only(inputs):
     normed = block.layer_norm_attention(inputs[0])
     block(*inputs)
     assert attended[0].abs().max() < 1e-6
-    assert_close(run(block.eval(), inputs), expected)
-
-
-def compiled_graphs():
-    """A backend of torch.compile that runs what it gets, and our operators in each graph that it got, with arguments."""
-    graphs = []
-
-    def backend(module, inputs):
-        graphs.append({str(n.target): n.args for n in module.graph.nodes if "anemoi_gt" in str(n.target)})
-        return module.forward
-
-    return backend, graphs
-
-
-OPERATORS = {"anemoi_gt.edge_structure.default", "anemoi_gt.edge_attention_torch.default"}
-
-
-def test_blocks_compile_to_one_graph_for_all(inputs):
-    backend, graphs = compiled_graphs()
-    integration.install()
-    for block in (make_block(), make_block()):
-        expected = run(block, inputs)
-        block.compile(fullgraph=True, backend=backend)
-        assert_close(run(block, inputs), expected)
-    assert [set(graph) for graph in graphs] == [OPERATORS]
-
-
-def test_a_swapped_block_compiles(inputs):
-    backend, graphs = compiled_graphs()
-    block = integration.swap_layers(make_block())
-    expected = run(block, inputs)
-    assert_close(run(torch.compile(block, fullgraph=True, backend="aot_eager"), inputs), expected)
-    torch.compile(block, fullgraph=True, backend=backend)(*inputs)
-    assert [set(graph) for graph in graphs] == [OPERATORS]
-
-
-def test_a_compiled_block_without_gradients_makes_no_source_side(inputs):
-    backend, graphs = compiled_graphs()
-    with integration.install(), torch.no_grad():
-        expected = make_block()(*inputs)[0]
-        assert_close(torch.compile(make_block(), fullgraph=True, backend=backend)(*inputs)[0], expected)
-    assert graphs[0]["anemoi_gt.edge_structure.default"][3] is False
-
-
-def test_install_reaches_blocks_that_are_compiled_already(inputs):
-    backend, graphs = compiled_graphs()
-    block = torch.compile(make_block(), fullgraph=True, backend=backend)
-    block(*inputs)
-    with integration.install():
-        block(*inputs)
-    block(*inputs)
-    assert [set(graph) for graph in graphs] == [set(), OPERATORS, set()]
+    assert_same_numbers(run(block.eval(), inputs), expected)

@@ -7,6 +7,7 @@ import pickle
 import pytest
 import torch
 from support.pyg_models import DIM, MODELS, TextGraphEncoder, UnifiedMessagePassing
+from support.same_numbers import assert_same_numbers
 from torch import nn
 from torch_geometric import EdgeIndex
 from torch_geometric.data import Batch, Data, HeteroData
@@ -48,17 +49,13 @@ def differentiate(model, *inputs):
     return out.detach(), {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
-def assert_same(actual, expected):
-    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
-
-
 @models
 def test_a_model_computes_what_it_did(make):
     theirs, ours = make_pair(make)
     assert not layers_of(ours, TransformerConv)
     assert len(layers_of(ours, GraphTransformerConv)) == len(layers_of(theirs, TransformerConv))
     for actual, expected in zip(differentiate(ours, *make_graph()), differentiate(theirs, *make_graph()), strict=True):
-        assert_same(actual, expected)
+        assert_same_numbers(actual, expected)
 
 
 @models
@@ -134,7 +131,7 @@ def test_the_direction_of_flow_stays(flow):
     conv = TransformerConv(6, 4, flow=flow)
     x, edge_index, _ = make_graph()
     expected = conv(x, edge_index)
-    assert_same(swap_layers(conv)(x, edge_index), expected)
+    assert_same_numbers(swap_layers(conv)(x, edge_index), expected)
 
 
 def test_a_lazy_layer_takes_its_sizes_afterwards():
@@ -143,14 +140,14 @@ def test_a_lazy_layer_takes_its_sizes_afterwards():
     ours(*make_graph())
     theirs = TransformerConv(6, 4, heads=2, edge_dim=DIM)
     theirs.load_state_dict(ours.state_dict())
-    assert_same(ours(*make_graph()), theirs(*make_graph()))
+    assert_same_numbers(ours(*make_graph()), theirs(*make_graph()))
 
 
 def test_attention_weights_come_as_pygs():
     conv = TransformerConv(6, 4, heads=2, edge_dim=DIM)
     expected = conv(*make_graph(), return_attention_weights=True)
     actual = swap_layers(conv)(*make_graph(), return_attention_weights=True)
-    assert_same(actual, expected)
+    assert_same_numbers(actual, expected)
 
 
 def test_sequential_runs():
@@ -163,7 +160,7 @@ def test_sequential_runs():
     model = Sequential(names, layers)
     expected = model(*make_graph())
     assert len(layers_of(swap_layers(model), GraphTransformerConv)) == 2
-    assert_same(model(*make_graph()), expected)
+    assert_same_numbers(model(*make_graph()), expected)
 
 
 def make_hetero():
@@ -196,7 +193,7 @@ def test_a_model_made_heterogeneous_by_pyg_is_swapped():
     model = to_hetero(TwoLayers(), graph.metadata())
     expected = model(graph.x_dict, graph.edge_index_dict)
     assert len(layers_of(swap_layers(model), GraphTransformerConv)) == 2 * 3
-    assert_same(model(graph.x_dict, graph.edge_index_dict), expected)
+    assert_same_numbers(model(graph.x_dict, graph.edge_index_dict), expected)
 
 
 def test_hetero_conv_is_swapped():
@@ -204,7 +201,7 @@ def test_hetero_conv_is_swapped():
     conv = HeteroConv({kind: TransformerConv((6, 6), 4) for kind in graph.edge_types})
     expected = conv(graph.x_dict, graph.edge_index_dict)
     assert len(layers_of(swap_layers(conv), GraphTransformerConv)) == 3
-    assert_same(conv(graph.x_dict, graph.edge_index_dict), expected)
+    assert_same_numbers(conv(graph.x_dict, graph.edge_index_dict), expected)
 
 
 @models
@@ -215,7 +212,7 @@ def test_a_batch_of_graphs_gives_what_pyg_gives(make):
     ]
     batch = Batch.from_data_list(graphs)
     inputs = batch.x, batch.edge_index, batch.edge_attr
-    assert_same(ours(*inputs), theirs(*inputs))
+    assert_same_numbers(ours(*inputs), theirs(*inputs))
 
 
 @pytest.mark.parametrize(
@@ -231,7 +228,7 @@ def test_every_form_of_edges_gives_what_pyg_gives(write):
     theirs, ours = make_pair(UnifiedMessagePassing)
     x, edge_index, edge_attr = make_graph()
     edge_index = edge_index.unique(dim=1).contiguous()  # a sparse matrix joins double edges
-    assert_same(ours(x, write(edge_index), edge_attr), theirs(x, edge_index, edge_attr))
+    assert_same_numbers(ours(x, write(edge_index), edge_attr), theirs(x, edge_index, edge_attr))
 
 
 @models
@@ -242,7 +239,7 @@ def test_mini_batches_of_neighbourhoods_give_what_pyg_gives(make):
         nodes, edges, _, chosen = k_hop_subgraph(seed, 2, edge_index, relabel_nodes=True, num_nodes=NODES)
         inputs = x[nodes], edges, edge_attr[chosen]
         for actual, expected in zip(differentiate(ours, *inputs), differentiate(theirs, *inputs), strict=True):
-            assert_same(actual, expected)
+            assert_same_numbers(actual, expected)
 
 
 @pytest.mark.filterwarnings("ignore:GraphTransformerConv falls back to per-edge messages")
@@ -258,7 +255,7 @@ def test_explainers_find_what_they_find_in_pygs_model(algorithm):
         torch.manual_seed(3)
         found.append(explainer(x, edge_index, edge_attr=edge_attr, index=2).edge_mask)
     assert found[0].count_nonzero() > 0
-    assert_same(found[1], found[0])
+    assert_same_numbers(found[1], found[0])
 
 
 def test_a_layer_that_is_being_explained_still_is():
@@ -270,7 +267,7 @@ def test_a_layer_that_is_being_explained_still_is():
 def test_a_swapped_model_pickles_and_copies():
     _, ours = make_pair(TextGraphEncoder)
     for twin in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
-        assert_same(twin(*make_graph()), ours(*make_graph()))
+        assert_same_numbers(twin(*make_graph()), ours(*make_graph()))
 
 
 def test_the_config_reaches_every_layer():
@@ -327,10 +324,10 @@ UNSERVED = {
     "hooks watch its lin_edge": lambda: with_watched_linear("register_forward_hook"),
     "hooks watch its lin_edge, which": lambda: with_watched_linear("register_forward_pre_hook"),
     "hooks watch its lin_edge, which would": lambda: with_watched_linear("register_full_backward_hook"),
-    "its lin_edge has a bias, which PyG's has not": with_biased_linear,
+    "its lin_edge has a bias, which PyG's does not have": with_biased_linear,
     "its lin_query is Sequential, and PyG's Linear is needed": lambda: with_adapter("lin_query"),
     "its lin_key is Sequential, and PyG's Linear is needed": lambda: with_adapter("lin_key"),
-    "somebody has put another forward on it": with_own_forward,
+    "its forward was replaced on the layer itself": with_own_forward,
 }
 
 

@@ -5,6 +5,9 @@ from pathlib import Path
 import numpy as np
 import torch
 from anemoi.models.data_indices.collection import IndexCollection
+from anemoi.models.distributed.shapes import BipartiteGraphShardInfo, GraphShardInfo
+from anemoi.models.layers.block import GraphTransformerProcessorBlock
+from anemoi.models.layers.utils import load_layer_kernels
 from anemoi.models.models import AnemoiModelEncProcDec
 from anemoi.models.models.ens_encoder_processor_decoder import AnemoiEnsModelEncProcDec
 from anemoi.utils.config import DotDict
@@ -83,3 +86,50 @@ def differentiate(model, x, **options):
     direction = torch.randn(out.shape, generator=torch.Generator().manual_seed(3))
     (out.float() * direction).mean().backward()
     return out.detach(), {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+NODES, EDGES = 30, 150  # of the graph of a single block
+
+
+class OwnLinear(torch.nn.Linear):
+    """A linear layer of somebody's own."""
+
+
+class OwnConv(torch.nn.Module):
+    """An attention of somebody's own, which takes what Anemoi's takes."""
+
+    def __init__(self, conv):
+        super().__init__()
+        self.conv = conv
+
+    def forward(self, *operands):
+        return self.conv(*operands)
+
+
+def make_block(kind=GraphTransformerProcessorBlock, **options):
+    """A block of 2 heads of 8 channels."""
+    torch.manual_seed(0)
+    sizes = {"in_channels": 16, "hidden_dim": 32, "out_channels": 16, "num_heads": 2, "edge_dim": 5}
+    options = {"layer_kernels": load_layer_kernels(), "graph_attention_backend": "pyg"} | options
+    return kind(**sizes, **options)
+
+
+def block_inputs(kind=GraphTransformerProcessorBlock):
+    """What a block is called with: nodes, edge_attr, edge_index of a graph whose edges are not sorted, and the rest."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(NODES, 16, generator=generator, requires_grad=True)
+    edge_attr = torch.randn(EDGES, 5, generator=generator, requires_grad=True)
+    edge_index = torch.randint(NODES, (2, EDGES), generator=generator)
+    if kind is GraphTransformerProcessorBlock:
+        return x, edge_attr, edge_index, GraphShardInfo(), 1, NODES
+    return (x, x + 1), edge_attr, edge_index, BipartiteGraphShardInfo(), 1, (NODES, NODES)
+
+
+def differentiate_block(block, inputs, forward=None):
+    """Output and gradients of nodes, edge attributes and parameters by name; `forward` computes in place of the block."""
+    out = (block if forward is None else forward)(*inputs)[0]
+    out = out[1] if isinstance(out, tuple) else out
+    nodes = inputs[0][0] if isinstance(inputs[0], tuple) else inputs[0]
+    wanted = {"x": nodes, "edge_attr": inputs[1], **dict(block.named_parameters())}
+    gradients = torch.autograd.grad(out.sin().sum(), wanted.values(), allow_unused=True)
+    return {"out": out.detach()} | dict(zip(wanted, gradients, strict=True))

@@ -1,4 +1,4 @@
-"""PyG's `TransformerConv` in models that others wrote, replaced by our layer of the same parameters."""
+"""PyG's `TransformerConv` in existing models, replaced by `GraphTransformerConv` with the same parameters."""
 
 import logging
 
@@ -7,7 +7,7 @@ from torch import nn
 from torch_geometric.nn import Linear, TransformerConv
 
 from anemoi_gt.attention_config import AttentionConfig, check_config
-from anemoi_gt.integrations.hooks import hooks_of
+from anemoi_gt.integrations import hooks_of
 from anemoi_gt.nn import GraphTransformerConv
 
 log = logging.getLogger(__name__)
@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 def swap_layers(model: nn.Module, config: AttentionConfig = AttentionConfig()) -> nn.Module:  # noqa: B008  frozen
     """Replace every `TransformerConv` of a model by a `GraphTransformerConv` that holds its parameters.
 
-    Parameters are moved, not copied: an optimiser that was made before goes on with them. Hooks, the training mode,
+    Parameters are moved, not copied: an existing optimiser stays valid. Hooks, the training mode,
     the state dict and what else the layer was given stay. A layer that appears twice in the model still does.
 
     Parameters
@@ -24,8 +24,8 @@ def swap_layers(model: nn.Module, config: AttentionConfig = AttentionConfig()) -
     model : torch.nn.Module
         Its layers are replaced in place; a `TransformerConv` itself cannot be, use what is returned.
     config : AttentionConfig
-        Backend and precision of the attention. With backend "auto" a layer that ours cannot stand for stays PyG's, and the
-        log says so with the reason.
+        Backend and precision of the attention. With backend "auto" a layer that ours cannot stand for stays PyG's,
+        and the log says so with the reason.
 
     Returns
     -------
@@ -49,10 +49,10 @@ def swap_layers(model: nn.Module, config: AttentionConfig = AttentionConfig()) -
     check_config(config)
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be a torch.nn.Module, got {model!r}")
-    theirs = {id(module): module for module in model.modules() if isinstance(module, TransformerConv)}
-    if not theirs:
+    upstream = {id(module): module for module in model.modules() if isinstance(module, TransformerConv)}
+    if not upstream:
         raise ValueError(f"model must have a TransformerConv of PyG, got {type(model).__name__} without one")
-    ours = {key: _replacement(layer, config) for key, layer in theirs.items()}  # all, before the model changes
+    ours = {key: _replacement(layer, config) for key, layer in upstream.items()}  # all, before the model changes
     for parent in list(model.modules()):
         for name, child in parent._modules.items():
             if id(child) in ours:
@@ -60,68 +60,68 @@ def swap_layers(model: nn.Module, config: AttentionConfig = AttentionConfig()) -
     return ours.get(id(model), model)
 
 
-def _replacement(theirs: TransformerConv, config: AttentionConfig) -> nn.Module:
-    """Return our layer with the parameters of `theirs`; `theirs` where that is not possible and `config` leaves it open."""
-    reason = _unsupported_reason(theirs)
+def _replacement(upstream: TransformerConv, config: AttentionConfig) -> nn.Module:
+    """Return our layer with the parameters of `upstream`, or `upstream` itself if `config` allows that."""
+    reason = _unsupported_reason(upstream)
     if reason is None:
         try:
-            return _with_parameters_of(theirs, config)
+            return _with_parameters_of(upstream, config)
         except ValueError as error:  # an option that our constructor refuses
             reason = str(error)
     if config.backend != "auto":
         raise ValueError(
-            f"attention backend {config.backend!r} cannot serve {theirs}: {reason}; backend 'auto' leaves it as it is"
+            f"attention backend {config.backend!r} cannot serve {upstream}: {reason}; backend 'auto' leaves it as it is"
         )
-    log.warning("%s stays PyG's own: %s", theirs, reason)
-    return theirs
+    log.warning("%s stays PyG's own: %s", upstream, reason)
+    return upstream
 
 
-def _unsupported_reason(theirs: TransformerConv) -> str | None:
+def _unsupported_reason(upstream: TransformerConv) -> str | None:
     """Return why our layer cannot stand for this one, or None when it can."""
-    if type(theirs) is not TransformerConv:
-        return f"{type(theirs).__qualname__} is a class of its own, which may compute something else"
-    replaced = [name for name in vars(theirs) if callable(getattr(TransformerConv, name, None))]
+    if type(upstream) is not TransformerConv:
+        return f"{type(upstream).__qualname__} is a class of its own, which may compute something else"
+    replaced = [name for name in vars(upstream) if callable(getattr(TransformerConv, name, None))]
     if replaced:
-        return f"somebody has put another {replaced[0]} on it"
+        return f"its {replaced[0]} was replaced on the layer itself"
     for name in ("lin_query", "lin_key"):
-        kind = type(getattr(theirs, name))
+        kind = type(getattr(upstream, name))
         if not issubclass(kind, Linear):
             return f"its {name} is {kind.__qualname__}, and PyG's Linear is needed, which knows its in_channels"
-    embed = theirs.lin_edge
+    embed = upstream.lin_edge
     if embed is None:
         return None
     if type(embed) is not Linear:
         return f"its lin_edge is {type(embed).__qualname__}, and PyG's Linear is needed, whose weight is all it does"
     if embed.bias is not None:
-        return "its lin_edge has a bias, which PyG's has not and ours would leave out"
+        return "its lin_edge has a bias, which PyG's does not have and ours would leave out"
     if any(getattr(hook, "__func__", None) is not Linear.initialize_parameters for hook in hooks_of(embed)):
         return "hooks watch its lin_edge, which would not be called"  # that of a lazy Linear apart, which ours runs
     return None
 
 
-def _with_parameters_of(theirs: TransformerConv, config: AttentionConfig) -> GraphTransformerConv:
+def _with_parameters_of(upstream: TransformerConv, config: AttentionConfig) -> GraphTransformerConv:
     with torch.device("meta"):  # parameters that are replaced at once: neither memory nor random numbers
         ours = GraphTransformerConv(
-            theirs.in_channels,
-            theirs.out_channels,
-            heads=theirs.heads,
-            concat=theirs.concat,
-            beta=theirs.beta,
-            dropout=theirs.dropout,
-            edge_dim=theirs.edge_dim,
-            bias=theirs.lin_key.bias is not None,
-            root_weight=theirs.root_weight,
+            upstream.in_channels,
+            upstream.out_channels,
+            heads=upstream.heads,
+            concat=upstream.concat,
+            beta=upstream.beta,
+            dropout=upstream.dropout,
+            edge_dim=upstream.edge_dim,
+            bias=upstream.lin_key.bias is not None,
+            root_weight=upstream.root_weight,
             config=config,
-            aggr=theirs.aggr,
-            flow=theirs.flow,
-            decomposed_layers=theirs.decomposed_layers,
+            aggr=upstream.aggr,
+            flow=upstream.flow,
+            decomposed_layers=upstream.decomposed_layers,
         )
-    for name, held in (theirs._modules | theirs._parameters).items():  # what else somebody has put there, too
+    for name, held in (upstream._modules | upstream._parameters).items():  # what else somebody has put there, too
         setattr(ours, name, held)
-    for name, buffer in theirs._buffers.items():
-        ours.register_buffer(name, buffer, persistent=name not in theirs._non_persistent_buffers_set)
-    vars(ours).update({n: value for n, value in vars(theirs).items() if "_hooks" in n or not hasattr(ours, n)})
-    ours.training = theirs.training
-    if theirs.explain is not None:
-        ours.explain = theirs.explain
+    for name, buffer in upstream._buffers.items():
+        ours.register_buffer(name, buffer, persistent=name not in upstream._non_persistent_buffers_set)
+    vars(ours).update({n: value for n, value in vars(upstream).items() if "_hooks" in n or not hasattr(ours, n)})
+    ours.training = upstream.training
+    if upstream.explain is not None:
+        ours.explain = upstream.explain
     return ours

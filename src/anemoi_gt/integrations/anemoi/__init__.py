@@ -1,11 +1,14 @@
-"""Anemoi's graph transformers computing with our attention: everywhere (`install`), in one model, or from a config."""
+"""Anemoi's graph transformers with our attention: everywhere (`install`), in one model, or from a config."""
 
-from anemoi_gt.integrations.anemoi.config_targets import (
+from anemoi_gt.integrations.anemoi.patch import (
+    Installation,
     graph_transformer_backward_mapper,
     graph_transformer_forward_mapper,
     graph_transformer_processor,
+    install,
+    swap_layers,
+    uninstall,
 )
-from anemoi_gt.integrations.anemoi.patch import Installation, install, swap_layers, uninstall
 
 __all__ = [
     "Installation",

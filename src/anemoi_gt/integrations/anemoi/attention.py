@@ -1,152 +1,236 @@
-"""What the blocks of Anemoi's graph transformers do while they compute with us; each function stands in for a method of theirs.
+"""Replacements for methods of Anemoi's graph-transformer blocks, and the settings of each block.
 
     get_qkve, prepare_qkve_edge_sharding     leave the edge attributes raw: `lin_edge` is applied inside the attention
-    attention_block                          all edges at once: nothing is made whose size its chunks would bound
+    attention_block                          all edges at once: no tensor is made whose size its chunks would bound
     apply_gt                                 the attention
 
-What we cannot serve runs the method they replace.
+Every `patch_*` function takes the upstream method and returns its replacement, which calls upstream for blocks that
+we cannot serve. All decisions are the same in eager and in compiled code: functions and classes are compared as
+objects, because their names are not what they seem while torch.compile traces.
 """
 
 import logging
+import weakref
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache, wraps
+from importlib import import_module
 
 import torch
 from torch import Tensor, nn
 
-from anemoi_gt.integrations.anemoi.block_settings import CHOSEN, Settings
-from anemoi_gt.integrations.anemoi.edge_cache import structure_of, traced_structure
-from anemoi_gt.integrations.hooks import hooks_of
+from anemoi_gt.attention_config import AttentionConfig
+from anemoi_gt.integrations import hooks_of
+from anemoi_gt.integrations.anemoi.cache import structure_of
 from anemoi_gt.nn.layer_kernels import cast_for_projections
 from anemoi_gt.ops import edge_attention
 
 log = logging.getLogger(__name__)
 
 
-def projecting(theirs):
-    """`get_qkve` that leaves edges raw [E, D] where the attention embeds them."""
+@dataclass(frozen=True)
+class Settings:
+    """Settings of a block.
 
-    @wraps(theirs)
+    Parameters
+    ----------
+    config : AttentionConfig
+        Backend and precision of the attention.
+    fuse_edges : bool
+        Hand raw edge attributes and the weight of `lin_edge` to the attention, so that no edge is embedded.
+    """
+
+    config: AttentionConfig
+    fuse_edges: bool
+
+
+class SettingsRegistry:
+    """The settings of all blocks, and of single blocks, which take precedence.
+
+    Blocks are identified by `id` and dropped when they die: nothing is written on them, so they pickle, copy and
+    compare as before. torch.compile can read a dictionary of integers; it cannot read a weak one.
+    """
+
+    def __init__(self):
+        self.everywhere: Settings | None = None
+        self._single: dict[int, Settings] = {}
+
+    def of(self, block) -> Settings | None:
+        """Return the settings of a block, None if it computes with upstream code."""
+        if not self._single:  # reading an id would make torch.compile compile every block separately
+            return self.everywhere
+        return self._single.get(id(block), self.everywhere)
+
+    def choose(self, block, settings: Settings) -> None:
+        """Set the settings of one block for as long as it lives."""
+        if id(block) not in self._single:
+            weakref.finalize(block, self._single.pop, id(block), None).atexit = False
+        self._single[id(block)] = settings
+
+    @property
+    def is_empty(self) -> bool:
+        """True if every block computes with upstream code."""
+        return self.everywhere is None and not self._single
+
+    def clear(self) -> None:
+        """Drop all settings."""
+        self.everywhere = None
+        self._single.clear()
+
+
+SETTINGS = SettingsRegistry()
+
+
+class Upstream:
+    """Classes and functions of anemoi-models that blocks are compared with, resolved once by `resolve_upstream`.
+
+    Attributes
+    ----------
+    block : type
+        `GraphTransformerBaseBlock`.
+    conv : type
+        `GraphTransformerConv`, the attention of `graph_attention_backend: pyg`.
+    triton_conv : function or None
+        `graph_transformer_attention_conv`, the attention of `graph_attention_backend: triton`; None without Triton.
+    """
+
+    block: type | None = None
+    conv: type | None = None
+    triton_conv: object = None
+
+
+def resolve_upstream(block: type) -> None:
+    """Import the attentions that blocks of anemoi-models may have."""
+    Upstream.block = block
+    Upstream.conv = import_module("anemoi.models.layers.conv").GraphTransformerConv
+    with suppress(ImportError, ValueError):  # anemoi-models raises ValueError without Triton
+        triton = import_module("anemoi.models.triton.gt")
+        Upstream.triton_conv = getattr(triton, "graph_transformer_attention_conv", None)
+
+
+def patch_get_qkve(upstream):
+    """Return `get_qkve` that leaves edges raw [E, D] where the attention embeds them."""
+
+    @wraps(upstream)
     def get_qkve(self, x, edge_attr):
         if not _reads_raw_edges(self):
-            return theirs(self, x, edge_attr)
+            return upstream(self, x, edge_attr)
         x_src, x_dst = x if isinstance(x, tuple) else (x, x)
         src = cast_for_projections(x_src, self.lin_query, self.lin_key, self.lin_value)
-        dst = src if x_dst is x_src else x_dst  # of a mapper, which lin_query alone reads here
+        dst = src if x_dst is x_src else x_dst  # of a mapper: lin_query alone reads it here
         return self.lin_query(dst), self.lin_key(src), self.lin_value(src), self.edge_pre_mlp(edge_attr)
 
     return get_qkve
 
 
-def splitting(theirs):
-    """`prepare_qkve_edge_sharding` that splits the heads of nodes, and of edges unless they are raw."""
+def patch_prepare_qkve(upstream):
+    """Return `prepare_qkve_edge_sharding` that splits the heads of nodes, and of edges unless they are raw."""
 
-    @wraps(theirs)
+    @wraps(upstream)
     def prepare_qkve_edge_sharding(self, query, key, value, edges):
         if not _reads_raw_edges(self):
-            return theirs(self, query, key, value, edges)
+            return upstream(self, query, key, value, edges)
         return *(_split_heads(self, rows) for rows in (query, key, value)), edges
 
     return prepare_qkve_edge_sharding
 
 
-def blocking(theirs):
-    """`attention_block` that needs no chunks of edges."""
+def patch_attention_block(upstream):
+    """Return `attention_block` that does not cut the edges into chunks."""
 
-    @wraps(theirs)
+    @wraps(upstream)
     def attention_block(self, query, key, value, edges, edge_index, size, num_chunks, edges_are_dst_sorted=True):
         if not _serves(self, edge_index):
             edges = _embedded(self, edges)
-            return theirs(self, query, key, value, edges, edge_index, size, num_chunks, edges_are_dst_sorted)
+            return upstream(self, query, key, value, edges, edge_index, size, num_chunks, edges_are_dst_sorted)
         return self.apply_gt(query, key, value, edges, edge_index, size, edges_are_dst_sorted)
 
     return attention_block
 
 
-def attending(theirs):
-    """`apply_gt` by `anemoi_gt.edge_attention`."""
+def patch_apply_gt(upstream):
+    """Return `apply_gt` that calls `anemoi_gt.edge_attention`."""
 
-    @wraps(theirs)
+    @wraps(upstream)
     def apply_gt(self, query, key, value, edges, edge_index, size, edges_are_dst_sorted=True):
         if not _serves(self, edge_index):
             edges = _embedded(self, edges)
-            return theirs(self, query, key, value, edges, edge_index, size, edges_are_dst_sorted)
-        num_nodes = (key.shape[0], query.shape[0])
+            return upstream(self, query, key, value, edges, edge_index, size, edges_are_dst_sorted)
         reverse = torch.is_grad_enabled() and (key.requires_grad or value.requires_grad)
-        if torch.compiler.is_compiling():
-            graph, samples = traced_structure(edge_index, num_nodes, reverse=reverse), 1
-        else:
-            graph, samples = structure_of(edge_index, num_nodes, reverse=reverse)
+        graph, batch = structure_of(edge_index, (key.shape[0], query.shape[0]), reverse=reverse)
         embedding = (self.lin_edge.weight, self.lin_edge.bias) if edges.dim() == 2 else ()
-        if samples > 1:
-            query, key, value, edges = (rows.unflatten(0, (samples, -1)) for rows in (query, key, value, edges))
-        options = {"dropout_p": _dropout(self.conv), "config": CHOSEN.of(self).config}
+        if batch > 1:
+            query, key, value, edges = (rows.unflatten(0, (batch, -1)) for rows in (query, key, value, edges))
+        options = {"dropout_p": _dropout(self.conv), "config": SETTINGS.of(self).config}
         out, _ = edge_attention(query, key, value, graph, edges, *embedding, **options)
-        return out if samples == 1 else out.flatten(0, 1)
+        return out if batch == 1 else out.flatten(0, 1)
 
     return apply_gt
 
 
 def _serves(block, edge_index) -> bool:
-    """Whether we compute the attention of a block; if not, say why once, or raise where a backend was named."""
-    settings = CHOSEN.of(block)
+    """Return whether we compute the attention of a block; if not, warn once, or raise if a backend was named."""
+    settings = SETTINGS.of(block)
     if settings is None:
         return False
     reason = _unsupported_reason(block, edge_index)
-    if reason is not None:
-        _refuse(settings, reason)
-    return reason is None
-
-
-def _unsupported_reason(block, edge_index) -> str | None:
-    """Return why we cannot compute the attention of a block, or None when we can."""
-    if not isinstance(edge_index, Tensor) or edge_index.layout != torch.strided:
-        return "its edges came as a sparse adjacency, and an edge_index [2, E] is needed"
-    conv = block.conv
-    if _name_of(conv) not in ATTENTIONS:
-        return f"its conv is {_name_of(conv)}, which is not Anemoi's attention"
-    if isinstance(conv, nn.Module) and hooks_of(conv):
-        return "hooks watch its conv, which would not be called"
-    return None
-
-
-ATTENTIONS = (
-    "anemoi.models.layers.conv.GraphTransformerConv",
-    "anemoi.models.triton.gt.graph_transformer_attention_conv",
-)
-
-
-def _name_of(conv) -> str:
-    named = type(conv) if isinstance(conv, nn.Module) else conv
-    return f"{getattr(named, '__module__', None)}.{getattr(named, '__qualname__', repr(named))}"
-
-
-def _refuse(settings: Settings, reason: str) -> None:
+    if reason is None:
+        return True
     if settings.config.backend != "auto":
         raise ValueError(
             f"attention backend {settings.config.backend!r} cannot serve this Anemoi block: {reason}; "
             "backend 'auto' runs Anemoi's own code there"
         )
-    if not torch.compiler.is_compiling():
-        _say_once(f"an Anemoi block runs Anemoi's own attention: {reason}")
+    _warn_once(f"an Anemoi block runs Anemoi's own attention: {reason}")
+    return False
+
+
+def _unsupported_reason(block, edge_index) -> str | None:
+    """Return why we cannot compute the attention of a block, or None if we can."""
+    if not isinstance(edge_index, Tensor) or edge_index.layout != torch.strided:
+        return "its edges came as a sparse adjacency, and an edge_index [2, E] is needed"
+    conv = block.conv
+    if Upstream.triton_conv is not None and conv is Upstream.triton_conv:
+        return None
+    if type(conv) is not Upstream.conv:
+        return _describe(type(conv))
+    return "hooks watch its conv, which would not be called" if hooks_of(conv) else None
+
+
+@torch.compiler.assume_constant_result
+def _describe(kind: type) -> str:
+    return f"its conv is {kind.__module__}.{kind.__qualname__}, which is not Anemoi's attention"
+
+
+@torch.compiler.assume_constant_result
+def _warn_once(message: str) -> None:
+    """Log a warning at the first call with this message; in compiled code, when it is traced."""
+    _log_once(message)
 
 
 @cache
-def _say_once(message: str) -> None:
+def _log_once(message: str) -> None:
     log.warning(message)
 
 
 def _reads_raw_edges(block) -> bool:
-    """Whether the attention embeds the edges of a block; the same answer to all methods in one forward pass."""
-    settings = CHOSEN.of(block)
+    """Return whether the attention embeds the edges of a block; the same answer to all methods in one forward pass."""
+    settings = SETTINGS.of(block)
     if settings is None or not settings.fuse_edges or getattr(block, "shard_strategy", None) != "edges":
         return False  # by heads, Anemoi exchanges embedded edges between ranks
-    reason = _raw_edges_unsupported_reason(block)
-    if reason is not None and not torch.compiler.is_compiling():
-        _say_once(f"an Anemoi block embeds its edges before the attention: {reason}")
+    reason = _own_method(type(block))
+    if reason is None and type(block.lin_edge) is not nn.Linear:
+        reason = _describe_embedding(type(block.lin_edge))
+    if reason is None and hooks_of(block.lin_edge):
+        reason = "hooks watch its lin_edge, which would not be called"
+    if reason is not None:
+        _warn_once(f"an Anemoi block embeds its edges before the attention: {reason}")
     return reason is None
 
 
-def _raw_edges_unsupported_reason(block) -> str | None:
+@torch.compiler.assume_constant_result
+def _own_method(kind: type) -> str | None:
+    """Return which method between projection and attention a class of blocks overrides, None if none."""
     for name in (
         "get_qkve",
         "prepare_qkve_edge_sharding",
@@ -154,14 +238,14 @@ def _raw_edges_unsupported_reason(block) -> str | None:
         "attention_block",
         "apply_gt",
     ):
-        if not getattr(getattr(type(block), name), "__module__", "").startswith("anemoi.models."):
-            return f"{type(block).__qualname__} has a {name} of its own"
-    embed = block.lin_edge
-    if type(embed) is not nn.Linear:
-        return f"its lin_edge is {_name_of(embed)}, and torch.nn.Linear is needed"
-    if hooks_of(embed):
-        return "hooks watch its lin_edge, which would not be called"
+        if getattr(kind, name) is not getattr(Upstream.block, name):
+            return f"{kind.__qualname__} has a {name} of its own"
     return None
+
+
+@torch.compiler.assume_constant_result
+def _describe_embedding(kind: type) -> str:
+    return f"its lin_edge is {kind.__module__}.{kind.__qualname__}, and torch.nn.Linear is needed"
 
 
 def _split_heads(block, rows: Tensor) -> Tensor:
@@ -169,7 +253,7 @@ def _split_heads(block, rows: Tensor) -> Tensor:
 
 
 def _embedded(block, edges: Tensor) -> Tensor:
-    """Edges [E, H, C], as Anemoi's own methods take them."""
+    """Return edges [E, H, C], as upstream methods take them."""
     return _split_heads(block, block.lin_edge(edges)) if edges.dim() == 2 else edges
 
 

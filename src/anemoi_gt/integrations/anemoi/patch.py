@@ -1,7 +1,6 @@
-"""Switching Anemoi's blocks to our attention and back: the only place that changes Anemoi's classes.
+"""`install`, `swap_layers` and `uninstall`: methods of Anemoi's classes are replaced, and put back.
 
-Methods are replaced on classes. Nothing is written on a module, so that state dicts, pickles, copies and `isinstance` are
-Anemoi's own, whoever trained the model.
+Nothing is written on a module, so state dicts, pickles, copies and `isinstance` are Anemoi's own, with or without us.
 """
 
 import logging
@@ -17,66 +16,71 @@ import torch
 from torch import nn
 
 from anemoi_gt.attention_config import AttentionConfig
-from anemoi_gt.integrations.anemoi import attention, edge_cache, edge_lists
-from anemoi_gt.integrations.anemoi.block_settings import CHOSEN, Settings
+from anemoi_gt.integrations.anemoi import attention, cache, residual
+from anemoi_gt.integrations.anemoi.attention import SETTINGS, Settings
 
 log = logging.getLogger(__name__)
 
 BLOCK = ("anemoi.models.layers.block", "GraphTransformerBaseBlock")
 PROVIDER = ("anemoi.models.layers.graph_provider", "StaticGraphProvider")
 MAPPER = ("anemoi.models.layers.mapper", "GraphTransformerBaseMapper")
+PROCESSOR = ("anemoi.models.layers.processor", "GraphTransformerProcessor")
 PARTITION = ("anemoi.models.distributed.khop_edges", "GraphPartition")
-PROCESSORS = ("anemoi.models.layers.processor",)
-METHODS = {  # of a class, or of a module that holds a function under its name: what stands in for it
-    (BLOCK, "apply_gt"): attention.attending,
-    (BLOCK, "attention_block"): attention.blocking,
-    (BLOCK, "get_qkve"): attention.projecting,
-    (BLOCK, "prepare_qkve_edge_sharding"): attention.splitting,
-    (PROVIDER, "_expand_edges"): edge_lists.expanding,
-    (PROVIDER, "_get_edges_impl"): edge_lists.sharding,
-    (MAPPER, "prepare_edge_sharding_wrapper"): edge_lists.localising,
-    (PARTITION, "materialise"): edge_lists.materialising,
-    (PARTITION[:1], "build_graph_partition"): edge_lists.partitioning,
-    (MAPPER[:1], "build_graph_partition"): edge_lists.partitioning,
-    (MAPPER[:1], "gather_tensor"): edge_lists.gathering,
-    (PROCESSORS, "gather_tensor"): edge_lists.gathering,
+MODEL = ("anemoi.models.models.encoder_processor_decoder", "AnemoiModelEncProcDec")
+ENSEMBLE = ("anemoi.models.models.ens_encoder_processor_decoder", "AnemoiEnsModelEncProcDec")
+PATCHES = {  # (class, or module that holds a function, name of the method or function): what makes its replacement
+    (BLOCK, "apply_gt"): attention.patch_apply_gt,
+    (BLOCK, "attention_block"): attention.patch_attention_block,
+    (BLOCK, "get_qkve"): attention.patch_get_qkve,
+    (BLOCK, "prepare_qkve_edge_sharding"): attention.patch_prepare_qkve,
+    (PROVIDER, "_get_edges_impl"): cache.patch_get_edges,
+    (MAPPER, "prepare_edge_sharding_wrapper"): cache.patch_prepare_edge_sharding,
+    (PROCESSOR, "forward"): cache.patch_processor_forward,
+    (PARTITION, "materialise"): cache.patch_materialise,
+    (PARTITION[:1], "build_graph_partition"): cache.patch_build_partition,
+    (MAPPER[:1], "build_graph_partition"): cache.patch_build_partition,
+    (PARTITION[:1], "shard_tensor"): cache.patch_shard_tensor,
+    (MAPPER[:1], "gather_tensor"): cache.patch_gather_tensor,
+    (PROCESSOR[:1], "gather_tensor"): cache.patch_gather_tensor,
+    (MODEL, "_assemble_output"): residual.patch_assemble_output,
+    (ENSEMBLE, "_assemble_output"): residual.patch_assemble_ensemble_output,
 }
-_theirs: dict[tuple[type | ModuleType, str], object] = {}
+_upstream: dict[tuple[type | ModuleType, str], object] = {}  # what was replaced
 
 
 class Installation:
-    """What `install` returns: as a context manager, it brings back at its end what was before.
+    """Result of `install`; as a context manager, it restores the previous settings at its end.
 
-    It pickles as an empty context of the standard library, for layer kernels become part of Anemoi's checkpoints.
+    It pickles as an empty context of the standard library, because layer kernels become part of Anemoi's checkpoints.
     """
 
     def __init__(self, settings: Settings, before: Settings | None):
         self._settings, self._before = settings, before
 
     def __enter__(self) -> "Installation":
-        _put_in_place()  # it may have ended, at the end of another `with` or by `uninstall`
-        CHOSEN.everywhere = self._settings
+        _apply_patches()  # they may have been removed, at the end of another `with` or by `uninstall`
+        SETTINGS.everywhere = self._settings
         return self
 
     def __exit__(self, *error) -> None:
-        CHOSEN.everywhere = self._before
+        SETTINGS.everywhere = self._before
         if self._before is None:
-            _put_back_unless_used()
+            _remove_patches_unless_used()
         else:  # `uninstall` may have been called in between
-            _put_in_place()
+            _apply_patches()
 
     def __reduce__(self):
         return nullcontext, ()
 
 
 def install(backend: str = "auto", precision: str | None = None, fuse_edges: bool = True) -> Installation:
-    """Let every graph-transformer block of Anemoi, already built or not yet, compute its attention with us.
+    """Let all graph-transformer blocks of Anemoi, existing and future, compute their attention with anemoi_gt.
 
     Parameters
     ----------
     backend : {"auto", "triton", "torch"}
-        As in `anemoi_gt.AttentionConfig`. What we cannot serve runs Anemoi's own code with `auto`, which says so once with
-        the reason, and raises with a backend that is named.
+        As in `anemoi_gt.AttentionConfig`. Blocks that we cannot serve run Anemoi's own code with `auto`, which logs
+        the reason once, and raise with a named backend; both in eager and in compiled code.
     precision : {None, "fp32", "bf16", "fp16"}
         As in `anemoi_gt.AttentionConfig`; None follows autocast.
     fuse_edges : bool
@@ -86,44 +90,44 @@ def install(backend: str = "auto", precision: str | None = None, fuse_edges: boo
     Returns
     -------
     Installation
-        Use it in a `with` statement to end it there; otherwise it lasts until `uninstall`. A backward pass belongs inside,
-        because checkpointed activations are computed again there.
+        Use it in a `with` statement to end it there; otherwise it lasts until `uninstall`. A backward pass belongs
+        inside, because checkpointed activations are computed again there.
 
     Raises
     ------
     ValueError
         For another backend or precision.
     ImportError
-        If anemoi-models is missing, or a version whose blocks have no `apply_gt` that we know.
+        If anemoi-models is missing, or its blocks do not have the `apply_gt` of a supported version.
 
     Notes
     -----
-    The first installation and the end of the last one drop all code that torch.compile has made in this process, which
-    would go on with the methods it was made from; it is compiled again when it is called.
+    The first installation and the end of the last one call `torch.compiler.reset`: compiled code would go on with the
+    methods it was made from. It is compiled again when it is called.
     """
     settings = _switch_on(AttentionConfig(backend=backend, precision=precision), fuse_edges)
-    installation = Installation(settings, before=CHOSEN.everywhere)
-    CHOSEN.everywhere = settings
+    installation = Installation(settings, before=SETTINGS.everywhere)
+    SETTINGS.everywhere = settings
     return installation
 
 
 def uninstall() -> None:
-    """Let every block of Anemoi, those of `swap_layers` included, compute with Anemoi's own code again."""
-    CHOSEN.clear()
-    _put_back_unless_used()
+    """Let all blocks of Anemoi, those of `swap_layers` included, compute with Anemoi's own code again."""
+    SETTINGS.clear()
+    _remove_patches_unless_used()
 
 
 def swap_layers(
     model: nn.Module, backend: str = "auto", precision: str | None = None, fuse_edges: bool = True
 ) -> nn.Module:
-    """Let the graph-transformer blocks of one model compute their attention with us.
+    """Let the graph-transformer blocks of one model compute their attention with anemoi_gt.
 
     Parameters
     ----------
     model : torch.nn.Module
-        It is not changed: its blocks are remembered. A copy or an unpickled model has to be swapped again.
+        It is not changed: its blocks are registered. A copy or an unpickled model has to be swapped again.
     backend, precision, fuse_edges
-        As for `install`; they come before those of `install`.
+        As for `install`; they take precedence over those of `install`.
 
     Returns
     -------
@@ -145,17 +149,62 @@ def swap_layers(
         raise ValueError(f"model must have a graph-transformer block of Anemoi, got {type(model).__name__} without one")
     settings = _switch_on(config, fuse_edges)
     for each in blocks:
-        CHOSEN.choose(each, settings)
+        SETTINGS.choose(each, settings)
     return model
 
 
+def graph_transformer_processor(
+    *, backend: str = "auto", precision: str | None = None, fuse_edges: bool = True, **options
+) -> nn.Module:
+    """Build Anemoi's `GraphTransformerProcessor` with swapped blocks; a target for configs whose validation is off.
+
+    Parameters
+    ----------
+    backend, precision, fuse_edges
+        As for `install`.
+    **options
+        Of `anemoi.models.layers.processor.GraphTransformerProcessor`.
+    """
+    return swap_layers(_find(*PROCESSOR)(**options), backend, precision, fuse_edges)
+
+
+def graph_transformer_forward_mapper(
+    *, backend: str = "auto", precision: str | None = None, fuse_edges: bool = True, **options
+) -> nn.Module:
+    """Build Anemoi's `GraphTransformerForwardMapper`, the encoder, with a swapped block; a target, too.
+
+    Parameters
+    ----------
+    backend, precision, fuse_edges
+        As for `install`.
+    **options
+        Of `anemoi.models.layers.mapper.GraphTransformerForwardMapper`.
+    """
+    return swap_layers(_find(MAPPER[0], "GraphTransformerForwardMapper")(**options), backend, precision, fuse_edges)
+
+
+def graph_transformer_backward_mapper(
+    *, backend: str = "auto", precision: str | None = None, fuse_edges: bool = True, **options
+) -> nn.Module:
+    """Build Anemoi's `GraphTransformerBackwardMapper`, the decoder, with a swapped block; a target, too.
+
+    Parameters
+    ----------
+    backend, precision, fuse_edges
+        As for `install`.
+    **options
+        Of `anemoi.models.layers.mapper.GraphTransformerBackwardMapper`.
+    """
+    return swap_layers(_find(MAPPER[0], "GraphTransformerBackwardMapper")(**options), backend, precision, fuse_edges)
+
+
 def _switch_on(config: AttentionConfig, fuse_edges: bool) -> Settings:
-    """Put our methods in place; edges can be fused where all methods of the block are."""
+    """Apply the patches; edges can be fused where all methods of the block were replaced."""
     if not isinstance(fuse_edges, bool):
         raise ValueError(f"fuse_edges must be True or False, got {fuse_edges!r}")
-    _put_in_place()
-    in_place = {name for owner, name in _theirs}
-    return Settings(config, fuse_edges and in_place.issuperset(name for place, name in METHODS if place == BLOCK))
+    _apply_patches()
+    replaced = {name for _, name in _upstream}
+    return Settings(config, fuse_edges and replaced.issuperset(name for place, name in PATCHES if place == BLOCK))
 
 
 def _find(module: str, *name: str) -> type | ModuleType:
@@ -169,41 +218,49 @@ def _find(module: str, *name: str) -> type | ModuleType:
         ) from error
 
 
-def _put_in_place() -> None:
-    if _theirs:
+def _apply_patches() -> None:
+    if _upstream:
         return
-    for (place, name), stand_in in METHODS.items():
-        owner = _find(*place)
-        theirs = vars(owner).get(name)
-        if theirs is not None and _parameters(theirs) == _parameters(stand_in(theirs)):
-            _theirs[owner, name] = theirs
-            setattr(owner, name, stand_in(theirs))
-        elif name == "apply_gt":  # the first
+    found = {}
+    for (place, name), patch in PATCHES.items():
+        try:
+            owner = _find(*place)
+        except ImportError:
+            if place == BLOCK:
+                raise
+            owner = None
+        upstream = vars(owner).get(name) if owner is not None else None
+        if upstream is not None and _parameters(upstream) == _parameters(patch(upstream)):
+            found[owner, name] = (upstream, patch(upstream))
+        elif name == "apply_gt":
             raise ImportError(
-                f"anemoi-models must have {BLOCK[1]}.apply_gt as 0.18.0 and 0.19.0 have it, got {version('anemoi-models')}"
+                f"anemoi-models must have {BLOCK[1]}.apply_gt as 0.18.0 and 0.19.0 have it, "
+                f"got {version('anemoi-models')}"
             )
         else:
-            log.warning(
-                "this anemoi-models has another %s.%s: expect less speed, not other results", owner.__name__, name
-            )
-    _forget_compiled()
+            log.warning("this anemoi-models has another %s.%s: expect less speed, not other results", place[-1], name)
+    attention.resolve_upstream(_find(*BLOCK))
+    for (owner, name), (upstream, replacement) in found.items():
+        _upstream[owner, name] = upstream
+        setattr(owner, name, replacement)
+    _reset_compiled()
 
 
 def _parameters(function) -> list[str]:
     return list(signature(function, follow_wrapped=False).parameters)
 
 
-def _put_back_unless_used() -> None:
-    if CHOSEN.is_empty and _theirs:
-        for (owner, name), method in _theirs.items():
+def _remove_patches_unless_used() -> None:
+    if SETTINGS.is_empty and _upstream:
+        for (owner, name), method in _upstream.items():
             setattr(owner, name, method)
-        _theirs.clear()
-        edge_lists.forget()
-        edge_cache.forget()
-        _forget_compiled()
+        _upstream.clear()
+        cache.clear_cache()
+        residual.clear_indices()
+        _reset_compiled()
 
 
-def _forget_compiled() -> None:
-    """Compiled code holds the methods it was compiled from, and PyTorch does not notice when a class gets others."""
+def _reset_compiled() -> None:
+    """Drop compiled code, which holds the methods it was made from; PyTorch does not notice that a class got others."""
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()

@@ -1,0 +1,81 @@
+"""The residual of Anemoi's models: `_assemble_output` whose gradient is a gather.
+
+    out[..., i_k] = x_out[..., i_k] + x_skip[..., j_k]        for the prognostic variables k
+
+Upstream writes it as `x_out[..., i] += x_skip[..., j]`, whose gradient is an indexed accumulation over the whole grid
+(10 ms of a step of Anemoi's benchmark on an H200) and which copies i and j to the device at every step. As
+`index_add` of `index_select` the gradients are a gather, and i and j stay on the device.
+"""
+
+from functools import wraps
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+_ON_DEVICE = WeakTensorKeyDictionary()  # {index of a model: {(device, version): the same on the device}}
+
+
+def patch_assemble_output(upstream):
+    """Return `_assemble_output` of a model with one ensemble size for the whole batch."""
+
+    @wraps(upstream)
+    def _assemble_output(self, x_out, x_skip, batch_size, ensemble_size, dtype, dataset_name):
+        return _assemble(self, x_out, x_skip, batch_size, ensemble_size, dtype, dataset_name)
+
+    return _assemble_output
+
+
+def patch_assemble_ensemble_output(upstream):
+    """Return `_assemble_output` of a model that is told batch size times ensemble size."""
+
+    @wraps(upstream)
+    def _assemble_output(self, x_out, x_skip, batch_size, batch_ens_size, dtype, dataset_name=None):
+        return _assemble(self, x_out, x_skip, batch_size, batch_ens_size // batch_size, dtype, dataset_name)
+
+    return _assemble_output
+
+
+def _assemble(
+    model,
+    x_out: Tensor,
+    x_skip: Tensor | None,
+    batch_size: int,
+    ensemble_size: int,
+    dtype: torch.dtype,
+    dataset_name: str,
+) -> Tensor:
+    """Return the output [batch, time, ensemble, grid, variables] with residual and boundings."""
+    steps = model.n_step_output
+    x_out = x_out.reshape(batch_size, ensemble_size, -1, steps, x_out.shape[-1] // steps)
+    x_out = x_out.permute(0, 3, 1, 2, 4).to(dtype)
+    if x_skip is None:
+        x_out = x_out.clone()  # a bounding may write into it
+    else:
+        if x_skip.ndim != 5 or x_skip.shape[1] != x_out.shape[1]:
+            raise AssertionError(
+                f"residual must have shape [batch, time, ensemble, grid, variables] with {x_out.shape[1]} output "
+                f"steps, got {tuple(x_skip.shape)}"
+            )
+        skip = x_skip.index_select(-1, _on_device(model._internal_input_idx[dataset_name], x_out.device))
+        x_out = x_out.index_add(-1, _on_device(model._internal_output_idx[dataset_name], x_out.device), skip.to(dtype))
+    for bounding in model.boundings[dataset_name]:
+        x_out = bounding(x_out)
+    return x_out
+
+
+def _on_device(index: Tensor | list[int], device: torch.device) -> Tensor:
+    """Return an index on a device, copied there once."""
+    if not isinstance(index, Tensor) or index.device == device or torch.compiler.is_compiling():
+        return torch.as_tensor(index, device=device)
+    held, key = _ON_DEVICE.setdefault(index, {}), (device, index._version)
+    if key not in held:
+        with torch.inference_mode(False):
+            held.clear()
+            held[key] = index.to(device)
+    return held[key]
+
+
+def clear_indices() -> None:
+    """Free the indices on devices."""
+    _ON_DEVICE.clear()

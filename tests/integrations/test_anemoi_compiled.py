@@ -1,0 +1,338 @@
+"""Blocks compiled by torch.compile compute with us: our operator is in the traced graph, and Anemoi's attention is not."""
+
+import logging
+from functools import partial
+
+import pytest
+import torch
+from anemoi.models.layers.block import GraphTransformerMapperBlock, GraphTransformerProcessorBlock
+from anemoi.models.triton.gt import graph_transformer_attention_conv
+from support.anemoi_model import (
+    NODES,
+    OwnConv,
+    OwnLinear,
+    block_inputs,
+    build,
+    differentiate,
+    differentiate_block,
+    draw,
+    make_block,
+    make_ensemble_options,
+    make_options,
+)
+from support.same_numbers import assert_same_numbers
+from torch.utils.checkpoint import checkpoint
+
+from anemoi_gt import GraphStructure
+from anemoi_gt.integrations import anemoi as integration
+from anemoi_gt.integrations.anemoi import attention as replacements
+from anemoi_gt.integrations.anemoi.cache import cached_list
+
+
+class Traced(dict):
+    """The nodes of one traced graph by the names of what they call."""
+
+    def __init__(self, module):
+        super().__init__()
+        for submodule in module.modules():  # the body of a checkpoint is a module of its own
+            for node in submodule.graph.nodes:
+                self.setdefault(str(node.target), []).append(node)
+
+    def batch_sizes(self):
+        """The batch dimension of the query [B, N_dst, H, C] at each call of our attention."""
+        calls = [node for name, nodes in self.items() if name.startswith("anemoi_gt.edge_attention_") for node in nodes]
+        return [node.args[0].meta["example_value"].shape[0] for node in calls]
+
+
+@pytest.fixture
+def traced():
+    """A backend of torch.compile, and the graphs that it was given."""
+    torch.compiler.reset()
+    graphs = []
+
+    def backend(module, inputs):
+        graphs.append(Traced(module))
+        return module.forward
+
+    return backend, graphs
+
+
+def triton_block(*args, **options):
+    """A block as a GPU machine would have it with `graph_attention_backend: triton`."""
+    block = make_block(*args, **options)
+    del block.conv
+    block.conv, block.graph_attention_backend = graph_transformer_attention_conv, "triton"
+    return block
+
+
+def assert_ours(names):
+    """Assert that a traced graph has our operator and no attention of Anemoi's, neither kernel nor message passing."""
+    assert any(name.startswith("anemoi_gt.edge_attention_") for name in names), names
+    upstream = ("anemoi.graph_transformer", "scatter", "softmax")
+    assert not [name for name in names if any(part in name for part in upstream)]
+
+
+KINDS = {"processor": GraphTransformerProcessorBlock, "mapper": GraphTransformerMapperBlock}
+OPTIONS = {
+    "default": {},
+    "qk_norm": {"qk_norm": True},
+    "edge_pre_mlp": {"edge_pre_mlp": True},
+    "attn_channels": {"attn_channels": 8},
+    "heads": {"shard_strategy": "heads"},
+    "embedded edges": {},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("make", (make_block, triton_block), ids=("pyg", "triton"))
+@pytest.mark.parametrize("options", OPTIONS)
+def test_a_compiled_block_computes_with_us(kind, make, options, traced):
+    backend, graphs = traced
+    inputs = block_inputs(KINDS[kind])
+    expected = differentiate_block(make_block(KINDS[kind], **OPTIONS[options]), inputs)
+    with integration.install(fuse_edges=options != "embedded edges"):
+        block = make(KINDS[kind], **OPTIONS[options])
+        compiled = torch.compile(block, fullgraph=True, backend=backend)
+        assert_same_numbers(differentiate_block(block, inputs, compiled), expected)
+    assert len(graphs) == 1
+    assert_ours(graphs[0])
+
+
+@pytest.mark.parametrize("make", (make_block, triton_block), ids=("pyg", "triton"))
+@pytest.mark.parametrize("order", ("checkpoint around compiled", "compiled around checkpoint"))
+def test_checkpointed_blocks_compute_with_us(make, order, traced):
+    backend, graphs = traced
+    inputs = block_inputs()
+    expected = differentiate_block(make_block(), inputs)
+    block = make()
+    compiled = partial(torch.compile, fullgraph=True, backend=backend)
+    with integration.install():
+        if order == "checkpoint around compiled":
+            forward = partial(checkpoint, compiled(block), use_reentrant=False)
+        else:
+            forward = compiled(lambda *inputs: checkpoint(block, *inputs, use_reentrant=False))
+        assert_same_numbers(differentiate_block(block, inputs, forward), expected)
+    assert len(graphs) == 1
+    assert_ours(graphs[0])
+
+
+@pytest.mark.parametrize("make", (make_block, triton_block), ids=("pyg", "triton"))
+def test_a_swapped_block_is_compiled_with_us(make, traced):
+    backend, graphs = traced
+    expected = differentiate_block(make_block(), block_inputs())
+    block = integration.swap_layers(make())
+    compiled = torch.compile(block, fullgraph=True, backend=backend)
+    assert_same_numbers(differentiate_block(block, block_inputs(), compiled), expected)
+    assert_ours(graphs[0])
+
+
+def test_dropout_is_compiled_with_us(traced):
+    backend, graphs = traced
+    block = make_block()
+    block.conv.dropout = 0.5
+    with integration.install():
+        compiled = torch.compile(block, fullgraph=True, backend=backend)
+        first, second = (compiled(*block_inputs())[0] for _ in range(2))
+        assert (first - second).abs().max() > 1e-3
+        block.eval()
+        torch.testing.assert_same_numbers(compiled(*block_inputs())[0], block(*block_inputs())[0])
+    for names in graphs:
+        assert_ours(names)
+
+
+def test_all_blocks_of_a_model_share_one_graph(traced):
+    backend, graphs = traced
+    with integration.install():
+        for make in (make_block, make_block):
+            block = make()
+            expected = differentiate_block(block, block_inputs())
+            block.compile(fullgraph=True, backend=backend)
+            assert_same_numbers(differentiate_block(block, block_inputs()), expected)
+    assert len(graphs) == 1
+
+
+def test_install_and_uninstall_reach_compiled_blocks(traced):
+    backend, graphs = traced
+    block = torch.compile(make_block(), fullgraph=True, backend=backend)
+    for switch in (None, integration.install, integration.uninstall):
+        if switch is not None:
+            switch()
+        block(*block_inputs())
+    ours = [any("edge_attention" in name for name in names) for names in graphs]
+    assert ours == [False, True, False]
+
+
+def with_own_conv():
+    block = make_block()
+    block.conv = OwnConv(block.conv)
+    return block
+
+
+def with_own_function():
+    block = make_block()
+    conv = block.conv
+    del block.conv
+    block.conv = lambda *operands: conv(*operands)
+    return block
+
+
+def with_watched_conv():
+    block = make_block()
+    block.conv.register_forward_hook(lambda *_: None)
+    return block
+
+
+UNSERVED = {
+    "its conv is .*OwnConv, which is not Anemoi's attention": with_own_conv,
+    "its conv is builtins.function, which is not Anemoi's attention": with_own_function,
+    "hooks watch its conv, which would not be called": with_watched_conv,
+}
+
+
+@pytest.mark.parametrize("reason", UNSERVED)
+def test_auto_warns_once_while_compiling_and_a_named_backend_raises(reason, traced, caplog):
+    backend, graphs = traced
+    block = UNSERVED[reason]()
+    expected = differentiate_block(block, block_inputs())
+    replacements._log_once.cache_clear()
+    with caplog.at_level(logging.WARNING, logger="anemoi_gt"), integration.install():
+        for compiled in (torch.compile(block, backend=backend), block):
+            assert_same_numbers(differentiate_block(block, block_inputs(), compiled), expected)
+    assert not any("edge_attention" in name for names in graphs for name in names)
+    (message,) = [record.message for record in caplog.records if record.name.startswith("anemoi_gt")]
+    assert message.startswith("an Anemoi block runs Anemoi's own attention: ")
+    refused = f"backend 'torch' cannot serve this Anemoi block: {reason}"
+    with integration.install(backend="torch"):
+        for compiled in (torch.compile(block, backend=backend, fullgraph=True), torch.compile(block, backend=backend)):
+            with pytest.raises((ValueError, torch._dynamo.exc.Unsupported), match=refused):
+                compiled(*block_inputs())
+
+
+def test_a_compiled_block_that_embeds_its_edges_warns_once(traced, caplog):
+    backend, graphs = traced
+    block = make_block()
+    block.lin_edge.__class__ = OwnLinear
+    expected = differentiate_block(block, block_inputs())
+    replacements._log_once.cache_clear()
+    with caplog.at_level(logging.WARNING, logger="anemoi_gt"), integration.install():
+        for compiled in (torch.compile(block, fullgraph=True, backend=backend), block):
+            assert_same_numbers(differentiate_block(block, block_inputs(), compiled), expected)
+    assert_ours(graphs[0])
+    (message,) = [record.message for record in caplog.records if record.name.startswith("anemoi_gt")]
+    assert message.startswith("an Anemoi block embeds its edges before the attention: its lin_edge is ")
+
+
+BLOCKS = (GraphTransformerMapperBlock, GraphTransformerProcessorBlock)
+
+
+def compile_blocks(model, backend, **options):
+    """Compile every block of a model by itself, in place."""
+    for module in model.modules():
+        if isinstance(module, BLOCKS):
+            module.compile(fullgraph=True, backend=backend, **options)
+    return model
+
+
+@pytest.fixture
+def sorts(monkeypatch):
+    """Shapes of the edge lists that are sorted."""
+    shapes, sort = [], GraphStructure.from_edge_index.__func__
+
+    def record(cls, edge_index, *arguments, **options):
+        shapes.append(tuple(edge_index.shape))
+        return sort(cls, edge_index, *arguments, **options)
+
+    monkeypatch.setattr(GraphStructure, "from_edge_index", classmethod(record))
+    return shapes
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "shape", "forward", "folded"),
+    (
+        (make_options, {"mapper_chunks": 1}, {"batch": 1}, {}, {1}),
+        (make_options, {"mapper_chunks": 1}, {"batch": 2}, {}, {2}),
+        (make_options, {"mapper_chunks": 3}, {"batch": 2}, {}, {1, 2}),
+        (make_options, {"shard_strategy": "heads"}, {"batch": 2}, {}, {2}),
+        (make_ensemble_options, {}, {"batch": 2, "ensemble": 2}, {"fcstep": 1}, {2, 4}),
+    ),
+    ids=("one sample", "batch", "chunks across samples", "heads", "ensemble"),
+)
+def test_compiled_blocks_fold_batches_as_eager_ones_and_sort_nothing(
+    graph, traced, sorts, make, options, shape, forward, folded
+):
+    backend, graphs = traced
+    model, x = build(graph, make(**options)), draw(graph, **shape)
+    expected = differentiate(model, x, **forward)
+    with integration.install():
+        assert_same_numbers(differentiate(model, x, **forward), expected)
+        sorts.clear()
+        compile_blocks(model, backend)
+        for _ in range(2):
+            assert_same_numbers(differentiate(model, x, **forward), expected)
+    assert not sorts
+    assert not any("edge_structure" in name for names in graphs for name in names)
+    for names in graphs:
+        assert_ours(names)
+    assert {size for names in graphs for size in names.batch_sizes()} == folded
+
+
+def test_compiled_blocks_sort_each_list_once_when_nothing_ran_before(graph, traced, sorts):
+    backend, graphs = traced
+    model, x = compile_blocks(build(graph, make_options(mapper_chunks=2, layers=4)), backend), draw(graph, batch=2)
+    with integration.install():
+        for _ in range(3):
+            differentiate(model, x)
+    assert len(sorts) == 1 + 2 * 2
+    assert len(graphs) <= 4  # encoder, decoder (the second with dynamic sizes) and processor
+
+
+def test_a_list_of_unknown_origin_is_sorted_once_in_compiled_code(traced, sorts):
+    backend, graphs = traced
+    block, inputs = make_block(), block_inputs()
+    expected = differentiate_block(block, inputs)
+    with integration.install():
+        compiled = torch.compile(block, fullgraph=True, backend=backend)
+        for _ in range(3):
+            assert_same_numbers(differentiate_block(block, inputs, compiled), expected)
+    assert len(sorts) == 1
+    assert "anemoi_gt.edge_structure.default" in graphs[0]
+
+
+def test_compiled_code_tells_lists_of_the_same_sizes_apart(traced):
+    backend, _ = traced
+    block, (x, edge_attr, edge_index, *rest) = make_block(), block_inputs()
+    lists = [edge_index, edge_index.flip(0), torch.stack([edge_index[0], edge_index[0]])]
+    expected = [differentiate_block(block, (x, edge_attr, each, *rest)) for each in lists]
+    cached = [cached_list(each.clone(), (NODES, NODES)) for each in lists[:2]] + lists[2:]
+    with integration.install():
+        compiled = torch.compile(block, fullgraph=True, backend=backend)
+        for _ in range(2):
+            for each, wanted in zip(cached, expected, strict=True):
+                assert_same_numbers(differentiate_block(block, (x, edge_attr, each, *rest), compiled), wanted)
+
+
+def test_inference_compiled_makes_no_source_side(traced):
+    backend, _ = traced
+    edge_index = cached_list(block_inputs()[2], (NODES, NODES))
+    inputs = [*block_inputs()[:2], edge_index, *block_inputs()[3:]]
+    with integration.install(), torch.no_grad():
+        torch.compile(make_block(), fullgraph=True, backend=backend)(*inputs)
+        assert not edge_index._anemoi_gt_cache.graph.has_reverse
+
+
+@pytest.mark.parametrize("component", ("processor", "mapper"))
+def test_a_component_compiled_whole_computes_with_us(graph, component, traced, sorts):
+    backend, graphs = traced
+    model, x = build(graph, make_options(checkpointing=False)), draw(graph, batch=2)
+    expected = differentiate(model, x)
+    with integration.install():
+        for module in (
+            (model.processor,) if component == "processor" else (model.encoder["encoder"], model.decoder["decoder"])
+        ):
+            module.compile(fullgraph=True, backend=backend)
+        for _ in range(2):
+            assert_same_numbers(differentiate(model, x), expected)
+    for names in graphs:
+        assert_ours(names)
+        assert "anemoi_gt.edge_structure.default" not in names
+    assert len(sorts) == 1 + 2 * 2

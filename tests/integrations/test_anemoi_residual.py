@@ -1,0 +1,90 @@
+"""The residual of Anemoi's models by `index_add`: the same numbers, bit for bit, with gradients that are a gather."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from anemoi.models.models import AnemoiModelEncProcDec
+from anemoi.models.models.ens_encoder_processor_decoder import AnemoiEnsModelEncProcDec
+
+from anemoi_gt.integrations import anemoi as integration
+
+BATCH, TIME, ENSEMBLE, GRID = 2, 2, 3, 5
+INDICES = {"global": ([0, 3, 1], [2, 4, 0]), "regional": ([1], [0])}  # prognostic variables of output and input
+
+
+def clamp(x):
+    """A bounding that writes into its input, as Anemoi's do."""
+    x[..., [1]] = x[..., [1]].relu()
+    return x
+
+
+MODEL = SimpleNamespace(
+    n_step_output=TIME,
+    _internal_output_idx={name: torch.tensor(out, dtype=torch.int32) for name, (out, _) in INDICES.items()},
+    _internal_input_idx={name: torch.tensor(skip, dtype=torch.int32) for name, (_, skip) in INDICES.items()},
+    boundings={"global": [clamp, lambda x: x * 2], "regional": []},
+)
+
+
+def assemble(kind, dataset, dtype, with_skip=True):
+    """Output, and gradients of decoder output and residual."""
+    generator = torch.Generator().manual_seed(0)
+    x_out = torch.randn(BATCH * ENSEMBLE * GRID, TIME * 4, generator=generator).to(dtype).requires_grad_()
+    skip = torch.randn(BATCH, TIME, ENSEMBLE, GRID, 6, generator=generator, requires_grad=True)
+    size = BATCH * ENSEMBLE if kind is AnemoiEnsModelEncProcDec else ENSEMBLE
+    out = kind._assemble_output(MODEL, x_out, skip if with_skip else None, BATCH, size, torch.float32, dataset)
+    return out, *torch.autograd.grad(out.sin().sum(), (x_out, skip) if with_skip else (x_out,))
+
+
+CASES = [
+    (kind, dataset, dtype)
+    for kind in (AnemoiModelEncProcDec, AnemoiEnsModelEncProcDec)
+    for dataset in INDICES
+    for dtype in (torch.float32, torch.bfloat16)
+]
+
+
+@pytest.mark.parametrize(("kind", "dataset", "dtype"), CASES, ids=str)
+def test_the_residual_is_upstreams_bit_for_bit(kind, dataset, dtype):
+    expected = assemble(kind, dataset, dtype)
+    with integration.install():
+        actual = assemble(kind, dataset, dtype)
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+
+
+def test_without_residual_the_output_is_a_copy_that_boundings_may_write_into():
+    expected = assemble(AnemoiModelEncProcDec, "global", torch.float32, with_skip=False)
+    with integration.install():
+        actual = assemble(AnemoiModelEncProcDec, "global", torch.float32, with_skip=False)
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+
+
+def operators_of(run):
+    """Operators that a computation runs, by name."""
+    with torch.autograd.profiler.profile() as profile:
+        run()
+    return {event.key for event in profile.key_averages()}
+
+
+def test_the_gradient_of_the_residual_accumulates_nothing():
+    def run():
+        assemble(AnemoiModelEncProcDec, "regional", torch.float32)
+
+    assert "aten::_index_put_impl_" in operators_of(run)
+    with integration.install():
+        assert "aten::_index_put_impl_" not in operators_of(run)
+
+
+def test_a_residual_of_another_number_of_steps_is_refused():
+    x_out, skip = torch.zeros(GRID, TIME * 4), torch.zeros(1, TIME + 1, 1, GRID, 6)
+    with integration.install(), pytest.raises(AssertionError, match="with 2 output steps, got"):
+        AnemoiModelEncProcDec._assemble_output(MODEL, x_out, skip, 1, 1, torch.float32, "global")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, to which indices are copied")
+def test_indices_are_copied_to_the_device_once():
+    from anemoi_gt.integrations.anemoi.residual import _on_device
+
+    index = MODEL._internal_output_idx["global"]
+    assert _on_device(index, torch.device("cuda:0")) is _on_device(index, torch.device("cuda:0"))
