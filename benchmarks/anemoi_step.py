@@ -1,8 +1,7 @@
 """A training step of an Anemoi model, untouched and under `install`: time, peak memory, kernels by family.
 
     python benchmarks/anemoi_step.py --output benchmarks/results/anemoi_step.json
-    python benchmarks/anemoi_step.py --grid O32 --refinement 3 --channels 32 --layers 2 --rounds 2 --steps 2 --device
-    cpu
+    python benchmarks/anemoi_step.py --grid O32 --refinement 3 --channels 32 --layers 2 --rounds 2 --device cpu
 
 The defaults are the configuration of Anemoi's official benchmark: N320, icosphere 6, 512 channels, 16 processor layers,
 mappers in two chunks, activation checkpointing, 16-mixed, AdamW. All variants share one model and one process; each
@@ -10,7 +9,8 @@ round takes them in random order, and after each switch some steps are left out.
 loss and gradients are compared with those of the untouched model; one that fails or differs is reported, and the others
 go on. Results are written after each part.
 
-A variant is a function that makes a context in which the model computes its way; add one to `VARIANTS`.
+Each variant is with or without `install`, eager, with processor and mapper blocks compiled one by one or processor and
+mappers compiled whole, with the activation checkpointing of the config or none. Compilation is part of the warm-up.
 """
 
 import argparse
@@ -29,7 +29,6 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / name) for name in ("benchmarks", "src", "tests")]
 
 from kernel_families import profile_of  # noqa: E402
-from own_blocks import own_blocks  # noqa: E402
 from suite.environment import describe  # noqa: E402
 from suite.results import Results  # noqa: E402
 from support.anemoi_model import build, draw, graph_of, make_options  # noqa: E402
@@ -40,28 +39,48 @@ PACKAGES = {"torch", "triton", "torch-geometric", "anemoi-models", "anemoi-utils
 PRECISIONS = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16, "32": None}
 
 
+BLOCKS = ("GraphTransformerProcessorBlock", "GraphTransformerMapperBlock")
+WHOLE = ("GraphTransformerProcessor", "GraphTransformerForwardMapper", "GraphTransformerBackwardMapper")
+
+
 @contextmanager
-def compiled_blocks(model):
-    """Anemoi's blocks under install and torch.compile, as its config `compile` asks for."""
-    blocks = [module for module in model.modules() if type(module).__name__ == "GraphTransformerProcessorBlock"]
-    with integration.install():
-        for block in blocks:
-            block.compile(dynamic=False)
+def variant(model, *, installed, compiled=(), recompute=True):
+    """Compute a step one way.
+
+    Parameters
+    ----------
+    model : nn.Module
+    installed : bool
+        Under `install`.
+    compiled : tuple of str
+        Classes whose modules torch.compile compiles, one by one.
+    recompute : bool
+        Activation checkpointing as in the model's config, or none.
+    """
+    modules = [module for module in model.modules() if type(module).__name__ in compiled]
+    checkpointed = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
+    with integration.install() if installed else nullcontext():
+        for module in modules:
+            module.compile(dynamic=False)
+        for module in checkpointed:
+            module.gradient_checkpointing = recompute
         try:
             yield
         finally:
-            for block in blocks:
-                block._compiled_call_impl = None
+            for module in modules:
+                module._compiled_call_impl = None
+            for module in checkpointed:
+                module.gradient_checkpointing = True
+            torch._dynamo.reset()
 
 
-VARIANTS = {
-    "untouched": lambda model: nullcontext(),
-    "install": lambda model: integration.install(),
-    "install, edges embedded": lambda model: integration.install(fuse_edges=False),
-    "install, blocks compiled": compiled_blocks,
-    "our blocks": own_blocks,
-    "our blocks, compiled": partial(own_blocks, fullgraph=True, dynamic=False),
-}
+VARIANTS = {"untouched": partial(variant, installed=False), "install": partial(variant, installed=True)}
+for _name, _form in list(VARIANTS.items()):
+    VARIANTS[f"{_name}, blocks compiled"] = partial(_form, compiled=BLOCKS)
+    VARIANTS[f"{_name}, compiled whole"] = partial(_form, compiled=WHOLE)
+for _name, _form in list(VARIANTS.items()):
+    VARIANTS[f"{_name}, no recomputation"] = partial(_form, recompute=False)
+VARIANTS["install, edges embedded"] = lambda model: integration.install(fuse_edges=False)
 
 
 @cache
