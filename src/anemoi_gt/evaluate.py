@@ -55,18 +55,9 @@ def prepare(config: "DictConfig") -> Callable[[], None]:
 
 
 def evaluate(run: Run, checkpoint: Path, folder: Path, steps: int) -> None:
-    """Write scores and plots to an existing folder.
+    """Write scores and plots, also of the metrics beside the checkpoint, to an existing folder.
 
-    Parameters
-    ----------
-    run : Run
-        From `build`, with the model's weights from the checkpoint.
-    checkpoint : Path
-        The checkpoint; the metrics beside it are plotted.
-    folder : Path
-        Folder of the results.
-    steps : int
-        Length of the rollouts; 1 disables them.
+    The run is from `build`, with the model's weights from the checkpoint. Rollouts have `steps` steps; 1 disables them.
     """
     model = run.model.to(choose_device(run.training.device)).eval()
     with cpu_threads(run.training.threads):
@@ -101,10 +92,8 @@ def launch_on_checkpoint(name: str, prepare: Callable[["DictConfig"], Callable[[
 def store_config(arguments: list[str]) -> None:
     """Register the config of the checkpoint that the arguments name as Hydra's config `run: of_checkpoint`.
 
-    Raises
-    ------
-    FileNotFoundError, ValueError
-        If there is no such file, or it is not a checkpoint of a run, or the folder of a sharded checkpoint.
+    Raises FileNotFoundError if there is no such file; ValueError if it is not a checkpoint of a run, or the folder of a
+    sharded one.
     """
     from hydra.core.config_store import ConfigStore
 
@@ -120,7 +109,7 @@ def store_config(arguments: list[str]) -> None:
 
 
 def _checkpoint_path(argument: str) -> Path:
-    """Return FILE of "checkpoint=FILE" as Hydra parses it; Raises ValueError if it is not a file name."""
+    """Return FILE of "checkpoint=FILE" as Hydra parses it; raise a ValueError if it is not a file name."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 

@@ -47,22 +47,9 @@ class Run(NamedTuple):
 
 
 def build(config: "DictConfig") -> Run:
-    """Build the objects that a config describes.
+    """Build the objects that a config describes, the model on the CPU with weights drawn from `training.seed`.
 
-    Parameters
-    ----------
-    config : DictConfig
-        With the groups attention, data, graph, model and training.
-
-    Returns
-    -------
-    Run
-        The model is on the CPU, with weights drawn from `training.seed`.
-
-    Raises
-    ------
-    ValueError, TypeError, ImportError, OSError
-        From the constructor of the object that cannot be built.
+    Raises ValueError, TypeError, ImportError or OSError of the constructor of the object that cannot be built.
     """
     splits, training = build_data(config)
     return Run(splits, build_model(config, splits.train), training)
@@ -171,16 +158,9 @@ def check_explain(target: Any) -> None:
 
 
 def write_explanation(explanation: Explanation, target: str, folder: Path) -> None:
-    """Log which kernels serve a model, or write it to a file.
+    """Log which kernels serve a model (target "print"), or write it to a file.
 
-    Parameters
-    ----------
-    explanation : Explanation
-    target : str
-        "print" logs the table. Anything else is a file, below `folder` unless it is absolute: JSON if it ends in .json,
-        else the table.
-    folder : Path
-        Of the run.
+    A target is below the folder of the run unless it is absolute: JSON if it ends in .json, else the table.
     """
     if target == "print":
         log.info("%s", explanation)

@@ -112,19 +112,9 @@ def explain_step(trainer: Trainer, target: str) -> None:
 def checkpoint_to_resume(folder: Path, resume: bool, description: dict) -> dict | None:
     """Return the state in a folder's `last.pt`, None to begin.
 
-    Parameters
-    ----------
-    folder : Path
-        Of the run.
-    resume : bool
-        True continues from `last.pt` if there is one, False requires a folder without.
-    description : dict
-        The config as plain values.
-
-    Raises
-    ------
-    ValueError
-        If the folder holds a run that is not to be continued, or one of torchrun or another config.
+    `resume` True continues from it if there is one, False requires a folder without; `description` is the config as
+    plain values. Raises ValueError if the folder holds a run that is not to be continued, or one of torchrun or another
+    config.
     """
     path = checkpoint_to_continue(folder / LAST, ONE_PROCESS, resume=resume)
     if path is None:
@@ -166,20 +156,8 @@ def train(trainer: Trainer) -> float:
 def train_on_ranks(config: "DictConfig") -> float | None:
     """Train on all ranks of torchrun; rank 0 leaves what `train` leaves, with the folder `last` in place of `last.pt`.
 
-    Parameters
-    ----------
-    config : DictConfig
-        The same on all ranks, but for `RANKS_MAY_DIFFER`.
-
-    Returns
-    -------
-    float or None
-        The lowest validation loss on rank 0, None on the others.
-
-    Raises
-    ------
-    Stopped
-        On rank 0, when one rank received a signal; the others exit with its status.
+    The config is the same on all ranks, but for `RANKS_MAY_DIFFER`. Returns the lowest validation loss on rank 0, None
+    on the others. Raises Stopped on rank 0, when one rank received a signal; the others exit with its status.
     """
     try:
         sharding, device_type = instantiate(config.sharding), choose_device(config.training.device).type

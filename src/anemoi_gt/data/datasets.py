@@ -111,13 +111,7 @@ class ForecastDataset(Dataset, ABC):
         return len(self.variables)
 
     def __getitem__(self, i: int) -> Sample:
-        """Return the normalised sample i.
-
-        Raises
-        ------
-        IndexError
-            If i is not in [0, len).
-        """
+        """Return the normalised sample i. Raises IndexError if i is not in [0, len)."""
         self.check_sample(i)
         change = self.truth(i) - self.reference(i)
         return Sample(self.inputs(i), (change - self.change_mean) / self.change_std)
@@ -128,19 +122,9 @@ class ForecastDataset(Dataset, ABC):
             raise IndexError(f"sample index must be in [0, {len(self)}), got {i}")
 
     def forecast(self, i: int, output: Tensor) -> Tensor:
-        """Convert a network's output to a forecast, [N, V] float32 in physical units.
+        """Convert a network's output for `inputs(i)` to a forecast, [N, V] float32 in physical units.
 
-        Parameters
-        ----------
-        i : int
-            Index of the sample.
-        output : Tensor
-            [N, out_channels], the network's output for `inputs(i)`; any floating dtype, on the CPU.
-
-        Raises
-        ------
-        ValueError
-            If output has another shape.
+        The output is [N, out_channels], of any floating dtype, on the CPU. Raises ValueError if it has another shape.
         """
         expected = (len(self.nodes), self.out_channels)
         if not isinstance(output, Tensor) or tuple(output.shape) != expected:
@@ -157,17 +141,14 @@ class ForecastDataset(Dataset, ABC):
     def advance(self, i: int, forecasts: Sequence[Tensor]) -> Step:
         """Return the rollout step from `len(forecasts)` to `len(forecasts) + 1` lead times after the start of sample i.
 
+        Raises ValueError if the data set does not support rollouts.
+
         Parameters
         ----------
         i : int
             Index of the sample that the rollout starts from.
         forecasts : sequence of Tensor
             [N, V] each, physical: the forecasts of the previous steps; empty for the first step, which is sample i.
-
-        Raises
-        ------
-        ValueError
-            If the data set does not support rollouts.
         """
         raise ValueError(f"a rollout needs a data set that implements advance(), {type(self).__name__} does not")
 

@@ -22,17 +22,7 @@ COINCIDENT = 1e-12  # a shorter horizontal component has no direction
 def edge_length(source: Nodes, destination: Nodes, edge_index: np.ndarray) -> np.ndarray:
     """Return the great-circle length of each edge, [E, 1] float64, radians.
 
-    Parameters
-    ----------
-    source, destination : Nodes
-        The two node sets.
-    edge_index : numpy.ndarray
-        [2, E] integers, row 0 source, row 1 destination.
-
-    Raises
-    ------
-    ValueError
-        If edge_index is not [2, E] integers, or out of range.
+    `edge_index` is [2, E] integers, row 0 source, row 1 destination. Raises ValueError if it is not, or out of range.
     """
     _check_edges(source, destination, edge_index)
     s, d = source.xyz[edge_index[0]], destination.xyz[edge_index[1]]

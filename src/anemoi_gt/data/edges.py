@@ -35,17 +35,7 @@ def sort_by_destination(edge_index: np.ndarray) -> np.ndarray:
 def nearest(source: Nodes, destination: Nodes, k: int) -> np.ndarray:
     """Return the edges to each destination from its k nearest sources, [2, len(destination) * k] int64.
 
-    Parameters
-    ----------
-    source, destination : Nodes
-        The two node sets.
-    k : int
-        In-degree of each destination.
-
-    Raises
-    ------
-    ValueError
-        If k is not between 1 and the number of sources.
+    Raises ValueError if k is not between 1 and the number of sources.
     """
     check_nodes(source=source, destination=destination)
     check_integer("k", k, least=None)
@@ -60,6 +50,9 @@ def cutoff(source: Nodes, destination: Nodes, factor: float, max_neighbours: int
 
         radius = factor * grid_spacing(destination)
 
+    Raises ValueError if factor or max_neighbours is not positive, there is no source, or there are fewer than two
+    destinations.
+
     Parameters
     ----------
     source, destination : Nodes
@@ -69,11 +62,6 @@ def cutoff(source: Nodes, destination: Nodes, factor: float, max_neighbours: int
         corners, so 0.6 connects almost all sources to a triangular mesh.
     max_neighbours : int
         Maximum in-degree: the nearest sources are kept.
-
-    Raises
-    ------
-    ValueError
-        If factor or max_neighbours is not positive, there is no source, or there are fewer than two destinations.
     """
     check_nodes(source=source, destination=destination)
     check_number("factor", factor)
@@ -92,10 +80,7 @@ def cutoff(source: Nodes, destination: Nodes, factor: float, max_neighbours: int
 def grid_spacing(nodes: Nodes) -> float:
     """Return the largest nearest-neighbour distance, as chord length on the unit sphere.
 
-    Raises
-    ------
-    ValueError
-        If there are fewer than two nodes.
+    Raises ValueError if there are fewer than two nodes.
     """
     check_nodes(nodes=nodes)
     if len(nodes) < 2:
@@ -105,21 +90,9 @@ def grid_spacing(nodes: Nodes) -> float:
 
 
 def within(reference: Nodes, nodes: Nodes, margin: float) -> np.ndarray:
-    """Return a mask [N] of the nodes that have a reference node within a distance.
+    """Return a mask [N] of the nodes with a reference node within `margin`, a great-circle distance in kilometres.
 
-    Parameters
-    ----------
-    reference : Nodes
-        Reference nodes.
-    nodes : Nodes
-        N nodes to test.
-    margin : float
-        Great-circle distance in kilometres.
-
-    Raises
-    ------
-    ValueError
-        If margin is negative or not a number.
+    Raises ValueError if margin is negative or not a number.
     """
     check_nodes(nodes=nodes, reference=reference)
     check_number("margin", margin)

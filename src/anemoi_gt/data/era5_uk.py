@@ -46,10 +46,7 @@ RIDGE_LAGS = (0, 1, 3, 6, 12, 18)
 class HourlyField:
     """Hourly values [T, N] float32 in K on N nodes, with their times [T] datetime64.
 
-    Raises
-    ------
-    ValueError
-        If hours are missing, or values are not finite.
+    Raises ValueError if hours are missing, or values are not finite.
     """
 
     nodes: Nodes
@@ -134,10 +131,7 @@ class Era5UkDataset(ForecastDataset):
     def advance(self, i: int, forecasts: Sequence[Tensor]) -> Step:
         """Return the step after these hourly forecasts.
 
-        Raises
-        ------
-        ValueError
-            If the lead time is not 1 h: the inputs include every past hour, and a longer step skips some.
+        Raises ValueError if the lead time is not 1 h: the inputs include every past hour, and a longer step skips some.
         """
         if self.lead_time != 1:
             raise ValueError(
@@ -239,21 +233,15 @@ def fit_ridge(field: HourlyField, hours: int, lead_time: int) -> Ridge:
 def era5_uk(path: str | Path | None = None, lead_time: int = 6) -> Splits:
     """Return the `era5_uk` data set: start hours of days 1 to 24, 25 and 26, and 27 to 31.
 
+    Raises FileNotFoundError if there is no such file; ImportError if xarray or cfgrib is missing; ValueError if the
+    lead time is out of range, or the file does not hold the expected month.
+
     Parameters
     ----------
     path : str, Path or None
         The GRIB file; None downloads it once with `xarray.tutorial` into the user's cache.
     lead_time : int
         Hours from the present to the truth, 1 to 24.
-
-    Raises
-    ------
-    FileNotFoundError
-        If there is no such file.
-    ImportError
-        If xarray or cfgrib is missing.
-    ValueError
-        If the lead time is out of range, or the file does not hold the expected month.
     """
     return split(read_era5_uk(path), lead_time)
 
@@ -261,10 +249,7 @@ def era5_uk(path: str | Path | None = None, lead_time: int = 6) -> Splits:
 def split(field: HourlyField, lead_time: int) -> Splits:
     """Split the forecasts by day: start hours of days 1 to 24, of 25 and 26, and of the rest (see the module's table).
 
-    Raises
-    ------
-    ValueError
-        If the lead time is not 1 to 24 hours, or the field ends before the first test forecast.
+    Raises ValueError if the lead time is not 1 to 24 hours, or the field ends before the first test forecast.
     """
     if not 1 <= lead_time <= HOURS_PER_DAY:
         raise ValueError(f"lead_time must be 1 to {HOURS_PER_DAY} hours, got {lead_time}")
@@ -276,12 +261,7 @@ def split(field: HourlyField, lead_time: int) -> Splits:
 
 
 def read_era5_uk(path: str | Path | None) -> HourlyField:
-    """Read 2 m temperature from the GRIB file of `era5_uk`; parameters and errors are those of `era5_uk`.
-
-    Raises
-    ------
-    FileNotFoundError, ImportError, ValueError
-    """
+    """Read 2 m temperature from the GRIB file of `era5_uk`, with its `path`. Raises as `era5_uk` does."""
     xarray = import_extra("xarray", "era5")
     import_extra("cfgrib", "era5")
     options = {"engine": "cfgrib", "backend_kwargs": {"indexpath": ""}}  # no index file: the folder may be read-only

@@ -40,6 +40,8 @@ DATA, HIDDEN = "data", "hidden"
 def icosphere_graph(nodes: Nodes, *, refinement: int, cutoff: float = 0.6, nearest: int = 3) -> HeteroData:
     """Return the graph of a global grid and a multi-scale icosphere.
 
+    Raises ValueError if refinement, cutoff or nearest is out of range.
+
     Parameters
     ----------
     nodes : Nodes
@@ -50,11 +52,6 @@ def icosphere_graph(nodes: Nodes, *, refinement: int, cutoff: float = 0.6, neare
         Encoder radius in units of the hidden mesh's spacing; a hidden node has at most 64 in-edges.
     nearest : int
         Decoder: number of nearest hidden nodes connected to each data node.
-
-    Raises
-    ------
-    ValueError
-        If refinement, cutoff or nearest is out of range.
 
     Examples
     --------
@@ -72,6 +69,8 @@ def limited_area_graph(
 ) -> HeteroData:
     """Return the graph of a regional grid and the part of an icosphere over it.
 
+    Raises ValueError if an option is out of range, or the mesh has fewer than `nearest` nodes over the region.
+
     Parameters
     ----------
     nodes : Nodes
@@ -82,11 +81,6 @@ def limited_area_graph(
         Distance in kilometres by which the hidden mesh extends beyond the data nodes.
     cutoff, nearest
         As for `icosphere_graph`.
-
-    Raises
-    ------
-    ValueError
-        If an option is out of range, or the mesh has fewer than `nearest` nodes over the region.
     """
     check_nodes(nodes=nodes)
     check_integer("nearest", nearest)
@@ -111,7 +105,8 @@ def stretched_graph(
 ) -> HeteroData:
     """Return the graph of a grid and an icosphere that is finer inside an area.
 
-    The encoder uses k nearest neighbours instead of a radius, because the mesh spacing varies.
+    The encoder uses k nearest neighbours instead of a radius, because the mesh spacing varies. Raises ValueError if an
+    option is out of range, area is not four numbers in that order, or contains no data node.
 
     Parameters
     ----------
@@ -129,11 +124,6 @@ def stretched_graph(
         Encoder: number of nearest data nodes connected to each hidden node.
     nearest : int
         Decoder: number of nearest hidden nodes connected to each data node.
-
-    Raises
-    ------
-    ValueError
-        If an option is out of range, area is not four numbers in that order, or contains no data node.
 
     Examples
     --------
@@ -169,7 +159,8 @@ def hierarchical_graph(
     """Return the graph of a global grid and a hierarchy of icospheres, fine to coarse.
 
     Data nodes are connected to the finest level, and each level to the next. Each level has the edges of icosphere
-    levels 0 to its own refinement.
+    levels 0 to its own refinement. Raises ValueError if there are fewer than two refinements, they do not decrease, or
+    an option is out of range.
 
     Parameters
     ----------
@@ -183,11 +174,6 @@ def hierarchical_graph(
         Down: radius in units of the coarser level's spacing, at most 64 in-edges a node.
     up_nearest : int
         Up: number of nearest nodes of the coarser level connected to each node.
-
-    Raises
-    ------
-    ValueError
-        If there are fewer than two refinements, they do not decrease, or an option is out of range.
 
     Examples
     --------
@@ -217,6 +203,8 @@ def hierarchical_graph(
 def encoder_processor_decoder(nodes: Nodes, mesh: Mesh, *, cutoff: float = 0.6, nearest: int = 3) -> HeteroData:
     """Return the graph of data nodes and any hidden mesh.
 
+    Raises ValueError if mesh is not a Mesh, or cutoff or nearest is out of range.
+
     Parameters
     ----------
     nodes : Nodes
@@ -225,11 +213,6 @@ def encoder_processor_decoder(nodes: Nodes, mesh: Mesh, *, cutoff: float = 0.6, 
         The hidden nodes and the processor's edges.
     cutoff, nearest
         As for `icosphere_graph`.
-
-    Raises
-    ------
-    ValueError
-        If mesh is not a Mesh, or cutoff or nearest is out of range.
     """
     if not isinstance(mesh, Mesh):
         raise ValueError(f"mesh must be a Mesh, such as icosphere(5), got {type(mesh).__name__}")

@@ -22,26 +22,13 @@ from anemoi_gt.option_checks import check_integer
 
 
 def gaussian_latitudes(n: int) -> np.ndarray:
-    """Return the n Gaussian latitudes: arcsines of the roots of the Legendre polynomial P_n.
+    """Return the n Gaussian latitudes, [n] float64, degrees, north to south: arcsines of the roots of the Legendre P_n.
 
     Newton's iteration on all roots at once from Tricomi's asymptotic estimate, with
 
         k P_k = (2k - 1) x P_(k-1) - (k - 1) P_(k-2),     P_n' = n (P_(n-1) - x P_n) / (1 - x^2)
 
-    Parameters
-    ----------
-    n : int
-        Number of latitudes, at least 1.
-
-    Returns
-    -------
-    numpy.ndarray
-        [n] float64, degrees, north to south.
-
-    Raises
-    ------
-    ValueError
-        If n is not positive.
+    Raises ValueError if n is not positive.
 
     Examples
     --------
@@ -68,15 +55,8 @@ def _legendre(n: int, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def reduced_gaussian(lengths: ArrayLike) -> Nodes:
     """Return the reduced Gaussian grid with these row lengths: rows north to south, each from longitude 0 eastwards.
 
-    Parameters
-    ----------
-    lengths : array_like of int
-        Number of points in each row, north first, at least 1.
-
-    Raises
-    ------
-    ValueError
-        If lengths is empty, or a length is not a positive integer.
+    `lengths` are integers, the number of points in each row, north first. Raises ValueError if it is empty, or a length
+    is not a positive integer.
     """
     lengths = np.asarray(lengths)
     if lengths.ndim != 1 or len(lengths) == 0 or lengths.dtype.kind not in "iu" or lengths.min() < 1:
@@ -91,15 +71,8 @@ def reduced_gaussian(lengths: ArrayLike) -> Nodes:
 def octahedral(n: int) -> Nodes:
     """Return the octahedral reduced Gaussian grid O<n>: 2n rows of 20, 24, ..., 4n + 16, ..., 24, 20 points.
 
-    Parameters
-    ----------
-    n : int
-        Number of rows between a pole and the equator, at least 1. The grid has 4n (n + 9) points.
-
-    Raises
-    ------
-    ValueError
-        If n is not positive.
+    n is the number of rows between a pole and the equator; the grid has 4n (n + 9) points. Raises ValueError if n is
+    not positive.
 
     Examples
     --------
@@ -114,15 +87,8 @@ def octahedral(n: int) -> Nodes:
 def classic(n: int) -> Nodes:
     """Return the classic reduced Gaussian grid N<n> of ECMWF's reanalyses; ERA5 is on N320.
 
-    Parameters
-    ----------
-    n : int
-        Number of rows between a pole and the equator, one of the sixteen in `classic_grids.txt`, from 32 to 2000.
-
-    Raises
-    ------
-    ValueError
-        If n is not an integer, or not in the table.
+    n is the number of rows between a pole and the equator, one of the sixteen in `classic_grids.txt`, from 32 to 2000.
+    Raises ValueError if n is not an integer, or not in the table.
 
     Examples
     --------
@@ -142,22 +108,18 @@ def classic(n: int) -> Nodes:
 
 def _classic_table() -> dict[int, list[tuple[int, int]]]:
     """Return the row lengths of each classic grid as runs (length, number of rows), pole to equator."""
-    lines = files("anemoi_gt.data").joinpath("classic_grids.txt").read_text().splitlines()
+    text = files("anemoi_gt.data").joinpath("classic_grids.txt").read_text()
     table = {}
-    for line in (line for line in lines if not line.startswith("#")):
-        name, _, runs = line.partition(":")
+    for name, runs in re.findall(r"^N(\d+):([^N]*)", text, re.MULTILINE):
         pairs = (run.partition("x")[::2] for run in runs.split())
-        table[int(name.removeprefix("N"))] = [(int(length), int(rows or 1)) for length, rows in pairs]
+        table[int(name)] = [(int(length), int(rows or 1)) for length, rows in pairs]
     return table
 
 
 def grid(name: str) -> Nodes:
     """Return a global grid by name: "O<n>", an octahedral reduced Gaussian grid, or "N<n>", a classic one.
 
-    Raises
-    ------
-    ValueError
-        For any other name, or a classic grid that is not in the table.
+    Raises ValueError for any other name, or a classic grid that is not in the table.
     """
     match = re.fullmatch(r"([ON])([1-9]\d*)", name) if isinstance(name, str) else None
     if match is None:
@@ -167,17 +129,9 @@ def grid(name: str) -> Nodes:
 
 
 def regional(lat: ArrayLike, lon: ArrayLike) -> Nodes:
-    """Return the latitude-longitude grid of two axes: node i * n_lon + j is (lat[i], lon[j]).
+    """Return the latitude-longitude grid of two axes in degrees, in any order: node i * n_lon + j is (lat[i], lon[j]).
 
-    Parameters
-    ----------
-    lat, lon : array_like
-        Degrees, [n_lat] and [n_lon], in any order.
-
-    Raises
-    ------
-    ValueError
-        If an axis is not a vector.
+    Raises ValueError if an axis is not a vector.
     """
     lat, lon = np.asarray(lat), np.asarray(lon)
     if lat.ndim != 1 or lon.ndim != 1:

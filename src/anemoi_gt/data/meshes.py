@@ -34,10 +34,7 @@ class Mesh:
     def restrict(self, keep: np.ndarray) -> "Mesh":
         """Return the sub-mesh of the vertices where `keep` [N] bool is true, in the same order.
 
-        Raises
-        ------
-        ValueError
-            If keep is not bool [N].
+        Raises ValueError if keep is not bool [N].
         """
         keep = np.asarray(keep)
         if keep.shape != (len(self.nodes),) or keep.dtype != bool:
@@ -48,7 +45,9 @@ class Mesh:
 
 
 def icosphere(refinement: int, levels: tuple[int, ...] | None = None) -> Mesh:
-    """Return a refined icosahedron with the edges of several levels.
+    """Return a refined icosahedron with 10 * 4^refinement + 2 nodes, and 60 * 4^l directed edges for each level l.
+
+    Raises ValueError if refinement is below 1, or a level is not in [0, refinement].
 
     Parameters
     ----------
@@ -56,16 +55,6 @@ def icosphere(refinement: int, levels: tuple[int, ...] | None = None) -> Mesh:
         Number of times each triangle is split in four, at least 1.
     levels : tuple of int or None
         Levels of the edges; None means 1 to `refinement`.
-
-    Returns
-    -------
-    Mesh
-        10 * 4^refinement + 2 nodes; 60 * 4^l directed edges for each level l.
-
-    Raises
-    ------
-    ValueError
-        If refinement is below 1, or a level is not in [0, refinement].
 
     Examples
     --------
@@ -80,6 +69,8 @@ def icosphere(refinement: int, levels: tuple[int, ...] | None = None) -> Mesh:
 def limited_area_icosphere(refinement: int, area: Nodes, margin: float = 100.0) -> Mesh:
     """Return the part of a multi-scale icosphere over a region, with edges of levels 1 to `refinement`.
 
+    Raises ValueError if refinement is below 1, margin negative, or area empty.
+
     Parameters
     ----------
     refinement : int
@@ -88,11 +79,6 @@ def limited_area_icosphere(refinement: int, area: Nodes, margin: float = 100.0) 
         Points covering the region, such as its data nodes; at least one.
     margin : float
         Distance in kilometres by which the mesh extends beyond those points.
-
-    Raises
-    ------
-    ValueError
-        If refinement is below 1, margin negative, or area empty.
 
     Examples
     --------
@@ -108,7 +94,8 @@ def stretched_icosphere(refinement: int, area_refinement: int, area: Nodes, marg
     """Return a multi-scale icosphere that is finer over a region.
 
     It has the vertices of the icosphere of `refinement` and, over the region, those of `area_refinement`, with the
-    edges of levels 1 to `area_refinement` between them.
+    edges of levels 1 to `area_refinement` between them. Raises ValueError if refinement is below 1, area_refinement not
+    above it, margin negative, or area empty.
 
     Parameters
     ----------
@@ -120,11 +107,6 @@ def stretched_icosphere(refinement: int, area_refinement: int, area: Nodes, marg
         Points covering the region, such as its data nodes; at least one.
     margin : float
         Distance in kilometres by which the fine part extends beyond those points.
-
-    Raises
-    ------
-    ValueError
-        If refinement is below 1, area_refinement not above it, margin negative, or area empty.
 
     Examples
     --------

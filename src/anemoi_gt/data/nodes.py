@@ -18,17 +18,15 @@ EARTH_RADIUS = 6.371e6  # m, mean radius
 class Nodes:
     """Points on the sphere.
 
+    Raises ValueError if the two are not vectors of numbers of equal length, are not finite, or a latitude is outside
+    [-90, 90].
+
     Parameters
     ----------
     lat : array_like
         Latitudes in degrees north, [N], within [-90, 90]. Kept as float64.
     lon : array_like
         Longitudes in degrees east, [N], any range. Kept as float64.
-
-    Raises
-    ------
-    ValueError
-        If the two are not vectors of numbers of equal length, are not finite, or a latitude is outside [-90, 90].
 
     Examples
     --------
@@ -69,10 +67,7 @@ class Nodes:
     def from_xyz(cls, xyz: ArrayLike) -> "Nodes":
         """Return the nodes in the directions of vectors [N, 3] of any length but zero.
 
-        Raises
-        ------
-        ValueError
-            If the shape is not [N, 3], or a vector is zero.
+        Raises ValueError if the shape is not [N, 3], or a vector is zero.
         """
         xyz = np.asarray(xyz, dtype=np.float64)
         if xyz.ndim != 2 or xyz.shape[1] != 3:
@@ -122,16 +117,13 @@ class Nodes:
     def inside(self, area: Sequence[float]) -> np.ndarray:
         """Return a mask [N] of the nodes between two parallels and two meridians, boundaries included.
 
+        Raises ValueError if area is not four finite numbers, or north is not above south.
+
         Parameters
         ----------
         area : sequence of float
             North, west, south, east in degrees, in the order of ECMWF's archive. The area extends from west eastwards
             to east, across the date line if it lies between, and around the globe if both are the same meridian.
-
-        Raises
-        ------
-        ValueError
-            If area is not four finite numbers, or north is not above south.
 
         Examples
         --------
@@ -160,15 +152,7 @@ def unit_vectors(radians: np.ndarray) -> np.ndarray:
 def area_weights(nodes: Nodes) -> np.ndarray:
     """Return the areas of the nodes' Voronoi cells on the sphere, scaled to mean 1, [N] float64.
 
-    Parameters
-    ----------
-    nodes : Nodes
-        At least four, spread over the globe, no two at the same position.
-
-    Raises
-    ------
-    ValueError
-        If two nodes coincide, or there are fewer than four, or all lie on one circle.
+    Raises ValueError if two nodes coincide, or there are fewer than four, or all lie on one circle.
     """
     check_nodes(nodes=nodes)
     voronoi = import_extra("scipy.spatial", "graphs").SphericalVoronoi

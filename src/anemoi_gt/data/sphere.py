@@ -60,6 +60,8 @@ def rotate(x: np.ndarray, axis: np.ndarray, angle: float | np.ndarray) -> np.nda
 class Flow:
     """Wind on the Earth with exact trajectories: solid-body rotation, with or without deformation.
 
+    Raises ValueError if the vectors are not orthonormal, or the period is not positive.
+
     Parameters
     ----------
     axis : array_like
@@ -70,11 +72,6 @@ class Flow:
         k T, the strength of the deformation; 10 in the published test case, 0 for solid-body rotation.
     period : float
         T in hours.
-
-    Raises
-    ------
-    ValueError
-        If the vectors are not orthonormal, or the period is not positive.
     """
 
     axis: np.ndarray
@@ -228,7 +225,7 @@ class SphereDataset(ForecastDataset):
         return self.size
 
     def case(self, i: int) -> Case:
-        """Return the problem of sample i; Raises IndexError if i is not in [0, len)."""
+        """Return the problem of sample i. Raises IndexError if i is not in [0, len)."""
         self.check_sample(i)
         return draw_case(np.random.default_rng((*self.key, i)), self.flows)
 
@@ -288,6 +285,8 @@ def sphere(
 ) -> Splits:
     """Return the `sphere` data set: training, validation and test samples, no two with the same flow.
 
+    Raises ValueError for an unknown kind of flow, a lead time or a size that is not positive, or a negative seed.
+
     Parameters
     ----------
     grid_name : str
@@ -300,11 +299,6 @@ def sphere(
         Numbers of samples.
     seed : int
         Seed of the samples, at least 0.
-
-    Raises
-    ------
-    ValueError
-        For an unknown kind of flow, a lead time or a size that is not positive, or a negative seed.
 
     Examples
     --------

@@ -26,7 +26,9 @@ def explain(model: nn.Module, *inputs, bandwidth: float | None = None, **named) 
     """Return the backend and the kernels of each attention of a model, with tiles, bytes and lower bounds.
 
     The model computes once on the inputs, in its mode, under the caller's autocast and with or without gradients. With
-    gradients, the kernels of the backward pass are listed as well. The state of random generators is restored.
+    gradients, the kernels of the backward pass are listed as well. The state of random generators is restored. Raises
+    ValueError if the model is not a module or computes no attention of this library, or the bandwidth is not a positive
+    number.
 
     Parameters
     ----------
@@ -43,12 +45,6 @@ def explain(model: nn.Module, *inputs, bandwidth: float | None = None, **named) 
     -------
     Explanation
         `print` shows a table, `to_dict()` gives plain values, `with_profile(profile)` adds achieved times.
-
-    Raises
-    ------
-    ValueError
-        If the model is not a module or computes no attention of this library, or the bandwidth is not a positive
-        number.
 
     Examples
     --------
@@ -85,24 +81,10 @@ def explain_attention(
     bandwidth: float | None = None,
     **options,
 ) -> Explanation:
-    """Return the same for one call of `anemoi_gt.edge_attention`.
+    """Return the same for one call of `anemoi_gt.edge_attention`, computed once, as one layer without a name.
 
-    Parameters
-    ----------
-    query, key, value, graph, *edges, **options
-        Of `anemoi_gt.edge_attention`, which computes once.
-    bandwidth : float, optional
-        As for `explain`.
-
-    Returns
-    -------
-    Explanation
-        One layer without a name.
-
-    Raises
-    ------
-    ValueError
-        As `anemoi_gt.edge_attention` does, and if the bandwidth is not a positive number.
+    Takes the arguments of `edge_attention`, and the bandwidth as `explain` does. Raises ValueError as `edge_attention`
+    does, and if the bandwidth is not a positive number.
     """
     return _explain(lambda: edge_attention(query, key, value, graph, *edges, **options), {}, bandwidth, _gpus_of(query))
 

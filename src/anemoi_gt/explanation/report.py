@@ -141,16 +141,13 @@ class Explanation:
     def with_profile(self, profile) -> "Explanation":
         """Return the same with the achieved times and bandwidths of a profile.
 
+        Raises ValueError if it is not a profile, has no shapes, or none of these layers.
+
         Parameters
         ----------
         profile : torch.profiler.profile
             Of one step or several of the explained calls, ended, recorded with `record_shapes=True`: layers are told
             apart by the sizes of their operands, and those of equal sizes share their means.
-
-        Raises
-        ------
-        ValueError
-            If it is not a profile, has no shapes, or none of these layers.
         """
         times = _times_of(profile)
         layers = tuple(

@@ -71,21 +71,9 @@ def prepare(config: "DictConfig") -> Callable[[], PackageReport]:
 def export(run: Run, options: ExportOptions, origin: dict[str, str]) -> PackageReport:
     """Compile the package, compare it with the model, and move it to its final name.
 
-    Parameters
-    ----------
-    run : Run
-        From `build`, with the model's weights from the checkpoint.
-    options : ExportOptions
-        Options of the command line.
-    origin : dict of str to str
-        Metadata on checkpoint, step, precision and backend.
-
-    Raises
-    ------
-    FloatingPointError
-        If the package does not agree with the model; no file is left.
-    OSError
-        If it cannot be written.
+    The run is from `build`, with the model's weights from the checkpoint; `origin` is metadata on checkpoint, step,
+    precision and backend. Raises FloatingPointError if the package does not agree with the model, OSError if it cannot
+    be written; no file is left.
     """
     device, dtype, data = choose_device(run.training.device), AUTOCAST[options.precision], run.splits.test
     model = run.model.to(device).eval()

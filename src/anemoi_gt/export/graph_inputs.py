@@ -48,15 +48,12 @@ class TensorGraphLayer(nn.Module):
 class GraphInputModel(nn.Module):
     """A model whose nodes, edges and attributes, fixed and trainable, are arguments of each call.
 
+    Raises ValueError for another model, or mappers in chunks: chunk bounds are constants in an exported program.
+
     Parameters
     ----------
     model : EncoderProcessorDecoder
         With `mapper_chunks=1`.
-
-    Raises
-    ------
-    ValueError
-        For another model, or mappers in chunks: chunk bounds are constants in an exported program.
     """
 
     def __init__(self, model: EncoderProcessorDecoder):
@@ -74,17 +71,14 @@ class GraphInputModel(nn.Module):
     def forward(self, x: Tensor | dict[str, Tensor], graph: dict[str, Tensor]) -> Tensor | dict[str, Tensor]:
         """Map fields to fields on a graph.
 
+        Raises ValueError if a tensor is missing or unexpected, or the model rejects its input.
+
         Parameters
         ----------
         x : Tensor [B, N, in_channels], or dict of data set to that
             Input of the model.
         graph : dict of str to Tensor
             `graph_tensors` of the model, or of one with the same layers on another graph.
-
-        Raises
-        ------
-        ValueError
-            If a tensor is missing or unexpected, or the model rejects its input.
         """
         if graph.keys() != self._names:
             missing, unexpected = sorted(self._names - graph.keys()), sorted(graph.keys() - self._names)
@@ -124,10 +118,7 @@ class GraphInputModel(nn.Module):
 def graph_tensors(model: EncoderProcessorDecoder) -> dict[str, Tensor]:
     """Return the tensors of a model that depend on its graph, including trainable ones, by their names in the model.
 
-    Raises
-    ------
-    ValueError
-        For another model.
+    Raises ValueError for another model.
 
     Examples
     --------

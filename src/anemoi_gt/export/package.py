@@ -25,24 +25,18 @@ REPEATS = 11
 
 
 def write_package(program: ExportedProgram, path: str | Path, metadata: Mapping[str, str]) -> None:
-    """Compile a program for the device of its tensors and write the package.
+    """Compile a program of `export_program` or `export_model` for the device of its tensors and write the package.
+
+    Raises, before compiling, ValueError if the name does not end in ".pt2", metadata is not text, or there is no C++
+    compiler whose packages can be loaded; OSError if the folder is not writable.
 
     Parameters
     ----------
     program : torch.export.ExportedProgram
-        From `export_program` or `export_model`.
     path : str or Path
         Ends in ".pt2"; its folder exists.
     metadata : mapping of str to str
         Metadata for loaders.
-
-    Raises
-    ------
-    ValueError
-        If the name does not end in ".pt2", metadata is not text, or there is no C++ compiler whose packages can be
-        loaded; before compiling.
-    OSError
-        If the folder is not writable; before compiling.
     """
     check_path(Path(path))
     if not all(isinstance(text, str) for pair in metadata.items() for text in pair):
@@ -129,6 +123,8 @@ class PackageReport:
 def verify_package(path: str | Path, model: nn.Module, batches: list[Tensor], dtype: torch.dtype) -> PackageReport:
     """Compare a package with its model on the same inputs.
 
+    Raises ValueError for another dtype; FloatingPointError if the error exceeds the limit of `dtype`.
+
     Parameters
     ----------
     path : str or Path
@@ -139,13 +135,6 @@ def verify_package(path: str | Path, model: nn.Module, batches: list[Tensor], dt
         Inputs on that device; the first is timed.
     dtype : torch.dtype
         Compute dtype of the model, one of `LIMITS`: it determines the allowed error.
-
-    Raises
-    ------
-    ValueError
-        For another dtype.
-    FloatingPointError
-        If the error exceeds the limit of `dtype`.
     """
     if dtype not in LIMITS:
         raise ValueError(f"dtype must be one of {', '.join(map(str, LIMITS))}, got {dtype}")

@@ -43,6 +43,8 @@ class Autocast(nn.Module):
 def export_model(model: nn.Module, x: Tensor | dict[str, Tensor], max_batch: int) -> ExportedProgram:
     """Export a model on its own graph for inference, with a dynamic batch size.
 
+    Raises ValueError if max_batch is not a positive integer, or x is not an example.
+
     Parameters
     ----------
     model : EncoderProcessorDecoder, or a module with the same arguments
@@ -52,11 +54,6 @@ def export_model(model: nn.Module, x: Tensor | dict[str, Tensor], max_batch: int
     max_batch : int
         Maximum batch size; 1 fixes it. On the backend `triton`, kernels use 32-bit offsets if that suffices for this
         size.
-
-    Raises
-    ------
-    ValueError
-        If max_batch is not a positive integer, or x is not an example.
     """
     check_max_batch(max_batch)
     if not isinstance(model, nn.Module):
@@ -82,6 +79,9 @@ def _check_example(field: Tensor) -> None:
 def export_program(module: nn.Module, inputs: tuple, dynamic_shapes=None) -> ExportedProgram:
     """Export a module for inference, without this library's operators.
 
+    Raises ValueError if an operator has no portable form: one that sorts edges, in a module that takes an edge_index;
+    or kernels under Triton's interpreter.
+
     Parameters
     ----------
     module : nn.Module
@@ -97,12 +97,6 @@ def export_program(module: nn.Module, inputs: tuple, dynamic_shapes=None) -> Exp
     -------
     torch.export.ExportedProgram
         A program for `write_package`, without gradients.
-
-    Raises
-    ------
-    ValueError
-        If an operator has no portable form: one that sorts edges, in a module that takes an edge_index; or kernels
-        under Triton's interpreter.
 
     Examples
     --------
@@ -161,7 +155,7 @@ def _custom_ops(program: ExportedProgram) -> set[torch._ops.OpOverload]:
 
 
 def decomposition_of(operator: torch._ops.OpOverload) -> Callable:
-    """Return the decomposition of one of this library's operators; Raises ValueError if it has none."""
+    """Return the decomposition of one of this library's operators; raise a ValueError if it has none."""
     if operator._opname == "edge_attention_torch":
         from anemoi_gt.ops.torch_backend.export_decomposition import decompose
     elif operator._opname == "edge_attention_triton":

@@ -11,19 +11,8 @@ from typing import BinaryIO
 def atomic_write(path: Path) -> Iterator[BinaryIO]:
     """Open a file that replaces `path` when the block ends without error, and is removed otherwise.
 
-    Parameters
-    ----------
-    path : Path
-        Its folder exists. The former file stays until all of the new one is on disk.
-
-    Yields
-    ------
-    BinaryIO
-
-    Raises
-    ------
-    OSError
-        If it cannot be written, a full disk among the reasons; names `path` and the reason.
+    The folder exists; the former file stays until all of the new one is on disk. Raises OSError, which names `path` and
+    the reason, if it cannot be written, a full disk among the reasons.
     """
     partial = path.with_name(path.name + ".partial")
     try:
@@ -38,13 +27,7 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
 
 @contextmanager
 def annotate_oserror(path: Path) -> Iterator[None]:
-    """Raise an OSError that names the file, in place of one that does not, when the system refuses to write it.
-
-    Raises
-    ------
-    OSError
-        With `path` and the reason.
-    """
+    """Raise an OSError with `path` and the reason, in place of one without, when the system refuses to write a file."""
     try:
         yield
     except (OSError, RuntimeError) as error:  # PyTorch's writer wraps the system's refusal in a RuntimeError

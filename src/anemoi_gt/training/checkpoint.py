@@ -13,43 +13,18 @@ from anemoi_gt.training.atomic_write import atomic_write
 def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
     """Write a checkpoint atomically: `path` holds either the former one or this one, never a part.
 
-    Parameters
-    ----------
-    path : Path
-        Its folder exists.
-    state : dict
-        Tensors, numbers, strings, and dicts, lists and tuples of them.
-
-    Raises
-    ------
-    OSError
-        If it cannot be written; the former one stays whole.
+    The folder exists. `state` holds tensors, numbers, strings, and dicts, lists and tuples of them. Raises OSError if
+    it cannot be written.
     """
     with atomic_write(path) as file:
         torch.save(state, file)
 
 
 def load_checkpoint(path: Path) -> dict[str, Any]:
-    """Return the state in a checkpoint, read without executing code.
+    """Return the state in a file of `save_checkpoint`, with tensors on the CPU, read without executing code.
 
-    Parameters
-    ----------
-    path : Path
-        From `save_checkpoint`.
-
-    Returns
-    -------
-    dict
-        With tensors on the CPU.
-
-    Raises
-    ------
-    FileNotFoundError
-        If there is no such file.
-    OSError
-        If the system cannot read it.
-    ValueError
-        If the file is not a checkpoint, or damaged.
+    Raises FileNotFoundError if there is no such file; OSError if the system cannot read it; ValueError if the file is
+    not a checkpoint, or damaged.
     """
     if not path.is_file():
         raise FileNotFoundError(f"no checkpoint {path}: give the last.pt or best.pt that a run left in its folder")
@@ -64,21 +39,9 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
 
 
 def load_weights(model: nn.Module, state: dict[str, Any], part: str = "average") -> None:
-    """Load the weights of a checkpoint into a model.
+    """Load a checkpoint's weights into a model: the averaged ones, which forecast, or those of the optimiser.
 
-    Parameters
-    ----------
-    model : nn.Module
-        On any device.
-    state : dict
-        From `load_checkpoint`.
-    part : {"average", "model"}
-        The averaged weights, which forecast, or those of the optimiser.
-
-    Raises
-    ------
-    ValueError
-        If the checkpoint has none, or those of another model.
+    `part` is "average" or "model". Raises ValueError if the checkpoint has none, or those of another model.
     """
     if part not in state:
         raise ValueError(f"the checkpoint must hold {part!r}, got {', '.join(map(str, state)) or 'nothing'}")

@@ -15,16 +15,8 @@ def compile_blocks(model: nn.Module) -> None:
     """Compile each graph-transformer block of a model, in place, at its first call and again for other sizes or dtypes.
 
     Blocks are compiled one by one: those of a kind share the compiled code, so a deep model compiles as fast as a
-    shallow one. Weights and their names do not change, and a copy of the model is not compiled.
-
-    Parameters
-    ----------
-    model : nn.Module
-
-    Raises
-    ------
-    ValueError
-        When the model has no such block.
+    shallow one. Weights and their names do not change, and a copy of the model is not compiled. Raises ValueError when
+    the model has no such block.
     """
     blocks = [module for module in model.modules() if isinstance(module, GraphTransformerBaseBlock)]
     if not blocks:

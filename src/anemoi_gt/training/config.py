@@ -11,7 +11,7 @@ PRECISIONS = ("32-true", "bf16-mixed", "16-mixed")
 
 @dataclass(frozen=True)
 class TrainingConfig:
-    """Hyperparameters of a training run.
+    """Hyperparameters of a training run. Raises ValueError for a value of the wrong type, or out of range.
 
     Parameters
     ----------
@@ -51,11 +51,6 @@ class TrainingConfig:
     threads : int, optional
         CPU threads of PyTorch during training. None is one per core, good for large models; small ones are faster with
         fewer. Runs repeat bit for bit only with the same number.
-
-    Raises
-    ------
-    ValueError
-        For a value of the wrong type, or out of range.
     """
 
     steps: int = 1000

@@ -70,15 +70,7 @@ class CUDAGraphedStep:
     def __call__(self, batch: Sample) -> Tensor:
         """Leave the gradients of a batch at the parameters; return the loss, a scalar.
 
-        Parameters
-        ----------
-        batch : Sample
-            Of the same shapes and dtypes each time.
-
-        Raises
-        ------
-        ValueError
-            For a batch of other shapes or dtypes than the first.
+        Raises ValueError for a batch of other shapes or dtypes than the first.
         """
         if self._captured is None:
             self._captured = self._capture(batch)
@@ -129,19 +121,9 @@ def capture_cuda_graph(
 ) -> tuple[Any, Callable[[], None]]:
     """Capture a function in a CUDA graph on the current device, as `CUDAGraphedStep` needs it.
 
-    Parameters
-    ----------
-    function : callable
-        Called once during capture, when nothing is computed.
-    warm_up : callable, optional
-        Called `WARM_UP` times before; None is `function`.
-
-    Returns
-    -------
-    outputs
-        What the function returned, in memory of the graph; undefined before the first replay.
-    replay : callable
-        Computes them on the current stream.
+    The function is called once during capture, when nothing is computed, and `warm_up` (None: the function) `WARM_UP`
+    times before. Returns the outputs of the function, in memory of the graph and undefined before the first replay, and
+    `replay`, which computes them on the current stream.
     """
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -156,13 +138,10 @@ def capture_cuda_graph(
 
 
 def check_capturable(model: nn.Module, device: torch.device) -> None:
-    """Raise unless a step of a model can be captured in a CUDA graph.
+    """Raise a ValueError unless a step of a model can be captured in a CUDA graph.
 
-    Raises
-    ------
-    ValueError
-        For a device without CUDA graphs; for activation checkpointing of layers with dropout, for which PyTorch would
-        read the state of the generator during capture, and refuses.
+    It cannot on a device without CUDA graphs, nor with activation checkpointing of layers with dropout, for which
+    PyTorch would read the state of the generator during capture, and refuses.
     """
     check_device_has_cuda_graphs(device)
     checkpointed = [name or type(part).__name__ for name, part in model.named_modules() if _checkpoints_dropout(part)]

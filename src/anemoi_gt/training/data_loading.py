@@ -13,6 +13,7 @@ class TrainingBatches:
     """Batches of a run, or the share of one data rank in them: the training samples in one random order after another.
 
     The batch of a step depends on seed and step alone, so a run can continue from any step, on any number of ranks.
+    Raises ValueError when the batch cannot be split evenly.
 
     Parameters
     ----------
@@ -28,11 +29,6 @@ class TrainingBatches:
         Of the batches.
     rank, ranks : int
         The data rank, and the number of data ranks that share a batch.
-
-    Raises
-    ------
-    ValueError
-        When the batch cannot be split evenly.
     """
 
     def __init__(
@@ -66,18 +62,9 @@ def share_of_batch(batch_size: int, ranks: int) -> int:
 
 
 def load(dataset: ForecastDataset, batch_size: int, device: torch.device, order=None) -> Iterator[Sample]:
-    """Yield a data set in batches [B, N, channels] on a device.
+    """Yield a data set in batches [B, N, channels] on a device, the last one possibly smaller.
 
-    Parameters
-    ----------
-    dataset : ForecastDataset
-        The samples.
-    batch_size : int
-        The last batch may be smaller.
-    device : torch.device
-        Of the batches.
-    order : iterable of int, optional
-        Indices of the samples; None is all of them once, in order.
+    `order` yields indices of the samples; None is all of them once, in order.
     """
     # Its own generator: otherwise each loader draws from the one that dropout uses.
     loader = DataLoader(dataset, batch_size=batch_size, sampler=order, generator=torch.Generator())

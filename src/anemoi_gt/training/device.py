@@ -7,13 +7,7 @@ import torch
 
 
 def choose_device(name: str) -> torch.device:
-    """Return the device for "auto", "cpu" or "cuda".
-
-    Raises
-    ------
-    ValueError
-        If "cuda" is requested and there is none.
-    """
+    """Return the device for "auto", "cpu" or "cuda". Raises ValueError if "cuda" is requested and there is none."""
     if name == "cuda" and not torch.cuda.is_available():
         raise ValueError("training.device must be cpu or auto, got cuda: PyTorch finds no CUDA device")
     if name == "auto":

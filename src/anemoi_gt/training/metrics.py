@@ -10,12 +10,7 @@ from anemoi_gt.training.atomic_write import annotate_oserror, atomic_write
 class MetricsFile:
     """A file of records, which also keeps them in memory for the plot.
 
-    Parameters
-    ----------
-    path : Path
-        The file; an existing one is truncated after step `until`.
-    until : int
-        The step of the checkpoint that the run resumes from.
+    An existing file is truncated after step `until`, that of the checkpoint that the run resumes from.
     """
 
     def __init__(self, path: Path, until: int = 0):
@@ -33,15 +28,7 @@ class MetricsFile:
             self._file.close()
 
     def write(self, **record: int | float | str) -> None:
-        """Append a record.
-
-        Raises
-        ------
-        ValueError
-            If a number is not finite, which JSON does not represent.
-        OSError
-            If it cannot be written, with file and reason.
-        """
+        """Append a record; raise ValueError if a number is not finite, OSError with the reason if writing fails."""
         with annotate_oserror(self.path):
             self._file.write(_line(record))
             self._file.flush()
@@ -56,10 +43,7 @@ class MetricsFile:
 def read_metrics(path: Path) -> list[dict]:
     """Return the records of a file, none if it does not exist; an incomplete last line is ignored.
 
-    Raises
-    ------
-    ValueError
-        If a line is not a record, with its number.
+    Raises ValueError if a line is not a record, with its number.
     """
     if not path.exists():
         return []

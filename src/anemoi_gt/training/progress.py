@@ -14,17 +14,7 @@ SECONDS_BETWEEN_LINES = 15  # if the bar cannot be redrawn in place, as in a log
 class ProgressBar:
     """A progress bar over the samples of a run, on standard error.
 
-    Parameters
-    ----------
-    samples : int
-        Number of samples of the run.
-    done : int
-        Number of samples before a resumed run continues.
-
-    Raises
-    ------
-    ImportError
-        If tqdm is missing.
+    `samples` is their number, `done` that before a resumed run continues. Raises ImportError if tqdm is missing.
     """
 
     def __init__(self, samples: int, done: int = 0):
@@ -51,13 +41,7 @@ class ProgressBar:
 
 
 class Meter:
-    """Mean loss and speed of the steps since the last reading; synchronises with the device only on reading.
-
-    Parameters
-    ----------
-    device : torch.device
-        Device of the losses.
-    """
+    """Mean loss and speed of the steps since the last reading; synchronises with the losses' device only on reading."""
 
     def __init__(self, device: torch.device):
         self._device = device

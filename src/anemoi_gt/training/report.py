@@ -19,16 +19,8 @@ log = logging.getLogger(__name__)
 def write_report(folder: Path, model: nn.Module, test: ForecastDataset, records: list[dict]) -> list[Score]:
     """Score a model and the baselines on the test samples, and plot one forecast; return the scores, the model's first.
 
-    Parameters
-    ----------
-    folder : Path
-        Existing folder for `scores.json` and `forecast.png`.
-    model : nn.Module
-        In evaluation mode.
-    test : ForecastDataset
-        The test samples.
-    records : list of dict
-        The run's metrics.
+    Writes `scores.json` and `forecast.png` to an existing folder. The model is in evaluation mode; `records` are the
+    run's metrics.
     """
     forecast = model_forecast(model, test)
     scores = score({"model": forecast, **test.baselines()}, test)
@@ -40,23 +32,10 @@ def write_report(folder: Path, model: nn.Module, test: ForecastDataset, records:
 
 
 def write_rollout_report(folder: Path, model: nn.Module, test: ForecastDataset, steps: int) -> list[Score]:
-    """Score rollouts from the test samples at each lead time, and plot one; return the scores by lead time.
+    """Score rollouts of `steps` steps from the test samples, and plot one; return the scores by lead time.
 
-    Parameters
-    ----------
-    folder : Path
-        Existing folder for `rollout.json` and `rollout.png`.
-    model : nn.Module
-        In evaluation mode.
-    test : ForecastDataset
-        The test samples.
-    steps : int
-        Number of rollout steps.
-
-    Raises
-    ------
-    ValueError
-        If the data set does not support rollouts.
+    Writes `rollout.json` and `rollout.png` to an existing folder. The model is in evaluation mode. Raises ValueError if
+    the data set does not support rollouts.
     """
     scores, sample = score_rollouts(model, test, steps)
     write_scores(folder / "rollout.json", scores)

@@ -42,23 +42,9 @@ class RolloutScores(NamedTuple):
 
 @torch.no_grad()
 def roll_out(model: nn.Module, dataset: ForecastDataset, i: int, steps: int) -> list[Outcome]:
-    """Roll out a model from a sample; return one outcome per step, on the CPU.
+    """Roll out a model in evaluation mode from sample i of a data set; return one outcome per step, on the CPU.
 
-    Parameters
-    ----------
-    model : nn.Module
-        In evaluation mode.
-    dataset : ForecastDataset
-        A data set that implements `advance`.
-    i : int
-        Index of the sample to start from.
-    steps : int
-        Number of lead times, at least 1.
-
-    Raises
-    ------
-    ValueError
-        If the data set does not support rollouts, or i or steps is out of range.
+    Raises ValueError if the data set does not support rollouts (`advance`), or i or steps (at least 1) is out of range.
     """
     check_integer("steps", steps)
     if not 0 <= i < len(dataset):
@@ -72,19 +58,9 @@ def roll_out(model: nn.Module, dataset: ForecastDataset, i: int, steps: int) -> 
 
 
 def score_rollouts(model: nn.Module, dataset: ForecastDataset, steps: int) -> RolloutScores:
-    """Roll out from every sample, and score the model and persistence wherever there is a truth.
+    """Roll out from every sample as `roll_out` does, and score the model and persistence wherever there is a truth.
 
-    Parameters
-    ----------
-    model, dataset, steps
-        As in `roll_out`.
-
-    Raises
-    ------
-    ValueError
-        If the data set does not support rollouts.
-    FloatingPointError
-        If forecasts become infinite or NaN.
+    Raises ValueError if the data set does not support rollouts; FloatingPointError if forecasts become infinite or NaN.
     """
     check_integer("steps", steps)
     errors = [Errors(dataset) for _ in range(steps)]

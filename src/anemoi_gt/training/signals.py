@@ -8,13 +8,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class Stopped(Exception):
-    """A run ended early by a signal; its last checkpoint holds all steps taken.
-
-    Parameters
-    ----------
-    received : signal.Signals
-    step : int
-        Steps taken.
+    """A run ended early by a signal; its last checkpoint holds all `step` steps taken.
 
     Attributes
     ----------

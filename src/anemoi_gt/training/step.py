@@ -27,6 +27,9 @@ STATEFUL = ("optimizer", "schedule", "scaler")  # beside the weights, with state
 class TrainingStep:
     """A model, the moving average of its weights, its optimiser, learning rate and loss scale.
 
+    Raises ValueError when `config.compile` or `config.cuda_graph` asks for what the device or the model does not
+    support.
+
     Parameters
     ----------
     model : nn.Module
@@ -45,11 +48,6 @@ class TrainingStep:
         With an exponential moving average of them, which forecasts; its buffers are those of `model`.
     global_step : int
         Steps taken.
-
-    Raises
-    ------
-    ValueError
-        When `config.compile` or `config.cuda_graph` asks for what the device or the model does not support.
     """
 
     def __init__(self, model: nn.Module, weights: Tensor, config: TrainingConfig, device: torch.device):
@@ -143,13 +141,7 @@ class TrainingStep:
         }
 
     def load_state_dict(self, state: dict) -> None:
-        """Continue from what `state_dict` returned.
-
-        Raises
-        ------
-        ValueError
-            If the weights are those of another model.
-        """
+        """Continue from what `state_dict` returned. Raises ValueError if the weights are those of another model."""
         load_weights(self.model, state, "model")
         load_weights(self.average.module, state, "average")
         for name in STATEFUL:
@@ -181,7 +173,10 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
 
 
 def weighted_mse(output: Tensor, target: Tensor, weights: Tensor) -> Tensor:
-    """Return the mean over batch, nodes and channels of weight * (output - target)^2.
+    """Return the mean over batch, nodes and channels of weight * (output - target)^2, a scalar.
+
+    It is about 1 for a forecast without skill, because targets have unit variance. Raises ValueError when output and
+    target differ in shape, which PyTorch would broadcast.
 
     Parameters
     ----------
@@ -189,16 +184,6 @@ def weighted_mse(output: Tensor, target: Tensor, weights: Tensor) -> Tensor:
         [B, N, C], normalised.
     weights : Tensor
         [N] of mean 1.
-
-    Returns
-    -------
-    Tensor
-        Scalar; about 1 for a forecast without skill, because targets have unit variance.
-
-    Raises
-    ------
-    ValueError
-        When output and target differ in shape, which PyTorch would broadcast.
     """
     if output.shape != target.shape:
         raise ValueError(f"output must have the shape of target, {tuple(target.shape)}, got {tuple(output.shape)}")
@@ -206,22 +191,10 @@ def weighted_mse(output: Tensor, target: Tensor, weights: Tensor) -> Tensor:
 
 
 def warmup_cosine(step: int, warmup_steps: int, steps: int) -> float:
-    """Return the learning rate of a step as a fraction of its maximum.
+    """Return the learning rate of a step, 0 to steps - 1, as a fraction of its maximum, in [0, 1].
 
         (step + 1) / (warmup_steps + 1)                                         step < warmup_steps
         (1 + cos(pi (step - warmup_steps) / (steps - warmup_steps))) / 2        after that, down to 0
-
-    Parameters
-    ----------
-    step : int
-        From 0 to steps - 1.
-    warmup_steps, steps : int
-        As in `TrainingConfig`.
-
-    Returns
-    -------
-    float
-        In [0, 1].
 
     Examples
     --------

@@ -28,7 +28,8 @@ class Trainer:
 
     `last.pt` is the state after the latest validation, or where the run was stopped; `best.pt` that of the lowest
     validation loss. On a CPU two runs with the same config, data and number of threads give the same numbers, bit for
-    bit, and so does one that was interrupted and continued from `last.pt`.
+    bit, and so does one that was interrupted and continued from `last.pt`. Raises ValueError when config is no
+    TrainingConfig, or names a device that is not available.
 
     Parameters
     ----------
@@ -59,11 +60,6 @@ class Trainer:
     batches : TrainingBatches
     best_loss : float
         The lowest validation loss so far.
-
-    Raises
-    ------
-    ValueError
-        When config is no TrainingConfig, or names a device that is not available.
     """
 
     def __init__(
@@ -93,22 +89,12 @@ class Trainer:
         self._generators: dict | None = None  # states in the checkpoint of a continued run
 
     def fit(self, metrics: MetricsFile) -> None:
-        """Take the remaining steps of the run.
+        """Take the remaining steps; `metrics` gets a record every `log_every` steps and one every `valid_every`.
 
-        Parameters
-        ----------
-        metrics : MetricsFile
-            Gets a record with split "train" every `log_every` steps and one with split "valid" every `valid_every`.
-
-        Raises
-        ------
-        Stopped
-            On SIGTERM or SIGINT, when the step is finished and `last.pt` is written.
-        FloatingPointError
-            If loss, gradients or weights are not finite (in 16-mixed single steps are skipped for their gradients); the
-            checkpoints stay those of the last time that they were.
-        OSError
-            If a file cannot be written; the checkpoints stay those before.
+        Their splits are "train" and "valid". Raises Stopped on SIGTERM or SIGINT, when the step is finished and
+        `last.pt` is written; FloatingPointError if loss, gradients or weights are not finite (in 16-mixed single steps
+        are skipped for their gradients); OSError if a file cannot be written. After an error the checkpoints stay those
+        before it.
         """
         self._start_generators()
         self._meter.start()
@@ -148,17 +134,9 @@ class Trainer:
         }
 
     def load_state_dict(self, state: dict) -> None:
-        """Continue a run from what `state_dict` returned; the next `fit` takes the remaining steps.
+        """Continue a run from what `load_checkpoint` returned; the next `fit` takes the remaining steps.
 
-        Parameters
-        ----------
-        state : dict
-            From `load_checkpoint`.
-
-        Raises
-        ------
-        ValueError
-            If the state lacks an entry, or its weights are those of another model.
+        Raises ValueError if the state lacks an entry, or its weights are those of another model.
         """
         missing = sorted(self.state_dict().keys() - state.keys())
         if missing:
@@ -182,11 +160,7 @@ class Trainer:
         loss, speed = self._meter.read()
         self._check_finite(loss)
         metrics.write(
-            split="train",
-            step=self.step.global_step,
-            loss=loss,
-            learning_rate=self._rate,
-            samples_per_second=speed,
+            split="train", step=self.step.global_step, loss=loss, learning_rate=self._rate, samples_per_second=speed
         )
         return loss
 

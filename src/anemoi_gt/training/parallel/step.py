@@ -23,6 +23,9 @@ from anemoi_gt.training.step import AUTOCAST, TrainingStep
 class ShardedTrainingStep(TrainingStep):
     """A training step of a sharded model; all ranks take the same steps, and each returns the loss of all.
 
+    Raises ValueError when `config.compile` or `config.cuda_graph` asks for what the device, the model or the ranks do
+    not support.
+
     Parameters
     ----------
     model : nn.Module
@@ -38,11 +41,6 @@ class ShardedTrainingStep(TrainingStep):
         With axes (data, model).
     group : ProcessGroup
         All ranks, communicating from the CPU (gloo).
-
-    Raises
-    ------
-    ValueError
-        When `config.compile` or `config.cuda_graph` asks for what the device, the model or the ranks do not support.
     """
 
     def __init__(
@@ -129,14 +127,8 @@ def check_messages_capturable(mesh: DeviceMesh) -> None:
 def data_parallel_rng(mesh: DeviceMesh, device: torch.device) -> Iterator[None]:
     """Give each model its own random numbers in the block, the same on all its ranks; restore the common state after.
 
-    So dropout differs between the batches of two data ranks, and a sharded model drops what one device would.
-
-    Parameters
-    ----------
-    mesh : DeviceMesh
-        With axes (data, model); all ranks enter with generators in the same state.
-    device : torch.device
-        Whose generator is used beside that of the CPU.
+    So dropout differs between the batches of two data ranks, and a sharded model drops what one device would. All ranks
+    of the mesh (data, model) enter with generators in the same state: that of the CPU, and of `device`.
     """
     models = mesh["data"].size()
     if models == 1:

@@ -20,12 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from anemoi_gt.data.datasets import Splits
 from anemoi_gt.distributed.consensus import check_same, fingerprint, raise_on_all_ranks
 from anemoi_gt.distributed.model_shard import ModelShard
-from anemoi_gt.distributed.sharded_checkpoint import (
-    load_checkpoint,
-    require_checkpoint,
-    save_checkpoint,
-    sharded,
-)
+from anemoi_gt.distributed.sharded_checkpoint import load_checkpoint, require_checkpoint, save_checkpoint, sharded
 from anemoi_gt.training import Trainer, TrainingConfig
 from anemoi_gt.training.atomic_write import atomic_write
 from anemoi_gt.training.data_loading import TrainingBatches
@@ -90,25 +85,10 @@ def make_sharded_trainer(
 def fit_sharded(trainer: Trainer, shard: ModelShard, *, resume: bool) -> list[dict] | None:
     """Train on all ranks to the end, from the start or from the last checkpoint in the folder. Collective.
 
-    Parameters
-    ----------
-    trainer : Trainer
-        From `make_sharded_trainer`.
-    shard : ModelShard
-        Of its model.
-    resume : bool
-        Continue from the last checkpoint in the folder, written on any number of ranks.
-
-    Returns
-    -------
-    list of dict or None
-        The records of `metrics.jsonl` on rank 0, which also leaves `best.pt` as one device reads it; None on the
-        others.
-
-    Raises
-    ------
-    Stopped
-        On all ranks, after the same step, when one of them received a signal; the last checkpoint holds that step.
+    Takes a trainer of `make_sharded_trainer` and the shard of its model; `resume` continues from the last checkpoint in
+    the folder, written on any number of ranks. Returns the records of `metrics.jsonl` on rank 0, which also leaves
+    `best.pt` as one device reads it, and None on the others. Raises Stopped on all ranks, after the same step, when one
+    of them received a signal; the last checkpoint holds that step.
     """
     if resume:
         load_last(trainer, shard)
@@ -123,14 +103,9 @@ def fit_sharded(trainer: Trainer, shard: ModelShard, *, resume: bool) -> list[di
 
 
 def check_same_data(splits: Splits, folder: Path) -> None:
-    """Raise on all ranks unless they have the same data set and see the same folder. Collective.
+    """Raise on all ranks a ValueError that names what differs, unless they have the same data and see the same folder.
 
-    Compares the nodes, the number of samples, and the normalisation, which depends on the training samples.
-
-    Raises
-    ------
-    ValueError
-        On all ranks, naming what differs.
+    Compares the nodes, the number of samples, and the normalisation, which depends on the training samples. Collective.
     """
     train, group = splits.train, dist.group.WORLD
     unseen = None if folder.is_dir() else f"{folder} must be on a file system that all ranks see"
@@ -154,19 +129,10 @@ def load_last(trainer: Trainer, shard: ModelShard) -> None:
 
 
 def write_as_file(path: Path) -> None:
-    """Write a checkpoint of several ranks as one file with the whole tables, as one device reads it. On one rank.
+    """Write a checkpoint of several ranks, such as `best.pt`, as one file with whole tables, as one device reads it.
 
-    Parameters
-    ----------
-    path : Path
-        Such as folder / "best.pt"; the former file stays until the new one is whole.
-
-    Raises
-    ------
-    FileNotFoundError
-        When the ranks left no such checkpoint.
-    OSError
-        If it cannot be written; names `path` and the reason.
+    On one rank; the former file stays until the new one is whole. Raises FileNotFoundError when the ranks left no such
+    checkpoint; OSError, which names `path` and the reason, if it cannot be written.
     """
     source = require_checkpoint(sharded(path))
     with atomic_write(path) as file:  # torch.save takes an open file in place of a path
@@ -181,12 +147,8 @@ class SharedStopRequest(StopRequest):
     """A stop request on which all ranks agree after each step, when one of them has received a signal.
 
     After each step the ranks start a vote and read that of the step before, so none waits for it and a run ends one
-    step after the signal. A vote fails when a rank is gone, on the CPU, which never waits for a GPU.
-
-    Parameters
-    ----------
-    group : ProcessGroup
-        All ranks, communicating from the CPU (gloo).
+    step after the signal. A vote fails when a rank is gone: it is on the CPU, in a gloo group of all ranks, and never
+    waits for a GPU.
     """
 
     def __init__(self, group: dist.ProcessGroup):

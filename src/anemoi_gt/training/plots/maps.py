@@ -12,15 +12,12 @@ NEIGHBOURS = 3  # nodes interpolated to a pixel, with inverse squared distance w
 class MapImage:
     """Image of values on nodes: the globe in Mollweide's equal-area projection, a region in longitude and latitude.
 
+    Raises ImportError if scipy is missing.
+
     Parameters
     ----------
     nodes : Nodes
         Positions of the values. More than 90 degrees of latitude is drawn as a globe.
-
-    Raises
-    ------
-    ImportError
-        If scipy is missing.
 
     Attributes
     ----------

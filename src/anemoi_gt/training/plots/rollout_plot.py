@@ -19,25 +19,9 @@ COLUMN_SIZE = {"mollweide": (3.3, 1.9), "rectilinear": (3.0, 3.0)}  # inches
 def draw_rollout_plot(
     path: Path, dataset: ForecastDataset, sample: int, outcomes: list[Outcome], scores: list[Score]
 ) -> None:
-    """Plot a rollout as a PNG file.
+    """Plot the first variable of a rollout from a test sample, and the scores of all rollouts, as a PNG file.
 
-    Parameters
-    ----------
-    path : Path
-        The file.
-    dataset : ForecastDataset
-        The test samples; their first variable is drawn.
-    sample : int
-        The sample from which the rollout starts.
-    outcomes : list of Outcome
-        The steps of the rollout, all with a truth.
-    scores : list of Score
-        Scores of all rollouts.
-
-    Raises
-    ------
-    ImportError
-        If matplotlib or scipy is missing.
+    `outcomes` are the steps of the rollout, all with a truth. Raises ImportError if matplotlib or scipy is missing.
     """
     image = MapImage(dataset.nodes)
     steps = drawn_steps(len(outcomes))

@@ -20,25 +20,10 @@ FIGURE_SIZE = {"mollweide": (13, 6.4), "rectilinear": (11.6, 7.4)}  # inches
 def draw_training_plot(
     path: Path, dataset: ForecastDataset, forecast: Forecast, scores: list[Score], records: list[dict]
 ) -> None:
-    """Plot the test sample of median error, scores and losses as a PNG file.
+    """Plot the first variable of the test sample of median error, scores and losses as a PNG file.
 
-    Parameters
-    ----------
-    path : Path
-        The file.
-    dataset : ForecastDataset
-        The test samples; their first variable is drawn.
-    forecast : callable
-        The model's forecast by sample index.
-    scores : list of Score
-        Scores of the model and the baselines, the model's first.
-    records : list of dict
-        The run's metrics.
-
-    Raises
-    ------
-    ImportError
-        If matplotlib or scipy is missing.
+    `forecast` is the model's, by sample index; `scores` are of the model and the baselines, the model's first;
+    `records` are the run's metrics. Raises ImportError if matplotlib or scipy is missing.
     """
     image, sample = MapImage(dataset.nodes), median_sample(forecast, dataset)
     figure_class = import_extra("matplotlib.figure", "train").Figure
