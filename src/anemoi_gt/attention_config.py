@@ -30,14 +30,14 @@ class AttentionConfig:
         inputs: autocast's inside `torch.autocast`, otherwise that of query. With a precision the inputs are cast to it
         and the output is cast back to the dtype of query. Sums and `lse` are float32 in any case.
     fixed_degree_kernels : bool
-        Whether backend `triton` uses its kernels for graphs in which all destinations have the same few in-edges. Turn it
-        off to find out whether a wrong or slow result comes from them.
+        Whether backend `triton` uses its kernels for graphs in which all destinations have the same few in-edges. Turn
+        it off to find out whether a wrong or slow result comes from them.
     tile : str, optional
-        Fields of the tile of backend `triton`'s row kernels to force, such as "unroll=1,num_warps=4", to find out whether
-        a wrong or slow result comes from the tile that was chosen. `heads` (of a program), `unroll` (edges in flight) and
-        `num_warps` are powers of two or small integers; `nodes` (of a program) concerns the kernel over sources alone;
-        `packed` is 1 to read 16-bit rows as packed pairs, 0 not to. A kernel ignores a field that it does not have: those
-        for a fixed in-degree have `num_warps` and `packed`. None forces nothing.
+        Fields of the tile of backend `triton`'s row kernels to force, such as "unroll=1,num_warps=4", to find out
+        whether a wrong or slow result comes from the tile that was chosen. `heads` (of a program), `unroll` (edges in
+        flight) and `num_warps` are powers of two or small integers; `nodes` (of a program) concerns the kernel over
+        sources alone; `packed` is 1 to read 16-bit rows as packed pairs, 0 not to. A kernel ignores a field that it
+        does not have: those for a fixed in-degree have `num_warps` and `packed`. None forces nothing.
 
     Raises
     ------
@@ -71,10 +71,7 @@ class AttentionConfig:
 def parse_tile(tile: str | None) -> dict[str, int]:
     """Return the forced fields of `AttentionConfig.tile` by name.
 
-    Raises
-    ------
-    ValueError
-        Unless it is None or "name=integer" entries, comma-separated, of the names and values in TILE_FIELDS.
+    Raise ValueError unless it is None or comma-separated "name=integer" entries of names and values in TILE_FIELDS.
 
     Examples
     --------

@@ -11,12 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
-TESTED = (  # PyTorch, and the Triton that it requires
-    ("2.10", "3.6"),
-    ("2.11", "3.6"),
-    ("2.13", "3.7"),
-    ("2.15", "3.9"),
-)
+TESTED = (("2.10", "3.6"), ("2.11", "3.6"), ("2.13", "3.7"), ("2.15", "3.9"))  # PyTorch, the Triton that it requires
 
 
 class UntestedVersionsWarning(UserWarning):

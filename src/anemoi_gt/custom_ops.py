@@ -1,10 +1,10 @@
-"""Custom operators: registration with PyTorch's dispatcher, from functions whose arguments may be tuples, and their derivatives.
+"""Custom operators from functions whose arguments may be tuples, and their derivatives, in PyTorch's dispatcher.
 
-An operator's schema is flat. A function takes operands that belong together as one NamedTuple; `flat_arguments` turns each
-into its fields, in order.
+An operator's schema is flat. A function takes operands that belong together as one NamedTuple; `flat_arguments` turns
+each into its fields, in order.
 
-The dispatcher's private functions save 0.15 to 0.7 ms a call. They are in `_private_dispatcher`; without them, in another
-version of PyTorch, `torch.library.register_autograd` serves.
+The dispatcher's private functions save 0.15 to 0.7 ms a call. They are in `_private_dispatcher`; without them, in
+another version of PyTorch, `torch.library.register_autograd` serves.
 """
 
 import inspect
@@ -21,7 +21,7 @@ _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")  # what it registers liv
 
 
 def flat_arguments(function: Callable) -> Callable:
-    """Return `function` with the fields of each parameter that is annotated as a NamedTuple in the parameter's place."""
+    """Return `function` with the fields of each parameter annotated as a NamedTuple in the parameter's place."""
     groups, parameters = [], []
     for parameter in inspect.signature(function).parameters.values():
         kind = parameter.annotation
@@ -45,10 +45,10 @@ def flat_arguments(function: Callable) -> Callable:
 
 
 def define_operator(function: Callable) -> torch._ops.OpOverload:
-    """Register `function` as `torch.ops.anemoi_gt.<its name>`, with a schema from its annotations, and return the operator.
+    """Register `function` as `torch.ops.anemoi_gt.<its name>`, with a schema from its annotations; return the operator.
 
-    It must not mutate its arguments nor return them. `torch.library.custom_op` checks that at every call, which costs more
-    than the launch of a kernel (0.7 ms a call with torch 2.11 on Python 3.12); here `opcheck` does, in the tests.
+    It must not mutate its arguments nor return them. `torch.library.custom_op` checks that at every call, which costs
+    more than the launch of a kernel (0.7 ms a call with torch 2.11 on Python 3.12); here `opcheck` does, in the tests.
     """
     name, flat = f"{NAMESPACE}::{function.__name__}", flat_arguments(function)
     schema = torch.library.infer_schema(flat, mutates_args=())
@@ -71,10 +71,8 @@ def _private_dispatcher() -> _Dispatcher | None:
         if "with_keyset" not in inspect.signature(torch.library.Library.impl).parameters:
             return None
         _ = torch._ops.OpOverload.redispatch
-        private = torch._C
-        return _Dispatcher(
-            private._after_autograd_keyset, private._AutoDispatchBelowAutograd, private._any_requires_grad
-        )
+        names = ("_after_autograd_keyset", "_AutoDispatchBelowAutograd", "_any_requires_grad")
+        return _Dispatcher(*(getattr(torch._C, name) for name in names))
     except AttributeError:
         return None
 
@@ -85,17 +83,12 @@ _DISPATCHER = _private_dispatcher()
 def define_gradient(operator: torch._ops.OpOverload, setup_context: Callable, backward: Callable) -> None:
     """Make `operator` differentiable, as `torch.library.register_autograd` does for operators of any schema.
 
-    That reads the whole schema again at every call, argument by argument (0.15 ms a call with 18 arguments, torch 2.11 on
-    Python 3.12). An operator of ours has no defaults that the dispatcher could have left out, no keyword-only arguments and
-    no lists of tensors, so nothing of it is needed.
+    That reads the whole schema again at every call, argument by argument (0.15 ms a call with 18 arguments, torch 2.11
+    on Python 3.12). An operator of ours has no defaults that the dispatcher could have left out, no keyword-only
+    arguments and no lists of tensors, so nothing of it is needed.
 
-    Parameters
-    ----------
-    operator : torch._ops.OpOverload
-        Of `define_operator`.
-    setup_context : callable (ctx, inputs, output)
-    backward : callable (ctx, *output gradients)
-        Returns a tuple of a gradient or None for each argument.
+    `operator` is of `define_operator`. `setup_context(ctx, inputs, output)` and `backward(ctx, *output gradients)` are
+    those of `register_autograd`; the latter returns a tuple of a gradient or None for each argument.
     """
     private = _DISPATCHER
     if private is None:
@@ -148,6 +141,7 @@ def refuse_forward_mode(*operands: Tensor | None) -> None:
         return
     if any(operand is not None and forward_ad.unpack_dual(operand).tangent is not None for operand in operands):
         raise RuntimeError(
-            "forward-mode derivatives are not supported by edge_attention, got an operand with a tangent (torch.func.jvp, "
-            "torch.autograd.forward_ad); use torch.autograd.grad, or plain PyTorch operations where tangents are needed"
+            "forward-mode derivatives are not supported by edge_attention, got an operand with a tangent "
+            "(torch.func.jvp, torch.autograd.forward_ad); use torch.autograd.grad, or plain PyTorch operations where "
+            "tangents are needed"
         )

@@ -5,16 +5,9 @@ from types import ModuleType
 
 
 def import_extra(module: str, extra: str) -> ModuleType:
-    """Import `module`, such as "scipy.spatial", which `extra` of this package installs.
-
-    Raises
-    ------
-    ImportError
-        If it is not installed, with the command that installs it.
-    """
+    """Import `module`, such as "scipy.spatial"; if it is missing, raise ImportError with the command for `extra`."""
     try:
         return import_module(module)
     except ImportError as error:
-        raise ImportError(
-            f"{module} is needed here and could not be imported ({error}): pip install 'anemoi-gt[{extra}]'"
-        ) from error
+        remedy = f"pip install 'anemoi-gt[{extra}]'"
+        raise ImportError(f"{module} is needed here and could not be imported ({error}): {remedy}") from error

@@ -12,19 +12,9 @@ from torch import Tensor
 
 
 def raise_on_all_ranks(problem: str | None, group: dist.ProcessGroup, error: type[Exception] = ValueError) -> None:
-    """Raise the same error on all ranks when one of them has a problem. Collective.
+    """Raise the same `error` on all ranks, with the ranks that have a problem and the first problem. Collective.
 
-    Parameters
-    ----------
-    problem : str, optional
-        This rank's problem; None: it has none.
-    group : ProcessGroup
-    error : type of exception
-
-    Raises
-    ------
-    ValueError, or `error`
-        On all ranks, naming those that have a problem and the first problem.
+    `problem` is this rank's; None: it has none.
     """
     problems = [None] * dist.get_world_size(group)
     dist.all_gather_object(problems, problem, group=group)
@@ -47,16 +37,7 @@ def consensus(group: dist.ProcessGroup) -> Iterator[None]:
 def check_same(values: Mapping[str, Any], group: dist.ProcessGroup) -> None:
     """Raise on all ranks unless every value is the same on all of them. Collective; call it before what could hang.
 
-    Parameters
-    ----------
-    values : mapping of str to plain values
-        By name, for the message.
-    group : ProcessGroup
-
-    Raises
-    ------
-    ValueError
-        On all ranks, naming the value and the ranks that differ from rank 0.
+    `values` are plain values by name. The ValueError has the name of one and the ranks that differ from rank 0.
     """
     of_ranks = [None] * dist.get_world_size(group)
     dist.all_gather_object(of_ranks, dict(values), group=group)
@@ -80,19 +61,7 @@ def difference(of_ranks: Sequence[Mapping[str, Any]]) -> str | None:
 def check_finite(loss: Tensor, step: int, group: dist.ProcessGroup) -> None:
     """Raise on all ranks unless the loss is finite on every one of them. Collective; synchronises the device.
 
-    Parameters
-    ----------
-    loss : Tensor
-        Scalar, this rank's.
-    step : int
-        For the message.
-    group : ProcessGroup
-        All ranks of the job.
-
-    Raises
-    ------
-    FloatingPointError
-        On all ranks, naming those whose loss is not finite.
+    `loss` is this rank's scalar. The FloatingPointError has the `step` and the ranks whose loss is not finite.
     """
     value = float(loss)
     problem = None if math.isfinite(value) else f"the loss must stay finite, got {value} at step {step}"
@@ -107,19 +76,10 @@ def broadcast_from_rank0(value: Any) -> Any:
 
 
 def run_on_rank0(function: Callable[[], Any]) -> Any:
-    """Return on all ranks the result of `function()`, which only rank 0 calls. Collective.
+    """Return on all ranks the result of `function()`, which only rank 0 calls, or raise its exception. Collective.
 
-    Use it for what ranks could see differently, such as a folder on a network file system.
-
-    Parameters
-    ----------
-    function : callable
-        Its result or exception is sent to the other ranks by pickle.
-
-    Raises
-    ------
-    Exception
-        On all ranks, the one that it raises.
+    Result or exception are sent by pickle. Use it for what ranks could see differently, such as a folder on a network
+    file system.
     """
     value, error = None, None
     if dist.get_rank() == 0:
@@ -139,9 +99,7 @@ def fingerprint(*tensors: Tensor) -> str:
     for tensor in tensors:
         digest.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
         flat = tensor.detach().cpu().contiguous().flatten()
-        flat = flat.as_strided(
-            flat.shape, (1,)
-        )  # a single element may have any stride, and could not be viewed as bytes
+        flat = flat.as_strided(flat.shape, (1,))  # to be viewed as bytes: a single element may have any stride
         digest.update(flat.view(torch.uint8).numpy().data)
     return digest.hexdigest()[:16]
 

@@ -5,7 +5,8 @@
     own parameter        rows that one rank of a model holds (trainable features of its nodes and edges):
                          grad = mean over data of  local grad
 
-A rank's loss is the sum over its nodes divided by the number of nodes of the whole model, not by its own number.
+A rank's loss is the sum over its nodes divided by the number of nodes of the whole model, not by its own number. A
+`mesh` has axes (data, model), as `make_mesh` makes it; functions raise ValueError for others.
 """
 
 from collections.abc import Iterable
@@ -56,17 +57,8 @@ def make_mesh(device_type: str, model: int, timeout: timedelta | None = None) ->
 def reduce_gradients(shared: Iterable[Parameter], own: Iterable[Parameter], mesh: DeviceMesh) -> None:
     """Reduce the gradients of all ranks, in place. Collective; call it once, between backward and the optimiser's step.
 
-    Parameters
-    ----------
-    shared, own : iterables of Parameter
-        In the same order on all ranks. A missing gradient counts as zero; with requires_grad=False it stays None.
-    mesh : DeviceMesh
-        With axes (data, model).
-
-    Raises
-    ------
-    ValueError
-        For a mesh with other axes.
+    `shared` and `own` are in the same order on all ranks. A missing gradient counts as zero; with requires_grad=False
+    it stays None.
     """
     check_mesh(mesh)
     shared, own = ([parameter for parameter in both if parameter.requires_grad] for both in (shared, own))
@@ -77,23 +69,8 @@ def reduce_gradients(shared: Iterable[Parameter], own: Iterable[Parameter], mesh
 def clip_gradients(shared: Iterable[Parameter], own: Iterable[Parameter], max_norm: float, mesh: DeviceMesh) -> Tensor:
     """Clip the gradient norm of a whole model, as `torch.nn.utils.clip_grad_norm_` does on one device. Collective.
 
-    Parameters
-    ----------
-    shared, own : iterables of Parameter
-        After `reduce_gradients`; shared parameters count once.
-    max_norm : float
-    mesh : DeviceMesh
-        With axes (data, model).
-
-    Returns
-    -------
-    Tensor
-        Scalar: the norm before clipping; NaN when it is not finite, and then so are the gradients of all ranks.
-
-    Raises
-    ------
-    ValueError
-        For a mesh with other axes.
+    Call it after `reduce_gradients`; shared parameters count once. Return the norm before clipping, a scalar: NaN when
+    it is not finite, and then so are the gradients of all ranks.
     """
     check_mesh(mesh)
     shared, own = list(shared), list(own)
@@ -106,13 +83,7 @@ def clip_gradients(shared: Iterable[Parameter], own: Iterable[Parameter], max_no
 
 
 def sum_loss(loss: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Return the loss of the whole batch for logging: sum over model, mean over data. Collective, without gradient.
-
-    Raises
-    ------
-    ValueError
-        For a mesh with other axes.
-    """
+    """Return the loss of the whole batch for logging: sum over model, mean over data. Collective, without gradient."""
     check_mesh(mesh)
     total = loss.detach().clone()
     for axis in AXES:

@@ -23,7 +23,7 @@ from anemoi_gt.ops.dtypes import cast_for_autocast
 
 @dataclass(frozen=True, eq=False)
 class GraphShard:
-    """Graph shard of one rank; blocks take it in place of a `GraphStructure` (`anemoi_gt.nn.block.ShardedGraph`).
+    """Graph shard of one rank; blocks take it in place of a `GraphStructure` (`anemoi_gt.nn.ShardedGraph`).
 
     Attributes
     ----------
@@ -49,31 +49,17 @@ class GraphShard:
     def start_exchange(self, x_src: Tensor) -> "PendingExchange | LocalRows":
         """Send rows of local sources, cast for autocast, and return immediately. Collective, and so is its backward.
 
-        What is computed before `wait()` hides the messages, and so does its backward.
-
-        Parameters
-        ----------
-        x_src : Tensor [n_src, F] or [B, n_src, F]
-            Local sources.
-
-        Returns
-        -------
-        PendingExchange
-            Its `wait()` returns local sources concatenated with the halo, [.., n_src + halo, F], once. With activation
-            checkpointing, start the exchange inside the checkpointed function.
-
-        Raises
-        ------
-        ValueError
-            Unless `x_src` has one row for each local source; before anything is sent.
+        `wait()` of the result returns local sources concatenated with the halo, [.., n_src + halo, F], once. What is
+        computed before hides the messages, and so does its backward. With activation checkpointing, start the exchange
+        inside the checkpointed function. Raise ValueError, before anything is sent, unless `x_src` is [n_src, F] or
+        [B, n_src, F].
         """
         count = self.sources.ranges.counts[self.rank]
         if not isinstance(x_src, Tensor):
             raise ValueError(f"x_src must be a tensor, got {type(x_src).__name__}")
         if x_src.dim() < 2 or x_src.shape[-2] != count:
-            raise ValueError(
-                f"x_src must have one row for each of the {count} sources of this rank, got {tuple(x_src.shape)}"
-            )
+            got = tuple(x_src.shape)
+            raise ValueError(f"x_src must have one row for each of the {count} sources of this rank, got {got}")
         if self.sources.ranges.num_ranks == 1:
             return LocalRows(x_src)
         return self.halo.start(cast_for_autocast(x_src))
@@ -143,23 +129,15 @@ def shard_graph(
     _check_partitions(sources, destinations, (graph.num_src, graph.num_dst), num_ranks)
     own, dst = destinations.ranges.of(rank), destinations.positions(graph.dst)
     is_own = (dst >= own.start) & (dst < own.stop)
-    shard = _shard(
-        sources.positions(graph.row[is_own]),
-        dst[is_own] - own.start,
-        graph.global_edge_ids()[is_own],
-        (sources, destinations),
-        group,
-    )
+    src, global_edge_id = sources.positions(graph.row[is_own]), graph.global_edge_ids()[is_own]
+    shard = _shard(src, dst[is_own] - own.start, global_edge_id, (sources, destinations), group)
     schedule = None
     if graph.dst_schedule is not None:
         schedule = destinations.positions(graph.dst_schedule)
         schedule = schedule[(schedule >= own.start) & (schedule < own.stop)] - own.start
         schedule = schedule.to(graph.colptr.dtype)
-    return replace(
-        shard,
-        edges=graph.edge_order().long()[is_own][shard.edges],
-        structure=replace(shard.structure, dst_schedule=schedule),
-    )
+    edges = graph.edge_order().long()[is_own][shard.edges]
+    return replace(shard, edges=edges, structure=replace(shard.structure, dst_schedule=schedule))
 
 
 def shard_edges(
@@ -222,14 +200,9 @@ def _shard(
     row[~is_local] = num_src + halo_row
     sizes = num_src + halo.shape[0], destinations.ranges.counts[rank]
     graph = GraphStructure.from_edge_index(torch.stack([row, dst]), sizes, global_edge_id=global_edge_id)
-    return GraphShard(
-        rank=rank,
-        sources=sources,
-        destinations=destinations,
-        edges=graph.edge_order().long(),
-        structure=replace(graph, perm=None).with_reverse(),
-        halo=HaloExchange.of_requests(halo, sources.ranges, group),
-    )
+    edges, structure = graph.edge_order().long(), replace(graph, perm=None).with_reverse()
+    exchange = HaloExchange.of_requests(halo, sources.ranges, group)
+    return GraphShard(rank, sources, destinations, edges, structure, exchange)
 
 
 def _default_sources(num_src: int, destinations: Partition) -> Partition:
@@ -257,9 +230,8 @@ def _check_member(group: dist.ProcessGroup) -> None:
 def _check_partitions(sources: Partition, destinations: Partition, sizes: tuple[int, int], num_ranks: int) -> None:
     for name, partition, size in zip(("sources", "destinations"), (sources, destinations), sizes, strict=True):
         if partition.ranges.num_ranks != num_ranks:
-            raise ValueError(
-                f"{name} must be divided among {num_ranks} ranks, got a partition of {partition.ranges.num_ranks}"
-            )
+            got = partition.ranges.num_ranks
+            raise ValueError(f"{name} must be divided among {num_ranks} ranks, got a partition of {got}")
         if partition.size != size:
             raise ValueError(f"{name} must be a partition of {size} nodes, got one of {partition.size}")
 

@@ -49,7 +49,7 @@ class HaloExchange:
 
     @classmethod
     def of_requests(cls, wanted: Tensor, ranges: Ranges, group: dist.ProcessGroup) -> "HaloExchange":
-        """Set up an exchange by telling each owner which of its rows are wanted. Collective.
+        """Set up an exchange that delivers the wanted rows in their order, by telling their owners. Collective.
 
         Parameters
         ----------
@@ -58,11 +58,6 @@ class HaloExchange:
         ranges : Ranges
             Owners of the positions.
         group : ProcessGroup
-
-        Returns
-        -------
-        HaloExchange
-            Delivers the wanted rows in their order.
         """
         ends = torch.tensor(ranges.bounds[1:], device=wanted.device)
         recv_counts = torch.searchsorted(wanted, ends).diff(prepend=ends.new_zeros(1))
@@ -73,9 +68,8 @@ class HaloExchange:
         dist.all_to_all_single(requested, wanted.contiguous(), sends, recvs, group=group)
         own = ranges.of(dist.get_rank(group))
         rows = requested - own.start
-        return cls(
-            group.group_name, rows, tuple(sends), tuple(recvs), _sent_position(rows, sends, own.stop - own.start)
-        )
+        positions = _sent_position(rows, sends, own.stop - own.start)
+        return cls(group.group_name, rows, tuple(sends), tuple(recvs), positions)
 
     @property
     def num_sent(self) -> int:
@@ -139,10 +133,7 @@ class PendingExchange:
     def wait_halo(self) -> Tensor:
         """Return the halo [R, F] or [B, R, F].
 
-        Raises
-        ------
-        ValueError
-            The second time: gradients of both uses would be added before they have arrived.
+        Raise ValueError the second time: gradients of both uses would be added before they have arrived.
         """
         if self._in_flight is None:
             raise ValueError(

@@ -2,9 +2,9 @@
 
 launch          torchrun sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT
 set-up          one device per rank; process group by env:// (NCCL between GPUs, gloo between CPUs); mesh (data, model)
-failing rank    torchrun ends the others; `torch.distributed.elastic.multiprocessing.errors.record` reports the first
-error frozen rank     collectives of the others fail after `ShardingConfig.timeout`; torchrun kills the frozen rank 30 s
-later
+failing rank    torchrun ends the others;
+                `torch.distributed.elastic.multiprocessing.errors.record` reports the first error
+frozen rank     collectives of the others fail after `ShardingConfig.timeout`; torchrun kills it 30 s later
 """
 
 import math
@@ -74,10 +74,7 @@ def is_launched() -> bool:
 def local_device(device_type: str) -> torch.device:
     """Return the device of this rank: for "cuda" the GPU of its local rank.
 
-    Raises
-    ------
-    ValueError
-        For another type of device, or when this host does not have that GPU.
+    Raise ValueError for another type of device, or when this host does not have that GPU.
     """
     check_device_type(device_type)
     if device_type != "cuda":
@@ -110,8 +107,7 @@ def init_distributed(config: ShardingConfig, device_type: str) -> Iterator[Devic
     Raises
     ------
     ValueError
-        When no launcher started this process, a rank has no GPU of its own, or the config differs or does not fit the
-        number of ranks.
+        Without a launcher, without a GPU for each rank, or for a config that differs or does not fit the ranks.
     """
     if not isinstance(config, ShardingConfig):
         raise ValueError(f"config must be a ShardingConfig, got {config!r}")

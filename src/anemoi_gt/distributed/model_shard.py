@@ -156,21 +156,11 @@ class EdgeRows(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelRows:
-    """Everything of one rank's model that other ranks do not hold, as values that can be sent.
+    """Everything of one rank's model that other ranks do not hold, as values that can be sent."""
 
-    Attributes
-    ----------
-    partitions : dict of str to Partition
-        Owners of the nodes, by the name of their set; they stay on the CPU.
-    nodes : dict of str to NodeRows
-        By the name of the set.
-    edges : dict of str to EdgeRows
-        By the path of their module, as in `edge_modules`.
-    """
-
-    partitions: dict[str, Partition]
-    nodes: dict[str, NodeRows]
-    edges: dict[str, EdgeRows]
+    partitions: dict[str, Partition]  # owners of the nodes, by the name of their set; they stay on the CPU
+    nodes: dict[str, NodeRows]  # by the name of the set
+    edges: dict[str, EdgeRows]  # by the path of their module, as in `edge_modules`
 
     def to(self, device: torch.device) -> "ModelRows":
         """Return these rows on `device`."""
@@ -180,26 +170,14 @@ class ModelRows:
 class ShardPlan:
     """Shard plan of a whole model: owners of all nodes and edges, made in one process without communication.
 
-    Parameters
-    ----------
-    model : EncoderProcessorDecoder
-        Left unchanged.
-    num_ranks : int
-        Ranks that are to share it.
-
-    Raises
-    ------
-    ValueError
-        When the mappers of the model work in chunks.
+    The model is left unchanged. Raise ValueError when its mappers work in chunks.
     """
 
     def __init__(self, model: EncoderProcessorDecoder, num_ranks: int):
         self.model, self.edges = model, edge_modules(model)
         chunks = max((len(getattr(module, "chunks", ())) for module, _, _ in self.edges.values()), default=1)
         if chunks > 1:
-            raise ValueError(
-                f"mapper_chunks must be 1 for a sharded model, got {chunks}: each shard is a chunk already"
-            )
+            raise ValueError(f"mapper_chunks must be 1 when sharded, got {chunks}: each shard is a chunk already")
         self.partitions = _partition_nodes(model, num_ranks)
         self._edge_ids = {path: self._by_owner(module, dst) for path, (module, _, dst) in self.edges.items()}
 
@@ -251,15 +229,11 @@ def _apply_shard(model: EncoderProcessorDecoder, shard: ModelRows, mesh: DeviceM
         _set_rows(module, nodes.rows)
     for path, (module, source, destination) in edge_modules(model).items():
         edges = shard.edges[path]
-        graph = shard_edges(
-            edges.edge_index,
-            mesh.get_group("model"),
-            sources=shard.partitions[source],
-            destinations=shard.partitions[destination],
-            global_edge_id=edges.global_edge_id,
-        )
+        owners = {"sources": shard.partitions[source], "destinations": shard.partitions[destination]}
+        ids = edges.global_edge_id
+        graph = shard_edges(edges.edge_index, mesh.get_group("model"), **owners, global_edge_id=ids)
         if module.trainable is not None:
-            tables[f"{path}.trainable"] = ShardedTable(edges.global_edge_id[graph.edges], edges.size, mesh)
+            tables[f"{path}.trainable"] = ShardedTable(ids[graph.edges], edges.size, mesh)
         _set_rows(module, {name: None if rows is None else rows[graph.edges] for name, rows in edges.rows.items()})
         for edge_module in (module, *getattr(module, "chunks", ())):
             edge_module.structure = _FixedGraph(graph)

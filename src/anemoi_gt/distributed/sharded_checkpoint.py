@@ -56,11 +56,9 @@ class ShardedTable:
         own = self.chunks.counts[self.mesh.get_local_rank("model")]
         rows = rows.detach()[self.order]
         chunk = self.exchange.scatter_add(self.exchange.send_reverse(rows), rows.new_zeros(own, *rows.shape[1:]))
-        shape = torch.Size((self.size, *rows.shape[1:]))
-        stride = torch.empty(shape, device="meta").stride()
-        return DTensor.from_local(
-            chunk, self.mesh, [Replicate(), Shard(0)], run_check=False, shape=shape, stride=stride
-        )
+        table = torch.empty((self.size, *rows.shape[1:]), device="meta")
+        layout = {"run_check": False, "shape": table.shape, "stride": table.stride()}
+        return DTensor.from_local(chunk, self.mesh, [Replicate(), Shard(0)], **layout)
 
     def from_dtensor(self, table: DTensor) -> Tensor:
         """Return this rank's rows [n, F] of a table from `to_dtensor`. Collective."""
@@ -108,13 +106,7 @@ def save_checkpoint(
 
 
 def find_checkpoint(folder: Path) -> Path | None:
-    """Return the folder of a checkpoint, the former one if the job was interrupted between the renames, or None.
-
-    Parameters
-    ----------
-    folder : Path
-        Written by `save_checkpoint`.
-    """
+    """Return `folder` of `save_checkpoint`, the former one if the job was interrupted between the renames, or None."""
     return next((place for place in (folder, _former(folder)) if (place / ".metadata").exists()), None)
 
 
@@ -160,21 +152,9 @@ def load_checkpoint(
 
 
 def load_values(folder: Path, key: str) -> Any:
-    """Return the plain values below a key of a checkpoint. Not collective.
+    """Return the dict of plain values, and dicts of them, below a key of a checkpoint; not collective.
 
-    Parameters
-    ----------
-    folder : Path
-        Written by `save_checkpoint`.
-    key : str
-        Of the saved state, with a dict of plain values and dicts of them. Empty dicts are left out.
-
-    Raises
-    ------
-    FileNotFoundError
-        When there is no checkpoint.
-    ValueError
-        When it is corrupt.
+    Empty dicts are left out. Raise FileNotFoundError when `folder` has no checkpoint, ValueError when it is corrupt.
     """
     found = require_checkpoint(folder)
     with _reading(found, Exception), warnings.catch_warnings():
@@ -205,9 +185,8 @@ def _reading(found: Path, *errors: type[Exception]) -> Iterator[None]:
     try:
         yield
     except (CheckpointException, *errors) as error:
-        raise ValueError(
-            f"a checkpoint must be complete and of this model, cannot read {found}: {_reason(error)}"
-        ) from error
+        why = _reason(error)
+        raise ValueError(f"a checkpoint must be complete and of this model, cannot read {found}: {why}") from error
 
 
 def _reason(error: BaseException) -> str:
@@ -238,13 +217,7 @@ def sharded(path: Path) -> Path:
 
 
 def find_run(last: Path) -> Path | None:
-    """Return the last checkpoint of a run, of either form, or None.
-
-    Parameters
-    ----------
-    last : Path
-        Its name for one process, such as folder / "last.pt".
-    """
+    """Return the last checkpoint of a run, of either form, or None. `last` is its name for one process."""
     return last if last.exists() else find_checkpoint(sharded(last))
 
 
@@ -265,7 +238,7 @@ def checkpoint_to_continue(last: Path, writer: str, *, resume: bool) -> Path | N
     Parameters
     ----------
     last : Path
-        As for `find_run`.
+        Its name for one process, such as folder / "last.pt".
     writer : {"one process", "torchrun"}
         The current launch; it continues only its own form.
     resume : bool

@@ -43,14 +43,8 @@ def group_coo(edge_index: Tensor, num_src: int, num_dst: int, dtype: torch.dtype
 def group_edges(node: Tensor, neighbour: Tensor, num_nodes: int, *, stable: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Group edges by `node` [E]; `neighbour` [E] is their other end. `stable` as in `group_coo`.
 
-    Returns
-    -------
-    pointers : Tensor [num_nodes + 1]
-        Edges of node n are at pointers[n] : pointers[n + 1].
-    order : Tensor [E]
-        The edge at each position.
-    neighbours : Tensor [E]
-        Its other end.
+    Return pointers [num_nodes + 1], the edge at each position [E] and its other end [E]. Edges of node n are at
+    pointers[n] : pointers[n + 1].
     """
     if stable or not _order_may_vary(node):
         return _sort_edges(node, neighbour, num_nodes)
@@ -84,10 +78,8 @@ def group_edges_unordered(edge_index: Tensor, num_dst: int, dtype: torch.dtype) 
         number = edge_index.new_zeros(1 + num_dst, dtype=dtype)
         count(edge_index=edge_index, number=number, **ranks)
         colptr = number.cumsum(0, dtype=dtype)
-        place(
-            edge_index=edge_index, begin=colptr, **ranks, perm=perm, row=row,
-            colptr=None, rowptr=None, col=None, csr_to_csc=None,
-        )  # fmt: skip
+        absent = dict.fromkeys(("colptr", "rowptr", "col", "csr_to_csc"))
+        place(edge_index=edge_index, begin=colptr, **ranks, perm=perm, row=row, **absent)
     return colptr, perm, row
 
 

@@ -215,9 +215,8 @@ class GraphStructure:
         if global_edge_id is not None:
             check_index("global_edge_id", global_edge_id, like=edge_index, dtypes=(torch.int64,))
             if not have_size(global_edge_id.shape[0], num_edges):
-                raise ValueError(
-                    f"global_edge_id must have {num_edges} entries, one per edge, got {global_edge_id.shape[0]}"
-                )
+                got = global_edge_id.shape[0]
+                raise ValueError(f"global_edge_id must have {num_edges} entries, one per edge, got {got}")
             global_edge_id = global_edge_id if groups["perm"] is None else global_edge_id[groups["perm"]]
         sources = torch.empty(num_src, 0, device=edge_index.device)
         return cls(**groups, sources=sources, global_edge_id=global_edge_id, fixed_in_degree=fixed_in_degree)
@@ -290,9 +289,8 @@ class GraphStructure:
         elif adj_t.layout == torch.sparse_coo:
             dst, src = adj_t._indices()
         else:
-            raise ValueError(
-                f"adj_t must have a sparse COO, CSR or CSC layout, got {adj_t.layout}; use from_edge_index"
-            )
+            layout = adj_t.layout
+            raise ValueError(f"adj_t must have a sparse COO, CSR or CSC layout, got {layout}; use from_edge_index")
         return cls.from_edge_index(torch.stack([src, dst.to(src.dtype)]), (num_src, num_dst), validate=validate)
 
     @classmethod
@@ -347,10 +345,7 @@ class GraphStructure:
     def with_reverse(self, *, stable: bool = True) -> "GraphStructure":
         """Return this structure with the reverse (CSR) structure, which gradients of key and value need.
 
-        Parameters
-        ----------
-        stable : bool
-            Keep CSC order within a source; see `from_edge_index`.
+        `stable` keeps CSC order within a source; see `from_edge_index`.
         """
         if self.has_reverse:
             return self
@@ -365,22 +360,16 @@ class GraphStructure:
         Parameters
         ----------
         positions : Tensor [N_dst, 1 to 3], optional
-            Coordinates of the destinations in any unit. None: derived from the edges (distances to landmarks).
-
-        Raises
-        ------
-        ValueError
-            When `positions` is not a tensor or has another shape.
+            Coordinates of the destinations in any unit; another shape raises ValueError. None: derived from the edges
+            (distances to landmarks).
         """
         if positions is None:
             positions = ordering.landmark_distances(self.row.long(), self.dst.long(), self.num_src, self.num_dst)
         if not isinstance(positions, Tensor):
             raise ValueError(f"positions must be a tensor [{self.num_dst}, 1 to 3], got {type(positions).__name__}")
         if positions.dim() != 2 or positions.shape[0] != self.num_dst or not 1 <= positions.shape[1] <= 3:
-            shape = tuple(positions.shape)
-            raise ValueError(
-                f"positions must have shape [{self.num_dst}, 1 to 3], one row per destination, got {shape}"
-            )
+            wanted, shape = f"[{self.num_dst}, 1 to 3], one row per destination", tuple(positions.shape)
+            raise ValueError(f"positions must have shape {wanted}, got {shape}")
         morton = ordering.morton_order(positions)
         return replace(self, dst_schedule=morton.to(device=self.device, dtype=self.colptr.dtype))
 
@@ -405,11 +394,8 @@ class GraphStructure:
     def validate(self) -> "GraphStructure":
         """Check every value and return this structure; synchronises with the device.
 
-        Raises
-        ------
-        ValueError
-            colptr or rowptr not from 0 to E or decreasing; an index out of range; perm, csr_to_csc or dst_schedule not
-            a permutation; CSC and CSR with different edges; in-degrees other than `fixed_in_degree`.
+        Raise ValueError for colptr or rowptr not from 0 to E or decreasing; an index out of range; perm, csr_to_csc or
+        dst_schedule not a permutation; CSC and CSR with different edges; in-degrees other than `fixed_in_degree`.
         """
         check_pointers("colptr", self.colptr, self.num_edges)
         if self.fixed_in_degree is not None and find_fixed_in_degree(self.colptr, self.num_edges) is None:
@@ -439,10 +425,7 @@ class GraphStructure:
     def from_state(cls, state: dict[str, Tensor]) -> "GraphStructure":
         """Make a structure from the tensors of `state_dict()`, checking metadata only.
 
-        Raises
-        ------
-        ValueError
-            For unknown or missing fields, or tensors that do not fit together.
+        Raise ValueError for unknown or missing fields, or tensors that do not fit together.
         """
         if not isinstance(state, Mapping):
             raise ValueError(f"state must be a dict of tensors from state_dict(), got {type(state).__name__}")
@@ -521,13 +504,7 @@ def _unflatten(leaves: Iterable, names: tuple[str, ...]) -> GraphStructure:
     return graph
 
 
-register_pytree_node(
-    GraphStructure,
-    _flatten,
-    _unflatten,
-    serialized_type_name="anemoi_gt.graph.GraphStructure",
-    to_dumpable_context=list,
-    from_dumpable_context=tuple,
-    flatten_with_keys_fn=_flatten_with_keys,
-)
+_CONTEXT = {"to_dumpable_context": list, "from_dumpable_context": tuple, "flatten_with_keys_fn": _flatten_with_keys}
+_NAME = "anemoi_gt.graph.GraphStructure"
+register_pytree_node(GraphStructure, _flatten, _unflatten, serialized_type_name=_NAME, **_CONTEXT)
 torch.serialization.add_safe_globals([GraphStructure])

@@ -62,27 +62,11 @@ def edge_attention_bwd_dst(
     p_ds,  # [B, E, 2, H]
     attr_dp,  # [B, E, H] float32, scratch
     dp,  # [B, E, H] float32, scratch
-    num_dst,
-    num_src,
-    num_edges,
-    attr_stride,
-    scale,
-    drop_below,
-    survivor,
-    H: tl.constexpr,
-    C: tl.constexpr,
-    D: tl.constexpr,
-    BIAS: tl.constexpr,
-    EMBEDDED: tl.constexpr,
-    HEADS: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    ATTRIBUTES: tl.constexpr,
-    PACKED: tl.constexpr,
-    UNROLL: tl.constexpr,
-    EDGES: tl.constexpr,
-    PRECISION: tl.constexpr,
-    INT64: tl.constexpr,
-):
+    num_dst, num_src, num_edges, attr_stride, scale, drop_below, survivor,
+    H: tl.constexpr, C: tl.constexpr, D: tl.constexpr, BIAS: tl.constexpr, EMBEDDED: tl.constexpr, HEADS: tl.constexpr,
+    CHANNELS: tl.constexpr, ATTRIBUTES: tl.constexpr, PACKED: tl.constexpr, UNROLL: tl.constexpr, EDGES: tl.constexpr,
+    PRECISION: tl.constexpr, INT64: tl.constexpr,
+):  # fmt: skip
     """Grid (B * N_dst, ceil(H / HEADS)): a program owns HEADS heads of one destination of a batch entry.
 
     Writes its row of dquery (without W B), and of its in-edges dx (embedded features), and p_ds = [m p, ds], which the
@@ -156,7 +140,7 @@ def _differentiate_scores(
     dropout, source, layout, heads, first_edge,
     H: tl.constexpr, WIDTH: tl.constexpr, PACKED: tl.constexpr, EACH: tl.constexpr,
 ):  # fmt: skip
-    """Write [m p, ds], and dx, of edges begin .. end - 1, EACH at a time; return the sum of ds k so far (none without key)."""
+    """Write [m p, ds], and dx, of edges begin .. end - 1, EACH at a time; return the sum of ds k so far, if key is."""
     for e in range(begin, end, EACH):
         if key is not None:
             k = gather(key, e, source, layout, WIDTH, PACKED, EACH)
@@ -191,17 +175,10 @@ def edge_attention_bwd_src(
     csr_to_csc,  # [E]
     dkey,  # [B, N_src, H, C] or None
     dvalue,  # [B, N_src, H, C] or None
-    num_dst,
-    num_src,
-    num_edges,
-    H: tl.constexpr,
-    C: tl.constexpr,
-    HEADS: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    NODES: tl.constexpr,
-    UNROLL: tl.constexpr,
-    INT64: tl.constexpr,
-):
+    num_dst, num_src, num_edges,
+    H: tl.constexpr, C: tl.constexpr, HEADS: tl.constexpr, CHANNELS: tl.constexpr, NODES: tl.constexpr,
+    UNROLL: tl.constexpr, INT64: tl.constexpr,
+):  # fmt: skip
     """Grid (B * ceil(N_src / NODES), ceil(H / HEADS)): a program owns HEADS heads of NODES sources of a batch entry.
 
     Writes their rows of dkey and dvalue.

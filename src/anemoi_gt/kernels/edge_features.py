@@ -1,17 +1,17 @@
 """Edge attention: the kernels that contract over the D edge attributes.
 
 W [H * C, D] is the embedding, b [H * C] its bias; with BIAS the bias is one more column of W, for an attribute that is
-always 1, so that all below holds with D + 1 attributes. What passes between kernels has ATTRIBUTES columns, a power of two,
-zero behind D + BIAS:
+always 1, so that all below holds with D + 1 attributes. What passes between kernels has ATTRIBUTES columns, a power of
+two, zero behind D + BIAS:
 
     project           u_i = W_h^T q_i                            rows [.., H, C] to [.., H, D]
     embed             o_i += W_h A_i                             [.., H, D] into rows [.., H, C]
     attribute_bwd     A_i = sum_e w_e a_e,   B_i = sum_e ds_e a_e,   da_e = sum_h (w_e g_i + ds_e u_i)
     weight_bwd        dW_h = sum_i (do_i A_i^T + q_i B_i^T)      partial sums over programs, added up by the caller
 
-Each reads and writes its rows once, at the speed of the memory: batched matrix products with an inner size of D = 11 are
-what they stand for, and far slower. 16-bit operands stay as they are: they are multiplied in their own dtype, or as tf32,
-which holds both.
+Each reads and writes its rows once, at the speed of the memory: batched matrix products with an inner size of D = 11
+are what they stand for, and far slower. 16-bit operands stay as they are: they are multiplied in their own dtype, or as
+tf32, which holds both.
 """
 
 import triton
@@ -62,17 +62,9 @@ def project(
     edge_bias,  # [H * C] or None
     projected,  # [N, H, ATTRIBUTES]
     num_nodes,
-    H: tl.constexpr,
-    C: tl.constexpr,
-    D: tl.constexpr,
-    BIAS: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    ATTRIBUTES: tl.constexpr,
-    NODES: tl.constexpr,
-    TILES: tl.constexpr,
-    PRECISION: tl.constexpr,
-    INT64: tl.constexpr,
-):
+    H: tl.constexpr, C: tl.constexpr, D: tl.constexpr, BIAS: tl.constexpr, CHANNELS: tl.constexpr,
+    ATTRIBUTES: tl.constexpr, NODES: tl.constexpr, TILES: tl.constexpr, PRECISION: tl.constexpr, INT64: tl.constexpr,
+):  # fmt: skip
     """Grid (ceil(N / (NODES * TILES)) * H,): a program owns one head of TILES tiles of NODES nodes.
 
     Writes their rows of `projected`. Heads are the fast axis, so that programs side by side read whole rows.
@@ -101,17 +93,9 @@ def embed(
     edge_bias,  # [H * C] or None
     rows,  # [N, H, C], read and written
     num_nodes,
-    H: tl.constexpr,
-    C: tl.constexpr,
-    D: tl.constexpr,
-    BIAS: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    ATTRIBUTES: tl.constexpr,
-    NODES: tl.constexpr,
-    TILES: tl.constexpr,
-    PRECISION: tl.constexpr,
-    INT64: tl.constexpr,
-):
+    H: tl.constexpr, C: tl.constexpr, D: tl.constexpr, BIAS: tl.constexpr, CHANNELS: tl.constexpr,
+    ATTRIBUTES: tl.constexpr, NODES: tl.constexpr, TILES: tl.constexpr, PRECISION: tl.constexpr, INT64: tl.constexpr,
+):  # fmt: skip
     """Grid (ceil(N / (NODES * TILES)) * H,): a program owns one head of TILES tiles of NODES nodes.
 
     Adds W sums to their rows. Heads are the fast axis, so that programs side by side touch whole rows.
@@ -147,18 +131,10 @@ def attribute_bwd(
     attr_sums,  # [B, N_dst, H, ATTRIBUTES] A
     dscore_sums,  # [B, N_dst, H, ATTRIBUTES] B
     dedge_attr,  # [B, E, D] or None
-    num_dst,
-    num_edges,
-    attr_stride,
-    H: tl.constexpr,
-    D: tl.constexpr,
-    BIAS: tl.constexpr,
-    HEADS: tl.constexpr,
-    ATTRIBUTES: tl.constexpr,
-    EDGES: tl.constexpr,
-    PRECISION: tl.constexpr,
-    INT64: tl.constexpr,
-):
+    num_dst, num_edges, attr_stride,
+    H: tl.constexpr, D: tl.constexpr, BIAS: tl.constexpr, HEADS: tl.constexpr, ATTRIBUTES: tl.constexpr,
+    EDGES: tl.constexpr, PRECISION: tl.constexpr, INT64: tl.constexpr,
+):  # fmt: skip
     """Grid (B * N_dst,): a program owns a destination of a batch entry, all heads.
 
     Writes its A and B, and da of its in-edges in the caller's order.
@@ -201,19 +177,12 @@ def weight_bwd(
     dscore_sums,  # [N, H, ATTRIBUTES] B
     partial,  # [P, H, C, D + BIAS] float32
     num_nodes,
-    H: tl.constexpr,
-    C: tl.constexpr,
-    D: tl.constexpr,
-    BIAS: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    ATTRIBUTES: tl.constexpr,
-    NODES: tl.constexpr,
-    PRECISION: tl.constexpr,
-    INT64: tl.constexpr,
-):
-    """Grid (P * H, ceil(C / CHANNELS)): a program sums every P-th tile of NODES nodes for one head; writes its partial dW.
+    H: tl.constexpr, C: tl.constexpr, D: tl.constexpr, BIAS: tl.constexpr, CHANNELS: tl.constexpr,
+    ATTRIBUTES: tl.constexpr, NODES: tl.constexpr, PRECISION: tl.constexpr, INT64: tl.constexpr,
+):  # fmt: skip
+    """Grid (P * H, ceil(C / CHANNELS)): a program sums every P-th tile of NODES nodes for one head.
 
-    Heads are the fast axis, so that programs side by side read whole rows.
+    Writes its partial dW. Heads are the fast axis, so that programs side by side read whole rows.
     """
     head = tl.program_id(0) % H
     part = tl.program_id(0) // H

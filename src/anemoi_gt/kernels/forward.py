@@ -11,15 +11,15 @@ For destination i, source j, edge e = (j -> i), with attributes a_e and u_i = W^
 
 m_e is the dropout factor. Embedded features x_e [H, C] stand for W a_e: k_j + x_e, v_j + x_e.
 
-Work on D elements an edge and work on a row of C elements an edge are separate loops over the same edges: in one loop the
-layouts of [heads, D] and [heads, C] meet at every edge. The former are small matrix products where a node has edges enough.
-One loop hands to the next through [E, H] arrays, which stay in the cache; the barrier between them makes the elements visible
-to all threads of the program. No loop reads and writes one array: several warps may hold the same element, and one could
-overwrite it before another has read it. Arrays of D elements a node have ATTRIBUTES columns, a power of two, zero behind
-D + BIAS: whole rows, no mask.
+Work on D elements an edge and work on a row of C elements an edge are separate loops over the same edges: in one loop
+the layouts of [heads, D] and [heads, C] meet at every edge. The former are small matrix products where a node has edges
+enough. One loop hands to the next through [E, H] arrays, which stay in the cache; the barrier between them makes the
+elements visible to all threads of the program. No loop reads and writes one array: several warps may hold the same
+element, and one could overwrite it before another has read it. Arrays of D elements a node have ATTRIBUTES columns, a
+power of two, zero behind D + BIAS: whole rows, no mask.
 
-Each loop over rows is a function that takes EACH edges a step. It is called twice: with UNROLL up to `main_end`, then edge by
-edge for the remainder.
+Each loop over rows is a function that takes EACH edges a step. It is called twice: with UNROLL up to `main_end`, then
+edge by edge for the remainder.
 """
 
 import triton
@@ -77,27 +77,18 @@ def edge_attention_fwd(
     scores,  # [B, E, H] float32, scratch
     exp_scores,  # [B, E, H] r
     attr_sums,  # [B, N_dst, H, ATTRIBUTES] A, or None
-    num_dst,
-    num_src,
-    num_edges,
+    num_dst, num_src, num_edges,
     attr_stride,  # edges between the attributes of two batch entries: E, or 0 when they share them
     score_scale,  # scale * log2(e)
-    drop_below,
-    survivor,
-    H: tl.constexpr,
-    C: tl.constexpr,
+    drop_below, survivor,
+    H: tl.constexpr, C: tl.constexpr,
     D: tl.constexpr,  # 0 without raw attributes
-    BIAS: tl.constexpr,
-    EMBEDDED: tl.constexpr,
-    HEADS: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    ATTRIBUTES: tl.constexpr,
+    BIAS: tl.constexpr, EMBEDDED: tl.constexpr, HEADS: tl.constexpr, CHANNELS: tl.constexpr, ATTRIBUTES: tl.constexpr,
     PACKED: tl.constexpr,  # "bf16" or "fp16": rows are read as packed 16-bit pairs; None
     UNROLL: tl.constexpr,  # edges whose rows are in flight together
     EDGES: tl.constexpr,  # edges of a tile of attributes
-    PRECISION: tl.constexpr,
-    INT64: tl.constexpr,
-):
+    PRECISION: tl.constexpr, INT64: tl.constexpr,
+):  # fmt: skip
     """Grid (B * N_dst, ceil(H / HEADS)): a program owns HEADS heads of one destination of a batch entry.
 
     Writes its rows of out (without W A), lse, inv_denominator and A, and exp_scores of its in-edges.

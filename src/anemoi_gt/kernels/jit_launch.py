@@ -1,8 +1,8 @@
 """Launching a kernel, keeping what Triton compiled for it, and what a profiler shows of it.
 
 `kernel[grid](...)` binds names and asks every argument what to compile for, at every call: 50 us for 30 arguments, many
-times what the driver needs. A `Launch` does that when it meets something new, and from then on hands the addresses to the
-compiled kernel itself. Sizes must not change what is compiled: a kernel names them in `do_not_specialize`.
+times what the driver needs. A `Launch` does that when it meets something new, and from then on hands the addresses to
+the compiled kernel itself. Sizes must not change what is compiled: a kernel names them in `do_not_specialize`.
 """
 
 from collections import defaultdict
@@ -14,9 +14,7 @@ from types import SimpleNamespace
 from weakref import WeakKeyDictionary
 
 ALIGNMENT = 16  # bytes; Triton compiles pointers that are multiples of it apart from others
-_COMPILED = (
-    WeakKeyDictionary()
-)  # kernel: {widths and constants: {device and dtypes: repeat_launch of it}}; holds no tensor
+_COMPILED = WeakKeyDictionary()  # kernel: {widths, constants: {device, dtypes: repeat_launch of it}}; no tensors
 
 
 def row_kernel_name(base: str, tensor: str) -> Callable[..., str]:
@@ -31,7 +29,7 @@ def row_kernel_name(base: str, tensor: str) -> Callable[..., str]:
 
 
 def launch_facts(grid, kernel, args) -> dict:
-    """Return launch metadata: the name, the bytes of all rows [H, C] that are read or written, and the flops on them."""
+    """Return launch metadata: the name, the bytes of all rows [H, C] read or written, and the flops on them."""
     size, elements = args["query"].element_size(), prod(args["query"].shape[:-3]) * args["H"] * args["C"]
     nodes = args["num_src"] if "csr_to_csc" in args else args["num_dst"]  # two rows in or out at each
     edges = args["num_edges"]  # two rows gathered for each, and with embedded features its own beside either
@@ -50,7 +48,7 @@ class Launch:
         Nothing is launched where one is 0.
     scalars : dict of int or float
     constants : dict
-        The constexpr arguments, and options of the launch such as num_warps. Other arguments than the kernel's are ignored.
+        Constexpr arguments, and options of the launch such as num_warps; what the kernel does not take is ignored.
     """
 
     def __init__(self, kernel, grid: tuple[int, ...], scalars: dict, constants: dict):
@@ -64,7 +62,7 @@ class Launch:
         self._compiled = _COMPILED.setdefault(kernel, {}).setdefault((widths, *constants.items()), {})
 
     def name(self, dtype: str) -> str:
-        """Return the name in a profile of a launch on tensors of this dtype, such as "bf16"; nothing is compiled for it."""
+        """Return the name in a profile of a launch on tensors of `dtype`, such as "bf16"; nothing is compiled."""
         make = getattr(self.kernel, "repr", None) or self.kernel.kwargs["repr"]  # the latter under the interpreter
         return make(SimpleNamespace(signature=defaultdict(lambda: f"*{dtype}"), constants=self.constants))
 
@@ -88,25 +86,25 @@ class Launch:
 def repeating_device() -> int | None:
     """Return the current device where launches may be repeated past Triton's binder, else None.
 
-    They may not while a profiler has asked Triton to be told of launches: it is told of tensors, not of addresses. Nor in a
-    version of Triton without the private parts that this and `repeat_launch` use; then `kernel[grid](...)` serves each time.
+    They may not while a profiler has asked Triton to be told of launches: it is told of tensors, not of addresses. Nor
+    in a Triton without the private parts that this and `repeat_launch` use; then `kernel[grid](...)` serves each time.
     """
     try:
         from triton import knobs
         from triton.runtime import driver
 
-        for hook in (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook):
-            if getattr(hook, "calls", hook):
-                return None
+        hooks = (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook)
+        if any(getattr(hook, "calls", hook) for hook in hooks):
+            return None
         return driver.active.get_current_device()
     except (ImportError, AttributeError, RuntimeError):  # RuntimeError: no driver, as under the interpreter
         return None
 
 
 def repeat_launch(compiled) -> Callable[[tuple, list], None] | None:
-    """Return what launches a compiled kernel again on a grid and its arguments with addresses for tensors; None: not possible.
+    """Return what launches a compiled kernel again, on a grid and arguments with addresses for tensors, or None.
 
-    Nor is it for AMD, where what is compiled depends on the size of a tensor's memory too.
+    None for AMD too, where what is compiled depends on the size of a tensor's memory.
     """
     try:
         from triton.runtime import driver

@@ -2,8 +2,8 @@
 
 Letters: b batch entry, i destination, j source, e edge in CSC order, h head, c channel, d attribute.
 Pointers carry the tensor's name. Every load that can overrun is masked with `other=`; sums are float32.
-Constants: H heads, C channels and D attributes of the problem; HEADS, CHANNELS, ATTRIBUTES their padded sizes in a program;
-INT64 says that offsets need 64 bits.
+Constants: H heads, C channels and D attributes of the problem; HEADS, CHANNELS, ATTRIBUTES their padded sizes in a
+program; INT64 says that offsets need 64 bits.
 """
 
 import triton
@@ -91,13 +91,13 @@ def load_attributes(edge_attr, edge, inside, D: tl.constexpr, BIAS: tl.constexpr
 
 @triton.jit
 def tile_offsets(edge, inside, column, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return offsets and mask [EDGES, columns] of a tensor [E, WIDTH], of which only the first COLUMNS columns are read."""
+    """Return offsets and mask [EDGES, columns] of a tensor [E, WIDTH] whose first COLUMNS columns alone are read."""
     return edge[:, None] * WIDTH + column[None, :], inside[:, None] & (column < COLUMNS)[None, :]
 
 
 @triton.jit
 def keep_factor(edge_id, seed, b, h, drop_below, survivor):
-    """Return the dropout factor of edges and heads that broadcast: 0, or 1 / (1 - rate); see `anemoi_gt.ops.dropout`."""
+    """Return the dropout factor of edges and heads that broadcast, 0 or 1 / (1 - rate): `anemoi_gt.ops.dropout`."""
     edge_id = edge_id + tl.full((), 0, tl.int64)
     zero = ((edge_id + h) * 0).to(tl.uint32)
     low = (edge_id & 0xFFFFFFFF).to(tl.uint32) + zero

@@ -1,6 +1,11 @@
 """Layers as modules: convolution, blocks, mappers, processor and the encoder-processor-decoder model."""
 
-from anemoi_gt.nn.block import GraphTransformerBaseBlock, GraphTransformerMapperBlock, GraphTransformerProcessorBlock
+from anemoi_gt.nn.block import (
+    GraphTransformerBaseBlock,
+    GraphTransformerMapperBlock,
+    GraphTransformerProcessorBlock,
+    ShardedGraph,
+)
 from anemoi_gt.nn.chunking import Chunk, split_destinations
 from anemoi_gt.nn.conv import GraphTransformerConv
 from anemoi_gt.nn.layer_kernels import LayerKernels
@@ -28,6 +33,7 @@ __all__ = [
     "GraphTransformerProcessor",
     "GraphTransformerProcessorBlock",
     "LayerKernels",
+    "ShardedGraph",
     "StaticEdges",
     "StaticNodes",
     "split_destinations",

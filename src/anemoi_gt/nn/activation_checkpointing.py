@@ -10,17 +10,9 @@ from torch.utils.checkpoint import checkpoint
 def checkpoint_activations(function: Callable[..., Tensor], *inputs, device: torch.device, draws: bool) -> Tensor:
     """Return `function(*inputs)`, keeping only the inputs for the backward pass, which calls the function again.
 
-    Parameters
-    ----------
-    function : callable
-    *inputs
-        Tensors or anything else.
-    device : torch.device
-        Device of the computation.
-    draws : bool
-        The function draws random numbers, as dropout does, and backward must restore the generator state to draw the
-        same. PyTorch cannot read that state while a CUDA graph is captured, and raises. Without draws the state is not
-        read during capture.
+    `device` is that of the computation. If the function `draws` random numbers, as dropout does, backward must restore
+    the generator state to draw the same. PyTorch cannot read that state while a CUDA graph is captured, and raises;
+    without draws the state is not read during capture.
     """
     traced = torch.compiler.is_compiling()
     captured = not traced and device.type == "cuda" and torch.cuda.is_current_stream_capturing()

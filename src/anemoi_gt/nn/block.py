@@ -141,7 +141,7 @@ class GraphTransformerBaseBlock(nn.Module):
         self.edge_pre_mlp = nn.Sequential(*mixing)
 
     def attend(self, src: Tensor, dst: Tensor, graph: GraphStructure | ShardedGraph, edge_attr: Tensor) -> Tensor:
-        """Return what the residual connection adds: destinations attend to their sources.
+        """Return what the residual connection adds [.., N_dst, out_channels]: destinations attend to their sources.
 
         Parameters
         ----------
@@ -152,10 +152,6 @@ class GraphTransformerBaseBlock(nn.Module):
         graph : GraphStructure or ShardedGraph
             While the halo exchange of a sharded graph is pending, query and skip connection are computed.
         edge_attr : Tensor [E, edge_dim] or [B, E, edge_dim]
-
-        Returns
-        -------
-        Tensor [N_dst, out_channels] or [B, N_dst, out_channels]
         """
         edges = self.edge_operands(edge_attr)
         options = {"dropout_p": self.dropout if self.training else 0.0, "config": self.config}
@@ -171,20 +167,10 @@ class GraphTransformerBaseBlock(nn.Module):
     def update_destinations(
         self, x: Pair, graph: GraphStructure | ShardedGraph, edge_attr: Tensor, cond: Pair
     ) -> Tensor:
-        """Return destinations after attention and feed-forward network, each with its residual connection.
+        """Return destinations [.., N_dst, out_channels] after attention and feed-forward network, both residual.
 
-        Parameters
-        ----------
-        x : (Tensor, Tensor)
-            (x_src, x_dst), [N_src, in_channels] and [N_dst, in_channels], or [B, ...] both.
-        graph : GraphStructure or ShardedGraph
-        edge_attr : Tensor [E, edge_dim] or [B, E, edge_dim]
-        cond : (Tensor or None, Tensor or None)
-            Conditions of sources and destinations.
-
-        Returns
-        -------
-        Tensor [N_dst, out_channels] or [B, N_dst, out_channels]
+        `x` is (x_src, x_dst), [N_src, in_channels] and [N_dst, in_channels], or [B, ...] both; `edge_attr` is
+        [E, edge_dim] or [B, E, edge_dim]; `cond` holds the conditions of sources and destinations.
         """
         if not isinstance(graph, GraphStructure) and isinstance(graph, ShardedGraph):
             check_batch(*x)  # its local sources are checked by start_exchange
@@ -371,8 +357,7 @@ def _check_sizes(in_channels: int, out_channels: int, width: int, num_heads: int
     for name, size in (sizes | {"edge_dim": edge_dim}).items():
         check_integer(name, size)
     if in_channels != out_channels:
-        raise ValueError(
-            f"in_channels must equal out_channels (residual connection), got {in_channels} and {out_channels}"
-        )
+        got = f"{in_channels} and {out_channels}"
+        raise ValueError(f"in_channels must equal out_channels (residual connection), got {got}")
     if width % num_heads:
         raise ValueError(f"num_heads must divide the attention channels, got {num_heads} heads and {width} channels")

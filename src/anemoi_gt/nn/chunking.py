@@ -134,7 +134,7 @@ def map_chunks(
     ValueError
         When chunks are not all those of one graph in order, or rows do not fit the whole graph.
     """
-    call = call or _call
+    call = call or (lambda function, *inputs: function(*inputs))
     if not is_chunked(graph):
         return call(layer, x, graph, edge_attr, cond)
     _check_chunks(graph)
@@ -143,10 +143,6 @@ def map_chunks(
         check_rows(graph[0].sizes, **rows)
     results = [call(chunk.apply, layer, x, edge_attr, cond) for chunk in graph]
     return torch.cat(results, dim=-2) if len(results) > 1 else results[0]
-
-
-def _call(function: Callable[..., Tensor], *inputs) -> Tensor:
-    return function(*inputs)
 
 
 def is_chunked(graph: object) -> bool:
@@ -161,13 +157,9 @@ def _make_chunk(graph: GraphStructure, dst: slice) -> Chunk:
     schedule = graph.dst_schedule
     if schedule is not None:
         schedule = schedule[(schedule >= dst.start) & (schedule < dst.stop)] - dst.start
-    structure = GraphStructure(
-        colptr - colptr[0],
-        row.to(graph.row.dtype),
-        torch.empty(src.shape[0], 0, device=graph.device),
-        dst_schedule=schedule,
-        fixed_in_degree=graph.fixed_in_degree,
-    )
+    kept = {"dst_schedule": schedule, "fixed_in_degree": graph.fixed_in_degree}
+    sources = torch.empty(src.shape[0], 0, device=graph.device)
+    structure = GraphStructure(colptr - colptr[0], row.to(graph.row.dtype), sources, **kept)
     return Chunk(structure.with_reverse(), src.long(), dst, edges, (graph.num_src, graph.num_dst, graph.num_edges))
 
 

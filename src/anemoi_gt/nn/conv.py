@@ -100,15 +100,9 @@ class GraphTransformerConv(MessagePassing):
     ):
         kwargs.setdefault("aggr", "add")
         super().__init__(node_dim=0, **kwargs)
-        self.in_channels = in_channels
-        self.out_channels = out_channels
-        self.heads = heads
-        self.concat = concat
-        self.beta = beta and root_weight
-        self.dropout = dropout
-        self.edge_dim = edge_dim
-        self.root_weight = root_weight
-        self.config = config
+        self.in_channels, self.out_channels, self.heads, self.edge_dim = in_channels, out_channels, heads, edge_dim
+        self.concat, self.beta, self.root_weight = concat, beta and root_weight, root_weight
+        self.dropout, self.config = dropout, config
         self._alpha = None  # where PyG's AttentionExplainer reads the weights, while messages are computed
         self._check_options()
         src_channels, dst_channels = _both_sides(in_channels)

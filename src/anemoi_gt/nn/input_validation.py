@@ -9,12 +9,11 @@ from anemoi_gt.graph.validation import have_size
 
 def check_features(name: str, features: Tensor, channels: int, like: Tensor) -> None:
     """Raise unless `features` is a tensor [N, channels] or [B, N, channels] in a dtype for the weights `like`."""
+    wanted = f"[N, {channels}] or [B, N, {channels}]"
     if not isinstance(features, Tensor):
-        raise ValueError(
-            f"{name} must be a tensor [N, {channels}] or [B, N, {channels}], got {type(features).__name__}"
-        )
+        raise ValueError(f"{name} must be a tensor {wanted}, got {type(features).__name__}")
     if features.dim() not in (2, 3) or features.shape[-1] != channels:
-        raise ValueError(f"{name} must have shape [N, {channels}] or [B, N, {channels}], got {tuple(features.shape)}")
+        raise ValueError(f"{name} must have shape {wanted}, got {tuple(features.shape)}")
     check_dtype(name, features, like)
 
 
@@ -91,13 +90,8 @@ def check_structure(graph: object) -> None:
 def check_rows(sizes: tuple[int, int, int], **rows: Tensor | None) -> None:
     """Raise unless x_src, x_dst, edge_attr have the rows of a graph in chunks; cond_src, cond_dst these, or one.
 
-    PyTorch slices and gathers from tensors with too many rows silently, which would drop the others.
-
-    Parameters
-    ----------
-    sizes : (int, int, int)
-        Sources, destinations and edges of the whole graph.
-    **rows : Tensor [..., rows, features], or None
+    PyTorch slices and gathers from tensors with too many rows silently, which would drop the others. `sizes` are the
+    sources, destinations and edges of the whole graph; `rows` are [..., rows, features] or None.
     """
     kinds = dict(zip(("src", "dst", "attr"), zip(("source", "destination", "edge"), sizes, strict=True), strict=True))
     for name, tensor in rows.items():

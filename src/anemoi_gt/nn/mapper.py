@@ -159,10 +159,8 @@ class GraphTransformerBackwardMapper(GraphTransformerBaseMapper):
         check_integer("out_channels_dst", out_channels_dst)
         super().__init__(**options)
         channels = self.proc.channels
-        is_embedded = self.in_channels_src == channels
-        self.emb_nodes_src = (
-            nn.Identity() if is_embedded else self.proc.layer_kernels.Linear(self.in_channels_src, channels)
-        )
+        embed = nn.Identity if self.in_channels_src == channels else self.proc.layer_kernels.Linear
+        self.emb_nodes_src = embed(self.in_channels_src, channels)
         self.node_data_extractor = nn.Sequential(nn.LayerNorm(channels), nn.Linear(channels, out_channels_dst))
 
     def map_nodes(self, x: Pair, graph: GraphStructure, edge_attr: Tensor, cond: Pair) -> Tensor:

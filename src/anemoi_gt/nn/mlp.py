@@ -16,19 +16,7 @@ IMPLEMENTATIONS = ("mlp", *GATES)
 
 
 class GatedLinear(nn.Module):
-    """Linear map times a gate: gate(W_gate x) * W_value x.
-
-    Parameters
-    ----------
-    in_features, out_features : int
-    gate : nn.Module
-        Function of W_gate x.
-    kernels : LayerKernels
-
-    References
-    ----------
-    Shazeer (2020), GLU Variants Improve Transformer, section 2.
-    """
+    """Linear map times a gate: gate(W_gate x) * W_value x; Shazeer (2020), GLU Variants Improve Transformer, sec. 2."""
 
     def __init__(self, in_features: int, out_features: int, gate: nn.Module, kernels: LayerKernels):
         super().__init__()
@@ -79,10 +67,7 @@ class MLP(nn.Module):
 def hidden_width(channels: int, ratio: float) -> int:
     """Return the width of a hidden layer: `ratio` times `channels`, halves rounded up as Anemoi does.
 
-    Raises
-    ------
-    ValueError
-        When the result is below 1, or an argument is not a number.
+    Raise ValueError when the result is below 1, or an argument is not a number.
     """
     check_integer("channels", channels)
     check_number("mlp_ratio", ratio)

@@ -123,12 +123,8 @@ class EncoderProcessorDecoder(nn.Module):
         options = {"num_channels": channels, "num_heads": heads, "mlp_hidden_ratio": mlp_ratio}
         options |= {"attn_channels": attn_channels, "qk_norm": qk_norm, "mlp_implementation": mlp_implementation}
         options |= {"edge_pre_mlp": edge_pre_mlp, "dropout": dropout, "config": config}
-        self.processor = GraphTransformerProcessor(
-            num_layers=num_layers,
-            edge_dim=self.processor_edges.edge_dim,
-            checkpoint_groups=checkpoint_groups,
-            **options,
-        )
+        layers = {"num_layers": num_layers, "checkpoint_groups": checkpoint_groups}
+        self.processor = GraphTransformerProcessor(edge_dim=self.processor_edges.edge_dim, **layers, **options)
         options["gradient_checkpointing"] = checkpoint_groups is not None
         self.encoder = nn.ModuleDict({name: self._make_encoder(name, options) for name in self.in_channels})
         self.decoder = nn.ModuleDict({name: self._make_decoder(name, options) for name in self.out_channels})
@@ -216,10 +212,7 @@ class EncoderProcessorDecoder(nn.Module):
         both = [name for name in self.in_channels if name in self.out_channels]
         if not set(residual) <= set(both):
             raise ValueError(f"residual must name data sets that are input and output, {both}, got {list(residual)}")
-        return {
-            name: Residual(channels, self.in_channels[name], self.out_channels[name])
-            for name, channels in residual.items()
-        }
+        return {d: Residual(pairs, self.in_channels[d], self.out_channels[d]) for d, pairs in residual.items()}
 
 
 def _by_data_set(

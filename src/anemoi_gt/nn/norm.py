@@ -74,11 +74,8 @@ class ConditionalLayerNorm(nn.Module):
     def forward(self, x: Tensor, cond: Tensor) -> Tensor:
         """Normalise `x` [..., N, normalized_shape] under the condition `cond` [..., N or 1, condition_shape].
 
-        Raises
-        ------
-        ValueError
-            When features or condition have the wrong shape or dtype. Their batch dimensions broadcast; a batch of the
-            condition alone becomes that of the result.
+        Their batch dimensions broadcast; a batch of the condition alone becomes that of the result. Raise ValueError
+        when features or condition have the wrong shape or dtype.
         """
         channels, features = self.scale.out_features, self.scale.in_features
         if not isinstance(x, Tensor) or x.dim() < 2 or x.shape[-1] != channels:
@@ -96,12 +93,7 @@ class ConditionalLayerNorm(nn.Module):
 def apply_norm(norm: nn.Module, x: Tensor, cond: Tensor | None = None) -> Tensor:
     """Norm `x`, with a condition if there is one, in chunks where PyTorch's kernel would overflow.
 
-    `norm` must treat each row of `x` [..., F] by itself.
-
-    Raises
-    ------
-    ValueError
-        When the norm does not take a condition, or requires one.
+    `norm` must treat each row of `x` [..., F] by itself. Raise ValueError when it takes no condition, or requires one.
     """
     return norm_in_chunks(norm, x, cond, OVERFLOW_NUMEL // 2) if overflows(norm, x) else _norm(norm, x, cond)
 
@@ -131,9 +123,8 @@ def _norm(norm: nn.Module, x: Tensor, cond: Tensor | None) -> Tensor:
             raise
         kind = type(norm).__name__
         if cond is None:
-            raise ValueError(
-                f"cond must be a tensor because norms of class {kind} require a condition, got None"
-            ) from error
+            message = f"cond must be a tensor because norms of class {kind} require a condition, got None"
+            raise ValueError(message) from error
         raise ValueError(
             f"cond must be None because norms of class {kind} take no condition, got {_shape(cond)}; "
             "make conditional norms with LayerKernels(LayerNorm=partial(ConditionalLayerNorm, condition_shape=...))"

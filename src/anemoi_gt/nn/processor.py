@@ -61,10 +61,8 @@ class GraphTransformerProcessor(nn.Module):
         if checkpoint_groups is not None:
             check_integer("checkpoint_groups", checkpoint_groups, least=None, note=", or None")
             if not 1 <= checkpoint_groups <= num_layers:
-                raise ValueError(
-                    f"checkpoint_groups must be in 1 .. {num_layers}, the number of layers, or None, "
-                    f"got {checkpoint_groups}"
-                )
+                allowed = f"1 .. {num_layers}, the number of layers, or None"
+                raise ValueError(f"checkpoint_groups must be in {allowed}, got {checkpoint_groups}")
         self.checkpoint_groups = checkpoint_groups
         sizes = {"in_channels": num_channels, "out_channels": num_channels}
         sizes["hidden_dim"] = hidden_width(num_channels, mlp_hidden_ratio)

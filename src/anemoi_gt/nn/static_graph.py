@@ -87,12 +87,7 @@ class StaticNodes(nn.Module):
 
 
 class StaticStructure(nn.Module):
-    """Graph structure in buffers, which move with the module but are not part of the state dict.
-
-    Parameters
-    ----------
-    graph : GraphStructure
-    """
+    """Graph structure in buffers, which move with the module but are not part of the state dict."""
 
     def __init__(self, graph: GraphStructure):
         super().__init__()
@@ -204,10 +199,7 @@ class _StaticChunk(nn.Module):
 def nodes_of(graph: HeteroData, name: str, trainable: int) -> StaticNodes:
     """Return the nodes `name` of a graph with `trainable` trainable features each.
 
-    Raises
-    ------
-    ValueError
-        When the graph does not have these nodes, or they have no positions.
+    Raise ValueError when the graph does not have these nodes, or they have no positions.
     """
     if not isinstance(graph, HeteroData):
         raise ValueError(f"graph must be a HeteroData, as anemoi_gt.data.graphs makes it, got {type(graph).__name__}")
@@ -219,10 +211,7 @@ def nodes_of(graph: HeteroData, name: str, trainable: int) -> StaticNodes:
 def edges_of(graph: HeteroData, source: str, destination: str, trainable: int, num_chunks: int = 1) -> StaticEdges:
     """Return the edges between two sets of nodes with `trainable` trainable attributes each, in chunks of destinations.
 
-    Raises
-    ------
-    ValueError
-        When the graph does not have these edges, or a field is missing or has the wrong shape.
+    Raise ValueError when the graph does not have these edges, or a field is missing or has the wrong shape.
     """
     return StaticEdges(*_fields(graph, source, destination), trainable, num_chunks=num_chunks)
 

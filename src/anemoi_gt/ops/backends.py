@@ -36,13 +36,7 @@ def unsupported_reason(name: str, query: Tensor) -> str | None:
 
 
 def choose_backend(name: str, query: Tensor) -> Backend:
-    """Return the backend called `name`, or for "auto" the first that can run for `query`.
-
-    Raises
-    ------
-    ValueError
-        When the named backend cannot run, with the reason.
-    """
+    """Return the backend called `name`, or for "auto" the first that can run for `query`; raise ValueError if none."""
     if name != "auto":
         reason = unsupported_reason(name, query)
         if reason is not None:

@@ -24,19 +24,9 @@ def draw_seed(device: torch.device) -> Tensor:
 
 
 def keep_factor(seed: Tensor, batch: int, global_edge_id: Tensor, head: int, rate: float, dtype: torch.dtype) -> Tensor:
-    """Return the dropout factor of one attention weight per edge: 0 if dropped, else 1 / (1 - rate).
+    """Return the dropout factors [E] of one head, 0 if dropped, else 1 / (1 - rate), rate in 0 .. 1.
 
-    Parameters
-    ----------
-    seed : Tensor [1], int64
-    batch, head : int
-    global_edge_id : Tensor [E], int64
-    rate : float in 0 .. 1
-    dtype : torch.dtype of the result
-
-    Returns
-    -------
-    Tensor [E]
+    `seed` [1] and `global_edge_id` [E] are int64, the result `dtype`.
     """
     words = (global_edge_id & _LOW, global_edge_id >> 32)
     bits = philox((*words, torch.full_like(global_edge_id, batch), torch.full_like(global_edge_id, head)), seed)[0]

@@ -55,7 +55,6 @@ def _check_partial_results(**tensors: Tensor) -> None:
         if tensor.device != device:
             raise ValueError(f"all tensors must be on one device, got {name} on {tensor.device} and out1 on {device}")
     out1, lse1, out2, lse2 = (tensor.shape for tensor in tensors.values())
-    fit = out1 == out2 and lse1 == lse2 == out1[:-1]
-    if not fit:
+    if not (out1 == out2 and lse1 == lse2 == out1[:-1]):
         shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in tensors.items())
         raise ValueError(f"both out must have shape [..., H, C] and both lse [..., H], got {shapes}")

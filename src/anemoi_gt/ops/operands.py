@@ -21,6 +21,17 @@ class AttentionOperands(NamedTuple):
     edge_bias: Tensor | None = None  # [H * C]
 
 
+class Needs(NamedTuple):
+    """The operands that need a gradient."""
+
+    query: bool = True
+    key: bool = True
+    value: bool = True
+    edge_attr: bool = True
+    edge_weight: bool = True
+    edge_bias: bool = True
+
+
 def check_operands(operands: AttentionOperands, graph: GraphStructure) -> None:
     """Raise ValueError unless the operands of `edge_attention` fit together and fit `graph`."""
     query, key, value, *edges = operands

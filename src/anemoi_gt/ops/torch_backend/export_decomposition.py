@@ -19,18 +19,11 @@ from anemoi_gt.ops.torch_backend.op import FlatArguments
 
 
 def decompose(*arguments) -> tuple[Tensor, Tensor]:
-    """Compute `edge_attention_torch`, with its arguments and results, in an exported program.
-
-    Raises
-    ------
-    ValueError
-        With dropout: programs are exported for inference.
-    """
+    """Compute `edge_attention_torch`, with its arguments and results, in an exported program; raise with dropout."""
     flat = FlatArguments(*arguments)
     if flat.seed is not None:
-        raise ValueError(
-            f"a program is exported for inference, got dropout_p={flat.dropout_p}; call model.eval() first"
-        )
+        p = flat.dropout_p
+        raise ValueError(f"a program is exported for inference, got dropout_p={p}; call model.eval() first")
     query, attr, scale = flat.query, flat.edge_attr, flat.scale
     dtype, (heads, channels) = accumulator_dtype(query.dtype), query.shape[2:]
     folded = _Folded(query.shape[0], heads, flat.colptr, flat.row, flat.perm)
@@ -46,7 +39,7 @@ def decompose(*arguments) -> tuple[Tensor, Tensor]:
         score = score + (folded.at_destinations(projected) * folded.in_csc_order(attr)).sum(-1)
     p, lse, occupied = folded.softmax(score * scale)
 
-    out = folded.sum_of_sources(p, v)
+    out = folded.sum(p, v, folded.row)
     if attr is not None:
         sums = folded.sum_of_edges(p, attr)  # A
         out = out + (sums if weight is None else sums @ weight.transpose(1, 2))
@@ -89,16 +82,12 @@ class _Folded:
         p, lse, occupied = (rows.T.unflatten(0, self.shape) for rows in (p, lse, occupied))
         return p, lse, occupied.unsqueeze(-1)
 
-    def sum_of_sources(self, p: Tensor, rows: Tensor) -> Tensor:
-        """Return sum_e p_e rows[row_e] over the in-edges of each destination."""
-        return self._sum(p, rows, self.row)
-
     def sum_of_edges(self, p: Tensor, attr: Tensor) -> Tensor:
         """Return sum_e p_e attr_e over the in-edges of each destination; a dimension of 1 is shared."""
         order = torch.arange(self.num_edges, device=attr.device) if self.perm is None else self.perm
-        return self._sum(p, attr, order)
+        return self.sum(p, attr, order)
 
-    def _sum(self, p: Tensor, rows: Tensor, index: Tensor) -> Tensor:
+    def sum(self, p: Tensor, rows: Tensor, index: Tensor) -> Tensor:
         """Return sum_e p_e rows[index_e], rows [B or 1, H or 1, R, F], in one embedding bag over batch and heads."""
         (batch, heads), (b_tables, h_tables, size, _) = self.shape, rows.shape
         table = (0 if h_tables == 1 else 1) * torch.arange(heads, device=index.device)  # 0 where all share one

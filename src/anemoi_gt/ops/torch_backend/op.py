@@ -12,12 +12,11 @@ from anemoi_gt.custom_ops import define_operator, flat_arguments, refuse_second_
 from anemoi_gt.graph import GraphStructure
 from anemoi_gt.ops.dropout import keep_factor
 from anemoi_gt.ops.dtypes import accumulator_dtype
-from anemoi_gt.ops.operands import AttentionOperands
+from anemoi_gt.ops.operands import AttentionOperands, Needs
 from anemoi_gt.ops.torch_backend.reference import (
     Edges,
     HeadGradients,
     HeadGroup,
-    Needs,
     Segments,
     attend_heads,
     by_head,
@@ -69,27 +68,15 @@ class FlatArguments(NamedTuple):
             attr = attr[b if attr.shape[0] > 1 else 0]
             attr = attr if self.edge_weight is not None else attr[:, group].contiguous()
         if self.seed is not None:
-            factors = (
-                keep_factor(self.seed, b, global_edge_id, head, self.dropout_p, self.query.dtype)
-                for head in range(group.start, group.stop)
-            )
-            keep = torch.stack(list(factors), dim=1)
-        return HeadGroup(
-            q=self.query[b, :, group].contiguous(),
-            k=self.key[b, :, group].contiguous(),
-            v=self.value[b, :, group].contiguous(),
-            a=attr,
-            weight=None if self.edge_weight is None else self.edge_weight[group],
-            bias=None if self.edge_bias is None else self.edge_bias[group],
-            keep=keep,
-            scale=self.scale,
-        )
+            heads, options = range(group.start, group.stop), (self.dropout_p, self.query.dtype)
+            keep = torch.stack([keep_factor(self.seed, b, global_edge_id, head, *options) for head in heads], dim=1)
+        q, k, v = (rows[b, :, group].contiguous() for rows in self[:3])
+        weight, bias = (None if each is None else each[group] for each in (self.edge_weight, self.edge_bias))
+        return HeadGroup(q, k, v, attr, weight, bias, keep, self.scale)
 
     def edges(self) -> Edges:
         """Return the edges as the formulas read them, for as many heads at a time as memory allows."""
-        graph = GraphStructure(
-            self.colptr, self.row, self.row.new_empty(0, 0), perm=self.perm, global_edge_id=self.global_edge_id
-        )
+        graph = GraphStructure(self.colptr, self.row, self.row.new_empty(0, 0), self.perm, self.global_edge_id)
         heads = head_group_size(self.query.shape[2], max(graph.num_edges, self.query.shape[1], self.key.shape[1]))
         order, raw = graph.edge_order(), self.edge_weight is not None
         sources = Segments.of_heads(heads, self.row, self.colptr)

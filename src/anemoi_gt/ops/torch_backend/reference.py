@@ -28,11 +28,12 @@ Shapes in this file: N_dst, N_src nodes, E edges in CSC order, G heads, C channe
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import embedding_bag
+
+from anemoi_gt.ops.operands import Needs
 
 CHUNK = 2**18  # elements gathered at a time; they stay in the cache
 NODE_CHUNK = 8192  # rows of a matrix product, so that chunks of a graph at its multiples are rounded as the whole is
@@ -175,17 +176,6 @@ def attend_heads(heads: HeadGroup, edges: Edges) -> tuple[Tensor, Tensor]:
         out.addcmul_(_segment_sum(w, edges.colptr)[..., None], heads.bias)
         lse = lse + heads.scale * (heads.q * heads.bias).sum(-1)
     return out, lse
-
-
-class Needs(NamedTuple):
-    """The operands that need a gradient."""
-
-    query: bool
-    key: bool
-    value: bool
-    edge_attr: bool
-    edge_weight: bool
-    edge_bias: bool
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,13 @@
 """The forward pass of the `triton` backend for export: the same launches, as nodes of a graph instead of calls.
 
-A process without our Python code cannot run our operator, of which it knows only the name. `edge_attention_triton_exported`
-does the same by `torch.library.triton_op`: AOTInductor looks into it and puts the kernels into its package. An export takes
-it by decomposition (`anemoi_gt.export.export_program`); eager and compiled models never do.
+A process without our Python code cannot run our operator, of which it knows only the name.
+`edge_attention_triton_exported` does the same by `torch.library.triton_op`: AOTInductor looks into it and puts the
+kernels into its package. An export takes it by decomposition (`anemoi_gt.export.export_program`); eager and compiled
+models never do.
 
 What is compiled into a kernel is decided once, while exporting. Sizes may be symbols then, so what depends on how many
-edges a node has (the tile) follows from the example that was exported with, and offsets have 64 bits unless the ranges of
-the sizes prove that 32 do. Grids and sizes stay symbols.
+edges a node has (the tile) follows from the example that was exported with, and offsets have 64 bits unless the ranges
+of the sizes prove that 32 do. Grids and sizes stay symbols.
 
 Nothing here runs under Triton's interpreter, which leaves no graph behind.
 """
@@ -62,10 +63,8 @@ def edge_attention_triton_exported(
     scale: float, tile: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return out like query and lse [B, N_dst, H], without B as query; without dropout and fixed-degree kernels."""
-    tensors = (
-        None if tensor is None else tensor.contiguous() for tensor in (*operands, colptr, row, perm, dst_schedule)
-    )
-    *operands, colptr, row, perm, dst_schedule = tensors
+    tensors = (*operands, colptr, row, perm, dst_schedule)
+    *operands, colptr, row, perm, dst_schedule = (None if each is None else each.contiguous() for each in tensors)
     index = IndexTensors(colptr, row, perm, dst_schedule=dst_schedule)
     problem = TracedProblem(AttentionOperands(*operands), index, Options(scale=scale, tile=tile))
     projected = None if problem.operands.edge_weight is None else launch.project(problem, problem.operands.query)
@@ -77,13 +76,7 @@ def edge_attention_triton_exported(
 
 @flat_arguments
 def decompose(operands: AttentionOperands, index: IndexTensors, options: Options, save: bool) -> tuple[Tensor, ...]:
-    """Stand for `edge_attention_triton` in an exported program: its arguments and results, with nothing saved for a backward.
-
-    Raises
-    ------
-    ValueError
-        When something is to be dropped: programs are exported for inference.
-    """
+    """Stand for `edge_attention_triton` in an exported program, nothing saved for a backward; raise with dropout."""
     if options.seed is not None:
         p = options.dropout_p
         raise ValueError(f"a program is exported for inference, got dropout_p={p}; call model.eval() first")

@@ -1,11 +1,11 @@
 """Launches of the edge attention kernels: grids, tiles, scratch memory. One function per kernel, tensors in and out.
 
-Beside each stands its launch for given sizes, which is worked out once: a graph is static, and its sizes come again at every
-step. What is kept holds numbers and compiled kernels, no tensors. A tile may be given, to measure it; None is the one that is
-chosen for the sizes, with the fields that the config forces.
+Beside each stands its launch for given sizes, which is worked out once: a graph is static, and its sizes come again at
+every step. What is kept holds numbers and compiled kernels, no tensors. A tile may be given, to measure it; None is the
+one that is chosen for the sizes, with the fields that the config forces.
 
 Where all destinations have the same few in-edges, `attend_rows` and `differentiate_rows` launch the kernels of
-`anemoi_gt.kernels.fixed_degree`, which need fewer scratch arrays and compute A, B and the gradient of edge_attr in passing.
+`anemoi_gt.kernels.fixed_degree`, which need fewer scratch arrays and compute A, B and d edge_attr in passing.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -23,18 +23,7 @@ from anemoi_gt.ops.dtypes import scratch_dtype
 from anemoi_gt.ops.triton_backend import tiles
 from anemoi_gt.ops.triton_backend.device import interpreted
 from anemoi_gt.ops.triton_backend.problem import PACKED_DTYPES, Problem, Sizes
-from anemoi_gt.ops.triton_backend.tiles import (
-    PRODUCT,
-    ROW_ELEMENTS,
-    ContractionTile,
-    RowTile,
-    attribute_edges,
-    attribute_heads,
-    attribute_warps,
-    embed_tile,
-    project_tile,
-    weight_tile,
-)
+from anemoi_gt.ops.triton_backend.tiles import ContractionTile, RowTile
 
 LOG2_E = 1.4426950408889634
 PROGRAMS = 528  # that share the sum of dW, all heads; fixed, so that its order never changes
@@ -47,7 +36,7 @@ def on_device(tensor: Tensor) -> AbstractContextManager:
 
 
 def has_fixed_degree(sizes: Sizes) -> bool:
-    """Return whether the fixed-degree kernels serve: a small known in-degree, no embedded features, rows that fit a program."""
+    """Return whether the fixed-degree kernels serve: a small known in-degree, raw attributes, rows that fit."""
     return sizes.fixed_in_degree > 0 and not sizes.embedded and _fixed_degree_tile(sizes) is not None
 
 
@@ -73,15 +62,14 @@ def destination_tile(sizes: Sizes) -> RowTile:
     """
     if has_fixed_degree(sizes):
         tile = _fixed_degree_tile(sizes)
-        packed = sizes.pairs_possible and tile.heads * tile.channels < ROW_ELEMENTS * tile.num_warps
+        packed = sizes.pairs_possible and tile.heads * tile.channels < tiles.ROW_ELEMENTS * tile.num_warps
         return _forced(replace(tile, pairs=packed), sizes, ("num_warps", "packed"))
     return _forced(tiles.destination_tile(sizes.over_destinations), sizes, DESTINATION_FIELDS)
 
 
 def source_tile(sizes: Sizes) -> RowTile:
     """Return the tile of `differentiate_sources`."""
-    tile = tiles.source_tile(sizes.over_sources)
-    return _forced(tile, sizes, ("heads", "unroll", "num_warps", "nodes"))
+    return _forced(tiles.source_tile(sizes.over_sources), sizes, ("heads", "unroll", "num_warps", "nodes"))
 
 
 DESTINATION_FIELDS = ("heads", "unroll", "num_warps", "packed")
@@ -130,7 +118,7 @@ def _row_launch(kernel, sizes: Sizes, tile: RowTile, scale: dict[str, float]) ->
         del constants["PRECISION"]
         return Launch(kernel, (sizes.destinations,), scalars, constants | {"K": tile.unroll})
     constants |= {"EMBEDDED": sizes.embedded, "UNROLL": tile.unroll}
-    constants["EDGES"] = attribute_edges(sizes.degree(sizes.num_dst))
+    constants["EDGES"] = tiles.attribute_edges(sizes.degree(sizes.num_dst))
     return Launch(kernel, (sizes.destinations, -(-sizes.heads // tile.heads)), scalars, constants)
 
 
@@ -149,7 +137,7 @@ def _node_map_launch(kernel, sizes: Sizes, tile: ContractionTile) -> Launch:
 @lru_cache(KEPT)
 def project_launch(sizes: Sizes, tile: ContractionTile | None = None) -> Launch:
     """Return the launch of `project`."""
-    return _node_map_launch(edge_features.project, sizes, tile or project_tile(sizes.channels, sizes.attributes))
+    return _node_map_launch(edge_features.project, sizes, tile or tiles.project_tile(sizes.channels, sizes.attributes))
 
 
 def project(problem: Problem, rows: Tensor, tile: ContractionTile | None = None) -> Tensor:
@@ -164,7 +152,7 @@ def project(problem: Problem, rows: Tensor, tile: ContractionTile | None = None)
 @lru_cache(KEPT)
 def embed_launch(sizes: Sizes, tile: ContractionTile | None = None) -> Launch:
     """Return the launch of `embed`."""
-    return _node_map_launch(edge_features.embed, sizes, tile or embed_tile(sizes.channels, sizes.attributes))
+    return _node_map_launch(edge_features.embed, sizes, tile or tiles.embed_tile(sizes.channels, sizes.attributes))
 
 
 def embed(problem: Problem, sums: Tensor, rows: Tensor, tile: ContractionTile | None = None) -> None:
@@ -212,37 +200,19 @@ def destination_launch(sizes: Sizes, tile: RowTile | None = None) -> Launch:
 
 
 def differentiate_rows(
-    problem: Problem,
-    saved: Saved,
-    projected_grad: Tensor | None,
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    dquery: Tensor | None,
-    dedge_attr: Tensor | None,
-    tile: RowTile | None = None,
-) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+    problem: Problem, saved: Saved, projected_grad: Tensor | None, grad_out: Tensor, grad_lse: Tensor | None,
+    dquery: Tensor | None, dedge_attr: Tensor | None, tile: RowTile | None = None,
+) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:  # fmt: skip
     """Differentiate over destinations: fill dquery (without W B) and the gradient of embedded features.
 
-    Returns
-    -------
-    p_ds : Tensor [B, E, 2, H]
-        m p and ds of each edge.
-    sums : tuple of Tensor, or None
-        A and B of each destination, where the in-degree is fixed and attributes are raw; then dedge_attr is filled too.
+    Return p_ds [B, E, 2, H], m p and ds of each edge, and sums: A and B of each destination where the in-degree is
+    fixed and attributes are raw, else None. With sums, dedge_attr is filled too.
     """
     sizes, fixed = problem.sizes, has_fixed_degree(problem.sizes)
     p_ds = grad_out.new_empty((sizes.batch, sizes.num_edges, 2, sizes.heads), dtype=scratch_dtype(grad_out.dtype))
-    tensors = problem.destination_tensors | {
-        "projected_grad": projected_grad,
-        "grad_out": grad_out,
-        "grad_lse": grad_lse,
-    }
-    tensors |= {
-        "inv_denominator": saved.inv_denominator,
-        "exp_scores": saved.exp_scores,
-        "dquery": dquery,
-        "p_ds": p_ds,
-    }
+    tensors = problem.destination_tensors | {"inv_denominator": saved.inv_denominator, "exp_scores": saved.exp_scores}
+    tensors |= {"projected_grad": projected_grad, "grad_out": grad_out, "grad_lse": grad_lse}
+    tensors |= {"dquery": dquery, "p_ds": p_ds}
     sums = None
     if fixed:
         if projected_grad is not None:
@@ -268,16 +238,9 @@ def source_launch(sizes: Sizes, tile: RowTile | None = None) -> Launch:
 
 
 def differentiate_sources(
-    problem: Problem,
-    p_ds: Tensor,
-    grad_out: Tensor,
-    rowptr: Tensor,
-    col: Tensor,
-    csr_to_csc: Tensor,
-    dkey: Tensor | None,
-    dvalue: Tensor | None,
-    tile: RowTile | None = None,
-) -> None:
+    problem: Problem, p_ds: Tensor, grad_out: Tensor, rowptr: Tensor, col: Tensor, csr_to_csc: Tensor,
+    dkey: Tensor | None, dvalue: Tensor | None, tile: RowTile | None = None,
+) -> None:  # fmt: skip
     """Differentiate over sources: fill dkey and dvalue."""
     source_launch(problem.sizes, tile)(
         query=problem.operands.query, grad_out=grad_out, p_ds=p_ds, rowptr=rowptr, col=col, csr_to_csc=csr_to_csc,
@@ -289,8 +252,8 @@ def differentiate_sources(
 def attribute_launch(sizes: Sizes) -> Launch:
     """Return the launch of `differentiate_attributes`."""
     scalars = {"num_dst": sizes.num_dst, "num_edges": sizes.num_edges, "attr_stride": sizes.attr_stride}
-    constants = _constants(sizes, HEADS=attribute_heads(sizes.heads), EDGES=PRODUCT)
-    constants |= {"num_warps": attribute_warps(sizes.heads, sizes.attributes)}
+    constants = _constants(sizes, HEADS=tiles.attribute_heads(sizes.heads), EDGES=tiles.PRODUCT)
+    constants |= {"num_warps": tiles.attribute_warps(sizes.heads, sizes.attributes)}
     del constants["C"]
     return Launch(edge_features.attribute_bwd, (sizes.destinations,), scalars, constants)
 
@@ -311,7 +274,7 @@ def differentiate_attributes(
 @lru_cache(KEPT)
 def weight_launch(sizes: Sizes, tile: ContractionTile | None = None) -> tuple[Launch, int]:
     """Return the launch of `differentiate_weight`, and the number of its partial sums."""
-    tile = tile or weight_tile(sizes.channels, sizes.attributes)
+    tile = tile or tiles.weight_tile(sizes.channels, sizes.attributes)
     partials = max(1, min(-(-PROGRAMS // sizes.heads), -(-sizes.destinations // tile.nodes)))
     grid = (partials * sizes.heads, -(-sizes.channels // tile.channels))
     return _contraction_launch(edge_features.weight_bwd, sizes, tile, grid), partials

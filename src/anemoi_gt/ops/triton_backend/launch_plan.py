@@ -10,6 +10,7 @@ import torch
 
 from anemoi_gt.kernels.jit_launch import Launch
 from anemoi_gt.ops.dtypes import scratch_dtype
+from anemoi_gt.ops.operands import Needs
 from anemoi_gt.ops.triton_backend import launch
 from anemoi_gt.ops.triton_backend.problem import Sizes
 
@@ -18,18 +19,6 @@ TILE = {  # compile-time constants that make up a tile, and their names in a pla
     "NODES": "nodes", "TILES": "tiles", "HEADS": "heads", "CHANNELS": "channels", "UNROLL": "unroll", "K": "edges",
     "PACKED": "packed", "num_warps": "num_warps", "num_stages": "num_stages",
 }  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Needs:
-    """Operands of which a backward pass returns gradients."""
-
-    query: bool = True
-    key: bool = True
-    value: bool = True
-    edge_attr: bool = True
-    edge_weight: bool = True
-    edge_bias: bool = True
 
 
 @dataclass(frozen=True)
@@ -48,10 +37,8 @@ def forward_kernels(sizes: Sizes) -> Iterator[PlannedLaunch]:
         yield _launch(sizes, launch.project_launch(sizes), count.row + count.sums + count.weight)
     moved = 2 * count.row + 2 * count.source + 2 * count.statistic + count.scores + count.edges
     moved += 2 * count.sums + count.attributes + count.embedded
-    if launch.has_fixed_degree(sizes):
-        yield _launch(sizes, launch.forward_launch(sizes), moved)
-    else:
-        yield _launch(sizes, launch.forward_launch(sizes), moved + count.scores)
+    moved += 0 if launch.has_fixed_degree(sizes) else count.scores
+    yield _launch(sizes, launch.forward_launch(sizes), moved)
     if sizes.edge_dim:
         yield _launch(sizes, launch.embed_launch(sizes), 2 * count.row + count.sums + count.weight)
 
@@ -67,10 +54,9 @@ def backward_kernels(sizes: Sizes, needs: Needs) -> Iterator[PlannedLaunch]:
         moved += count.row + needs.edge_attr * count.embedded_gradient
     if launch.has_fixed_degree(sizes):
         moved += 2 * count.sums + needs.edge_attr * (count.sums + count.attributes_gradient)
-        yield _launch(sizes, launch.destination_launch(sizes), moved)
     else:
         moved += (1 + raw) * count.scores
-        yield _launch(sizes, launch.destination_launch(sizes), moved)
+    yield _launch(sizes, launch.destination_launch(sizes), moved)
     if raw and (needs.query or needs.edge_attr or needs.edge_weight or needs.edge_bias):
         if not launch.has_fixed_degree(sizes):
             yield _attribute_kernel(sizes, count, needs)

@@ -33,10 +33,9 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Return out and lse of checked operands; the meaning of all is that of `anemoi_gt.edge_attention`.
 
-    query, key, value [B, N, H, C] come with edge_attr [1 or B, E, ..]. A batch of one may come without B, in all of them: to
-    the kernels it is the same memory, and views that add B would be nodes of autograd, which cost as much as a launch.
-
-    More attributes than a program can hold are embedded first: there an edge's own [H, C] is no larger than what it has.
+    query, key, value [B, N, H, C] come with edge_attr [1 or B, E, ..]. A batch of one may come without B, in all of
+    them: to the kernels it is the same memory, and views that add B would be autograd nodes that cost a launch each.
+    More attributes than a program can hold are embedded first: an edge's own [H, C] is no larger than what it has.
     """
     warn_if_untested("triton")
     query, key, value, edge_attr, edge_weight, edge_bias = operands
@@ -73,8 +72,7 @@ def _(operands: AttentionOperands, index: IndexTensors, options: Options, save: 
     query, edge_weight = operands.query, operands.edge_weight
     statistic = query.shape[:-1]
     edges = (query.shape[0] if query.dim() == 4 else 1, index.row.shape[0], query.shape[-2])
-    out = query.new_empty(query.shape)
-    lse = query.new_empty(statistic, dtype=torch.float32)
+    out, lse = query.new_empty(query.shape), query.new_empty(statistic, dtype=torch.float32)
     if not save:
         return out, lse, *(lse.new_empty(0) for _ in range(3))
     projected = lse.new_empty(0)
@@ -94,16 +92,9 @@ def _setup_context(ctx, inputs, output):
 
 @define_operator
 def edge_attention_triton_backward(
-    grad_out: Tensor | None,
-    grad_lse: Tensor | None,
-    operands: AttentionOperands,
-    index: IndexTensors,
-    options: Options,
-    inv_denominator: Tensor,
-    exp_scores: Tensor,
-    projected: Tensor,
-    needs: list[bool],
-) -> list[Tensor]:
+    grad_out: Tensor | None, grad_lse: Tensor | None, operands: AttentionOperands, index: IndexTensors,
+    options: Options, inv_denominator: Tensor, exp_scores: Tensor, projected: Tensor, needs: list[bool],
+) -> list[Tensor]:  # fmt: skip
     """Return the gradients that `needs` asks for, in the order of the operands."""
     from anemoi_gt.ops.triton_backend import launch
 
@@ -141,7 +132,7 @@ def _problem(operands: AttentionOperands, index: IndexTensors, options: Options)
 
 
 def _readable(tensor: Tensor | None) -> Tensor | None:
-    """Return the same elements where a kernel can read them: contiguous, 16-bit pairs at addresses of 32-bit elements."""
+    """Return the same elements where a kernel can read them: contiguous, 16-bit pairs aligned to 32 bits."""
     if tensor is None:
         return None
     tensor = tensor.contiguous()

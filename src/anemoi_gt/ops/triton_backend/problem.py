@@ -17,7 +17,7 @@ PACKED_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}  # whose rows ma
 
 
 class IndexTensors(NamedTuple):
-    """The index tensors of a `GraphStructure`, by its names; sources and the reverse structure only where they are read."""
+    """The index tensors of a `GraphStructure`, by its names; the reverse structure only where it is read."""
 
     colptr: Tensor  # [N_dst + 1]
     row: Tensor  # [E]
@@ -108,7 +108,7 @@ class Sizes(NamedTuple):
 
 @dataclass(frozen=True)
 class Problem:
-    """One call: contiguous operands, index tensors, options. Where query has no B there is one batch entry, and nothing has a B."""
+    """One call: contiguous operands, index tensors, options. Without B in query nothing has it: one batch entry."""
 
     operands: AttentionOperands
     index: IndexTensors
@@ -174,5 +174,5 @@ class Problem:
         return tuple(self.batch * number * width for number, width in rows)
 
     def launch(self, launch_of: Callable, tile: RowTile | ContractionTile | None) -> Callable[..., None]:
-        """Return what launches a kernel on tensors by name: `launch_of` these sizes, with this tile or the chosen one."""
+        """Return what launches a kernel on tensors by name: `launch_of` these sizes, with `tile` or the chosen one."""
         return launch_of(self.sizes, tile)

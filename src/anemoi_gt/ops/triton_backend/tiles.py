@@ -235,13 +235,9 @@ CONTRACTIONS = {"project": project_tile, "embed": embed_tile, "weight": weight_t
 
 
 def candidates(kernel: str, shape: Shape) -> list[Tile]:
-    """Return the tiles that a kernel can have, the heuristic's first, the others by their score.
+    """Return the tiles that a kernel of `ROW_KERNELS` or `CONTRACTIONS` can have, the heuristic's first, then by score.
 
-    Parameters
-    ----------
-    kernel : {"forward", "destinations", "sources", "project", "embed", "weight"}
-    shape : Shape
-        Of the edges that the kernel walks; of the destinations for a contraction.
+    `shape` is that of the edges that the kernel walks, or of the destinations for a contraction.
     """
     if kernel in ROW_KERNELS:
         chosen = ROW_KERNELS[kernel](shape)
@@ -256,9 +252,8 @@ def _row_tiles(kernel: str, shape: Shape) -> Iterator[RowTile]:
     most, padded = _row(shape)
     pairs = (False, True) if shape.pairs_possible else (False,)
     nodes = (1, 2, 4) if kernel == "sources" and shape.degree < BUSY_DEGREE else (1,)
-    for heads, warps, unroll, number, paired in product(
-        (most, most // 2, most // 4), (1, 2, 4, 8), (1, 2, 3, 4), nodes, pairs
-    ):
+    axes = (most, most // 2, most // 4), (1, 2, 4, 8), (1, 2, 3, 4), nodes, pairs
+    for heads, warps, unroll, number, paired in product(*axes):
         if MIN_HELD * LANES * warps <= heads * padded <= MAX_HELD * LANES * warps:
             yield RowTile(heads, padded, unroll, warps, number, paired)
 
@@ -268,9 +263,8 @@ def _score(shape: Shape, tile: RowTile) -> tuple[float, float]:
     held = tile.heads * tile.channels / (LANES * tile.num_warps)
     registers = -int(-(40 + 1.5 * held + held * tile.unroll * shape.itemsize / 4) // 8) * 8
     resident = min(SM_PROGRAMS, SM_WARPS // tile.num_warps, SM_REGISTERS // (registers * LANES * tile.num_warps))
-    remainder = (
-        shape.degree % tile.unroll if shape.degree == int(shape.degree) else min(shape.degree, (tile.unroll - 1) / 2)
-    )
+    is_exact = shape.degree == int(shape.degree)
+    remainder = shape.degree % tile.unroll if is_exact else min(shape.degree, (tile.unroll - 1) / 2)
     steps = (shape.degree - remainder) / tile.unroll + remainder  # the remainder is taken edge by edge
     row_bytes = tile.heads * tile.channels * shape.itemsize
     return resident * tile.nodes * row_bytes * shape.degree / max(steps, 1e-9), min(held * shape.itemsize, 16)
