@@ -3,6 +3,7 @@
 import pytest
 from support.anemoi_model import graph_of
 
+from anemoi_gt import GraphStructure
 from anemoi_gt.integrations.anemoi import attention
 
 
@@ -28,3 +29,16 @@ def attentions(monkeypatch):
 
     monkeypatch.setattr(attention, "edge_attention", record)
     return calls
+
+
+@pytest.fixture
+def sorts(monkeypatch):
+    """Shapes of the edge lists that are sorted."""
+    shapes, sort = [], GraphStructure.from_edge_index.__func__
+
+    def record(cls, edge_index, *arguments, **options):
+        shapes.append(tuple(edge_index.shape))
+        return sort(cls, edge_index, *arguments, **options)
+
+    monkeypatch.setattr(GraphStructure, "from_edge_index", classmethod(record))
+    return shapes

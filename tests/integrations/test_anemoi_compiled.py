@@ -23,7 +23,6 @@ from support.anemoi_model import (
 from support.same_numbers import assert_same_numbers
 from torch.utils.checkpoint import checkpoint
 
-from anemoi_gt import GraphStructure
 from anemoi_gt.integrations import anemoi as integration
 from anemoi_gt.integrations.anemoi import attention as replacements
 from anemoi_gt.integrations.anemoi.cache import cached_list
@@ -135,7 +134,7 @@ def test_dropout_is_compiled_with_us(traced):
         first, second = (compiled(*block_inputs())[0] for _ in range(2))
         assert (first - second).abs().max() > 1e-3
         block.eval()
-        torch.testing.assert_same_numbers(compiled(*block_inputs())[0], block(*block_inputs())[0])
+        assert_same_numbers(compiled(*block_inputs())[0], block(*block_inputs())[0])
     for names in graphs:
         assert_ours(names)
 
@@ -231,19 +230,6 @@ def compile_blocks(model, backend, **options):
         if isinstance(module, BLOCKS):
             module.compile(fullgraph=True, backend=backend, **options)
     return model
-
-
-@pytest.fixture
-def sorts(monkeypatch):
-    """Shapes of the edge lists that are sorted."""
-    shapes, sort = [], GraphStructure.from_edge_index.__func__
-
-    def record(cls, edge_index, *arguments, **options):
-        shapes.append(tuple(edge_index.shape))
-        return sort(cls, edge_index, *arguments, **options)
-
-    monkeypatch.setattr(GraphStructure, "from_edge_index", classmethod(record))
-    return shapes
 
 
 @pytest.mark.parametrize(

@@ -19,19 +19,6 @@ from anemoi_gt.integrations.anemoi import cache
 from anemoi_gt.integrations.anemoi.cache import cached_list, lookup, structure_of
 
 
-@pytest.fixture
-def sorts(monkeypatch):
-    """Shapes of the edge lists that were sorted."""
-    shapes, sort = [], GraphStructure.from_edge_index.__func__
-
-    def record(cls, edge_index, *arguments, **options):
-        shapes.append(tuple(edge_index.shape))
-        return sort(cls, edge_index, *arguments, **options)
-
-    monkeypatch.setattr(GraphStructure, "from_edge_index", classmethod(record))
-    return shapes
-
-
 def cached():
     """All edge lists that have a cache."""
     gc.collect()
