@@ -38,24 +38,25 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # to try the script; read by triton when it is imported
 
 from anemoi_gt import AttentionConfig, GraphStructure, edge_attention
-from anemoi_gt.ops.triton_backend import fixed_degree_launch, launch
-from anemoi_gt.ops.triton_backend.tiles import BUSY_DEGREE, CONTRACTIONS, ROW_KERNELS, Shape, Tile, candidates
+from anemoi_gt.ops.triton_backend import launch
+from anemoi_gt.ops.triton_backend.problem import Sizes
+from anemoi_gt.ops.triton_backend.tiles import CONTRACTIONS, ROW_KERNELS, Tile, candidates
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 MEAN, WORST = 1.10, 1.25  # chosen over fastest
-KERNELS = {  # functions that choose the tile and cache launches, and the kernel's name in a profile
-    "forward": ("forward_tile", "forward_launch", r"edge_attention_(\w+_)?fwd"),
-    "destinations": ("destination_tile", "destination_launch", "bwd_dst"),
-    "sources": ("source_tile", "source_launch", "bwd_src"),
-    "project": ("project_tile", "project_launch", "_project_"),
-    "embed": ("embed_tile", "embed_launch", "_embed_"),
-    "weight": ("weight_tile", "weight_launch", "bwd_weight"),
+KERNELS = {  # the function that returns the launch, and the kernel's name in a profile
+    "forward": ("forward_launch", r"edge_attention_(\w+_)?fwd"),
+    "destinations": ("destination_launch", "bwd_dst"),
+    "sources": ("source_launch", "bwd_src"),
+    "project": ("project_launch", "_project_"),
+    "embed": ("embed_launch", "_embed_"),
+    "weight": ("weight_launch", "bwd_weight"),
 }
 PROCESSES = 12
 
 
 class Case:
-    """Attention on the operands of a problem, with one kernel's tile forced."""
+    """Attention on the operands of a problem."""
 
     def __init__(self, problem: Problem, coo: graphs.Coo):
         self.problem, self.operands = problem, draw(problem, coo)
@@ -72,38 +73,18 @@ class Case:
         out = self.attention(self.operands)()
         return out.detach(), *torch.autograd.grad(out, self.operands.leaves, self.operands.grad_out)
 
-    def module(self, kernel: str):
-        """Return the module that launches a kernel on this graph."""
-        degree = 0 if self.graph.fixed_in_degree is None else self.graph.fixed_in_degree.shape[0]
-        fixed = kernel in ("forward", "destinations") and 0 < degree <= BUSY_DEGREE
-        return fixed_degree_launch if fixed else launch
-
     def tiles(self, kernel: str) -> list[Tile]:
         """Return the candidate tiles of a kernel, the chosen one first."""
-        p, nodes = self.problem, self.graph.num_src if kernel == "sources" else self.graph.num_dst
-        attributes = 0 if kernel == "sources" else p.edge_dim + 1
-        pairs = p.dtype == "bfloat16" and p.channels % 2 == 0 and kernel != "sources"
-        shape = Shape(p.heads, p.channels, attributes, self.graph.num_edges / nodes, p.torch_dtype.itemsize, pairs)
-        if self.module(kernel) is launch:
-            return candidates(kernel, shape)
-        with self.seen_tile(kernel) as seen:
+        with replaced(kernel) as seen:
             self.run()
-        chosen, held = seen[0], seen[0].heads * seen[0].channels / 32
-        others = product((1, 2, 4, 8), (False, True) if pairs else (False,))
+        sizes = seen[0]
+        if kernel in CONTRACTIONS or kernel == "sources" or not launch.has_fixed_degree(sizes):
+            return candidates(kernel, sizes.over_sources if kernel == "sources" else sizes.over_destinations)
+        chosen = launch.forward_tile(sizes) if kernel == "forward" else launch.destination_tile(sizes)
+        held = chosen.heads * chosen.channels / 32
+        others = product((1, 2, 4, 8), (False, True) if sizes.pairs_possible else (False,))
         tiles = [replace(chosen, num_warps=warps, pairs=paired) for warps, paired in others if 4 <= held / warps <= 32]
         return [chosen, *(tile for tile in tiles if tile != chosen)]
-
-    @contextmanager
-    def seen_tile(self, kernel: str) -> Iterator[list[Tile]]:
-        """Collect the tiles that are chosen for a kernel inside."""
-        module, seen = self.module(kernel), []
-        choose = getattr(module, KERNELS[kernel][0])
-        with replaced(module, kernel, lambda *sizes: seen.append(choose(*sizes)) or seen[-1]):
-            yield seen
-
-    def forced(self, kernel: str, tile: Tile):
-        """Force a kernel's tile inside."""
-        return replaced(self.module(kernel), kernel, lambda *sizes: tile)
 
     def time(self, kernel: str, runs: int) -> float:
         """Return the median milliseconds of a kernel, or of the whole pass without a GPU."""
@@ -116,22 +97,20 @@ class Case:
             for _ in range(runs):
                 self.run()
             torch.cuda.synchronize()
-        times = [event.device_time_total for event in seen.events() if re.search(KERNELS[kernel][2], event.name)]
+        times = [event.device_time_total for event in seen.events() if re.search(KERNELS[kernel][1], event.name)]
         return 1e-3 * statistics.median(times)
 
 
 @contextmanager
-def replaced(module, kernel: str, choose) -> Iterator[None]:
-    """Replace the function that chooses a kernel's tile; launches that were cached are made again."""
-    name, cached, _ = KERNELS[kernel]
-    original = getattr(module, name)
-    setattr(module, name, choose)
-    getattr(module, cached).cache_clear()
+def replaced(kernel: str, tile: Tile | None = None) -> Iterator[list[Sizes]]:
+    """Launch a kernel with `tile` inside, None being the chosen one; collect the sizes of its launches."""
+    name, seen = KERNELS[kernel][0], []
+    original = getattr(launch, name)
+    setattr(launch, name, lambda sizes, _=None: seen.append(sizes) or original(sizes, tile))
     try:
-        yield
+        yield seen
     finally:
-        setattr(module, name, original)
-        getattr(module, cached).cache_clear()
+        setattr(launch, name, original)
 
 
 def make_case(problem: Problem, folder: Path) -> Case:
@@ -143,7 +122,7 @@ def compile_tiles(problem: Problem, kernel: str, folder: Path, first: int) -> No
     """Compile every PROCESSES-th tile of a kernel into Triton's cache on disk."""
     case = make_case(problem, folder)
     for tile in case.tiles(kernel)[first::PROCESSES]:
-        with case.forced(kernel, tile):
+        with replaced(kernel, tile):
             try:
                 case.run()
             except Exception:  # the search meets it again and reports it
@@ -166,7 +145,7 @@ def search(case: Case, kernel: str, most: int | None) -> dict:
     """Time one kernel with all candidate tiles, the chosen one and those within 5% of the fastest with more runs."""
     expected, times, failed = case.run(), {}, {}
     for tile in case.tiles(kernel)[:most]:
-        with case.forced(kernel, tile):
+        with replaced(kernel, tile):
             try:
                 found = case.run()
             except Exception as error:  # does not compile, or takes more than the device has
@@ -176,7 +155,7 @@ def search(case: Case, kernel: str, most: int | None) -> dict:
             times[tile] = case.time(kernel, 3)
     chosen, *_ = times
     for tile in [tile for tile in times if tile == chosen or times[tile] <= 1.05 * min(times.values())]:
-        with case.forced(kernel, tile):
+        with replaced(kernel, tile):
             times[tile] = case.time(kernel, 20)
     fastest = min(times, key=times.get)
     return {

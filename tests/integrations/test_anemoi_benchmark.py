@@ -3,7 +3,6 @@
 import importlib.util
 import json
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -93,31 +92,27 @@ def training(anemoi_step):
     return anemoi_step.Training(options)
 
 
-def test_our_blocks_compute_what_the_untouched_model_does_compiled_and_not(anemoi_step, training, monkeypatch):
-    compiled = anemoi_step.VARIANTS["our blocks, compiled"]
-    assert compiled.keywords == {"fullgraph": True, "dynamic": False}
-    monkeypatch.setitem(anemoi_step.VARIANTS, "our blocks, compiled", partial(compiled, backend="aot_eager"))
-    variants = ["our blocks", "our blocks, compiled"]
+def test_compiled_variants_compute_what_the_untouched_model_does(anemoi_step, training, monkeypatch):
+    compiled, original = [], torch.nn.Module.compile
+
+    def compile_by_aot_eager(module, **options):
+        compiled.append(type(module).__name__)
+        original(module, backend="aot_eager", **options)
+
+    monkeypatch.setattr(torch.nn.Module, "compile", compile_by_aot_eager)
+    variants = ["install, blocks compiled", "install, blocks compiled, no recomputation"]
     assert anemoi_step.compare(training, anemoi_step.Results({}, None, 100.0), variants) == variants
+    assert set(compiled) == set(anemoi_step.BLOCKS)
 
 
-def test_our_blocks_compute_in_place_of_theirs_and_train_their_parameters(anemoi_step, training):
-    block, calls = training.model.processor.proc[0], []
-    block.lin_query.register_forward_hook(lambda *_: calls.append("theirs"))
-    with anemoi_step.VARIANTS["our blocks"](training.model):
-        training.step()
-    assert not calls and not torch.equal(block.lin_query.weight, training.start["processor.proc.0.lin_query.weight"])
-    training.step()
-    assert calls
-
-
-def test_our_blocks_refuse_what_is_not_the_default(training):
-    import own_blocks  # beside the script, which has put its folder into the path
-
-    block = training.model.processor.proc[0]
-    block.q_norm = torch.nn.LayerNorm(4)
-    with pytest.raises(ValueError, match=r"only blocks of default options .* got also .*q_norm"):
-        own_blocks.with_parameters_of(block)
+def test_a_variant_leaves_the_model_as_it_was(anemoi_step, training):
+    modules = list(training.model.modules())
+    checkpointed = [module for module in modules if getattr(module, "gradient_checkpointing", False)]
+    with anemoi_step.VARIANTS["install, compiled whole, no recomputation"](training.model):
+        assert checkpointed and not any(module.gradient_checkpointing for module in checkpointed)
+        assert {type(m).__name__ for m in modules if m._compiled_call_impl} == set(anemoi_step.WHOLE)
+    assert all(module.gradient_checkpointing for module in checkpointed)
+    assert not any(module._compiled_call_impl for module in modules)
 
 
 @pytest.mark.parametrize(

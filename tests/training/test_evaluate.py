@@ -144,7 +144,7 @@ def write_sharded(path, trained):
 @pytest.mark.parametrize(
     ("write", "message"),
     [
-        (write_sharded, "a checkpoint must be one file, {folder}/checkpoint is that of several ranks"),
+        (write_sharded, "the checkpoint must be one file, got the folder {folder}/checkpoint of several ranks"),
         (lambda path, trained: path.write_bytes((trained / "best.pt").read_bytes()[:-1000]), "must be a whole file"),
         (lambda path, trained: save_checkpoint(path, {"average": {}}), "must contain the config of its run"),
         (lambda path, trained: save_checkpoint(path, torch.zeros(2)), "a checkpoint must hold a dict of states"),

@@ -12,6 +12,7 @@ from anemoi_gt.distributed.grad_sync import clip_gradients, make_mesh, reduce_gr
 from anemoi_gt.distributed.graph_shard import GraphShard, shard_edges, shard_graph
 from anemoi_gt.distributed.halo import HaloExchange, PendingExchange
 from anemoi_gt.distributed.mesh import ShardingConfig, init_distributed, is_launched
+from anemoi_gt.distributed.model_shard import scatter_model, shard_model
 from anemoi_gt.distributed.partition import Partition, Ranges, destination_cost
 from anemoi_gt.distributed.sharded_checkpoint import ShardedTable, load_checkpoint, save_checkpoint
 
@@ -37,7 +38,9 @@ __all__ = [
     "reduce_gradients",
     "run_on_rank0",
     "save_checkpoint",
+    "scatter_model",
     "shard_edges",
     "shard_graph",
+    "shard_model",
     "sum_loss",
 ]

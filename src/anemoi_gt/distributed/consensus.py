@@ -76,10 +76,10 @@ def broadcast_from_rank0(value: Any) -> Any:
 
 
 def run_on_rank0(function: Callable[[], Any]) -> Any:
-    """Return on all ranks the result of `function()`, which only rank 0 calls, or raise its exception. Collective.
+    """Return on all ranks the result of `function()`, which only rank 0 calls. Collective.
 
     Result or exception are sent by pickle. Use it for what ranks could see differently, such as a folder on a network
-    file system.
+    file system. Raises on all ranks what `function` raises on rank 0.
     """
     value, error = None, None
     if dist.get_rank() == 0:

@@ -360,8 +360,12 @@ class GraphStructure:
         Parameters
         ----------
         positions : Tensor [N_dst, 1 to 3], optional
-            Coordinates of the destinations in any unit; another shape raises ValueError. None: derived from the edges
-            (distances to landmarks).
+            Coordinates of the destinations in any unit. None: derived from the edges (distances to landmarks).
+
+        Raises
+        ------
+        ValueError
+            When `positions` is not a tensor of this shape.
         """
         if positions is None:
             positions = ordering.landmark_distances(self.row.long(), self.dst.long(), self.num_src, self.num_dst)
