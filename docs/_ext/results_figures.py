@@ -47,7 +47,7 @@ class Roofline(ResultsFigure):
 
 
 def legend(results: dict) -> str:
-    """Marks of the roofline with the whole names of what they stand for: text of the page, which breaks on a narrow screen."""
+    """Marks of the roofline with the full names of the baselines, as text of the page, which wraps."""
     marks = [f'<path class="peer{place}" d="{plot.MARKS[place]}"/>' for place in range(len(results["baselines"]))]
     names = list(results["baselines"].values())
     copy = max(results["environment"]["copy_bytes_per_second"]) / 1e12

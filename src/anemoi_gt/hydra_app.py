@@ -256,7 +256,7 @@ def exit_with_error(module: str, error: Exception | str, status: int = 1) -> NoR
     """Exit with one sentence on standard error; the traceback goes to the log at DEBUG level (`hydra.verbose=true`)."""
     log.debug("traceback", exc_info=error if isinstance(error, Exception) else None)
     rank = f"[rank{os.environ['RANK']}]: " if "RANK" in os.environ else ""
-    print(f"{rank}{module}: {error}", file=sys.stderr)
+    sys.stderr.write(f"{rank}{module}: {error}\n")  # in one call, so that lines of several ranks do not mix
     sys.exit(status)
 
 

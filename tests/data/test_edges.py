@@ -61,9 +61,7 @@ def test_cutoff_keeps_the_nearest_sources_up_to_max_neighbours():
 
 
 def test_cutoff_includes_a_source_at_the_radius():
-    destination = Nodes([0.0, 0.0], [0.0, 10.0])
-    source = Nodes([0.0, 0.0], [-10.0, 20.0])
-    assert as_set(cutoff(source, destination, 1.0)) == {(0, 0), (1, 1)}
+    assert as_set(cutoff(Nodes([0.0, 0.0], [-10.0, 20.0]), Nodes([0.0, 0.0], [0.0, 10.0]), 1.0)) == {(0, 0), (1, 1)}
 
 
 def test_ties_go_to_the_lower_index():
@@ -99,26 +97,19 @@ def test_within_is_the_distance_to_the_nearest_reference():
     assert 0 < (kilometres <= 2500).sum() < 500
 
 
-def test_within_holds_from_zero_distance_to_the_antipode():
+@pytest.mark.parametrize(("margin", "count"), [(0.0, 1), (20_010.0, 2), (1e6, 3)])
+def test_within_holds_from_zero_distance_to_the_antipode_and_for_an_empty_reference(margin, count):
     nodes = Nodes([0.0, 0.0, 0.0], [20.0, 21.0, -160.0])
-    np.testing.assert_array_equal(within(nodes[[0]], nodes, 0.0), [True, False, False])
-    np.testing.assert_array_equal(within(nodes[[0]], nodes, 20_010.0), [True, True, False])
-    np.testing.assert_array_equal(within(nodes[[0]], nodes, 1e6), [True, True, True])
-
-
-def test_no_node_is_within_reach_of_an_empty_reference():
-    assert not within(Nodes([], []), random_nodes(5, 0), 1e4).any()
+    np.testing.assert_array_equal(within(nodes[[0]], nodes, margin), np.arange(3) < count)
+    assert not within(nodes[[]], nodes, margin).any()
 
 
 @pytest.mark.parametrize(
     ("build", "options", "message"),
     [
-        (within, {"margin": -1.0}, "margin must not be negative, in kilometres, got -1"),
-        (within, {"margin": np.nan}, "margin must not be negative, in kilometres, got nan"),
-        (nearest, {"k": 0}, r"k must be in \[1, 10\], the number of sources, got 0"),
-        (nearest, {"k": 11}, r"k must be in \[1, 10\], the number of sources, got 11"),
-        (cutoff, {"factor": 0.0}, "factor must be positive"),
-        (cutoff, {"factor": np.nan}, "factor must be positive"),
+        *((within, {"margin": x}, f"margin must not be negative, in kilometres, got {x}") for x in (-1.0, np.nan)),
+        *((nearest, {"k": k}, rf"k must be in \[1, 10\], the number of sources, got {k}") for k in (0, 11)),
+        *((cutoff, {"factor": factor}, "factor must be positive") for factor in (0.0, np.nan)),
         (cutoff, {"factor": 1, "max_neighbours": 0}, "max_neighbours must be at least 1"),
     ],
 )

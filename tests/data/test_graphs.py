@@ -1,5 +1,7 @@
 """Encoder-processor-decoder graphs: layout, counts, edges, attributes, and the configs that build them."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -7,15 +9,9 @@ from hydra import compose, initialize_config_module
 from hydra.utils import instantiate
 
 from anemoi_gt import EncoderProcessorDecoder
-from anemoi_gt.data import edges
+from anemoi_gt.data import edges, graphs
 from anemoi_gt.data.edge_attributes import edge_direction, edge_length
-from anemoi_gt.data.graphs import (
-    encoder_processor_decoder,
-    hierarchical_graph,
-    icosphere_graph,
-    limited_area_graph,
-    stretched_graph,
-)
+from anemoi_gt.data.graphs import hierarchical_graph, icosphere_graph, limited_area_graph, stretched_graph
 from anemoi_gt.data.grids import classic, octahedral, regional
 from anemoi_gt.data.meshes import icosphere, stretched_icosphere
 from anemoi_gt.data.nodes import EARTH_RADIUS, Nodes
@@ -41,10 +37,10 @@ def graph():
     return icosphere_graph(O16, refinement=3)
 
 
-def test_layout_is_that_of_anemoi_graphs(graph):
-    assert graph.node_types == ["data", "hidden"]
-    assert graph.edge_types == [ENCODER, PROCESSOR, DECODER]
-    assert graph.validate()
+def test_layout_is_that_of_anemoi_graphs_with_positions_in_radians(graph):
+    assert graph.metadata() == (["data", "hidden"], [ENCODER, PROCESSOR, DECODER]) and graph.validate()
+    np.testing.assert_allclose(graph["data"].x, O16.radians, atol=3e-7)
+    assert graph["hidden"].x[0, 0] == pytest.approx(np.pi / 2)
     for name, size in (("data", 1600), ("hidden", 642)):
         assert graph[name].x.shape == (size, 2) and graph[name].x.dtype == torch.float32
     for store in graph.edge_stores:
@@ -52,11 +48,6 @@ def test_layout_is_that_of_anemoi_graphs(graph):
         assert store.edge_index.is_contiguous()  # from others PyTorch's conversion to CSR reads wrong indices
         assert store.edge_length.shape == (store.num_edges, 1) and store.edge_length.dtype == torch.float32
         assert store.edge_dirs.shape == (store.num_edges, 2) and store.edge_dirs.dtype == torch.float32
-
-
-def test_positions_are_latitude_and_longitude_in_radians(graph):
-    np.testing.assert_allclose(graph["data"].x, O16.radians, atol=3e-7)
-    assert graph["hidden"].x[0, 0] == pytest.approx(np.pi / 2)
 
 
 def test_the_benchmark_graph_has_its_published_counts():
@@ -105,9 +96,8 @@ def test_limited_area_graph_connects_every_data_node(refinement):
 
 def test_encoder_processor_decoder_accepts_any_mesh():
     mesh = icosphere(4).restrict(icosphere(4).nodes.lat > 0)
-    graph = encoder_processor_decoder(O8, mesh, nearest=2)
-    assert graph["hidden"].num_nodes == len(mesh.nodes)
-    assert graph[DECODER].num_edges == 2 * 544
+    graph = graphs.encoder_processor_decoder(O8, mesh, nearest=2)
+    assert graph["hidden"].num_nodes == len(mesh.nodes) and graph[DECODER].num_edges == 2 * 544
 
 
 @pytest.mark.parametrize(("encoder_nearest", "nearest"), [(12, 3), (2, 1)])
@@ -125,26 +115,21 @@ def hierarchy():
     return hierarchical_graph(O16, refinements=(3, 2, 1), down_cutoff=1.2, up_nearest=4, cutoff=0.7, nearest=2)
 
 
-def test_hierarchy_has_nodes_for_each_level_and_edges_within_and_between(hierarchy):
-    sizes = {"data": 1600, "hidden": 642, "hidden_2": 162, "hidden_3": 42}
-    assert {name: hierarchy[name].num_nodes for name in hierarchy.node_types} == sizes
-    levels = ["hidden", "hidden_2", "hidden_3"]
-    between = {("hidden", "hidden_2"), ("hidden_2", "hidden_3")}
-    expected = {(a, "to", a) for a in levels} | {(a, "to", b) for a, b in between} | {(b, "to", a) for a, b in between}
-    assert set(hierarchy.edge_types) == expected | {ENCODER, DECODER}
-    assert hierarchy.validate()
-
-
 def test_hierarchy_has_cutoff_edges_down_nearest_edges_up_and_all_coarser_levels_within(hierarchy):
-    fine, coarse = icosphere(3).nodes, icosphere(2).nodes
-    expected = {
-        ENCODER: edges.cutoff(O16, fine, 0.7),
-        DECODER: edges.nearest(fine, O16, 2),
-        ("hidden", "to", "hidden_2"): edges.cutoff(fine, coarse, 1.2),
-        ("hidden_2", "to", "hidden"): edges.nearest(coarse, fine, 4),
+    sizes = {"data": 1600, "hidden": 642, "hidden_2": 162, "hidden_3": 42}
+    assert {name: hierarchy[name].num_nodes for name in hierarchy.node_types} == sizes and hierarchy.validate()
+    meshes = {
+        "hidden": icosphere(3, (0, 1, 2, 3)),
+        "hidden_2": icosphere(2, (0, 1, 2)),
+        "hidden_3": icosphere(1, (0, 1)),
     }
-    for name, refinement in (("hidden", 3), ("hidden_2", 2), ("hidden_3", 1)):
-        expected[name, "to", name] = icosphere(refinement, tuple(range(refinement + 1))).edge_index
+    finest = meshes["hidden"].nodes
+    expected = {(name, "to", name): mesh.edge_index for name, mesh in meshes.items()}
+    expected |= {ENCODER: edges.cutoff(O16, finest, 0.7), DECODER: edges.nearest(finest, O16, 2)}
+    for (fine, above), (coarse, below) in pairwise((name, mesh.nodes) for name, mesh in meshes.items()):
+        expected[fine, "to", coarse] = edges.cutoff(above, below, 1.2)
+        expected[coarse, "to", fine] = edges.nearest(below, above, 4)
+    assert set(hierarchy.edge_types) == set(expected)
     assert_edges(hierarchy, expected)
 
 
@@ -170,12 +155,7 @@ DECREASING = "two or more, decreasing from fine to coarse, got"
         (hierarchical_graph, O8, {"refinements": (3, 0)}, "refinement must be at least 1, got 0"),
         (stretched_graph, O16, STRETCHED | {"area": None}, "area must be four numbers.*got None"),
         (stretched_graph, O16, STRETCHED | {"area": (43, 4, 49, 17)}, "north above south"),
-        (
-            stretched_graph,
-            O16,
-            STRETCHED | {"area": (49, 4, 48.9, 4.1)},
-            r"must contain data nodes.*\[49, 4, 48.9, 4.1",
-        ),
+        (stretched_graph, O16, STRETCHED | {"area": (49, 4, 48.9, 4.1)}, r"contain data nodes.*\[49, 4, 48.9, 4.1"),
         (stretched_graph, O16, STRETCHED | {"area_refinement": 2}, "must be above refinement.*got 2 and 2"),
         (stretched_graph, O16, STRETCHED | {"margin": -1}, "margin must not be negative.*-1"),
         (stretched_graph, O16, STRETCHED | {"encoder_nearest": 0}, r"k must be in \[1, 1600\]"),
@@ -186,31 +166,23 @@ def test_option_out_of_range_raises(build, nodes, options, message):
         build(nodes, **options)
 
 
-def graph_config(*overrides):
+def graph_config(name, **options):
+    overrides = [f"graph={name}", *(f"graph.{option}={value}" for option, value in options.items())]
     with initialize_config_module("anemoi_gt.configs", version_base="1.3"):
-        return compose("train", list(overrides)).graph
+        return compose("train", overrides).graph
 
 
 @pytest.mark.parametrize(
-    ("overrides", "build", "options"),
+    ("name", "build", "options"),
     [
-        (["graph=icosphere", "graph.refinement=2"], icosphere_graph, {"refinement": 2}),
-        (["graph=n320", "graph.refinement=2", "graph.cutoff=0.8"], icosphere_graph, {"refinement": 2, "cutoff": 0.8}),
-        (
-            ["graph=stretched", "graph.refinement=2", "graph.area_refinement=4", "graph.area=[49,4,30,17]"],
-            stretched_graph,
-            {"refinement": 2, "area_refinement": 4, "area": (49, 4, 30, 17)},
-        ),
-        (
-            ["graph=hierarchical", "graph.refinements=[3,2]", "graph.up_nearest=4"],
-            hierarchical_graph,
-            {"refinements": (3, 2), "up_nearest": 4},
-        ),
+        ("icosphere", icosphere_graph, {"refinement": 2}),
+        ("n320", icosphere_graph, {"refinement": 2, "cutoff": 0.8}),
+        ("stretched", stretched_graph, {"refinement": 2, "area_refinement": 4, "area": [49, 4, 30, 17]}),
+        ("hierarchical", hierarchical_graph, {"refinements": [3, 2], "up_nearest": 4}),
     ],
-    ids=lambda value: value[0] if isinstance(value, list) else "",
 )
-def test_config_builds_the_graph_of_its_builder_and_options(overrides, build, options):
-    actual, expected = instantiate(graph_config(*overrides))(O16), build(O16, **options)
+def test_config_builds_the_graph_of_its_builder_and_options(name, build, options):
+    actual, expected = instantiate(graph_config(name, **options))(O16), build(O16, **options)
     assert actual.metadata() == expected.metadata()
     for one, other in zip(actual.stores, expected.stores, strict=True):
         assert one.to_dict().keys() == other.to_dict().keys()
@@ -218,7 +190,7 @@ def test_config_builds_the_graph_of_its_builder_and_options(overrides, build, op
 
 
 def test_configs_have_the_options_of_anemoi():
-    config = graph_config("graph=n320")
+    config = graph_config("n320")
     assert (config.refinement, config.cutoff, config.nearest) == (6, 0.6, 3)
-    config = graph_config("graph=hierarchical")
+    config = graph_config("hierarchical")
     assert (list(config.refinements), config.down_cutoff, config.up_nearest) == ([5, 4, 3], 1.5, 5)

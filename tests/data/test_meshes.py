@@ -9,11 +9,10 @@ from anemoi_gt.data.nodes import EARTH_RADIUS, Nodes
 BERN, SEATTLE, NOWHERE = Nodes([47.0], [7.4]), Nodes([47.6], [-122.3]), Nodes([], [])
 
 
-@pytest.mark.parametrize("refinement", [1, 2, 3, 5, 6, 7])
-def test_refined_icosahedron_has_its_counts(refinement):
-    mesh = icosphere(refinement)
-    assert len(mesh.nodes) == 10 * 4**refinement + 2
-    assert mesh.edge_index.shape == (2, sum(60 * 4**level for level in range(1, refinement + 1)))
+@pytest.mark.parametrize("n", [1, 2, 3, 5, 6, 7])
+def test_refined_icosahedron_has_its_counts(n):
+    sizes = len(icosphere(n).nodes), icosphere(n).edge_index.shape
+    assert sizes == (10 * 4**n + 2, (2, sum(60 * 4**level for level in range(1, n + 1))))
 
 
 @pytest.mark.parametrize("level", [0, 1, 4])
@@ -21,9 +20,8 @@ def test_one_level_is_a_triangulation_of_the_sphere(level):
     mesh = icosphere(4, levels=(level,))
     degree = np.bincount(mesh.edge_index[1], minlength=len(mesh.nodes))
     vertices = 10 * 4**level + 2
-    assert (degree == 5).sum() == 12  # the corners of the icosahedron
-    assert (degree == 6).sum() == vertices - 12
-    assert (degree == 0).sum() == len(mesh.nodes) - vertices
+    found = {size: (degree == size).sum() for size in (5, 6, 0)}
+    assert found == {5: 12, 6: vertices - 12, 0: len(mesh.nodes) - vertices}  # 12 corners of the icosahedron
     assert vertices - mesh.edge_index.shape[1] // 2 + 20 * 4**level == 2  # Euler's formula
 
 
@@ -40,11 +38,9 @@ def test_edges_of_one_level_have_nearly_equal_length(level):
 
 def test_new_vertices_lie_halfway_between_neighbours_of_the_previous_level():
     coarse, fine = icosphere(2, levels=(2,)), icosphere(3)
-    middle = coarse.nodes.xyz[coarse.edge_index].sum(axis=0)
-    middle /= np.linalg.norm(middle, axis=1, keepdims=True)
+    middle = Nodes.from_xyz(coarse.nodes.xyz[coarse.edge_index].sum(axis=0)).xyz
     expected = np.concatenate([coarse.nodes.xyz, middle])
-    to_expected = np.linalg.norm(fine.nodes.xyz[:, None] - expected, axis=-1).min(axis=1)
-    assert to_expected.max() < 1e-14
+    assert np.linalg.norm(fine.nodes.xyz[:, None] - expected, axis=-1).min(axis=1).max() < 1e-14
 
 
 def test_nodes_are_sorted_north_to_south_and_east_to_west():
@@ -56,8 +52,7 @@ def test_nodes_are_sorted_north_to_south_and_east_to_west():
 def test_orientation_is_that_of_anemoi_graphs():
     """The golden rectangles lie in the coordinate planes: a vertex of the icosahedron at (0, 1, golden ratio)."""
     mesh = icosphere(1, levels=(0,))
-    corners = mesh.nodes.xyz[np.unique(mesh.edge_index)]
-    golden = (1 + 5**0.5) / 2
+    corners, golden = mesh.nodes.xyz[np.unique(mesh.edge_index)], (1 + 5**0.5) / 2
     expected = np.array([0, 1, golden]) / np.hypot(1, golden)
     for shift in range(3):
         assert np.linalg.norm(corners - np.roll(expected, shift), axis=1).min() < 1e-15
@@ -78,9 +73,8 @@ def test_multi_scale_edges_are_those_of_all_levels():
 def test_restriction_keeps_the_edges_between_the_kept_nodes():
     mesh = icosphere(3)
     keep = mesh.nodes.lat > 20
-    part = mesh.restrict(keep)
+    part, index = mesh.restrict(keep), np.flatnonzero(keep)
     np.testing.assert_array_equal(part.nodes.xyz, mesh.nodes.xyz[keep])
-    index = np.flatnonzero(keep)
     expected = {(s, d) for s, d in mesh.edge_index.T if keep[s] and keep[d]}
     assert {(index[s], index[d]) for s, d in part.edge_index.T} == expected
 
@@ -119,25 +113,24 @@ def test_a_message_crosses_a_stretched_mesh_in_twelve_steps():
     assert reached.all()
 
 
-REFINEMENT, MARGIN = "refinement must be at least 1, got 0", "margin must not be negative, in kilometres, got -5"
+REFINEMENT = "refinement must be at least 1, got 0"
+AREAS = {(NOWHERE,): "at least one node", (BERN, -5): "margin must not be negative, in kilometres, got -5"}
+KEEP = np.ones(41, dtype=bool), np.arange(42), np.ones((42, 1), dtype=bool)
 
 
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("make", "options", "message"),
     [
-        (lambda: icosphere(0), REFINEMENT),
-        (lambda: limited_area_icosphere(0, BERN), REFINEMENT),
-        (lambda: stretched_icosphere(0, 3, BERN), REFINEMENT),
-        (lambda: stretched_icosphere(3, 3, BERN), "area_refinement must be above refinement, got 3 and 3"),
-        (lambda: limited_area_icosphere(2, NOWHERE), "area must have at least one node"),
-        (lambda: stretched_icosphere(2, 3, NOWHERE), "area must have at least one node"),
-        (lambda: limited_area_icosphere(2, BERN, -5), MARGIN),
-        (lambda: stretched_icosphere(2, 3, BERN, -5), MARGIN),
-        *((lambda levels=levels: icosphere(3, levels), "one or more of 0 to 3") for levels in ((), (4,), (-1, 2))),
-        *((lambda keep=keep: icosphere(1).restrict(keep), r"keep must be bool \[42\], one per vertex")
-          for keep in (np.ones(41, dtype=bool), np.arange(42), np.ones((42, 1), dtype=bool))),
+        (icosphere, (0,), REFINEMENT),
+        (stretched_icosphere, (0, 3, BERN), REFINEMENT),
+        (stretched_icosphere, (3, 3, BERN), "area_refinement must be above refinement, got 3 and 3"),
+        (limited_area_icosphere, (0, BERN), REFINEMENT),
+        *((limited_area_icosphere, (2, *area), message) for area, message in AREAS.items()),
+        *((stretched_icosphere, (2, 3, *area), message) for area, message in AREAS.items()),
+        *((icosphere, (3, levels), "one or more of 0 to 3") for levels in ((), (4,), (-1, 2))),
+        *((icosphere(1).restrict, (keep,), r"keep must be bool \[42\], one per vertex") for keep in KEEP),
     ],
-)  # fmt: skip
-def test_option_out_of_range_raises(make, message):
+)
+def test_option_out_of_range_raises(make, options, message):
     with pytest.raises(ValueError, match=message):
-        make()
+        make(*options)

@@ -55,9 +55,9 @@ def test_coordinates_are_copied_and_read_only():
     lat = np.zeros(3)
     nodes = Nodes(lat, np.zeros(3))
     lat[0] = 45
-    assert nodes.lat[0] == 0
     with pytest.raises(ValueError, match="read-only"):
         nodes.lat[0] = 45
+    assert nodes.lat[0] == 0
 
 
 @pytest.mark.parametrize(
@@ -77,38 +77,36 @@ def test_area_lies_between_its_parallels_and_from_west_eastwards_to_east(area, e
     np.testing.assert_array_equal(nodes.inside(area), np.array(expected, dtype=bool))
 
 
-FOUR_NUMBERS = "area must be four numbers, north, west, south and east in degrees, got"
+FOUR_NUMBERS = "area must be four numbers, north, west, south and east"
+AREAS = (None, "europe", (60, 0, 40), (60, 0, np.nan, 10), [[60, 0], [40]])
 
 
 @pytest.mark.parametrize(
-    ("call", "message"),
+    ("call", "options", "message"),
     [
-        *((lambda area=area: Nodes([50], [0]).inside(area), FOUR_NUMBERS)
-          for area in (None, "europe", (60, 0, 40), (60, 0, np.nan, 10), [[60, 0], [40]])),
-        (lambda: Nodes([50], [0]).inside((40, 0, 60, 10)), "north above south, got"),
-        (lambda: Nodes([50], [0]).inside((40, 0, 40, 10)), "north above south, got"),
-        (lambda: Nodes.from_xyz(np.ones(3)), r"\[N, 3\].*\(3,\)"),
-        (lambda: Nodes.from_xyz(np.zeros((2, 3))), "nonzero length"),
-        (lambda: Nodes([0.0, 1.0], [0.0]), r"equal length, got \(2,\) and \(1,\)"),
-        (lambda: Nodes([[0.0]], [[0.0]]), "vectors"),
-        (lambda: Nodes([np.nan], [0.0]), "finite"),
-        (lambda: Nodes([0.0], [np.inf]), "finite"),
-        (lambda: Nodes([90.5], [0.0]), r"\[-90, 90\].*90.5"),
-        (lambda: area_weights(Nodes([0.0, 0, 90, -90, 0], [0.0, 90, 0, 0, 0])), "[Dd]uplicate"),
+        *((Nodes([50], [0]).inside, [area], f"{FOUR_NUMBERS} in degrees, got") for area in AREAS),
+        *((Nodes([50], [0]).inside, [(40, 0, north, 10)], "north above south, got") for north in (60, 40)),
+        (Nodes.from_xyz, [np.ones(3)], r"\[N, 3\].*\(3,\)"),
+        (Nodes.from_xyz, [np.zeros((2, 3))], "nonzero length"),
+        (Nodes, ([0.0, 1.0], [0.0]), r"equal length, got \(2,\) and \(1,\)"),
+        (Nodes, ([[0.0]], [[0.0]]), "vectors"),
+        *((Nodes, ends, "finite") for ends in (([np.nan], [0.0]), ([0.0], [np.inf]))),
+        (Nodes, ([90.5], [0.0]), r"\[-90, 90\].*90.5"),
+        (area_weights, [Nodes([0.0, 0, 90, -90, 0], [0.0, 90, 0, 0, 0])], "[Dd]uplicate"),
     ],
-)  # fmt: skip
-def test_invalid_coordinates_and_areas_raise(call, message):
+)
+def test_invalid_coordinates_and_areas_raise(call, options, message):
     with pytest.raises(ValueError, match=message):
-        call()
+        call(*options)
 
 
 @pytest.mark.parametrize("nodes", [octahedral(32), icosphere(4).nodes], ids=["octahedral", "icosphere"])
 def test_area_weighted_mean_is_the_integral_over_the_globe(nodes):
     weights, (x, y, z) = area_weights(nodes), nodes.xyz.T
     assert weights.min() > 0 and weights.mean() == pytest.approx(1, rel=1e-14)
-    assert np.average(z, weights=weights) == pytest.approx(0, abs=1e-10)
-    assert np.average(z**2, weights=weights) == pytest.approx(1 / 3, rel=2e-3)
-    assert np.average(x**2 * y**2, weights=weights) == pytest.approx(1 / 15, rel=4e-3)
+    for values, integral in ((z, pytest.approx(0, abs=1e-10)), (z**2, pytest.approx(1 / 3, rel=2e-3)),
+                             (x**2 * y**2, pytest.approx(1 / 15, rel=4e-3))):  # fmt: skip
+        assert np.average(values, weights=weights) == integral
 
 
 def test_area_of_a_gaussian_row_is_its_quadrature_weight():

@@ -8,30 +8,18 @@ import torch.distributed as dist
 
 from anemoi_gt.distributed import HaloExchange, Partition, PendingExchange, Ranges, shard_edges, shard_graph
 from anemoi_gt.nn import GraphTransformerProcessorBlock
-from distributed.problems import (
-    CHANNELS,
-    CONFIG,
-    EDGE_DIM,
-    GRAPHS,
-    HEADS,
-    attend_sharded,
-    attend_whole,
-    make_problem,
-    part_of,
-    rows_of,
-    run_sharded,
-    run_whole,
-)
+from distributed import problems
+from distributed.problems import CHANNELS, CONFIG, EDGE_DIM, GRAPHS, HEADS, attend_sharded, attend_whole, make_problem
 from distributed.ranks import on_ranks, seeded, without_default_device
 
 
 def compare(verdict, label, problem, group, shard=None, **options):
     """Note where a rank's results are not those of one device."""
     torch.manual_seed(11)
-    whole = run_whole(problem, **options)
+    whole = problems.run_whole(problem, **options)
     torch.manual_seed(11)
-    sharded, shard = run_sharded(problem, group, shard, **options)
-    for key, expected in part_of(whole, shard).items():
+    sharded, shard = problems.run_sharded(problem, group, shard, **options)
+    for key, expected in problems.part_of(whole, shard).items():
         verdict.close(f"{label}: {key}", sharded[key], expected)
 
 
@@ -42,16 +30,15 @@ def outputs_loss_and_gradients_are_those_of_one_device(group, verdict):
 
 
 @on_ranks(2, 3)
-def they_are_for_any_dtype_batch_and_role_of_the_nodes(group, verdict):
+def they_are_for_any_dtype_batch_role_of_the_nodes_and_dropout(group, verdict):
     for name, options in (
         ("encoder", {"dtype": torch.float32}),
-        ("asymmetric", {"batch": (3,)}),
-        ("isolated", {"batch": (3,)}),
+        *((name, {"batch": (3,)}) for name in ("asymmetric", "isolated")),
         ("encoder", {"batch": (3,), "attr_batch": (3,)}),
-        ("asymmetric", {"same_nodes": True}),
-        ("symmetric", {"same_nodes": True}),
+        *((name, {"same_nodes": True}) for name in ("asymmetric", "symmetric")),
     ):
         compare(verdict, f"{name} {options}", make_problem(name, **options), group)
+    compare(verdict, "dropout", make_problem("asymmetric", batch=(2,)), group, dropout_p=0.5)
 
 
 @on_ranks(3, 4)
@@ -65,25 +52,20 @@ def they_are_for_any_partition_of_any_node_order(group, verdict):
     compare(verdict, "encoder", problem, group, shard)
 
 
-@on_ranks(2, 3)
-def dropout_drops_what_one_device_drops(group, verdict):
-    compare(verdict, "asymmetric", make_problem("asymmetric", batch=(2,)), group, dropout_p=0.5)
-
-
 @on_ranks(2)
 def the_kernels_agree_with_one_device(group, verdict):
     """Interpreted where there is no GPU."""
     problem = make_problem("twenty", torch.float32)
-    sharded, shard = run_sharded(problem, group, config=type(CONFIG)(backend="triton"))
+    sharded, shard = problems.run_sharded(problem, group, config=type(CONFIG)(backend="triton"))
     verdict.that(shard.halo.num_received > 0, "the case must have a halo")
-    for key, expected in part_of(run_whole(problem), shard).items():
+    for key, expected in problems.part_of(problems.run_whole(problem), shard).items():
         verdict.close(key, sharded[key], expected)
 
 
 @on_ranks(4)
 def results_are_bitwise_reproducible(group, verdict):
     problem = make_problem("asymmetric", torch.float32, batch=(2,))
-    first, second = (run_sharded(problem, group)[0] for _ in range(2))
+    first, second = (problems.run_sharded(problem, group)[0] for _ in range(2))
     for key in first:
         verdict.same(key, second[key], first[key])
 
@@ -95,11 +77,11 @@ def a_rank_may_hold_only_its_own_edges(group, verdict):
         sources, destinations = (Partition(Ranges.even(size, 3)) for size in GRAPHS[name][1])
         own = (destinations.ranges.owner(edge_index[1]) == rank).nonzero().flatten()
         shard = shard_edges(edge_index[:, own], group, sources=sources, destinations=destinations)
-        whole = run_whole(problem)
+        whole = problems.run_whole(problem)
         for values in (vars(problem), whole):  # attributes in the order of ranks, of which `edges` counts the own ones
             values["edge_attr"] = values["edge_attr"][own]
-        found, _ = run_sharded(problem, group, shard)
-        for key, expected in part_of(whole, shard).items():
+        found, _ = problems.run_sharded(problem, group, shard)
+        for key, expected in problems.part_of(whole, shard).items():
             verdict.close(f"{name}: {key}", found[key], expected)
 
 
@@ -121,7 +103,7 @@ def a_layer_compiles_as_one_graph_and_gives_the_same(group, verdict):
     torch.compiler.reset()  # compiled for other ranks, it has other sizes
     problem = make_problem("encoder", batch=(2,))
     shard = shard_graph(problem.graph, group)
-    rows = rows_of(shard)
+    rows = problems.rows_of(shard)
 
     def step(x_src, x_dst, edge_attr):
         return problem.layer(x_src, x_dst, edge_attr, partial(attend_sharded, shard)).square().sum()
@@ -177,7 +159,7 @@ def a_block_computes_query_and_skip_while_the_exchange_is_pending_forward_and_ba
 def under_autocast_the_halo_has_its_dtype_and_the_result_is_that_of_one_device(group, verdict):
     problem, seen = make_problem("asymmetric", torch.float32), []
     shard, send = shard_graph(problem.graph, group), HaloExchange.send
-    part = part_of(vars(problem), shard)
+    part = problems.part_of(vars(problem), shard)
 
     def sending(exchange, rows):
         seen.append(rows.dtype)
@@ -186,5 +168,6 @@ def under_autocast_the_halo_has_its_dtype_and_the_result_is_that_of_one_device(g
     with torch.autocast(problem.x_src.device.type, dtype=torch.bfloat16), patch.object(HaloExchange, "send", sending):
         whole = problem.layer(problem.x_src, problem.x_dst, problem.edge_attr, partial(attend_whole, problem.graph))
         out = problem.layer(part["x_src"], part["x_dst"], part["edge_attr"], partial(attend_sharded, shard))
-    verdict.close("out", out.detach().bfloat16(), part_of({"out": whole.detach()}, shard)["out"].bfloat16())
+    own = problems.part_of({"out": whole.detach()}, shard)["out"]
+    verdict.close("out", out.detach().bfloat16(), own.bfloat16())
     verdict.same("dtypes", seen, [torch.bfloat16])

@@ -1,4 +1,4 @@
-"""Checks on ranks: captured steps of a sharded model have the bits of launched ones; other communication than NCCL is refused."""
+"""Checks on ranks: captured steps of a sharded model have the bits of launched ones; only NCCL can be captured."""
 
 from contextlib import nullcontext
 from functools import partial

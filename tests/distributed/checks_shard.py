@@ -1,22 +1,14 @@
 """Checks on ranks: ownership of edges, contents of the halo, and errors raised before anything could hang."""
 
 from dataclasses import replace
-from functools import partial
+from functools import partial, reduce
 
 import torch
 import torch.distributed as dist
 
 from anemoi_gt import GraphStructure
-from anemoi_gt.distributed import (
-    HaloExchange,
-    Partition,
-    Ranges,
-    check_finite,
-    check_same,
-    raise_on_all_ranks,
-    shard_edges,
-    shard_graph,
-)
+from anemoi_gt.distributed import HaloExchange, Partition, Ranges, shard_edges, shard_graph
+from anemoi_gt.distributed.consensus import check_finite, check_same, raise_on_all_ranks
 from anemoi_gt.graph.ordering import morton_order
 from distributed.problems import GRAPHS, structure
 from distributed.ranks import everywhere, mesh_of, on_all_ranks, on_ranks, seeded, without_default_device
@@ -123,31 +115,16 @@ def gradients_are_summed_in_the_order_of_ranks(group, verdict):
     size = torch.tensor([1.0, 1e8, -1e8, 1e-3])[:, None, None]  # another order has another sum
     gradients = torch.randn(8, 2, generator=seeded(0)) * size
     exchange(x).backward(gradients[rank])
-    total = torch.zeros(8, 2)
-    for gradient in gradients:
-        total += gradient
-    verdict.same("dx", x.grad, total[ranges.of(rank)])
-
+    verdict.same("dx", x.grad, reduce(torch.add, gradients)[ranges.of(rank)])
     local = torch.randn(2, ranges.counts[rank], 2, generator=seeded(rank))
     upstream = torch.cat([local, gradients[rank].expand(2, 8, 2)], dim=1)
-    total = local.clone()
-    for gradient in gradients:
-        total += gradient[ranges.of(rank)]
+    total = reduce(torch.add, gradients[:, ranges.of(rank)], local)
     compiled = torch.compile(own_rows, fullgraph=True, backend="aot_eager")
     for label, function in (("eager", own_rows), ("compiled", compiled)):
         x = torch.zeros(2, ranges.counts[rank], 2, requires_grad=True)
         with without_default_device():
             function(exchange, x).backward(upstream)
         verdict.same(f"dx with local use, {label}", x.grad, total)
-
-
-@on_ranks(2)
-def an_exchange_is_completed_once(group, verdict):
-    exchange = HaloExchange.of_requests(torch.tensor([0, 1]), Ranges((0, 1, 2)), group)
-    pending = exchange.start(torch.ones(1, 2))
-    pending.wait()
-    for again in (pending.wait, pending.wait_halo):
-        verdict.raises(ValueError, "exchange already completed: start one for each use", again)
 
 
 @on_ranks(2)
@@ -166,8 +143,12 @@ def anomaly_detection_accepts_a_pending_exchange(group, verdict):
 
 
 @on_ranks(2)
-def double_backward_raises(group, verdict):
+def an_exchange_is_completed_once_and_double_backward_raises(group, verdict):
     exchange = HaloExchange.of_requests(torch.tensor([0, 1]), Ranges((0, 1, 2)), group)
+    pending = exchange.start(torch.ones(1, 2))
+    pending.wait()
+    for again in (pending.wait, pending.wait_halo):
+        verdict.raises(ValueError, "exchange already completed: start one for each use", again)
     x = torch.ones(1, 2, requires_grad=True)
     for rows_of in (exchange, partial(own_rows, exchange)):
         (gradient,) = torch.autograd.grad(rows_of(x).square().sum(), x, create_graph=True)
@@ -196,25 +177,15 @@ def values_that_differ_between_ranks_are_named_on_all(group, verdict):
 def wrong_graphs_and_partitions_are_refused_on_all_ranks(group, verdict):
     graph, is_wrong, encoder = structure("asymmetric"), dist.get_rank(group) == 1, structure("encoder")
     nodes = Partition(Ranges.even(41, 3))
-    for said, call in (
-        (
-            "rank 1: graph must be a GraphStructure, got NoneType",
-            partial(shard_graph, None if is_wrong else graph, group),
-        ),
-        (
-            "rank 1: sources and destinations must be Partitions, got Ranges",
-            partial(shard_graph, graph, group, destinations=nodes.ranges if is_wrong else nodes),
-        ),
-        (
-            "divided among 3 ranks, got a partition of 2",
-            partial(shard_graph, encoder, group, destinations=Partition(Ranges.even(17, 2))),
-        ),
-        (
-            "must be a partition of 41 nodes, got one of 18",
-            partial(shard_graph, encoder, group, sources=Partition(Ranges.even(18, 3))),
-        ),
-    ):
-        verdict.raises(ValueError, said, call)
+
+    def refused(said, graph, **partitions):
+        verdict.raises(ValueError, said, partial(shard_graph, graph, group, **partitions))
+
+    refused("rank 1: graph must be a GraphStructure, got NoneType", None if is_wrong else graph)
+    no_partition = nodes.ranges if is_wrong else nodes
+    refused("rank 1: sources and destinations must be Partitions, got Ranges", graph, destinations=no_partition)
+    refused("divided among 3 ranks, got a partition of 2", encoder, destinations=Partition(Ranges.even(17, 2)))
+    refused("must be a partition of 41 nodes, got one of 18", encoder, sources=Partition(Ranges.even(18, 3)))
 
 
 @on_ranks(3)
@@ -226,20 +197,16 @@ def wrong_edges_of_any_rank_are_refused_on_all(group, verdict):
     def refused(said, edge_index=NO_EDGES, **options):
         verdict.raises(ValueError, said, lambda: shard_edges(edge_index, group, **nodes | options))
 
-    refused(
-        "ranks 0, 1: every edge must end in a node of this rank, got one into 16, which rank 2 owns",
-        stray[:, : 2 - (rank > 0)] if rank < 2 else NO_EDGES,
-    )
+    strays = stray[:, : 2 - (rank > 0)] if rank < 2 else NO_EDGES
+    refused("ranks 0, 1: every edge must end in a node of this rank, got one into 16, which rank 2 owns", strays)
     refused("rank 0: sources must be in 0 .. 40, got 41", NO_EDGES if rank else beyond)
     refused("edge_index must be int32 or int64", NO_EDGES.float())
     refused("edge_index must have shape [2, E], got torch.int64 (0,)", NO_EDGES[0])
     refused("rank 1: edge_index must have shape [2, E], got list", [[], []] if rank == 1 else NO_EDGES)
     refused("rank 1: global_edge_id must be int64 [0], one", global_edge_id=torch.zeros(int(rank == 1)).long())
     refused("global_edge_id must be int64 [0], one per edge, got list", global_edge_id=[])
-    refused(
-        "presence of global_edge_id must be the same on all ranks, got True on rank 1",
-        global_edge_id=NO_EDGES[0] if rank == 1 else None,
-    )
+    ids = {"global_edge_id": NO_EDGES[0] if rank == 1 else None}
+    refused("presence of global_edge_id must be the same on all ranks, got True on rank 1", **ids)
     refused("rank 1: sources and destinations must be Partitions", **({"sources": None} if rank == 1 else {}))
 
 
@@ -265,9 +232,7 @@ def a_group_without_this_rank_is_refused(group, verdict):
 def one_bad_loss_stops_every_rank(group, verdict):
     rank = dist.get_rank(group)
     check_finite(torch.tensor(1.0), 7, group)
-    loss = torch.tensor(float("nan") if rank == 2 else 1.0)
-    verdict.raises(
-        FloatingPointError, "rank 2: the loss must stay finite, got nan at step 7", lambda: check_finite(loss, 7, group)
-    )
+    check, said = partial(check_finite, torch.tensor(float("nan") if rank == 2 else 1.0), 7, group), "got nan at step 7"
+    verdict.raises(FloatingPointError, f"rank 2: the loss must stay finite, {said}", check)
     problem = f"trouble on {rank}" if rank in (1, 3) else None
     verdict.raises(OSError, "ranks 1, 3: trouble on 1", lambda: raise_on_all_ranks(problem, group, OSError))

@@ -1,4 +1,4 @@
-"""Checks on ranks: a sharded trainer has the losses of one device, stops on all ranks, and continues on other meshes."""
+"""Checks on ranks: a sharded trainer has the losses of one device, stops on all ranks, continues on other meshes."""
 
 import os
 import shutil
@@ -19,23 +19,11 @@ from anemoi_gt.distributed.model_shard import shard_model
 from anemoi_gt.train import resumes_on_ranks
 from anemoi_gt.training import Trainer, TrainingConfig
 from anemoi_gt.training.metrics import MetricsFile
+from anemoi_gt.training.parallel import trainer as parallel
 from anemoi_gt.training.parallel.step import data_parallel_rng
-from anemoi_gt.training.parallel.trainer import (
-    NullLogger,
-    SharedStopRequest,
-    check_same_data,
-    fit_sharded,
-    make_sharded_trainer,
-)
+from anemoi_gt.training.parallel.trainer import NullLogger, SharedStopRequest, check_same_data, fit_sharded
 from anemoi_gt.training.signals import Stopped
-from distributed.ranks import (
-    device_type,
-    everywhere,
-    mesh_of,
-    on_all_ranks,
-    shared_folder,
-    without_default_device,
-)
+from distributed.ranks import device_type, everywhere, mesh_of, on_all_ranks, shared_folder, without_default_device
 
 
 class Records:
@@ -61,8 +49,7 @@ def make_parts(folder, model_options=None, **numbers):
     splits = sphere("O4", train_size=8, valid_size=3, test_size=1)
     graph, train = icosphere_graph(splits.train.nodes, refinement=1), splits.train
     torch.manual_seed(0)
-    options = {"channels": 8, "heads": 4, "num_layers": 1, "config": AttentionConfig(backend="torch")}
-    options |= model_options or {}
+    options = {"channels": 8, "heads": 4, "num_layers": 1, "config": AttentionConfig("torch")} | (model_options or {})
     model = EncoderProcessorDecoder(graph, train.in_channels, train.out_channels, **options)
     return model.to(device_type()), splits, TrainingConfig(**fixed | numbers), folder, {"name": "test"}
 
@@ -71,12 +58,11 @@ def make_sharded(mesh, model, *parts, **options):
     """A sharded trainer of these parts, and how its model is sharded."""
     shard = shard_model(model, mesh)
     options |= {"mesh": mesh, "group": dist.new_group(backend="gloo")}
-    return make_sharded_trainer(model, shard, *parts, **options), shard
+    return parallel.make_sharded_trainer(model, shard, *parts, **options), shard
 
 
 def losses_of_one_device():
-    records = Records()
-    Trainer(*make_parts(Path(tempfile.mkdtemp()))).fit(records)
+    Trainer(*make_parts(Path(tempfile.mkdtemp()))).fit(records := Records())
     return records.losses
 
 
@@ -161,6 +147,9 @@ def models_draw_differently_and_the_ranks_of_one_alike(group, verdict):
 
 @on_all_ranks
 def a_signal_to_one_rank_stops_all_after_the_same_step_which_is_saved(group, verdict):
+    with SharedStopRequest(dist.new_group(backend="gloo")) as stop:
+        verdict.same("signals", [stop.should_stop() for _ in range(3)], [None] * 3)
+    verdict.that(stop._vote is None, "a vote is still pending")
     with without_default_device():
         shared, world = shared_folder(group), dist.get_world_size()
         trainer, shard = make_sharded(mesh_of(1, world), *make_parts(shared))
@@ -185,13 +174,6 @@ def a_signal_to_one_rank_stops_all_after_the_same_step_which_is_saved(group, ver
         trainer, shard = make_sharded(mesh_of(world // 2, 2), *make_parts(shared))
         losses = losses_of(fit_sharded(trainer, shard, resume=True))
         same_losses(verdict, "continued", losses, losses_of_one_device() if is_first() else [])
-
-
-@on_all_ranks
-def a_pending_vote_is_read_at_the_end(group, verdict):
-    with SharedStopRequest(dist.new_group(backend="gloo")) as stop:
-        verdict.same("signals", [stop.should_stop() for _ in range(3)], [None] * 3)
-    verdict.that(stop._vote is None, "a vote is still pending")
 
 
 @on_all_ranks

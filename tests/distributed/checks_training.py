@@ -8,15 +8,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-from anemoi_gt.distributed import (
-    clip_gradients,
-    load_checkpoint,
-    make_mesh,
-    reduce_gradients,
-    save_checkpoint,
-    sum_loss,
-)
+from anemoi_gt.distributed.grad_sync import clip_gradients, make_mesh, reduce_gradients, sum_loss
 from anemoi_gt.distributed.model_shard import shard_model
+from anemoi_gt.distributed.sharded_checkpoint import load_checkpoint, save_checkpoint
 from distributed.checks_model import FIELDS, make_model
 from distributed.problems import data
 from distributed.ranks import device_type, fitting, mesh_of, on_all_ranks, on_ranks, seeded, shared_folder
@@ -26,7 +20,7 @@ MESHES = ((1, 1), (1, 2), (1, 3), (1, 4), (2, 2), (4, 1))  # (data, model)
 
 
 def model_to_train():
-    """A model of which all that is trained has a gradient: a bias of the key cancels in the softmax, and Adam would scale up rounding."""
+    """A model without trained biases of keys: these cancel in the softmax, and Adam would scale up their rounding."""
     model = make_model()
     for name, parameter in model.named_parameters():
         if name.endswith("lin_key.bias"):

@@ -103,7 +103,7 @@ class Problem:
 
 
 def make_problem(name, dtype=torch.float64, batch=(), attr_batch=(), same_nodes=False):
-    """The problem on a graph of `GRAPHS`, the same on every rank; with `same_nodes`, sources and destinations are one tensor."""
+    """The problem on a graph of `GRAPHS`, same on all ranks; with `same_nodes` sources and destinations are one."""
     torch.manual_seed(7)
     edge_index, (num_src, num_dst) = GRAPHS[name]
     layer = Layer(dtype)
@@ -114,11 +114,8 @@ def make_problem(name, dtype=torch.float64, batch=(), attr_batch=(), same_nodes=
 
 def run(problem, attend, num_dst):
     """Output, loss and gradients of one layer, by name; the loss is the sum of squares over `num_dst`."""
-    leaves = {
-        name: getattr(problem, name).clone().requires_grad_()
-        for name in ("x_src", "x_dst", "edge_attr")
-        if not (name == "x_dst" and problem.x_dst is problem.x_src)
-    }
+    names = ("x_src", "edge_attr") if problem.x_dst is problem.x_src else ("x_src", "x_dst", "edge_attr")
+    leaves = {name: getattr(problem, name).clone().requires_grad_() for name in names}
     problem.layer.zero_grad()
     out = problem.layer(leaves["x_src"], leaves.get("x_dst", leaves["x_src"]), leaves["edge_attr"], attend)
     loss = (out - problem.target).square().sum() / max(num_dst, 1)

@@ -1,7 +1,8 @@
 """Checks on several ranks: one process per rank, as under torchrun, started once for all checks of a test run.
 
-A check is a function of a process group and a `Verdict`, which collects problems and raises nothing, so a check that fails leaves no rank
-in a collective. A check that raises ends the processes; its traceback is the result of all later checks.
+A check is a function of a process group and a `Verdict`, which collects problems and raises nothing, so a check that
+fails leaves no rank in a collective. A check that raises ends the processes; its traceback is the result of all later
+checks.
 """
 
 import importlib
@@ -58,11 +59,9 @@ class Verdict:
         self.that(equal, f"{name}: {str(actual)[:200]} is not {str(expected)[:200]}")
 
     def close(self, name, actual, expected, terms=None):
-        """Note unless both agree to the rounding of their dtype, at the scale of `expected`, or of its `terms` where these cancel."""
-        if actual is None or actual.shape != expected.shape:
-            self.problems.append(
-                f"{name}: {None if actual is None else tuple(actual.shape)}, not {tuple(expected.shape)}"
-            )
+        """Note unless both agree to rounding of their dtype, at the scale of `expected` or of `terms` that cancel."""
+        if (shape := getattr(actual, "shape", None)) != expected.shape:
+            self.problems.append(f"{name}: {shape}, not {expected.shape}")
             return
         finite = torch.isfinite(expected)
         self.that(torch.equal(torch.isfinite(actual), finite), f"{name}: not finite elsewhere")
@@ -165,19 +164,12 @@ def spawn(arguments, world_size, *, environment=None, timeout=TIMEOUT):
     """Run `python *arguments` on each rank with the environment of torchrun; return how each ended."""
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world_size)}
     shared |= {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests")]), "OMP_NUM_THREADS": "1"}
-    processes = []
+    command, processes = [sys.executable, *map(str, arguments)], []
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     try:
         for rank in range(world_size):
             variables = os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} | (environment or {})
-            processes.append(
-                subprocess.Popen(
-                    [sys.executable, *map(str, arguments)],
-                    env=variables,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    text=True,
-                )
-            )
+            processes.append(subprocess.Popen(command, env=variables, **pipes))
         end = time.monotonic() + timeout
         results = []
         for process in processes:

@@ -25,9 +25,8 @@ def test_anemoi_models_are_timed_beside_them(tmp_path):
     """On one rank: gloo cannot exchange what anemoi-models' sharding sends."""
     out = tmp_path / "anemoi.json"
     assert sharding.main(["--tiny", "--ranks", "1", "--parts", "anemoi", "--out", str(out)]) == 0, out.read_text()
-    assert [record["model"] for record in json.loads(out.read_text())["results"]] == [
-        "anemoi-models, edges", "anemoi-models, edges, install"
-    ]  # fmt: skip
+    models = [record["model"] for record in json.loads(out.read_text())["results"]]
+    assert models == ["anemoi-models, edges", "anemoi-models, edges, install"]
 
 
 def test_the_page_holds_the_tables_of_the_results():

@@ -27,44 +27,29 @@ def test_no_rank_exceeds_its_share_by_more_than_one_node(num_ranks):
     assert heaviest <= int(cost.sum()) / num_ranks + 50
 
 
-def test_more_ranks_than_nodes_leave_some_empty():
+def test_ranges_may_be_empty_or_even_and_own_their_positions():
     ranges = Ranges.balanced(torch.ones(2, dtype=torch.int64), 5)
     assert ranges.num_ranks == 5 and ranges.size == 2 and sorted(ranges.counts) == [0, 0, 0, 1, 1]
-
-
-def test_even_ranges_differ_by_one_at_most():
     assert Ranges.even(11, 4).counts == (3, 3, 3, 2)
-
-
-def test_the_owner_of_a_position_has_it_in_its_range():
     assert Ranges((0, 2, 2, 5)).owner(torch.arange(5)).tolist() == [0, 0, 2, 2, 2]
 
 
 def test_a_destination_costs_its_edges_and_a_constant():
-    assert destination_cost(torch.tensor([0, 3])).diff().item() == 3
-    assert destination_cost(torch.tensor([0])).item() > 0
+    assert destination_cost(torch.tensor([0, 3])).diff().item() == 3 and destination_cost(torch.tensor([0])).item() > 0
 
 
-def test_positions_and_nodes_are_inverse():
-    order = torch.randperm(9, generator=torch.Generator().manual_seed(0))
-    partition = Partition(Ranges((0, 4, 9)), order)
-    own = torch.cat([partition.nodes(rank) for rank in range(2)])
-    assert partition.positions(own).tolist() == list(range(9))
-
-
-def test_a_node_order_is_split_by_the_costs_along_it():
+def test_a_node_order_is_split_by_the_costs_along_it_and_positions_and_nodes_are_inverse():
     cost, order = torch.tensor([9, 1, 1, 9]), torch.tensor([1, 2, 0, 3])
-    assert Partition.balanced(cost, 2, order).ranges.bounds == (0, 3, 4)
+    partition = Partition.balanced(cost, 2, order)
+    assert partition.ranges.bounds == (0, 3, 4)
+    assert partition.positions(torch.cat([partition.nodes(rank) for rank in range(2)])).tolist() == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: Ranges((0,)), "bounds must start at 0 and be sorted ascending"),
-        (lambda: Ranges((1, 2)), "bounds must start at 0 and be sorted ascending"),
-        (lambda: Ranges((0, 3, 2)), "bounds must start at 0 and be sorted ascending"),
-        (lambda: Ranges([0, 3]), "bounds must be a tuple of int, got [0, 3]"),
-        (lambda: Ranges((0, 1.5, 3)), "bounds must be a tuple of int, got (0, 1.5, 3)"),
+        *((lambda b=b: Ranges(b), "bounds must start at 0 and be sorted ascending") for b in ((0,), (1, 2), (0, 3, 2))),
+        *((lambda b=b: Ranges(b), f"bounds must be a tuple of int, got {b}") for b in ([0, 3], (0, 1.5, 3))),
         (lambda: Ranges.balanced(torch.ones(3), 2), "cost must be integer, so that every rank finds the same bounds"),
         (lambda: Ranges.balanced(torch.tensor([3, -9, 4]), 2), "cost must be at least 0, got -9"),
         (lambda: Ranges.balanced(torch.ones(3, 2).long(), 2), "cost must be a tensor [N], got torch.int64 (3, 2)"),

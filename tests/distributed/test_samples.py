@@ -14,49 +14,33 @@ ROWS = torch.tensor([5, 0, 3])
 
 
 @pytest.fixture(scope="module")
-def hourly():
+def splits():
+    """Both data sets by name."""
     values = 280 + 5 * torch.randn(744, 6, generator=torch.Generator().manual_seed(0))
     times = np.datetime64("2019-03-01T00") + np.arange(744)
-    return split(HourlyField(regional([58.0, 57.0], [-1.0, 0.0, 1.0]), times, values), 6)
-
-
-@pytest.fixture(scope="module")
-def splits(hourly):
-    """Both data sets by name."""
+    hourly = split(HourlyField(regional([58.0, 57.0], [-1.0, 0.0, 1.0]), times, values), 6)
     return {"sphere": sphere("O4", train_size=3, valid_size=2, test_size=1), "era5_uk": hourly}
 
 
 @pytest.mark.parametrize("name", ["sphere", "era5_uk"])
 def test_a_part_of_the_nodes_has_the_rows_of_the_whole_sample(splits, name):
     for dataset in splits[name]:
-        part = dataset.select_nodes(ROWS)
+        before, part = dataset[0], dataset.select_nodes(ROWS)
+        assert all(map(torch.equal, dataset[0], before))  # the whole is unchanged
         assert len(part) == len(dataset) and torch.equal(part.weights, dataset.weights[ROWS])
         for i in (0, len(dataset) - 1):
             for own, whole in zip(part[i], dataset[i], strict=True):
                 torch.testing.assert_close(own, whole[ROWS], rtol=1e-5, atol=1e-5)
 
 
-def test_a_part_of_the_sphere_is_computed_at_its_own_points_only(splits, monkeypatch):
+def test_a_part_computes_or_holds_its_own_points_only(splits, monkeypatch):
     seen, tracer, wind = [], module.Case.tracer, module.Flow.wind
-    monkeypatch.setattr(
-        module.Case, "tracer", lambda case, xyz, hours: seen.append(len(xyz)) or tracer(case, xyz, hours)
-    )
-    monkeypatch.setattr(module.Flow, "wind", lambda flow, xyz, time: seen.append(len(xyz)) or wind(flow, xyz, time))
-    part = splits["sphere"].train.select_nodes(ROWS)
-    part[1]
+    monkeypatch.setattr(module.Case, "tracer", lambda case, xyz, t: seen.append(len(xyz)) or tracer(case, xyz, t))
+    monkeypatch.setattr(module.Flow, "wind", lambda flow, xyz, t: seen.append(len(xyz)) or wind(flow, xyz, t))
+    splits["sphere"].train.select_nodes(ROWS)[1]
     assert seen and set(seen) == {len(ROWS)}
-
-
-def test_a_part_of_an_hourly_field_holds_its_own_points_only(hourly):
-    part = hourly.train.select_nodes(ROWS)
+    part = splits["era5_uk"].train.select_nodes(ROWS)
     assert part.field.values.shape == (744, len(ROWS)) and part.field.values.untyped_storage().nbytes() == 4 * 744 * 3
-
-
-def test_a_part_leaves_the_whole_unchanged(splits):
-    for name, whole in splits.items():
-        before = whole.train[0]
-        whole.train.select_nodes(ROWS)
-        assert all(torch.equal(a, b) for a, b in zip(whole.train[0], before, strict=True)), name
 
 
 def test_other_data_sets_select_the_rows_of_whole_samples(splits):

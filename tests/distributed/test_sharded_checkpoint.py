@@ -11,15 +11,13 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from anemoi_gt import train
+from anemoi_gt.distributed import load_checkpoint, save_checkpoint, sharded_checkpoint
 from anemoi_gt.distributed.sharded_checkpoint import (
     ONE_PROCESS,
     TORCHRUN,
     checkpoint_to_continue,
     find_run,
-    load_checkpoint,
     load_values,
-    require_file,
-    save_checkpoint,
 )
 from anemoi_gt.training.checkpoint import load_checkpoint as load_file
 from anemoi_gt.training.parallel.trainer import write_as_file
@@ -73,11 +71,9 @@ def test_a_run_of_the_other_form_is_refused_with_the_command_that_continues_it(f
     assert str(refused.value) == f"{run}: resume=true {way} torchrun continues it, {BEGINS}"
 
 
-@pytest.mark.parametrize(
-    "leftover", ["metrics.jsonl", "best.pt", "last.pt.partial", "last.partial/.metadata", "last/a"]
-)
-def test_incomplete_checkpoints_are_no_run(folder_with, leftover):
-    assert find_run(folder_with(leftover)) is None
+def test_incomplete_checkpoints_are_no_run(folder_with):
+    for leftover in ("metrics.jsonl", "best.pt", "last.pt.partial", "last.partial/.metadata", "last/a"):
+        assert find_run(folder_with(leftover)) is None, leftover
 
 
 @pytest.mark.parametrize("resume", [False, True])
@@ -87,9 +83,7 @@ def test_one_process_refuses_the_folder_of_torchrun(folder_with, resume):
         train.checkpoint_to_resume(last.parent, resume, {})
 
 
-def test_a_run_interrupted_between_the_renames_keeps_its_checkpoint_until_the_next_is_complete(
-    alone, tmp_path, monkeypatch
-):
+def test_a_run_interrupted_between_the_renames_keeps_its_checkpoint_until_the_next(alone, tmp_path, monkeypatch):
     last, former, replace = tmp_path / "last", tmp_path / "last.former", os.replace
     save_checkpoint(last, {"step": 1}, {}, alone)
     last.rename(former)
@@ -107,24 +101,17 @@ def test_a_run_interrupted_between_the_renames_keeps_its_checkpoint_until_the_ne
 @pytest.fixture
 def written(alone, tmp_path):
     """The name of a checkpoint of one rank, which holds a config."""
-    save_checkpoint(
-        tmp_path / "last",
-        {"weight": torch.arange(5.0), "config": {"seed": 1, "model": {"heads": 4}, "none": {}}},
-        {},
-        alone,
-    )
+    config = {"seed": 1, "model": {"heads": 4}, "none": {}}
+    save_checkpoint(tmp_path / "last", {"weight": torch.arange(5.0), "config": config}, {}, alone)
     return tmp_path / "last"
 
 
-def test_plain_values_are_read_by_their_key(written, recwarn):
-    assert load_values(written, "config") == {"seed": 1, "model": {"heads": 4}} and not recwarn.list
-
-
-def test_an_empty_config_group_is_no_change_though_checkpoints_drop_it(written):
-    now = {"seed": 1, "model": {"heads": 4}, "none": {}}
-    train.check_same_config(written, load_values(written, "config"), now)
+def test_values_are_read_by_their_key_and_an_empty_config_group_is_no_change_though_dropped(written, recwarn):
+    config = load_values(written, "config")
+    assert config == {"seed": 1, "model": {"heads": 4}} and not recwarn.list
+    train.check_same_config(written, config, config | {"none": {}})
     with pytest.raises(ValueError, match="written with none=None, not 0$"):
-        train.check_same_config(written, load_values(written, "config"), now | {"none": 0})
+        train.check_same_config(written, config, config | {"none": 0})
 
 
 @pytest.mark.parametrize("file", [".metadata", "__0_0.distcp"])
@@ -138,12 +125,10 @@ def test_a_truncated_checkpoint_is_refused_by_name(written, alone, file):
         load_checkpoint(written, {"weight": torch.zeros(5)}, {}, alone)
 
 
-def test_a_checkpoint_of_another_model_is_refused_by_name(written, alone):
+def test_another_model_is_refused_by_name_and_a_lost_rank_is_no_corrupt_checkpoint(written, alone, monkeypatch):
     with pytest.raises(ValueError, match=f"of this model, cannot read {written}: .*bias"):
         load_checkpoint(written, {"bias": torch.zeros(5)}, {}, alone)
 
-
-def test_a_rank_lost_while_reading_is_not_reported_as_a_corrupt_checkpoint(written, alone, monkeypatch):
     def lost(*_, **__):
         raise dist.DistNetworkError("Connection closed by peer")
 
@@ -195,16 +180,15 @@ def test_a_folder_in_place_of_a_file_is_refused_with_the_command_that_converts_i
     written, asked, form, capfd, monkeypatch
 ):
     written.rename(written.with_name(form))
-    with pytest.raises(
-        ValueError, match=f"one file, got the folder {written.with_name(form)} of several ranks"
-    ) as refused:
-        require_file(written.with_name(asked))
+    message = f"one file, got the folder {written.with_name(form)} of several ranks"
+    with pytest.raises(ValueError, match=message) as refused:
+        sharded_checkpoint.require_file(written.with_name(asked))
     module, *words = re.search(r"python -m (.*) FILE.pt", str(refused.value))[1].split()
     monkeypatch.setattr(sys, "argv", [module, *words, str(written.with_name("file.pt"))])
     monkeypatch.delitem(sys.modules, module, raising=False)  # as in a process of its own
     runpy.run_module(module, run_name="__main__")
     assert torch.equal(load_file(written.with_name("file.pt"))["weight"], torch.arange(5.0))
-    require_file(written.with_name("file.pt"))
+    sharded_checkpoint.require_file(written.with_name("file.pt"))
 
 
 def test_a_missing_best_checkpoint_is_named(tmp_path):

@@ -14,16 +14,10 @@ from torch.nn.modules import module as torch_module
 from torch.profiler import profile
 from torch_geometric.nn import TransformerConv
 
-from anemoi_gt import (
-    AttentionConfig,
-    EncoderProcessorDecoder,
-    GraphStructure,
-    GraphTransformerConv,
-    explain,
-    explain_attention,
-)
+from anemoi_gt import AttentionConfig, EncoderProcessorDecoder, GraphStructure, GraphTransformerConv
 from anemoi_gt.data.graphs import icosphere_graph
 from anemoi_gt.data.grids import grid
+from anemoi_gt.explanation import explain, explain_attention
 from anemoi_gt.integrations import anemoi, pyg
 from anemoi_gt.ops import backends
 
@@ -48,84 +42,65 @@ def inputs(graph):
     return torch.randn(3, 4), graph, torch.randn(4, 3)
 
 
+def weather_model(**options):
+    """A model of 208 points and 42 hidden nodes, and its input."""
+    torch.manual_seed(0)
+    model = EncoderProcessorDecoder(icosphere_graph(grid("O4"), refinement=1), 2, 1, channels=16, heads=2, **options)
+    return model, torch.randn(1, 208, 2)
+
+
 @pytest.fixture(scope="module")
 def weather():
-    """A model of 208 points and 42 hidden nodes with two processor layers, and its input."""
-    torch.manual_seed(0)
-    graph = icosphere_graph(grid("O4"), refinement=1)
-    model = EncoderProcessorDecoder(graph, 2, 1, channels=16, heads=2, num_layers=3, trainable_edges=8)
-    return model, torch.randn(1, graph["data"].num_nodes, 2)
+    """A model with three processor layers, and its input."""
+    return weather_model(num_layers=3, trainable_edges=8)
 
 
 def operators(layer):
     return [pass_.operator for pass_ in layer.passes]
 
 
-def test_a_layer_has_its_sizes_and_backend(conv, inputs):
+def test_a_layer_has_its_sizes_and_backend_and_without_gradients_no_backward(conv, inputs):
     (layer,) = explain(conv, *inputs).layers
     assert (layer.name, layer.module, layer.backend, layer.dtype) == ("", "GraphTransformerConv", "torch", "float32")
     assert (layer.device, layer.features) == ("cpu", "raw")
     assert list(layer.sizes.values()) == [1, 3, 3, 4, 2, 16, 3]
     assert operators(layer) == TORCH_PASSES
-
-
-def test_without_gradients_there_is_no_backward(conv, inputs):
     with torch.no_grad():
-        (layer,) = explain(conv, *inputs).layers
-    assert operators(layer) == TORCH_PASSES[:1]
+        assert operators(explain(conv, *inputs).layers[0]) == TORCH_PASSES[:1]
 
 
 def test_rejected_backends_have_a_reason(conv, inputs, monkeypatch):
-    assert (
-        explain(conv, *inputs).layers[0].rejected["triton"].startswith("its kernels run on a GPU, got tensors on cpu")
-    )
+    reason = explain(conv, *inputs).layers[0].rejected["triton"]
+    assert reason.startswith("its kernels run on a GPU, got tensors on cpu")
     able = backends.BACKENDS["triton"]._replace(auto_unsupported_reason=lambda query: None)
     monkeypatch.setitem(backends.BACKENDS, "triton", able)
     conv.config = AttentionConfig(backend="torch")
     assert explain(conv, *inputs).layers[0].rejected == {"triton": "could serve; the config names 'torch'"}
 
 
-def test_layers_have_the_names_of_their_modules(weather):
-    model, x = weather
-    found = explain(model, x)
+def test_layers_have_the_names_of_their_modules_and_share_a_table_if_they_differ_by_name_alone(weather):
+    (model, _), found = weather, explain(*weather)
     names = ["encoder.data.proc", *(f"processor.proc.{i}" for i in range(3)), "decoder.data.proc"]
     assert [layer.name for layer in found.layers] == names
-    assert [layer.sizes["edges"] for layer in found.layers] == [
-        edges.structure().num_edges
-        for edges in (model.encoder_edges["data"], *[model.processor_edges] * 3, model.decoder_edges["data"])
-    ]
-
-
-def test_layers_that_differ_by_name_alone_share_a_table(weather):
-    text = str(explain(*weather))
-    assert "processor.proc.0 .. processor.proc.2: 3 alike GraphTransformerProcessorBlock" in text
-    assert text.count("backend torch") == 3
+    edges = model.encoder_edges["data"], *[model.processor_edges] * 3, model.decoder_edges["data"]
+    assert [layer.sizes["edges"] for layer in found.layers] == [part.structure().num_edges for part in edges]
+    assert "processor.proc.0 .. processor.proc.2: 3 alike GraphTransformerProcessorBlock" in str(found)
+    assert str(found).count("backend torch") == 3
 
 
 def test_each_chunk_of_a_chunked_layer_is_listed():
-    graph = icosphere_graph(grid("O4"), refinement=1)
-    model = EncoderProcessorDecoder(graph, 1, 1, channels=8, heads=2, num_layers=1, mapper_chunks=2)
-    found = explain(model, torch.randn(1, graph["data"].num_nodes, 1))
+    found = explain(*weather_model(num_layers=1, mapper_chunks=2))
     assert [layer.name for layer in found.layers].count("encoder.data.proc") == 2
 
 
 def test_activation_checkpointing_still_records_gradients():
-    graph = icosphere_graph(grid("O4"), refinement=1)
-    model = EncoderProcessorDecoder(graph, 1, 1, channels=8, heads=2, num_layers=2, checkpoint_groups=1)
-    found = explain(model, torch.randn(1, graph["data"].num_nodes, 1))
+    found = explain(*weather_model(num_layers=2, checkpoint_groups=1))
     assert all(operators(layer) == TORCH_PASSES for layer in found.layers)
 
 
 def test_the_dtype_is_that_of_autocast(conv, inputs):
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert explain(conv, *inputs).layers[0].dtype == "bfloat16"
-
-
-def test_a_model_without_attention_raises():
-    with pytest.raises(
-        ValueError, match="must compute an attention of anemoi_gt on these inputs, Linear computed none"
-    ):
-        explain(nn.Linear(2, 2), torch.randn(1, 2))
 
 
 def test_a_compiled_module_is_explained_by_the_original(conv, inputs):
@@ -138,45 +113,31 @@ def test_a_bandwidth_that_is_not_a_positive_number_raises(conv, inputs, bandwidt
         explain(conv, *inputs, bandwidth=bandwidth)
 
 
-def test_a_function_instead_of_a_module_raises(conv, inputs):
+def test_a_function_or_a_model_without_attention_raises(conv, inputs):
     with pytest.raises(ValueError, match="model must be a torch.nn.Module, got function"):
         explain(lambda *given: conv(*given), *inputs)
+    with pytest.raises(ValueError, match="an attention of anemoi_gt on these inputs, Linear computed none"):
+        explain(nn.Linear(2, 2), torch.randn(1, 2))
 
 
 def test_no_operand_is_kept_while_later_layers_compute(conv, inputs):
     _, graph, edge_attr = inputs
-    queries, held = [], []
+    queries, held, other = [], [], GraphTransformerConv(32, 16, heads=2, edge_dim=3)
     conv.lin_query.register_forward_hook(lambda _, __, query: queries.append(StorageWeakRef(query.untyped_storage())))
-
-    def begins(*_):
-        held.append([not query.expired() for query in queries])
-
-    other = GraphTransformerConv(32, 16, heads=2, edge_dim=3)
-    other.register_forward_pre_hook(begins)
-
-    class Two(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.second = conv, other
-
-        def forward(self, x):
-            return self.second(self.first(x, graph, edge_attr), graph, edge_attr)
-
+    other.register_forward_pre_hook(lambda *_: held.append([not query.expired() for query in queries]))
+    two = nn.ModuleList([conv, other])
+    two.forward = lambda x: other(conv(x, graph, edge_attr), graph, edge_attr)
     with torch.no_grad():
-        assert len(explain(Two(), inputs[0]).layers) == 2
+        assert len(explain(two, inputs[0]).layers) == 2
     assert held == [[False]]
 
 
-def test_model_hooks_and_generator_are_left_unchanged(conv, inputs):
+def test_model_hooks_and_generator_are_left_unchanged_after_an_error_too(conv, inputs):
     conv.dropout = 0.5
     before, state = copy.deepcopy(conv.__dict__), torch.get_rng_state()
     explain(conv, *inputs)
     assert torch.equal(torch.get_rng_state(), state)
     assert conv.__dict__.keys() == before.keys() and not conv._forward_hooks and not conv._forward_pre_hooks
-    assert not torch_module._global_forward_hooks and not torch_module._global_forward_pre_hooks
-
-
-def test_hooks_are_removed_after_an_error(conv, inputs):
     with pytest.raises(ValueError, match="edge_attr must"):
         explain(conv, *inputs[:2], torch.randn(1, 3))
     assert not torch_module._global_forward_hooks and not torch_module._global_forward_pre_hooks
@@ -189,15 +150,16 @@ def operands(heads=2, channels=16, dtype=torch.float32):
 
 
 @pytest.fixture
-def triton_layer(graph):
+def explained(graph):
     """One attention by the kernels."""
     rows, edges = operands()
-    return explain_attention(*rows, graph, *edges, config=TRITON).layers[0]
+    return explain_attention(*rows, graph, *edges, config=TRITON)
 
 
-def test_kernels_have_the_names_of_a_profile(triton_layer):
-    assert triton_layer.backend == "triton"
-    names = [[kernel.name.removeprefix("edge_attention_") for kernel in p.kernels] for p in triton_layer.passes]
+def test_kernels_have_the_names_of_a_profile(explained):
+    (layer,) = explained.layers
+    assert layer.backend == "triton"
+    names = [[kernel.name.removeprefix("edge_attention_") for kernel in p.kernels] for p in layer.passes]
     assert names == [
         ["project_fp32_h2_c16_d3", "fwd_fp32_h2_c16_d3", "embed_fp32_h2_c16_d3"],
         ["project_fp32_h2_c16_d3", "bwd_dst_fp32_h2_c16_d3", "bwd_attributes_fp32_h2_d3", "embed_fp32_h2_c16_d3",
@@ -229,15 +191,11 @@ def decoder():
     return meta_attention()
 
 
-def test_meta_tensors_are_enough(decoder):
+def test_meta_tensors_are_enough_for_bytes_and_lower_bounds_over_the_bandwidth(decoder):
     forward, backward = decoder.layers[0].passes
     assert forward.bytes == 2_465_115_392  # as in benchmarks/results/n320_h200.json
     assert forward.bytes + backward.bytes == 6_249_389_056
-
-
-def test_lower_bounds_are_bytes_over_the_bandwidth(decoder):
-    assert decoder.bandwidth == 4.27e12
-    assert decoder.layers[0].passes[0].lower_bound_ms == pytest.approx(2_465_115_392 / 4.27e9)
+    assert decoder.bandwidth == 4.27e12 and forward.lower_bound_ms == pytest.approx(2_465_115_392 / 4.27e9)
     slower = meta_attention(bandwidth=1e12)
     assert slower.bandwidth == 1e12 and slower.layers[0].passes[0].lower_bound_ms == pytest.approx(2.465115392)
 
@@ -278,12 +236,10 @@ def test_the_torch_operator_gets_its_time_from_a_profile(conv, inputs):
     assert {event.name for event in seen.events()} >= set(TORCH_PASSES)
     (layer,) = found.with_profile(seen).layers
     total = sum(pass_.achieved_ms for pass_ in layer.passes)
-    assert (
-        0 < total <= 1e-3 * sum(event.cpu_time_total for event in seen.events() if event.name in TORCH_PASSES) * 1.001
-    )
-    assert layer.passes[0].achieved_bandwidth == pytest.approx(
-        1e3 * layer.passes[0].bytes / layer.passes[0].achieved_ms
-    )
+    measured = 1e-3 * sum(event.cpu_time_total for event in seen.events() if event.name in TORCH_PASSES)
+    assert 0 < total <= measured * 1.001
+    forward = layer.passes[0]
+    assert forward.achieved_bandwidth == pytest.approx(1e3 * forward.bytes / forward.achieved_ms)
 
 
 def test_the_triton_operator_gets_its_time_from_a_profile(graph):
@@ -304,44 +260,34 @@ def event(name, shapes, kernels, microseconds=50):
 SHAPES = [[3, 2, 16], [3, 2, 16], [3, 2, 16], [4, 3], [32, 3], [32], [4], [4]]
 
 
-def test_kernels_get_their_mean_times_from_calls_of_their_sizes(triton_layer, graph):
-    rows, edges = operands()
-    found = explain_attention(*rows, graph, *edges, config=TRITON)
-    forward = "edge_attention_fwd_fp32_h2_c16_d3"
-    name = triton_layer.passes[0].operator
-    other = [[9, *SHAPES[0][1:]], *SHAPES[1:]]
-    events = [
-        event(name, SHAPES, {forward: 10, "copy": 2}),
-        event(name, SHAPES, {forward: 20}),
-        event(name, other, {forward: 99}),
-    ]
+OTHER_SHAPES = [[9, 2, 16], *SHAPES[1:]]
+
+
+def test_kernels_get_their_mean_times_from_calls_of_their_sizes(explained):
+    name, kernel = explained.layers[0].passes[0].operator, "edge_attention_fwd_fp32_h2_c16_d3"
+    calls = (SHAPES, {kernel: 10, "copy": 2}), (SHAPES, {kernel: 20}), (OTHER_SHAPES, {kernel: 99})
+    events = [event(name, *call) for call in calls]
     events.append(event(f"{name}_backward", [[3, 2, 16], [], *SHAPES], {"edge_attention_bwd_src_fp32_h2_c16": 5}))
-    (layer,) = found.with_profile(SimpleNamespace(events=lambda: events)).layers
-    assert layer.passes[0].kernels[1].achieved_ms == pytest.approx(0.015)
-    assert layer.passes[0].kernels[0].achieved_ms is None
-    assert layer.passes[0].achieved_ms == pytest.approx(0.016)
-    assert layer.passes[1].kernels[-1].achieved_ms == pytest.approx(0.005)
-    assert layer.passes[1].kernels[-1].achieved_bandwidth == pytest.approx(layer.passes[1].kernels[-1].bytes / 5e-6)
-
-
-def test_a_cpu_profile_gives_no_time_of_a_gpu(triton_layer, graph):
-    rows, edges = operands()
-    found = explain_attention(*rows, graph, *edges, config=TRITON)
-    on_gpu = replace(found, layers=(replace(found.layers[0], device="cuda:0"),))
-    events = [event(triton_layer.passes[0].operator, SHAPES, {})]
-    with pytest.raises(ValueError, match="must contain the calls that were explained"):
-        on_gpu.with_profile(SimpleNamespace(events=lambda: events))
+    forward, backward = explained.with_profile(SimpleNamespace(events=lambda: events)).layers[0].passes
+    assert forward.kernels[1].achieved_ms == pytest.approx(0.015) and forward.kernels[0].achieved_ms is None
+    assert forward.achieved_ms == pytest.approx(0.016)
+    assert backward.kernels[-1].achieved_ms == pytest.approx(0.005)
+    assert backward.kernels[-1].achieved_bandwidth == pytest.approx(backward.kernels[-1].bytes / 5e-6)
 
 
 @pytest.mark.parametrize(
-    ("shapes", "message"), [([], "with their shapes, got none"), ([[9, 2, 16], *SHAPES[1:]], "it has others")]
+    ("device", "shapes", "message"),
+    [
+        ("cpu", [], "with their shapes, got none"),
+        ("cpu", OTHER_SHAPES, "it has others"),
+        ("cuda:0", SHAPES, "must contain the calls that were explained"),  # a profile of a CPU has no time of a GPU
+    ],
 )
-def test_a_profile_without_the_explained_calls_raises(triton_layer, graph, shapes, message):
-    rows, edges = operands()
-    found = explain_attention(*rows, graph, *edges, config=TRITON)
-    seen = SimpleNamespace(events=lambda: [event(triton_layer.passes[0].operator, shapes, {})])
+def test_a_profile_without_the_explained_calls_raises(explained, device, shapes, message):
+    (layer,) = explained.layers
+    seen = SimpleNamespace(events=lambda: [event(layer.passes[0].operator, shapes, {})])
     with pytest.raises(ValueError, match=message):
-        found.with_profile(seen)
+        replace(explained, layers=(replace(layer, device=device),)).with_profile(seen)
 
 
 def test_swapped_layers_of_pyg_are_listed():

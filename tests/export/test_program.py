@@ -1,6 +1,5 @@
 """Exported programs: dynamic sizes, and none of this library's operators in them."""
 
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -27,23 +26,20 @@ def assert_same(program, inputs, expected):
     torch.testing.assert_close(program.module()(*inputs), expected)
 
 
-def test_a_program_takes_any_batch_size_and_holds_no_operator_of_this_library(make_model, fields):
+def test_a_program_takes_any_batch_size_and_holds_no_operator_of_this_library_and_no_reverse_structure(
+    make_model, fields
+):
     model = make_model(dropout=0.5, checkpoint_groups=1).train()
     program = export_model(model, fields(1), max_batch=8)
     assert not {name for name in operator_names(program) if "anemoi_gt" in name}
+    of_structures = {name.rpartition(".")[2] for name in program.constants}
+    assert "colptr" in of_structures and not of_structures & {"csr_to_csc", "rowptr", "col", "fixed_in_degree"}
     assert model.training and all(part.training for part in model.modules())
     assert model.processor_edges.structure().has_reverse
     model.eval()
     with torch.no_grad():
         for batch in (1, 2, 5):
             assert_same(program, (fields(batch),), model(fields(batch)))
-
-
-def test_a_program_holds_no_reverse_structures(make_model, fields):
-    program = export_model(make_model(), fields(1), max_batch=1)
-    fields_of_structures = {name.rpartition(".")[2] for name in program.constants}
-    assert "colptr" in fields_of_structures
-    assert not fields_of_structures & {"csr_to_csc", "rowptr", "col", "fixed_in_degree"}
 
 
 def test_a_graph_input_model_runs_on_other_graphs(make_model, fields):
@@ -60,9 +56,8 @@ def test_a_graph_input_model_runs_on_other_graphs(make_model, fields):
 
 
 def test_a_tensor_graph_layer_takes_any_nodes_and_edges():
-    block = GraphTransformerProcessorBlock(
-        in_channels=8, hidden_dim=16, out_channels=8, num_heads=2, edge_dim=3, config=AttentionConfig(backend="torch")
-    )
+    sizes = {"in_channels": 8, "hidden_dim": 16, "out_channels": 8, "num_heads": 2, "edge_dim": 3}
+    block = GraphTransformerProcessorBlock(**sizes, config=AttentionConfig(backend="torch"))
     layer, (batch, nodes, edges) = TensorGraphLayer(randomise(block)), map(Dim, ("batch", "nodes", "edges"))
 
     def problem(name, size):
@@ -103,19 +98,14 @@ def test_invalid_example_or_batch_size_raises(make_model, fields, change, max_ba
 
 
 @pytest.mark.parametrize("wrap", [lambda model: model, lambda model: Autocast(model, "cpu", torch.bfloat16)])
-def test_a_compiled_model_is_exported_and_left_unchanged(make_model, fields, wrap):
+def test_a_compiled_model_is_exported_and_left_unchanged_and_becomes_a_graph_input_model(make_model, fields, wrap):
     model = make_model(dropout=0.5).train()
-    program = export_model(wrap(torch.compile(model, backend="eager")), fields(1), max_batch=4)
+    compiled = torch.compile(model, backend="eager")
+    program = export_model(wrap(compiled), fields(1), max_batch=4)
     assert model.training and all(part.training for part in model.modules())
     model.eval()
     with torch.no_grad():
         assert_same(program, (fields(3),), wrap(model)(fields(3)))
-
-
-def test_a_compiled_model_becomes_a_graph_input_model(make_model, fields):
-    model = make_model().eval()
-    compiled = torch.compile(model, backend="eager")
-    with torch.no_grad():
         torch.testing.assert_close(GraphInputModel(compiled)(fields(2), graph_tensors(compiled)), model(fields(2)))
 
 
@@ -160,12 +150,7 @@ def test_module_that_cannot_be_exported_raises(make_model, call, message):
         call(make_model)
 
 
-@cache
-def traced(what):
-    """Return the output of traced.py."""
-    return lines_of(Path(__file__).with_name("traced.py"), what)
-
-
+TRACED = Path(__file__).with_name("traced.py")
 WRITTEN = {  # arguments that each kernel of the forward pass writes
     "project": ["projected"],
     "edge_attention_fwd": ["attr_sums", "exp_scores", "inv_denominator", "lse", "out", "scores"],
@@ -174,22 +159,19 @@ WRITTEN = {  # arguments that each kernel of the forward pass writes
 
 
 def test_a_gpu_program_holds_kernels_that_compile_and_no_operator_of_this_library():
-    lines = traced("kernels")
+    lines = lines_of(TRACED, "kernels")
     assert [line["ours"] for line in lines if "ours" in line] == [[], []]
     found = [line for line in lines if "kernel" in line]
     assert [line["kernel"] for line in found] == list(WRITTEN) * 4  # encoder, processor, decoder; the layer
     for line in found:
         assert line["written"] == WRITTEN[line["kernel"]], line  # else AOTInductor would copy read-only arguments
         assert line["symbolic"] and line["cubin"] > 1000, line
-
-
-def test_kernels_use_32_bit_offsets_where_ranges_of_sizes_allow_it():
-    wide = {line["program"]: line["wide"] for line in traced("kernels") if "kernel" in line}
-    assert wide == {"model": False, "layer": True}  # batch 1 to 64 on a small graph; any sizes
+    # 32-bit offsets where ranges of sizes allow it: batch 1 to 64 on a small graph; any sizes
+    assert {line["program"]: line["wide"] for line in found} == {"model": False, "layer": True}
 
 
 def test_exported_kernels_have_the_arguments_of_eager_ones():
-    lines = traced("eager")
+    lines = lines_of(TRACED, "eager")
     assert {line["kernel"] for line in lines} == set(WRITTEN)
     for line in lines:
         only_for_dropout = {"global_edge_id": None}

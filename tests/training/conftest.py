@@ -1,13 +1,47 @@
-"""What the tests of training share: the smallest runs that are still runs."""
+"""The smallest runs that are still runs."""
+
+import sys
 
 import pytest
 import torch
 
 from anemoi_gt import EncoderProcessorDecoder
+from anemoi_gt.data.datasets import Splits
 from anemoi_gt.data.graphs import icosphere_graph
 from anemoi_gt.data.sphere import sphere
 from anemoi_gt.training import Trainer, TrainingConfig
 from anemoi_gt.training.metrics import MetricsFile
+
+NUMBERS = {"steps": 6, "batch_size": 2, "warmup_steps": 2, "valid_every": 2, "log_every": 1, "device": "cpu"}
+SMALL = [  # options of the application
+    *("data.grid_name=O4", "data.train_size=8", "data.valid_size=2", "data.test_size=3", "graph.refinement=1"),
+    *("training.warmup_steps=1", "training.device=cpu"),
+]
+
+
+def fit(trainer):
+    """Train, or continue to train; return the records of the metrics."""
+    with MetricsFile(trainer.folder / "metrics.jsonl", until=trainer.step.global_step) as metrics:
+        trainer.fit(metrics)
+    return metrics.records
+
+
+def without_speed(records):
+    """What must repeat of a run's records: all but how fast it was."""
+    return [{name: value for name, value in record.items() if name != "samples_per_second"} for record in records]
+
+
+def assert_same(actual, expected, name="state"):
+    """Nested dicts and lists of tensors and numbers must be equal bit by bit."""
+    if isinstance(expected, dict):
+        assert actual.keys() == expected.keys(), name
+        for key, value in expected.items():
+            assert_same(actual[key], value, f"{name}.{key}")
+    elif isinstance(expected, list | tuple):
+        for i, (one, other) in enumerate(zip(actual, expected, strict=True)):
+            assert_same(one, other, f"{name}[{i}]")
+    else:
+        assert torch.equal(actual, expected) if torch.is_tensor(expected) else actual == expected, name
 
 
 @pytest.fixture(scope="session")
@@ -19,50 +53,65 @@ def splits():
 @pytest.fixture(scope="session")
 def make_model(splits):
     """Make a small model for `splits` from a seed."""
-    graph = icosphere_graph(splits.train.nodes, refinement=1)
+    graph, train = icosphere_graph(splits.train.nodes, refinement=1), splits.train
 
-    def make(seed=0):
+    def make(seed=0, **options):
         torch.manual_seed(seed)
-        train = splits.train
-        return EncoderProcessorDecoder(
-            graph, train.in_channels, train.out_channels, channels=8, heads=2, num_layers=1, dropout=0.1
-        )
+        options = {"channels": 8, "heads": 2, "num_layers": 1, "dropout": 0.1} | options
+        return EncoderProcessorDecoder(graph, train.in_channels, train.out_channels, **options)
 
     return make
 
 
 @pytest.fixture
-def run(splits, make_model, tmp_path):
+def make_trainer(splits, make_model, tmp_path):
+    """Make the trainer of a small model, in a folder of this name."""
+
+    def make_trainer(name="run", train=splits.train, weights_seed=0, **numbers):
+        (tmp_path / name).mkdir(exist_ok=True)
+        data, config = Splits(train, *splits[1:]), TrainingConfig(**NUMBERS | numbers)
+        return Trainer(make_model(weights_seed), data, config, tmp_path / name, {"a run": True})
+
+    return make_trainer
+
+
+@pytest.fixture
+def run(make_trainer):
     """Train a small model in a folder; returns the trainer and the records of its metrics."""
 
     def run(name="run", **numbers):
-        config = TrainingConfig(
-            **(
-                {"steps": 6, "batch_size": 2, "warmup_steps": 2, "valid_every": 2, "log_every": 1, "device": "cpu"}
-                | numbers
-            )
-        )
-        folder = tmp_path / name
-        folder.mkdir()
-        trainer = Trainer(make_model(config.seed), splits, config, folder, {"name": name})
-        with MetricsFile(folder / "metrics.jsonl") as metrics:
-            trainer.fit(metrics)
-        return trainer, metrics.records
+        trainer = make_trainer(name, weights_seed=numbers.get("seed", 0), **numbers)
+        return trainer, fit(trainer)
 
     return run
+
+
+@pytest.fixture
+def start(monkeypatch, logging_as_before):
+    """Run an application, `anemoi_gt.train` or `anemoi_gt.evaluate`, with arguments."""
+
+    def start(application, *arguments):
+        monkeypatch.setattr(sys, "argv", [application.__name__, *arguments])
+        application.main()
+
+    return start
+
+
+@pytest.fixture
+def error_line(capsys):
+    """Call what must exit with status 1; return the last line of standard error."""
+
+    def error_line(function, *arguments):
+        with pytest.raises(SystemExit, match="^1$"):
+            function(*arguments)
+        error = capsys.readouterr().err
+        assert "Traceback" not in error
+        return error.splitlines()[-1]
+
+    return error_line
 
 
 @pytest.fixture
 def without_pictures(monkeypatch):
     """Leave an empty file where a run draws its forecast, which takes longer than a small run."""
     monkeypatch.setattr("anemoi_gt.training.report.draw_training_plot", lambda path, *_: path.touch())
-
-
-@pytest.fixture
-def without_speed():
-    """What must repeat of a run's records: all but how fast it was."""
-
-    def without_speed(records):
-        return [{name: value for name, value in record.items() if name != "samples_per_second"} for record in records]
-
-    return without_speed

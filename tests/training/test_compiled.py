@@ -1,4 +1,4 @@
-"""Training steps with compiled blocks: the results of eager ones, what is compiled and what is not, and what is refused."""
+"""Training steps with compiled blocks: the results of eager ones, what is compiled, and what is refused."""
 
 import copy
 
@@ -10,14 +10,14 @@ from support.capturing import capture_in_place
 from torch import nn
 from torch._dynamo.utils import counters
 
-from anemoi_gt import EncoderProcessorDecoder
-from anemoi_gt.data.graphs import icosphere_graph
 from anemoi_gt.nn import GraphTransformerBaseBlock
 from anemoi_gt.training import TrainingConfig
 from anemoi_gt.training.checkpoint import load_checkpoint
 from anemoi_gt.training.compilation import OVERLAP_MESSAGES, compile_blocks
 from anemoi_gt.training.data_loading import TrainingBatches
 from anemoi_gt.training.step import TrainingStep
+
+from .conftest import assert_same
 
 CPU, STEPS = torch.device("cpu"), 4
 MOVES = "reorder_for_compute_comm_overlap"  # an option of Inductor
@@ -34,21 +34,19 @@ def in_seconds():
 @pytest.fixture
 def compiled_graphs():
     """Return how many were compiled since the last call, at first in this test."""
+    torch.compiler.reset()
     counters.clear()
-
-    def compiled_graphs():
-        return counters.pop("stats", {}).get("unique_graphs", 0)
-
-    return compiled_graphs
+    return lambda: counters.pop("stats", {}).get("unique_graphs", 0)
 
 
 @pytest.fixture
 def make_step(splits, make_model):
     """Make the step of a small model with dropout."""
 
-    def make_step(model=None, **numbers):
-        config = TrainingConfig(steps=2 * STEPS, batch_size=2, warmup_steps=1, device="cpu", **numbers)
-        return TrainingStep(make_model() if model is None else model, splits.train.weights, config, CPU)
+    def make_step(model=None, compile=False, precision="32-true", **options):
+        numbers = {"steps": 2 * STEPS, "batch_size": 2, "warmup_steps": 1, "device": "cpu"}
+        config = TrainingConfig(**numbers, compile=compile, precision=precision)
+        return TrainingStep(model or make_model(**options), splits.train.weights, config, CPU)
 
     return make_step
 
@@ -65,29 +63,12 @@ def trained(splits):
     return trained
 
 
-@pytest.fixture
-def deep_model(splits):
-    """Make a model of some layers."""
-    graph = icosphere_graph(splits.train.nodes, refinement=1)
-    fields = splits.train.in_channels, splits.train.out_channels
-
-    def deep_model(layers, **options):
-        torch.manual_seed(0)
-        return EncoderProcessorDecoder(graph, *fields, channels=8, heads=2, num_layers=layers, **options)
-
-    return deep_model
-
-
 def batches_of(splits):
     return TrainingBatches(splits.train, 2, STEPS, seed=0, device=CPU).since(0)
 
 
 def compiled_parts(model):
     return [module for module in model.modules() if module._compiled_call_impl is not None]
-
-
-def assert_same_bits(actual, expected):
-    assert [torch.equal(a, b) for a, b in zip(actual, expected, strict=True)] == [True] * len(expected)
 
 
 def test_every_block_is_compiled_and_nothing_else(make_step):
@@ -105,31 +86,25 @@ def test_copies_are_not_compiled_and_names_stay(make_step):
 
 
 def test_validation_and_the_best_model_are_not_compiled(run, compiled_graphs):
-    torch.compiler.reset()
     trainer, _ = run(compile=True)
     assert compiled_graphs() == 3  # each kind of block in training, none without gradients
     best = trainer.best_model()
     assert not compiled_parts(best) and compiled_parts(trainer.step.model)
-    expected = load_checkpoint(trainer.folder / "best.pt")["average"]
-    assert_same_bits(list(best.state_dict().values()), list(expected.values()))
+    assert_same(best.state_dict(), load_checkpoint(trainer.folder / "best.pt")["average"])
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-def test_compiled_steps_agree_with_eager_ones_to_rounding(make_step, trained, deep_model, precision, checkpointed):
-    options = {"checkpoint_groups": 1} if checkpointed else {"dropout": 0.1}
-    compiled, eager = (
-        trained(make_step(deep_model(2, **options), compile=way, precision=precision)) for way in (True, False)
-    )
+def test_compiled_steps_agree_with_eager_ones_to_rounding(make_step, trained, precision, checkpointed):
+    options = {"num_layers": 2, "precision": precision}
+    options |= {"checkpoint_groups": 1, "dropout": 0.0} if checkpointed else {}
+    compiled, eager = (trained(make_step(compile=way, **options)) for way in (True, False))
     torch.testing.assert_close(compiled, eager)
 
 
-def test_inductor_has_the_options_that_are_set():
+def test_blocks_are_compiled_with_overlapped_messages_by_options_that_inductor_has(make_model, monkeypatch):
     assert set(OVERLAP_MESSAGES) <= set(torch._inductor.list_options())
     assert all(hasattr(torch._inductor.comms, name) for name in OVERLAP_MESSAGES[f"{MOVES}_passes"])
-
-
-def test_blocks_are_compiled_with_overlapped_messages(make_model, monkeypatch):
     calls = []
     monkeypatch.setattr(nn.Module, "compile", lambda module, **options: calls.append(options))
     compile_blocks(make_model())
@@ -143,22 +118,20 @@ def test_a_state_goes_from_a_compiled_step_to_another_and_back(make_step, traine
     plain.load_state_dict(copy.deepcopy(compiled.state_dict()))
     again = make_step(compile=True)
     again.load_state_dict(copy.deepcopy(plain.state_dict()))
-    assert_same_bits(trained(again), trained(compiled))
+    assert_same(trained(again), trained(compiled))
 
 
-def test_layers_of_a_kind_share_what_was_compiled(make_step, deep_model, splits, compiled_graphs):
-    torch.compiler.reset()
-    make_step(deep_model(3), compile=True).training_step(next(batches_of(splits)))
-    assert compiled_graphs() == 3  # of the encoder, the processor and the decoder
-    make_step(deep_model(5), compile=True).training_step(next(batches_of(splits)))
-    assert compiled_graphs() == 0
+def test_layers_of_a_kind_share_what_was_compiled(make_step, splits, compiled_graphs):
+    for layers, graphs in ((3, 3), (5, 0)):  # of the encoder, the processor and the decoder, then none
+        make_step(compile=True, num_layers=layers, dropout=0.0).training_step(next(batches_of(splits)))
+        assert compiled_graphs() == graphs
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_captured_compiled_steps_have_the_bits_of_compiled_ones(make_step, trained, precision):
     launched, captured = (make_step(compile=True, precision=precision) for _ in range(2))
     captured.capture(capture_in_place)
-    assert_same_bits(trained(captured), trained(launched))
+    assert_same(trained(captured), trained(launched))
     assert compiled_parts(captured.model)
 
 

@@ -10,6 +10,7 @@ from hydra.errors import ConfigCompositionException
 from hydra.utils import instantiate
 
 from anemoi_gt import AttentionConfig
+from anemoi_gt.attention_config import BACKENDS, PRECISIONS
 from anemoi_gt.data import era5_uk
 from anemoi_gt.data.grids import regional
 from anemoi_gt.hydra_app import GROUPS
@@ -18,10 +19,6 @@ from anemoi_gt.train import build
 
 CONFIGS = files("anemoi_gt.configs")
 TINY_SPHERE = ["data.grid_name=O4", "data.train_size=2", "data.valid_size=1", "data.test_size=1", "data.lead_time=12"]
-COMPANIONS = {
-    "graph=limited_area": ["data=era5_uk"],
-    "data=sphere": TINY_SPHERE,
-}  # what an option needs or is too large without
 FOR_ANEMOI = "anemoi"  # groups for Anemoi's configs, not for this application's
 
 
@@ -49,16 +46,17 @@ def weather(monkeypatch):
     monkeypatch.setattr(era5_uk, "read_era5_uk", lambda path: field)
 
 
-def test_there_are_the_groups_that_the_documentation_names():
-    groups = {option.split("=")[0] for option in options()}
+def test_there_are_the_groups_that_the_documentation_names_and_every_backend_and_precision():
+    groups, choices = {option.split("=")[0] for option in options()}, {option.replace("'", "") for option in options()}
     assert groups == {"attention/backend", "attention/precision", "sharding", *GROUPS}
+    assert {f"attention/backend={name}" for name in BACKENDS} <= choices
+    assert {f"attention/precision={name or 'null'}" for name in PRECISIONS} <= choices
 
 
 @pytest.mark.parametrize("option", list(options()))
 def test_every_config_builds_its_object(option, weather):
-    config = composed(
-        *COMPANIONS.get(option, []), *([] if "era5" in option or "limited" in option else TINY_SPHERE), option
-    )
+    needed = ["data=era5_uk"] if "limited" in option else [] if "era5" in option else TINY_SPHERE
+    config = composed(*needed, option)
     if option == "attention/backend=triton":
         assert instantiate(config.attention) == AttentionConfig(backend="triton")
         return
@@ -70,28 +68,16 @@ def test_every_config_builds_its_object(option, weather):
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        ([], AttentionConfig()),
-        (["attention/backend=triton"], AttentionConfig(backend="triton")),
-        (["attention.backend=triton"], AttentionConfig(backend="triton")),
-        (["attention/backend=torch", "attention/precision=bf16"], AttentionConfig("torch", "bf16")),
-        (["attention.precision=fp16"], AttentionConfig(precision="fp16")),
-        (["attention/precision='null'"], AttentionConfig()),
-        (["attention.precision=null"], AttentionConfig()),
-        (["attention.fixed_degree_kernels=false"], AttentionConfig(fixed_degree_kernels=False)),
-        (["attention.tile='unroll=1,num_warps=4'"], AttentionConfig(tile="unroll=1,num_warps=4")),
+        *((same, AttentionConfig()) for same in ("", "attention/precision='null'", "attention.precision=null")),
+        *((f"attention{way}backend=triton", AttentionConfig("triton")) for way in "/."),
+        ("attention/backend=torch attention/precision=bf16", AttentionConfig("torch", "bf16")),
+        ("attention.precision=fp16", AttentionConfig(precision="fp16")),
+        ("attention.fixed_degree_kernels=false", AttentionConfig(fixed_degree_kernels=False)),
+        ("attention.tile='unroll=1,num_warps=4'", AttentionConfig(tile="unroll=1,num_warps=4")),
     ],
-    ids=lambda value: " ".join(value) or "none" if isinstance(value, list) else "",
 )
 def test_attention_is_chosen_by_group_or_by_value(overrides, expected):
-    assert instantiate(composed(*overrides).attention) == expected
-
-
-def test_every_backend_and_precision_is_a_choice():
-    from anemoi_gt.attention_config import BACKENDS, PRECISIONS
-
-    choices = {option.replace("'", "") for option in options(CONFIGS / "attention", "attention")}
-    assert {f"attention/backend={name}" for name in BACKENDS} <= choices
-    assert {f"attention/precision={name or 'null'}" for name in PRECISIONS} <= choices
+    assert instantiate(composed(*overrides.split()).attention) == expected
 
 
 def test_graph_model_and_training_follow_the_data_unless_chosen():
@@ -144,23 +130,25 @@ def foreign(tmp_path, attention, *overrides):
 
 def test_a_foreign_application_uses_the_groups(tmp_path):
     config = foreign(tmp_path, "attention: default", "attention/backend=torch", "graph.refinement=1")
-    assert instantiate(config.attention) == AttentionConfig(backend="torch")
+    attention = instantiate(config.attention)
+    assert attention == AttentionConfig(backend="torch")
     assert config.learning == "fast" and set(config) == {"attention", "networks", "graph", "learning"}
     nodes = regional(np.arange(-80.0, 90, 20), np.arange(0.0, 360, 20))
-    model = instantiate(config.networks.small)(
-        instantiate(config.graph)(nodes), 3, 2, config=instantiate(config.attention)
-    )
+    model = instantiate(config.networks.small)(instantiate(config.graph)(nodes), 3, 2, config=attention)
     assert model(torch.zeros(1, len(nodes), 3)).shape == (1, len(nodes), 2)
 
 
-def test_a_foreign_application_mounts_attention_elsewhere(tmp_path):
-    config = foreign(tmp_path, "attention@layers.attention: default", "layers.attention.backend=torch")
-    assert instantiate(config.layers.attention) == AttentionConfig(backend="torch")
-    assert set(config) == {"layers", "networks", "graph", "learning"}
+PRECISION = "\n  - attention/precision@layers.attention: fp16"
 
 
-def test_choices_follow_attention_to_where_it_is_mounted(tmp_path):
-    mounted = "attention@layers.attention: default\n  - attention/precision@layers.attention: fp16"
-    config = foreign(tmp_path, mounted, "+attention/backend@layers.attention=torch")
-    assert instantiate(config.layers.attention) == AttentionConfig("torch", "fp16")
+@pytest.mark.parametrize(
+    ("precision", "override", "expected"),
+    [
+        ("", "layers.attention.backend=torch", AttentionConfig("torch")),
+        (PRECISION, "+attention/backend@layers.attention=torch", AttentionConfig("torch", "fp16")),
+    ],
+)
+def test_a_foreign_application_mounts_attention_and_its_choices_elsewhere(tmp_path, precision, override, expected):
+    config = foreign(tmp_path, f"attention@layers.attention: default{precision}", override)
+    assert instantiate(config.layers.attention) == expected
     assert set(config) == {"layers", "networks", "graph", "learning"}

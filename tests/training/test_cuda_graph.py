@@ -1,6 +1,7 @@
-"""A captured step: the bits of a launched one, what is kept between batches, what is refused, and the capture on a GPU."""
+"""A captured step: the bits of a launched one, what is kept between batches, refusals, and the capture on a GPU."""
 
 import weakref
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -8,33 +9,13 @@ from support.capturing import capture_in_place
 from support.cuda_calls import stub_cuda_graphs
 from torch import nn
 
-from anemoi_gt import EncoderProcessorDecoder
 from anemoi_gt.data.datasets import Sample
-from anemoi_gt.data.graphs import icosphere_graph
-from anemoi_gt.training import Trainer, TrainingConfig
 from anemoi_gt.training.cuda_graph import WARM_UP, CUDAGraphedStep, capture_cuda_graph, check_capturable
-from anemoi_gt.training.metrics import MetricsFile
 from anemoi_gt.training.step import AUTOCAST
 
+from .conftest import assert_same, fit, without_speed
+
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
-
-
-@pytest.fixture
-def make_trainer(splits, make_model, tmp_path):
-    """Make a trainer of a small model with dropout, in a folder."""
-
-    def make_trainer(name="run", **numbers):
-        (tmp_path / name).mkdir()
-        fixed = {"steps": 6, "batch_size": 2, "warmup_steps": 2, "valid_every": 2, "log_every": 1, "device": "cpu"}
-        return Trainer(make_model(), splits, TrainingConfig(**fixed | numbers), tmp_path / name, {})
-
-    return make_trainer
-
-
-def fit(trainer):
-    with MetricsFile(trainer.folder / "metrics.jsonl") as metrics:
-        trainer.fit(metrics)
-    return metrics.records
 
 
 class Line(nn.Module):
@@ -79,25 +60,22 @@ def captured(line):
 
 
 @pytest.mark.parametrize("precision", AUTOCAST)
-def test_captured_steps_have_the_bits_of_launched_ones(make_trainer, without_speed, precision):
+def test_captured_steps_have_the_bits_of_launched_ones(make_trainer, precision):
     plain, captured = (make_trainer(name, precision=precision) for name in ("plain", "captured"))
     captured.step.capture(capture_in_place)
     assert without_speed(fit(captured)) == without_speed(fit(plain))
     actual, expected = captured.state_dict(), plain.state_dict()
-    for part in ("model", "average"):
-        for name, value in expected[part].items():
-            assert torch.equal(actual[part][name], value), f"{part} {name}"
+    for part in ("model", "average", "scaler"):
+        assert_same(actual[part], expected[part], part)
     assert torch.equal(actual["generators"]["torch"], expected["generators"]["torch"])
-    assert actual["scaler"] == expected["scaler"]
 
 
 def test_every_batch_has_its_own_loss_and_gradient_and_is_not_changed(line, captured):
     for seed in range(3):
-        expected = launched(line, seed)
+        expected, batch = launched(line, seed), batch_of(seed)
         torch.manual_seed(seed)
-        batch = batch_of(seed)
-        assert torch.equal(captured(batch), expected[0]) and torch.equal(line.factor.grad, expected[1])
-        assert all(map(torch.equal, batch, batch_of(seed)))
+        assert_same([captured(batch), line.factor.grad], expected)
+        assert_same(batch, batch_of(seed))
         assert line.unused.grad is None
 
 
@@ -135,18 +113,14 @@ def test_a_loss_stays_when_the_next_batch_comes(captured):
     assert captured(batch_of(1)).item() != value == first.item()
 
 
-@pytest.mark.parametrize(
-    ("other", "kind"),
-    [
-        (batch_of(1, size=1), r"inputs \(1,\) torch.float32, target \(1,\) torch.float32"),
-        (Sample(*(part.double() for part in batch_of(1))), r"inputs \(2,\) torch.float64, target \(2,\) torch.float64"),
-    ],
-)
-def test_a_batch_of_another_shape_or_dtype_is_refused(captured, other, kind):
+@pytest.mark.parametrize(("size", "dtype"), [(1, torch.float32), (2, torch.float64)])
+def test_a_batch_of_another_shape_or_dtype_is_refused(captured, size, dtype):
     captured(batch_of(0))
-    first = r"inputs \(2,\) torch.float32, target \(2,\) torch.float32"
-    with pytest.raises(ValueError, match=f"shapes and dtypes of the first, {first}, .* got {kind}: .*cuda_graph=false"):
-        captured(other)
+    kinds = [rf"inputs \({n},\) {kind}, target \({n},\) {kind}" for n, kind in ((2, torch.float32), (size, dtype))]
+    with pytest.raises(
+        ValueError, match="shapes and dtypes of the first, {}, .* got {}: .*cuda_graph=false".format(*kinds)
+    ):
+        captured(Sample(*(part.to(dtype) for part in batch_of(1, size))))
 
 
 def test_the_memory_that_a_replay_reads_does_not_move(make_trainer):
@@ -199,11 +173,8 @@ def test_training_releases_the_captured_step_at_the_end_and_after_an_error(make_
     trainer = make_trainer()
     trainer.step.capture(capture)
     nn.init.constant_(next(trainer.step.model.parameters()), number)
-    if number == number:
+    with nullcontext() if number == number else pytest.raises(FloatingPointError):
         fit(trainer)
-    else:
-        with pytest.raises(FloatingPointError):
-            fit(trainer)
     assert [replay() for replay in replays] == [None]
 
 
@@ -212,21 +183,14 @@ def test_a_cpu_is_refused(make_trainer):
         make_trainer(cuda_graph=True)
 
 
-def test_checkpointed_layers_with_dropout_are_refused_by_name(splits):
-    graph = icosphere_graph(splits.train.nodes, refinement=1)
-
-    def model(**options):
-        return EncoderProcessorDecoder(graph, 2, 2, channels=8, heads=2, num_layers=2, **options)
-
+def test_checkpointed_layers_with_dropout_are_refused_by_name(make_model):
     with pytest.raises(ValueError, match=r"processor, encoder.data, decoder.data: set model.checkpoint_groups=null or"):
-        check_capturable(model(checkpoint_groups=2, dropout=0.1), GPU)
-    for options in ({"checkpoint_groups": 2}, {"dropout": 0.1}):
-        check_capturable(model(**options), GPU)
+        check_capturable(make_model(num_layers=2, checkpoint_groups=2, dropout=0.1), GPU)
+    for options in ({"checkpoint_groups": 2, "dropout": 0.0}, {"dropout": 0.1}):
+        check_capturable(make_model(num_layers=2, **options), GPU)
 
 
-@pytest.fixture
-def order(monkeypatch):
-    return stub_cuda_graphs(monkeypatch)
+order = pytest.fixture(stub_cuda_graphs, name="order")
 
 
 def test_a_pass_is_captured_after_a_warm_up_on_a_side_stream_and_replayed_without(order):
@@ -237,9 +201,7 @@ def test_a_pass_is_captured_after_a_warm_up_on_a_side_stream_and_replayed_withou
     order.clear()
     replay()
     assert order == ["replay"]
-
-
-def test_a_warm_up_may_be_another_function(order):
+    order.clear()  # a warm-up may be another function
     capture_cuda_graph(lambda: order.append("pass"), warm_up=lambda: order.append("warm up"))
     assert (order.count("warm up"), order.count("pass")) == (WARM_UP, 1)
 

@@ -4,6 +4,7 @@ import json
 import logging
 import sys
 from copy import copy
+from functools import partial
 
 import pytest
 import torch
@@ -13,10 +14,14 @@ from anemoi_gt.data.datasets import ForecastDataset
 from anemoi_gt.data.sphere import SphereDataset
 from anemoi_gt.training.checkpoint import load_checkpoint, save_checkpoint
 
+from . import conftest
+
 SMALL = [
-    *("data.grid_name=O4", "data.train_size=8", "data.valid_size=2", "data.test_size=3", "graph.refinement=1"),
-    *("model.num_layers=1", "training.steps=6", "training.warmup_steps=1", "training.valid_every=2"),
-    *("training.learning_rate=0.1", "training.device=cpu"),
+    *conftest.SMALL,
+    "model.num_layers=1",
+    "training.steps=6",
+    "training.valid_every=2",
+    "training.learning_rate=0.1",
 ]
 
 
@@ -34,30 +39,18 @@ def trained(tmp_path_factory):
 
 
 @pytest.fixture
-def evaluated(monkeypatch, logging_as_before, tmp_path):
+def evaluated(start, tmp_path):
     """Evaluate with arguments, and return the folder of the results."""
-
-    def evaluated(*arguments):
-        monkeypatch.setattr(sys, "argv", ["anemoi_gt.evaluate", *arguments, f"hydra.run.dir={tmp_path}"])
-        evaluate.main()
-        return tmp_path
-
-    return evaluated
+    return lambda *arguments: start(evaluate, *arguments, f"hydra.run.dir={tmp_path}") or tmp_path
 
 
 @pytest.fixture
-def error_line(evaluated, capsys):
+def refusal(evaluated, error_line):
     """Evaluate with invalid arguments, and return the last line of standard error."""
+    return partial(error_line, evaluated)
 
-    def error_line(*arguments):
-        with pytest.raises(SystemExit) as exit_:
-            evaluated(*arguments)
-        assert exit_.value.code == 1
-        error = capsys.readouterr().err
-        assert "Traceback" not in error
-        return error.splitlines()[-1]
 
-    return error_line
+NO_FILES = "null", "run (1)/best.pt", "a.pt,b.pt"
 
 
 def scores(folder, name="scores.json"):
@@ -97,9 +90,8 @@ def test_command_line_overrides_the_config_of_the_run(trained, evaluated, withou
 def test_rollout_writes_scores_by_lead_time_and_a_plot(trained, evaluated, without_pictures, capsys):
     folder = evaluated(f"checkpoint={trained / 'best.pt'}", "rollout=3")
     rollout = scores(folder, "rollout.json")
-    assert [(s["forecast"], s["lead_time"]) for s in rollout] == [
-        (name, lead_time) for lead_time in (12.0, 24.0, 36.0) for name in ("model", "persistence")
-    ]
+    expected = [(name, lead_time) for lead_time in (12.0, 24.0, 36.0) for name in ("model", "persistence")]
+    assert [(s["forecast"], s["lead_time"]) for s in rollout] == expected
     assert rollout[:2] == scores(folder)
     assert f"written: {folder / 'rollout.png'}" in capsys.readouterr().out
 
@@ -110,28 +102,26 @@ def test_rollout_writes_scores_by_lead_time_and_a_plot(trained, evaluated, witho
         (["checkpoint=nowhere.pt"], "no checkpoint nowhere.pt: give the last.pt or best.pt"),
         ([], "checkpoint must be given, as checkpoint=VALUE"),
         (["checkpoint={trained}/scores.json"], "a checkpoint must be a whole file that training wrote, "),
-        (["checkpoint=null"], "checkpoint must name one file, got 'checkpoint=null'"),
-        (["checkpoint=run (1)/best.pt"], "checkpoint must name one file, got 'checkpoint=run (1)/best.pt'"),
-        (["checkpoint=a.pt,b.pt"], "checkpoint must name one file, got 'checkpoint=a.pt,b.pt'"),
+        *(([f"checkpoint={name}"], f"checkpoint must name one file, got 'checkpoint={name}'") for name in NO_FILES),
         (["checkpoint={trained}/best.pt", "rollout=0"], "rollout must be an integer, at least 1, got 0"),
         (["checkpoint={trained}/best.pt", "rollout=far"], "rollout must be an integer, at least 1, got 'far'"),
         (["checkpoint={trained}/best.pt", "model.channels=64"], "the checkpoint's weights must be those of the config"),
     ],
 )
-def test_invalid_arguments_end_with_one_sentence(trained, error_line, arguments, message):
-    sentence = error_line(*(argument.format(trained=trained) for argument in arguments))
+def test_invalid_arguments_end_with_one_sentence(trained, refusal, arguments, message):
+    sentence = refusal(*(argument.format(trained=trained) for argument in arguments))
     assert sentence.startswith("anemoi_gt.evaluate: ") and message in sentence
 
 
-def test_torchrun_raises(error_line, monkeypatch):
+def test_torchrun_raises(refusal, monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, "0")
-    assert "evaluate runs in one process, without torchrun" in error_line("checkpoint=best.pt")
+    assert "evaluate runs in one process, without torchrun" in refusal("checkpoint=best.pt")
 
 
-def test_data_set_without_rollouts_raises_before_scoring(trained, error_line, monkeypatch, tmp_path):
+def test_data_set_without_rollouts_raises_before_scoring(trained, refusal, monkeypatch, tmp_path):
     monkeypatch.setattr(SphereDataset, "advance", ForecastDataset.advance)
-    sentence = error_line(f"checkpoint={trained / 'best.pt'}", "rollout=2")
+    sentence = refusal(f"checkpoint={trained / 'best.pt'}", "rollout=2")
     assert "a rollout needs a data set that implements advance(), SphereDataset does not" in sentence
     assert not (tmp_path / "scores.json").exists()
 
@@ -151,6 +141,6 @@ def write_sharded(path, trained):
     ],
     ids=["sharded", "truncated", "without config", "tensor"],
 )
-def test_file_that_is_no_checkpoint_of_a_run_raises(trained, error_line, write, message, tmp_path):
+def test_file_that_is_no_checkpoint_of_a_run_raises(trained, refusal, write, message, tmp_path):
     write(tmp_path / "checkpoint.pt", trained)
-    assert message.format(folder=tmp_path) in error_line(f"checkpoint={tmp_path / 'checkpoint.pt'}")
+    assert message.format(folder=tmp_path) in refusal(f"checkpoint={tmp_path / 'checkpoint.pt'}")

@@ -28,7 +28,7 @@ def main(config):
     layer = anemoi_gt.GraphTransformerConv(8, config.channels_per_head, heads=2, config=attention)
     edge_index = torch.tensor([[0, 1, 2], [1, 2, 0]])
     print(tuple(layer(torch.ones(3, 8), edge_index).shape), layer.config == attention)
-    nodes = grid("O4")
+    nodes = grid("N32")  # its row lengths are package data too
     model = instantiate(config.model)(instantiate(config.graph)(nodes), 3, 2, config=attention)
     print(tuple(model(torch.zeros(1, len(nodes), 3)).shape))
 
@@ -80,12 +80,9 @@ def python(tmp_path):
     python = tmp_path / "environment" / "bin" / "python"
     packages = execute(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=tmp_path).strip()
     # Folders in a .pth file are searched, but their own .pth files, which make an editable install work, are not read.
-    Path(packages, "borrowed.pth").write_text("\n".join(borrowed_packages()))
+    borrowed = {sysconfig.get_path("purelib"), *(path for path in sys.path if path.endswith("site-packages"))}
+    Path(packages, "borrowed.pth").write_text("\n".join(sorted(borrowed)))
     return python
-
-
-def borrowed_packages():
-    return sorted({sysconfig.get_path("purelib"), *(path for path in sys.path if path.endswith("site-packages"))})
 
 
 @pytest.mark.parametrize("mode", ["wheel", "editable"])
@@ -99,6 +96,6 @@ def test_another_application_finds_the_configs_of_the_installed_package(mode, so
     home = source / "src" if mode == "editable" else tmp_path / "environment"
     assert Path(lines[0]).is_relative_to(home)
     assert lines[1].startswith("AttentionConfig(backend='torch', precision='bf16'")
-    assert lines[2:] == ["(3, 8) True", "(1, 208, 2)"]
+    assert lines[2:] == ["(3, 8) True", "(1, 6114, 2)"]
     assert execute(python, "-c", LICENCES, cwd=tmp_path).split() == ["LICENSE", "NOTICE"]
     assert "AttentionConfig" in execute(python, "-m", "anemoi_gt.train", "--cfg", "job", cwd=tmp_path)

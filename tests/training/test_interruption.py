@@ -8,21 +8,15 @@ import sys
 import time
 
 import pytest
-import torch
 
 from anemoi_gt.training.checkpoint import load_checkpoint
 
+from .conftest import SMALL, assert_same, without_speed
+
 STEPS, VALID_EVERY = 60, 10
 RUN = [
-    *("data.grid_name=O4", "data.train_size=8", "data.valid_size=2", "data.test_size=3", "graph.refinement=1"),
-    *(
-        "model.num_layers=1",
-        "model.channels=8",
-        "model.dropout=0.1",
-        f"training.steps={STEPS}",
-        f"training.valid_every={VALID_EVERY}",
-    ),
-    *("training.log_every=1", "training.device=cpu", "training.threads=1", "resume=true"),
+    *(*SMALL, "model.num_layers=1", "model.channels=8", "model.dropout=0.1", f"training.steps={STEPS}"),
+    *(f"training.valid_every={VALID_EVERY}", "training.log_every=1", "training.threads=1", "resume=true"),
 ]
 DEADLINE = 120  # s, for a run of a few
 
@@ -50,27 +44,23 @@ def send(process, number, folder, after):
 
 
 def records(folder):
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [{name: value for name, value in json.loads(line).items() if name != "samples_per_second"} for line in lines]
+    return without_speed(map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()))
 
 
 def assert_same_run(folder, other):
     assert records(folder) == records(other)
     assert (folder / "scores.json").read_text() == (other / "scores.json").read_text()
     for name in ("last.pt", "best.pt"):
-        states = [load_checkpoint(place / name) for place in (folder, other)]
-        assert states[0]["step"] == states[1]["step"]
-        for part in ("model", "average"):
-            for key, value in states[0][part].items():
-                assert torch.equal(value, states[1][part][key]), f"{name}: {key}"
+        actual, expected = (load_checkpoint(place / name) for place in (folder, other))
+        for part in ("step", "model", "average"):
+            assert_same(actual[part], expected[part], f"{name}: {part}")
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """The folder of a run that nothing interrupts."""
     folder = tmp_path_factory.mktemp("whole") / "run"
-    status, _ = finish(start(folder))
-    assert status == 0
+    assert finish(start(folder))[0] == 0
     return folder
 
 

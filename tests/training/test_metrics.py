@@ -7,15 +7,12 @@ import pytest
 from anemoi_gt.training.metrics import MetricsFile, curve, read_metrics
 
 
-def test_record_is_in_the_file_as_soon_as_it_is_written(tmp_path):
+def test_record_is_in_the_file_as_soon_as_it_is_written_and_nan_raises_because_json_has_none(tmp_path):
     with MetricsFile(tmp_path / "metrics.jsonl") as metrics:
         metrics.write(split="train", step=1, loss=0.5)
         assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"split": "train", "step": 1, "loss": 0.5}
-
-
-def test_nan_raises_because_json_has_none(tmp_path):
-    with MetricsFile(tmp_path / "metrics.jsonl") as metrics, pytest.raises(ValueError, match="not JSON compliant"):
-        metrics.write(split="train", step=1, loss=float("nan"))
+        with pytest.raises(ValueError, match="not JSON compliant"):
+            metrics.write(split="train", step=1, loss=float("nan"))
 
 
 def test_invalid_line_raises_with_its_number(tmp_path):

@@ -4,21 +4,22 @@ import os
 import random
 import signal
 import threading
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 
-from anemoi_gt.data.datasets import Splits
-from anemoi_gt.training import Trainer, TrainingConfig
 from anemoi_gt.training.checkpoint import load_checkpoint
 from anemoi_gt.training.data_loading import TrainingBatches
 from anemoi_gt.training.metrics import MetricsFile
 from anemoi_gt.training.rng import seed_generators
 from anemoi_gt.training.signals import Stopped, StopRequest
 
+from .conftest import assert_same, fit, without_speed
+
 # Neither records nor validations fall on the step of the stop, so that a mean loss is half collected there.
-NUMBERS = {"steps": 9, "batch_size": 3, "warmup_steps": 2, "valid_every": 3, "log_every": 3, "device": "cpu", "seed": 5}
+NUMBERS = {"steps": 9, "batch_size": 3, "valid_every": 3, "log_every": 3, "seed": 5}
 STOP_AFTER = 5
 
 
@@ -54,23 +55,15 @@ class SignalAt:
 
 
 @pytest.fixture
-def trainer(splits, make_model, tmp_path):
+def trainer(make_trainer):
     """Make the trainer of one and the same run, for a folder."""
+    return partial(make_trainer, **NUMBERS)
 
-    def trainer(folder, dataset=splits.train, weights_seed=0, **numbers):
-        (tmp_path / folder).mkdir(exist_ok=True)
-        config = TrainingConfig(**NUMBERS | numbers)
-        return Trainer(
-            make_model(weights_seed), Splits(dataset, *splits[1:]), config, tmp_path / folder, {"a run": True}
-        )
 
+def load(trainer):
+    """Continue from the last checkpoint; returns the trainer."""
+    trainer.load_state_dict(load_checkpoint(trainer.folder / "last.pt"))
     return trainer
-
-
-def fit(trainer):
-    with MetricsFile(trainer.folder / "metrics.jsonl", until=trainer.step.global_step) as metrics:
-        trainer.fit(metrics)
-    return metrics.records
 
 
 def stop(trainer, after=STOP_AFTER, number=signal.SIGTERM):
@@ -81,24 +74,8 @@ def stop(trainer, after=STOP_AFTER, number=signal.SIGTERM):
     return stopped.value
 
 
-def assert_same(actual, expected, name="state"):
-    """Nested dicts and lists of tensors and numbers must be equal bit by bit."""
-    if isinstance(expected, dict):
-        assert actual.keys() == expected.keys(), name
-        for key, value in expected.items():
-            assert_same(actual[key], value, f"{name}.{key}")
-    elif isinstance(expected, list | tuple):
-        assert len(actual) == len(expected), name
-        for i, value in enumerate(expected):
-            assert_same(actual[i], value, f"{name}[{i}]")
-    elif isinstance(expected, torch.Tensor):
-        assert torch.equal(actual, expected), name
-    else:
-        assert actual == expected, name
-
-
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
-def test_a_run_that_is_stopped_twice_ends_with_the_same_bits(trainer, without_speed, precision):
+def test_a_run_that_is_stopped_twice_ends_with_the_same_bits(trainer, precision):
     whole = trainer("whole", precision=precision)
     records = fit(whole)
     stop(trainer("stopped", precision=precision), after=2)
@@ -106,7 +83,7 @@ def test_a_run_that_is_stopped_twice_ends_with_the_same_bits(trainer, without_sp
         # Other weights at first, and generators elsewhere: all must come from the checkpoint.
         continued = trainer("stopped", precision=precision, weights_seed=1)
         seed_generators(99)
-        continued.load_state_dict(load_checkpoint(continued.folder / "last.pt"))
+        load(continued)
         if after is not None:
             stop(continued, after)
     assert continued.step.global_step == STOP_AFTER
@@ -115,35 +92,30 @@ def test_a_run_that_is_stopped_twice_ends_with_the_same_bits(trainer, without_sp
         assert_same(load_checkpoint(continued.folder / name), load_checkpoint(whole.folder / name), name)
 
 
-def test_samples_that_draw_from_global_generators_continue_too(trainer, splits, without_speed):
+def test_samples_that_draw_from_global_generators_continue_too(trainer, splits):
     noisy = NoisySamples(splits.train)
     records = fit(trainer("whole", noisy))
     assert without_speed(records) != without_speed(fit(trainer("quiet")))
     stop(trainer("stopped", noisy))
     seed_generators(99)
-    continued = trainer("stopped", noisy)
-    continued.load_state_dict(load_checkpoint(continued.folder / "last.pt"))
-    assert without_speed(fit(continued)) == without_speed(records)
+    assert without_speed(fit(load(trainer("stopped", noisy)))) == without_speed(records)
 
 
 def test_a_continued_run_keeps_the_best_weights_that_it_does_not_beat(trainer):
     stop(trainer("run"))
     continued = trainer("run")
-    best = continued.folder / "best.pt"
+    best, last = continued.folder / "best.pt", continued.folder / "last.pt"
     kept = best.read_bytes()
-    state = load_checkpoint(continued.folder / "last.pt")
-    continued.load_state_dict(state | {"best_loss": 0.0})
+    continued.load_state_dict(load_checkpoint(last) | {"best_loss": 0.0})
     fit(continued)
-    assert best.read_bytes() == kept and load_checkpoint(continued.folder / "last.pt")["best_loss"] == 0.0
+    assert best.read_bytes() == kept and load_checkpoint(last)["best_loss"] == 0.0
 
 
-def test_a_finished_run_takes_no_step_when_it_is_continued(trainer, without_speed):
-    records = fit(trainer("run"))
-    before = (trainer("run").folder / "last.pt").read_bytes()
-    continued = trainer("run")
-    continued.load_state_dict(load_checkpoint(continued.folder / "last.pt"))
-    assert fit(continued) == records
-    assert (continued.folder / "last.pt").read_bytes() == before
+def test_a_finished_run_takes_no_step_when_it_is_continued(trainer):
+    finished = trainer("run")
+    records, before = fit(finished), (finished.folder / "last.pt").read_bytes()
+    assert fit(load(trainer("run"))) == records
+    assert (finished.folder / "last.pt").read_bytes() == before
 
 
 def test_records_after_the_checkpoint_are_written_once(tmp_path):
@@ -162,8 +134,7 @@ def test_records_after_the_checkpoint_are_written_once(tmp_path):
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_ends_the_run_after_the_step_which_is_saved_and_handlers_are_restored(trainer, number, status):
-    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
-    run = trainer("run")
+    before, run = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)], trainer("run")
     stopped = stop(run, number=number)
     assert stopped.exit_status == status
     assert str(stopped) == f"stopped by {number.name} after step {STOP_AFTER}, which is saved"
@@ -171,14 +142,11 @@ def test_a_signal_ends_the_run_after_the_step_which_is_saved_and_handlers_are_re
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
 
 
-def test_a_second_interrupt_does_not_wait():
+def test_a_second_interrupt_does_not_wait_and_an_ignored_signal_stays_ignored():
     with pytest.raises(KeyboardInterrupt), StopRequest() as request:
         signal.raise_signal(signal.SIGINT)
         assert request.received == signal.SIGINT
         signal.raise_signal(signal.SIGINT)
-
-
-def test_an_ignored_signal_stays_ignored():
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         with StopRequest() as request:
@@ -203,9 +171,7 @@ def test_a_stop_saves_no_state_that_is_not_finite(trainer, where):
     before = (run.folder / "last.pt").read_bytes()
     if where == "weights":
         torch.nn.init.constant_(next(run.step.model.parameters()), float("nan"))
-        run.step.training_step = lambda batch: torch.tensor(1.0)
-    else:
-        run.step.training_step = lambda batch: torch.tensor(float("nan"))
+    run.step.training_step = lambda batch: torch.tensor(float("nan") if where == "loss" else 1.0)
     run.batches = SignalAt(run.batches._batches, 5, signal.SIGTERM)
     with pytest.raises(FloatingPointError, match=f"the {where} must stay finite"):
         fit(run)
@@ -217,21 +183,16 @@ def test_a_run_does_not_continue_from_a_partial_state(trainer):
     fit(run)
     state = load_checkpoint(run.folder / "last.pt")
     del state["scaler"], state["generators"]
-    with pytest.raises(
-        ValueError, match="state must be the last.pt of a run, this checkpoint lacks generators, scaler"
-    ):
+    with pytest.raises(ValueError, match="must be the last.pt of a run, this checkpoint lacks generators, scaler"):
         run.load_state_dict(state)
 
 
 def test_batches_follow_from_seed_and_step(splits):
     def numbers(seed, since):
         """Indices of the samples in the batches, by their inputs."""
-        known = [splits.train.inputs(i) for i in range(len(splits.train))]
-        batches = TrainingBatches(splits.train, 3, steps=6, seed=seed, device=torch.device("cpu"))
-        return [
-            [next(i for i, inputs in enumerate(known) if torch.equal(inputs, sample)) for sample in batch.inputs]
-            for batch in batches.since(since)
-        ]
+        known = torch.stack([splits.train.inputs(i) for i in range(len(splits.train))])
+        batches = TrainingBatches(splits.train, 3, steps=6, seed=seed, device=torch.device("cpu")).since(since)
+        return [[int((known == x).flatten(1).all(1).nonzero()) for x in batch.inputs] for batch in batches]
 
     whole = numbers(seed=1, since=0)
     assert len(whole) == 6 and {len(batch) for batch in whole} == {3}

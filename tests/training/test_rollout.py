@@ -51,15 +51,11 @@ def model(dataset):
     return InputModel(dataset.in_channels).eval()
 
 
-def test_first_step_is_the_forecast_that_training_scores(dataset, model):
-    forecast = model_forecast(model, dataset)
+def test_forecasts_and_scores_at_the_first_lead_time_are_those_of_training(dataset, model):
     for i in (0, len(dataset) - 1):
-        (first, *_) = roll_out(model, dataset, i, 3)
-        assert torch.equal(first.forecast, forecast(i))
+        first, *_ = roll_out(model, dataset, i, 3)
+        assert torch.equal(first.forecast, model_forecast(model, dataset)(i))
         assert torch.equal(first.truth, dataset.truth(i))
-
-
-def test_scores_at_the_first_lead_time_are_those_of_training(dataset, model):
     rollouts = [s for s in score_rollouts(model, dataset, 2).scores if s.lead_time == dataset.lead_time]
     assert rollouts == score({"model": model_forecast(model, dataset), "persistence": dataset.present}, dataset)
 
@@ -85,11 +81,10 @@ def test_rollout_on_the_sphere_agrees_with_a_computation_by_hand(splits):
 def test_rollout_of_weather_equals_forecasts_from_a_field_continued_by_forecasts(weather):
     model, start = InputModel(weather.in_channels), weather.starts[3]
     outcomes, values = roll_out(model, weather, 3, 30), weather.field.values.clone()  # beyond the 24 h of the inputs
-    for n, outcome in enumerate(outcomes):
-        known = HourlyField(weather.nodes, weather.field.times, values)
-        continued = type(weather)(known, range(start + n, start + n + 1), lead_time=1)
+    for n, outcome in enumerate(outcomes, start):
+        continued = type(weather)(HourlyField(weather.nodes, weather.field.times, values), range(n, n + 1), lead_time=1)
         torch.testing.assert_close(outcome.forecast, model_forecast(model, continued)(0))
-        values[start + n + 1] = outcome.forecast[:, 0]
+        values[n + 1] = outcome.forecast[:, 0]
 
 
 def test_rollout_does_not_depend_on_later_data(weather):
@@ -104,9 +99,8 @@ def test_lead_times_are_scored_over_the_samples_with_a_truth(weather):
     steps, samples = 4, len(weather)
     assert weather.starts == range(FIRST_TEST_HOUR, HOURS - 1)
     rollouts = score_rollouts(InputModel(weather.in_channels), weather, steps)
-    assert [(s.lead_time, s.samples) for s in rollouts.scores if s.forecast == "model"] == [
-        (n, samples - n + 1) for n in range(1, steps + 1)
-    ]
+    found = [(s.lead_time, s.samples) for s in rollouts.scores if s.forecast == "model"]
+    assert found == [(n, samples - n + 1) for n in range(1, steps + 1)]
     assert roll_out(InputModel(weather.in_channels), weather, samples - 1, 2)[1].truth is None
     assert rollouts.median_sample <= samples - steps
 
@@ -131,26 +125,25 @@ def test_divergent_rollouts_raise(splits):
         score_rollouts(Growing(splits.test.in_channels), splits.test, 8)
 
 
-STEPS = "steps must be at least 1, got 0"
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda data: roll_out(InputModel(data.in_channels), data, 0, 0), STEPS),
-        (lambda data: score_rollouts(InputModel(data.in_channels), data, 0), STEPS),
-        (lambda data: roll_out(InputModel(data.in_channels), data, -1, 1), r"i must be a sample index in \[0, 119\)"),
-        (lambda data: roll_out(InputModel(data.in_channels), data, 9999, 1), r"i must be a sample index in \[0, 119\)"),
-        (lambda data: ForecastDataset.advance(data, 0, []), "that implements advance\\(\\), Era5UkDataset does not"),
+        *(
+            (lambda model, data, i=i: roll_out(model, data, i, 1), r"i must be a sample index in \[0, 119\)")
+            for i in (-1, 119)
+        ),
+        (lambda model, data: roll_out(model, data, 0, 0), "steps must be at least 1, got 0"),
+        (lambda model, data: score_rollouts(model, data, 0), "steps must be at least 1, got 0"),
+        (lambda _, data: ForecastDataset.advance(data, 0, []), "implements advance\\(\\), Era5UkDataset does not"),
         (
-            lambda _: split(hourly_field(), 6).test.advance(0, []),
+            lambda *_: split(hourly_field(), 6).test.advance(0, []),
             "needs data.lead_time=1, because inputs include every",
         ),
     ],
 )
 def test_rollout_out_of_range_raises(weather, call, message):
     with pytest.raises(ValueError, match=message):
-        call(weather)
+        call(InputModel(weather.in_channels), weather)
 
 
 def test_table_has_a_row_for_each_lead_time(splits):
@@ -170,7 +163,6 @@ def test_every_map_of_the_plot_has_content(dataset, model, tmp_path):
     pixels = colours(tmp_path / "rollout.png")
     height, width = pixels.shape
     assert 1600 <= width <= 3000 and 800 <= height <= 1600
-    for row in range(3):
-        for column in range(4):
-            panel = pixels[row * height // 3 : (row + 1) * height // 3, column * width // 6 : (column + 1) * width // 6]
-            assert len(np.unique(panel)) > 30, (row, column)
+    for row, column in np.ndindex(3, 4):
+        panel = pixels[row * height // 3 : (row + 1) * height // 3, column * width // 6 : (column + 1) * width // 6]
+        assert len(np.unique(panel)) > 30, (row, column)

@@ -31,8 +31,7 @@ class TwoNodes(ForecastDataset):
     def truth(self, i):
         return self.present(i) + torch.tensor([[1.0, 0.0], [2.0, 4.0]]) * (i + 1)
 
-    def title(self, i):
-        return f"sample {i}"
+    title = str
 
 
 def test_scores_of_persistence_agree_with_a_computation_by_hand():
@@ -40,21 +39,17 @@ def test_scores_of_persistence_agree_with_a_computation_by_hand():
     assert temperature.rmse == pytest.approx(math.sqrt((0.75 * 1 + 0.25 * 4 + 0.75 * 4 + 0.25 * 16) / 2))
     assert temperature.bias == pytest.approx(-(0.75 * 1 + 0.25 * 2 + 0.75 * 2 + 0.25 * 4) / 2)
     assert wind.rmse == pytest.approx(math.sqrt((0.25 * 16 + 0.25 * 64) / 2))
+    by_sample = sample_rmse(TwoNodes().present, TwoNodes())  # of the first variable
+    assert by_sample.tolist() == pytest.approx([math.sqrt(1.75), math.sqrt(7.0)])
 
 
 def test_scores_are_ordered_by_variable_then_forecast():
     dataset = TwoNodes()
     scores = score({"model": dataset.truth, "persistence": dataset.present}, dataset)
-    assert [(s.variable, s.units, s.forecast) for s in scores] == [
-        (variable, units, name)
-        for variable, units in (("temperature", "K"), ("wind", "m/s"))
-        for name in ("model", "persistence")
-    ]
+    variables = [("temperature", "K"), ("wind", "m/s")]
+    expected = [(*variable, name) for variable in variables for name in ("model", "persistence")]
+    assert [(s.variable, s.units, s.forecast) for s in scores] == expected
     assert scores[0].rmse == scores[0].bias == 0
-
-
-def test_sample_rmse_is_the_weighted_error_of_the_first_variable():
-    assert sample_rmse(TwoNodes().present, TwoNodes()).tolist() == pytest.approx([math.sqrt(1.75), math.sqrt(7.0)])
 
 
 def test_model_forecast_is_in_physical_units():

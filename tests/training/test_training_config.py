@@ -1,5 +1,7 @@
 """Hyperparameters of a run, its device and threads."""
 
+import math
+
 import pytest
 import torch
 
@@ -12,24 +14,15 @@ from anemoi_gt.training.device import choose_device, cpu_threads
     [
         ({"steps": 0}, "training.steps must be at least 1, got 0"),
         ({"batch_size": -2}, "training.batch_size must be at least 1, got -2"),
-        ({"learning_rate": 0.0}, "training.learning_rate must be positive, got 0.0"),
-        ({"learning_rate": float("nan")}, "training.learning_rate must be positive, got nan"),
-        ({"weight_decay": -0.1}, "training.weight_decay must not be negative, got -0.1"),
-        ({"weight_decay": float("nan")}, "training.weight_decay must not be negative, got nan"),
-        ({"weight_decay": float("inf")}, "training.weight_decay must be finite, got inf"),
-        ({"learning_rate": float("inf")}, "training.learning_rate must be finite, got inf"),
-        ({"seed": -1}, r"training.seed must be 0 to 2\^64 - 1, got -1"),
-        (
-            {"seed": 2**64},
-            r"training.seed must be 0 to 2\^64 - 1, got 18446744073709551616",
-        ),
+        *(({"learning_rate": x}, f"training.learning_rate must be positive, got {x}") for x in (0.0, math.nan)),
+        *(({"weight_decay": x}, f"training.weight_decay must not be negative, got {x}") for x in (-0.1, math.nan)),
+        *(({x: math.inf}, f"training.{x} must be finite, got inf") for x in ("learning_rate", "weight_decay")),
+        *(({"seed": seed}, rf"training.seed must be 0 to 2\^64 - 1, got {seed}") for seed in (-1, 2**64)),
         ({"warmup_steps": 11, "steps": 10}, r"training.warmup_steps must be 0 to steps \(10\), got 11"),
         ({"average_decay": 1.0}, r"training.average_decay must be in \[0, 1\), got 1.0"),
         ({"threads": 0}, "training.threads must be at least 1, or null, got 0"),
-        ({"cuda_graph": "yes"}, "training.cuda_graph must be true or false, got 'yes'"),
-        ({"cuda_graph": 1}, "training.cuda_graph must be true or false, got 1"),
-        ({"compile": "default"}, "training.compile must be true or false, got 'default'"),
-        ({"compile": 0}, "training.compile must be true or false, got 0"),
+        *(({"cuda_graph": x}, f"training.cuda_graph must be true or false, got {x!r}") for x in ("yes", 1)),
+        *(({"compile": x}, f"training.compile must be true or false, got {x!r}") for x in ("default", 0)),
         ({"device": "gpu"}, "training.device must be one of auto, cpu, cuda, got 'gpu'"),
     ],
 )
