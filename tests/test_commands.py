@@ -108,9 +108,8 @@ def test_the_torchrun_commands_of_the_readme_run():
 
 def refusals():
     """Return the rows of the errors page: overrides and message."""
-    rows = re.findall(
-        r"^\| `([^|`]+=[^|`]+)`[^|]*\| `(.+)` \|$", (ROOT / "docs" / "errors.md").read_text(), re.MULTILINE
-    )
+    page = (ROOT / "docs" / "errors.md").read_text()
+    rows = re.findall(r"^\| `([^|`]+=[^|`]+)`[^|]*\| `(.+)` \|$", page, re.MULTILINE)
     assert rows
     return rows
 

@@ -22,10 +22,9 @@ import anemoi_gt
 import anemoi_gt.data
 import anemoi_gt.distributed
 import anemoi_gt.export
-import anemoi_gt.integrations.anemoi
 import anemoi_gt.nn
 import anemoi_gt.training
-from anemoi_gt.integrations import pyg
+from anemoi_gt.integrations import anemoi, pyg
 
 MARKDOWN_LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 HTML_LINK = re.compile(r'(?:src|href|srcset)="([^"]+)"')
@@ -69,17 +68,13 @@ def test_yaml_composes_as_the_config_of_an_application(page, tmp_path):
         (tmp_path / "config.yaml").write_text(text)
         with initialize_config_dir(str(tmp_path), version_base="1.3"):
             config = compose("config")
-        assert set(config) >= {re.split("[@:]", next(iter(entry)))[-1].split(".")[0] for entry in groups_of(text)}
+        assert set(config) >= {re.split("[@:]", group)[-1].split(".")[0] for group in groups_of(text)}
 
 
 def groups_of(text):
-    """Return the entries of a defaults list that name a group."""
-    return [
-        {place.partition("@")[2] or place: choice}
-        for entry in yaml.safe_load(text)["defaults"]
-        if isinstance(entry, dict)
-        for place, choice in entry.items()
-    ]
+    """Return the groups that a defaults list names."""
+    entries = [entry for entry in yaml.safe_load(text)["defaults"] if isinstance(entry, dict)]
+    return [place.partition("@")[2] or place for entry in entries for place in entry]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
@@ -141,25 +136,14 @@ def described():
 
 def definitions(module):
     """Return the names of the documented public functions and classes that a module defines."""
-    return [
-        name
-        for name, thing in vars(module).items()
-        if not name.startswith("_")
-        and (inspect.isfunction(thing) or inspect.isclass(thing))
-        and thing.__module__ == module.__name__
-        and thing.__doc__
-    ]
+    documented = {name: thing for name, thing in vars(module).items() if not name.startswith("_") and thing.__doc__}
+    things = {name: thing for name, thing in documented.items() if inspect.isfunction(thing) or inspect.isclass(thing)}
+    return [name for name, thing in things.items() if thing.__module__ == module.__name__]
 
 
 def public():
     """Return the full names of the public API."""
-    packages = (
-        anemoi_gt.nn,
-        anemoi_gt.distributed,
-        anemoi_gt.training,
-        anemoi_gt.export,
-        anemoi_gt.integrations.anemoi,
-    )
+    packages = (anemoi_gt.nn, anemoi_gt.distributed, anemoi_gt.training, anemoi_gt.export, anemoi)
     names = {f"anemoi_gt.{name}" for name in anemoi_gt.__all__ if not name.startswith("__")}
     names |= {f"{package.__name__}.{name}" for package in packages for name in package.__all__}
     names -= {f"anemoi_gt.nn.{name}" for name in anemoi_gt.__all__}

@@ -13,12 +13,7 @@ import anemoi_gt
 
 SOURCE = Path(anemoi_gt.__file__).parent
 MAY_IMPORT = {  # package or module: the others that it may import
-    "version": set(),
-    "attention_config": set(),
-    "extras": set(),
-    "compatibility": set(),
-    "custom_ops": set(),
-    "kernels": set(),
+    **{part: set() for part in ("version", "attention_config", "extras", "compatibility", "custom_ops", "kernels")},
     "option_checks": set(),
     "graph": {"kernels", "custom_ops"},  # grouping edges on a GPU
     "ops": {"attention_config", "compatibility", "custom_ops", "graph", "kernels", "option_checks"},
@@ -28,10 +23,7 @@ MAY_IMPORT = {  # package or module: the others that it may import
     "integrations": {"attention_config", "custom_ops", "graph", "nn", "ops"},
     "distributed": {"graph", "nn", "ops", "option_checks"},
     "training": {"attention_config", "data", "distributed", "extras", "graph", "nn", "ops", "option_checks"},
-    "export": {
-        *{"custom_ops", "graph", "nn", "ops"},
-        *{"data", "evaluate", "hydra_app", "training", "version"},  # its application
-    },
+    "export": {"custom_ops", "graph", "nn", "ops", "data", "evaluate", "hydra_app", "training", "version"},
     "hydra_app": {"attention_config", "data", "explanation", "extras", "ops", "training"},
     "train": {"distributed", "explanation", "hydra_app", "training"},
     "evaluate": {"distributed", "explanation", "hydra_app", "training"},
@@ -39,19 +31,11 @@ MAY_IMPORT = {  # package or module: the others that it may import
     "__main__": {"info", "version"},
 }
 FOREIGN = {  # package or module: the packages beyond the standard library that it may import at top level
-    "version": set(),
-    "attention_config": set(),
-    "extras": set(),
-    "option_checks": set(),
-    "compatibility": {"torch"},
+    **{part: set() for part in ("version", "attention_config", "extras", "option_checks")},
+    **{part: {"torch"} for part in ("compatibility", "custom_ops", "graph", "ops", "explanation")},
+    **{part: {"torch"} for part in ("distributed", "export")},
     "kernels": {"triton"},
-    "custom_ops": {"torch"},
-    "graph": {"torch"},
-    "ops": {"torch"},
     "nn": {"torch", "torch_geometric", "einops"},
-    "explanation": {"torch"},
-    "distributed": {"torch"},
-    "export": {"torch"},
     "integrations": {"torch", "torch_geometric"},
 }
 

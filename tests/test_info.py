@@ -61,10 +61,8 @@ def test_every_package_of_an_extra_is_listed_with_it():
 
 
 def test_each_backend_reports_for_itself(monkeypatch):
-    for runs, triton, torch_backend in (
-        (False, "does not run: no cpu", "runs, auto takes it"),
-        (True, "runs, auto takes it", "runs"),
-    ):
+    cases = ((False, "does not run: no cpu", "runs, auto takes it"), (True, "runs, auto takes it", "runs"))
+    for runs, triton, torch_backend in cases:
         reason = lambda query, runs=runs: None if runs else f"no {query.device}"  # noqa: E731
         stub = backends.BACKENDS["triton"]._replace(unsupported_reason=reason, auto_unsupported_reason=reason)
         monkeypatch.setitem(backends.BACKENDS, "triton", stub)

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from support.refusals import raises
 
 from anemoi_gt.option_checks import check_integer, check_number, check_probability
 
@@ -9,20 +10,17 @@ from anemoi_gt.option_checks import check_integer, check_number, check_probabili
 @pytest.mark.parametrize("value", [2.0, "2", True, None, float("nan"), 0])
 def test_what_is_not_an_integer_in_range_is_refused(value):
     expected = "be at least 1" if value == 0 else "be an integer"
-    with pytest.raises(ValueError, match=f"^heads must {expected}, or null, got {value!r}$"):
-        check_integer("heads", value, note=", or null")
+    raises(lambda: check_integer("heads", value, note=", or null"), f"^heads must {expected}, or null, got {value!r}$")
 
 
 @pytest.mark.parametrize("value", ["1", None, True, [1.0]])
 def test_what_is_not_a_number_is_refused(value):
-    with pytest.raises(ValueError, match="scale must be a number, got "):
-        check_number("scale", value)
+    raises(lambda: check_number("scale", value), "scale must be a number, got ")
 
 
 @pytest.mark.parametrize("value", [-0.1, 1.1, float("nan"), float("inf")])
 def test_what_is_not_a_probability_is_refused(value):
-    with pytest.raises(ValueError, match="dropout must be a probability in 0 .. 1, got "):
-        check_probability("dropout", value)
+    raises(lambda: check_probability("dropout", value), "dropout must be a probability in 0 .. 1, got ")
 
 
 def test_numpy_numbers_and_unbounded_integers_are_allowed():

@@ -11,22 +11,9 @@ import pytest
 import torch
 from support.refusals import raises, refused
 
-from anemoi_gt import (
-    GraphStructure,
-    GraphTransformerConv,
-    attention_weights,
-    edge_attention,
-    explain,
-    merge,
-)
-from anemoi_gt.data import edge_attributes, edges
-from anemoi_gt.data.graphs import (
-    encoder_processor_decoder,
-    hierarchical_graph,
-    icosphere_graph,
-    limited_area_graph,
-    stretched_graph,
-)
+from anemoi_gt import GraphStructure, GraphTransformerConv, attention_weights, edge_attention, explain, merge
+from anemoi_gt.data import edges, graphs
+from anemoi_gt.data.edge_attributes import edge_direction, edge_length
 from anemoi_gt.data.grids import classic, grid, octahedral
 from anemoi_gt.data.meshes import icosphere, limited_area_icosphere, stretched_icosphere
 from anemoi_gt.data.nodes import Nodes, area_weights
@@ -36,36 +23,30 @@ from anemoi_gt.training import Trainer, TrainingConfig
 from anemoi_gt.training.step import weighted_mse
 
 EDGES = torch.tensor([[3, 0, 2, 1, 0], [0, 2, 0, 2, 0]])
-GRAPH = GraphStructure.from_edge_index(EDGES, (4, 3))
+from_edge_index = GraphStructure.from_edge_index
+GRAPH = from_edge_index(EDGES, (4, 3))
 RING = torch.tensor([[0, 1, 2], [1, 2, 0]])
-QUERY, KEY = torch.ones(3, 2, 8), torch.ones(4, 2, 8)
-OUT, LSE = torch.ones(3, 2, 8), torch.ones(3, 2)
-X, ATTRIBUTES = torch.ones(3, 16), torch.ones(3, 3)
-POINTS = octahedral(4)
+QUERY, KEY, LSE = torch.ones(3, 2, 8), torch.ones(4, 2, 8), torch.ones(3, 2)
+POINTS, CONV = octahedral(4), GraphTransformerConv(8, 8)
 
 
 @refused(
-    [
-        (lambda: attend(dropout_p="0.1"), "dropout_p must be a number, got '0.1'"),
-        (lambda: attend(dropout_p=None), "dropout_p must be a number, got None"),
-        (lambda: attend(scale=math.nan), "scale must be finite, or None for 1 / sqrt.channels., got nan"),
-        (lambda: attend(scale=math.inf), "scale must be finite, or None .*, got inf"),
-        (lambda: attend(scale="1"), "scale must be a number, got '1'"),
-        (lambda: attend(scale=torch.ones(2)), "scale must be a number, got tensor"),
-        (lambda: attend(config="torch"), "config must be an AttentionConfig, .*, got 'torch'"),
-        (lambda: attend(config=None), "config must be an AttentionConfig, .*, got None"),
-        (lambda: attention_weights(QUERY, KEY, GRAPH, config="torch"), "config must be an AttentionConfig"),
-        (lambda: attention_weights(QUERY, KEY, GRAPH, scale="1"), "scale must be a number, got '1'"),
-        (lambda: merge(OUT, None, OUT, LSE), "lse1 must be a tensor, got NoneType"),
-        (lambda: merge(OUT.int(), LSE, OUT, LSE), "out1 must be floating point, got torch.int32"),
-        (
-            lambda: merge(OUT, LSE, OUT.to("meta"), LSE),
-            "all tensors must be on one device, got out2 on meta and out1 on cpu",
-        ),
-    ]
+    (lambda: attend(dropout_p="0.1"), "dropout_p must be a number, got '0.1'"),
+    (lambda: attend(dropout_p=None), "dropout_p must be a number, got None"),
+    (lambda: attend(scale=math.nan), "scale must be finite, or None for 1 / sqrt.channels., got nan"),
+    (lambda: attend(scale=math.inf), "scale must be finite, or None .*, got inf"),
+    (lambda: attend(scale="1"), "scale must be a number, got '1'"),
+    (lambda: attend(scale=torch.ones(2)), "scale must be a number, got tensor"),
+    (lambda: attend(config="torch"), "config must be an AttentionConfig, .*, got 'torch'"),
+    (lambda: attend(config=None), "config must be an AttentionConfig, .*, got None"),
+    (lambda: attention_weights(QUERY, KEY, GRAPH, config="torch"), "config must be an AttentionConfig"),
+    (lambda: attention_weights(QUERY, KEY, GRAPH, scale="1"), "scale must be a number, got '1'"),
+    (lambda: merge(QUERY, None, QUERY, LSE), "lse1 must be a tensor, got NoneType"),
+    (lambda: merge(QUERY.int(), LSE, QUERY, LSE), "out1 must be floating point, got torch.int32"),
+    (lambda: merge(QUERY, LSE, QUERY.to("meta"), LSE), "must be on one device, got out2 on meta and out1 on cpu"),
 )
-def test_the_operation_names_wrong_arguments(call, message):
-    raises(call, message)
+def test_the_operation_names_wrong_arguments(wrong, message):
+    raises(wrong, message)
 
 
 def attend(**options):
@@ -73,127 +54,104 @@ def attend(**options):
 
 
 @refused(
-    [
-        (lambda: GraphStructure.from_edge_index(EDGES, 4.0), "num_src must be a number of nodes >= 0, got 4.0"),
-        (
-            lambda: GraphStructure.from_edge_index(EDGES, torch.tensor(4)),
-            "num_src must be a number of nodes >= 0, got tensor",
-        ),
-        (lambda: with_ids(4), "global_edge_id must have 5 entries, one per edge, got 4"),
-        (lambda: with_ids(9), "global_edge_id must have 5 entries, one per edge, got 9"),
-        (
-            lambda: GraphStructure.from_adj_t(None),
-            "adj_t must be a torch.sparse tensor .*, got NoneType; use from_edge_index",
-        ),
-        (lambda: GraphStructure.from_adj_t(np.eye(3)), "adj_t must be a torch.sparse tensor .*, got ndarray"),
-        (lambda: GraphStructure.disjoint(GRAPH), "disjoint must get a sequence of GraphStructures, got GraphStructure"),
-        (lambda: GraphStructure.disjoint([EDGES]), "disjoint must get a sequence of GraphStructures, got Tensor"),
-        (lambda: GRAPH.with_dst_schedule([[0.0]] * 3), r"positions must be a tensor \[3, 1 to 3\], got list"),
-        (lambda: GraphStructure.from_state(None), "state must be a dict of tensors from state_dict.., got NoneType"),
-        (lambda: GraphStructure.from_state({"row": EDGES[0]}), "state must hold .*, got no colptr, sources"),
-        (lambda: GraphStructure(GRAPH.colptr, GRAPH.row, 4), r"sources must have shape \[num_src, 0\].*, got 4"),
-    ]
+    (lambda: from_edge_index(EDGES, 4.0), "num_src must be a number of nodes >= 0, got 4.0"),
+    (lambda: from_edge_index(EDGES, torch.tensor(4)), "num_src must be a number of nodes >= 0, got tensor"),
+    (lambda: with_ids(4), "global_edge_id must have 5 entries, one per edge, got 4"),
+    (lambda: with_ids(9), "global_edge_id must have 5 entries, one per edge, got 9"),
+    (lambda: GraphStructure.from_adj_t(None), "adj_t must be a torch.sparse tensor .* NoneType; use from_edge_index"),
+    (lambda: GraphStructure.from_adj_t(np.eye(3)), "adj_t must be a torch.sparse tensor .*, got ndarray"),
+    (lambda: GraphStructure.disjoint(GRAPH), "disjoint must get a sequence of GraphStructures, got GraphStructure"),
+    (lambda: GraphStructure.disjoint([EDGES]), "disjoint must get a sequence of GraphStructures, got Tensor"),
+    (lambda: GRAPH.with_dst_schedule([[0.0]] * 3), r"positions must be a tensor \[3, 1 to 3\], got list"),
+    (lambda: GraphStructure.from_state(None), "state must be a dict of tensors from state_dict.., got NoneType"),
+    (lambda: GraphStructure.from_state({"row": EDGES[0]}), "state must hold .*, got no colptr, sources"),
+    (lambda: GraphStructure(GRAPH.colptr, GRAPH.row, 4), r"sources must have shape \[num_src, 0\].*, got 4"),
 )
-def test_the_graph_names_wrong_arguments(call, message):
-    raises(call, message)
+def test_the_graph_names_wrong_arguments(wrong, message):
+    raises(wrong, message)
 
 
 def with_ids(count):
-    return GraphStructure.from_edge_index(EDGES, (4, 3), global_edge_id=torch.arange(count))
+    return from_edge_index(EDGES, (4, 3), global_edge_id=torch.arange(count))
 
 
 def test_numpy_integers_are_sizes():
-    graph = GraphStructure.from_edge_index(EDGES, (np.int64(4), np.int64(3)))
+    graph = from_edge_index(EDGES, (np.int64(4), np.int64(3)))
     assert (graph.num_src, graph.num_dst) == (4, 3)
 
 
 @refused(
-    [
-        (lambda: TrainingConfig(steps="5"), "training.steps must be an integer, got '5'"),
-        (lambda: TrainingConfig(steps=2.5), "training.steps must be an integer, got 2.5"),
-        (lambda: TrainingConfig(batch_size=True), "training.batch_size must be an integer, got True"),
-        (lambda: TrainingConfig(learning_rate="1e-3"), "training.learning_rate must be a number, got '1e-3'"),
-        (lambda: TrainingConfig(seed=1.5), "training.seed must be an integer, got 1.5"),
-        (lambda: TrainingConfig(threads=1.5), "training.threads must be an integer, or null, got 1.5"),
-        (lambda: Trainer(torch.nn.Linear(1, 1), None, {}, Path(), {}), "config must be a TrainingConfig, got {}"),
-        (
-            lambda: weighted_mse(torch.ones(1, 3, 2), torch.ones(1, 3, 1), torch.ones(3)),
-            r"output must have the shape of target, \(1, 3, 1\), got \(1, 3, 2\)",
-        ),
-        (lambda: ShardingConfig("edges", model="2"), "sharding.model must be an integer, got '2'"),
-        (lambda: ShardingConfig("edges", model=1.5), "sharding.model must be an integer, got 1.5"),
-        (lambda: ShardingConfig(timeout="5"), "sharding.timeout must be a number, got '5'"),
-        (lambda: Partition.balanced([1, 1], 2), r"cost must be a tensor \[N\], got list"),
-        (lambda: Partition.balanced(torch.ones(3).long(), 0), "num_ranks must be at least 1, got 0"),
-        (
-            lambda: explain(GraphTransformerConv(16, 8), X, RING).with_profile(None),
-            "profile must be a torch.profiler.profile",
-        ),
-    ]
+    (lambda: TrainingConfig(steps="5"), "training.steps must be an integer, got '5'"),
+    (lambda: TrainingConfig(steps=2.5), "training.steps must be an integer, got 2.5"),
+    (lambda: TrainingConfig(batch_size=True), "training.batch_size must be an integer, got True"),
+    (lambda: TrainingConfig(learning_rate="1e-3"), "training.learning_rate must be a number, got '1e-3'"),
+    (lambda: TrainingConfig(seed=1.5), "training.seed must be an integer, got 1.5"),
+    (lambda: TrainingConfig(threads=1.5), "training.threads must be an integer, or null, got 1.5"),
+    (lambda: Trainer(torch.nn.Linear(1, 1), None, {}, Path(), {}), "config must be a TrainingConfig, got {}"),
+    (
+        lambda: weighted_mse(torch.ones(1, 3, 2), torch.ones(1, 3, 1), torch.ones(3)),
+        r"output must have the shape of target, \(1, 3, 1\), got \(1, 3, 2\)",
+    ),
+    (lambda: ShardingConfig("edges", model="2"), "sharding.model must be an integer, got '2'"),
+    (lambda: ShardingConfig("edges", model=1.5), "sharding.model must be an integer, got 1.5"),
+    (lambda: ShardingConfig(timeout="5"), "sharding.timeout must be a number, got '5'"),
+    (lambda: Partition.balanced([1, 1], 2), r"cost must be a tensor \[N\], got list"),
+    (lambda: Partition.balanced(torch.ones(3).long(), 0), "num_ranks must be at least 1, got 0"),
+    (lambda: explain(CONV, QUERY[:, 0], RING).with_profile(None), "profile must be a torch.profiler"),
 )
-def test_a_run_names_wrong_arguments(call, message):
-    raises(call, message)
+def test_a_run_names_wrong_arguments(wrong, message):
+    raises(wrong, message)
 
 
 @refused(
-    [
-        (lambda: grid(None), 'grid must be "O" or "N" followed by a number of rows, .*, got None'),
-        (lambda: octahedral("8"), "n must be an integer, .*, got '8'"),
-        (lambda: icosphere(1.5), "refinement must be an integer, got 1.5"),
-        (lambda: stretched_icosphere(1, "2", POINTS, 0), "area_refinement must be an integer, got '2'"),
-        (lambda: icosphere_graph("O4", refinement=1), r"source must be Nodes, such as grid\('O96'\) .*, got str"),
-        (
-            lambda: icosphere_graph(POINTS, refinement=1, cutoff=1e-9),
-            "cutoff must connect data nodes to the hidden mesh, .* raise it",
-        ),
-        (lambda: icosphere_graph(POINTS, refinement=1, cutoff="a"), "factor must be a number, got 'a'"),
-        (lambda: icosphere_graph(POINTS, refinement=1, nearest=1.5), "k must be an integer, got 1.5"),
-        (lambda: hierarchical_graph(POINTS, refinements=3), r"refinements must be two or more, .*, got \[3\]"),
-        (lambda: hierarchical_graph(POINTS, refinements=("3", "2")), "refinement must be an integer, got '3'"),
-        (lambda: limited_area_graph(POINTS, refinement=1, margin="a"), "margin must be a number, got 'a'"),
-        (lambda: edges.cutoff(3, POINTS, 1.0), "source must be Nodes, .*, got int"),
-        (lambda: sphere("O4", train_size=1.5, valid_size=1, test_size=1), "train_size must be an integer, got 1.5"),
-        (
-            lambda: sphere("O4", train_size=1, valid_size=1, test_size=1, lead_time=math.inf),
-            "lead_time must be positive and finite, in hours, got inf",
-        ),
-        (lambda: Nodes("a", [0.0]), "lat must be a vector of numbers, in degrees, got 'a'"),
-        (lambda: Nodes([0.0], [[1.0], [1.0, 2.0]]), "lon must be a vector of numbers, in degrees, got"),
-        (lambda: classic("320"), "n must be an integer, the number of rows .*, got '320'"),
-        (lambda: icosphere(2, levels=2), r"levels must be one or more of 0 to 2, .* such as \(1, 2\), got 2"),
-        (lambda: icosphere(2, levels=([1],)), "levels must be one or more of 0 to 2"),
-        (lambda: limited_area_icosphere(2, None), "area must be Nodes, .*, got NoneType"),
-        (lambda: limited_area_graph("O4", refinement=2), "nodes must be Nodes, .*, got str"),
-        (lambda: limited_area_graph(POINTS, refinement=1, nearest="a"), "nearest must be an integer, got 'a'"),
-        (
-            lambda: stretched_graph(None, refinement=1, area_refinement=2, area=(60, 0, 30, 30)),
-            "nodes must be Nodes, .*, got NoneType",
-        ),
-        (lambda: encoder_processor_decoder(POINTS, POINTS), r"mesh must be a Mesh, such as icosphere\(5\), got Nodes"),
-        (lambda: edges.grid_spacing("O4"), "nodes must be Nodes, .*, got str"),
-        (lambda: edge_attributes.edge_length("O4", POINTS, RING.numpy()), "source must be Nodes, .*, got str"),
-        (
-            lambda: edge_attributes.edge_length(POINTS, POINTS, RING),
-            r"edge_index must be a NumPy array \[2, E\], got Tensor",
-        ),
-        (
-            lambda: edge_attributes.edge_direction(POINTS, POINTS, np.zeros((2, 3))),
-            r"edge_index must be integers \[2, E\], .* got float64 \(2, 3\)",
-        ),
-        (lambda: area_weights("O4"), "nodes must be Nodes, .*, got str"),
-        (lambda: area_weights(Nodes([1, 1, 2, 2, 50], [1, 1, 2, 3, 9])), "all at distinct positions, got 5"),
-        (lambda: area_weights(Nodes([0, 0, 0, 0], [0, 90, 180, 270])), "nodes must be at least four, .*, got 4"),
-        (lambda: Flow([1, 0, 0], [0, 1]), r"centre must be a vector \[3\], got \(2,\)"),
-        (lambda: tracer(flows="rotation"), r"flows must be a list of kinds, such as \[rotation, .*, got 'rotation'"),
-        (lambda: tracer(flows=3), "flows must be a list of kinds, .*, got 3"),
-        (lambda: tracer(flows=[["rotation"]]), "flows must be one or more of rotation, deformation, got"),
-        (lambda: tracer(seed=-1), "seed must be at least 0, got -1"),
-        (lambda: tracer(seed=None), "seed must be an integer, got None"),
-        (lambda: tracer().forecast(0, np.zeros((208, 1))), r"output must be a tensor \(208, 1\), .* got ndarray"),
-    ]
+    (lambda: grid(None), 'grid must be "O" or "N" followed by a number of rows, .*, got None'),
+    (lambda: octahedral("8"), "n must be an integer, .*, got '8'"),
+    (lambda: icosphere(1.5), "refinement must be an integer, got 1.5"),
+    (lambda: stretched_icosphere(1, "2", POINTS, 0), "area_refinement must be an integer, got '2'"),
+    (lambda: graphs.icosphere_graph("O4", refinement=1), r"source must be Nodes, such as grid\('O96'\) .*, got str"),
+    (lambda: meshed(cutoff=1e-9), "cutoff must connect data nodes to the hidden mesh, .* raise it"),
+    (lambda: meshed(cutoff="a"), "factor must be a number, got 'a'"),
+    (lambda: meshed(nearest=1.5), "k must be an integer, got 1.5"),
+    (lambda: graphs.hierarchical_graph(POINTS, refinements=3), r"refinements must be two or more, .*, got \[3\]"),
+    (lambda: graphs.hierarchical_graph(POINTS, refinements=("3", "2")), "refinement must be an integer, got '3'"),
+    (lambda: graphs.limited_area_graph(POINTS, refinement=1, margin="a"), "margin must be a number, got 'a'"),
+    (lambda: edges.cutoff(3, POINTS, 1.0), "source must be Nodes, .*, got int"),
+    (lambda: sphere("O4", train_size=1.5, valid_size=1, test_size=1), "train_size must be an integer, got 1.5"),
+    (lambda: tracer(lead_time=math.inf), "lead_time must be positive and finite, in hours, got inf"),
+    (lambda: Nodes("a", [0.0]), "lat must be a vector of numbers, in degrees, got 'a'"),
+    (lambda: Nodes([0.0], [[1.0], [1.0, 2.0]]), "lon must be a vector of numbers, in degrees, got"),
+    (lambda: classic("320"), "n must be an integer, the number of rows .*, got '320'"),
+    (lambda: icosphere(2, levels=2), r"levels must be one or more of 0 to 2, .* such as \(1, 2\), got 2"),
+    (lambda: icosphere(2, levels=([1],)), "levels must be one or more of 0 to 2"),
+    (lambda: limited_area_icosphere(2, None), "area must be Nodes, .*, got NoneType"),
+    (lambda: graphs.limited_area_graph("O4", refinement=2), "nodes must be Nodes, .*, got str"),
+    (lambda: graphs.limited_area_graph(POINTS, refinement=1, nearest="a"), "nearest must be an integer, got 'a'"),
+    (
+        lambda: graphs.stretched_graph(None, refinement=1, area_refinement=2, area=(60, 0, 30, 30)),
+        "nodes must be Nodes, .*, got NoneType",
+    ),
+    (lambda: graphs.encoder_processor_decoder(POINTS, POINTS), r"mesh must be a Mesh, .* got Nodes"),
+    (lambda: edges.grid_spacing("O4"), "nodes must be Nodes, .*, got str"),
+    (lambda: edge_length("O4", POINTS, RING.numpy()), "source must be Nodes, .*, got str"),
+    (lambda: edge_length(POINTS, POINTS, RING), r"edge_index must be a NumPy array \[2, E\], got Tensor"),
+    (lambda: edge_direction(POINTS, POINTS, np.zeros((2, 3))), r"edge_index must be integers .* got float64 \(2, 3\)"),
+    (lambda: area_weights("O4"), "nodes must be Nodes, .*, got str"),
+    (lambda: area_weights(Nodes([1, 1, 2, 2, 50], [1, 1, 2, 3, 9])), "all at distinct positions, got 5"),
+    (lambda: area_weights(Nodes([0, 0, 0, 0], [0, 90, 180, 270])), "nodes must be at least four, .*, got 4"),
+    (lambda: Flow([1, 0, 0], [0, 1]), r"centre must be a vector \[3\], got \(2,\)"),
+    (lambda: tracer(flows="rotation"), r"flows must be a list of kinds, such as \[rotation, .*, got 'rotation'"),
+    (lambda: tracer(flows=3), "flows must be a list of kinds, .*, got 3"),
+    (lambda: tracer(flows=[["rotation"]]), "flows must be one or more of rotation, deformation, got"),
+    (lambda: tracer(seed=-1), "seed must be at least 0, got -1"),
+    (lambda: tracer(seed=None), "seed must be an integer, got None"),
+    (lambda: tracer().forecast(0, np.zeros((208, 1))), r"output must be a tensor \(208, 1\), .* got ndarray"),
 )
-def test_data_names_wrong_arguments(call, message):
-    raises(call, message)
+def test_data_names_wrong_arguments(wrong, message):
+    raises(wrong, message)
+
+
+def meshed(**options):
+    return graphs.icosphere_graph(POINTS, refinement=1, **options)
 
 
 def tracer(**options):

@@ -9,27 +9,12 @@ from support.refusals import raises, refused
 from torch_geometric.data import HeteroData
 from torch_geometric.nn import TransformerConv
 
-from anemoi_gt import (
-    EncoderProcessorDecoder,
-    GraphStructure,
-    GraphTransformerConv,
-    GraphTransformerMapperBlock,
-    GraphTransformerProcessorBlock,
-)
+from anemoi_gt import EncoderProcessorDecoder, GraphStructure, GraphTransformerConv, nn
 from anemoi_gt.data.graphs import icosphere_graph
 from anemoi_gt.data.grids import octahedral
 from anemoi_gt.export import export_model
 from anemoi_gt.integrations.pyg import swap_layers
-from anemoi_gt.nn import (
-    ConditionalLayerNorm,
-    GraphTransformerBackwardMapper,
-    GraphTransformerForwardMapper,
-    GraphTransformerProcessor,
-    LayerKernels,
-    StaticEdges,
-    StaticNodes,
-    split_destinations,
-)
+from anemoi_gt.nn import ConditionalLayerNorm, LayerKernels, StaticEdges, StaticNodes, split_destinations
 
 EDGES = torch.tensor([[3, 0, 2, 1, 0], [0, 2, 0, 2, 0]])
 GRAPH = GraphStructure.from_edge_index(EDGES, (4, 3))
@@ -38,155 +23,121 @@ RING = torch.tensor([[0, 1, 2], [1, 2, 0]])
 X, ATTRIBUTES = torch.ones(3, 16), torch.ones(3, 3)
 SIZES = {"num_heads": 2, "edge_dim": 3}
 BLOCK = {"in_channels": 16, "hidden_dim": 32, "out_channels": 16} | SIZES
+NARROW, WIDTH = torch.ones(3, 15), r"{} must have shape \[N, 16\] or \[B, N, 16\], got \(3, 15\)"
+PAIR = r"x must be a pair of tensors \(x_src, x_dst\), "
+NO_GRAPH = r"graph must be a GraphStructure, got Tensor; .*from_edge_index"
 MAPPER = {"in_channels_src": 16, "in_channels_dst": 16, "num_channels": 16} | SIZES
+ONE = torch.ones(1, 4)  # a condition
+PROCESSOR = {"num_layers": 2, "num_channels": 16} | SIZES
+BLOCKS = (nn.GraphTransformerProcessorBlock(**BLOCK), nn.GraphTransformerProcessor(**PROCESSOR))
+ONE_SET = (GraphTransformerConv(16, 8, heads=2, edge_dim=3), *BLOCKS)  # layers on one set of nodes
+PAIRED = (nn.GraphTransformerMapperBlock(**BLOCK), nn.GraphTransformerForwardMapper(**MAPPER))
+CONV, NORM = GraphTransformerConv(16, 8), ConditionalLayerNorm(16, 4)
+CHUNKS = split_destinations(SQUARE, 2)
 POINTS = octahedral(4)
-ENCODER = ("data", "to", "hidden")
+FIELDS, ENCODER = torch.ones(1, 208, 2), ("data", "to", "hidden")
 MESHED = icosphere_graph(POINTS, refinement=1)
+LENGTH, TURNED = MESHED[ENCODER].edge_length, MESHED[ENCODER].edge_index.T
 CONDITIONAL = LayerKernels(LayerNorm=partial(ConditionalLayerNorm, condition_shape=4))
 
 
 @refused(
-    [
-        (lambda: GraphTransformerConv(6, 8, heads="2"), "heads must be an integer, got '2'"),
-        (lambda: GraphTransformerConv(6, 8.0), "out_channels must be an integer, got 8.0"),
-        (lambda: GraphTransformerConv(0, 8), "in_channels must be at least 1, or -1 .*, got 0"),
-        (lambda: GraphTransformerConv(None, 8), "in_channels must be an integer, or -1 .*, got None"),
-        (lambda: GraphTransformerConv((6, 6, 6), 8), "in_channels must be an integer or a pair"),
-        (lambda: GraphTransformerConv(6, 8, edge_dim=-5), "edge_dim must be at least 1, or None .*, got -5"),
-        (lambda: GraphTransformerConv(6, 8, edge_dim="3"), "edge_dim must be an integer, or None .*, got '3'"),
-        (lambda: GraphTransformerConv(6, 8, dropout=None), "dropout must be a number, got None"),
-        (lambda: GraphTransformerConv(6, 8, config="torch"), "config must be an AttentionConfig"),
-        (lambda: GraphTransformerConv(16, 8)(None, RING), r"x must be a tensor or a pair .*, got \(NoneType\)"),
-        (lambda: GraphTransformerConv(16, 8)(X.long(), RING), "x_src must be floating point, got torch.int64; cast it"),
-        (
-            lambda: GraphTransformerConv(16, 8)(X.double(), RING),
-            "x_src must have the dtype of the weights, torch.float32, got torch.float64",
-        ),
-        (
-            lambda: GraphTransformerConv(16, 8)(X, RING + 1),
-            "source .* must hold values in 0 .. 2, .* got values from 1 to 3",
-        ),
-        (
-            lambda: GraphTransformerConv(16, 8)(X, RING - 1),
-            "source .* must hold values in 0 .. 2, .* got values from -1 to 1",
-        ),
-        (
-            lambda: GraphTransformerConv(16, 8)(torch.ones(5, 16), SQUARE),
-            r"x must have 3 rows, one per source of the graph, got \(5, 16\)",
-        ),
-        (
-            lambda: GraphTransformerConv(16, 8)((torch.ones(2, 4, 16), X), GRAPH),
-            r"x_src and x_dst must have the same batch dimension, or none, got \(2, 4, 16\) and \(3, 16\)",
-        ),
-        (lambda: GraphTransformerConv(-1, 8)(X.long(), RING), "x_src must be floating point, got torch.int64; cast it"),
-        (lambda: GraphTransformerConv(-1, 8)(X[:, :0], RING), r"x_src must have at least one feature, got \(3, 0\)"),
-        (lambda: swap_layers(None), "model must be a torch.nn.Module, got None"),
-        (lambda: swap_layers(TransformerConv(4, 8), "torch"), "config must be an AttentionConfig"),
-    ]
+    (lambda: GraphTransformerConv(6, 8, heads="2"), "heads must be an integer, got '2'"),
+    (lambda: GraphTransformerConv(6, 8.0), "out_channels must be an integer, got 8.0"),
+    (lambda: GraphTransformerConv(0, 8), "in_channels must be at least 1, or -1 .*, got 0"),
+    (lambda: GraphTransformerConv(None, 8), "in_channels must be an integer, or -1 .*, got None"),
+    (lambda: GraphTransformerConv((6, 6, 6), 8), "in_channels must be an integer or a pair"),
+    (lambda: GraphTransformerConv(6, 8, edge_dim=-5), "edge_dim must be at least 1, or None .*, got -5"),
+    (lambda: GraphTransformerConv(6, 8, edge_dim="3"), "edge_dim must be an integer, or None .*, got '3'"),
+    (lambda: GraphTransformerConv(6, 8, dropout=None), "dropout must be a number, got None"),
+    (lambda: GraphTransformerConv(6, 8, config="torch"), "config must be an AttentionConfig"),
+    (lambda: CONV(None, RING), r"x must be a tensor or a pair .*, got \(NoneType\)"),
+    (lambda: CONV(X.long(), RING), "x_src must be floating point, got torch.int64; cast it"),
+    (lambda: CONV(X.double(), RING), "x_src must have the dtype of the weights, .*float32, got .*float64"),
+    (lambda: CONV(X, RING + 1), "source .* must hold values in 0 .. 2, .* got values from 1 to 3"),
+    (lambda: CONV(X, RING - 1), "source .* must hold values in 0 .. 2, .* got values from -1 to 1"),
+    (lambda: CONV(torch.ones(5, 16), SQUARE), r"x must have 3 rows, one per source of the graph, got \(5, 16\)"),
+    (lambda: CONV((torch.ones(2, 4, 16), X), GRAPH), r"must have the same batch .*, got \(2, 4, 16\) and \(3, 16\)"),
+    (lambda: GraphTransformerConv(-1, 8)(X.long(), RING), "x_src must be floating point, got torch.int64; cast it"),
+    (lambda: GraphTransformerConv(-1, 8)(X[:, :0], RING), r"x_src must have at least one feature, got \(3, 0\)"),
+    (lambda: GraphStructure.from_edge_index([[0], [1]], (2, 2)), r"edge_index must be a tensor \[2, E\], got list"),
+    (lambda: swap_layers(None), "model must be a torch.nn.Module, got None"),
+    (lambda: swap_layers(TransformerConv(4, 8), "torch"), "config must be an AttentionConfig"),
 )
-def test_a_layer_names_wrong_arguments(call, message):
-    raises(call, message)
+def test_a_layer_names_wrong_arguments(wrong, message):
+    raises(wrong, message)
 
 
 @refused(
-    [
-        (lambda: block(num_heads=2.0), "num_heads must be an integer, got 2.0"),
-        (lambda: block(edge_dim=None), "edge_dim must be an integer, got None"),
-        (lambda: block(hidden_dim="32"), "hidden_dim must be an integer, got '32'"),
-        (lambda: block(dropout="x"), "dropout must be a number, got 'x'"),
-        (lambda: block(layer_kernels={}), "layer_kernels must have the attributes Linear, .*, got dict without Linear"),
-        (lambda: block(config=None), "config must be an AttentionConfig"),
-        (
-            lambda: block(layer_kernels=LayerKernels(Activation=torch.nn.GELU())),
-            "layer_kernels.Activation must be a class, .* such as torch.nn.GELU, got GELU",
-        ),
-        (
-            lambda: block(layer_kernels=LayerKernels(LayerNorm="LayerNorm")),
-            "layer_kernels.LayerNorm .* got 'LayerNorm'",
-        ),
-        (lambda: block()(torch.ones(4, 16), GRAPH, ATTRIBUTES), "x must have 3 rows, one per destination of the graph"),
-        (lambda: block()(X, SQUARE, None), r"edge_attr must be a tensor \[E, 3\] .*, raw attributes, got NoneType"),
-        (lambda: mixing()(X, SQUARE, None), r"edge_attr must be a tensor \[E, 3\] .*, got NoneType"),
-        (lambda: mixing()(X, SQUARE, X), r"edge_attr must have shape \[E, 3\] .*, got \(3, 16\)"),
-        (lambda: mixing()(X, SQUARE, ATTRIBUTES.long()), "edge_attr must be floating point, got torch.int64"),
-        (lambda: mixing()(X, SQUARE, ATTRIBUTES.double()), "edge_attr must have the dtype of the weights, .*float64"),
-        (lambda: block()(X.int(), SQUARE, ATTRIBUTES), "x must be floating point, got torch.int32"),
-        (lambda: block()(X, SQUARE, ATTRIBUTES, cond="c"), "cond must be None .* got str"),
-        (
-            lambda: ConditionalLayerNorm(16, 4)(X, torch.ones(1, 5)),
-            r"cond must have shape \[..., 3 or 1, 4\], got \(1, 5\)",
-        ),
-        (
-            lambda: ConditionalLayerNorm(16, 4)(X, torch.ones(2, 4)),
-            r"cond must have shape \[..., 3 or 1, 4\], got \(2, 4\)",
-        ),
-        (
-            lambda: ConditionalLayerNorm(16, 4)(X.expand(2, 3, 16), torch.ones(3, 1, 4)),
-            r"cond must have the batch of x \(2, 3, 16\), a batch of 1, or none, got \(3, 1, 4\)",
-        ),
-        (
-            lambda: ConditionalLayerNorm(16, 4)(X, torch.ones(1, 4).double()),
-            "cond must have the dtype of the weights, torch.float32, got torch.float64",
-        ),
-        (
-            lambda: ConditionalLayerNorm(16, 4)(X.T, torch.ones(1, 4)),
-            r"x must have shape \[..., N, 16\], got \(16, 3\)",
-        ),
-        (lambda: ConditionalLayerNorm("16"), "normalized_shape must be an integer, got '16'"),
-        (lambda: ConditionalLayerNorm(16, 0), "condition_shape must be at least 1, got 0"),
-        (lambda: conditioned(torch.ones(2, 4)), r"cond must be a pair \(cond_src, cond_dst\), .* got Tensor"),
-        (lambda: conditioned((torch.ones(1, 4),) * 3), "cond must be a pair .* got 3 elements"),
-        (lambda: processor(num_layers=1.5), "num_layers must be an integer, got 1.5"),
-        (lambda: processor(checkpoint_groups=1.5), "checkpoint_groups must be an integer, or None, got 1.5"),
-        (lambda: processor(mlp_hidden_ratio="4"), "mlp_ratio must be a number, got '4'"),
-        (lambda: processor(num_channels=None), "channels must be an integer, got None"),
-        (lambda: processor(checkpoint_groups=2)(X.numpy(), SQUARE, ATTRIBUTES), r"x must be a tensor .*, got ndarray"),
-        (lambda: forward_mapper(in_channels_src=0), "in_channels_src must be at least 1, got 0"),
-        (lambda: forward_mapper(in_channels_dst=-1), "in_channels_dst must be at least 1, got -1"),
-        (lambda: backward_mapper(0), "out_channels_dst must be at least 1, got 0"),
-        (lambda: backward_mapper("1"), "out_channels_dst must be an integer, got '1'"),
-        (lambda: forward_mapper()((X, X), RING, ATTRIBUTES), "graph must be a GraphStructure, got Tensor"),
-        (
-            lambda: forward_mapper()((X, X), [SQUARE], ATTRIBUTES),
-            "or its chunks from split_destinations, got a list of GraphStructure",
-        ),
-        (
-            lambda: forward_mapper()((X, X), split_destinations(SQUARE, 2)[:1], ATTRIBUTES),
-            r"graph must hold all chunks of one split_destinations, in order, got destinations \[\(0, 1\)\]",
-        ),
-        (
-            lambda: forward_mapper()((X, X), split_destinations(SQUARE, 2)[::-1], ATTRIBUTES),
-            r"in order, got destinations \[\(1, 3\), \(0, 1\)\]",
-        ),
-        (lambda: forward_mapper()((X, X), split_destinations(SQUARE, 1) * 2, ATTRIBUTES), "all chunks of one"),
-        (
-            lambda: forward_mapper()((X, X), split_destinations(SQUARE, 2), ATTRIBUTES.numpy()),
-            "edge_attr must be a tensor of 3 rows, one per edge of the whole graph, got ndarray",
-        ),
-        (
-            lambda: forward_mapper(layer_kernels=CONDITIONAL)(
-                (X, X), split_destinations(SQUARE, 2), ATTRIBUTES, cond=(None, torch.ones(1, 4))
-            ),
-            "cond must be a tensor .* got None",
-        ),
-        (lambda: StaticNodes(np.zeros((3, 2))), r"positions must be a tensor \[N, 2\], .* got ndarray"),
-        (lambda: StaticEdges(RING, None, 3), r"edge_attr must be a tensor \[3, D\], got NoneType"),
-        (lambda: split_destinations(RING, 1), "graph must be a GraphStructure, got Tensor"),
-        (lambda: split_destinations(SQUARE, "2"), "num_chunks must be an integer, got '2'"),
-        (
-            lambda: block(layer_kernels=CONDITIONAL)(
-                X, split_destinations(SQUARE, 2), ATTRIBUTES, cond=(torch.ones(1, 4),) * 2
-            ),
-            "cond_src must be a tensor of 3 rows, .* or one for all, got tuple",
-        ),
-    ]
+    (lambda: block(num_heads=2.0), "num_heads must be an integer, got 2.0"),
+    (lambda: block(edge_dim=None), "edge_dim must be an integer, got None"),
+    (lambda: block(hidden_dim="32"), "hidden_dim must be an integer, got '32'"),
+    (lambda: block(dropout="x"), "dropout must be a number, got 'x'"),
+    (lambda: block(layer_kernels={}), "layer_kernels must have the attributes Linear, .*, got dict without Linear"),
+    (lambda: block(config=None), "config must be an AttentionConfig"),
+    (
+        lambda: block(layer_kernels=LayerKernels(Activation=torch.nn.GELU())),
+        "layer_kernels.Activation must be a class, .* such as torch.nn.GELU, got GELU",
+    ),
+    (lambda: block(layer_kernels=LayerKernels(LayerNorm="LayerNorm")), "layer_kernels.LayerNorm .* got 'LayerNorm'"),
+    *((lambda layer=layer: layer(NARROW, SQUARE, ATTRIBUTES), WIDTH.format("x\\w*")) for layer in ONE_SET),
+    *((lambda layer=layer: layer((X, NARROW), SQUARE, ATTRIBUTES), WIDTH.format("x_dst")) for layer in PAIRED),
+    *((lambda layer=layer: layer(X, SQUARE, ATTRIBUTES), PAIR + "got Tensor") for layer in PAIRED),
+    *((lambda layer=layer: layer((X,) * 3, SQUARE, ATTRIBUTES), PAIR + "got 3 elements") for layer in PAIRED),
+    *((lambda layer=layer: layer([1.0], SQUARE, ATTRIBUTES), "x must be a tensor .*, got list") for layer in BLOCKS),
+    *((lambda layer=layer: layer(X, RING, ATTRIBUTES), NO_GRAPH) for layer in BLOCKS),
+    (lambda: block()(X, object(), ATTRIBUTES), "graph must be a GraphStructure, got object"),
+    (lambda: block()(torch.ones(4, 16), GRAPH, ATTRIBUTES), "x must have 3 rows, one per destination of the graph"),
+    (lambda: block()(X, SQUARE, None), r"edge_attr must be a tensor \[E, 3\] .*, raw attributes, got NoneType"),
+    (lambda: mixing()(X, SQUARE, None), r"edge_attr must be a tensor \[E, 3\] .*, got NoneType"),
+    (lambda: mixing()(X, SQUARE, X), r"edge_attr must have shape \[E, 3\] .*, got \(3, 16\)"),
+    (lambda: mixing()(X, SQUARE, ATTRIBUTES.long()), "edge_attr must be floating point, got torch.int64"),
+    (lambda: mixing()(X, SQUARE, ATTRIBUTES.double()), "edge_attr must have the dtype of the weights, .*float64"),
+    (lambda: block()(X.int(), SQUARE, ATTRIBUTES), "x must be floating point, got torch.int32"),
+    (lambda: block()(X, SQUARE, ATTRIBUTES, cond="c"), "cond must be None .* got str"),
+    (lambda: NORM(X, torch.ones(1, 5)), r"cond must have shape \[..., 3 or 1, 4\], got \(1, 5\)"),
+    (lambda: NORM(X, torch.ones(2, 4)), r"cond must have shape \[..., 3 or 1, 4\], got \(2, 4\)"),
+    (
+        lambda: NORM(X.expand(2, 3, 16), torch.ones(3, 1, 4)),
+        r"cond must have the batch of x \(2, 3, 16\), a batch of 1, or none, got \(3, 1, 4\)",
+    ),
+    (lambda: NORM(X, ONE.double()), "cond must have the dtype of the weights, .*float32, got .*float64"),
+    (lambda: NORM(X.T, ONE), r"x must have shape \[..., N, 16\], got \(16, 3\)"),
+    (lambda: ConditionalLayerNorm("16"), "normalized_shape must be an integer, got '16'"),
+    (lambda: ConditionalLayerNorm(16, 0), "condition_shape must be at least 1, got 0"),
+    (lambda: conditioned(torch.ones(2, 4)), r"cond must be a pair \(cond_src, cond_dst\), .* got Tensor"),
+    (lambda: conditioned((ONE,) * 3), "cond must be a pair .* got 3 elements"),
+    (lambda: processor(num_layers=1.5), "num_layers must be an integer, got 1.5"),
+    (lambda: processor(checkpoint_groups=1.5), "checkpoint_groups must be an integer, or None, got 1.5"),
+    (lambda: processor(mlp_hidden_ratio="4"), "mlp_ratio must be a number, got '4'"),
+    (lambda: processor(num_channels=None), "channels must be an integer, got None"),
+    (lambda: processor(checkpoint_groups=2)(X.numpy(), SQUARE, ATTRIBUTES), r"x must be a tensor .*, got ndarray"),
+    (lambda: forward_mapper(in_channels_src=0), "in_channels_src must be at least 1, got 0"),
+    (lambda: forward_mapper(in_channels_dst=-1), "in_channels_dst must be at least 1, got -1"),
+    (lambda: backward_mapper(0), "out_channels_dst must be at least 1, got 0"),
+    (lambda: backward_mapper("1"), "out_channels_dst must be an integer, got '1'"),
+    (lambda: mapped(RING, ATTRIBUTES), "graph must be a GraphStructure, got Tensor"),
+    (lambda: mapped([SQUARE], ATTRIBUTES), "or its chunks from split_destinations, got a list of GraphStructure"),
+    (lambda: mapped(CHUNKS[:1], ATTRIBUTES), r"graph must hold all chunks .*, in order, got destinations \[\(0, 1\)\]"),
+    (lambda: mapped(CHUNKS[::-1], ATTRIBUTES), r"in order, got destinations \[\(1, 3\), \(0, 1\)\]"),
+    (lambda: mapped(split_destinations(SQUARE, 1) * 2, ATTRIBUTES), "all chunks of one"),
+    (lambda: mapped(CHUNKS, ATTRIBUTES.numpy()), "edge_attr must be a tensor of 3 rows, .* whole graph, got ndarray"),
+    (lambda: mapped(CHUNKS, ATTRIBUTES, CONDITIONAL, cond=(None, ONE)), "cond must be a tensor .* got None"),
+    (lambda: StaticNodes(np.zeros((3, 2))), r"positions must be a tensor \[N, 2\], .* got ndarray"),
+    (lambda: StaticEdges(RING, None, 3), r"edge_attr must be a tensor \[3, D\], got NoneType"),
+    (lambda: split_destinations(RING, 1), "graph must be a GraphStructure, got Tensor"),
+    (lambda: split_destinations(SQUARE, "2"), "num_chunks must be an integer, got '2'"),
+    (
+        lambda: block(layer_kernels=CONDITIONAL)(X, CHUNKS, ATTRIBUTES, cond=(ONE,) * 2),
+        "cond_src must be a tensor of 3 rows, .* or one for all, got tuple",
+    ),
 )
-def test_a_part_of_a_model_names_wrong_arguments(call, message):
-    raises(call, message)
+def test_a_part_of_a_model_names_wrong_arguments(wrong, message):
+    raises(wrong, message)
 
 
 def block(**options):
-    return GraphTransformerProcessorBlock(**{**BLOCK, **options})
+    return nn.GraphTransformerProcessorBlock(**{**BLOCK, **options})
 
 
 def mixing():
@@ -194,76 +145,57 @@ def mixing():
 
 
 def conditioned(cond):
-    mapper = GraphTransformerMapperBlock(**BLOCK, layer_kernels=CONDITIONAL)
+    mapper = nn.GraphTransformerMapperBlock(**BLOCK, layer_kernels=CONDITIONAL)
     return mapper((X, X), SQUARE, ATTRIBUTES, cond=cond)
 
 
 def processor(**options):
-    return GraphTransformerProcessor(**{"num_layers": 2, "num_channels": 16, **SIZES, **options})
+    return nn.GraphTransformerProcessor(**PROCESSOR | options)
 
 
 def forward_mapper(**options):
-    return GraphTransformerForwardMapper(**{**MAPPER, **options})
+    return nn.GraphTransformerForwardMapper(**{**MAPPER, **options})
+
+
+def mapped(graph, edge_attr, layer_kernels=None, **options):
+    """A call of a forward mapper."""
+    return forward_mapper(layer_kernels=layer_kernels or LayerKernels())((X, X), graph, edge_attr, **options)
 
 
 def backward_mapper(out):
-    return GraphTransformerBackwardMapper(out_channels_dst=out, **MAPPER)
+    return nn.GraphTransformerBackwardMapper(out_channels_dst=out, **MAPPER)
 
 
 @refused(
-    [
-        (lambda: model(graph=None), "graph must be a HeteroData, .*, got NoneType"),
-        (lambda: model(graph=HeteroData()), "graph must have nodes 'data' with positions"),
-        (lambda: model(in_channels="2"), "in_channels must be an integer, got '2'"),
-        (
-            lambda: model(in_channels={"data": "2"}, out_channels={"data": 1}),
-            r"in_channels\['data'\] must be an integer, got '2'",
-        ),
-        (lambda: model(channels="16"), "channels must be an integer, got '16'"),
-        (
-            lambda: model(trainable_nodes=None),
-            "trainable must be an integer, the number of trainable features of a node, got None",
-        ),
-        (
-            lambda: model(trainable_edges=1.5),
-            "trainable must be an integer, the number of trainable attributes .*, got 1.5",
-        ),
-        (lambda: model(mapper_chunks="2"), "num_chunks must be an integer, got '2'"),
-        (lambda: model(config="torch"), "config must be an AttentionConfig"),
-        (lambda: model()(torch.ones(1, 208, 2).long()), "x must be floating point, got torch.int64"),
-        (
-            lambda: model()(torch.ones(1, 208, 2).double()),
-            "x must have the dtype of the weights, torch.float32, got torch.float64",
-        ),
-        (
-            lambda: model(graph=spoiled(MESHED[ENCODER].edge_length * math.nan)),
-            "edge_attr must be finite, got NaN or infinity",
-        ),
-        (lambda: model(graph=turned()), r"edge_index of edges .* must have shape \[2, E\], .* got \(\d+, 2\)"),
-        (lambda: model(graph=spoiled([1.0])), "edge_length of edges .* must be a tensor, got list"),
-        (lambda: export_model(None, torch.ones(1, 208, 2), 1), "model must be a torch.nn.Module, got NoneType"),
-    ]
+    (lambda: model(graph=None), "graph must be a HeteroData, .*, got NoneType"),
+    (lambda: model(graph=HeteroData()), "graph must have nodes 'data' with positions"),
+    (lambda: model(in_channels="2"), "in_channels must be an integer, got '2'"),
+    (lambda: model({"data": "2"}, {"data": 1}), r"in_channels\['data'\] must be an integer, got '2'"),
+    (lambda: model(channels="16"), "channels must be an integer, got '16'"),
+    (lambda: model(trainable_nodes=None), "trainable must be an integer, .* trainable features of a node, got None"),
+    (lambda: model(trainable_edges=1.5), "trainable must be an integer, .* trainable attributes .*, got 1.5"),
+    (lambda: model(mapper_chunks="2"), "num_chunks must be an integer, got '2'"),
+    (lambda: model(config="torch"), "config must be an AttentionConfig"),
+    (lambda: model()(FIELDS.long()), "x must be floating point, got torch.int64"),
+    (lambda: model()(FIELDS.double()), "x must have the dtype of the weights, .*float32, got .*float64"),
+    (lambda: model(graph=spoiled(edge_length=LENGTH * math.nan)), "edge_attr must be finite, got NaN or infinity"),
+    (lambda: model(graph=spoiled(edge_index=TURNED)), r"edge_index of edges .* shape \[2, E\], .* got \(\d+, 2\)"),
+    (lambda: model(graph=spoiled(edge_length=[1.0])), "edge_length of edges .* must be a tensor, got list"),
+    (lambda: model()([1.0]), r"x must be a tensor \[B, 208, 2\], got list"),
+    (lambda: export_model(None, FIELDS, 1), "model must be a torch.nn.Module, got NoneType"),
 )
-def test_a_model_names_wrong_arguments(call, message):
-    raises(call, message)
+def test_a_model_names_wrong_arguments(wrong, message):
+    raises(wrong, message)
 
 
 def model(in_channels=2, out_channels=1, **options):
     graph = options.pop("graph", MESHED)
-    return EncoderProcessorDecoder(
-        graph, in_channels, out_channels, **{"channels": 16, "heads": 2, "num_layers": 1, **options}
-    )
+    sizes = {"channels": 16, "heads": 2, "num_layers": 1}
+    return EncoderProcessorDecoder(graph, in_channels, out_channels, **sizes | options)
 
 
-def turned():
-    """The graph with the edges of its encoder in rows."""
+def spoiled(**fields):
+    """The graph with other fields of its encoder's edges."""
     graph = icosphere_graph(POINTS, refinement=1)
-    graph[ENCODER].edge_index = graph[ENCODER].edge_index.T
-    return graph
-
-
-def spoiled(edge_length):
-    """The graph with other lengths of its encoder's edges."""
-    graph = icosphere_graph(POINTS, refinement=1)
-    graph[ENCODER].edge_length = edge_length
+    graph[ENCODER].update(fields)
     return graph

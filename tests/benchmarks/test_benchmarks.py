@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import shlex
 import subprocess
 import sys
 from dataclasses import replace
@@ -25,22 +26,7 @@ from suite.problems import PROBLEMS
 from support.corpus import corpus
 from support.pages import ROOT
 
-ANEMOI = [
-    "--grid",
-    "O4",
-    "--refinement",
-    "1",
-    "--channels",
-    "16",
-    "--heads",
-    "2",
-    "--layers",
-    "1",
-    "--variables",
-    "4",
-    "--device",
-    "cpu",
-]
+ANEMOI = shlex.split("--grid O4 --refinement 1 --channels 16 --heads 2 --layers 1 --variables 4 --device cpu")
 
 
 def test_the_suite_measures_and_makes_tables_plots_and_a_page(tiny, tmp_path, capsys):
@@ -138,7 +124,7 @@ def test_loss_curves_of_the_application_are_compared(monkeypatch, capsys):
 
 
 def test_pyg_models_are_timed(tmp_path):
-    small = ["--nodes", "50", "--edges", "200", "--channels", "8", "--hidden", "4", "--repeats", "1", "--device", "cpu"]
+    small = shlex.split("--nodes 50 --edges 200 --channels 8 --hidden 4 --repeats 1 --device cpu")
     found = pyg_models.main([*small, "--output", str(tmp_path / "pyg.json")])
     assert all(model["one graph"]["median_ms"] > 0 for model in found["models"].values()) and len(found["models"]) == 3
 

@@ -2,17 +2,7 @@
 
 import pytest
 import torch
-from support.compiled import (
-    DIM,
-    LAYERS,
-    SIZES,
-    assert_compiled_is_eager,
-    counting,
-    make_edges,
-    make_layer,
-    make_sample,
-    sample_for,
-)
+from support.compiled import DIM, SIZES, assert_compiled_is_eager, call, counting, make_edges, make_layer, sample_for
 from torch import nn
 
 from anemoi_gt import GraphStructure
@@ -40,7 +30,7 @@ def from_nonzero(layer, stable=True, as_structure=True):
 
 
 def from_mask(layer):
-    """Return a step whose edges a mask [E] selects, and with them attributes `weights` [E, D]: a second unknown size."""
+    """Return a step whose edges a mask [E] selects, with attributes `weights` [E, D]: a second unknown size."""
 
     def step(edges, leaves):
         mask, edge_index = edges
@@ -54,7 +44,7 @@ def from_mask(layer):
 def draw_matrix(size, density=0.4, device="cpu"):
     """Return a matrix of edges, and tensors by name."""
     num_src, num_dst, num_edges, _ = size
-    sample, generator = make_sample(*size, device=device), torch.Generator().manual_seed(num_edges)
+    sample, generator = sample_for("conv", size, device), torch.Generator().manual_seed(num_edges)
     tensors = {name: sample.tensors[name] for name in ("src", "dst")}
     tensors["weights"] = torch.randn(num_src, num_dst, DIM, generator=generator).to(device)
     return (torch.rand(num_src, num_dst, generator=generator) < density).to(device), tensors
@@ -62,7 +52,7 @@ def draw_matrix(size, density=0.4, device="cpu"):
 
 def draw_mask(size):
     """Return a mask with its edges, and tensors by name."""
-    tensors = make_sample(*size).tensors
+    tensors = sample_for("conv", size).tensors
     tensors["weights"] = tensors.pop("attr")
     mask = torch.rand(size[2], generator=torch.Generator().manual_seed(1)) < 0.6
     return (mask, make_edges(*size[:3])), tensors
@@ -163,7 +153,7 @@ class Holding(nn.Module):
         self.layer, self.graph = layer, graph
 
     def forward(self, leaves):
-        return LAYERS["conv"][1](self.layer, self.graph, leaves)
+        return call(self.layer, self.graph, leaves)
 
 
 def test_a_graph_held_by_a_module_may_be_replaced():
@@ -182,7 +172,7 @@ def test_a_graph_held_by_a_module_may_be_replaced():
 
 
 def test_a_missing_reverse_structure_is_built_in_the_compiled_code():
-    layer, sample, call = make_layer("conv"), sample_for("conv", SIZES[0]), LAYERS["conv"][1]
+    layer, sample = make_layer("conv"), sample_for("conv", SIZES[0])
     fields = ("colptr", "row", "sources", "perm")
     state = sample.graph.state_dict()
     bare = GraphStructure.from_state({name: state[name] for name in fields if name in state})

@@ -1,8 +1,10 @@
 """Compiled code takes any sizes without recompilation, and tensors of any memory layout."""
 
+from functools import partial
+
 import pytest
 import torch
-from support.compiled import DIM, LAYERS, SIZES, assert_compiled_is_eager, assert_same, counting, make_layer, sample_for
+from support.compiled import DIM, SIZES, assert_compiled_is_eager, call, counting, make_layer, sample_for
 
 
 def mark(graph, leaves):
@@ -15,19 +17,16 @@ def mark(graph, leaves):
 
 def run_sizes(name, sizes, prepare=lambda graph, leaves: None, **options):
     """Compare with eager for each of `sizes`; return the number of compilations after each."""
-    layer, counter, compilations, call = make_layer(name), counting(), [], LAYERS[name][1]
+    layer, counter, compilations = make_layer(name), counting(), []
     compiled = torch.compile(layer, fullgraph=True, backend=counter, **options)
     for size in sizes:
         sample = sample_for(name, size)
 
-        def run(leaves, graph=sample.graph):
+        def run(function, leaves, graph=sample.graph):
             prepare(graph, leaves)
-            return call(compiled, graph, leaves)
+            return call(function, graph, leaves)
 
-        def eager(leaves, graph=sample.graph):
-            return call(layer, graph, leaves)
-
-        assert_compiled_is_eager(layer, run, eager, sample.tensors)
+        assert_compiled_is_eager(layer, *(partial(run, function) for function in (compiled, layer)), sample.tensors)
         compilations.append(counter.frame_count)
     return compilations
 
@@ -84,27 +83,24 @@ def test_strides_change_neither_output_nor_gradients(functions, layout):
     for function in functions:
         # leaves of that layout, so that the compiled code is called with it
         leaves = {name: LAYOUTS[layout](tensor).detach().requires_grad_() for name, tensor in sample.tensors.items()}
-        out = LAYERS["conv"][1](function, sample.graph, leaves)
+        out = call(function, sample.graph, leaves)
         weights = torch.linspace(-1, 2, out.numel()).view(out.shape).transpose(0, 1).contiguous().transpose(0, 1)
         gradients = torch.autograd.grad(out, list(leaves.values()), weights)  # a strided upstream gradient
         results.append({"out": out.detach(), **dict(zip(leaves, gradients, strict=True))})
-    assert_same(*results)
+    torch.testing.assert_close(*results)
 
 
 def test_attributes_may_differ_within_the_batch(functions):
     sample = sample_for("conv", SIZES[0])
     tensors = sample.tensors | {"attr": torch.randn(SIZES[0][3], SIZES[0][2], DIM)}
     with torch.no_grad():
-        torch.testing.assert_close(*(LAYERS["conv"][1](function, sample.graph, tensors) for function in functions))
+        torch.testing.assert_close(*(call(function, sample.graph, tensors) for function in functions))
 
 
-WRONG = [("attr", "edge_attr must have shape"), ("src", "x_src must have 9 rows")]
-
-
-@pytest.mark.parametrize(("name", "message"), WRONG)
+@pytest.mark.parametrize(("name", "message"), [("attr", "edge_attr must have shape"), ("src", "x_src must have 9")])
 def test_missing_rows_raise_while_compiling(name, message):
     torch.compiler.reset()
     layer, sample = make_layer("conv"), sample_for("conv", SIZES[0])
     sample.tensors[name] = sample.tensors[name][..., :-1, :]
     with pytest.raises(Exception, match=message):
-        LAYERS["conv"][1](torch.compile(layer, fullgraph=True, backend="eager"), sample.graph, sample.tensors)
+        call(torch.compile(layer, fullgraph=True, backend="eager"), sample.graph, sample.tensors)

@@ -2,15 +2,8 @@
 
 import pytest
 import torch
-from support.compiled import (
-    LAYERS,
-    SIZES,
-    assert_compiled_is_eager,
-    counting,
-    differentiate_seeded,
-    make_layer,
-    sample_for,
-)
+from support import compiled as support
+from support.compiled import LAYERS, SIZES, assert_compiled_is_eager, call, counting, make_layer, sample_for
 from support.weather import IN, NODES, OUT, SAMPLES, weather_graph
 from torch.utils.checkpoint import checkpoint
 
@@ -27,20 +20,19 @@ def make_model(**options):
     return EncoderProcessorDecoder(weather_graph(), IN, OUT, residual={0: 1}, **sizes, **options)
 
 
-def assert_trains(name, layer, sample):
-    call, compiled = LAYERS[name][1], compile_layer(layer)
-    functions = [lambda leaves, f=function: call(f, sample.graph, leaves) for function in (compiled, layer)]
+def assert_trains(layer, sample):
+    functions = [lambda leaves, f=f: call(f, sample.graph, leaves) for f in (compile_layer(layer), layer)]
     assert_compiled_is_eager(layer, *functions, sample.tensors)
 
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_layer_trains_in_one_graph(name):
-    assert_trains(name, make_layer(name), sample_for(name, SIZES[0]))
+    assert_trains(make_layer(name), sample_for(name, SIZES[0]))
 
 
 def test_a_layer_trains_in_one_graph_with_kernels(kernel_device):
     sample = sample_for("processor_block", (4, 4, 9, 1), kernel_device)
-    assert_trains("processor_block", make_layer("processor_block", "triton", kernel_device), sample)
+    assert_trains(make_layer("processor_block", "triton", kernel_device), sample)
 
 
 CONFIGS = [AttentionConfig(), AttentionConfig(precision="bf16"), AttentionConfig("torch", "fp16")]
@@ -50,12 +42,12 @@ CONFIGS = [AttentionConfig(), AttentionConfig(precision="bf16"), AttentionConfig
 def test_every_config_compiles(config):
     layer = make_layer("conv")
     layer.config = config
-    assert_trains("conv", layer, sample_for("conv", SIZES[0]))
+    assert_trains(layer, sample_for("conv", SIZES[0]))
 
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_layer_infers_in_one_graph(name):
-    layer, sample, call = make_layer(name).eval(), sample_for(name, SIZES[0]), LAYERS[name][1]
+    layer, sample = make_layer(name).eval(), sample_for(name, SIZES[0])
     compiled = compile_layer(layer, "eager")
     with torch.inference_mode():
         actual, expected = (call(f, sample.graph, sample.tensors) for f in (compiled, layer))
@@ -70,7 +62,7 @@ def test_the_model_infers_in_one_graph():
 
 
 def test_inference_after_training_records_nothing():
-    sample, compiled, call = sample_for("conv", SIZES[0]), compile_layer(make_layer("conv")), LAYERS["conv"][1]
+    sample, compiled = sample_for("conv", SIZES[0]), compile_layer(make_layer("conv"))
     assert call(compiled, sample.graph, sample.leaves()).requires_grad
     with torch.no_grad():
         assert not call(compiled, sample.graph, sample.leaves()).requires_grad
@@ -101,14 +93,11 @@ def compiled_with(layer, wrap, where):
 def test_checkpointing_and_compilation_work_together_with_dropout(where):
     layer, sample = make_layer("processor_block"), sample_for("processor_block", SIZES[0])
 
-    def call(function, leaves):
-        return function(leaves["dst"], sample.graph, leaves["attr"])
-
     def checkpointed(function, leaves):
         return checkpoint(function, leaves["dst"], sample.graph, leaves["attr"], use_reentrant=False)
 
     compiled = compiled_with(layer, checkpointed, where)
-    assert_compiled_is_eager(layer, compiled, lambda leaves: call(layer, leaves), sample.tensors)
+    assert_compiled_is_eager(layer, compiled, lambda leaves: call(layer, sample.graph, leaves), sample.tensors)
 
 
 @pytest.mark.parametrize("where", ["around", "inside"])
@@ -117,10 +106,10 @@ def test_autocast_gives_the_bits_of_eager(where):
 
     def cast(function, leaves):
         with torch.autocast("cpu", torch.bfloat16):
-            return function(leaves["dst"], sample.graph, leaves["attr"])
+            return call(function, sample.graph, leaves)
 
-    actual = differentiate_seeded(layer, compiled_with(layer, cast, where), sample.tensors)
-    expected = differentiate_seeded(layer, lambda leaves: cast(layer, leaves), sample.tensors)
+    actual = support.differentiate_seeded(layer, compiled_with(layer, cast, where), sample.tensors)
+    expected = support.differentiate_seeded(layer, lambda leaves: cast(layer, leaves), sample.tensors)
     present = [name for name, tensor in expected.items() if tensor is not None]
     assert [name for name in present if not torch.equal(actual[name], expected[name])] == []
 
@@ -129,13 +118,13 @@ def test_a_backend_that_cannot_run_says_why_while_compiling():
     layer, sample = make_layer("conv", "triton").double(), sample_for("conv", SIZES[0])
     doubles = {name: tensor.double() for name, tensor in sample.tensors.items()}
     with pytest.raises(Exception, match="its kernels take float16, bfloat16 or float32, got torch.float64"):
-        LAYERS["conv"][1](compile_layer(layer), sample.graph, doubles)
+        call(compile_layer(layer), sample.graph, doubles)
 
 
 def test_double_backward_raises():
     sample = sample_for("conv", SIZES[0])
     leaves = sample.leaves()
-    out = LAYERS["conv"][1](compile_layer(make_layer("conv")), sample.graph, leaves)
+    out = call(compile_layer(make_layer("conv")), sample.graph, leaves)
     (gradient,) = torch.autograd.grad(out.square().sum(), leaves["attr"], create_graph=True)
     with pytest.raises(RuntimeError, match="double backward"):
         gradient.sum().backward()

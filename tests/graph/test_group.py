@@ -7,17 +7,12 @@ import torch
 from support.graphs import GRAPHS
 from support.oracle import make_problem
 from support.run import attend, structure
+from support.same_numbers import assert_same
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from anemoi_gt import GraphStructure
 from anemoi_gt.graph import build
-from anemoi_gt.graph.build import (
-    GroupedEdges,
-    group_both_ends_unordered,
-    group_coo,
-    group_edges,
-    group_edges_unordered,
-)
+from anemoi_gt.graph.build import GroupedEdges, group_both_ends_unordered, group_coo, group_edges, group_edges_unordered
 
 DTYPES = (torch.int32, torch.int64)
 
@@ -117,9 +112,7 @@ def test_unordered_structure_is_complete_and_gives_the_same_attention(named, uno
     assert torch.equal(loose.edge_index(), edge_index)
     graph = (edge_index.cpu(), sizes)
     problem = make_problem(graph, 3, 4, 5, dtype=torch.float64)
-    result, expected = attend(problem, loose.to("cpu"), "torch"), attend(problem, structure(graph), "torch")
-    for name in expected:
-        torch.testing.assert_close(result[name], expected[name], rtol=1e-12, atol=1e-12)
+    assert_same(*(attend(problem, each, "torch") for each in (loose.to("cpu"), structure(graph))), 1e-12)
 
 
 def test_global_edge_ids_follow_their_edges_without_order(shuffled, unordered):

@@ -1,13 +1,13 @@
 """Compile the kernels for a GPU that need not be there, and print what came out as JSON lines.
 
     python compile_all.py every cuda:90      all kernels: forms, dtypes, with and without what is optional
-    python compile_all.py standard cuda:90   the kernels of the default model's shapes, with the assembler's view of them
+    python compile_all.py standard cuda:90   the kernels of the default model's shapes, as the assembler sees them
     python compile_all.py offsets cuda:90    kernels with 32-bit and with 64-bit offsets, with their TTIR
-    python compile_all.py updates cuda:90    kernels of rows that lie within one warp or across several, with their TTGIR
+    python compile_all.py updates cuda:90    kernels of rows within one warp or across several, with their TTGIR
     python compile_all.py facts              what row kernels say of a launch to a profiler; nothing is compiled
 
-The launches are the package's own: they are recorded, not run, so what compiles here is what runs on a GPU. Triton must be
-imported without its interpreter, hence in a process of its own.
+The launches are the package's own: they are recorded, not run, so what compiles here is what runs on a GPU. Triton must
+be imported without its interpreter, hence in a process of its own.
 """
 
 import json
@@ -33,9 +33,8 @@ from anemoi_gt.ops.operands import AttentionOperands
 from anemoi_gt.ops.triton_backend import launch
 
 WARP = {"cuda": 32, "hip": 64}
-POINTERS = {
-    torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.int32: "*i32", torch.int64: "*i64",
-}  # fmt: skip
+POINTERS = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16"}
+POINTERS |= {torch.int32: "*i32", torch.int64: "*i64"}
 ALIGNED = [["tt.divisibility", 16]]
 
 
@@ -55,17 +54,14 @@ class Call:
 def bare_graph(edges=400):
     """A sorted graph of 40 sources and 30 destinations; its mean degree chooses tiles."""
     numbers = torch.arange(edges)
-    return GraphStructure.from_edge_index(
-        torch.stack([numbers * 7 % 40, numbers * 30 // edges]), (40, 30)
-    ).with_reverse()
+    edge_index = torch.stack([numbers * 7 % 40, numbers * 30 // edges])
+    return GraphStructure.from_edge_index(edge_index, (40, 30)).with_reverse()
 
 
 def full_graph(edges):
     """The same with everything a structure may carry; of 90 edges, three at every destination."""
-    graph = replace(
-        bare_graph(edges), perm=torch.randperm(edges, dtype=torch.int32), global_edge_id=torch.arange(edges)
-    )
-    return graph.with_dst_schedule()
+    perm, ids = torch.randperm(edges, dtype=torch.int32), torch.arange(edges)
+    return replace(bare_graph(edges), perm=perm, global_edge_id=ids).with_dst_schedule()
 
 
 def run(call):
@@ -163,12 +159,12 @@ def every():
     for kernel, args in launches:
         yield (
             kernel, args, ALIGNED,
-            lambda compiled: {"binaries": sorted({"cubin", "hsaco"} & set(compiled.asm)), "shared": compiled.metadata.shared},
+            lambda one: {"binaries": sorted({"cubin", "hsaco"} & set(one.asm)), "shared": one.metadata.shared},
         )  # fmt: skip
 
 
 def standard():
-    """The default model's shapes: 16 heads of 64 and 32 channels, 11 attributes, bfloat16; low, high and equal degrees."""
+    """The default model's shapes: 16 heads of 64 and 32 channels, 11 attributes, bfloat16; low, high, equal degrees."""
     graphs = (bare_graph(), bare_graph(91), bare_graph(90))
     for kernel, args in recorded(*(Call(16, channels, 11, graph=graph) for channels in (64, 32) for graph in graphs)):
         yield kernel, args, ALIGNED, resources
@@ -188,24 +184,20 @@ def offsets():
 def updates():
     """Kernels of rows that a warp holds whole, that it shares with others, and that are not aligned."""
     half, single = torch.bfloat16, torch.float32
-    for heads, channels, dtype, alignment in (
-        (16, 64, half, ALIGNED), (16, 64, half, []), (4, 256, single, ALIGNED), (16, 65, half, ALIGNED), (2, 1100, half, ALIGNED),
-    ):  # fmt: skip
+    aligned = [(16, 64, half), (4, 256, single), (16, 65, half), (2, 1100, half)]
+    for heads, channels, dtype, alignment in [*((*case, ALIGNED) for case in aligned), (16, 64, half, [])]:
         for kernel, args in recorded(Call(heads, channels, 11, dtype=dtype, graph=bare_graph())):
             if args["num_warps"] > 1 and kernel.launch_metadata is not None:  # the kernels that walk edges
                 yield kernel, args, alignment, lambda compiled: {"ir": compiled.asm["ttgir"]}
 
 
 def facts():
-    """Print the launch metadata of row kernels on rows of 2 x 4 bfloat16 numbers, 400 edges, 30 destinations, 40 sources."""
+    """Print launch metadata of row kernels: rows of 2 x 4 bfloat16, 400 edges, 30 destinations, 40 sources."""
     for form in ("raw", "embedded"):
         for kernel, args in recorded(Call(2, 4, 3, form=form, graph=bare_graph())):
             if kernel.launch_metadata is not None:
-                print(
-                    json.dumps(
-                        kernel.launch_metadata((1,), SimpleNamespace(name=kernel.fn.__name__), args) | {"form": form}
-                    )
-                )
+                told = kernel.launch_metadata((1,), SimpleNamespace(name=kernel.fn.__name__), args)
+                print(json.dumps(told | {"form": form}))
 
 
 def main(what, where):

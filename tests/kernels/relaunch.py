@@ -1,7 +1,7 @@
 """Launch the kernels of edge attention on a GPU that is not there, and print as JSON lines what reaches its driver.
 
-Triton binds, compiles for sm_90 and launches as ever; only its driver is ours, and runs nothing. Each launch of a forward and a
-backward pass is made twice, so that the second takes what the first has compiled.
+Triton binds, compiles for sm_90 and launches as ever; its driver is ours, and runs nothing. Each launch of a forward
+and a backward pass is made twice, so that the second takes what the first has compiled.
 
     python relaunch.py repeated      both launches of each kernel, arguments in order
     python relaunch.py public        the same where Triton does not have the private parts that a repeated launch uses
@@ -33,9 +33,8 @@ SMALL = Call(2, 16, 3, graph=bare_graph(100))
 class Driver:
     """A driver of Triton for one GPU that notes launches."""
 
-    utils = SimpleNamespace(
-        load_binary=lambda *_: (object(), 1, 0, 0, 1024), get_device_properties=lambda _: {"max_shared_mem": 2**17}
-    )
+    utils = SimpleNamespace(load_binary=lambda *_: (object(), 1, 0, 0, 1024))
+    utils.get_device_properties = lambda _: {"max_shared_mem": 2**17}
     get_current_device = staticmethod(lambda: 0)
     get_current_stream = staticmethod(lambda _: 7)
     get_current_target = staticmethod(lambda: GPUTarget("cuda", 90, 32))

@@ -1,4 +1,4 @@
-"""The kernels as compilers see them, on any machine: they compile for every GPU, fit its registers, and count far enough."""
+"""The kernels as compilers see them, anywhere: they compile for every GPU, fit its registers, count far enough."""
 
 import re
 from functools import cache
@@ -8,10 +8,9 @@ import pytest
 from support.compiling import lines_of
 from support.ir import narrow_offsets, unordered_updates
 
-KERNELS = {
-    "project", "embed", "attribute_bwd", "weight_bwd", "edge_attention_fwd", "edge_attention_bwd_dst",
-    "edge_attention_bwd_src", "edge_attention_fixed_degree_fwd", "edge_attention_fixed_degree_bwd_dst", "group_edges_count", "group_edges_place",
-}  # fmt: skip
+ATTENTION = {"fwd", "bwd_dst", "bwd_src", "fixed_degree_fwd", "fixed_degree_bwd_dst"}
+GROUPING = {"group_edges_count", "group_edges_place"}
+KERNELS = {"project", "embed", "attribute_bwd", "weight_bwd"} | GROUPING | {f"edge_attention_{n}" for n in ATTENTION}
 GROWING = {  # arguments whose size grows with nodes x channels or edges x heads
     "query", "key", "value", "edge_attr", "projected", "projected_grad", "grad_out", "out", "exp_scores", "attr_sums",
     "dscore_sums", "dquery", "dkey", "dvalue", "dedge_attr", "p_ds", "dp", "rows", "sums", "scores", "attr_dp",
@@ -24,9 +23,8 @@ def compile_kernels(what, *target):
     return lines_of(Path(__file__).with_name("compile_all.py"), what, *target)
 
 
-SHARED = {  # bytes of shared memory that a program may have
-    "cuda:80": 166912, "cuda:90": 232448, "cuda:100": 232448, "hip:gfx90a": 65536, "hip:gfx942": 65536,
-}  # fmt: skip
+# Bytes of shared memory that a program may have.
+SHARED = {"cuda:80": 166912, "cuda:90": 232448, "cuda:100": 232448, "hip:gfx90a": 65536, "hip:gfx942": 65536}
 
 
 @pytest.mark.parametrize("target", SHARED)
@@ -39,19 +37,19 @@ def test_every_kernel_compiles(target):
 
 def test_names_in_a_profile_tell_dtype_and_sizes():
     compiled = compile_kernels("standard", "cuda:90")
-    names = {
-        line["kernel"]: line["name"] for line in compiled if "c64" in line["name"] or "bwd_attributes" in line["name"]
-    }
+    named = [line for line in compiled if "c64" in line["name"] or "bwd_attributes" in line["name"]]
+    names = {line["kernel"]: line["name"].removeprefix("edge_attention_") for line in named}
+    assert all(line["name"].startswith("edge_attention_") for line in named)
     assert names == {
-        "project": "edge_attention_project_bf16_h16_c64_d11",
-        "embed": "edge_attention_embed_bf16_h16_c64_d11",
-        "edge_attention_fwd": "edge_attention_fwd_bf16_h16_c64_d11",
-        "edge_attention_bwd_dst": "edge_attention_bwd_dst_bf16_h16_c64_d11",
-        "edge_attention_bwd_src": "edge_attention_bwd_src_bf16_h16_c64",
-        "edge_attention_fixed_degree_fwd": "edge_attention_fixed_degree_fwd_bf16_h16_c64_d11",
-        "edge_attention_fixed_degree_bwd_dst": "edge_attention_fixed_degree_bwd_dst_bf16_h16_c64_d11",
-        "attribute_bwd": "edge_attention_bwd_attributes_bf16_h16_d11",
-        "weight_bwd": "edge_attention_bwd_weight_bf16_h16_c64_d11",
+        "project": "project_bf16_h16_c64_d11",
+        "embed": "embed_bf16_h16_c64_d11",
+        "edge_attention_fwd": "fwd_bf16_h16_c64_d11",
+        "edge_attention_bwd_dst": "bwd_dst_bf16_h16_c64_d11",
+        "edge_attention_bwd_src": "bwd_src_bf16_h16_c64",
+        "edge_attention_fixed_degree_fwd": "fixed_degree_fwd_bf16_h16_c64_d11",
+        "edge_attention_fixed_degree_bwd_dst": "fixed_degree_bwd_dst_bf16_h16_c64_d11",
+        "attribute_bwd": "bwd_attributes_bf16_h16_d11",
+        "weight_bwd": "bwd_weight_bf16_h16_c64_d11",
     }
 
 
@@ -70,7 +68,7 @@ def test_offsets_are_64_bit_where_sizes_can_pass_2_to_31_and_32_bit_where_they_c
         if not line["wide"]:
             assert not re.search(r"\bi64\b", line["ir"]), f"{line['name']} computes in 64 bits without need"
         seen[line["wide"]].add(line["kernel"])
-    assert seen[False] == seen[True] == KERNELS - {"group_edges_count", "group_edges_place"}
+    assert seen[False] == seen[True] == KERNELS - GROUPING
 
 
 def test_no_warp_overwrites_a_number_that_another_has_yet_to_read():

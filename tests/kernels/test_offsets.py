@@ -1,4 +1,4 @@
-"""When 64-bit offsets are chosen: as soon as an offset can pass 2^31, and not before. Sizes only; nothing is allocated."""
+"""When 64-bit offsets are chosen: as soon as an offset can pass 2^31, not before. Sizes only; nothing is allocated."""
 
 import pytest
 import torch
@@ -22,20 +22,21 @@ def is_wide(samples, num_src, num_dst, num_edges, heads, channels, form="none", 
     return Problem(operands, IndexTensors(colptr, row), Options()).needs_int64()
 
 
+SIZES = {"num_dst": 1, "num_src": 1, "num_edges": 1, "heads": 16, "channels": 64}
+
+
 @pytest.mark.parametrize(
-    ("largest_narrow", "change"),
+    ("name", "size", "options"),
     [
-        ({"num_dst": 2**21 - 1, "num_src": 1, "num_edges": 1, "heads": 16, "channels": 64}, {"num_dst": 2**21}),
-        ({"num_dst": 1, "num_src": 2**21 - 1, "num_edges": 1, "heads": 16, "channels": 64}, {"num_src": 2**21}),
-        ({"num_dst": 1, "num_src": 1, "num_edges": 2**26 - 1, "heads": 16, "channels": 1}, {"num_edges": 2**26}),
-        ({"num_dst": 1, "num_src": 1, "num_edges": 2**21 - 1, "heads": 16, "channels": 64, "form": "embedded"}, {"num_edges": 2**21}),
-        ({"num_dst": 1, "num_src": 1, "num_edges": 2**21 - 1, "heads": 1, "channels": 1, "form": "raw", "edge_dim": 1024}, {"num_edges": 2**21}),
+        ("num_dst", 2**21, {}),
+        ("num_src", 2**21, {}),
+        ("num_edges", 2**26, {"channels": 1}),
+        ("num_edges", 2**21, {"form": "embedded"}),
+        ("num_edges", 2**21, {"heads": 1, "channels": 1, "form": "raw", "edge_dim": 1024}),
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("samples", [1, 2])
-def test_offsets_become_wide_when_one_can_pass_2_to_31(largest_narrow, change, samples):
-    name, size = next(iter(change.items()))
-    if samples > 1:  # the same number of rows or edges, shared out among samples
-        largest_narrow, size = largest_narrow | {name: largest_narrow[name] // samples}, size // samples
-    assert not is_wide(samples, **largest_narrow)
-    assert is_wide(samples, **largest_narrow | {name: size})
+def test_offsets_become_wide_when_one_can_pass_2_to_31(name, size, options, samples):
+    options = SIZES | options  # the same number of rows or edges, shared out among samples
+    assert not is_wide(samples, **options | {name: (size - 1) // samples})
+    assert is_wide(samples, **options | {name: size // samples})

@@ -7,19 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from anemoi_gt.ops.triton_backend.tiles import (
-    FLIGHT_BYTES,
-    MAX_HELD,
-    MIN_HELD,
-    ROW_KERNELS,
-    SHARED_BYTES,
-    RowTile,
-    Shape,
-    candidates,
-    destination_tile,
-    embed_tile,
-    forward_tile,
-)
+from anemoi_gt.ops.triton_backend import tiles
+from anemoi_gt.ops.triton_backend.tiles import ROW_KERNELS, Shape, candidates, destination_tile, forward_tile
 
 GRAPHS = {  # N320 and icosphere 6: sources, destinations, edges
     "encoder": (542_080, 40_962, 852_840),
@@ -29,7 +18,7 @@ GRAPHS = {  # N320 and icosphere 6: sources, destinations, edges
 SWEEP = json.loads((Path(__file__).parents[2] / "benchmarks/results/row_tiles_h200.json").read_text())
 MEASURED = {}  # kernel, graph, channels: ms of each tile with all 16 heads on an H200
 for graph, width, kind, num_warps, unroll, nodes, pairs, ms in SWEEP["rows"]:
-    MEASURED.setdefault((kind, graph, width), {})[RowTile(16, width, unroll, num_warps, nodes, pairs)] = ms
+    MEASURED.setdefault((kind, graph, width), {})[tiles.RowTile(16, width, unroll, num_warps, nodes, pairs)] = ms
 
 
 def shape_of(kernel, graph, channels):
@@ -64,7 +53,8 @@ def test_rows_are_read_as_pairs_only_where_possible(choose):
 def test_rows_in_flight_fit_the_registers_of_a_warp(choose, itemsize, channels):
     for degree in (1, 3, 8, 40):
         tile = choose(Shape(16, channels, 12, degree, itemsize))
-        assert tile.unroll == 1 or tile.unroll * tile.heads * tile.channels * itemsize <= FLIGHT_BYTES * tile.num_warps
+        nbytes = tile.unroll * tile.heads * tile.channels * itemsize
+        assert tile.unroll == 1 or nbytes <= tiles.FLIGHT_BYTES * tile.num_warps
 
 
 @pytest.mark.parametrize("kernel", ROW_KERNELS)
@@ -80,12 +70,13 @@ def test_every_tile_holds_a_row_of_powers_of_two(kernel):
 @pytest.mark.parametrize("kernel", ROW_KERNELS)
 def test_candidates_begin_with_the_chosen_tile_and_hold_what_a_thread_can(kernel):
     shape = Shape(16, 64, 0, 8, 2, pairs_possible=kernel != "sources")
-    tiles = candidates(kernel, shape)
-    assert tiles[0] == ROW_KERNELS[kernel](shape) and len(set(tiles)) == len(tiles) > 20
-    assert all(MIN_HELD <= tile.heads * tile.channels / (32 * tile.num_warps) <= MAX_HELD for tile in tiles)
+    found = candidates(kernel, shape)
+    assert found[0] == ROW_KERNELS[kernel](shape) and len(set(found)) == len(found) > 20
+    assert all(tiles.MIN_HELD <= tile.heads * tile.channels / (32 * tile.num_warps) <= tiles.MAX_HELD for tile in found)
 
 
 def test_candidates_of_a_contraction_fit_the_shared_memory():
-    tiles = candidates("embed", shape_of("forward", "decoder", 64))
-    assert tiles[0] == embed_tile(64, 12) and len(set(tiles)) == len(tiles) > 20
-    assert all(4 * tile.num_stages * tile.nodes * (tile.channels + tile.attributes) <= SHARED_BYTES for tile in tiles)
+    found = candidates("embed", shape_of("forward", "decoder", 64))
+    assert found[0] == tiles.embed_tile(64, 12) and len(set(found)) == len(found) > 20
+    held = [4 * tile.num_stages * tile.nodes * (tile.channels + tile.attributes) for tile in found]
+    assert max(held) <= tiles.SHARED_BYTES

@@ -5,40 +5,30 @@ from functools import partial
 import pytest
 import torch
 from anemoi.models.distributed.shapes import BipartiteGraphShardInfo, GraphShardInfo
-from anemoi.models.layers import block as theirs_module
+from anemoi.models.layers import block
 from anemoi.models.layers.utils import load_layer_kernels
 from support.accuracy import Corpus
 from support.differentiate import differentiate, randomise
 from support.pairwise import pairwise
+from support.same_numbers import assert_same
 
-from anemoi_gt import GraphStructure
-from anemoi_gt.nn import (
-    ConditionalLayerNorm,
-    GraphTransformerMapperBlock,
-    GraphTransformerProcessorBlock,
-    LayerKernels,
-)
+from anemoi_gt import GraphStructure, nn
+from anemoi_gt.nn import ConditionalLayerNorm, LayerKernels
 
 pytestmark = pytest.mark.filterwarnings("ignore:mlp_implementation=")  # theirs says that a gate needs no activation
 
 CHANNELS, HEADS, HIDDEN, DIM, CONDITION = 12, 3, 20, 5, 4
 SRC, DST, EDGES, SAMPLES = 9, 7, 40, 2
-OURS = {"processor": GraphTransformerProcessorBlock, "mapper": GraphTransformerMapperBlock}
-THEIRS = {
-    "processor": theirs_module.GraphTransformerProcessorBlock,
-    "mapper": theirs_module.GraphTransformerMapperBlock,
-}
+KINDS = {"processor": "GraphTransformerProcessorBlock", "mapper": "GraphTransformerMapperBlock"}
 # What a column's value means as keywords of their `load_layer_kernels` and of our `LayerKernels`.
 CONDITIONAL = {"_target_": "anemoi.models.layers.normalization.ConditionalLayerNorm", "condition_shape": CONDITION}
 THEIR_KERNELS = {"conditional": {"LayerNorm": CONDITIONAL}, "silu": {"Activation": {"_target_": "torch.nn.SiLU"}}}
-OUR_KERNELS = {
-    "conditional": {"LayerNorm": partial(ConditionalLayerNorm, condition_shape=CONDITION)},
-    "silu": {"Activation": torch.nn.SiLU},
-}
+OUR_NORM = partial(ConditionalLayerNorm, condition_shape=CONDITION)
+OUR_KERNELS = {"conditional": {"LayerNorm": OUR_NORM}, "silu": {"Activation": torch.nn.SiLU}}
 PLAIN = {"mlp_implementation": "mlp", "qk_norm": False, "edge_pre_mlp": False, "bias": True, "attn_channels": None}
 PLAIN |= {"update_src_nodes": False, "norm": "plain", "activation": "gelu"}
 ROWS = pairwise(
-    kind=tuple(OURS),
+    kind=tuple(KINDS),
     mlp_implementation=("mlp", "glu", "swiglu", "geglu", "reglu"),
     qk_norm=(False, True),
     edge_pre_mlp=(False, True),
@@ -61,9 +51,7 @@ def options_of(row):
     """Keywords of either block."""
     sizes = {"in_channels": CHANNELS, "out_channels": CHANNELS, "hidden_dim": HIDDEN}
     sizes |= {"num_heads": HEADS, "edge_dim": DIM}
-    left_out = {"kind", "norm", "activation"}
-    if row["kind"] == "processor":
-        left_out.add("update_src_nodes")  # a processor block has no such nodes
+    left_out = {"kind", "norm", "activation"} | ({"update_src_nodes"} if row["kind"] == "processor" else set())
     return sizes | {name: value for name, value in row.items() if name not in left_out}
 
 
@@ -73,11 +61,12 @@ def kernels_of(row, table):
 
 def make_theirs(row):
     kernels = load_layer_kernels(kernels_of(row, THEIR_KERNELS))
-    return THEIRS[row["kind"]](**options_of(row), layer_kernels=kernels, graph_attention_backend="pyg")
+    return getattr(block, KINDS[row["kind"]])(**options_of(row), layer_kernels=kernels, graph_attention_backend="pyg")
 
 
 def make_ours(row):
-    return OURS[row["kind"]](**options_of(row), layer_kernels=LayerKernels(**kernels_of(row, OUR_KERNELS)))
+    kernels = LayerKernels(**kernels_of(row, OUR_KERNELS))
+    return getattr(nn, KINDS[row["kind"]])(**options_of(row), layer_kernels=kernels)
 
 
 def make_inputs(row, dtype=torch.float64):
@@ -107,18 +96,18 @@ def arguments(row, tensors):
     return (tensors["src"], tensors["dst"]), cond
 
 
-def run_ours(block, row, dtype=torch.float64):
+def run_ours(layer, row, dtype=torch.float64):
     edge_index, num_src, inputs = make_inputs(row, dtype)
     graph = GraphStructure.from_edge_index(edge_index, (num_src, DST))
 
     def call(tensors):
         x, cond = arguments(row, tensors)
-        return block(x, graph, tensors["edge_attr"], **cond)
+        return layer(x, graph, tensors["edge_attr"], **cond)
 
-    return differentiate(block, inputs, call)
+    return differentiate(layer, inputs, call)
 
 
-def run_theirs(block, row, dtype=torch.float64):
+def run_theirs(layer, row, dtype=torch.float64):
     """One batch element at a time: their blocks have no batch dimension."""
     edge_index, num_src, inputs = make_inputs(row, dtype)
     shards = GraphShardInfo() if row["kind"] == "processor" else BipartiteGraphShardInfo()
@@ -128,11 +117,11 @@ def run_theirs(block, row, dtype=torch.float64):
         for i in range(SAMPLES):
             x, cond = arguments(row, {n: t if n == "edge_attr" else t[i] for n, t in tensors.items()})
             size = (num_src, DST)
-            out, _ = block(x, tensors["edge_attr"], edge_index, shards, 1, size, edges_are_dst_sorted=False, **cond)
+            out, _ = layer(x, tensors["edge_attr"], edge_index, shards, 1, size, edges_are_dst_sorted=False, **cond)
             parts.append(out)
         return torch.stack(parts) if row["kind"] == "processor" else tuple(map(torch.stack, zip(*parts, strict=True)))
 
-    return differentiate(block, inputs, call)
+    return differentiate(layer, inputs, call)
 
 
 def make_pair(row):
@@ -145,10 +134,7 @@ def make_pair(row):
 @every_row
 def test_output_and_all_gradients_are_theirs_in_float64(row):
     theirs, ours = make_pair(row)
-    expected, actual = run_theirs(theirs, row), run_ours(ours, row)
-    assert actual.keys() == expected.keys()
-    for name, value in expected.items():
-        torch.testing.assert_close(actual[name], value, rtol=1e-10, atol=1e-10, msg=lambda text, n=name: f"{n}: {text}")
+    assert_same(run_ours(ours, row), run_theirs(theirs, row))
 
 
 def test_float32_loses_no_more_than_theirs_over_all_options():
@@ -170,36 +156,31 @@ def test_state_dicts_load_both_ways_with_all_keys_in_one_order(row):
     theirs, ours = randomise(make_theirs(row), seed=1), randomise(make_ours(row), seed=2)
     assert list(ours.state_dict()) == list(theirs.state_dict())
     ours.load_state_dict(theirs.state_dict(), strict=True)
-    assert_same_state(ours, theirs)
+    assert_same(ours.state_dict(), theirs.state_dict(), 0)
     randomise(ours, seed=3)
     theirs.load_state_dict(ours.state_dict(), strict=True)
-    assert_same_state(ours, theirs)
+    assert_same(ours.state_dict(), theirs.state_dict(), 0)
 
 
-def assert_same_state(ours, theirs):
-    for name, value in theirs.state_dict().items():
-        assert torch.equal(ours.state_dict()[name], value), name
-
-
-@pytest.mark.parametrize("kind", OURS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_one_seed_draws_the_weights_that_theirs_has(kind):
     row = PLAIN | {"kind": kind, "mlp_implementation": "glu", "qk_norm": True, "edge_pre_mlp": True}
     row |= {"update_src_nodes": True, "attn_channels": 6}
     torch.manual_seed(5)
     theirs = make_theirs(row)
     torch.manual_seed(5)
-    assert_same_state(make_ours(row), theirs)
+    assert_same(make_ours(row).state_dict(), theirs.state_dict(), 0)
 
 
-@pytest.mark.parametrize("kind", OURS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_state_of_an_optimiser_moves_with_the_parameters(kind):
     row = PLAIN | {"kind": kind, "qk_norm": True}
     theirs, ours = make_pair(row)
     steps = []
-    for block, run in ((theirs, run_theirs), (ours, run_ours)):
-        optimizer = torch.optim.AdamW(block.parameters(), lr=0.1)
-        gradients = run(block, row)
-        for name, parameter in block.named_parameters():
+    for layer, run in ((theirs, run_theirs), (ours, run_ours)):
+        optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1)
+        gradients = run(layer, row)
+        for name, parameter in layer.named_parameters():
             parameter.grad = gradients[f"d{name}"]
         steps.append(optimizer)
     steps[0].step()
@@ -209,20 +190,20 @@ def test_state_of_an_optimiser_moves_with_the_parameters(kind):
         optimizer.step()
     for name, value in theirs.state_dict().items():
         if not name.endswith("lin_key.bias"):  # its gradient is rounding, which Adam blows up
-            torch.testing.assert_close(ours.state_dict()[name], value, rtol=1e-10, atol=1e-10)
+            assert_same(ours.state_dict()[name], value)
 
 
-@pytest.mark.parametrize("kind", OURS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_their_layer_kernels_make_our_blocks(kind):
     row = PLAIN | {"kind": kind, "qk_norm": True, "norm": "conditional"}
     theirs = randomise(make_theirs(row).double())
     kernels = load_layer_kernels(kernels_of(row, THEIR_KERNELS))
-    ours = OURS[kind](**options_of(row), layer_kernels=kernels).double()
+    ours = getattr(nn, KINDS[kind])(**options_of(row), layer_kernels=kernels).double()
     ours.load_state_dict(theirs.state_dict())
-    torch.testing.assert_close(run_ours(ours, row)["out"], run_theirs(theirs, row)["out"], rtol=1e-10, atol=1e-10)
+    assert_same(run_ours(ours, row)["out"], run_theirs(theirs, row)["out"])
 
 
-@pytest.mark.parametrize("kind", OURS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_under_autocast_outputs_have_their_dtype_and_are_as_close(kind):
     row = PLAIN | {"kind": kind, "qk_norm": True}
     theirs, ours = make_pair(row)

@@ -8,39 +8,21 @@ from anemoi.models.distributed.shapes import BipartiteGraphShardInfo, GraphShard
 from anemoi.models.layers import mapper as their_mappers
 from anemoi.models.layers.graph_provider import StaticGraphProvider
 from anemoi.models.layers.processor import GraphTransformerProcessor as TheirProcessor
-from support.differentiate import differentiate, randomise
+from support.differentiate import differentiate, draw, randomise
+from support.same_numbers import assert_same
 from torch_geometric.data import HeteroData
 
-from anemoi_gt import GraphStructure
-from anemoi_gt.nn import (
-    ConditionalLayerNorm,
-    GraphTransformerBackwardMapper,
-    GraphTransformerForwardMapper,
-    GraphTransformerProcessor,
-    LayerKernels,
-    StaticEdges,
-    split_destinations,
-)
+from anemoi_gt import GraphStructure, nn
+from anemoi_gt.nn import ConditionalLayerNorm, LayerKernels, StaticEdges, split_destinations
 
 SRC, DST, EDGES, DIM, CONDITION = 13, 11, 50, 5, 4
-CHANNELS = {"num_channels": 12, "num_heads": 3, "mlp_hidden_ratio": 1.3, "edge_dim": DIM, "qk_norm": True}
-KINDS = {  # ours, theirs, keywords
-    "forward": (
-        GraphTransformerForwardMapper,
-        their_mappers.GraphTransformerForwardMapper,
-        {"in_channels_src": 6, "in_channels_dst": 4},
-    ),
-    "backward": (
-        GraphTransformerBackwardMapper,
-        their_mappers.GraphTransformerBackwardMapper,
-        {"in_channels_src": 12, "in_channels_dst": 4, "out_channels_dst": 3},
-    ),
-    "backward from other channels": (
-        GraphTransformerBackwardMapper,
-        their_mappers.GraphTransformerBackwardMapper,
-        {"in_channels_src": 8, "in_channels_dst": 4, "out_channels_dst": 3},
-    ),
+SIZES = {"num_channels": 12, "num_heads": 3, "mlp_hidden_ratio": 1.3, "edge_dim": DIM, "qk_norm": True}
+KINDS = {  # class, channels
+    "forward": ("GraphTransformerForwardMapper", {"in_channels_src": 6}),
+    "backward": ("GraphTransformerBackwardMapper", {"in_channels_src": 12, "out_channels_dst": 3}),
+    "backward from other channels": ("GraphTransformerBackwardMapper", {"in_channels_src": 8, "out_channels_dst": 3}),
 }
+THEIRS = {"layer_kernels": {}, "graph_attention_backend": "pyg", "gradient_checkpointing": False}
 every_kind = pytest.mark.parametrize("kind", KINDS)
 
 
@@ -51,24 +33,20 @@ def make_edges(num_src):
     return torch.stack([src, torch.randint(DST - 1, (EDGES,), generator=generator).sort().values])
 
 
-def draw(*shape):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64)
-
-
 def make_pair(kind, conditional=False, num_chunks=1):
-    ours, theirs, keywords = KINDS[kind]
+    name, channels = KINDS[kind]
+    sizes = SIZES | channels | {"in_channels_dst": 4}
     condition = {"_target_": "anemoi.models.layers.normalization.ConditionalLayerNorm", "condition_shape": CONDITION}
-    kernels = {"LayerNorm": condition} if conditional else {}
-    options = {"layer_kernels": kernels, "graph_attention_backend": "pyg", "gradient_checkpointing": False}
-    theirs = randomise(theirs(**keywords, **CHANNELS, **options, num_chunks=num_chunks).double())
-    norm = partial(ConditionalLayerNorm, condition_shape=CONDITION)
-    ours = ours(**keywords, **CHANNELS, layer_kernels=LayerKernels(LayerNorm=norm) if conditional else LayerKernels())
+    kernels = {"layer_kernels": {"LayerNorm": condition}} if conditional else {}
+    theirs = randomise(getattr(their_mappers, name)(**sizes, **THEIRS | kernels, num_chunks=num_chunks).double())
+    norm = partial(ConditionalLayerNorm, condition_shape=CONDITION) if conditional else torch.nn.LayerNorm
+    ours = getattr(nn, name)(**sizes, layer_kernels=LayerKernels(LayerNorm=norm))
     ours.double().load_state_dict(theirs.state_dict())
     return theirs, ours
 
 
 def make_inputs(kind, conditional=False):
-    inputs = {"src": draw(SRC, KINDS[kind][2]["in_channels_src"]), "dst": draw(DST, 4), "edge_attr": draw(EDGES, DIM)}
+    inputs = {"src": draw(SRC, KINDS[kind][1]["in_channels_src"]), "dst": draw(DST, 4), "edge_attr": draw(EDGES, DIM)}
     if conditional:
         inputs |= {"cond_src": draw(SRC, CONDITION), "cond_dst": draw(DST, CONDITION)}
     return inputs
@@ -96,12 +74,6 @@ def run_ours(mapper, inputs, num_chunks=1):
     return differentiate(mapper, inputs, call)
 
 
-def assert_same(actual, expected):
-    assert actual.keys() == expected.keys()
-    for name, value in expected.items():
-        torch.testing.assert_close(actual[name], value, rtol=1e-10, atol=1e-10, msg=lambda text, n=name: f"{n}: {text}")
-
-
 @every_kind
 @pytest.mark.parametrize("conditional", (False, True))
 @pytest.mark.parametrize("num_chunks", (1, 3))
@@ -111,10 +83,9 @@ def test_mapper_gives_their_output_and_all_their_gradients(kind, conditional, nu
     assert_same(run_ours(ours, inputs, num_chunks), run_theirs(theirs, inputs))
 
 
-def make_processors(num_layers=3):
-    options = {"layer_kernels": {}, "graph_attention_backend": "pyg", "gradient_checkpointing": False}
-    theirs = TheirProcessor(num_layers=num_layers, num_chunks=1, **CHANNELS, **options).double()
-    ours = GraphTransformerProcessor(num_layers=num_layers, **CHANNELS).double()
+def make_processors():
+    theirs = TheirProcessor(num_layers=3, num_chunks=1, **SIZES, **THEIRS).double()
+    ours = nn.GraphTransformerProcessor(num_layers=3, **SIZES).double()
     ours.load_state_dict(randomise(theirs).state_dict())
     return theirs, ours
 
@@ -124,22 +95,15 @@ def test_state_dict_loads_both_ways(kind):
     theirs, ours = make_processors() if kind == "processor" else make_pair(kind)
     assert list(ours.state_dict()) == list(theirs.state_dict())
     theirs.load_state_dict(randomise(ours, seed=1).state_dict())
-    for name, value in ours.state_dict().items():
-        assert torch.equal(theirs.state_dict()[name], value), name
+    assert_same(theirs.state_dict(), ours.state_dict(), 0)
 
 
 def test_processor_gives_their_output_and_all_their_gradients():
-    theirs, ours = make_processors()
-    edge_index = make_edges(DST)
-    graph = GraphStructure.from_edge_index(edge_index, DST)
+    (theirs, ours), edge_index = make_processors(), make_edges(DST)
+    graph, shards = GraphStructure.from_edge_index(edge_index, DST), GraphShardInfo()
     inputs = {"x": draw(DST, 12), "edge_attr": draw(EDGES, DIM)}
-
-    def call_theirs(tensors):
-        return theirs(tensors["x"], 1, GraphShardInfo(), tensors["edge_attr"], edge_index)
-
-    expected = differentiate(theirs, inputs, call_theirs)
-    actual = differentiate(ours, inputs, lambda tensors: ours(tensors["x"], graph, tensors["edge_attr"]))
-    assert_same(actual, expected)
+    expected = differentiate(theirs, inputs, lambda t: theirs(t["x"], 1, shards, t["edge_attr"], edge_index))
+    assert_same(differentiate(ours, inputs, lambda t: ours(t["x"], graph, t["edge_attr"])), expected)
 
 
 def test_edges_and_their_trainable_attributes_are_in_the_same_order():

@@ -6,14 +6,8 @@ from support.differentiate import randomise
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import gelu, layer_norm, linear, relu, sigmoid, silu
 
-from anemoi_gt import GraphStructure
-from anemoi_gt.nn import (
-    AutocastLayerNorm,
-    ConditionalLayerNorm,
-    GraphTransformerMapperBlock,
-    GraphTransformerProcessorBlock,
-    LayerKernels,
-)
+from anemoi_gt import GraphStructure, GraphTransformerMapperBlock, GraphTransformerProcessorBlock
+from anemoi_gt.nn import AutocastLayerNorm, ConditionalLayerNorm, LayerKernels
 from anemoi_gt.nn.mlp import MLP, hidden_width
 from anemoi_gt.nn.norm import norm_in_chunks, overflows
 
@@ -56,10 +50,8 @@ def test_heads_are_normed_in_chunks_of_nodes():
 def test_norms_are_chunked_where_a_gpu_kernel_would_overflow_32_bits():
     norm = torch.nn.LayerNorm(1024)
     with FakeTensorMode():
-        most, more, on_cpu = (
-            torch.empty(rows, 1024, device=device)
-            for rows, device in ((2**22 - 1, "cuda"), (2**22, "cuda"), (2**22, "cpu"))
-        )
+        most, more = (torch.empty(rows, 1024, device="cuda") for rows in (2**22 - 1, 2**22))
+        on_cpu = torch.empty(2**22, 1024)
     assert overflows(norm, more) and not overflows(norm, most)
     assert not overflows(norm, on_cpu) and not overflows(torch.nn.Identity(), more)
 

@@ -5,51 +5,32 @@ from functools import partial
 
 import pytest
 import torch
-from support.differentiate import differentiate, randomise
+from support.differentiate import differentiate, draw, randomise
+from support.refusals import raises
+from support.same_numbers import assert_same
 
-from anemoi_gt import AttentionConfig, GraphStructure, edge_attention
-from anemoi_gt.nn import (
-    ConditionalLayerNorm,
-    GraphTransformerBackwardMapper,
-    GraphTransformerConv,
-    GraphTransformerForwardMapper,
-    GraphTransformerMapperBlock,
-    GraphTransformerProcessor,
-    GraphTransformerProcessorBlock,
-    LayerKernels,
-    StaticEdges,
-    split_destinations,
-)
+from anemoi_gt import AttentionConfig, GraphStructure, edge_attention, nn
+from anemoi_gt.nn import ConditionalLayerNorm, LayerKernels, StaticEdges, split_destinations
 from anemoi_gt.ops.operands import AttentionOperands
 from anemoi_gt.ops.triton_backend import op
 
 SRC, DST, EDGES, DIM = 13, 11, 50, 3
 BLOCK = {"in_channels": 12, "out_channels": 12, "hidden_dim": 20, "num_heads": 3, "edge_dim": DIM, "qk_norm": True}
-MAPPER = {"in_channels_dst": 4, "num_channels": 12, "num_heads": 3, "edge_dim": DIM, "edge_pre_mlp": True}
+SIZES = {"num_channels": 12, "num_heads": 3, "edge_dim": DIM}
+MAPPER = {"in_channels_dst": 4, "edge_pre_mlp": True} | SIZES
+UP = {"out_channels_dst": 2, **MAPPER}
 LAYERS = {  # constructor, features of sources (None: one set of nodes) and destinations
-    "conv": (partial(GraphTransformerConv, (6, 4), 8, heads=2, edge_dim=DIM, beta=True), 6, 4),
-    "conv in one set": (partial(GraphTransformerConv, 12, 4, heads=3, edge_dim=DIM, concat=False), None, 12),
-    "mapper block": (partial(GraphTransformerMapperBlock, update_src_nodes=True, **BLOCK), 12, 12),
-    "processor block": (partial(GraphTransformerProcessorBlock, **BLOCK), None, 12),
-    "processor": (
-        partial(GraphTransformerProcessor, num_layers=2, num_channels=12, num_heads=3, edge_dim=DIM),
-        None,
-        12,
-    ),
-    "forward mapper": (partial(GraphTransformerForwardMapper, in_channels_src=6, **MAPPER), 6, 4),
-    "backward mapper": (
-        partial(GraphTransformerBackwardMapper, in_channels_src=12, out_channels_dst=2, **MAPPER),
-        12,
-        4,
-    ),
+    "conv": (partial(nn.GraphTransformerConv, (6, 4), 8, heads=2, edge_dim=DIM, beta=True), 6, 4),
+    "conv in one set": (partial(nn.GraphTransformerConv, 12, 4, heads=3, edge_dim=DIM, concat=False), None, 12),
+    "mapper block": (partial(nn.GraphTransformerMapperBlock, update_src_nodes=True, **BLOCK), 12, 12),
+    "processor block": (partial(nn.GraphTransformerProcessorBlock, **BLOCK), None, 12),
+    "processor": (partial(nn.GraphTransformerProcessor, num_layers=2, **SIZES), None, 12),
+    "forward mapper": (partial(nn.GraphTransformerForwardMapper, in_channels_src=6, **MAPPER), 6, 4),
+    "backward mapper": (partial(nn.GraphTransformerBackwardMapper, in_channels_src=12, **UP), 12, 4),
 }
 MAPPERS = ("forward mapper", "backward mapper")
 CONDITIONAL = {"layer_kernels": LayerKernels(LayerNorm=partial(ConditionalLayerNorm, condition_shape=5))}
 every_layer = pytest.mark.parametrize("kind", LAYERS)
-
-
-def draw(*shape):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64)
 
 
 def make_graph(num_src=SRC):
@@ -138,9 +119,7 @@ def test_layer_gives_the_same_output_and_gradients_in_chunks(kind, number, batch
     layer, inputs, graph = make(kind, batch)
     expected = differentiate(layer, inputs, lambda tensors: run(layer, tensors, graph))
     chunks = split_destinations(graph, number)
-    actual = differentiate(layer, inputs, lambda tensors: run(layer, tensors, chunks))
-    for name, value in expected.items():
-        torch.testing.assert_close(actual[name], value, rtol=1e-10, atol=1e-10, msg=name)
+    assert_same(differentiate(layer, inputs, lambda tensors: run(layer, tensors, chunks)), expected)
 
 
 @pytest.mark.parametrize("dropout", (0.0, 0.4))
@@ -152,8 +131,7 @@ def test_activation_checkpointing_of_chunks_changes_no_output_and_no_gradient(ki
         layer, inputs, graph = make(kind, (2,), dropout=dropout, gradient_checkpointing=checkpointing)
         chunks = split_destinations(graph, number)
         results.append(differentiate(layer, inputs, lambda tensors: run(layer, tensors, chunks)))  # noqa: B023
-    for name, value in results[0].items():
-        torch.testing.assert_close(results[1][name], value, rtol=1e-10, atol=1e-10, msg=name)
+    assert_same(*results)
 
 
 def test_chunks_draw_new_dropout_masks_at_every_call(graph):
@@ -171,7 +149,7 @@ def test_condition_of_every_node_or_of_all_gives_the_same_in_chunks(kind, rows, 
     cond = cond if "src" in inputs else cond[1]
     expected = run(layer, inputs, graph, cond=cond)
     actual = run(layer, inputs, split_destinations(graph, 3), cond=cond)
-    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
+    assert_same(actual, expected)
 
 
 @pytest.mark.parametrize("kind", ("conv", "mapper block", "processor block", *MAPPERS))
@@ -187,9 +165,7 @@ def test_features_exist_for_one_chunk_at_a_time(kind):
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 @pytest.mark.parametrize("kind", ["conv", "backward mapper", "processor block"])
-def test_layers_without_gradients_keep_nothing_and_build_no_reverse_structure(
-    kind, backend, monkeypatch, kernel_device
-):
+def test_layers_without_gradients_keep_nothing_and_build_no_reverse(kind, backend, monkeypatch, kernel_device):
     layer, inputs, graph = make(kind, config=AttentionConfig(backend))
     layer, inputs = layer.float().to(kernel_device), {n: x.float().to(kernel_device) for n, x in inputs.items()}
     monkeypatch.setattr(GraphStructure, "with_reverse", lambda self: pytest.fail("built the reverse structure"))
@@ -215,14 +191,13 @@ def test_triton_keeps_no_exp_scores_without_gradients(kernel_device, monkeypatch
 
 @pytest.mark.parametrize("number", (0, -1, 12))
 def test_number_of_chunks_beyond_that_of_destinations_is_refused(graph, number):
-    with pytest.raises(ValueError, match=rf"num_chunks must be in 1 .. 11, the number of destinations, got {number}"):
-        split_destinations(graph, number)
+    message = f"num_chunks must be in 1 .. 11, the number of destinations, got {number}"
+    raises(lambda: split_destinations(graph, number), message)
 
 
 def test_graph_whose_edges_are_not_sorted_is_not_split():
     graph = GraphStructure.from_edge_index(torch.tensor([[0, 1], [1, 0]]), 2)
-    with pytest.raises(ValueError, match="must have its edges sorted by destination: build it from a sorted"):
-        split_destinations(graph, 2)
+    raises(lambda: split_destinations(graph, 2), "must have its edges sorted by destination: build it from a sorted")
 
 
 @pytest.mark.parametrize("change", (-1, 4))
@@ -238,25 +213,18 @@ def test_graph_whose_edges_are_not_sorted_is_not_split():
 )
 def test_rows_that_do_not_fit_the_whole_graph_are_refused(graph, name, message, change):
     layer, _, _ = make("forward mapper", **CONDITIONAL)
-    sizes = {
-        "x_src": (SRC, 6),
-        "x_dst": (DST, 4),
-        "edge_attr": (EDGES, DIM),
-        "cond_src": (SRC, 5),
-        "cond_dst": (DST, 5),
-    }
-    sizes[name] = (sizes[name][0] + change, sizes[name][1])
-    x_src, x_dst, edge_attr, *cond = (draw(*size) for size in sizes.values())
-    with pytest.raises(ValueError, match=f"{name} must have {message}"):
-        layer((x_src, x_dst), split_destinations(graph, 3), edge_attr, cond=tuple(cond))
+    rows = {"x_src": SRC, "x_dst": DST, "edge_attr": EDGES, "cond_src": SRC, "cond_dst": DST}
+    rows[name] += change
+    x_src, x_dst, edge_attr, *cond = map(draw, rows.values(), (6, 4, DIM, 5, 5))
+    call = partial(layer, (x_src, x_dst), split_destinations(graph, 3), edge_attr, cond=tuple(cond))
+    raises(call, f"{name} must have {message}")
 
 
+@pytest.mark.parametrize(("chunks", "got"), [((), "a tuple of no chunk"), ([1], "a list of int")])
 @every_layer
-def test_what_is_not_a_chunk_is_refused(kind):
+def test_what_is_not_a_chunk_is_refused(kind, chunks, got):
     layer, inputs, _ = make(kind)
-    for chunks, got in (((), "a tuple of no chunk"), ([1], "a list of int")):
-        with pytest.raises(ValueError, match=f"graph must be a GraphStructure, or its chunks .* got {got}"):
-            run(layer, inputs, chunks)
+    raises(lambda: run(layer, inputs, chunks), f"graph must be a GraphStructure, or its chunks .* got {got}")
 
 
 def test_attention_weights_of_chunks_are_refused(graph):
@@ -272,9 +240,8 @@ def test_mapper_that_would_update_its_sources_is_refused(kind):
 
 
 def test_static_edges_have_one_state_dict_for_any_number_of_chunks(graph):
-    whole, edges = (
-        StaticEdges(graph.edge_index(), draw(EDGES, DIM), (SRC, DST), 8, num_chunks=number) for number in (1, 3)
-    )
+    edges = (graph.edge_index(), draw(EDGES, DIM), (SRC, DST), 8)
+    whole, edges = (StaticEdges(*edges, num_chunks=number) for number in (1, 3))
     assert list(whole.state_dict()) == list(edges.state_dict()) == ["trainable"]
     (structure, edge_attr), (chunks, same_attr) = whole(), edges()
     assert torch.equal(edge_attr, same_attr) and torch.equal(structure.row, graph.row)

@@ -2,6 +2,9 @@
 
 import pytest
 import torch
+from support.differentiate import draw
+from support.refusals import raises
+from support.same_numbers import assert_same
 from torch_geometric import EdgeIndex
 from torch_geometric.data import Batch, Data
 from torch_geometric.nn import TransformerConv
@@ -34,10 +37,6 @@ def edge_index():
 @pytest.fixture
 def edge_attr():
     return torch.randn(EDGES, DIM, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-
-
-def assert_same(actual, expected):
-    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
 
 
 class FakeSparseTensor:
@@ -77,17 +76,16 @@ def stored_order(adj_t):
 
 @pytest.mark.parametrize("sort_order", (None, "row", "col"))
 def test_edge_index_of_pyg_gives_what_a_tensor_gives(conv, x, edge_index, edge_attr, sort_order):
+    edges, order = EdgeIndex(edge_index, sparse_size=(SRC, DST)), torch.arange(EDGES)
     if sort_order is not None:
-        edges, order = EdgeIndex(edge_index, sparse_size=(SRC, DST)).sort_by(sort_order)
-        assert edges.sort_order == sort_order
-    else:
-        edges, order = EdgeIndex(edge_index, sparse_size=(SRC, DST)), torch.arange(EDGES)
+        edges, order = edges.sort_by(sort_order)
+    assert edges.sort_order == sort_order
     assert_same(conv(x, edges, edge_attr[order]), conv(x, edge_index, edge_attr))
 
 
 def test_edge_index_of_pyg_with_other_sizes_than_x_is_refused(conv, x, edge_index, edge_attr):
-    with pytest.raises(ValueError, match="num_src must be 12, which the EdgeIndex holds, got 9"):
-        conv(x, EdgeIndex(edge_index, sparse_size=(12, DST)), edge_attr)
+    edges = EdgeIndex(edge_index, sparse_size=(12, DST))
+    raises(lambda: conv(x, edges, edge_attr), "num_src must be 12, the size of the EdgeIndex, got 9")
 
 
 def test_graph_structure_gives_what_a_tensor_gives_and_weights_in_the_callers_order(conv, x, edge_index, edge_attr):
@@ -96,8 +94,7 @@ def test_graph_structure_gives_what_a_tensor_gives_and_weights_in_the_callers_or
     for structure in (graph, graph.with_reverse()):
         out, (same, weights) = conv(x, structure, edge_attr, return_attention_weights=True)
         assert same is structure
-        assert_same(out, expected)
-        assert_same(weights, expected_weights)
+        assert_same((out, weights), (expected, expected_weights))
 
 
 @pytest.mark.parametrize("layout", ("COO", "uncoalesced COO", "CSR", "CSC"))
@@ -121,9 +118,8 @@ def test_weights_of_a_sparse_adjacency_are_not_attributes_as_in_pyg(x, edge_inde
 
 
 def test_attention_weights_of_a_sparse_adjacency_come_in_its_order_as_in_pyg(x, edge_index, edge_attr):
-    theirs, ours = (
-        layer((6, 4), 8, heads=3, edge_dim=DIM).double() for layer in (TransformerConv, GraphTransformerConv)
-    )
+    layers = (TransformerConv, GraphTransformerConv)
+    theirs, ours = (layer((6, 4), 8, heads=3, edge_dim=DIM).double() for layer in layers)
     ours.load_state_dict(theirs.state_dict())
     adj_t = make_adj_t("COO", edge_index, edge_attr)
     _, (same, weights) = ours(x, adj_t, return_attention_weights=True)
@@ -136,25 +132,9 @@ def test_sparse_tensor_gives_what_a_tensor_gives_and_holds_the_weights(conv, x, 
     adj_t = FakeSparseTensor(edge_index, edge_attr, (DST, SRC))
     out, weights = conv(x, adj_t, return_attention_weights=True)
     expected, (_, expected_weights) = conv(x, edge_index, edge_attr, return_attention_weights=True)
-    assert_same(out, expected)
-    assert_same(weights, expected_weights[adj_t.order])
+    assert_same((out, weights), (expected, expected_weights[adj_t.order]))
     empty = FakeSparseTensor(edge_index, None, (DST, SRC))
     assert_same(conv(x, empty, edge_attr[adj_t.order]), expected)
-
-
-def test_order_of_edges_does_not_matter(conv, x, edge_index, edge_attr):
-    order = torch.randperm(EDGES, generator=torch.Generator().manual_seed(4))
-    out, (_, weights) = conv(x, edge_index, edge_attr, return_attention_weights=True)
-    shuffled, (_, shuffled_weights) = conv(x, edge_index[:, order], edge_attr[order], return_attention_weights=True)
-    assert_same(shuffled, out)
-    assert_same(shuffled_weights, weights[order])
-
-
-def test_names_of_nodes_do_not_matter(conv, x, edge_index, edge_attr):
-    generator = torch.Generator().manual_seed(5)
-    src, dst = (torch.randperm(n, generator=generator) for n in (SRC, DST))
-    renamed = torch.stack([src.argsort()[edge_index[0]], dst.argsort()[edge_index[1]]])
-    assert_same(conv((x[0][src], x[1][dst]), renamed, edge_attr), conv(x, edge_index, edge_attr)[dst])
 
 
 @pytest.mark.parametrize("shared", (True, False), ids=("one edge_attr", "edge_attr per element"))
@@ -165,20 +145,13 @@ def test_a_batch_on_one_graph_gives_what_each_element_gives_alone(conv, edge_ind
     out, (_, weights) = conv(x, edge_index, edge_attr[0] if shared else edge_attr, return_attention_weights=True)
     for b in range(3):
         alone, (_, alone_weights) = conv((x[0][b], x[1][b]), edge_index, edge_attr[b], return_attention_weights=True)
-        assert_same(out[b], alone)
-        assert_same(weights[b], alone_weights)
+        assert_same((out[b], weights[b]), (alone, alone_weights))
 
 
 def make_graphs(*sizes):
     torch.manual_seed(6)
-    return [
-        Data(
-            x=torch.randn(nodes, 6, dtype=torch.float64),
-            edge_index=torch.randint(nodes, (2, edges)),
-            edge_attr=torch.randn(edges, DIM, dtype=torch.float64),
-        )
-        for nodes, edges in sizes
-    ]
+    edge_lists = [torch.randint(nodes, (2, edges)) for nodes, edges in sizes]
+    return [Data(draw(n, 6), edge_index, draw(e, DIM)) for (n, e), edge_index in zip(sizes, edge_lists, strict=True)]
 
 
 def test_a_batch_on_one_graph_gives_what_pygs_block_diagonal_batch_gives():
@@ -222,10 +195,7 @@ def test_wrong_inputs_are_refused(conv, x, edge_index, edge_attr):
     plain = GraphTransformerConv((6, 4), 8).double()
     reverse = GraphTransformerConv((6, 4), 8, flow="target_to_source").double()
     cases = [
-        (
-            lambda: conv((x[0], None), edge_index, edge_attr),
-            r"pair of tensors \(x_src, x_dst\), got \(Tensor, NoneType\)",
-        ),
+        (lambda: conv((x[0], None), edge_index, edge_attr), r"tensors \(x_src, x_dst\), got \(Tensor, NoneType\)"),
         (lambda: conv((x[0], x[1], x[1]), edge_index, edge_attr), r"got \(Tensor, Tensor, Tensor\)"),
         (lambda: conv((x[0][0], x[1]), edge_index, edge_attr), r"x_src must have shape .* got \(6,\)"),
         (lambda: conv(x, edge_index), "edge_attr must be passed if and only if .* got none and edge_dim=5"),
@@ -233,17 +203,10 @@ def test_wrong_inputs_are_refused(conv, x, edge_index, edge_attr):
         (lambda: conv(x, edge_index, edge_attr[1:]), r"edge_attr must have shape .* got \(29, 5\)"),
         (lambda: conv(x, graph, edge_attr[:, 1:]), r"edge_attr must have shape .* got \(30, 4\)"),
         (lambda: conv(x, edge_index[0], edge_attr), r"edge_index must have shape \[2, E\] .* got \(30,\)"),
-        (
-            lambda: conv(x, edge_index.float(), edge_attr),
-            "edge_index must have dtype int32 or int64, got torch.float32",
-        ),
+        (lambda: conv(x, edge_index.float(), edge_attr), "edge_index must have dtype int32 or int64, got .*float32"),
         (lambda: conv(x, "edges", edge_attr), "edge_index must be a GraphStructure, .* got str"),
-        (
-            lambda: conv((x[0][1:], x[1]), graph, edge_attr),
-            r"x_src must have 9 rows, one per source of the graph, got \(8, 6\)",
-        ),
+        (lambda: conv((x[0][1:], x[1]), graph, edge_attr), r"x_src must have 9 rows, one per source .*, got \(8, 6\)"),
         (lambda: reverse(x, graph), "'target_to_source' must be used with an edge_index .* got GraphStructure"),
     ]
-    for call, message in cases:
-        with pytest.raises(ValueError, match=message):
-            call()
+    for wrong, message in cases:
+        raises(wrong, message)

@@ -4,6 +4,8 @@ from itertools import product
 
 import pytest
 import torch
+from support.refusals import raises, refused
+from support.same_numbers import assert_same
 from torch_geometric.nn import TransformerConv
 
 from anemoi_gt import GraphTransformerConv
@@ -11,10 +13,8 @@ from anemoi_gt import GraphTransformerConv
 SRC, DST, EDGES = 9, 7, 40
 FLAGS = (False, True)
 NAMES = ("heads", "concat", "beta", "edge_dim", "bias", "root_weight")
-OPTIONS = [
-    dict(zip(NAMES, values, strict=True), dropout=0.4)
-    for values in product((1, 3), FLAGS, FLAGS, (None, 5), FLAGS, FLAGS)
-]
+VALUES = product((1, 3), FLAGS, FLAGS, (None, 5), FLAGS, FLAGS)
+OPTIONS = [dict(zip(NAMES, values, strict=True), dropout=0.4) for values in VALUES]
 
 
 def name_of(options):
@@ -54,23 +54,12 @@ def differentiate(conv, x, edge_index, edge_attr):
     return out, dict(zip(leaves, gradients, strict=True))
 
 
-def assert_same(actual, expected):
-    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
-
-
 @pytest.mark.parametrize("bipartite", FLAGS, ids=("one set of nodes", "bipartite"))
 @pytest.mark.parametrize("options", OPTIONS, ids=name_of)
 def test_output_and_gradients_are_those_of_pyg(options, bipartite):
     x, edge_index, edge_attr = make_inputs(bipartite, options["edge_dim"])
     theirs, ours = make_pair(bipartite, options)
-    expected, expected_gradients = differentiate(theirs, x, edge_index, edge_attr)
-    actual, gradients = differentiate(ours, x, edge_index, edge_attr)
-    assert_same(actual, expected)
-    assert gradients.keys() == expected_gradients.keys()
-    for name, gradient in gradients.items():
-        assert (gradient is None) == (expected_gradients[name] is None), f"gradient of {name}"
-        if gradient is not None:
-            assert_same(gradient, expected_gradients[name])
+    assert_same(*(differentiate(layer, x, edge_index, edge_attr) for layer in (ours, theirs)))
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=name_of)
@@ -79,8 +68,7 @@ def test_state_dict_is_that_of_pyg_in_both_directions(options):
     ours.reset_parameters()
     theirs.load_state_dict(ours.state_dict())
     assert list(theirs.state_dict()) == list(ours.state_dict())
-    for name, tensor in ours.state_dict().items():
-        assert torch.equal(theirs.state_dict()[name], tensor), name
+    assert_same(theirs.state_dict(), ours.state_dict(), tolerance=0)
 
 
 @pytest.mark.parametrize("asked", FLAGS)
@@ -99,12 +87,11 @@ def test_attention_weights_and_their_gradient_are_those_of_pyg(edge_dim, asked):
 
 
 def test_one_seed_gives_both_layers_the_same_parameters():
-    torch.manual_seed(3)
-    theirs = TransformerConv((6, 4), 8, heads=2, beta=True, edge_dim=5)
-    torch.manual_seed(3)
-    ours = GraphTransformerConv((6, 4), 8, heads=2, beta=True, edge_dim=5)
-    for name, tensor in theirs.state_dict().items():
-        assert torch.equal(ours.state_dict()[name], tensor), name
+    states = []
+    for layer in (GraphTransformerConv, TransformerConv):
+        torch.manual_seed(3)
+        states.append(layer((6, 4), 8, heads=2, beta=True, edge_dim=5).state_dict())
+    assert_same(*states, tolerance=0)
 
 
 def test_options_have_the_names_places_and_defaults_of_pyg():
@@ -120,8 +107,7 @@ def test_options_have_the_names_places_and_defaults_of_pyg():
 def test_lazy_sizes_are_taken_from_the_first_input_as_in_pyg(bipartite):
     x, edge_index, edge_attr = make_inputs(bipartite, 5)
     lazy = (-1, -1) if bipartite else -1
-    layers = [layer(lazy, 8, heads=3, edge_dim=-1).double() for layer in (TransformerConv, GraphTransformerConv)]
-    theirs, ours = layers
+    theirs, ours = (layer(lazy, 8, heads=3, edge_dim=-1).double() for layer in (TransformerConv, GraphTransformerConv))
     expected = theirs(x, edge_index, edge_attr)
     ours.load_state_dict(theirs.state_dict())
     assert_same(ours(x, edge_index, edge_attr), expected)
@@ -133,8 +119,7 @@ def test_lazy_sizes_are_taken_from_the_first_input_as_in_pyg(bipartite):
 
 def test_flow_from_target_to_source_is_that_of_pyg():
     x, edge_index, edge_attr = make_inputs(False, 5)
-    options = {"heads": 3, "edge_dim": 5, "flow": "target_to_source"}
-    theirs, ours = make_pair(False, options)
+    theirs, ours = make_pair(False, {"heads": 3, "edge_dim": 5, "flow": "target_to_source"})
     assert_same(ours(x, edge_index, edge_attr), theirs(x, edge_index, edge_attr))
 
 
@@ -167,17 +152,13 @@ def test_dropout_draws_a_new_mask_in_training_and_none_in_eval():
     assert torch.equal(conv(x, edge_index), conv(x, edge_index))
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"heads": 0}, "heads must be at least 1, got 0"),
-        ({"out_channels": 0}, "out_channels must be at least 1, got 0"),
-        ({"edge_dim": 0}, "edge_dim must be at least 1, .* got 0"),
-        ({"dropout": 1.5}, "dropout must be a probability in 0 .. 1, got 1.5"),
-        ({"aggr": "max"}, "aggr must be 'add', .* got 'max'"),
-        ({"decomposed_layers": 2}, "decomposed_layers must be 1, .* got 2"),
-    ],
+@refused(
+    ({"heads": 0}, "heads must be at least 1, got 0"),
+    ({"out_channels": 0}, "out_channels must be at least 1, got 0"),
+    ({"edge_dim": 0}, "edge_dim must be at least 1, .* got 0"),
+    ({"dropout": 1.5}, "dropout must be a probability in 0 .. 1, got 1.5"),
+    ({"aggr": "max"}, "aggr must be 'add', .* got 'max'"),
+    ({"decomposed_layers": 2}, "decomposed_layers must be 1, .* got 2"),
 )
-def test_wrong_option_is_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        GraphTransformerConv(**{"in_channels": 6, "out_channels": 8, **options})
+def test_wrong_option_is_refused(wrong, message):
+    raises(lambda: GraphTransformerConv(**{"in_channels": 6, "out_channels": 8, **wrong}), message)

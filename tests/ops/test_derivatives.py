@@ -46,10 +46,8 @@ def test_a_tangent_is_refused_and_not_dropped(attend, operands, name):
         return attend(operands | {name: operand})[0]
 
     operand = operands[name].detach()
-    with pytest.raises(
-        RuntimeError,
-        match="forward-mode derivatives are not supported by edge_attention, got an operand with a tangent",
-    ):
+    message = "forward-mode derivatives are not supported by edge_attention, got an operand with a tangent"
+    with pytest.raises(RuntimeError, match=message):
         torch.func.jvp(of_one, (operand,), (operand,))
     with forward_ad.dual_level():
         of_one(operand)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from support.differentiate import differentiate
+from support.same_numbers import assert_same
 
 from anemoi_gt import AttentionConfig, GraphStructure, edge_attention
 from anemoi_gt.ops.torch_backend import op, reference
@@ -49,8 +50,7 @@ def test_result_and_gradients_do_not_depend_on_the_sizes(monkeypatch, sizes, edg
     expected = differentiate(attention, inputs, attention)
     for name, size in sizes.items():
         monkeypatch.setattr(op if hasattr(op, name) else reference, name, size)
-    for name, value in differentiate(attention, inputs, attention).items():
-        torch.testing.assert_close(value, expected[name], rtol=1e-12, atol=1e-12, msg=name)
+    assert_same(differentiate(attention, inputs, attention), expected, 1e-12)
 
 
 MOST = op.MAX_EDGE_HEADS
@@ -59,17 +59,3 @@ MOST = op.MAX_EDGE_HEADS
 @pytest.mark.parametrize(("edges", "size"), [(MOST // 6, 6), (MOST // 6 + 1, 3), (MOST // 2, 2), (MOST, 1), (10**9, 1)])
 def test_head_groups_divide_all_heads_within_the_limit(edges, size):
     assert op.head_group_size(HEADS, edges) == size
-
-
-def test_attributes_are_embedded_in_chunks_of_edges(monkeypatch):
-    attention, inputs, made = Attention(), operands(5), []
-    embed = reference.HeadGroup.embed_shared
-
-    def spy(heads, rows):
-        made.append(embed(heads, rows))
-        return made[-1]
-
-    monkeypatch.setattr(reference, "CHUNK", CHUNKS["CHUNK"])
-    monkeypatch.setattr(reference.HeadGroup, "embed_shared", spy)
-    attention(inputs)
-    assert max(rows.shape[0] for rows in made) == 7

@@ -13,6 +13,7 @@ from support.graphs import GRAPHS
 from support.oracle import make_problem, plain
 from support.poison import poisoned_memory
 from support.run import attend, structure
+from support.same_numbers import assert_same
 
 from anemoi_gt.ops.triton_backend import launch
 
@@ -79,15 +80,12 @@ def test_64_bit_offsets_and_indices_give_the_same_bits(form, kernel_device, monk
     long = replace(graph, **{name: index.long() for name, index in graph.state_dict().items() if name != "sources"})
     monkeypatch.setattr(launch.Problem, "needs_int64", lambda _: True)
     for structured in (graph, long):
-        result = attend(problem, structured, "triton")
-        assert all(torch.equal(result[name], expected[name]) for name in expected)
+        assert_same(attend(problem, structured, "triton"), expected, 0)
 
 
 @pytest.mark.parametrize("form", ["raw", "none"])
 @pytest.mark.parametrize("name", ["hub", "isolated", "nearest"])
-def test_float16_gradients_are_finite_and_accurate_at_every_loss_scale_at_which_plain_pytorch_is_finite(
-    name, form, kernel_device
-):
+def test_float16_gradients_are_accurate_at_every_loss_scale_at_which_plain_pytorch_is_finite(name, form, kernel_device):
     base = make_problem(GRAPHS[name], 2, 16, 11, form)
 
     def scaled(loss_scale):

@@ -1,4 +1,4 @@
-"""The Triton backend as an operator of PyTorch: schemas, compilation, and an autograd that does no more than it is asked."""
+"""The Triton backend as an operator of PyTorch: schemas, and an autograd that does no more than it is asked."""
 
 import gc
 import sys
@@ -7,10 +7,8 @@ import weakref
 import pytest
 import torch
 from support.accuracy import assert_accurate
-from support.graphs import GRAPHS
 from support.oracle import make_problem
-from support.run import attend, scalar, structure
-from torch._dynamo.testing import CompileCounterWithBackend
+from support.run import attend, leaves_of, scalar, structure
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from anemoi_gt import AttentionConfig, GraphStructure, edge_attention
@@ -18,20 +16,6 @@ from anemoi_gt.ops.triton_backend import launch
 
 TRITON = AttentionConfig(backend="triton")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # numpy's, of the interpreter
-
-
-@pytest.fixture
-def problem_and_graph(kernel_device):
-    def make(name="isolated", form="raw", dtype=torch.float32, heads=3, channels=4, edge_dim=5):
-        return make_problem(GRAPHS[name], heads, channels, edge_dim, form, dtype), structure(
-            GRAPHS[name], kernel_device
-        )
-
-    return make
-
-
-def leaves_of(problem, graph):
-    return {name: operand.to(graph.device, copy=True).requires_grad_() for name, operand in problem.operands().items()}
 
 
 def operator_arguments(problem, graph):
@@ -99,68 +83,6 @@ def test_one_sample_costs_autograd_no_node_but_the_operator(problem_and_graph):
     assert out.grad_fn is lse.grad_fn and arriving == ["AccumulateGrad"] * 6
 
 
-@pytest.mark.parametrize("form", ["raw", "none"])
-def test_compiled_attention_equals_eager_and_never_recompiles(form, kernel_device):
-    torch._dynamo.reset()
-    counter = CompileCounterWithBackend("aot_eager")
-
-    def loss(graph, query, key, value, *edge_operands):
-        out, lse = edge_attention(query, key, value, graph, *edge_operands, config=TRITON)
-        return out.square().sum() + torch.where(torch.isfinite(lse), lse, 0.0).sum()
-
-    step, compilations = torch.compile(loss, fullgraph=True, dynamic=True, backend=counter), []
-    for num_src, num_dst, num_edges in ((7, 11, 29), (13, 5, 37), (19, 17, 23)):  # no two sizes are equal
-        edge_index = torch.stack([torch.arange(num_edges) % num_src, torch.arange(num_edges) * 3 % num_dst])
-        edges = (edge_index, (num_src, num_dst))
-        problem, graph = make_problem(edges, 2, 13, 4, form), structure(edges, kernel_device).with_reverse()
-        compiled, eager = leaves_of(problem, graph), leaves_of(problem, graph)
-        with torch._dynamo.config.patch(error_on_recompile=True):
-            value = step(graph, *compiled.values())
-        compilations.append(counter.frame_count)
-        value.backward()
-        loss(graph, *eager.values()).backward()
-        for name in eager:
-            assert torch.equal(compiled[name].grad, eager[name].grad), name
-    assert compilations == compilations[:1] * 3
-
-
-def test_activation_checkpointing_gives_the_same_bits_with_dropout(problem_and_graph):
-    problem, graph = problem_and_graph()
-    graph, gradients = graph.with_reverse(), []
-    for use in (lambda f, *a: f(*a), lambda f, *a: torch.utils.checkpoint.checkpoint(f, *a, use_reentrant=False)):
-        torch.manual_seed(11)
-        leaves = leaves_of(problem, graph)
-        names = list(leaves)
-
-        def run(*values, names=names):
-            return edge_attention(**dict(zip(names, values, strict=True)), graph=graph, dropout_p=0.5, config=TRITON)[0]
-
-        use(run, *leaves.values()).backward(problem.grad_out.to(graph.device))
-        gradients.append([leaf.grad for leaf in leaves.values()])
-    assert all(torch.equal(left, right) for left, right in zip(*gradients, strict=True))
-
-
-def test_second_derivative_raises_with_the_remedy(problem_and_graph):
-    problem, graph = problem_and_graph()
-    leaves = leaves_of(problem, graph)
-    out, _ = edge_attention(**leaves, graph=graph, config=TRITON)
-    (gradient,) = torch.autograd.grad(out.square().sum(), leaves["query"], create_graph=True)
-    with pytest.raises(RuntimeError, match="double backward is not supported"):
-        gradient.sum().backward()
-
-
-@pytest.mark.parametrize("form", ["raw", "embedded"])
-def test_only_asked_gradients_are_computed_and_they_are_the_same(problem_and_graph, form):
-    problem, graph = problem_and_graph(form=form)
-    expected = attend(problem, graph, "triton")
-    for wanted in problem.operands():
-        leaves = {name: leaf.requires_grad_(name == wanted) for name, leaf in leaves_of(problem, graph).items()}
-        out, lse = edge_attention(**leaves, graph=graph, scale=problem.scale, config=TRITON)
-        scalar(problem, out, lse).backward()
-        assert [name for name, leaf in leaves.items() if leaf.grad is not None] == [wanted]
-        assert torch.equal(leaves[wanted].grad.cpu(), expected["d" + wanted]), wanted
-
-
 @pytest.mark.parametrize(
     ("wanted", "launched"),
     [
@@ -188,9 +110,8 @@ def test_nothing_is_saved_and_no_source_side_is_made_without_a_gradient(problem_
     problem, graph = problem_and_graph()
     module = sys.modules["anemoi_gt.ops.triton_backend.op"]
     original, seen = module.edge_attention_triton, []
-    monkeypatch.setattr(
-        module, "edge_attention_triton", lambda *args: seen.append((args, original(*args))) or seen[-1][1]
-    )
+    spy = lambda *args: seen.append((args, original(*args))) or seen[-1][1]  # noqa: E731
+    monkeypatch.setattr(module, "edge_attention_triton", spy)
     monkeypatch.setattr(GraphStructure, "with_reverse", lambda _: pytest.fail("the source side was made"))
     leaves = leaves_of(problem, graph)
     if why == "no_grad":
@@ -242,7 +163,7 @@ def test_extra_outputs_take_no_gradient(problem_and_graph):
 
 
 def test_one_head_of_one_channel_trains(problem_and_graph):
-    """Gradients of weight and bias are columns of one sum; with one row, a slice of it is contiguous and easily shared."""
+    """Gradients of weight and bias are columns of one sum; of one row, a slice is contiguous and easily shared."""
     problem, graph = problem_and_graph(heads=1, channels=1, edge_dim=1)
     assert_accurate(attend(problem, graph, "triton"), problem, torch.float32)
 

@@ -110,9 +110,8 @@ def test_the_listed_kernels_depend_on_the_gradients_that_are_needed(launched, gr
 )
 def test_kernels_over_destinations_read_even_16_bit_rows_as_packed_pairs(launched, dtype, channels, pairs):
     graph = GraphStructure.from_edge_index(torch.tensor([[0, 1, 2], [0, 0, 1]]), (3, 2))
-    forward, backward = passes_of(
-        graph, torch.zeros(2, 2, channels, dtype=dtype), torch.zeros(3, 2, channels, dtype=dtype)
-    )
+    rows = [torch.zeros(nodes, 2, channels, dtype=dtype) for nodes in (2, 3)]
+    forward, backward = passes_of(graph, *rows)
     assert forward.kernels[0].tile["packed"] == backward.kernels[0].tile["packed"] == pairs
 
 

@@ -1,4 +1,4 @@
-"""Random graphs, dtypes, forms and options, sought out by hypothesis; `benchmarks/check_gpu.py --random` does many more."""
+"""Random graphs, dtypes, forms and options, drawn by hypothesis; `benchmarks/check_gpu.py --random` does many more."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # nump
 
 @st.composite
 def graphs(draw):
-    """Up to 5 nodes a side with 10 edges in any order, or with as many at every destination, for which there are kernels."""
+    """Up to 5 nodes a side with 10 edges in any order, or as many at every destination, for which there are kernels."""
     num_src, num_dst = draw(st.integers(0, 5)), draw(st.integers(0, 5))
     source, destination = (st.integers(0, max(nodes - 1, 0)) for nodes in (num_src, num_dst))
     degree = draw(st.sampled_from([None, None, 1, 2, 3]))
@@ -38,13 +38,9 @@ def graphs(draw):
     seed=st.integers(0, 2**32),
 )
 @settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_random_graphs_are_as_accurate_as_plain_pytorch(
-    kernel_device, edges, shape, form, dtype, count, dropout_p, seed
-):
+def test_random_graphs_are_as_accurate_as_plain_torch(kernel_device, edges, shape, form, dtype, count, dropout_p, seed):
     samples = [make_problem(edges, *shape, form, dtype, seed + number) for number in range(count)]
+    samples, graph = share(samples, "edge_weight", "edge_bias"), structure(edges, kernel_device)
     with poisoned_memory():
-        judged = run_batch(
-            share(samples, "edge_weight", "edge_bias"), structure(edges, kernel_device), "triton",
-            dropout_p=dropout_p, seed=seed,
-        )  # fmt: skip
+        judged = run_batch(samples, graph, "triton", dropout_p=dropout_p, seed=seed)
     assert_within(*judged, dtype)

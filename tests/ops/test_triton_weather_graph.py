@@ -1,7 +1,7 @@
 """The Triton kernels on the graph of a weather model: encoder, processor and decoder of an O16 grid.
 
-The interpreter takes some 20 ms for an edge, forward and backward, so on a CPU the graph is cut to the nodes nearest to a
-point; on a GPU it is whole: 1,600 grid points, 162 mesh nodes.
+The interpreter takes some 20 ms for an edge, forward and backward, so on a CPU the graph is cut to the nodes nearest to
+a point; on a GPU it is whole: 1,600 grid points, 162 mesh nodes.
 """
 
 import pytest

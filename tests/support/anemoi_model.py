@@ -42,34 +42,21 @@ def make_ensemble_options(**changes):
     norm = {"_target_": "anemoi.models.layers.normalization.ConditionalLayerNorm", "condition_shape": NOISE}
     norm |= {"zero_init": False}
     options["processor"]["layer_kernels"] = options["layer_kernels"] | {"LayerNorm": norm}
-    options["noise_injector"] = {
-        "_target_": "anemoi.models.layers.ensemble.NoiseConditioning",
-        "noise_std": 1,
-        "noise_channels_dim": NOISE,
-        "noise_mlp_hidden_dim": 8,
-        "layer_kernels": options["layer_kernels"],
-    }
-    options["condition_on_residual"] = False
+    injector = {"_target_": "anemoi.models.layers.ensemble.NoiseConditioning", "noise_std": 1}
+    injector |= {"layer_kernels": options["layer_kernels"], "noise_channels_dim": NOISE, "noise_mlp_hidden_dim": 8}
+    options |= {"noise_injector": injector, "condition_on_residual": False}
     return options
 
 
 def build(graph, options, variables=VARIABLES, seed=0):
     """A model of these options, its parameters drawn with this seed."""
     torch.manual_seed(seed)
-    indices = IndexCollection(
-        DictConfig({"forcing": [variables[-1]], "diagnostic": [], "target": []}),
-        {name: i for i, name in enumerate(variables)},
-    )
+    kinds = DictConfig({"forcing": [variables[-1]], "diagnostic": [], "target": []})
+    indices = IndexCollection(kinds, {name: i for i, name in enumerate(variables)})
     ones = {name: np.ones(len(variables)) for name in ("mean", "stdev", "minimum", "maximum")}
     model = AnemoiEnsModelEncProcDec if "noise_injector" in options else AnemoiModelEncProcDec
-    return model(
-        model_config=DotDict({"model": options}),
-        data_indices={"data": indices},
-        statistics={"data": ones},
-        graph_data=graph,
-        n_step_input=2,
-        n_step_output=1,
-    )
+    data = {"data_indices": {"data": indices}, "statistics": {"data": ones}, "graph_data": graph}
+    return model(model_config=DotDict({"model": options}), n_step_input=2, n_step_output=1, **data)
 
 
 def draw(graph, batch=1, ensemble=1, seed=1, variables=VARIABLES):
@@ -126,7 +113,7 @@ def block_inputs(kind=GraphTransformerProcessorBlock):
 
 
 def differentiate_block(block, inputs, forward=None):
-    """Output and gradients of nodes, edge attributes and parameters by name; `forward` computes in place of the block."""
+    """Output and gradients of nodes, edge attributes and parameters by name; `forward` replaces the block."""
     out = (block if forward is None else forward)(*inputs)[0]
     out = out[1] if isinstance(out, tuple) else out
     nodes = inputs[0][0] if isinstance(inputs[0], tuple) else inputs[0]

@@ -1,7 +1,7 @@
 """One model on several ranks under gloo with Anemoi's own sharding: `python anemoi_ranks.py FOLDER`.
 
-Writes FOLDER/WORLD_STRATEGY_WHO.pt for 2 and 3 ranks, both strategies, Anemoi's code and ours: the whole output, gradients
-summed over ranks, and how many edge lists each rank sorted in each of two passes.
+Writes FOLDER/WORLD_STRATEGY_WHO.pt for 2 and 3 ranks, both strategies, Anemoi's code and ours: the whole output,
+gradients summed over ranks, and how many edge lists each rank sorted in each of two passes.
 """
 
 import sys
@@ -19,18 +19,12 @@ from support.anemoi_model import build, draw, graph_of, make_options
 
 STRATEGIES = ("edges", "heads")
 WORLDS = (2, 3)
-OPTIONS = {
-    "qk_norm": True,
-    "heads": 8,
-}  # 3 ranks have 3, 3 and 2 heads; with one head on a rank Anemoi's own exchange fails
+# 3 ranks have 3, 3 and 2 heads; with one head on a rank Anemoi's own exchange fails.
+OPTIONS = {"qk_norm": True, "heads": 8}
 
 
 def make_model(strategy):
     return build(graph_of("O8", 2), make_options(**OPTIONS, shard_strategy=strategy))
-
-
-def direction_of(out):
-    return torch.randn(out.shape, generator=torch.Generator().manual_seed(3))
 
 
 def run_pass(model, group):
@@ -38,11 +32,11 @@ def run_pass(model, group):
     x = draw(graph_of("O8", 2))["data"]
     sizes = get_shard_sizes(x, 3, group)
     model.zero_grad(set_to_none=True)
-    out = model({"data": x.split(sizes, 3)[group.rank()]}, model_comm_group=group, grid_shard_sizes={"data": sizes})[
-        "data"
-    ]
+    part = {"data": x.split(sizes, 3)[group.rank()]}
+    out = model(part, model_comm_group=group, grid_shard_sizes={"data": sizes})["data"]
     whole = gather_tensor(out.detach(), 3, sizes, group)
-    (out * direction_of(whole).split(sizes, 3)[group.rank()]).sum().backward()
+    direction = torch.randn(whole.shape, generator=torch.Generator().manual_seed(3))
+    (out * direction.split(sizes, 3)[group.rank()]).sum().backward()
     gradients = {}
     for name, parameter in model.named_parameters():
         gradients[name] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
@@ -83,11 +77,6 @@ def work(rank, world, folder):
     dist.destroy_process_group()
 
 
-def main():
-    folder = Path(sys.argv[1])
-    for world in WORLDS:
-        mp.start_processes(work, (world, folder), nprocs=world, start_method="fork")
-
-
 if __name__ == "__main__":
-    main()
+    for world in WORLDS:
+        mp.start_processes(work, (world, Path(sys.argv[1])), nprocs=world, start_method="fork")

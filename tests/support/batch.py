@@ -58,7 +58,4 @@ def combine(results, shared):
     if len(results) == 1:
         return results[0]
     summed = {"d" + name for name in shared}
-    return {
-        name: sum(result[name] for result in results) if name in summed else torch.stack([r[name] for r in results])
-        for name in results[0]
-    }
+    return {name: (sum if name in summed else torch.stack)([result[name] for result in results]) for name in results[0]}

@@ -4,7 +4,7 @@ import math
 
 
 def capture_in_place(function):
-    """As `capture_cuda_graph`: a warm-up, a capture that computes nothing, and a replay into the memory of the capture."""
+    """As `capture_cuda_graph`: a warm-up, a capture that computes nothing, a replay into the memory of the capture."""
     function()
     outputs = function()
     kept = written(outputs)

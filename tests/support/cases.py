@@ -15,21 +15,14 @@ from support.oracle import make_problem
 from support.pairwise import pairwise
 from support.run import structure
 
+BATCHES = ("batch_shares_attributes", "batch_of_attributes")
+GRADIENTS = {"only_out_has_a_gradient": ["grad_out"], "only_lse_has_a_gradient": ["grad_lse"]}  # that arrive
 COLUMNS = {
     "shape": ((1, 1), (4, 16), (6, 10), (16, 64), (3, 40)),  # heads, channels
     "edge_dim": (1, 3, 11, 17),
     "dtype": (torch.float32, torch.bfloat16, torch.float16),
     "form": ("raw", "raw_without_bias", "embedded", "none"),
-    "option": (
-        "plain",
-        "dropout",
-        "batch_shares_attributes",
-        "batch_of_attributes",
-        "only_out_has_a_gradient",
-        "only_lse_has_a_gradient",
-        "dst_schedule",
-        "sorted_by_caller",
-    ),
+    "option": ("plain", "dropout", *BATCHES, *GRADIENTS, "dst_schedule", "sorted_by_caller"),
 }
 LOSS_SCALE = 256.0  # for float16, as in training
 DROPOUT = 0.3
@@ -76,11 +69,9 @@ def run(case, backend, device):
     graph = structure(edges(case), device)
     if case.option == "dst_schedule":
         graph = graph.with_dst_schedule()
-    arriving = {"only_out_has_a_gradient": ["grad_out"], "only_lse_has_a_gradient": ["grad_lse"]}
-    return run_batch(
-        problems(case), graph, backend, seed=SEED, dropout_p=DROPOUT if case.option == "dropout" else 0.0,
-        arriving=arriving.get(case.option, ["grad_out", "grad_lse"]),
-    )  # fmt: skip
+    arriving = GRADIENTS.get(case.option, ["grad_out", "grad_lse"])
+    dropout_p = DROPOUT if case.option == "dropout" else 0.0
+    return run_batch(problems(case), graph, backend, seed=SEED, dropout_p=dropout_p, arriving=arriving)
 
 
 def judge(case, judged):

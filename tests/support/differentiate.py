@@ -17,6 +17,11 @@ def differentiate(module, inputs, call):
     return {"out": out.detach()} | {f"d{name}": grad for name, grad in zip(wanted, gradients, strict=True)}
 
 
+def draw(*shape):
+    """Return normally distributed float64, the same for the same shape."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64)
+
+
 def randomise(module, seed=0):
     """Draw all parameters at random: initial zeros or identities would hide errors."""
     generator = torch.Generator().manual_seed(seed)

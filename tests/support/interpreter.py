@@ -1,6 +1,7 @@
 """Triton's interpreter without its repetitions.
 
-It exchanges the functions of `triton.language` when a kernel starts and again at every call of a helper, half of the time of a small kernel.
+It exchanges the functions of `triton.language` when a kernel starts and again at every call of a helper: half of the
+time of a small kernel.
 """
 
 from triton.runtime import interpreter

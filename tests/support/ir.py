@@ -1,7 +1,7 @@
 """Reading Triton's intermediate representation: how wide offsets are, and in which order memory is read and written.
 
-One pass over the lines, in which every value knows the kernel's argument that it points into and what bounds it. Names are
-unique where they can be seen and used again elsewhere, so the latest definition of a name is the one that is meant.
+One pass over the lines, in which every value knows the kernel's argument that it points into and what bounds it. Names
+are unique where they can be seen and used again elsewhere, so the latest definition of a name is the one that is meant.
 """
 
 import re
@@ -59,13 +59,12 @@ def walk(text):
 
 def narrow_offsets(ttir):
     """Arguments with an offset that holds a 32-bit product of a number that grows with the graph."""
-    return {
-        operands[0].base for operation, operands, _ in walk(ttir) if operation == "tt.addptr" and operands[1].narrow
-    }
+    added = (operands for operation, operands, _ in walk(ttir) if operation == "tt.addptr")
+    return {pointer.base for pointer, offset, *_ in added if offset.narrow}
 
 
 def unordered_updates(ttgir):
-    """Arguments that a loop reads and then overwrites, where several warps read the same and no barrier parts the two."""
+    """Arguments that a loop reads and then overwrites, where several warps read the same and no barrier parts them."""
     layouts, found, read = dict(re.findall(r"^(#\w+) = (.*)$", ttgir, re.M)), set(), set()
     for operation, operands, line in walk(ttgir):
         if operation == "scf.for" or "barrier" in line:
@@ -79,9 +78,8 @@ def unordered_updates(ttgir):
 
 def _shared_by_warps(load, layouts):
     """Whether threads of several warps read the same element."""
-    tensor = re.search(
-        r": tensor<((?:\d+x)+)!.*?(?:slice<\{dim = (\d), parent = )?(#\w+)[}>]*$", load.split(" loc(")[0]
-    )
+    pattern = r": tensor<((?:\d+x)+)!.*?(?:slice<\{dim = (\d), parent = )?(#\w+)[}>]*$"
+    tensor = re.search(pattern, load.split(" loc(")[0])
     if tensor is None:
         return True  # a scalar, which every thread reads
     sizes, sliced, layout = [int(size) for size in tensor[1].split("x")[:-1]], tensor[2], layouts[tensor[3]]

@@ -32,12 +32,8 @@ class Problem:
 
     def to(self, dtype):
         """Return the problem with all floating-point tensors in `dtype`."""
-        floating = {
-            f.name: getattr(self, f.name).to(dtype)
-            for f in fields(self)
-            if torch.is_tensor(getattr(self, f.name)) and getattr(self, f.name).is_floating_point()
-        }
-        return replace(self, **floating)
+        tensors = {f.name: value for f in fields(self) if torch.is_tensor(value := getattr(self, f.name))}
+        return replace(self, **{name: t.to(dtype) for name, t in tensors.items() if t.is_floating_point()})
 
 
 def make_problem(graph, heads, channels, edge_dim, form="raw", dtype=torch.float32, seed=0):
@@ -49,15 +45,10 @@ def make_problem(graph, heads, channels, edge_dim, form="raw", dtype=torch.float
         return (torch.randn(*shape, generator=generator, dtype=torch.float64) * size).to(dtype)
 
     edges = edge_index.shape[1]
-    problem = Problem(
-        edge_index,
-        query=draw(num_dst, heads, channels),
-        key=draw(num_src, heads, channels),
-        value=draw(num_src, heads, channels),
-        grad_out=draw(num_dst, heads, channels),
-        grad_lse=draw(num_dst, heads).to(torch.float64 if dtype == torch.float64 else torch.float32),
-        scale=channels**-0.5,
-    )
+    nodes = {name: draw(n, heads, channels) for name, n in (("query", num_dst), ("key", num_src), ("value", num_src))}
+    grad_out, grad_lse = draw(num_dst, heads, channels), draw(num_dst, heads)
+    grad_lse = grad_lse.to(torch.float64 if dtype == torch.float64 else torch.float32)
+    problem = Problem(edge_index, **nodes, grad_out=grad_out, grad_lse=grad_lse, scale=channels**-0.5)
     if form == "embedded":
         problem.edge_attr = draw(edges, heads, channels)
     elif form != "none":
@@ -79,9 +70,7 @@ def _embed(problem):
 
 
 def _attend_densely(problem):
-    x = _embed(problem)
-    src, dst = problem.edge_index
-    outs, lses = [], []
+    x, (src, dst), outs, lses = _embed(problem), problem.edge_index, [], []
     for i in range(problem.query.shape[0]):
         into = (dst == i).nonzero().flatten()
         k, v = problem.key[src[into]], problem.value[src[into]]
@@ -99,8 +88,7 @@ def _attend_densely(problem):
 
 
 def _attend_plainly(problem):
-    x = _embed(problem)
-    src, dst = problem.edge_index
+    x, (src, dst) = _embed(problem), problem.edge_index
     q, k, v = problem.query[dst], problem.key[src], problem.value[src]
     if x is not None:
         k, v = k + x, v + x
@@ -143,16 +131,14 @@ def plain(problem):
 def magnitude(problem):
     """Return the same expressions with absolute values of all summands, float64, by name."""
     p64 = problem.to(torch.float64)
-    sizes = {name: operand.abs() for name, operand in p64.operands().items()}
-    absolute = replace(p64, **sizes)
+    absolute = replace(p64, **{name: operand.abs() for name, operand in p64.operands().items()})
     src, dst = problem.edge_index
     x_abs = _embed(absolute)
     k, v = absolute.key[src], absolute.value[src]
     if x_abs is not None:
         k, v = k + x_abs, v + x_abs
     score_size = (absolute.query[dst] * k).sum(-1) * abs(problem.scale)  # [E, H]
-    exact = oracle(problem)
-    x = _embed(p64)
+    exact, x = oracle(problem), _embed(p64)
     key = p64.key[src] if x is None else p64.key[src] + x
     p = torch.exp((p64.query[dst] * key).sum(-1) * problem.scale - exact["lse"][dst]) * (1 + score_size)
     m = 1.0 if problem.keep is None else p64.keep

@@ -6,25 +6,19 @@ from itertools import combinations, product
 def pairwise(**columns):
     """Return rows (dicts) with every pair of values of any two columns; greedy and deterministic."""
     names = sorted(columns, key=lambda name: -len(columns[name]))
-    missing = {
-        (left, a, right, b)
-        for left, right in combinations(names, 2)
-        for a, b in product(columns[left], columns[right])
-    }  # fmt: skip
+    pairs = combinations(names, 2)
+    missing = {(left, a, right, b) for left, right in pairs for a, b in product(columns[left], columns[right])}
     rows = []
     while missing:
         left, a, right, b = min(missing, key=repr)
         row = {left: a, right: b}
         for name in names:
             if name not in row:
-                row[name] = max(columns[name], key=_gain(row, name, names, missing))
+                gains = [len(_covered(row | {name: value}, names) & missing) for value in columns[name]]
+                row[name] = columns[name][gains.index(max(gains))]
         missing -= _covered(row, names)
         rows.append(row)
     return rows
-
-
-def _gain(row, name, names, missing):
-    return lambda value: len(_covered(row | {name: value}, names) & missing)
 
 
 def _covered(row, names):

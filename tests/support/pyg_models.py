@@ -14,9 +14,8 @@ class UnifiedMessagePassing(nn.Module):
         super().__init__()
         self.labels = nn.Embedding(classes + 1, channels)  # the last is the unknown one
         widths = [channels] + [hidden * heads] * (layers - 1)
-        self.layers = nn.ModuleList(
-            TransformerConv(width, hidden, heads, beta=True, dropout=0.2) for width in widths[:-1]
-        )
+        layers = (TransformerConv(width, hidden, heads, beta=True, dropout=0.2) for width in widths[:-1])
+        self.layers = nn.ModuleList(layers)
         self.last = TransformerConv(widths[-1], classes, heads, concat=False, beta=True)
         self.norms = nn.ModuleList(nn.LayerNorm(hidden * heads) for _ in self.layers)
 
@@ -28,7 +27,7 @@ class UnifiedMessagePassing(nn.Module):
 
 
 class TemporalEmbedding(nn.Module):
-    """Attention over past events, whose edges carry a message and the encoded time since, as in TGN (Rossi et al. 2020)."""
+    """Attention over past events, whose edges carry a message and the encoded time since: TGN (Rossi et al. 2020)."""
 
     def __init__(self, channels=6, hidden=4, heads=2, times=5):
         super().__init__()
@@ -43,7 +42,7 @@ class TemporalEmbedding(nn.Module):
 
 
 class TextGraphEncoder(nn.Module):
-    """Layers with batch norm and dropout over nodes and edges that carry text embeddings, as in G-Retriever (He et al. 2024)."""
+    """Batch norm and dropout over nodes and edges that carry text embeddings: G-Retriever (He et al. 2024)."""
 
     def __init__(self, channels=6, hidden=4, heads=4):
         super().__init__()

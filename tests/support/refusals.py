@@ -1,12 +1,11 @@
-"""Tests of many wrong inputs: calls and the messages that they must raise."""
+"""Tests of many wrong inputs and the messages that they must raise."""
 
 import pytest
 
 
-def refused(calls):
-    """Parametrise a test over (call, message)."""
-    cases = [pytest.param(call, message, id=message[:60]) for call, message in calls]
-    return pytest.mark.parametrize(("call", "message"), cases)
+def refused(*cases):
+    """Parametrise a test over (wrong, message): a call, or what else is wrong, and the message of its ValueError."""
+    return pytest.mark.parametrize(("wrong", "message"), cases, ids=[message[:60] for _, message in cases])
 
 
 def raises(call, message):

@@ -16,16 +16,22 @@ def attend(problem, graph, backend, **options):
 
     An upstream gradient of the problem that is None is not passed.
     """
-    leaves = {
-        name: operand.detach().to(graph.device, copy=True).requires_grad_()
-        for name, operand in problem.operands().items()
-    }
-    config = AttentionConfig(backend=backend)
+    leaves, config = leaves_of(problem, graph), AttentionConfig(backend=backend)
     out, lse = edge_attention(graph=graph, config=config, scale=problem.scale, **leaves, **options)
+    return result_of(problem, out, lse, leaves)
+
+
+def leaves_of(problem, graph):
+    """Return copies of the operands that require gradients, by name, on the device of `graph`."""
+    operands = {name: operand.detach().to(graph.device, copy=True) for name, operand in problem.operands().items()}
+    return {name: operand.requires_grad_() for name, operand in operands.items()}
+
+
+def result_of(problem, out, lse, leaves):
+    """Return out, lse and the gradients of the leaves by name, on the CPU."""
     gradients = torch.autograd.grad(scalar(problem, out, lse), list(leaves.values()))
-    result = {"out": out.detach(), "lse": lse.detach()}
-    result |= {"d" + name: gradient for name, gradient in zip(leaves, gradients, strict=True)}
-    return {name: tensor.cpu() for name, tensor in result.items()}
+    names = ("out", "lse", *(f"d{name}" for name in leaves))
+    return {name: tensor.detach().cpu() for name, tensor in zip(names, (out, lse, *gradients), strict=True)}
 
 
 def scalar(problem, out, lse):

@@ -1,0 +1,186 @@
+"""Edge attention on either backend, on the device of the kernels: what no backend may do differently."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from support.accuracy import assert_accurate
+from support.dropout import keep_of
+from support.oracle import make_problem
+from support.run import attend, leaves_of, result_of, scalar, structure
+from support.same_numbers import assert_same
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from anemoi_gt import AttentionConfig, GraphStructure, edge_attention, merge
+
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+pytestmark = [
+    pytest.mark.parametrize("backend", ["torch", "triton"]),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton", "ignore::RuntimeWarning:numpy"),  # of the interpreter
+]
+
+
+def test_isolated_destination_gets_zero_and_minus_infinity(problem_and_graph, backend):
+    problem, graph = problem_and_graph("isolated")
+    result, isolated = attend(problem, graph, backend), (graph.colptr.diff() == 0).cpu()
+    assert int(isolated.sum()) == 4
+    assert not bool(result["out"][isolated].any()) and bool(torch.isneginf(result["lse"][isolated]).all())
+    assert not bool(result["dquery"][isolated].any())
+    assert bool(torch.isfinite(result["lse"][~isolated]).all())
+
+
+def test_same_inputs_give_the_same_bits(problem_and_graph, backend):
+    problem, graph = problem_and_graph("hub", heads=4, channels=16, edge_dim=11)
+    first, *others = (attend(problem, graph, backend) for _ in range(3))
+    for other in others:
+        assert_same(other, first, 0)
+
+
+@pytest.mark.parametrize("form", ["raw", "embedded", "none"])
+@pytest.mark.parametrize("dropout_p", [0.0, 0.4])
+def test_chunks_of_the_edges_merge_into_the_whole_with_gradients(problem_and_graph, backend, form, dropout_p):
+    dtype = torch.float64 if backend == "torch" else torch.float32
+    problem, graph = problem_and_graph("self_loops", form, dtype)
+    numbers, sizes, leaves = torch.arange(graph.num_edges), (graph.num_src, graph.num_dst), leaves_of(problem, graph)
+
+    def chunk(ids):
+        ids = ids.to(graph.device)
+        edges = problem.edge_index.to(graph.device)[:, ids]
+        chunk = GraphStructure.from_edge_index(edges, sizes, global_edge_id=ids)
+        operands = leaves | ({"edge_attr": leaves["edge_attr"][ids]} if "edge_attr" in leaves else {})
+        torch.manual_seed(7)
+        return edge_attention(**operands, graph=chunk, dropout_p=dropout_p, config=AttentionConfig(backend))
+
+    out, lse = merge(*chunk(numbers[numbers % 3 == 0]), *chunk(numbers[numbers % 3 != 0]))
+    problem.keep = keep_of(graph, 3, dropout_p, manual_seed=7) if dropout_p else None
+    assert_accurate(result_of(problem, out, lse, leaves), problem, dtype)
+
+
+def test_dropout_of_rate_one_drops_everything_and_never_touches_lse(problem_and_graph, backend):
+    dropped, kept = (attend(*problem_and_graph(), backend, dropout_p=rate) for rate in (1.0, 0.0))
+    assert not bool(dropped["out"].any()) and not bool(dropped["dvalue"].any())
+    assert torch.equal(dropped["lse"], kept["lse"])
+
+
+def test_activation_checkpointing_gives_the_same_bits_with_dropout(problem_and_graph, backend):
+    problem, graph = problem_and_graph()
+    graph, gradients, config = graph.with_reverse(), [], AttentionConfig(backend)
+    for use in (lambda f, *a: f(*a), lambda f, *a: torch.utils.checkpoint.checkpoint(f, *a, use_reentrant=False)):
+        torch.manual_seed(11)
+        leaves = leaves_of(problem, graph)
+
+        def run(*values, names=tuple(leaves)):
+            return edge_attention(**dict(zip(names, values, strict=True)), graph=graph, dropout_p=0.5, config=config)[0]
+
+        use(run, *leaves.values()).backward(problem.grad_out.to(graph.device))
+        gradients.append([leaf.grad for leaf in leaves.values()])
+    assert_same(*gradients, 0)
+
+
+def test_double_backward_raises(problem_and_graph, backend):
+    problem, graph = problem_and_graph()
+    leaves = leaves_of(problem, graph)
+    out, _ = edge_attention(**leaves, graph=graph, config=AttentionConfig(backend))
+    (gradient,) = torch.autograd.grad(out.square().sum(), leaves["query"], create_graph=True)
+    with pytest.raises(RuntimeError, match="double backward is not supported"):
+        gradient.sum().backward()
+
+
+@pytest.mark.parametrize("form", ["raw", "embedded"])
+def test_only_asked_gradients_are_computed_and_they_are_the_same(problem_and_graph, backend, form):
+    problem, graph = problem_and_graph(form=form)
+    expected, config = attend(problem, graph, backend), AttentionConfig(backend)
+    for wanted in problem.operands():
+        leaves = {name: leaf.requires_grad_(name == wanted) for name, leaf in leaves_of(problem, graph).items()}
+        out, lse = edge_attention(**leaves, graph=graph, scale=problem.scale, config=config)
+        scalar(problem, out, lse).backward()
+        assert [name for name, leaf in leaves.items() if leaf.grad is not None] == [wanted]
+        assert torch.equal(leaves[wanted].grad.cpu(), expected["d" + wanted]), wanted
+
+
+@pytest.mark.parametrize("form", ["raw", "none"])
+def test_compiled_attention_equals_eager_and_never_recompiles(form, backend, kernel_device):
+    torch._dynamo.reset()
+    counter, config = CompileCounterWithBackend("aot_eager"), AttentionConfig(backend)
+
+    def loss(graph, query, key, value, *edge_operands):
+        out, lse = edge_attention(query, key, value, graph, *edge_operands, config=config)
+        return out.square().sum() + torch.where(torch.isfinite(lse), lse, 0.0).sum()
+
+    step, compilations = torch.compile(loss, fullgraph=True, dynamic=True, backend=counter), []
+    for num_src, num_dst, num_edges in ((7, 11, 29), (13, 5, 37), (19, 17, 23)):  # no two sizes are equal
+        edge_index = torch.stack([torch.arange(num_edges) % num_src, torch.arange(num_edges) * 3 % num_dst])
+        edges = (edge_index, (num_src, num_dst))
+        problem, graph = make_problem(edges, 2, 13, 4, form), structure(edges, kernel_device).with_reverse()
+        compiled, eager = leaves_of(problem, graph), leaves_of(problem, graph)
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            value = step(graph, *compiled.values())
+        compilations.append(counter.frame_count)
+        value.backward()
+        loss(graph, *eager.values()).backward()
+        assert_same(*({name: leaf.grad for name, leaf in leaves.items()} for leaves in (compiled, eager)), 0)
+    assert compilations == compilations[:1] * 3
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_precision_casts_inputs_and_casts_the_output_back(problem_and_graph, backend, precision):
+    problem, graph = problem_and_graph("shuffled")
+    out, lse = edge_attention(**leaves_of(problem, graph), graph=graph, config=AttentionConfig(backend, precision))
+    cast = leaves_of(problem.to(PRECISIONS[precision]), graph)
+    cast_out, cast_lse = edge_attention(**cast, graph=graph, config=AttentionConfig(backend))
+    assert out.dtype == lse.dtype == torch.float32
+    assert torch.equal(out, cast_out.float()) and torch.equal(lse, cast_lse)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast_decides_the_dtype_and_gradients_have_that_of_the_leaves(problem_and_graph, backend, dtype):
+    problem, graph = problem_and_graph()
+    leaves, cast = leaves_of(problem, graph), replace(problem.to(dtype), grad_lse=problem.grad_lse)
+    with torch.autocast(graph.device.type, dtype=dtype):
+        out, lse = edge_attention(**leaves, graph=graph, scale=problem.scale, config=AttentionConfig(backend))
+    assert out.dtype == dtype and lse.dtype == torch.float32
+    result = result_of(problem, out, lse, leaves)
+    assert all(result[f"d{name}"].dtype == torch.float32 for name in leaves)
+    assert torch.equal(result["out"], attend(cast, graph, backend)["out"])
+    assert_accurate(result, cast, dtype)
+
+
+def test_mixed_dtypes_follow_query(problem_and_graph, backend):
+    problem, graph = problem_and_graph()
+    cast = problem.to(torch.bfloat16)
+    same = attend(cast, graph, backend)
+    mixed = replace(cast, edge_attr=cast.edge_attr.double(), key=cast.key.half(), edge_weight=cast.edge_weight.float())
+    result = attend(mixed, graph, backend)
+    assert result["out"].dtype == torch.bfloat16 and torch.equal(result["out"], same["out"])
+    for name, dtype in {"dedge_attr": torch.float64, "dkey": torch.float16, "dedge_weight": torch.float32}.items():
+        assert result[name].dtype == dtype and torch.equal(result[name], same[name].to(dtype)), name
+
+
+@pytest.mark.parametrize("form", ["raw", "embedded"])
+def test_an_infinite_logit_stays_in_its_destination(problem_and_graph, backend, form):
+    problem, graph = problem_and_graph("shuffled", form)
+    expected = attend(problem, graph, backend)
+    problem.query[3] = torch.inf
+    result = attend(problem, graph, backend)
+    others = torch.arange(graph.num_dst) != 3
+    assert not bool(torch.isfinite(result["out"][3]).any())
+    for name in ("out", "lse", "dquery"):
+        assert torch.equal(result[name][others], expected[name][others]), name
+    unreached = torch.ones(graph.num_src, dtype=torch.bool)
+    unreached[problem.edge_index[0, problem.edge_index[1] == 3]] = False
+    assert 0 < int(unreached.sum()) < graph.num_src
+    for name in ("dkey", "dvalue"):
+        assert torch.equal(result[name][unreached], expected[name][unreached]), name
+
+
+@pytest.mark.parametrize("form", ["raw", "none"])
+def test_logits_of_minus_infinity_give_zero_like_no_edge(problem_and_graph, backend, form):
+    problem, graph = problem_and_graph("duplicates", form, heads=1, channels=2, edge_dim=3)
+    problem.query[:] = 1.0
+    problem.key[0] = -torch.inf  # destination 0 keeps source 1; destination 1 reads source 1 alone
+    mixed = attend(problem, graph, backend)
+    assert bool(torch.isfinite(mixed["out"]).all()) and bool(torch.isfinite(mixed["lse"]).all())
+    problem.key[:] = -torch.inf
+    result = attend(problem, graph, backend)
+    assert bool(torch.isneginf(result["lse"]).all())
+    assert not bool(result["out"].any()) and not bool(result["dvalue"].any())
