@@ -65,17 +65,10 @@ def test_the_readme_has_the_factors_over_anemoi_models():
 
     both, readme = "forward_backward", words_of("README.md")
     wanted = factors(r"\w+-n320-c64", both, "median_ms") | factors(r"\w+-n320-c64", both, "peak_bytes")
-    wanted |= factors(r"\w+-n320-c32", both, "median_ms") | factors("edges1000-c64", "replay", "median_ms")
     assert wanted <= numbers_in(readme)
     drawn = [found for (name, kind), found in lines.items() if kind == both and re.fullmatch(r"\w+-n320-c64", name)]
     bars = {figure(found[name]["median_ms"]) for found in drawn for name in ("anemoi_gt", "anemoi")}
     assert bars <= numbers_in(re.search(r'alt="(Bars: [^"]+)"', readme)[1])
-
-
-def test_the_readme_has_the_factors_over_pyg_on_a_cpu():
-    kinds = ("forward", "forward_backward")
-    ratios = [f"{line[kind]['pyg_over_anemoi_gt']:.1f}" for line in load("cpu_attention")["results"] for kind in kinds]
-    assert {min(ratios), max(ratios)} <= numbers_in(words_of("README.md"))
 
 
 def test_performance_has_the_times_of_a_cpu():
@@ -88,16 +81,27 @@ def test_performance_has_the_times_of_a_cpu():
 
 
 def test_readme_and_page_have_the_times_of_an_anemoi_step():
-    variants = load("anemoi_step_h200")["variants"]
-    names = ("untouched", "install", "our blocks, compiled")
-    figures = [variants[name]["median_ms"] for name in names]
-    figures += [variants[name]["profile"]["total_ms"] for name in names]
-    assert {str(round(number)) for number in figures} <= numbers_in(words_of("README.md"))
+    variants, page = load("anemoi_step_h200")["variants"], (DOCS / "anemoi.md").read_text()
     for variant in variants.values():
-        families = variant["profile"]["families_ms"].items()
-        attention = sum(ms for family, ms in families if family.startswith("attention"))
-        times = (variant["median_ms"], variant["peak_gb"], variant["profile"]["total_ms"], attention)
-        assert f"| {' | '.join(f'{time:.1f}' for time in times)} |" in (DOCS / "anemoi.md").read_text()
+        times = [variant["median_ms"], variant["peak_gb"]]
+        if variant["profile"]:
+            families = variant["profile"]["families_ms"].items()
+            times += [variant["profile"]["total_ms"], sum(ms for name, ms in families if name.startswith("attention"))]
+        cells = [f"{time:.1f}" for time in times] + ["\N{EN DASH}"] * (4 - len(times))
+        assert f"| {' | '.join(cells)} |" in page
+    for suffix in ("", ", no recomputation"):
+        upstream = [found for name, found in variants.items() if is_of(name, "untouched", suffix)]
+        fastest = min(upstream, key=lambda found: found["median_ms"])
+        step = variants[f"install, compiled whole{suffix}"]
+        figures = {
+            f"{fastest['median_ms'] / step['median_ms']:.2f}",
+            f"{100 * step['peak_gb'] / fastest['peak_gb']:.0f}",
+        }
+        assert figures <= numbers_in(words_of("README.md")) and figures <= numbers_in(page)
+
+
+def is_of(name, kind, suffix):
+    return name.startswith(kind) and name.endswith("no recomputation") == bool(suffix)
 
 
 @pytest.mark.parametrize(("precision", "name"), [("bf16-mixed", "curves"), ("16-mixed", "curves_16_mixed")])
