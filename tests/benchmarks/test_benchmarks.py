@@ -137,7 +137,7 @@ def test_layers_are_timed_on_a_cpu():
 @pytest.mark.parametrize("contender", CONTENDERS)
 @pytest.mark.parametrize("part", PARTS)
 def test_every_mapper_at_9_km_is_correct_in_small(tmp_path, part, contender):
-    setting = Setting("O4", 1, channels=32, heads=2, fields=5, dtype="bfloat16", rows=8, repeats=1, device="cpu")
+    setting = Setting("O4", 1, channels=32, heads=2, fields=5, dtype="bfloat16", repeats=1, device="cpu")
     build_graphs(setting, [part], tmp_path)
     problem = setting.problem(part, tmp_path)
     result = CONTENDERS[contender](problem, 2)()
