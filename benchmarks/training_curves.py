@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from suite.environment import describe
 
-from anemoi_gt.training.metrics import read_metrics
+from anemoi_gt.training.metrics_log import read_metrics
 
 BACKENDS, SEEDS = ("torch", "triton"), (0, 1)
 WARM_UP = 50  # steps

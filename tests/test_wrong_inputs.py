@@ -17,7 +17,7 @@ from anemoi_gt.data.edge_attributes import edge_direction, edge_length
 from anemoi_gt.data.grids import classic, grid, octahedral
 from anemoi_gt.data.meshes import icosphere, limited_area_icosphere, stretched_icosphere
 from anemoi_gt.data.nodes import Nodes, area_weights
-from anemoi_gt.data.sphere import Flow, sphere
+from anemoi_gt.data.sphere_advection import Flow, sphere
 from anemoi_gt.distributed import Partition, ShardingConfig
 from anemoi_gt.training import Trainer, TrainingConfig
 from anemoi_gt.training.step import weighted_mse

@@ -10,7 +10,7 @@ from anemoi_gt.ops import attention_weights, edge_attention, merge
 from anemoi_gt.version import __version__
 
 if TYPE_CHECKING:  # type checkers do not run `__getattr__`
-    from anemoi_gt.explanation import explain, explain_attention
+    from anemoi_gt.kernel_report import explain, explain_attention
     from anemoi_gt.nn import (
         EncoderProcessorDecoder,
         GraphTransformerConv,
@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # type checkers do not run `__getattr__`
         GraphTransformerProcessorBlock,
     )
 
-_FROM_EXPLANATION = ("explain", "explain_attention")
+_FROM_KERNEL_REPORT = ("explain", "explain_attention")
 _FROM_NN = (
     "EncoderProcessorDecoder",
     "GraphTransformerConv",
@@ -45,7 +45,7 @@ __all__ = [
 
 def __getattr__(name: str):
     """Import modules on first use, so that the structure and the operation need only torch."""
-    for package, names in (("nn", _FROM_NN), ("explanation", _FROM_EXPLANATION)):
+    for package, names in (("nn", _FROM_NN), ("kernel_report", _FROM_KERNEL_REPORT)):
         if name in names:
             return getattr(import_module(f"anemoi_gt.{package}"), name)
     raise AttributeError(f"module 'anemoi_gt' has no attribute {name!r}")

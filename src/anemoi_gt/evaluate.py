@@ -14,7 +14,6 @@ import torch
 
 from anemoi_gt.distributed import is_launched
 from anemoi_gt.distributed.sharded_checkpoint import require_file
-from anemoi_gt.explanation import explain
 from anemoi_gt.hydra_app import (
     Run,
     build,
@@ -25,10 +24,11 @@ from anemoi_gt.hydra_app import (
     require_packages,
     write_explanation,
 )
+from anemoi_gt.kernel_report import explain
 from anemoi_gt.training.checkpoint import load_checkpoint, load_weights
 from anemoi_gt.training.data_loading import load
 from anemoi_gt.training.device import choose_device, cpu_threads
-from anemoi_gt.training.metrics import read_metrics
+from anemoi_gt.training.metrics_log import read_metrics
 from anemoi_gt.training.report import write_report, write_rollout_report
 
 if TYPE_CHECKING:

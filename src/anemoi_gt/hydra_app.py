@@ -18,8 +18,8 @@ from torch import nn
 
 from anemoi_gt.attention_config import AttentionConfig
 from anemoi_gt.data.datasets import ForecastDataset, Splits
-from anemoi_gt.explanation import Explanation
 from anemoi_gt.extras import import_extra
+from anemoi_gt.kernel_report import Explanation
 from anemoi_gt.ops.backends import BACKENDS, choose_backend
 from anemoi_gt.training import TrainingConfig
 from anemoi_gt.training.cuda_graph import check_device_has_cuda_graphs

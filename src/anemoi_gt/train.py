@@ -18,10 +18,9 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from anemoi_gt.distributed import ShardingConfig, broadcast_from_rank0, init_distributed, is_launched, run_on_rank0
 from anemoi_gt.distributed.consensus import check_same
-from anemoi_gt.distributed.mesh import exit_without_finalization, local_device, make_cpu_group
+from anemoi_gt.distributed.device_mesh import exit_without_finalization, local_device, make_cpu_group
 from anemoi_gt.distributed.model_shard import scatter_model
 from anemoi_gt.distributed.sharded_checkpoint import ONE_PROCESS, TORCHRUN, checkpoint_to_continue, load_values
-from anemoi_gt.explanation import explain
 from anemoi_gt.hydra_app import (
     ERRORS_OF_PREPARATION,
     build,
@@ -39,11 +38,12 @@ from anemoi_gt.hydra_app import (
     output_folder,
     write_explanation,
 )
+from anemoi_gt.kernel_report import explain
 from anemoi_gt.training import Trainer
 from anemoi_gt.training.checkpoint import load_checkpoint, load_weights
 from anemoi_gt.training.data_loading import load, share_of_batch
 from anemoi_gt.training.device import choose_device, cpu_threads
-from anemoi_gt.training.metrics import MetricsFile
+from anemoi_gt.training.metrics_log import MetricsFile
 from anemoi_gt.training.parallel.trainer import check_same_data, fit_sharded, make_sharded_trainer
 from anemoi_gt.training.report import write_report
 from anemoi_gt.training.signals import Stopped

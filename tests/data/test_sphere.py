@@ -6,7 +6,7 @@ import torch
 
 from anemoi_gt.data.grids import gaussian_latitudes, octahedral, reduced_gaussian
 from anemoi_gt.data.nodes import EARTH_RADIUS, Nodes, area_weights
-from anemoi_gt.data.sphere import SECONDS_PER_HOUR, Case, Flow, Hills, draw_case, rotate, sphere
+from anemoi_gt.data.sphere_advection import SECONDS_PER_HOUR, Case, Flow, Hills, draw_case, rotate, sphere
 
 X, Y, Z = np.eye(3)
 PERIOD = 288.0

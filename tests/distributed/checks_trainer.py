@@ -13,12 +13,12 @@ import torch.distributed as dist
 
 from anemoi_gt import AttentionConfig, EncoderProcessorDecoder
 from anemoi_gt.data.graphs import icosphere_graph
-from anemoi_gt.data.sphere import sphere
+from anemoi_gt.data.sphere_advection import sphere
 from anemoi_gt.distributed import run_on_rank0, save_checkpoint
 from anemoi_gt.distributed.model_shard import shard_model
 from anemoi_gt.train import resumes_on_ranks
 from anemoi_gt.training import Trainer, TrainingConfig
-from anemoi_gt.training.metrics import MetricsFile
+from anemoi_gt.training.metrics_log import MetricsFile
 from anemoi_gt.training.parallel import trainer as parallel
 from anemoi_gt.training.parallel.step import data_parallel_rng
 from anemoi_gt.training.parallel.trainer import NullLogger, SharedStopRequest, check_same_data, fit_sharded

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from anemoi_gt.distributed.mesh import exit_without_finalization
+from anemoi_gt.distributed.device_mesh import exit_without_finalization
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]

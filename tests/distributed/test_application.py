@@ -16,7 +16,7 @@ import torch
 from omegaconf import OmegaConf
 
 from anemoi_gt import train
-from anemoi_gt.distributed.mesh import VARIABLES
+from anemoi_gt.distributed.device_mesh import VARIABLES
 from anemoi_gt.training.checkpoint import load_checkpoint
 from anemoi_gt.training.parallel.trainer import write_as_file
 from distributed.ranks import HERE, ROOT, free_port

@@ -8,7 +8,7 @@ import torch
 import yaml
 
 from anemoi_gt.distributed import ShardingConfig, init_distributed, is_launched
-from anemoi_gt.distributed.mesh import VARIABLES, local_device
+from anemoi_gt.distributed.device_mesh import VARIABLES, local_device
 from distributed.ranks import ROOT
 
 INF = float("inf")
@@ -68,7 +68,7 @@ def test_other_types_of_device_are_refused(device_type):
 
 LATE_THREAD = """
 import threading, time
-from anemoi_gt.distributed.mesh import {function}
+from anemoi_gt.distributed.device_mesh import {function}
 
 def late():
     time.sleep(0.1)

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import torch
 
-from anemoi_gt.data import sphere as module
+from anemoi_gt.data import sphere_advection as module
 from anemoi_gt.data.datasets import ForecastDataset
 from anemoi_gt.data.era5_uk import HourlyField, split
 from anemoi_gt.data.grids import regional
-from anemoi_gt.data.sphere import sphere
+from anemoi_gt.data.sphere_advection import sphere
 
 ROWS = torch.tensor([5, 0, 3])
 

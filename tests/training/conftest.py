@@ -8,9 +8,9 @@ import torch
 from anemoi_gt import EncoderProcessorDecoder
 from anemoi_gt.data.datasets import Splits
 from anemoi_gt.data.graphs import icosphere_graph
-from anemoi_gt.data.sphere import sphere
+from anemoi_gt.data.sphere_advection import sphere
 from anemoi_gt.training import Trainer, TrainingConfig
-from anemoi_gt.training.metrics import MetricsFile
+from anemoi_gt.training.metrics_log import MetricsFile
 
 NUMBERS = {"steps": 6, "batch_size": 2, "warmup_steps": 2, "valid_every": 2, "log_every": 1, "device": "cpu"}
 SMALL = [  # options of the application

@@ -11,7 +11,7 @@ import torch
 
 from anemoi_gt import evaluate, train
 from anemoi_gt.data.datasets import ForecastDataset
-from anemoi_gt.data.sphere import SphereDataset
+from anemoi_gt.data.sphere_advection import SphereDataset
 from anemoi_gt.training.checkpoint import load_checkpoint, save_checkpoint
 
 from . import conftest

@@ -5,7 +5,7 @@ from contextlib import nullcontext
 import pytest
 
 from anemoi_gt.training.atomic_write import annotate_oserror, atomic_write
-from anemoi_gt.training.metrics import MetricsFile
+from anemoi_gt.training.metrics_log import MetricsFile
 
 
 @pytest.mark.parametrize("error", [None, KeyError])

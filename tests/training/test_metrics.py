@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from anemoi_gt.training.metrics import MetricsFile, curve, read_metrics
+from anemoi_gt.training.metrics_log import MetricsFile, curve, read_metrics
 
 
 def test_record_is_in_the_file_as_soon_as_it_is_written_and_nan_raises_because_json_has_none(tmp_path):

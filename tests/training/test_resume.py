@@ -12,7 +12,7 @@ import torch
 
 from anemoi_gt.training.checkpoint import load_checkpoint
 from anemoi_gt.training.data_loading import TrainingBatches
-from anemoi_gt.training.metrics import MetricsFile
+from anemoi_gt.training.metrics_log import MetricsFile
 from anemoi_gt.training.rng import seed_generators
 from anemoi_gt.training.signals import Stopped, StopRequest
 

@@ -11,7 +11,7 @@ from torch.nn.utils import clip_grad_norm_, get_total_norm
 from anemoi_gt.training import TrainingConfig
 from anemoi_gt.training.checkpoint import load_checkpoint
 from anemoi_gt.training.data_loading import TrainingBatches
-from anemoi_gt.training.metrics import MetricsFile, curve
+from anemoi_gt.training.metrics_log import MetricsFile, curve
 from anemoi_gt.training.step import AUTOCAST, LOSS_SCALE, TrainingStep, warmup_cosine, weighted_mse
 
 from .conftest import NUMBERS, assert_same, without_speed

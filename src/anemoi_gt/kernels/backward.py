@@ -18,8 +18,7 @@ import triton
 import triton.language as tl
 
 from anemoi_gt.kernels.jit_launch import launch_facts, row_kernel_name
-from anemoi_gt.kernels.primitives import as_index, caller_edge, destination, load_row, project_edges, row_offsets
-from anemoi_gt.kernels.rows import (
+from anemoi_gt.kernels.packed_rows import (
     add_scaled,
     dot_rows,
     drop,
@@ -34,6 +33,7 @@ from anemoi_gt.kernels.rows import (
     store_unpacked,
     zero_row,
 )
+from anemoi_gt.kernels.primitives import as_index, caller_edge, destination, load_row, project_edges, row_offsets
 
 
 @triton.jit(

@@ -26,17 +26,7 @@ import triton
 import triton.language as tl
 
 from anemoi_gt.kernels.jit_launch import launch_facts, row_kernel_name
-from anemoi_gt.kernels.primitives import (
-    caller_edges,
-    destination,
-    keep_factor,
-    load_attributes,
-    product,
-    project_edges,
-    row_offsets,
-    tile_offsets,
-)
-from anemoi_gt.kernels.rows import (
+from anemoi_gt.kernels.packed_rows import (
     add_scaled,
     dot_rows,
     drop,
@@ -49,6 +39,16 @@ from anemoi_gt.kernels.rows import (
     store_heads,
     store_unpacked,
     zero_row,
+)
+from anemoi_gt.kernels.primitives import (
+    caller_edges,
+    destination,
+    keep_factor,
+    load_attributes,
+    product,
+    project_edges,
+    row_offsets,
+    tile_offsets,
 )
 
 LN_2 = tl.constexpr(0.6931471805599453)

@@ -24,7 +24,7 @@ from anemoi_gt.distributed.sharded_checkpoint import load_checkpoint, require_ch
 from anemoi_gt.training import Trainer, TrainingConfig
 from anemoi_gt.training.atomic_write import atomic_write
 from anemoi_gt.training.data_loading import TrainingBatches
-from anemoi_gt.training.metrics import MetricsFile
+from anemoi_gt.training.metrics_log import MetricsFile
 from anemoi_gt.training.parallel.step import ShardedTrainingStep
 from anemoi_gt.training.progress import ProgressBar
 from anemoi_gt.training.signals import StopRequest

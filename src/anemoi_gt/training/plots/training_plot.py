@@ -8,7 +8,7 @@ from torch import Tensor
 from anemoi_gt.data.datasets import ForecastDataset
 from anemoi_gt.extras import import_extra
 from anemoi_gt.training.atomic_write import atomic_write
-from anemoi_gt.training.metrics import curve
+from anemoi_gt.training.metrics_log import curve
 from anemoi_gt.training.plots.maps import MapImage
 from anemoi_gt.training.scores import Forecast, Score, median_index, sample_rmse
 

@@ -11,13 +11,13 @@ time is these bytes over the memory bandwidth.
 
 from collections.abc import Iterable
 
-from anemoi_gt.explanation.report import Kernel, Pass
+from anemoi_gt.kernel_report.report import Kernel, Pass
 
 OPERANDS = ("query", "key", "value", "edge_attr", "edge_weight", "edge_bias")
 
 
 def sizes_of(call) -> dict[str, int]:
-    """Return the sizes of a call, by the names of `anemoi_gt.explanation.Layer`."""
+    """Return the sizes of a call, by the names of `anemoi_gt.kernel_report.Layer`."""
     query, weight = call.arguments["query"], call.arguments["edge_weight"]
     return {
         "batch": query.shape[0] if query.dim() == 4 else 1,
@@ -72,13 +72,13 @@ def _ms(moved: int, bandwidth: float | None) -> float | None:
 def _kernels(call, needs: dict[str, bool]) -> tuple[tuple, tuple]:
     """Launches of the two passes."""
     from anemoi_gt.ops.operands import AttentionOperands
-    from anemoi_gt.ops.triton_backend import launch_plan
+    from anemoi_gt.ops.triton_backend import launched_kernels
     from anemoi_gt.ops.triton_backend.problem import IndexTensors, Options, Problem
 
     groups = (AttentionOperands, IndexTensors, Options)
     sizes = Problem(*(group(*(call.arguments[name] for name in group._fields)) for group in groups)).sizes
-    backward = launch_plan.backward_kernels(sizes, launch_plan.Needs(**needs))
-    return tuple(launch_plan.forward_kernels(sizes)), tuple(backward)
+    backward = launched_kernels.backward_kernels(sizes, launched_kernels.Needs(**needs))
+    return tuple(launched_kernels.forward_kernels(sizes)), tuple(backward)
 
 
 def _forward_bytes(call) -> int:

@@ -15,9 +15,9 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from anemoi_gt.explanation.passes import bandwidth_of, features_of, passes_of, sizes_of
-from anemoi_gt.explanation.report import ATTENTIONS, Explanation, Layer
 from anemoi_gt.graph import GraphStructure
+from anemoi_gt.kernel_report.byte_counts import bandwidth_of, features_of, passes_of, sizes_of
+from anemoi_gt.kernel_report.report import ATTENTIONS, Explanation, Layer
 from anemoi_gt.ops import edge_attention
 from anemoi_gt.ops.backends import rejected
 

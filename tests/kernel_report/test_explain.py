@@ -17,8 +17,8 @@ from torch_geometric.nn import TransformerConv
 from anemoi_gt import AttentionConfig, EncoderProcessorDecoder, GraphStructure, GraphTransformerConv
 from anemoi_gt.data.graphs import icosphere_graph
 from anemoi_gt.data.grids import grid
-from anemoi_gt.explanation import explain, explain_attention
 from anemoi_gt.integrations import anemoi, pyg
+from anemoi_gt.kernel_report import explain, explain_attention
 from anemoi_gt.ops import backends
 
 TRITON = AttentionConfig(backend="triton")
