@@ -211,7 +211,7 @@ def test_bytes_of_kernels_are_what_an_h200_has_counted(decoder):
 
 def test_the_table_shows_kernels_tiles_and_lower_bounds(decoder):
     text = str(decoder)
-    assert "edge_attention_fwd_bf16_h16_c64_d11" in text and "heads 16, channels 64, unroll 1, pairs 1" in text
+    assert "edge_attention_fwd_bf16_h16_c64_d11" in text and "heads 16, channels 64, unroll 1, packed 1" in text
     assert "2.47 GB       577 us" in text and "lower bound: bytes over 4.27 TB/s" in text
     assert len({len(line) for line in text.splitlines() if line.lstrip().startswith(("forward", "backward"))}) == 1
 
