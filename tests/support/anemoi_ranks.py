@@ -27,6 +27,10 @@ def make_model(strategy):
     return build(graph_of("O8", 2), make_options(**OPTIONS, shard_strategy=strategy))
 
 
+def direction_of(out):
+    return torch.randn(out.shape, generator=torch.Generator().manual_seed(3))
+
+
 def run_pass(model, group):
     """One forward and backward pass on this rank's part of the grid; the whole output and summed gradients."""
     x = draw(graph_of("O8", 2))["data"]
@@ -35,8 +39,7 @@ def run_pass(model, group):
     part = {"data": x.split(sizes, 3)[group.rank()]}
     out = model(part, model_comm_group=group, grid_shard_sizes={"data": sizes})["data"]
     whole = gather_tensor(out.detach(), 3, sizes, group)
-    direction = torch.randn(whole.shape, generator=torch.Generator().manual_seed(3))
-    (out * direction.split(sizes, 3)[group.rank()]).sum().backward()
+    (out * direction_of(whole).split(sizes, 3)[group.rank()]).sum().backward()
     gradients = {}
     for name, parameter in model.named_parameters():
         gradients[name] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()

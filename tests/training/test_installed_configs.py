@@ -24,7 +24,7 @@ def main(config):
 
     print(anemoi_gt.__file__)
     attention = instantiate(config.layers.attention)
-    print(attention)
+    print(attention.backend, attention.precision)
     layer = anemoi_gt.GraphTransformerConv(8, config.channels_per_head, heads=2, config=attention)
     edge_index = torch.tensor([[0, 1, 2], [1, 2, 0]])
     print(tuple(layer(torch.ones(3, 8), edge_index).shape), layer.config == attention)
