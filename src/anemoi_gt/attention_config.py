@@ -18,7 +18,7 @@ TILE_FIELDS = {  # of a program of a Triton kernel that gathers rows: the values
 
 @dataclass(frozen=True)
 class AttentionConfig:
-    """How `anemoi_gt.edge_attention` is computed.
+    """Backend, precision and kernels of `anemoi_gt.edge_attention`.
 
     Parameters
     ----------

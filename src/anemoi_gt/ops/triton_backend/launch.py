@@ -184,7 +184,7 @@ def attend_rows(problem: Problem, projected: Tensor | None, tile: RowTile | None
 
 @dataclass(frozen=True)
 class Saved:
-    """What the forward keeps for the backward."""
+    """Tensors that the forward pass saves for the backward pass."""
 
     inv_denominator: Tensor  # [B, N_dst, H]
     exp_scores: Tensor  # [B, E, H]

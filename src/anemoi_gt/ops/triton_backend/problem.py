@@ -36,7 +36,7 @@ class IndexTensors(NamedTuple):
 
 
 class Options(NamedTuple):
-    """What a call is computed with beside its tensors of nodes and edges."""
+    """Options of a call beside its tensors of nodes and edges."""
 
     seed: Tensor | None = None  # [1] int64, where something is dropped
     scale: float = 1.0
@@ -82,7 +82,7 @@ class Sizes(NamedTuple):
 
     @property
     def pairs_possible(self) -> bool:
-        """Whether a row can be read as packed pairs: two 16-bit elements in 32 bits."""
+        """True if a row can be read as packed pairs: two 16-bit elements in 32 bits."""
         return self.dtype in PACKED_DTYPES and self.channels % 2 == 0
 
     @property
@@ -142,13 +142,13 @@ class Problem:
 
     @property
     def shares_attributes(self) -> bool:
-        """Whether several batch entries read one set of edge attributes."""
+        """True if several batch entries read one set of edge attributes."""
         edge_attr = self.operands.edge_attr
         return edge_attr is not None and self.batch != 1 and edge_attr.shape[0] == 1
 
     @property
     def embedded(self) -> bool:
-        """Whether edge_attr is [E, H, C]."""
+        """True if edge_attr is embedded, [E, H, C]."""
         return self.operands.edge_attr is not None and self.operands.edge_weight is None
 
     @property
