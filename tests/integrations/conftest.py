@@ -1,5 +1,7 @@
 """Anemoi computes with its own code before and after every test; a small graph; what our attention was called with."""
 
+import logging
+
 import pytest
 from support.anemoi_model import graph_of
 
@@ -20,7 +22,7 @@ def graph():
 
 @pytest.fixture
 def attentions(monkeypatch):
-    """The arguments of every call of our attention by an Anemoi block: query, key, value, graph, edges, and weight, bias of raw edges."""
+    """Operands of every call of our attention: query, key, value, graph, edges, and weight and bias of raw edges."""
     calls, attend = [], attention.edge_attention
 
     def record(*operands, **options):
@@ -29,6 +31,14 @@ def attentions(monkeypatch):
 
     monkeypatch.setattr(attention, "edge_attention", record)
     return calls
+
+
+@pytest.fixture
+def said(caplog):
+    """Return what we logged in this test, Anemoi's own messages apart; nothing counts as said before."""
+    attention._log_once.cache_clear()
+    caplog.set_level(logging.WARNING, logger="anemoi_gt")
+    return lambda: [record.message for record in caplog.records if record.name.startswith("anemoi_gt")]
 
 
 @pytest.fixture

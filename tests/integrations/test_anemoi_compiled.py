@@ -1,30 +1,17 @@
-"""Blocks compiled by torch.compile compute with us: our operator is in the traced graph, and Anemoi's attention is not."""
+"""Blocks under torch.compile compute with us: our operator is in the traced graph, and Anemoi's attention is not."""
 
-import logging
 from functools import partial
 
 import pytest
 import torch
 from anemoi.models.layers.block import GraphTransformerMapperBlock, GraphTransformerProcessorBlock
 from anemoi.models.triton.gt import graph_transformer_attention_conv
-from support.anemoi_model import (
-    NODES,
-    OwnConv,
-    OwnLinear,
-    block_inputs,
-    build,
-    differentiate,
-    differentiate_block,
-    draw,
-    make_block,
-    make_ensemble_options,
-    make_options,
-)
+from support import anemoi_model as small
+from support.anemoi_model import NODES, OwnConv, OwnLinear, block_inputs, differentiate_block, make_block
 from support.same_numbers import assert_same_numbers
 from torch.utils.checkpoint import checkpoint
 
 from anemoi_gt.integrations import anemoi as integration
-from anemoi_gt.integrations.anemoi import attention as replacements
 from anemoi_gt.integrations.anemoi.cache import cached_list
 
 
@@ -72,27 +59,24 @@ def assert_ours(names):
 
 
 KINDS = {"processor": GraphTransformerProcessorBlock, "mapper": GraphTransformerMapperBlock}
-OPTIONS = {
-    "default": {},
-    "qk_norm": {"qk_norm": True},
-    "edge_pre_mlp": {"edge_pre_mlp": True},
-    "attn_channels": {"attn_channels": 8},
-    "heads": {"shard_strategy": "heads"},
-    "embedded edges": {},
-}
+OPTIONS = ({}, {"qk_norm": True}, {"edge_pre_mlp": True}, {"attn_channels": 8}, {"shard_strategy": "heads"})
+CASES = [("install", options) for options in OPTIONS] + [("install, edges embedded", {}), ("swap_layers", {})]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("make", (make_block, triton_block), ids=("pyg", "triton"))
-@pytest.mark.parametrize("options", OPTIONS)
-def test_a_compiled_block_computes_with_us(kind, make, options, traced):
+@pytest.mark.parametrize(("switch", "options"), CASES, ids=str)
+def test_a_compiled_block_computes_with_us(kind, make, switch, options, traced):
     backend, graphs = traced
     inputs = block_inputs(KINDS[kind])
-    expected = differentiate_block(make_block(KINDS[kind], **OPTIONS[options]), inputs)
-    with integration.install(fuse_edges=options != "embedded edges"):
-        block = make(KINDS[kind], **OPTIONS[options])
-        compiled = torch.compile(block, fullgraph=True, backend=backend)
-        assert_same_numbers(differentiate_block(block, inputs, compiled), expected)
+    expected = differentiate_block(make_block(KINDS[kind], **options), inputs)
+    block = make(KINDS[kind], **options)
+    if switch == "swap_layers":
+        integration.swap_layers(block)
+    else:
+        integration.install(fuse_edges=switch == "install")
+    compiled = torch.compile(block, fullgraph=True, backend=backend)
+    assert_same_numbers(differentiate_block(block, inputs, compiled), expected)
     assert len(graphs) == 1
     assert_ours(graphs[0])
 
@@ -115,16 +99,6 @@ def test_checkpointed_blocks_compute_with_us(make, order, traced):
     assert_ours(graphs[0])
 
 
-@pytest.mark.parametrize("make", (make_block, triton_block), ids=("pyg", "triton"))
-def test_a_swapped_block_is_compiled_with_us(make, traced):
-    backend, graphs = traced
-    expected = differentiate_block(make_block(), block_inputs())
-    block = integration.swap_layers(make())
-    compiled = torch.compile(block, fullgraph=True, backend=backend)
-    assert_same_numbers(differentiate_block(block, block_inputs(), compiled), expected)
-    assert_ours(graphs[0])
-
-
 def test_dropout_is_compiled_with_us(traced):
     backend, graphs = traced
     block = make_block()
@@ -142,8 +116,7 @@ def test_dropout_is_compiled_with_us(traced):
 def test_all_blocks_of_a_model_share_one_graph(traced):
     backend, graphs = traced
     with integration.install():
-        for make in (make_block, make_block):
-            block = make()
+        for block in (make_block(), make_block()):
             expected = differentiate_block(block, block_inputs())
             block.compile(fullgraph=True, backend=backend)
             assert_same_numbers(differentiate_block(block, block_inputs()), expected)
@@ -153,108 +126,87 @@ def test_all_blocks_of_a_model_share_one_graph(traced):
 def test_install_and_uninstall_reach_compiled_blocks(traced):
     backend, graphs = traced
     block = torch.compile(make_block(), fullgraph=True, backend=backend)
-    for switch in (None, integration.install, integration.uninstall):
-        if switch is not None:
-            switch()
+    for switch in (lambda: None, integration.install, integration.uninstall):
+        switch()
         block(*block_inputs())
     ours = [any("edge_attention" in name for name in names) for names in graphs]
     assert ours == [False, True, False]
 
 
-def with_own_conv():
-    block = make_block()
-    block.conv = OwnConv(block.conv)
-    return block
-
-
-def with_own_function():
-    block = make_block()
-    conv = block.conv
-    del block.conv
+def with_own_function(block):
+    conv = block._modules.pop("conv")
     block.conv = lambda *operands: conv(*operands)
-    return block
-
-
-def with_watched_conv():
-    block = make_block()
-    block.conv.register_forward_hook(lambda *_: None)
-    return block
 
 
 UNSERVED = {
-    "its conv is .*OwnConv, which is not Anemoi's attention": with_own_conv,
+    "its conv is .*OwnConv, which is not Anemoi's attention": lambda block: setattr(block, "conv", OwnConv(block.conv)),
     "its conv is builtins.function, which is not Anemoi's attention": with_own_function,
-    "hooks watch its conv, which would not be called": with_watched_conv,
+    "hooks watch its conv, which would not be called": lambda block: block.conv.register_forward_hook(lambda *_: None),
 }
 
 
 @pytest.mark.parametrize("reason", UNSERVED)
-def test_auto_warns_once_while_compiling_and_a_named_backend_raises(reason, traced, caplog):
+def test_auto_warns_once_while_compiling_and_a_named_backend_raises(reason, traced, said):
     backend, graphs = traced
-    block = UNSERVED[reason]()
+    block = make_block()
+    UNSERVED[reason](block)
     expected = differentiate_block(block, block_inputs())
-    replacements._log_once.cache_clear()
-    with caplog.at_level(logging.WARNING, logger="anemoi_gt"), integration.install():
+    with integration.install():
         for compiled in (torch.compile(block, backend=backend), block):
             assert_same_numbers(differentiate_block(block, block_inputs(), compiled), expected)
     assert not any("edge_attention" in name for names in graphs for name in names)
-    (message,) = [record.message for record in caplog.records if record.name.startswith("anemoi_gt")]
+    (message,) = said()
     assert message.startswith("an Anemoi block runs Anemoi's own attention: ")
     refused = f"backend 'torch' cannot serve this Anemoi block: {reason}"
-    with integration.install(backend="torch"):
-        for compiled in (torch.compile(block, backend=backend, fullgraph=True), torch.compile(block, backend=backend)):
+    for fullgraph in (True, False):
+        with integration.install(backend="torch"):
+            compiled = torch.compile(block, backend=backend, fullgraph=fullgraph)
             with pytest.raises((ValueError, torch._dynamo.exc.Unsupported), match=refused):
                 compiled(*block_inputs())
 
 
-def test_a_compiled_block_that_embeds_its_edges_warns_once(traced, caplog):
+def test_a_compiled_block_that_embeds_its_edges_warns_once(traced, said):
     backend, graphs = traced
     block = make_block()
     block.lin_edge.__class__ = OwnLinear
     expected = differentiate_block(block, block_inputs())
-    replacements._log_once.cache_clear()
-    with caplog.at_level(logging.WARNING, logger="anemoi_gt"), integration.install():
+    with integration.install():
         for compiled in (torch.compile(block, fullgraph=True, backend=backend), block):
             assert_same_numbers(differentiate_block(block, block_inputs(), compiled), expected)
     assert_ours(graphs[0])
-    (message,) = [record.message for record in caplog.records if record.name.startswith("anemoi_gt")]
+    (message,) = said()
     assert message.startswith("an Anemoi block embeds its edges before the attention: its lin_edge is ")
 
 
-BLOCKS = (GraphTransformerMapperBlock, GraphTransformerProcessorBlock)
-
-
-def compile_blocks(model, backend, **options):
+def compile_blocks(model, backend):
     """Compile every block of a model by itself, in place."""
     for module in model.modules():
-        if isinstance(module, BLOCKS):
-            module.compile(fullgraph=True, backend=backend, **options)
+        if isinstance(module, tuple(KINDS.values())):
+            module.compile(fullgraph=True, backend=backend)
     return model
 
 
 @pytest.mark.parametrize(
-    ("make", "options", "shape", "forward", "folded"),
+    ("options", "shape", "forward", "folded"),
     (
-        (make_options, {"mapper_chunks": 1}, {"batch": 1}, {}, {1}),
-        (make_options, {"mapper_chunks": 1}, {"batch": 2}, {}, {2}),
-        (make_options, {"mapper_chunks": 3}, {"batch": 2}, {}, {1, 2}),
-        (make_options, {"shard_strategy": "heads"}, {"batch": 2}, {}, {2}),
-        (make_ensemble_options, {}, {"batch": 2, "ensemble": 2}, {"fcstep": 1}, {2, 4}),
+        (small.make_options(mapper_chunks=1), {"batch": 1}, {}, {1}),
+        (small.make_options(mapper_chunks=1), {"batch": 2}, {}, {2}),
+        (small.make_options(mapper_chunks=3), {"batch": 2}, {}, {1, 2}),
+        (small.make_options(shard_strategy="heads"), {"batch": 2}, {}, {2}),
+        (small.make_ensemble_options(), {"batch": 2, "ensemble": 2}, {"fcstep": 1}, {2, 4}),
     ),
     ids=("one sample", "batch", "chunks across samples", "heads", "ensemble"),
 )
-def test_compiled_blocks_fold_batches_as_eager_ones_and_sort_nothing(
-    graph, traced, sorts, make, options, shape, forward, folded
-):
+def test_compiled_blocks_fold_batches_as_eager_and_sort_nothing(graph, traced, sorts, options, shape, forward, folded):
     backend, graphs = traced
-    model, x = build(graph, make(**options)), draw(graph, **shape)
-    expected = differentiate(model, x, **forward)
+    model, x = small.build(graph, options), small.draw(graph, **shape)
+    expected = small.differentiate(model, x, **forward)
     with integration.install():
-        assert_same_numbers(differentiate(model, x, **forward), expected)
+        assert_same_numbers(small.differentiate(model, x, **forward), expected)
         sorts.clear()
         compile_blocks(model, backend)
         for _ in range(2):
-            assert_same_numbers(differentiate(model, x, **forward), expected)
+            assert_same_numbers(small.differentiate(model, x, **forward), expected)
     assert not sorts
     assert not any("edge_structure" in name for names in graphs for name in names)
     for names in graphs:
@@ -264,10 +216,13 @@ def test_compiled_blocks_fold_batches_as_eager_ones_and_sort_nothing(
 
 def test_compiled_blocks_sort_each_list_once_when_nothing_ran_before(graph, traced, sorts):
     backend, graphs = traced
-    model, x = compile_blocks(build(graph, make_options(mapper_chunks=2, layers=4)), backend), draw(graph, batch=2)
+    model, x = (
+        compile_blocks(small.build(graph, small.make_options(mapper_chunks=2, layers=4)), backend),
+        small.draw(graph, batch=2),
+    )
     with integration.install():
         for _ in range(3):
-            differentiate(model, x)
+            small.differentiate(model, x)
     assert len(sorts) == 1 + 2 * 2
     assert len(graphs) <= 4  # encoder, decoder (the second with dynamic sizes) and processor
 
@@ -309,15 +264,14 @@ def test_inference_compiled_makes_no_source_side(traced):
 @pytest.mark.parametrize("component", ("processor", "mapper"))
 def test_a_component_compiled_whole_computes_with_us(graph, component, traced, sorts):
     backend, graphs = traced
-    model, x = build(graph, make_options(checkpointing=False)), draw(graph, batch=2)
-    expected = differentiate(model, x)
+    model, x = small.build(graph, small.make_options(checkpointing=False)), small.draw(graph, batch=2)
+    expected = small.differentiate(model, x)
     with integration.install():
-        for module in (
-            (model.processor,) if component == "processor" else (model.encoder["encoder"], model.decoder["decoder"])
-        ):
+        mappers = (model.encoder["encoder"], model.decoder["decoder"])
+        for module in mappers if component == "mapper" else (model.processor,):
             module.compile(fullgraph=True, backend=backend)
         for _ in range(2):
-            assert_same_numbers(differentiate(model, x), expected)
+            assert_same_numbers(small.differentiate(model, x), expected)
     for names in graphs:
         assert_ours(names)
         assert "anemoi_gt.edge_structure.default" not in names

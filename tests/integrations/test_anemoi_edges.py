@@ -42,7 +42,7 @@ def test_each_source_side_is_made_once_and_not_for_inference(graph, monkeypatch)
     made, with_reverse = [], GraphStructure.with_reverse
 
     def record(self, **options):
-        made.append(None) if not self.has_reverse else None
+        made.extend([] if self.has_reverse else [self])
         return with_reverse(self, **options)
 
     monkeypatch.setattr(GraphStructure, "with_reverse", record)
@@ -97,11 +97,13 @@ def test_a_batch_is_folded_where_chunks_hold_whole_samples(graph, attentions, ba
     assert samples == [chunk] * chunks + [(batch,)] * 2 + [chunk] * chunks  # encoder, two processor layers, decoder
 
 
-def test_every_batch_size_has_its_own(graph, sorts):
+def test_every_batch_size_and_every_copy_of_a_model_has_its_own(graph, sorts):
     model = build(graph, make_options(mapper_chunks=1))
     with integration.install():
         results = {batch: model(draw(graph, batch=batch))["data"] for batch in (1, 2, 1, 2)}
-    assert len(sorts) == 6
+        assert len(sorts) == 6
+        copy.deepcopy(model)(draw(graph))
+        assert len(sorts) == 9
     for batch, out in results.items():
         assert_same_numbers(out, model(draw(graph, batch=batch))["data"])
 
@@ -117,7 +119,7 @@ def test_everything_is_freed_with_the_model(graph):
         assert not cached() and not any(structure() for structure in structures)
 
 
-def test_structures_are_freed_when_a_model_is_moved(graph):
+def test_structures_are_freed_when_a_model_is_moved_and_by_uninstall(graph):
     model = build(graph, make_options())
     with integration.install():
         for batch in (1, 2):
@@ -126,27 +128,9 @@ def test_structures_are_freed_when_a_model_is_moved(graph):
         model.double()
         model._apply(torch.clone)  # as to another device
         assert not cached()
-
-
-def test_uninstall_clears_the_cache(graph):
-    model = build(graph, make_options())
-    with integration.install():
-        model(draw(graph))
+        model.float()(draw(graph))
+        assert cached()
     assert not cached() and not cache._BY_PROVIDER
-
-
-def test_a_copy_of_a_model_has_structures_of_its_own(graph, sorts):
-    model = build(graph, make_options(mapper_chunks=1))
-    with integration.install():
-        model(draw(graph))
-        copy.deepcopy(model)(draw(graph))
-    assert len(sorts) == 6
-
-
-def rewired(provider):
-    """The edges of a provider with other sources: the same sizes, another graph."""
-    src, dst = provider.edge_index_base
-    return torch.stack([src.roll(1000), dst])
 
 
 @pytest.mark.parametrize("in_place", (False, True), ids=("another tensor", "written into"))
@@ -155,10 +139,9 @@ def test_a_graph_of_the_same_sizes_is_not_taken_for_the_one_before(graph, in_pla
     provider = model.processor_graph_provider
     with integration.install():
         before = model(x)["data"]
-        if in_place:
-            provider.edge_index_base.copy_(rewired(provider))
-        else:
-            provider.edge_index_base = rewired(provider)
+        src, dst = provider.edge_index_base
+        rewired = torch.stack([src.roll(1000), dst])
+        provider.edge_index_base = provider.edge_index_base.copy_(rewired) if in_place else rewired
         after = model(x)["data"]
     assert_same_numbers(after, model(x)["data"])
     assert (after - before).abs().max() > 1e-3
@@ -223,16 +206,16 @@ def test_a_cached_list_that_was_written_into_is_sorted_again():
     assert structure_of(edge_index, (3, 2), reverse=False)[0].row.tolist() == [2, 1]
 
 
+def test_lists_without_edges_work():
+    edge_index = cached_list(torch.zeros(2, 0, dtype=torch.int64), (3, 2))
+    assert structure_of(edge_index, (3, 2), reverse=True)[0].num_edges == 0
+
+
 @pytest.mark.parametrize(("sources", "batch"), (([0, 1, 2, 3], 2), ([0, 1, 3, 2], 1)), ids=("copies", "others"))
 def test_side_by_side_graphs_are_folded_where_they_are_equal(sources, batch):
     edge_index = cached_list(torch.tensor([sources, [0, 1, 2, 3]]), (4, 4), 2)
     graph, found = structure_of(edge_index, (4, 4), reverse=False)
     assert found == batch and graph.num_dst == 4 // batch
-
-
-def test_lists_without_edges_work():
-    edge_index = cached_list(torch.zeros(2, 0, dtype=torch.int64), (3, 2))
-    assert structure_of(edge_index, (3, 2), reverse=True)[0].num_edges == 0
 
 
 def test_a_chunk_holds_what_anemois_holds():
@@ -249,16 +232,12 @@ def test_a_chunk_holds_what_anemois_holds():
 
 
 @pytest.mark.parametrize("reverse", (False, True))
-def test_the_operator_for_compiled_code_keeps_the_rules_of_pytorch(reverse):
+def test_compiled_code_may_write_into_the_structure_it_got_and_its_operator_keeps_the_rules_of_pytorch(reverse):
     edge_index = torch.tensor([[0, 1, 2], [1, 0, 1]])
     opcheck(torch.ops.anemoi_gt.edge_structure.default, (edge_index, 3, 2, reverse))
-
-
-def test_compiled_code_may_write_into_the_structure_it_got():
-    edge_index = torch.tensor([[0, 1, 2], [1, 0, 1]])
-    for tensor in cache.edge_structure(edge_index, 3, 2, True):
+    for tensor in cache.edge_structure(edge_index, 3, 2, reverse):
         tensor.zero_()
-    assert structure_of(edge_index, (3, 2), reverse=True)[0].validate().row.tolist() == [1, 0, 2]
+    assert structure_of(edge_index, (3, 2), reverse=reverse)[0].validate().row.tolist() == [1, 0, 2]
 
 
 def test_model_groups_of_other_sizes_have_lists_of_their_own():

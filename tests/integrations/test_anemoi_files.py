@@ -36,9 +36,8 @@ torch.save(model, folder / "trained_model.pt")
 def folder(tmp_path_factory, graph):
     """Files that a process with us wrote, and those that one without us made of them."""
     folder = tmp_path_factory.mktemp("files")
-    kernels = {
-        "AnemoiGT": {"_target_": "builtins.dict", "install": {"_target_": "anemoi_gt.integrations.anemoi.install"}}
-    }
+    install = {"_target_": "anemoi_gt.integrations.anemoi.install"}
+    kernels = {"AnemoiGT": {"_target_": "builtins.dict", "install": install}}
     options = make_options()
     for component in (options["processor"], options["encoders"]["encoder"]["mapper"]):
         component["layer_kernels"] = options["layer_kernels"] | kernels
@@ -67,23 +66,27 @@ def test_what_we_trained_runs_without_us_and_without_triton(folder, name):
     assert_same_numbers(load(folder, name), load(folder, "expected"))
 
 
-def test_a_model_saved_without_us_runs_with_us(folder, attentions):
-    model = integration.swap_layers(load(folder, "trained_model"))
-    assert_same_numbers(model(load(folder, "x"))["data"], load(folder, "trained_out"))
-    assert attentions
-
-
-def test_a_state_dict_saved_without_us_loads_with_us(folder, graph, attentions):
+@pytest.mark.parametrize("state_dict", (False, True), ids=("whole model", "state dict"))
+def test_what_was_saved_without_us_runs_with_us(folder, graph, attentions, state_dict):
     with integration.install():
-        model = build(graph, make_options())
-        model.load_state_dict(load(folder, "trained_state"))
+        model = build(graph, make_options()) if state_dict else integration.swap_layers(load(folder, "trained_model"))
+        if state_dict:
+            model.load_state_dict(load(folder, "trained_state"))
         assert_same_numbers(model(load(folder, "x"))["data"], load(folder, "trained_out"))
     assert attentions
 
 
-def test_a_pickle_made_under_install_is_the_one_made_without(graph):
-    model = build(graph, make_options())
-    expected = pickle.dumps(model)
+def test_nothing_of_ours_is_in_a_trained_model(graph):
+    model, x = build(graph, make_options()), draw(graph)
+    before, pickled = {name: type(module) for name, module in model.named_modules()}, pickle.dumps(model)
+    conv, keys = model.processor.proc[0].conv, list(model.state_dict())
     with integration.install():
-        assert pickle.dumps(model) == expected
-        torch.testing.assert_close(pickle.loads(expected)(draw(graph))["data"], model(draw(graph))["data"])
+        assert pickle.dumps(model) == pickled
+        integration.swap_layers(model)
+        out = model(x)["data"]
+        torch.testing.assert_close(pickle.loads(pickled)(x)["data"], out)
+        out.sum().backward()
+        model.zero_grad()
+        assert {name: type(module) for name, module in model.named_modules()} == before
+        assert model.processor.proc[0].conv is conv and list(model.state_dict()) == keys
+        assert pickle.dumps(model) == pickled

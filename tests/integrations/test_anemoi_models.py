@@ -1,7 +1,5 @@
 """Models of Anemoi compute the same with our attention, in every mode that they have."""
 
-import anemoi.models.layers.block
-import anemoi.models.layers.mapper
 import pytest
 import torch
 from support.anemoi_model import build, differentiate, draw, graph_of, make_ensemble_options, make_options
@@ -42,6 +40,7 @@ def assert_same(graph, attentions):
         {"shard_strategy": "heads"},
         {"heads": 1},
         {"channels": 24, "heads": 3},
+        {"model": {"processor": {"attn_channels": 16}}},
     ),
     ids=str,
 )
@@ -50,37 +49,29 @@ def test_output_and_gradients_are_anemois(graph, assert_same, changes):
 
 
 @pytest.mark.parametrize("strategy", ("edges", "heads"))
-@pytest.mark.parametrize("chunks", (1, 2, 3), ids="{} chunks".format)
-def test_a_batch_gives_what_anemoi_gives(graph, assert_same, chunks, strategy):
+@pytest.mark.parametrize(("chunks", "fuse_edges"), ((1, True), (2, True), (3, True), (2, False)))
+def test_a_batch_gives_what_anemoi_gives(graph, assert_same, chunks, fuse_edges, strategy):
     options = make_options(mapper_chunks=chunks, shard_strategy=strategy)
-    assert_same(options, draw(graph, batch=3 if chunks == 3 else 2))
-
-
-def test_narrow_attention_gives_what_anemoi_gives(graph, assert_same):
-    options = make_options()
-    options["processor"]["attn_channels"] = 16
-    assert_same(options, draw(graph))
+    assert_same(options, draw(graph, batch=3 if chunks == 3 else 2), fuse_edges)
 
 
 def test_an_ensemble_with_conditional_layer_norm_gives_what_anemoi_gives(graph, assert_same):
     assert_same(make_ensemble_options(), draw(graph, batch=2, ensemble=2), fcstep=1)
 
 
-def test_embedded_edges_give_what_anemoi_gives(graph, assert_same):
-    assert_same(make_options(), draw(graph, batch=2), fuse_edges=False)
-
-
-def train(graph, steps, options):
-    """Losses and parameters of a model."""
-    model = build(graph, options)
+def train(graph, steps, options, mixed=False):
+    """Losses and parameters of a model in float32, or in float16 autocast with scaled gradients."""
+    model, scaler = build(graph, options), torch.amp.GradScaler("cpu", enabled=mixed)
     optimiser = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     x, target = draw(graph), draw(graph, seed=4)["data"][:, :1, ..., :3]
     losses = []
     for _ in range(steps):
-        loss = (model(x)["data"] - target).square().mean()
+        with torch.autocast("cpu", torch.float16, enabled=mixed):
+            loss = (model(x)["data"] - target).square().mean()
         optimiser.zero_grad()
-        loss.backward()
-        optimiser.step()
+        scaler.scale(loss).backward()
+        scaler.step(optimiser)
+        scaler.update()
         losses.append(loss.item())
     return losses, dict(model.named_parameters())
 
@@ -98,9 +89,7 @@ def test_ten_steps_of_training_with_default_options_are_anemois(name, refinement
     assert_same_numbers(torch.tensor(our_losses), torch.tensor(losses))
     assert losses[-1] < 0.9 * losses[0]
     for name, parameter in parameters.items():
-        if not name.endswith(
-            "lin_key.bias"
-        ):  # the softmax drops it: its gradient is rounding, which AdamW makes a step
+        if not name.endswith("lin_key.bias"):  # the softmax drops it: AdamW makes a step of rounding
             moved = 10 * LEARNING_RATE  # at most
             error = (our_parameters[name] - parameter).abs().max().item()
             assert error <= 2e-3 * moved, f"{name}: off by {error:.1e}"
@@ -114,8 +103,7 @@ def test_mixed_precision_is_as_accurate_as_anemois(graph, dtype):
     def errors():
         with torch.autocast("cpu", dtype):
             out, gradients = differentiate(model, x)
-        named = {"output": (out, exact)}
-        named |= {name: (gradients[name], gradient) for name, gradient in exact_gradients.items()}
+        named = {"output": (out, exact)} | {name: (gradients[name], g) for name, g in exact_gradients.items()}
         return {name: (a - b).norm().item() / b.norm().item() for name, (a, b) in named.items() if b is not None}
 
     theirs = errors()
@@ -127,23 +115,9 @@ def test_mixed_precision_is_as_accurate_as_anemois(graph, dtype):
 
 
 def test_scaled_gradients_of_16_mixed_step_as_in_float32(graph):
-    x, target = draw(graph), draw(graph, seed=4)["data"][:, :1, ..., :3]
-
-    def losses(scaler, context):
-        model = build(graph, make_options())
-        optimiser = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        for _ in range(3):
-            with context():
-                loss = (model(x)["data"] - target).square().mean()
-            optimiser.zero_grad()
-            scaler.scale(loss).backward()
-            scaler.step(optimiser)
-            scaler.update()
-            yield loss.item()
-
     with integration.install():
-        exact = list(losses(torch.amp.GradScaler("cpu", enabled=False), lambda: torch.autocast("cpu", enabled=False)))
-        mixed = list(losses(torch.amp.GradScaler("cpu"), lambda: torch.autocast("cpu", torch.float16)))
+        exact, _ = train(graph, 3, make_options())
+        mixed, _ = train(graph, 3, make_options(), mixed=True)
     assert mixed == pytest.approx(exact, rel=5e-3)
 
 
@@ -165,8 +139,8 @@ def inference_chunks(monkeypatch):
     """Set what Anemoi reads from ANEMOI_INFERENCE_NUM_CHUNKS when it is imported."""
 
     def set_chunks(number):
-        monkeypatch.setattr(anemoi.models.layers.block, "NUM_CHUNKS_INFERENCE_PROCESSOR", number)
-        monkeypatch.setattr(anemoi.models.layers.mapper, "NUM_CHUNKS_INFERENCE_MAPPER", number)
+        monkeypatch.setattr("anemoi.models.layers.block.NUM_CHUNKS_INFERENCE_PROCESSOR", number)
+        monkeypatch.setattr("anemoi.models.layers.mapper.NUM_CHUNKS_INFERENCE_MAPPER", number)
 
     return set_chunks
 

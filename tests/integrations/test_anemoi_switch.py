@@ -2,58 +2,30 @@
 
 import copy
 import gc
-import logging
 import pickle
 import subprocess
 import sys
 
 import pytest
 import torch
+from anemoi.models import models
 from anemoi.models.distributed import khop_edges
-from anemoi.models.distributed.khop_edges import GraphPartition
+from anemoi.models.layers import block as blocks
 from anemoi.models.layers import mapper, processor
-from anemoi.models.layers.block import (
-    GraphTransformerBaseBlock,
-    GraphTransformerMapperBlock,
-    GraphTransformerProcessorBlock,
-)
+from anemoi.models.layers.block import GraphTransformerBaseBlock
 from anemoi.models.layers.graph_provider import StaticGraphProvider
-from anemoi.models.layers.mapper import GraphTransformerBaseMapper
-from anemoi.models.layers.processor import GraphTransformerProcessor
-from anemoi.models.layers.utils import load_layer_kernels
-from anemoi.models.models import AnemoiModelEncProcDec
 from anemoi.models.models.ens_encoder_processor_decoder import AnemoiEnsModelEncProcDec
 from anemoi.models.triton.gt import graph_transformer_attention_conv
-from support.anemoi_model import (
-    EDGES,
-    NODES,
-    OwnConv,
-    OwnLinear,
-    block_inputs,
-    build,
-    differentiate_block,
-    draw,
-    make_block,
-    make_options,
-)
+from support.anemoi_model import NODES, OwnConv, OwnLinear, block_inputs, make_block
+from support.anemoi_model import differentiate_block as run
 from support.same_numbers import assert_same_numbers
 
 from anemoi_gt.integrations import anemoi as integration
-from anemoi_gt.integrations.anemoi import attention as our_methods
 from anemoi_gt.integrations.anemoi.attention import SETTINGS
 
-CHANGED = (
-    GraphTransformerBaseBlock,
-    StaticGraphProvider,
-    GraphTransformerBaseMapper,
-    GraphPartition,
-    mapper,
-    processor,
-    khop_edges,
-    GraphTransformerProcessor,
-    AnemoiModelEncProcDec,
-    AnemoiEnsModelEncProcDec,
-)
+LAYERS = (mapper.GraphTransformerBaseMapper, processor.GraphTransformerProcessor, StaticGraphProvider)
+MODELS = (models.AnemoiModelEncProcDec, AnemoiEnsModelEncProcDec)
+CHANGED = (GraphTransformerBaseBlock, khop_edges.GraphPartition, *LAYERS, *MODELS, mapper, processor, khop_edges)
 
 
 @pytest.fixture
@@ -62,14 +34,16 @@ def inputs():
     return block_inputs()
 
 
-run = differentiate_block
-
-
-def test_blocks_built_before_and_after_install_compute_with_us(inputs, attentions):
-    before = make_block()
+@pytest.mark.parametrize("variable", ("", "triton"))  # Anemoi's for its backend
+def test_blocks_built_before_and_after_install_or_for_a_gpu_compute_with_us(inputs, attentions, monkeypatch, variable):
+    before, on_gpu = make_block(), make_block()
     expected = run(before, inputs)
+    del on_gpu.conv
+    on_gpu.conv, on_gpu.graph_attention_backend = graph_transformer_attention_conv, "triton"
     integration.install()
-    for block in (before, make_block()):
+    after = make_block()
+    monkeypatch.setattr(blocks, "ATTENTION_BACKEND", variable)
+    for block in (before, after, on_gpu):
         attentions.clear()
         assert_same_numbers(run(block, inputs), expected)
         assert len(attentions) == 1
@@ -84,43 +58,35 @@ def test_uninstall_leaves_anemois_code_as_it_was(owner):
     assert dict(vars(owner)) == before
 
 
-def test_the_context_ends_what_it_began(inputs, attentions):
-    block = make_block()
-    with integration.install():
-        run(block, inputs)
-    assert len(attentions) == 1
-    run(block, inputs)
-    assert len(attentions) == 1
-
-
-def test_an_inner_context_brings_back_the_outer_one():
+@pytest.mark.parametrize("leave", (lambda: None, integration.uninstall), ids=("left", "uninstalled within"))
+def test_an_inner_context_brings_back_the_outer_one(inputs, attentions, leave):
     with integration.install(backend="torch"):
         with integration.install(precision="bf16", fuse_edges=False):
             assert SETTINGS.everywhere.config.precision == "bf16"
+            leave()
         assert SETTINGS.everywhere.config.backend == "torch" and SETTINGS.everywhere.fuse_edges
-    assert SETTINGS.is_empty
+        run(make_block(), inputs)
+    assert len(attentions) == 1 and SETTINGS.is_empty
 
 
-def test_what_install_returned_can_be_entered_again(inputs, attentions):
+def test_a_context_ends_what_it_began_and_can_be_entered_again(inputs, attentions):
     installation = integration.install(precision="bf16")
     for calls in (1, 2):
         with installation:
             run(make_block(), inputs)
+        run(make_block(), inputs)
         assert len(attentions) == calls and SETTINGS.is_empty
 
 
-def test_an_outer_context_lasts_though_uninstall_was_called_within(inputs, attentions):
-    with integration.install():
-        with integration.install():
-            integration.uninstall()
-        run(make_block(), inputs)
-    assert len(attentions) == 1
-
-
-def test_swap_layers_swaps_one_model(inputs, attentions):
+def test_swap_layers_swaps_one_model_and_none_of_its_copies_until_uninstall(inputs, attentions):
     ours, theirs = make_block(), make_block()
     assert integration.swap_layers(ours) is ours
-    assert_same_numbers(run(ours, inputs), run(theirs, inputs))
+    expected = run(theirs, inputs)
+    assert_same_numbers(run(ours, inputs), expected)
+    run(copy.deepcopy(ours), inputs)
+    assert len(attentions) == 1
+    integration.uninstall()
+    run(ours, inputs)
     assert len(attentions) == 1
 
 
@@ -131,34 +97,12 @@ def test_a_swapped_model_keeps_its_options_under_install(inputs, attentions):
     assert len(attentions[0]) == 5
 
 
-def test_a_block_built_for_anemois_kernels_computes_with_us(inputs, attentions):
-    block = make_block()
-    expected = run(block, inputs)
-    del block.conv
-    block.conv, block.graph_attention_backend = graph_transformer_attention_conv, "triton"  # as on a GPU
-    with integration.install():
-        assert_same_numbers(run(block, inputs), expected)
-    assert len(attentions) == 1
-
-
-def test_uninstall_ends_swap_layers_too(inputs, attentions):
-    block = integration.swap_layers(make_block())
-    integration.uninstall()
-    run(block, inputs)
-    assert not attentions
-
-
 def test_a_swapped_block_is_forgotten_when_it_dies():
     block = integration.swap_layers(make_block())
     assert not SETTINGS.is_empty
     del block
     gc.collect()
     assert SETTINGS.is_empty
-
-
-def test_a_copy_is_not_swapped(inputs, attentions):
-    run(copy.deepcopy(integration.swap_layers(make_block())), inputs)
-    assert not attentions
 
 
 def test_swap_layers_asks_for_blocks_of_anemoi():
@@ -176,19 +120,6 @@ def test_a_wrong_option_is_refused_before_anything_changes(switch):
     assert not hasattr(GraphTransformerBaseBlock.apply_gt, "__wrapped__")
 
 
-def test_nothing_of_ours_is_in_a_trained_model(graph):
-    model, x = build(graph, make_options()), draw(graph)
-    before = {name: type(module) for name, module in model.named_modules()}
-    conv, keys, pickled = model.processor.proc[0].conv, list(model.state_dict()), pickle.dumps(model)
-    integration.install()
-    integration.swap_layers(model)
-    model(x)["data"].sum().backward()
-    model.zero_grad()
-    assert {name: type(module) for name, module in model.named_modules()} == before
-    assert model.processor.proc[0].conv is conv and list(model.state_dict()) == keys
-    assert pickle.dumps(model) == pickled
-
-
 def test_installation_pickles_as_an_empty_context():
     loaded = pickle.loads(pickle.dumps(integration.install()))
     assert type(loaded).__module__ == "contextlib"
@@ -197,9 +128,7 @@ def test_installation_pickles_as_an_empty_context():
 
 
 def test_missing_anemoi_is_named_with_the_command_that_installs_it():
-    code = (
-        "import sys; sys.modules['anemoi.models'] = None\nfrom anemoi_gt.integrations import anemoi\nanemoi.install()"
-    )
+    code = "import sys; sys.modules['anemoi.models'] = None; import anemoi_gt.integrations.anemoi as a; a.install()"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert "pip install --no-deps anemoi-models==0.19.0 anemoi-utils anemoi-graphs" in result.stderr
 
@@ -211,7 +140,7 @@ OTHER_VERSIONS = {  # of a method that stands for Anemoi's, with one parameter m
 
 
 @pytest.mark.parametrize("name", OTHER_VERSIONS)
-def test_another_version_of_a_method_is_left_alone(inputs, attentions, caplog, monkeypatch, name):
+def test_another_version_of_a_method_is_left_alone(inputs, attentions, said, monkeypatch, name):
     expected = run(make_block(), inputs)
     other = OTHER_VERSIONS[name](getattr(GraphTransformerBaseBlock, name))
     monkeypatch.setattr(GraphTransformerBaseBlock, name, other)
@@ -219,9 +148,8 @@ def test_another_version_of_a_method_is_left_alone(inputs, attentions, caplog, m
         assert getattr(GraphTransformerBaseBlock, name) is other
         assert_same_numbers(run(make_block(), inputs), expected)
     assert len(attentions[0]) == 5
-    assert said(caplog) == [
-        f"this anemoi-models has another GraphTransformerBaseBlock.{name}: expect less speed, not other results"
-    ]
+    message = f"this anemoi-models has another GraphTransformerBaseBlock.{name}: expect less speed, not other results"
+    assert said() == [message]
 
 
 @pytest.mark.parametrize("other", (None, lambda self, everything: everything), ids=("missing", "another"))
@@ -236,41 +164,33 @@ def test_a_version_without_the_apply_gt_that_we_know_is_refused(monkeypatch, oth
     assert [dict(vars(owner)) for owner in CHANGED] == before
 
 
-def with_own_conv():
+def changed(change):
+    """A block after `change`: a class of its own, or a function that changes it."""
     block = make_block()
-    block.conv = OwnConv(block.conv)
-    return block
-
-
-def with_watched_conv(register):
-    block = make_block()
-    getattr(block.conv, register)(lambda *_: None)
+    if isinstance(change, type):
+        block.__class__ = change
+    else:
+        change(block)
     return block
 
 
 UNSERVED = {
-    "its conv is .*OwnConv, which is not Anemoi's attention": with_own_conv,
-    "hooks watch its conv, which would not be called": lambda: with_watched_conv("register_forward_hook"),
-    "hooks watch its conv, which would .* called": lambda: with_watched_conv("register_full_backward_pre_hook"),
+    "its conv is .*OwnConv, which is not Anemoi's attention": lambda block: setattr(block, "conv", OwnConv(block.conv)),
+    "hooks watch its conv, which would not be called": lambda block: block.conv.register_forward_hook(lambda *_: None),
+    "hooks watch its conv, .* not be called": lambda block: block.conv.register_full_backward_pre_hook(lambda *_: None),
 }
-
-
-def said(caplog):
-    """What we logged, Anemoi's own messages apart."""
-    return [record.message for record in caplog.records if record.name.startswith("anemoi_gt")]
 
 
 @pytest.mark.parametrize("reason", UNSERVED)
 @pytest.mark.parametrize("fuse_edges", (False, True))
-def test_what_we_cannot_serve_runs_anemois_code_and_says_so_once(inputs, attentions, caplog, reason, fuse_edges):
-    block = UNSERVED[reason]()
+def test_what_we_cannot_serve_runs_anemois_code_and_says_so_once(inputs, attentions, said, reason, fuse_edges):
+    block = changed(UNSERVED[reason])
     expected = run(block, inputs)
-    our_methods._log_once.cache_clear()
-    with caplog.at_level(logging.WARNING, logger="anemoi_gt"), integration.install(fuse_edges=fuse_edges):
+    with integration.install(fuse_edges=fuse_edges):
         for _ in range(2):
             assert_same_numbers(run(block, inputs), expected)
     assert not attentions
-    (message,) = said(caplog)
+    (message,) = said()
     assert message.startswith("an Anemoi block runs Anemoi's own attention: ")
     refused = f"backend 'torch' cannot serve this Anemoi block: {reason}; backend 'auto' runs"
     with integration.install(backend="torch"), pytest.raises(ValueError, match=refused):
@@ -279,31 +199,19 @@ def test_what_we_cannot_serve_runs_anemois_code_and_says_so_once(inputs, attenti
 
 def test_a_sparse_adjacency_is_named_as_the_reason(inputs):
     x, edge_attr, edge_index, *rest = inputs
-    adjacency = torch.sparse_coo_tensor(edge_index, torch.ones(EDGES), (NODES, NODES))
+    adjacency = torch.sparse_coo_tensor(edge_index, torch.ones(len(edge_attr)), (NODES, NODES))
     with integration.install(backend="torch"), pytest.raises(ValueError, match="its edges came as a sparse adjacency"):
         make_block()(x, edge_attr, adjacency, *rest)
 
 
-def with_own_linear():
-    kernels = load_layer_kernels()
-    kernels["Linear"] = OwnLinear
-    return make_block(layer_kernels=kernels)
-
-
-def with_watched_linear():
-    block = make_block()
-    block.lin_edge.register_forward_hook(lambda *_: None)
-    return block
-
-
-class OwnSplit(GraphTransformerProcessorBlock):
+class OwnSplit(blocks.GraphTransformerProcessorBlock):
     """A block that prepares its heads itself."""
 
     def prepare_qkve_edge_sharding(self, query, key, value, edges):
         return super().prepare_qkve_edge_sharding(query, key, value, edges)
 
 
-class OwnProjection(GraphTransformerProcessorBlock):
+class OwnProjection(blocks.GraphTransformerProcessorBlock):
     """A block that projects nodes and edges itself."""
 
     def get_qkve(self, x, edge_attr):
@@ -311,67 +219,46 @@ class OwnProjection(GraphTransformerProcessorBlock):
         return self.lin_query(x_dst), self.lin_key(x_src), self.lin_value(x_src), self.lin_edge(edge_attr)
 
 
-def of_class(kind):
-    block = make_block()
-    block.__class__ = kind
-    return block
-
-
 UNFUSED = {
-    "its lin_edge is": with_own_linear,
-    "hooks watch its lin_edge": with_watched_linear,
-    "OwnSplit has a prepare_qkve_edge_sharding of its own": lambda: of_class(OwnSplit),
-    "OwnProjection has a get_qkve of its own": lambda: of_class(OwnProjection),
+    "its lin_edge is": lambda block: setattr(block.lin_edge, "__class__", OwnLinear),
+    "hooks watch its lin_edge": lambda block: block.lin_edge.register_forward_hook(lambda *_: None),
+    "OwnSplit has a prepare_qkve_edge_sharding of its own": OwnSplit,
+    "OwnProjection has a get_qkve of its own": OwnProjection,
 }
 
 
 @pytest.mark.parametrize("reason", UNFUSED)
-def test_edges_are_embedded_where_their_weight_is_not_all(inputs, attentions, caplog, reason):
-    block = UNFUSED[reason]()
+def test_edges_are_embedded_where_their_weight_is_not_all(inputs, attentions, said, reason):
+    block = changed(UNFUSED[reason])
     expected = run(block, inputs)
-    our_methods._log_once.cache_clear()
-    with caplog.at_level(logging.WARNING, logger="anemoi_gt"), integration.install():
+    with integration.install():
         for _ in range(2):
             assert_same_numbers(run(block, inputs), expected)
-    assert len(attentions[0]) == 5 and attentions[0][4].shape == (EDGES, 2, 8)
-    (message,) = said(caplog)
+    assert len(attentions[0]) == 5 and attentions[0][4].shape == (len(inputs[1]), 2, 8)
+    (message,) = said()
     assert message.startswith(f"an Anemoi block embeds its edges before the attention: {reason}")
 
 
-def read_by_projections(block, inputs):
-    """What query, key and value are projected from, in bfloat16 autocast under `install`."""
-    seen = []
-    for name in ("lin_query", "lin_key", "lin_value"):
-        getattr(block, name).register_forward_pre_hook(lambda _, rows: seen.append(*rows))
+@pytest.mark.parametrize(
+    ("kind", "change", "cast"),  # in bfloat16, of what query, key and value are projected from
+    (
+        ("Processor", None, (True, True, True)),
+        ("Mapper", None, (False, True, True)),
+        ("Processor", OwnLinear, (False,) * 3),
+    ),
+    ids=("nodes once for all", "sources of a mapper once", "nothing for a projection of another class"),
+)
+def test_autocast_casts(kind, change, cast):
+    kind = getattr(blocks, f"GraphTransformer{kind}Block")
+    block, seen = make_block(kind), []
+    block.lin_value.__class__ = change or type(block.lin_value)
+    for layer in (block.lin_query, block.lin_key, block.lin_value):
+        layer.register_forward_pre_hook(lambda _, rows: seen.append(*rows))
     with integration.install(), torch.autocast("cpu", torch.bfloat16):
-        block(*inputs)
-    return seen
-
-
-def test_autocast_casts_nodes_once_for_all_that_they_are_projected_to(inputs):
-    query, key, value = read_by_projections(make_block(), inputs)
-    assert query is key is value and query.dtype == torch.bfloat16
-
-
-def test_autocast_casts_the_sources_of_a_mapper_once():
-    block = make_block(GraphTransformerMapperBlock)
-    query, key, value = read_by_projections(block, block_inputs(GraphTransformerMapperBlock))
-    assert key is value and key.dtype == torch.bfloat16 and query.dtype == torch.float32
-
-
-def test_a_projection_of_another_class_reads_nodes_as_they_are(inputs):
-    block = make_block()
-    block.lin_value.__class__ = OwnLinear
-    assert [rows.dtype for rows in read_by_projections(block, inputs)] == [torch.float32] * 3
-
-
-def test_anemois_variable_for_its_backend_does_not_stop_us(inputs, attentions, monkeypatch):
-    block = make_block()
-    expected = run(block, inputs)
-    monkeypatch.setattr("anemoi.models.layers.block.ATTENTION_BACKEND", "triton")
-    with integration.install():
-        assert_same_numbers(run(block, inputs), expected)
-    assert len(attentions) == 1
+        block(*block_inputs(kind))
+    assert tuple(rows.dtype == torch.bfloat16 for rows in seen) == cast
+    assert len({id(rows) for rows in seen if rows.dtype == torch.bfloat16}) == any(cast)
+    assert {rows.dtype for rows in seen} <= {torch.float32, torch.bfloat16}
 
 
 def test_dropout_of_the_attention_drops_in_training_only(inputs):

@@ -42,11 +42,16 @@ def layers_of(model, kind):
     return [module for module in model.modules() if type(module) is kind]
 
 
-def differentiate(model, *inputs):
-    model.zero_grad(set_to_none=True)
-    out = model(*inputs)
-    out.sin().sum().backward()
-    return out.detach(), {name: parameter.grad for name, parameter in model.named_parameters()}
+def assert_same_gradients(ours, theirs, *inputs):
+    """Check that output and gradients of two models are the same."""
+    results = []
+    for model in (ours, theirs):
+        model.zero_grad(set_to_none=True)
+        out = model(*inputs)
+        out.sin().sum().backward()
+        results.append((out.detach(), {name: parameter.grad for name, parameter in model.named_parameters()}))
+    for actual, expected in zip(*results, strict=True):
+        assert_same_numbers(actual, expected)
 
 
 @models
@@ -54,8 +59,7 @@ def test_a_model_computes_what_it_did(make):
     theirs, ours = make_pair(make)
     assert not layers_of(ours, TransformerConv)
     assert len(layers_of(ours, GraphTransformerConv)) == len(layers_of(theirs, TransformerConv))
-    for actual, expected in zip(differentiate(ours, *make_graph()), differentiate(theirs, *make_graph()), strict=True):
-        assert_same_numbers(actual, expected)
+    assert_same_gradients(ours, theirs, *make_graph())
 
 
 @models
@@ -85,19 +89,6 @@ def test_an_optimiser_made_before_goes_on():
     assert list(losses(swap_layers)) == pytest.approx(list(losses(lambda model: None)), rel=1e-4)
 
 
-def test_nothing_is_drawn_or_allocated():
-    conv = TransformerConv(6, 4)
-    state = torch.get_rng_state()
-    ours = swap_layers(conv)
-    assert torch.equal(torch.get_rng_state(), state)
-    assert not any(parameter.is_meta for parameter in ours.parameters())
-
-
-@pytest.mark.parametrize("training", (False, True))
-def test_the_mode_of_training_stays(training):
-    assert swap_layers(TransformerConv(6, 4).train(training)).training is training
-
-
 def test_a_layer_that_appears_twice_still_does():
     conv = TransformerConv(6, 6)
     model = swap_layers(nn.ModuleList([conv, nn.ModuleDict({"again": conv})]))
@@ -114,24 +105,28 @@ def test_hooks_stay_and_can_be_removed():
     assert len(calls) == 1
 
 
-def test_what_else_the_layer_was_given_stays():
-    conv = TransformerConv(6, 4)
+@pytest.mark.parametrize("training", (False, True))
+def test_what_else_the_layer_was_given_stays_and_nothing_is_drawn_or_allocated(training):
+    conv = TransformerConv(6, 4).train(training)
     conv.extra, conv.scale = nn.Linear(2, 2), nn.Parameter(torch.ones(1))
     conv.register_buffer("kept", torch.ones(1))
     conv.register_buffer("dropped", torch.ones(1), persistent=False)
     conv.number = 3
-    keys = list(conv.state_dict())
+    keys, state = list(conv.state_dict()), torch.get_rng_state()
     ours = swap_layers(conv)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not any(parameter.is_meta for parameter in ours.parameters())
     assert type(ours) is GraphTransformerConv and list(ours.state_dict()) == keys
     assert ours.extra is conv.extra and ours.scale is conv.scale and ours.dropped is conv.dropped and ours.number == 3
+    assert ours.training is training
 
 
+@pytest.mark.parametrize("weights", (None, True), ids=("output", "attention weights"))
 @pytest.mark.parametrize("flow", ("source_to_target", "target_to_source"))
-def test_the_direction_of_flow_stays(flow):
-    conv = TransformerConv(6, 4, flow=flow)
-    x, edge_index, _ = make_graph()
-    expected = conv(x, edge_index)
-    assert_same_numbers(swap_layers(conv)(x, edge_index), expected)
+def test_the_direction_of_flow_and_the_attention_weights_are_pygs(flow, weights):
+    conv = TransformerConv(6, 4, heads=2, edge_dim=DIM, flow=flow)
+    expected = conv(*make_graph(), return_attention_weights=weights)
+    assert_same_numbers(swap_layers(conv)(*make_graph(), return_attention_weights=weights), expected)
 
 
 def test_a_lazy_layer_takes_its_sizes_afterwards():
@@ -143,21 +138,10 @@ def test_a_lazy_layer_takes_its_sizes_afterwards():
     assert_same_numbers(ours(*make_graph()), theirs(*make_graph()))
 
 
-def test_attention_weights_come_as_pygs():
-    conv = TransformerConv(6, 4, heads=2, edge_dim=DIM)
-    expected = conv(*make_graph(), return_attention_weights=True)
-    actual = swap_layers(conv)(*make_graph(), return_attention_weights=True)
-    assert_same_numbers(actual, expected)
-
-
 def test_sequential_runs():
     names = "x, edge_index, edge_attr"
-    layers = [
-        (TransformerConv(6, 4, edge_dim=DIM), f"{names} -> x"),
-        nn.ReLU(),
-        (TransformerConv(4, 2), "x, edge_index -> x"),
-    ]
-    model = Sequential(names, layers)
+    first, second = TransformerConv(6, 4, edge_dim=DIM), TransformerConv(4, 2)
+    model = Sequential(names, [(first, f"{names} -> x"), nn.ReLU(), (second, "x, edge_index -> x")])
     expected = model(*make_graph())
     assert len(layers_of(swap_layers(model), GraphTransformerConv)) == 2
     assert_same_numbers(model(*make_graph()), expected)
@@ -187,29 +171,28 @@ class TwoLayers(nn.Module):
         return self.second(self.first(x, edge_index).relu(), edge_index)
 
 
-def test_a_model_made_heterogeneous_by_pyg_is_swapped():
+@pytest.mark.parametrize(
+    ("make", "layers"),
+    (
+        (lambda graph: to_hetero(TwoLayers(), graph.metadata()), 2 * 3),
+        (lambda graph: HeteroConv({kind: TransformerConv((6, 6), 4) for kind in graph.edge_types}), 3),
+    ),
+    ids=("to_hetero", "HeteroConv"),
+)
+def test_a_heterogeneous_model_is_swapped(make, layers):
     graph = make_hetero()
     torch.manual_seed(1)
-    model = to_hetero(TwoLayers(), graph.metadata())
+    model = make(graph)
     expected = model(graph.x_dict, graph.edge_index_dict)
-    assert len(layers_of(swap_layers(model), GraphTransformerConv)) == 2 * 3
+    assert len(layers_of(swap_layers(model), GraphTransformerConv)) == layers
     assert_same_numbers(model(graph.x_dict, graph.edge_index_dict), expected)
-
-
-def test_hetero_conv_is_swapped():
-    graph = make_hetero()
-    conv = HeteroConv({kind: TransformerConv((6, 6), 4) for kind in graph.edge_types})
-    expected = conv(graph.x_dict, graph.edge_index_dict)
-    assert len(layers_of(swap_layers(conv), GraphTransformerConv)) == 3
-    assert_same_numbers(conv(graph.x_dict, graph.edge_index_dict), expected)
 
 
 @models
 def test_a_batch_of_graphs_gives_what_pyg_gives(make):
     theirs, ours = make_pair(make)
-    graphs = [
-        Data(x=x, edge_index=index, edge_attr=attr) for x, index, attr in (make_graph(i, NODES + i) for i in range(3))
-    ]
+    fields = ("x", "edge_index", "edge_attr")
+    graphs = [Data(**dict(zip(fields, make_graph(i, NODES + i), strict=True))) for i in range(3)]
     batch = Batch.from_data_list(graphs)
     inputs = batch.x, batch.edge_index, batch.edge_attr
     assert_same_numbers(ours(*inputs), theirs(*inputs))
@@ -237,9 +220,7 @@ def test_mini_batches_of_neighbourhoods_give_what_pyg_gives(make):
     x, edge_index, edge_attr = make_graph()
     for seed in ([0], [3, 7], [11]):
         nodes, edges, _, chosen = k_hop_subgraph(seed, 2, edge_index, relabel_nodes=True, num_nodes=NODES)
-        inputs = x[nodes], edges, edge_attr[chosen]
-        for actual, expected in zip(differentiate(ours, *inputs), differentiate(theirs, *inputs), strict=True):
-            assert_same_numbers(actual, expected)
+        assert_same_gradients(ours, theirs, x[nodes], edges, edge_attr[chosen])
 
 
 @pytest.mark.filterwarnings("ignore:GraphTransformerConv falls back to per-edge messages")
@@ -256,12 +237,6 @@ def test_explainers_find_what_they_find_in_pygs_model(algorithm):
         found.append(explainer(x, edge_index, edge_attr=edge_attr, index=2).edge_mask)
     assert found[0].count_nonzero() > 0
     assert_same_numbers(found[1], found[0])
-
-
-def test_a_layer_that_is_being_explained_still_is():
-    conv = TransformerConv(6, 4)
-    conv.explain = False
-    assert swap_layers(conv).explain is False
 
 
 def test_a_swapped_model_pickles_and_copies():
@@ -284,56 +259,44 @@ class OwnLinear(Linear):
     """A linear layer of somebody's own."""
 
 
-def with_own_linear():
-    conv = TransformerConv(6, 4, edge_dim=DIM)
-    conv.lin_edge = OwnLinear(DIM, 4, bias=False)
+def conv_with(change=lambda conv: None, kind=TransformerConv, **options):
+    """A layer of PyG's after `change`, a function that changes it."""
+    conv = kind(6, 4, edge_dim=DIM, **options)
+    change(conv)
     return conv
 
 
-def with_watched_linear(register):
+def adapt(name):
+    return lambda conv: setattr(conv, name, nn.Sequential(getattr(conv, name)))
+
+
+def watch(register):
     """`register` is a method of torch.nn.Module; pruning and spectral norms of PyTorch hook themselves so."""
-    conv = TransformerConv(6, 4, edge_dim=DIM)
-    getattr(conv.lin_edge, register)(lambda *_: None)
-    return conv
-
-
-def with_biased_linear():
-    conv = TransformerConv(6, 4, edge_dim=DIM)
-    conv.lin_edge.bias = nn.Parameter(torch.ones(4))
-    return conv
-
-
-def with_adapter(name):
-    conv = TransformerConv(6, 4, edge_dim=DIM)
-    setattr(conv, name, nn.Sequential(getattr(conv, name)))
-    return conv
-
-
-def with_own_forward():
-    conv = TransformerConv(6, 4, edge_dim=DIM)
-    conv.forward = lambda *_: None
-    return conv
+    return lambda conv: getattr(conv.lin_edge, register)(lambda *_: None)
 
 
 UNSERVED = {
-    "OwnConv is a class of its own": lambda: OwnConv(6, 4, edge_dim=DIM),
-    "aggr must be 'add', attention is a weighted sum, got 'max'": lambda: TransformerConv(
-        6, 4, edge_dim=DIM, aggr="max"
-    ),
-    "its lin_edge is OwnLinear, and PyG's Linear is needed": with_own_linear,
-    "hooks watch its lin_edge": lambda: with_watched_linear("register_forward_hook"),
-    "hooks watch its lin_edge, which": lambda: with_watched_linear("register_forward_pre_hook"),
-    "hooks watch its lin_edge, which would": lambda: with_watched_linear("register_full_backward_hook"),
-    "its lin_edge has a bias, which PyG's does not have": with_biased_linear,
-    "its lin_query is Sequential, and PyG's Linear is needed": lambda: with_adapter("lin_query"),
-    "its lin_key is Sequential, and PyG's Linear is needed": lambda: with_adapter("lin_key"),
-    "its forward was replaced on the layer itself": with_own_forward,
+    "OwnConv is a class of its own": {"kind": OwnConv},
+    "aggr must be 'add', attention is a weighted sum, got 'max'": {"aggr": "max"},
+    "its lin_edge is OwnLinear, and PyG's Linear is needed": {
+        "change": lambda conv: setattr(conv, "lin_edge", OwnLinear(DIM, 4, bias=False))
+    },
+    "hooks watch its lin_edge": {"change": watch("register_forward_hook")},
+    "hooks watch its lin_edge, which": {"change": watch("register_forward_pre_hook")},
+    "hooks watch its lin_edge, which would": {"change": watch("register_full_backward_hook")},
+    "its lin_edge has a bias, which PyG's does not have": {
+        "change": lambda conv: setattr(conv.lin_edge, "bias", nn.Parameter(torch.ones(4)))
+    },
+    "its lin_query is Sequential, and PyG's Linear is needed": {"change": adapt("lin_query")},
+    "its lin_key is Sequential, and PyG's Linear is needed": {"change": adapt("lin_key")},
+    "its forward was replaced on the layer itself": {"change": lambda conv: setattr(conv, "forward", print)},
+    "its propagate was replaced on the layer itself": {"change": lambda conv: setattr(conv, "explain", False)},
 }
 
 
 @pytest.mark.parametrize("reason", UNSERVED)
 def test_a_layer_that_ours_cannot_stand_for_stays_and_the_log_says_why(reason, caplog):
-    model = nn.ModuleList([UNSERVED[reason](), TransformerConv(6, 4)])
+    model = nn.ModuleList([conv_with(**UNSERVED[reason]), TransformerConv(6, 4)])
     first = model[0]
     with caplog.at_level(logging.WARNING, logger="anemoi_gt"):
         swap_layers(model)
@@ -343,7 +306,7 @@ def test_a_layer_that_ours_cannot_stand_for_stays_and_the_log_says_why(reason, c
 
 @pytest.mark.parametrize("reason", UNSERVED)
 def test_a_named_backend_refuses_such_a_layer_and_changes_nothing(reason):
-    model = nn.ModuleList([TransformerConv(6, 4), UNSERVED[reason]()])
+    model = nn.ModuleList([TransformerConv(6, 4), conv_with(**UNSERVED[reason])])
     with pytest.raises(ValueError, match=f"attention backend 'torch' cannot serve .*: {reason}"):
         swap_layers(model, AttentionConfig(backend="torch"))
     assert type(model[0]) is TransformerConv
