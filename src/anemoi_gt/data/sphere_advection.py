@@ -198,7 +198,7 @@ class SphereDataset(ForecastDataset):
     lead_time : float
         Hours.
     key : tuple of int
-        Sample i is seeded with (*key, i).
+        Sample i is seeded with `key` and i.
     statistics : Statistics or None
         The normalisation; None computes it from the first samples of this data set.
     """
