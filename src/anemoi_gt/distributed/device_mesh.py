@@ -1,11 +1,10 @@
 """Set-up and end of a job on several ranks, as torchrun launches it.
 
-launch          torchrun sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT
-set-up          one device per rank; process group by env:// (NCCL between GPUs, gloo between CPUs);
-                mesh (data, model)
-failing rank    torchrun ends the others;
-                `torch.distributed.elastic.multiprocessing.errors.record` reports the first error
-frozen rank     collectives of the others fail after `ShardingConfig.timeout`; torchrun kills it 30 s later
+- Launch: torchrun sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT.
+- Set-up: one device per rank; process group by env:// (NCCL between GPUs, gloo between CPUs); mesh (data, model).
+- Failing rank: torchrun ends the others; `torch.distributed.elastic.multiprocessing.errors.record` reports the first
+  error.
+- Frozen rank: collectives of the others fail after `ShardingConfig.timeout`; torchrun kills it 30 s later.
 """
 
 import math
