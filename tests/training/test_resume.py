@@ -54,6 +54,14 @@ class SignalAt:
             yield batch
 
 
+@pytest.fixture(autouse=True)
+def heeded_interrupts():
+    """SIGINT as in the foreground: a shell script's `&` starts processes that ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.fixture
 def trainer(make_trainer):
     """Make the trainer of one and the same run, for a folder."""
