@@ -139,7 +139,7 @@ class GraphTransformerConv(MessagePassing):
         edge_index : GraphStructure, its chunks, Tensor [2, E], EdgeIndex, or adjacency adj_t
             Chunks are those of `split_destinations`. adj_t is a `torch.sparse` tensor or `SparseTensor` [N_dst, N_src],
             whose values [E, D] replace a missing `edge_attr`. Edges other than a GraphStructure and chunks are sorted
-            in every call, and their indices are checked on the CPU only.
+            in every call (see `AttentionConfig.stable_sort`), and their indices are checked on the CPU only.
         edge_attr : Tensor [E, D] or [B, E, D], optional
             Raw attributes in the caller's edge order.
         return_attention_weights : bool, optional
@@ -236,7 +236,9 @@ class GraphTransformerConv(MessagePassing):
         self, edge_index, edge_attr: Tensor | None, num_nodes: tuple[int, int]
     ) -> tuple[GraphStructure, Tensor | None]:
         """Return the structure, and the attributes in the caller's edge order."""
-        graph, edge_attr = read_edges(self._along_flow(edge_index), edge_attr, num_nodes)
+        graph, edge_attr = read_edges(
+            self._along_flow(edge_index), edge_attr, num_nodes, stable=self.config.stable_sort
+        )
         if (edge_attr is None) != (self.lin_edge is None):
             got = "none" if edge_attr is None else f"shape {tuple(edge_attr.shape)}"
             raise ValueError(
