@@ -285,6 +285,7 @@ CSC_ENDS = "colptr must start at 0 and end at the number of edges 3, got "
     (lambda: disjoint(GRAPH, GRAPH.to("meta")), "graphs must be on one device"),
     (lambda: disjoint(changed(global_edge_id=torch.arange(4))), "graphs must be whole, got .* global_edge_id"),
     (lambda: GRAPH.with_dst_schedule(torch.zeros(2, 2)), r"positions must have shape \[3, 1 to 3\]"),
+    (lambda: GRAPH.to(torch.float16), "device must be a device, got torch.float16"),
     (lambda: GRAPH.with_dst_schedule(torch.zeros(3)), r"positions must have shape \[3, 1 to 3\]"),
     (lambda: GRAPH.with_dst_schedule(torch.zeros(3, 4)), r"positions must have shape \[3, 1 to 3\]"),
     (lambda: GraphStructure.from_state({"rows": EXAMPLE}), r"only fields of a GraphStructure, got also \['rows'\]"),

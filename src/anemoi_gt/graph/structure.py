@@ -415,6 +415,8 @@ class GraphStructure:
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "GraphStructure":
         """Return this structure on `device`, as `torch.Tensor.to` does; a PyG `Data` that holds it calls this, too."""
+        if isinstance(device, torch.dtype):
+            raise ValueError(f"device must be a device, got {device}: index dtypes follow from the sizes")
         return tree_map(lambda tensor: tensor.to(device, non_blocking=non_blocking), self)
 
     def validate(self) -> "GraphStructure":

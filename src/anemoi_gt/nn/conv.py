@@ -18,6 +18,7 @@ from anemoi_gt.attention_config import AttentionConfig, check_config
 from anemoi_gt.graph import GraphStructure
 from anemoi_gt.nn.chunking import Chunk, is_chunked, map_chunks
 from anemoi_gt.nn.input_validation import check_dtype, check_features, check_nodes
+from anemoi_gt.nn.layer_kernels import must_be_called
 from anemoi_gt.nn.pyg_inputs import is_adjacency, is_sparse_tensor, read_edges
 from anemoi_gt.ops import attention_weights, edge_attention
 from anemoi_gt.option_checks import check_integer, check_probability
@@ -170,14 +171,14 @@ class GraphTransformerConv(MessagePassing):
         if self._needs_messages():
             out = self._attend_by_messages(query, key, value, graph, edge_attr)
         else:
-            edges = (graph, edge_attr, self._edge_weight(edge_attr))
+            edges = (graph, *self._edge_operands(edge_attr))
             dropout_p = self.dropout if self.training else 0.0
             out, _ = edge_attention(query, key, value, *edges, dropout_p=dropout_p, config=self.config)
         out = self._add_skip(self._join_heads(out), x_dst)
 
         if return_attention_weights is None:
             return out
-        alpha = attention_weights(query, key, graph, edge_attr, self._edge_weight(edge_attr), config=self.config)
+        alpha = attention_weights(query, key, graph, *self._edge_operands(edge_attr)[:2], config=self.config)
         if is_sparse_tensor(edge_index):
             return out, edge_index.set_value(alpha, layout="coo")
         return out, (edge_index, alpha)
@@ -258,13 +259,15 @@ class GraphTransformerConv(MessagePassing):
             )
         return edge_index.flip(0)
 
-    def _edge_weight(self, edge_attr: Tensor | None) -> Tensor | None:
-        """Return W_edge [heads * C, D]."""
+    def _edge_operands(self, edge_attr: Tensor | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Return attributes, W_edge [heads * C, D] and a bias that somebody has added, or embedded edges."""
         if self.lin_edge is None:
-            return None
-        if isinstance(self.lin_edge.weight, UninitializedParameter):  # lin_edge is never called, nor its lazy hook
+            return None, None, None
+        if isinstance(self.lin_edge.weight, UninitializedParameter):  # lin_edge is not called, nor its lazy hook
             self.lin_edge.initialize_parameters(self.lin_edge, (edge_attr,))
-        return self.lin_edge.weight
+        if must_be_called(self.lin_edge, Linear):
+            return self._split_heads(self.lin_edge(edge_attr)), None, None
+        return edge_attr, self.lin_edge.weight, self.lin_edge.bias
 
     def _split_heads(self, features: Tensor) -> Tensor:
         return rearrange(features, "... nodes (heads channels) -> ... nodes heads channels", heads=self.heads)
