@@ -45,7 +45,7 @@ def measure(refinement, heads, channels, repeats):
     torch.manual_seed(0)
     edge_index = icosphere_graph(octahedral(16), refinement=refinement)["hidden", "to", "hidden"].edge_index
     nodes = int(edge_index.max()) + 1
-    graph = GraphStructure.from_edge_index(edge_index, nodes).with_reverse()
+    graph = GraphStructure.from_edge_index(edge_index, nodes)
     pyg, own = layers(heads, channels)
     x = torch.randn(nodes, heads * channels, requires_grad=True)
     edge_attr = torch.randn(edge_index.shape[1], EDGE_DIM, requires_grad=True)

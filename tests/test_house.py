@@ -27,7 +27,7 @@ MAY_IMPORT = {  # package or module: the others that it may import
     "hydra_app": {"attention_config", "data", "kernel_report", "extras", "ops", "training"},
     "train": {"distributed", "kernel_report", "hydra_app", "training"},
     "evaluate": {"distributed", "kernel_report", "hydra_app", "training"},
-    "info": {"compatibility", "ops", "version"},
+    "info": {"compatibility", "integrations", "ops", "version"},
     "__main__": {"info", "version"},
 }
 FOREIGN = {  # package or module: the packages beyond the standard library that it may import at top level

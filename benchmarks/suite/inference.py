@@ -115,7 +115,7 @@ def build_graphs(setting: Setting, parts: list[str], folder: Path) -> dict:
 
 def _anemoi_gt(problem: Problem, num_chunks: int) -> Callable[[], Tensor]:
     sizes = tuple(side.shape[0] for side in problem.x)
-    chunks = split_destinations(GraphStructure.from_edge_index(problem.edge_index, sizes), num_chunks)
+    chunks = split_destinations(GraphStructure.from_edge_index(problem.edge_index, sizes, reverse=False), num_chunks)
 
     def call() -> Tensor:
         with torch.no_grad():

@@ -35,7 +35,7 @@ def from_mask(layer):
     def step(edges, leaves):
         mask, edge_index = edges
         sizes = (leaves["src"].shape[-2], leaves["dst"].shape[-2])
-        graph = GraphStructure.from_edge_index(edge_index[:, mask], sizes, validate=False).with_reverse()
+        graph = GraphStructure.from_edge_index(edge_index[:, mask], sizes, validate=False)
         return layer((leaves["src"], leaves["dst"]), graph, leaves["weights"][mask])
 
     return step
@@ -127,7 +127,7 @@ BREAK = {  # each makes the values of one field wrong, not its metadata
 @pytest.mark.parametrize("message", BREAK)
 def test_a_wrong_structure_raises_at_run_time(message):
     compiled, _ = compiled_once(lambda state: GraphStructure(**state).validate().dst)
-    state = GraphStructure.from_edge_index(make_edges(9, 7, 31), (9, 7)).with_reverse().state_dict()
+    state = GraphStructure.from_edge_index(make_edges(9, 7, 31), (9, 7)).state_dict()
     compiled(state)
     BREAK[message](state)
     with pytest.raises(RuntimeError, match=message):
@@ -163,7 +163,7 @@ def test_a_graph_held_by_a_module_may_be_replaced():
     assert_compiled_is_eager(module, compiled, module, sample.tensors)
     src, dst = make_edges(*SIZES[0][:3])
     edge_index = torch.stack([src.flip(0), dst.sort().values])
-    module.graph = GraphStructure.from_edge_index(edge_index, SIZES[0][:2]).with_reverse()
+    module.graph = GraphStructure.from_edge_index(edge_index, SIZES[0][:2])
     assert not torch.equal(module.graph.row, sample.graph.row)
     with torch._dynamo.config.patch(error_on_recompile=True):
         assert_compiled_is_eager(module, compiled, module, sample.tensors)

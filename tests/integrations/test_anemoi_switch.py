@@ -2,9 +2,11 @@
 
 import copy
 import gc
+import logging
 import pickle
 import subprocess
 import sys
+from importlib.metadata import version
 
 import pytest
 import torch
@@ -20,8 +22,9 @@ from support.anemoi_model import NODES, OwnConv, OwnLinear, block_inputs, make_b
 from support.anemoi_model import differentiate_block as run
 from support.same_numbers import assert_same_numbers
 
+from anemoi_gt import AttentionConfig
 from anemoi_gt.integrations import anemoi as integration
-from anemoi_gt.integrations.anemoi.attention import SETTINGS
+from anemoi_gt.integrations.anemoi.attention import SETTINGS, Settings
 
 LAYERS = (mapper.GraphTransformerBaseMapper, processor.GraphTransformerProcessor, StaticGraphProvider)
 MODELS = (models.AnemoiModelEncProcDec, AnemoiEnsModelEncProcDec)
@@ -67,6 +70,24 @@ def test_an_inner_context_brings_back_the_outer_one(inputs, attentions, leave):
         assert SETTINGS.everywhere.config.backend == "torch" and SETTINGS.everywhere.fuse_edges
         run(make_block(), inputs)
     assert len(attentions) == 1 and SETTINGS.is_empty
+
+
+def test_install_logs_one_line_and_tells_what_is_in_force(caplog):
+    assert integration.installed() is None
+    with caplog.at_level(logging.INFO, logger="anemoi_gt"):
+        outer = integration.install(backend="torch", fuse_edges=False)
+    (line,) = [record.message for record in caplog.records]
+    assert line.startswith(
+        f"graph-transformer blocks of anemoi-models {version('anemoi-models')} compute with anemoi_gt"
+    )
+    assert line.endswith("backend='torch', precision=None, fuse_edges=False; replaced 15 of 15 methods")
+    with integration.install(precision="bf16") as inner:
+        assert integration.installed() == Settings(AttentionConfig(precision="bf16"), fuse_edges=True)
+        assert repr(inner) == "Installation(backend='auto', precision='bf16', fuse_edges=True; in force)"
+        assert repr(outer).endswith("; ended)")
+    assert integration.installed().config.backend == "torch" and repr(outer).endswith("; in force)")
+    integration.uninstall()
+    assert integration.installed() is None and repr(outer).endswith("; ended)")
 
 
 def test_a_context_ends_what_it_began_and_can_be_entered_again(inputs, attentions):

@@ -55,7 +55,7 @@ def bare_graph(edges=400):
     """A sorted graph of 40 sources and 30 destinations; its mean degree chooses tiles."""
     numbers = torch.arange(edges)
     edge_index = torch.stack([numbers * 7 % 40, numbers * 30 // edges])
-    return GraphStructure.from_edge_index(edge_index, (40, 30)).with_reverse()
+    return GraphStructure.from_edge_index(edge_index, (40, 30))
 
 
 def full_graph(edges):

@@ -93,7 +93,7 @@ def sizes():
     """Sizes that are 1, divisible by 16, and neither, at a mean degree that chooses the same tiles."""
     for nodes in (1, 16, 23):
         numbers = torch.arange(nodes * 5)
-        graph = GraphStructure.from_edge_index(torch.stack([numbers % nodes, numbers // 5]), nodes).with_reverse()
+        graph = GraphStructure.from_edge_index(torch.stack([numbers % nodes, numbers // 5]), nodes)
         run(Call(2, 16, 3, graph=graph))
     print(json.dumps(compilations()))
 

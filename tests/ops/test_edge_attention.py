@@ -112,10 +112,10 @@ def test_gradient_of_lse_alone_is_right():
 
 
 def test_reverse_structure_is_built_only_for_gradients(monkeypatch):
-    problem, graph = problem_and_graph()
-    built = []
-    original = GraphStructure.with_reverse
-    monkeypatch.setattr(GraphStructure, "with_reverse", lambda self: built.append(self) or original(self))
+    problem, built, original = problem_and_graph()[0], [], GraphStructure.with_reverse
+    graph = GraphStructure.from_edge_index(*GRAPHS["shuffled"], reverse=False)
+    record = lambda self, **options: built.append(self) or original(self, **options)  # noqa: E731
+    monkeypatch.setattr(GraphStructure, "with_reverse", record)
     run(problem, graph)
     with torch.no_grad():
         edge_attention(**leaves_of(problem, graph), graph=graph, config=TORCH)
@@ -243,6 +243,7 @@ EMPTY = {"query": zeros(13, 0, 4), "key": zeros(11, 0, 4), "value": zeros(11, 0,
     (lambda: changed(graph=torch.zeros(2, 64)), "graph must be a GraphStructure, got Tensor; build it once"),
     (lambda: changed(config=AttentionConfig("triton")), "attention backend 'triton' cannot run here: "),
     (lambda: AttentionConfig(fixed_degree_kernels=1), "fixed_degree_kernels must be True or False, got 1"),
+    (lambda: AttentionConfig(stable_sort=None), "stable_sort must be True or False, got None"),
     *(
         (lambda tile=tile: AttentionConfig(tile=tile), f"tile must be such as .*, got {re.escape(repr(tile))}")
         for tile in ("unroll", "edges=1", "heads=3", "unroll=1;num_warps=4", 4)

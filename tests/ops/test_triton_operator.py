@@ -112,7 +112,8 @@ def test_nothing_is_saved_and_no_source_side_is_made_without_a_gradient(problem_
     original, seen = module.edge_attention_triton, []
     spy = lambda *args: seen.append((args, original(*args))) or seen[-1][1]  # noqa: E731
     monkeypatch.setattr(module, "edge_attention_triton", spy)
-    monkeypatch.setattr(GraphStructure, "with_reverse", lambda _: pytest.fail("the source side was made"))
+    graph = GraphStructure.from_edge_index(graph.edge_index(), (graph.num_src, graph.num_dst), reverse=False)
+    monkeypatch.setattr(GraphStructure, "with_reverse", lambda *_, **__: pytest.fail("the source side was made"))
     leaves = leaves_of(problem, graph)
     if why == "no_grad":
         with torch.no_grad():

@@ -5,10 +5,10 @@ import torch
 from anemoi_gt import AttentionConfig, GraphStructure, edge_attention
 
 
-def structure(graph, device="cpu"):
+def structure(graph, device="cpu", **options):
     """Return the GraphStructure of (edge_index, (num_src, num_dst)) on `device`."""
     edge_index, sizes = graph
-    return GraphStructure.from_edge_index(edge_index.to(device), sizes)
+    return GraphStructure.from_edge_index(edge_index.to(device), sizes, **options)
 
 
 def attend(problem, graph, backend, **options):

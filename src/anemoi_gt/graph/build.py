@@ -25,17 +25,19 @@ class GroupedEdges(NamedTuple):
     col: Tensor | None = None  # [E]
 
 
-def group_coo(edge_index: Tensor, num_src: int, num_dst: int, dtype: torch.dtype, *, stable: bool) -> GroupedEdges:
-    """Group edges [2, E] by destination, and by source too where that costs no second sweep.
+def group_coo(
+    edge_index: Tensor, num_src: int, num_dst: int, dtype: torch.dtype, *, stable: bool, reverse: bool
+) -> GroupedEdges:
+    """Group edges [2, E] by destination, and with `reverse` by source too where that costs no second sweep.
 
     `dtype`, int32 or int64, is that of the result. With `stable` the edges of a destination keep their order: one sort.
-    Without, their order is unspecified: two GPU kernels and a scan replace the sort, and group by source too while
-    gradients, which need that, are recorded. The sort is still used on a CPU and under deterministic algorithms.
+    Without, their order is unspecified: two GPU kernels and a scan replace the sort, and group by source too. The sort
+    is still used on a CPU and under deterministic algorithms.
     """
     if stable or not _order_may_vary(edge_index):
         src, dst = edge_index.to(dtype).unbind(0)
         return GroupedEdges(*_sort_edges(dst, src, num_dst))
-    if torch.is_grad_enabled():
+    if reverse:
         return GroupedEdges(*group_both_ends_unordered(edge_index, num_src, num_dst, dtype))
     return GroupedEdges(*group_edges_unordered(edge_index, num_dst, dtype))
 

@@ -48,10 +48,11 @@ from anemoi_gt.graph.validation import (
 
 @dataclass(frozen=True, eq=False)
 class GraphStructure:
-    """The edges of a bipartite graph by destination (CSC) and, after `with_reverse`, by source (CSR).
+    """The edges of a bipartite graph by destination (CSC) and, unless left out, by source (CSR).
 
     Make one with `from_edge_index`, `from_csc`, `from_adj_t` or `disjoint`, once per graph, and pass it to every layer.
-    It is an immutable value: every method that adds something returns a new one.
+    It is an immutable value: every method that adds something returns a new one, and these four copy what they keep.
+    The constructor and `from_state` keep the tensors they are given, which must not be written into.
 
     Parameters
     ----------
@@ -67,7 +68,7 @@ class GraphStructure:
         Id of each edge in the whole graph, CSC order; the key of dropout, so that a shard or chunk of a graph drops
         what the whole graph would. None: this is the whole graph and `perm` holds the ids.
     rowptr : Tensor [N_src + 1], dtype of colptr, or None
-        Out-edges of source j are the CSR positions `rowptr[j] : rowptr[j + 1]`; None before `with_reverse`.
+        Out-edges of source j are the CSR positions `rowptr[j] : rowptr[j + 1]`; None without the reverse structure.
     col : Tensor [E], dtype of colptr, or None
         Destination of each edge, CSR order.
     csr_to_csc : Tensor [E], dtype of colptr, or None
@@ -161,8 +162,9 @@ class GraphStructure:
         global_edge_id: Tensor | None = None,
         stable: bool = True,
         validate: bool = True,
+        reverse: bool = True,
     ) -> "GraphStructure":
-        """Sort the edges of a COO `edge_index` by destination, keeping the caller's order within a destination.
+        """Sort the edges of a COO `edge_index` by destination and by source, keeping the caller's order within a node.
 
         Parameters
         ----------
@@ -174,18 +176,19 @@ class GraphStructure:
             Id of each edge in the larger graph that these edges are taken from, caller's order.
         stable : bool
             Keep the caller's order within a destination. False leaves it unspecified and is faster on a GPU, for graphs
-            that change every step; sums may then differ in the last bit from run to run. While gradients are recorded
-            the reverse (CSR) structure is built in the same sweep. The sort is still used on a CPU and under
-            deterministic algorithms.
+            that change every step; sums may then differ in the last bit from run to run. Both structures are built in
+            one sweep. The sort is still used on a CPU and under deterministic algorithms.
         validate : bool
             Check the values, which synchronises with the device. Layers that convert an edge_index skip it for tensors
             on a GPU. In compiled code the device checks them asynchronously (RuntimeError).
+        reverse : bool
+            Build the reverse (CSR) structure, which gradients of key and value need. False saves a sort and 8 bytes an
+            edge, for inference.
 
         Returns
         -------
         GraphStructure
-            Index dtype int32 when sizes and E are known to be below 2^31, else int64. Without the reverse structure,
-            unless grouping without order produced it; `with_reverse` adds it where it is missing.
+            Index dtype int32 when sizes and E are known to be below 2^31, else int64. Shares no memory with the inputs.
 
         Raises
         ------
@@ -207,25 +210,33 @@ class GraphStructure:
         num_edges = edge_index.shape[1]
         dtype = _index_dtype(num_src, num_dst, num_edges)
         if validate and not torch.compiler.is_compiling() and bool((edge_index[1].diff() >= 0).all()):
-            src, dst = edge_index.to(dtype).unbind(0)
-            groups = {"colptr": pointers(dst, num_dst), "row": src.contiguous(), "perm": None}
+            colptr = pointers(edge_index[1].to(dtype), num_dst)
+            groups = {"colptr": colptr, "row": _copy(edge_index[0], dtype), "perm": None}
         else:
-            groups = group_coo(edge_index, num_src, num_dst, dtype, stable=stable)._asdict()
+            groups = group_coo(edge_index, num_src, num_dst, dtype, stable=stable, reverse=reverse)._asdict()
         fixed_in_degree = find_fixed_in_degree(groups["colptr"], num_edges) if validate else None
         if global_edge_id is not None:
             check_index("global_edge_id", global_edge_id, like=edge_index, dtypes=(torch.int64,))
             if not have_size(global_edge_id.shape[0], num_edges):
                 got = global_edge_id.shape[0]
                 raise ValueError(f"global_edge_id must have {num_edges} entries, one per edge, got {got}")
-            global_edge_id = global_edge_id if groups["perm"] is None else global_edge_id[groups["perm"]]
+            global_edge_id = global_edge_id.clone() if groups["perm"] is None else global_edge_id[groups["perm"]]
         sources = torch.empty(num_src, 0, device=edge_index.device)
-        return cls(**groups, sources=sources, global_edge_id=global_edge_id, fixed_in_degree=fixed_in_degree)
+        graph = cls(**groups, sources=sources, global_edge_id=global_edge_id, fixed_in_degree=fixed_in_degree)
+        return graph.with_reverse(stable=stable) if reverse else graph
 
     @classmethod
     def from_csc(
-        cls, colptr: Tensor, row: Tensor, num_src: int, perm: Tensor | None = None, *, validate: bool = True
+        cls,
+        colptr: Tensor,
+        row: Tensor,
+        num_src: int,
+        perm: Tensor | None = None,
+        *,
+        validate: bool = True,
+        reverse: bool = True,
     ) -> "GraphStructure":
-        """Wrap edges that are already sorted by destination.
+        """Copy edges that are already sorted by destination.
 
         Parameters
         ----------
@@ -234,8 +245,8 @@ class GraphStructure:
         num_src : int
         perm : Tensor [E], int32 or int64, optional
             Caller's edge at each CSC position, when edge features are in another order than `row`.
-        validate : bool
-            Check the values, which synchronises with the device.
+        validate, reverse : bool
+            As in `from_edge_index`.
 
         Raises
         ------
@@ -248,23 +259,24 @@ class GraphStructure:
         dtype = _index_dtype(num_src, colptr.shape[0] - 1, row.shape[0])
         if perm is not None:
             check_index("perm", perm, like=colptr, dtypes=INDEX_DTYPES)
-            perm = perm.to(dtype).contiguous()
+            perm = _copy(perm, dtype)
         sources = torch.empty(num_src, 0, device=colptr.device)
-        graph = cls(colptr.to(dtype).contiguous(), row.to(dtype).contiguous(), sources, perm=perm)
-        if not validate:
-            return graph
-        return replace(graph.validate(), fixed_in_degree=find_fixed_in_degree(graph.colptr, graph.num_edges))
+        graph = cls(_copy(colptr, dtype), _copy(row, dtype), sources, perm=perm)
+        if validate:
+            degree = find_fixed_in_degree(graph.validate().colptr, graph.num_edges)
+            graph = replace(graph, fixed_in_degree=degree)
+        return graph.with_reverse() if reverse else graph
 
     @classmethod
-    def from_adj_t(cls, adj_t, *, validate: bool = True) -> "GraphStructure":
+    def from_adj_t(cls, adj_t, *, stable: bool = True, validate: bool = True, reverse: bool = True) -> "GraphStructure":
         """Convert PyG's transposed adjacency matrix: row i holds the in-edges of destination i.
 
         Parameters
         ----------
         adj_t : torch.sparse tensor [N_dst, N_src] (COO, CSR or CSC layout), or torch_sparse.SparseTensor
             The order of its stored values is the caller's edge order.
-        validate : bool
-            Check the values, which synchronises with the device.
+        stable, validate, reverse : bool
+            As in `from_edge_index`.
 
         Raises
         ------
@@ -273,7 +285,8 @@ class GraphStructure:
         """
         if hasattr(adj_t, "sparse_sizes"):  # torch_sparse.SparseTensor; torch_sparse is not a dependency
             rowptr, col, _ = adj_t.csr()
-            return cls.from_csc(rowptr, col, adj_t.sparse_size(1), validate=validate)
+            graph = cls.from_csc(rowptr, col, adj_t.sparse_size(1), validate=validate, reverse=False)
+            return graph.with_reverse(stable=stable) if reverse else graph
         if not isinstance(adj_t, Tensor):
             raise ValueError(
                 "adj_t must be a torch.sparse tensor or a torch_sparse.SparseTensor [N_dst, N_src], got "
@@ -281,7 +294,9 @@ class GraphStructure:
             )
         check_adjacency(adj_t)
         if adj_t.layout == torch.sparse_csr:
-            return cls.from_csc(adj_t.crow_indices(), adj_t.col_indices(), adj_t.shape[1], validate=validate)
+            pointers, indices = adj_t.crow_indices(), adj_t.col_indices()
+            graph = cls.from_csc(pointers, indices, adj_t.shape[1], validate=validate, reverse=False)
+            return graph.with_reverse(stable=stable) if reverse else graph
         num_dst, num_src = adj_t.shape[:2]  # dense dimensions of the values may follow
         if adj_t.layout == torch.sparse_csc:
             dst, lengths = adj_t.row_indices(), adj_t.ccol_indices().diff()
@@ -291,7 +306,8 @@ class GraphStructure:
         else:
             layout = adj_t.layout
             raise ValueError(f"adj_t must have a sparse COO, CSR or CSC layout, got {layout}; use from_edge_index")
-        return cls.from_edge_index(torch.stack([src, dst.to(src.dtype)]), (num_src, num_dst), validate=validate)
+        options = {"stable": stable, "validate": validate, "reverse": reverse}
+        return cls.from_edge_index(torch.stack([src, dst.to(src.dtype)]), (num_src, num_dst), **options)
 
     @classmethod
     def disjoint(cls, graphs: Sequence["GraphStructure"]) -> "GraphStructure":
@@ -305,7 +321,8 @@ class GraphStructure:
         Returns
         -------
         GraphStructure
-            Without the reverse structure. If any graph has a `dst_schedule`, the schedules are concatenated.
+            With the reverse structure if all graphs have it; nothing is sorted. If any graph has a `dst_schedule`, the
+            schedules are concatenated.
 
         Raises
         ------
@@ -326,18 +343,23 @@ class GraphStructure:
         dst_begin = _offsets(graph.num_dst for graph in graphs)
         edge_begin = _offsets(graph.num_edges for graph in graphs)
         dtype = _index_dtype(src_begin[-1], dst_begin[-1], edge_begin[-1])
-        colptr = _concatenate([graph.colptr[:-1] for graph in graphs], edge_begin, dtype)
         perm = dst_schedule = None
+        reverse = {}
+        if all(graph.has_reverse for graph in graphs):
+            reverse["rowptr"] = _concatenate_pointers([graph.rowptr for graph in graphs], edge_begin, dtype)
+            reverse["col"] = _concatenate([graph.col for graph in graphs], dst_begin, dtype)
+            reverse["csr_to_csc"] = _concatenate([graph.csr_to_csc for graph in graphs], edge_begin, dtype)
         if any(graph.perm is not None for graph in graphs):
             perm = _concatenate([graph.edge_order() for graph in graphs], edge_begin, dtype)
         if any(graph.dst_schedule is not None for graph in graphs):
             dst_schedule = _concatenate([graph._schedule() for graph in graphs], dst_begin, dtype)
         degrees = {None if graph.fixed_in_degree is None else graph.fixed_in_degree.shape[0] for graph in graphs}
         return cls(
-            colptr=torch.cat([colptr, colptr.new_full((1,), edge_begin[-1])]),
+            colptr=_concatenate_pointers([graph.colptr for graph in graphs], edge_begin, dtype),
             row=_concatenate([graph.row for graph in graphs], src_begin, dtype),
             sources=torch.empty(src_begin[-1], 0, device=graphs[0].device),
             perm=perm,
+            **reverse,
             dst_schedule=dst_schedule,
             fixed_in_degree=graphs[0].fixed_in_degree if len(degrees) == 1 else None,
         )
@@ -391,9 +413,11 @@ class GraphStructure:
         """Return the id of each edge in the whole graph [E], int64, CSC order."""
         return self.edge_order().long() if self.global_edge_id is None else self.global_edge_id
 
-    def to(self, device: torch.device | str) -> "GraphStructure":
-        """Return this structure on `device`."""
-        return tree_map(lambda tensor: tensor.to(device), self)
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> "GraphStructure":
+        """Return this structure on `device`, as `torch.Tensor.to` does; a PyG `Data` that holds it calls this, too."""
+        if isinstance(device, torch.dtype):
+            raise ValueError(f"device must be a device, got {device}: index dtypes follow from the sizes")
+        return tree_map(lambda tensor: tensor.to(device, non_blocking=non_blocking), self)
 
     def validate(self) -> "GraphStructure":
         """Check every value and return this structure; synchronises with the device.
@@ -483,6 +507,17 @@ def _index_dtype(*sizes: int) -> torch.dtype:
 def _concatenate(indices: Sequence[Tensor], offsets: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Concatenate indices of several graphs, each shifted by its offset; the last offset is the total."""
     return torch.cat([index.to(dtype) + first for index, first in zip(indices, offsets[:-1], strict=True)])
+
+
+def _concatenate_pointers(pointers: Sequence[Tensor], offsets: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Concatenate the pointers of several graphs, which number the edges of all of them."""
+    begins = _concatenate([each[:-1] for each in pointers], offsets, dtype)
+    return torch.cat([begins, begins.new_full((1,), offsets[-1])])
+
+
+def _copy(index: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a contiguous copy: the caller may write into `index`."""
+    return index.to(dtype, copy=True, memory_format=torch.contiguous_format)
 
 
 def _offsets(sizes: Iterable[int]) -> list[int]:

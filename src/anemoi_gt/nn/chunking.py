@@ -169,7 +169,7 @@ def _check_chunks(chunks: Sequence[Chunk]) -> None:
     if wrong or not chunks:
         raise ValueError(
             "graph must be a GraphStructure, or its chunks from split_destinations, "
-            f"got a {type(chunks).__name__} of {', '.join(wrong) or 'no chunk'}"
+            f"got a {type(chunks).__name__} of {', '.join(wrong) or 'no chunk'}; join graphs by GraphStructure.disjoint"
         )
     sizes, bounds = chunks[0].sizes, [(chunk.dst.start, chunk.dst.stop) for chunk in chunks]
     if sizes is None:

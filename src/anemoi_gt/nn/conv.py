@@ -18,6 +18,7 @@ from anemoi_gt.attention_config import AttentionConfig, check_config
 from anemoi_gt.graph import GraphStructure
 from anemoi_gt.nn.chunking import Chunk, is_chunked, map_chunks
 from anemoi_gt.nn.input_validation import check_dtype, check_features, check_nodes
+from anemoi_gt.nn.layer_kernels import must_be_called
 from anemoi_gt.nn.pyg_inputs import is_adjacency, is_sparse_tensor, read_edges
 from anemoi_gt.ops import attention_weights, edge_attention
 from anemoi_gt.option_checks import check_integer, check_probability
@@ -139,7 +140,7 @@ class GraphTransformerConv(MessagePassing):
         edge_index : GraphStructure, its chunks, Tensor [2, E], EdgeIndex, or adjacency adj_t
             Chunks are those of `split_destinations`. adj_t is a `torch.sparse` tensor or `SparseTensor` [N_dst, N_src],
             whose values [E, D] replace a missing `edge_attr`. Edges other than a GraphStructure and chunks are sorted
-            in every call, and their indices are checked on the CPU only.
+            in every call (see `AttentionConfig.stable_sort`), and their indices are checked on the CPU only.
         edge_attr : Tensor [E, D] or [B, E, D], optional
             Raw attributes in the caller's edge order.
         return_attention_weights : bool, optional
@@ -170,14 +171,14 @@ class GraphTransformerConv(MessagePassing):
         if self._needs_messages():
             out = self._attend_by_messages(query, key, value, graph, edge_attr)
         else:
-            edges = (graph, edge_attr, self._edge_weight(edge_attr))
+            edges = (graph, *self._edge_operands(edge_attr))
             dropout_p = self.dropout if self.training else 0.0
             out, _ = edge_attention(query, key, value, *edges, dropout_p=dropout_p, config=self.config)
         out = self._add_skip(self._join_heads(out), x_dst)
 
         if return_attention_weights is None:
             return out
-        alpha = attention_weights(query, key, graph, edge_attr, self._edge_weight(edge_attr), config=self.config)
+        alpha = attention_weights(query, key, graph, *self._edge_operands(edge_attr)[:2], config=self.config)
         if is_sparse_tensor(edge_index):
             return out, edge_index.set_value(alpha, layout="coo")
         return out, (edge_index, alpha)
@@ -236,7 +237,9 @@ class GraphTransformerConv(MessagePassing):
         self, edge_index, edge_attr: Tensor | None, num_nodes: tuple[int, int]
     ) -> tuple[GraphStructure, Tensor | None]:
         """Return the structure, and the attributes in the caller's edge order."""
-        graph, edge_attr = read_edges(self._along_flow(edge_index), edge_attr, num_nodes)
+        graph, edge_attr = read_edges(
+            self._along_flow(edge_index), edge_attr, num_nodes, stable=self.config.stable_sort
+        )
         if (edge_attr is None) != (self.lin_edge is None):
             got = "none" if edge_attr is None else f"shape {tuple(edge_attr.shape)}"
             raise ValueError(
@@ -256,13 +259,15 @@ class GraphTransformerConv(MessagePassing):
             )
         return edge_index.flip(0)
 
-    def _edge_weight(self, edge_attr: Tensor | None) -> Tensor | None:
-        """Return W_edge [heads * C, D]."""
+    def _edge_operands(self, edge_attr: Tensor | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Return attributes, W_edge [heads * C, D] and a bias that somebody has added, or embedded edges."""
         if self.lin_edge is None:
-            return None
-        if isinstance(self.lin_edge.weight, UninitializedParameter):  # lin_edge is never called, nor its lazy hook
+            return None, None, None
+        if isinstance(self.lin_edge.weight, UninitializedParameter):  # lin_edge is not called, nor its lazy hook
             self.lin_edge.initialize_parameters(self.lin_edge, (edge_attr,))
-        return self.lin_edge.weight
+        if must_be_called(self.lin_edge, Linear):
+            return self._split_heads(self.lin_edge(edge_attr)), None, None
+        return edge_attr, self.lin_edge.weight, self.lin_edge.bias
 
     def _split_heads(self, features: Tensor) -> Tensor:
         return rearrange(features, "... nodes (heads channels) -> ... nodes heads channels", heads=self.heads)

@@ -162,7 +162,7 @@ class StaticEdges(nn.Module):
             raise ValueError("edge_attr must be finite, got NaN or infinity")
         check_integer("trainable", trainable, least=0, note=", the number of trainable attributes of an edge")
         edge_attr = edge_attr[graph.edge_order().long()].to(torch.get_default_dtype())
-        graph = replace(graph, perm=None).with_reverse()
+        graph = replace(graph, perm=None)
         chunks = split_destinations(graph, num_chunks)
         self.structure = StaticStructure(graph)
         self.chunks = nn.ModuleList(_StaticChunk(chunk) for chunk in chunks if num_chunks > 1)

@@ -6,6 +6,7 @@ from anemoi_gt.integrations.anemoi.patch import (
     graph_transformer_forward_mapper,
     graph_transformer_processor,
     install,
+    installed,
     swap_layers,
     uninstall,
 )
@@ -16,6 +17,7 @@ __all__ = [
     "graph_transformer_forward_mapper",
     "graph_transformer_processor",
     "install",
+    "installed",
     "swap_layers",
     "uninstall",
 ]

@@ -369,7 +369,7 @@ def _fill(cache: EdgeCache, edge_index: Tensor, reverse: bool) -> None:
                 cache.batch = 1
             one = edge_index[:, : edge_index.shape[1] // cache.batch]
             num_nodes = (num_src // cache.batch, num_dst // cache.batch)
-            cache.graph = GraphStructure.from_edge_index(one, num_nodes, validate=cache.validate)
+            cache.graph = GraphStructure.from_edge_index(one, num_nodes, validate=cache.validate, reverse=False)
         if reverse:
             cache.graph = cache.graph.with_reverse()
 

@@ -72,6 +72,10 @@ class Installation:
     def __reduce__(self):
         return nullcontext, ()
 
+    def __repr__(self) -> str:
+        state = "in force" if SETTINGS.everywhere is self._settings else "ended"
+        return f"Installation({_describe(self._settings)}; {state})"
+
 
 def install(backend: str = "auto", precision: str | None = None, fuse_edges: bool = True) -> Installation:
     """Let all graph-transformer blocks of Anemoi, existing and future, compute their attention with anemoi_gt.
@@ -108,7 +112,27 @@ def install(backend: str = "auto", precision: str | None = None, fuse_edges: boo
     settings = _switch_on(AttentionConfig(backend=backend, precision=precision), fuse_edges)
     installation = Installation(settings, before=SETTINGS.everywhere)
     SETTINGS.everywhere = settings
+    log.info(
+        "graph-transformer blocks of anemoi-models %s compute with anemoi_gt: %s; replaced %d of %d methods",
+        version("anemoi-models"), _describe(settings), len(_upstream), len(PATCHES),
+    )  # fmt: skip
     return installation
+
+
+def installed() -> Settings | None:
+    """Return the settings of `install` that are in force, such as `config` and `fuse_edges`, or None without any.
+
+    Models of `swap_layers` have settings of their own, which are not among them.
+    """
+    return SETTINGS.everywhere
+
+
+def plan() -> dict[str, str | None]:
+    """Return what `install` would replace in this anemoi-models, by name, and why not, or None where it would.
+
+    Raise ImportError without anemoi-models. Nothing is replaced.
+    """
+    return {f"{place[-1]}.{name}": reason for (place, name), (_, _, _, reason) in _find_patches().items()}
 
 
 def uninstall() -> None:
@@ -221,29 +245,45 @@ def _find(module: str, *name: str) -> type | ModuleType:
 def _apply_patches() -> None:
     if _upstream:
         return
+    found = _find_patches()
+    if found[BLOCK, "apply_gt"][-1] is not None:
+        raise ImportError(
+            f"anemoi-models must have {BLOCK[1]}.apply_gt as 0.18.0 and 0.19.0 have it, got {version('anemoi-models')}"
+        )
+    attention.resolve_upstream(_find(*BLOCK))
+    for (place, name), (owner, upstream, replacement, reason) in found.items():
+        if reason is not None:
+            log.warning("this anemoi-models has another %s.%s: expect less speed, not other results", place[-1], name)
+            continue
+        _upstream[owner, name] = upstream
+        setattr(owner, name, replacement)
+    _reset_compiled()
+
+
+def _find_patches() -> dict[tuple[tuple[str, ...], str], tuple]:
+    """Return owner, upstream and replacement of each of `PATCHES`, and why it is not to be replaced, or None."""
     found = {}
     for (place, name), patch in PATCHES.items():
+        owner, upstream, replacement, reason = None, None, None, f"this anemoi-models has no {'.'.join(place)}"
         try:
             owner = _find(*place)
         except ImportError:
             if place == BLOCK:
                 raise
-            owner = None
-        upstream = vars(owner).get(name) if owner is not None else None
-        if upstream is not None and _parameters(upstream) == _parameters(patch(upstream)):
-            found[owner, name] = (upstream, patch(upstream))
-        elif name == "apply_gt":
-            raise ImportError(
-                f"anemoi-models must have {BLOCK[1]}.apply_gt as 0.18.0 and 0.19.0 have it, "
-                f"got {version('anemoi-models')}"
-            )
         else:
-            log.warning("this anemoi-models has another %s.%s: expect less speed, not other results", place[-1], name)
-    attention.resolve_upstream(_find(*BLOCK))
-    for (owner, name), (upstream, replacement) in found.items():
-        _upstream[owner, name] = upstream
-        setattr(owner, name, replacement)
-    _reset_compiled()
+            upstream, reason = _upstream.get((owner, name), vars(owner).get(name)), f"it has no {name}"
+        if upstream is not None:
+            replacement, given = patch(upstream), _parameters(upstream)
+            expected = _parameters(replacement)
+            reason = None if given == expected else f"it takes ({', '.join(given)}), not ({', '.join(expected)})"
+        found[place, name] = (owner, upstream, replacement, reason)
+    return found
+
+
+def _describe(settings: Settings) -> str:
+    config = {"backend": settings.config.backend, "precision": settings.config.precision}
+    others = {name: value for name, value in vars(settings).items() if name != "config"}
+    return ", ".join(f"{name}={value!r}" for name, value in (config | others).items())
 
 
 def _parameters(function) -> list[str]:
