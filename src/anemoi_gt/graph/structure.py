@@ -37,11 +37,13 @@ from anemoi_gt.graph.validation import (
     check_edge_index,
     check_fixed_in_degree,
     check_index,
+    check_max_degree,
     check_permutation,
     check_pointers,
     check_range,
     check_same_edges,
-    find_fixed_in_degree,
+    find_max_degree,
+    fixed_degree,
     have_size,
 )
 
@@ -77,6 +79,10 @@ class GraphStructure:
     fixed_in_degree : Tensor [K, 0], or None
         Every destination has K in-edges, as k nearest neighbours give, for which there are faster kernels. Has no
         elements. None: not so, or not known. Detected when values are checked.
+    max_in_degree, max_out_degree : Tensor [K, 0], or None
+        No node has more than K in-edges or out-edges. Have no elements. Where K is large, GPU kernels divide the edges
+        of one node among programs; None, not known, makes them look for such nodes at every call. Detected when values
+        are checked.
 
     Raises
     ------
@@ -94,6 +100,8 @@ class GraphStructure:
     csr_to_csc: Tensor | None = None
     dst_schedule: Tensor | None = None
     fixed_in_degree: Tensor | None = None
+    max_in_degree: Tensor | None = None
+    max_out_degree: Tensor | None = None
 
     def __post_init__(self):
         check_index("colptr", self.colptr, like=self.colptr)
@@ -116,6 +124,9 @@ class GraphStructure:
                     raise ValueError(f"{name} must have {length} entries, got {index.shape[0]}")
         if self.fixed_in_degree is not None:
             check_fixed_in_degree(self.fixed_in_degree, self.num_dst, self.num_edges)
+        for name in ("max_in_degree", "max_out_degree"):
+            if getattr(self, name) is not None:
+                check_max_degree(name, getattr(self, name))
 
     def __repr__(self) -> str:
         state = self.state_dict()
@@ -211,7 +222,6 @@ class GraphStructure:
             groups = {"colptr": pointers(dst, num_dst), "row": src.contiguous(), "perm": None}
         else:
             groups = group_coo(edge_index, num_src, num_dst, dtype, stable=stable)._asdict()
-        fixed_in_degree = find_fixed_in_degree(groups["colptr"], num_edges) if validate else None
         if global_edge_id is not None:
             check_index("global_edge_id", global_edge_id, like=edge_index, dtypes=(torch.int64,))
             if not have_size(global_edge_id.shape[0], num_edges):
@@ -219,7 +229,8 @@ class GraphStructure:
                 raise ValueError(f"global_edge_id must have {num_edges} entries, one per edge, got {got}")
             global_edge_id = global_edge_id if groups["perm"] is None else global_edge_id[groups["perm"]]
         sources = torch.empty(num_src, 0, device=edge_index.device)
-        return cls(**groups, sources=sources, global_edge_id=global_edge_id, fixed_in_degree=fixed_in_degree)
+        graph = cls(**groups, sources=sources, global_edge_id=global_edge_id)
+        return graph._with_degrees() if validate else graph
 
     @classmethod
     def from_csc(
@@ -251,9 +262,7 @@ class GraphStructure:
             perm = perm.to(dtype).contiguous()
         sources = torch.empty(num_src, 0, device=colptr.device)
         graph = cls(colptr.to(dtype).contiguous(), row.to(dtype).contiguous(), sources, perm=perm)
-        if not validate:
-            return graph
-        return replace(graph.validate(), fixed_in_degree=find_fixed_in_degree(graph.colptr, graph.num_edges))
+        return graph.validate()._with_degrees() if validate else graph
 
     @classmethod
     def from_adj_t(cls, adj_t, *, validate: bool = True) -> "GraphStructure":
@@ -333,6 +342,8 @@ class GraphStructure:
         if any(graph.dst_schedule is not None for graph in graphs):
             dst_schedule = _concatenate([graph._schedule() for graph in graphs], dst_begin, dtype)
         degrees = {None if graph.fixed_in_degree is None else graph.fixed_in_degree.shape[0] for graph in graphs}
+        most = {name: [getattr(graph, name) for graph in graphs] for name in ("max_in_degree", "max_out_degree")}
+        known = {name: of for name, of in most.items() if all(degree is not None for degree in of)}
         return cls(
             colptr=torch.cat([colptr, colptr.new_full((1,), edge_begin[-1])]),
             row=_concatenate([graph.row for graph in graphs], src_begin, dtype),
@@ -340,6 +351,7 @@ class GraphStructure:
             perm=perm,
             dst_schedule=dst_schedule,
             fixed_in_degree=graphs[0].fixed_in_degree if len(degrees) == 1 else None,
+            **{name: max(of, key=lambda degree: degree.shape[0]) for name, of in known.items()},
         )
 
     def with_reverse(self, *, stable: bool = True) -> "GraphStructure":
@@ -402,12 +414,17 @@ class GraphStructure:
         dst_schedule not a permutation; CSC and CSR with different edges; in-degrees other than `fixed_in_degree`.
         """
         check_pointers("colptr", self.colptr, self.num_edges)
-        if self.fixed_in_degree is not None and find_fixed_in_degree(self.colptr, self.num_edges) is None:
+        check_range("row", self.row, self.num_src)
+        degrees = self._with_degrees()
+        if self.fixed_in_degree is not None and degrees.fixed_in_degree is None and degrees.max_in_degree is not None:
             raise ValueError(
                 f"fixed_in_degree must be the in-degree of every destination, got {self.fixed_in_degree.shape[0]} "
                 "and other in-degrees in colptr; leave it out"
             )
-        check_range("row", self.row, self.num_src)
+        for name in ("max_in_degree", "max_out_degree"):
+            given, found = getattr(self, name), getattr(degrees, name)
+            if given is not None and found is not None and given.shape[0] < found.shape[0]:
+                raise ValueError(f"{name} must be at least {found.shape[0]}, got {given.shape[0]}; leave it out")
         for name, length in (("perm", self.num_edges), ("dst_schedule", self.num_dst)):
             if getattr(self, name) is not None:
                 check_permutation(name, getattr(self, name), length)
@@ -446,6 +463,15 @@ class GraphStructure:
         if self.perm is not None:
             return self.perm
         return torch.arange(self.num_edges, dtype=self.row.dtype, device=self.device)
+
+    def _with_degrees(self) -> "GraphStructure":
+        """Return this structure, whose values are checked, with its degrees, in traced code without; synchronises."""
+        if torch.compiler.is_compiling():
+            return self
+        rowptr = self.rowptr if self.has_reverse else pointers(self.row, self.num_src)
+        most_in, most_out = find_max_degree(self.colptr), find_max_degree(rowptr)
+        fixed = fixed_degree(most_in, self.num_dst, self.num_edges)
+        return replace(self, fixed_in_degree=fixed, max_in_degree=most_in, max_out_degree=most_out)
 
     def _schedule(self) -> Tensor:
         """Return `dst_schedule`, or 0, 1, 2, ..."""

@@ -100,16 +100,21 @@ def check_fixed_in_degree(degree: Tensor, num_dst: int, num_edges: int) -> None:
         )
 
 
-def find_fixed_in_degree(colptr: Tensor, num_edges: int) -> Tensor | None:
-    """Return an empty tensor [K, 0] if every destination has the same K >= 1 in-edges, else None, as in traced code.
+def check_max_degree(name: str, degree: Tensor) -> None:
+    """Raise ValueError unless `degree` is a tensor [K, 0]."""
+    if not isinstance(degree, Tensor) or degree.dim() != 2 or degree.shape[1] != 0:
+        got = tuple(degree.shape) if isinstance(degree, Tensor) else type(degree).__name__
+        raise ValueError(f"{name} must be a tensor [K, 0], K the largest number of edges of a node, got {got}")
 
-    Synchronises with the device.
-    """
-    num_dst = colptr.shape[0] - 1
-    if torch.compiler.is_compiling() or num_dst < 1 or num_edges < num_dst or num_edges % num_dst:
-        return None
-    degree = num_edges // num_dst
-    return colptr.new_empty(degree, 0) if bool((colptr.diff() == degree).all()) else None
+
+def find_max_degree(pointers: Tensor) -> Tensor:
+    """Return an empty tensor [K, 0], K the largest degree; synchronises with the device."""
+    return pointers.new_empty(int(pointers.diff().amax()) if pointers.shape[0] > 1 else 0, 0)
+
+
+def fixed_degree(max_degree: Tensor, num_nodes: int, num_edges: int) -> Tensor | None:
+    """Return the largest degree [K, 0] if all nodes have that many edges, K >= 1, else None."""
+    return max_degree if num_edges and max_degree.shape[0] * num_nodes == num_edges else None
 
 
 def check_permutation(name: str, index: Tensor, size: int) -> None:

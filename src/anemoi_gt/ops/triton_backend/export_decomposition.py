@@ -49,9 +49,13 @@ class TracedProblem(Problem):
         """Return whether an offset may pass 2^31 for sizes that the program admits."""
         return not all(statically_known_true(elements < 2**31) for elements in self.largest_offsets())
 
-    def launch(self, launch_of: Callable[..., Launch], tile: RowTile | ContractionTile | None) -> Callable[..., None]:
+    def is_at_most(self, size: int, bound: int) -> bool:
+        """Return whether a size is at most `bound` for all sizes that the program admits."""
+        return statically_known_true(size <= bound)
+
+    def launch(self, launch_of: Callable[..., Launch], *how: RowTile | ContractionTile | int | None) -> Callable:
         """Return what traces a launch on tensors by name; nothing is kept, because symbols are no keys."""
-        found = launch_of.__wrapped__(self.sizes, tile)
+        found = launch_of.__wrapped__(self.sizes, *how)
         kernel = wrap_triton(found.kernel)[found.grid]
         return lambda **tensors: kernel(**tensors, **found.scalars, **found.constants)
 
