@@ -33,6 +33,8 @@ from anemoi_gt.graph.build import group_coo, group_edges, pointers
 from anemoi_gt.graph.validation import (
     INDEX_DTYPES,
     as_size,
+    assert_pointers,
+    assert_range,
     check_adjacency,
     check_edge_index,
     check_fixed_in_degree,
@@ -189,8 +191,9 @@ class GraphStructure:
             the reverse (CSR) structure is built in the same sweep. The sort is still used on a CPU and under
             deterministic algorithms.
         validate : bool
-            Check the values, which synchronises with the device. Layers that convert an edge_index skip it for tensors
-            on a GPU. In compiled code the device checks them asynchronously (RuntimeError).
+            Check the values, which synchronises with the device, and find the largest degrees. False, and compiled
+            code: the device asserts the ranges without waiting (RuntimeError, on a GPU at a later call), and the
+            degrees stay unknown. Layers that convert an edge_index on a GPU do so.
 
         Returns
         -------
@@ -212,9 +215,9 @@ class GraphStructure:
         num_src, num_dst = _sizes(edge_index, num_nodes)
         edge_index = edge_index.as_tensor() if hasattr(edge_index, "as_tensor") else edge_index
         check_edge_index(edge_index)
-        if validate:
-            check_range("source (row 0 of edge_index)", edge_index[0], num_src)
-            check_range("destination (row 1 of edge_index)", edge_index[1], num_dst)
+        check = check_range if validate else assert_range
+        check("source (row 0 of edge_index)", edge_index[0], num_src)
+        check("destination (row 1 of edge_index)", edge_index[1], num_dst)
         num_edges = edge_index.shape[1]
         dtype = _index_dtype(num_src, num_dst, num_edges)
         if validate and not torch.compiler.is_compiling() and bool((edge_index[1].diff() >= 0).all()):
@@ -246,7 +249,7 @@ class GraphStructure:
         perm : Tensor [E], int32 or int64, optional
             Caller's edge at each CSC position, when edge features are in another order than `row`.
         validate : bool
-            Check the values, which synchronises with the device.
+            Check the values, which synchronises with the device; otherwise as in `from_edge_index`.
 
         Raises
         ------
@@ -262,7 +265,11 @@ class GraphStructure:
             perm = perm.to(dtype).contiguous()
         sources = torch.empty(num_src, 0, device=colptr.device)
         graph = cls(colptr.to(dtype).contiguous(), row.to(dtype).contiguous(), sources, perm=perm)
-        return graph.validate()._with_degrees() if validate else graph
+        if validate:
+            return graph.validate()._with_degrees()
+        assert_pointers("colptr", graph.colptr, graph.num_edges)
+        assert_range("row", graph.row, graph.num_src)
+        return graph
 
     @classmethod
     def from_adj_t(cls, adj_t, *, validate: bool = True) -> "GraphStructure":

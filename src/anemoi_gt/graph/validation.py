@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import guard_or_true
 
+from anemoi_gt.custom_ops import assert_async
+
 INDEX_DTYPES = (torch.int32, torch.int64)
 
 
@@ -72,6 +74,18 @@ def check_range(name: str, index: Tensor, size: int) -> None:
         f"{name} must hold values in 0 .. {size - 1}, one for each of {size} nodes, got values from {low} to {high}; "
         "check the order (sources, destinations) of the indices and of the sizes"
     )
+
+
+def assert_range(name: str, index: Tensor, size: int) -> None:
+    """Have the device assert that every value is in 0 .. size - 1, before memory is read with it: RuntimeError."""
+    inside = ((index >= 0) & (index < size)).all()
+    assert_async(inside, f"{name} must hold values from 0 to below the number of nodes; build it with validate=True")
+
+
+def assert_pointers(name: str, pointers: Tensor, num_edges: int) -> None:
+    """Have the device assert that `pointers` increase from 0 to `num_edges`: RuntimeError."""
+    valid = (pointers[0] == 0) & (pointers[-1] == num_edges) & ~(pointers.diff() < 0).any()
+    assert_async(valid, f"{name} must increase from 0 to the number of edges; build it with validate=True")
 
 
 def check_pointers(name: str, pointers: Tensor, num_edges: int) -> None:
@@ -140,5 +154,5 @@ def _deferred(holds: Tensor, claim: str) -> bool:
     """Return True in traced code, and have the device assert there what the host cannot see."""
     if not torch.compiler.is_compiling():
         return False
-    torch._assert_async(holds, claim)
+    assert_async(holds, claim)
     return True

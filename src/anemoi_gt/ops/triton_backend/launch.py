@@ -43,6 +43,11 @@ def has_fixed_degree(sizes: Sizes) -> bool:
     return sizes.fixed_in_degree > 0 and not sizes.embedded and _fixed_degree_tile(sizes) is not None
 
 
+def dst_segment(sizes: Sizes) -> int:
+    """Return the edges of a segment of hubs in the row kernels over destinations; 0 where they need none."""
+    return 0 if has_fixed_degree(sizes) else sizes.dst_segment
+
+
 @lru_cache(KEPT)
 def _fixed_degree_tile(sizes: Sizes) -> RowTile | None:
     return tiles.fixed_degree_tile(sizes.over_destinations, sizes.fixed_in_degree)
@@ -125,6 +130,7 @@ def _row_launch(kernel, sizes: Sizes, tile: RowTile, scale: dict[str, float]) ->
     blocks = sizes.batch * sizes.blocks(sizes.dst_segment)
     if kernel in HUB_KERNELS:
         programs, constants = blocks, constants | {"SEGMENTS": tiles.segments(tile.heads)}
+        constants = {name: each for name, each in constants.items() if name in (*kernel.arg_names, "num_warps")}
     else:
         programs = blocks + sizes.destinations
     return Launch(kernel, (programs, -(-sizes.heads // tile.heads)), scalars, constants)
@@ -150,7 +156,10 @@ def join_launch(sizes: Sizes, segment: int, num_nodes: int, width: int, others: 
     return Launch(hubs.join_segments, (sizes.batch * sizes.blocks(segment),), scalars, constants)
 
 
-def join(problem: Problem, pointers: Tensor, parts: tuple, results: tuple, statistics: dict | None = None) -> None:
+def join(
+    problem: Problem, pointers: Tensor, segment: int, parts: list[Tensor | None], results: tuple[Tensor | None, ...],
+    statistics: dict[str, Tensor] | None = None,
+) -> None:  # fmt: skip
     """Join `parts` [B * blocks, H, ..] of the segments of hubs into the hubs' rows of `results` [B, N, H, ..].
 
     Those that are None are left out. With `statistics`, the tensors by name, lse and inv_denominator are made from
@@ -160,12 +169,9 @@ def join(problem: Problem, pointers: Tensor, parts: tuple, results: tuple, stati
     if not found:
         return
     (part, rows), (other_part, others) = (*found, (None, None))[:2]
-    absent = dict.fromkeys(("segment_max", "segment_denominator", "lse", "inv_denominator"))
-    sizes = problem.sizes
-    is_dst = pointers is problem.index.colptr
-    segment, num_nodes = (sizes.dst_segment, sizes.num_dst) if is_dst else (sizes.src_segment, sizes.num_src)
     widths = (part.shape[-1], 0 if other_part is None else other_part.shape[-1])
-    problem.launch(join_launch, segment, num_nodes, *widths)(
+    absent = dict.fromkeys(("segment_max", "segment_denominator", "lse", "inv_denominator"))
+    problem.launch(join_launch, segment, pointers.shape[0] - 1, *widths)(
         segment_rows=part, segment_others=other_part, pointers=pointers, rows=rows, others=others,
         **(statistics or absent),
     )  # fmt: skip
@@ -229,7 +235,7 @@ def attend_rows(problem: Problem, projected: Tensor | None, tile: RowTile | None
         tensors["scores"] = torch.empty_like(exp_scores)
         tensors["segment_max"] = segment_max = _segment_rows(sizes, sizes.dst_segment, lse, sizes.heads, 1)
     problem.launch(forward_launch, tile)(**tensors, inv_denominator=inv_denominator, exp_scores=exp_scores)
-    if not has_fixed_degree(sizes) and sizes.dst_segment:
+    if dst_segment(sizes):
         statistics = {"lse": lse, "inv_denominator": inv_denominator, "segment_max": segment_max}
         _attend_hubs(problem, tensors["scores"], exp_scores, out, attr_sums, statistics, tile)
     return out, lse, inv_denominator, exp_scores, attr_sums
@@ -256,7 +262,8 @@ def _attend_hubs(
         segment_max=statistics["segment_max"], segment_denominator=denominator, segment_out=parts[0],
         segment_attr_sums=parts[1],
     )  # fmt: skip
-    join(problem, problem.index.colptr, parts, (out, attr_sums), statistics | {"segment_denominator": denominator})
+    statistics["segment_denominator"] = denominator
+    join(problem, problem.index.colptr, sizes.dst_segment, parts, (out, attr_sums), statistics)
 
 
 @dataclass(frozen=True)
@@ -301,11 +308,11 @@ def differentiate_rows(
         tensors["dedge_attr"] = dedge_attr if sizes.embedded else None
         tensors["segment_sums"] = _segment_rows(sizes, sizes.dst_segment, p_ds, 2 * sizes.heads, 1)
     destination_launch(sizes, tile)(**tensors)
-    if not fixed and sizes.dst_segment:
+    if dst_segment(sizes):
         part = _segment_rows(sizes, sizes.dst_segment, dquery, sizes.channels)
         launch = hub_destination_launch(sizes, tile)
         launch(**{name: tensors[name] for name in launch.tensors if name in tensors}, segment_dquery=part)
-        join(problem, problem.index.colptr, (part,), (dquery,))
+        join(problem, problem.index.colptr, sizes.dst_segment, [part], (dquery,))
     return p_ds, sums
 
 
@@ -340,7 +347,7 @@ def differentiate_sources(
         query=problem.operands.query, grad_out=grad_out, p_ds=p_ds, rowptr=rowptr, col=col, csr_to_csc=csr_to_csc,
         dkey=dkey, dvalue=dvalue, segment_dkey=parts[0], segment_dvalue=parts[1],
     )  # fmt: skip
-    join(problem, rowptr, parts, (dkey, dvalue))
+    join(problem, rowptr, sizes.src_segment, parts, (dkey, dvalue))
 
 
 @lru_cache(KEPT)
@@ -366,7 +373,7 @@ def differentiate_attributes(
         colptr=problem.index.colptr, perm=problem.index.perm, attr_sums=sums[0], dscore_sums=sums[1],
         dedge_attr=dedge_attr, segment_attr_sums=parts[0], segment_dscore_sums=parts[1],
     )  # fmt: skip
-    join(problem, problem.index.colptr, parts, sums)
+    join(problem, problem.index.colptr, sizes.dst_segment, parts, sums)
     return sums
 
 

@@ -45,11 +45,12 @@ class Options(NamedTuple):
     dropout_p: float = 0.0
     fixed_degree_kernels: bool = True  # as `AttentionConfig` documents it, and so is tile
     tile: str = ""
+    embedded_first: bool = False  # whether edge_attr was raw, and is embedded before the call; `explain` tells it
 
     @classmethod
-    def of(cls, seed: Tensor | None, scale: float, dropout_p: float, config: AttentionConfig) -> "Options":
-        """Return those of a call and its config."""
-        return cls(seed, scale, dropout_p, config.fixed_degree_kernels, config.tile or "")
+    def of(cls, seed: Tensor | None, scale: float, dropout_p: float, config: AttentionConfig, **more) -> "Options":
+        """Return those of a call and its config, and `more`."""
+        return cls(seed, scale, dropout_p, config.fixed_degree_kernels, config.tile or "", **more)
 
 
 class Sizes(NamedTuple):
@@ -140,15 +141,17 @@ class Problem:
             dropout_p=self.options.dropout_p,
             fixed_in_degree=degree.shape[0] if degree is not None and self.options.fixed_degree_kernels else 0,
             tile=self.options.tile,
-            dst_segment=self._segment(self.index.max_in_degree),
-            src_segment=self._segment(self.index.max_out_degree),
+            dst_segment=self.segments[0],
+            src_segment=self.segments[1],
         )  # fmt: skip
 
-    def _segment(self, max_degree: Tensor | None) -> int:
-        """Return the edges of a segment of nodes of at most [K, 0] edges, all edges if not known; 0 without hubs."""
-        most = self.index.row.shape[0] if max_degree is None else max_degree.shape[0]
-        segment = parse_tile(self.options.tile).get("segment", SEGMENT)
-        return 0 if self.is_at_most(most, 2 * segment) else segment
+    @cached_property
+    def segments(self) -> tuple[int, int]:
+        """Edges of a segment of hubs, of destinations and of sources; 0 where no node can have more than two."""
+        segment, num_edges = parse_tile(self.options.tile).get("segment", SEGMENT), self.index.row.shape[0]
+        degrees = (self.index.max_in_degree, self.index.max_out_degree)
+        most = (num_edges if degree is None else degree.shape[0] for degree in degrees)
+        return tuple(0 if self.is_at_most(size, 2 * segment) else segment for size in most)
 
     def is_at_most(self, size: int, bound: int) -> bool:
         """Return whether a size is at most `bound`."""
@@ -191,8 +194,7 @@ class Problem:
         columns = attribute_columns(edge_dim + (edge_bias is not None))
         per_edge, per_node = max(heads * (channels if self.embedded else 2), columns), heads * max(channels, columns)
         rows = [(self.index.row.shape[0], per_edge), (num_dst, per_node), (key.shape[-3], per_node)]
-        segments = filter(None, (self._segment(self.index.max_in_degree), self._segment(self.index.max_out_degree)))
-        rows += [(-(-self.index.row.shape[0] // segment), per_node) for segment in segments]
+        rows += [(-(-self.index.row.shape[0] // segment), per_node) for segment in filter(None, self.segments)]
         return tuple(self.batch * number * width for number, width in rows)
 
     def launch(self, launch_of: Callable, *how: RowTile | ContractionTile | int | None) -> Callable[..., None]:
