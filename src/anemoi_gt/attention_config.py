@@ -37,9 +37,9 @@ class AttentionConfig:
         Fields of the tile of backend `triton`'s row kernels to force, such as "unroll=1,num_warps=4", to find out
         whether a wrong or slow result comes from the tile that was chosen. `heads` (of a program), `unroll` (edges in
         flight) and `num_warps` are powers of two or small integers; `nodes` (of a program) concerns the kernel over
-        sources alone; `packed` is 1 to read 16-bit rows as packed pairs, 0 not to; a node with more than twice
-        `segment` edges is divided among programs. A kernel ignores a field that it does not have: those for a fixed
-        in-degree have `num_warps` and `packed`. None forces nothing.
+        sources alone; `packed` is 1 to read 16-bit rows as packed pairs, 0 not to; nodes with more than twice `segment`
+        edges are divided among programs (128 in a graph with hubs). A kernel ignores a field that it does not have:
+        those for a fixed in-degree have `num_warps` and `packed`. None forces nothing.
 
     Raises
     ------

@@ -31,6 +31,7 @@ from torch.utils._pytree import MappingKey, register_pytree_node, tree_map
 from anemoi_gt.graph import ordering
 from anemoi_gt.graph.build import group_coo, group_edges, pointers
 from anemoi_gt.graph.validation import (
+    HUB_DEGREE,
     INDEX_DTYPES,
     as_size,
     assert_pointers,
@@ -38,15 +39,14 @@ from anemoi_gt.graph.validation import (
     check_adjacency,
     check_edge_index,
     check_fixed_in_degree,
+    check_hubs,
     check_index,
-    check_max_degree,
     check_permutation,
     check_pointers,
     check_range,
     check_same_edges,
-    find_max_degree,
-    fixed_degree,
     have_size,
+    max_degree,
 )
 
 
@@ -81,10 +81,10 @@ class GraphStructure:
     fixed_in_degree : Tensor [K, 0], or None
         Every destination has K in-edges, as k nearest neighbours give, for which there are faster kernels. Has no
         elements. None: not so, or not known. Detected when values are checked.
-    max_in_degree, max_out_degree : Tensor [K, 0], or None
-        No node has more than K in-edges or out-edges. Have no elements. Where K is large, GPU kernels divide the edges
-        of one node among programs; None, not known, makes them look for such nodes at every call. Detected when values
-        are checked.
+    dst_hubs, src_hubs : Tensor [257, 0], or None
+        Some destination or source has, or may have, 257 edges or more: GPU kernels look for such hubs and divide their
+        edges among programs. Have no elements. None: there are none, or they may be slow. Detected when values are
+        checked; present where they are not.
 
     Raises
     ------
@@ -102,8 +102,8 @@ class GraphStructure:
     csr_to_csc: Tensor | None = None
     dst_schedule: Tensor | None = None
     fixed_in_degree: Tensor | None = None
-    max_in_degree: Tensor | None = None
-    max_out_degree: Tensor | None = None
+    dst_hubs: Tensor | None = None
+    src_hubs: Tensor | None = None
 
     def __post_init__(self):
         check_index("colptr", self.colptr, like=self.colptr)
@@ -126,9 +126,9 @@ class GraphStructure:
                     raise ValueError(f"{name} must have {length} entries, got {index.shape[0]}")
         if self.fixed_in_degree is not None:
             check_fixed_in_degree(self.fixed_in_degree, self.num_dst, self.num_edges)
-        for name in ("max_in_degree", "max_out_degree"):
+        for name in HUBS:
             if getattr(self, name) is not None:
-                check_max_degree(name, getattr(self, name))
+                check_hubs(name, getattr(self, name))
 
     def __repr__(self) -> str:
         state = self.state_dict()
@@ -191,9 +191,9 @@ class GraphStructure:
             the reverse (CSR) structure is built in the same sweep. The sort is still used on a CPU and under
             deterministic algorithms.
         validate : bool
-            Check the values, which synchronises with the device, and find the largest degrees. False, and compiled
-            code: the device asserts the ranges without waiting (RuntimeError, on a GPU at a later call), and the
-            degrees stay unknown. Layers that convert an edge_index on a GPU do so.
+            Check the values, which synchronises with the device, and find fixed in-degree and hubs. False, and in
+            compiled code: the device asserts the ranges without waiting (RuntimeError, on a GPU at a later call), and
+            there may be hubs. Layers that convert an edge_index on a GPU do so.
 
         Returns
         -------
@@ -233,7 +233,7 @@ class GraphStructure:
             global_edge_id = global_edge_id if groups["perm"] is None else global_edge_id[groups["perm"]]
         sources = torch.empty(num_src, 0, device=edge_index.device)
         graph = cls(**groups, sources=sources, global_edge_id=global_edge_id)
-        return graph._with_degrees() if validate else graph
+        return graph._with_degrees() if validate else graph._with_unknown_degrees()
 
     @classmethod
     def from_csc(
@@ -269,7 +269,7 @@ class GraphStructure:
             return graph.validate()._with_degrees()
         assert_pointers("colptr", graph.colptr, graph.num_edges)
         assert_range("row", graph.row, graph.num_src)
-        return graph
+        return graph._with_unknown_degrees()
 
     @classmethod
     def from_adj_t(cls, adj_t, *, validate: bool = True) -> "GraphStructure":
@@ -349,8 +349,7 @@ class GraphStructure:
         if any(graph.dst_schedule is not None for graph in graphs):
             dst_schedule = _concatenate([graph._schedule() for graph in graphs], dst_begin, dtype)
         degrees = {None if graph.fixed_in_degree is None else graph.fixed_in_degree.shape[0] for graph in graphs}
-        most = {name: [getattr(graph, name) for graph in graphs] for name in ("max_in_degree", "max_out_degree")}
-        known = {name: of for name, of in most.items() if all(degree is not None for degree in of)}
+        hubs = {name: next(filter(torch.is_tensor, (getattr(graph, name) for graph in graphs)), None) for name in HUBS}
         return cls(
             colptr=torch.cat([colptr, colptr.new_full((1,), edge_begin[-1])]),
             row=_concatenate([graph.row for graph in graphs], src_begin, dtype),
@@ -358,7 +357,7 @@ class GraphStructure:
             perm=perm,
             dst_schedule=dst_schedule,
             fixed_in_degree=graphs[0].fixed_in_degree if len(degrees) == 1 else None,
-            **{name: max(of, key=lambda degree: degree.shape[0]) for name, of in known.items()},
+            **hubs,
         )
 
     def with_reverse(self, *, stable: bool = True) -> "GraphStructure":
@@ -422,16 +421,11 @@ class GraphStructure:
         """
         check_pointers("colptr", self.colptr, self.num_edges)
         check_range("row", self.row, self.num_src)
-        degrees = self._with_degrees()
-        if self.fixed_in_degree is not None and degrees.fixed_in_degree is None and degrees.max_in_degree is not None:
+        if self.fixed_in_degree is not None and self._with_degrees().fixed_in_degree is None:
             raise ValueError(
                 f"fixed_in_degree must be the in-degree of every destination, got {self.fixed_in_degree.shape[0]} "
                 "and other in-degrees in colptr; leave it out"
             )
-        for name in ("max_in_degree", "max_out_degree"):
-            given, found = getattr(self, name), getattr(degrees, name)
-            if given is not None and found is not None and given.shape[0] < found.shape[0]:
-                raise ValueError(f"{name} must be at least {found.shape[0]}, got {given.shape[0]}; leave it out")
         for name, length in (("perm", self.num_edges), ("dst_schedule", self.num_dst)):
             if getattr(self, name) is not None:
                 check_permutation(name, getattr(self, name), length)
@@ -472,13 +466,21 @@ class GraphStructure:
         return torch.arange(self.num_edges, dtype=self.row.dtype, device=self.device)
 
     def _with_degrees(self) -> "GraphStructure":
-        """Return this structure, whose values are checked, with its degrees, in traced code without; synchronises."""
+        """Return this structure of checked values with fixed in-degree and hubs; synchronises."""
         if torch.compiler.is_compiling():
-            return self
+            return self._with_unknown_degrees()
+        most = max_degree(self.colptr)
+        is_fixed = self.num_edges > 0 and most * self.num_dst == self.num_edges
         rowptr = self.rowptr if self.has_reverse else pointers(self.row, self.num_src)
-        most_in, most_out = find_max_degree(self.colptr), find_max_degree(rowptr)
-        fixed = fixed_degree(most_in, self.num_dst, self.num_edges)
-        return replace(self, fixed_in_degree=fixed, max_in_degree=most_in, max_out_degree=most_out)
+        dst_hubs, src_hubs = (self._hubs() if degree > HUB_DEGREE else None for degree in (most, max_degree(rowptr)))
+        fixed = self.colptr.new_empty(most, 0) if is_fixed else None
+        return replace(self, fixed_in_degree=fixed, dst_hubs=dst_hubs, src_hubs=src_hubs)
+
+    def _with_unknown_degrees(self) -> "GraphStructure":
+        return replace(self, dst_hubs=self._hubs(), src_hubs=self._hubs())
+
+    def _hubs(self) -> Tensor:
+        return self.colptr.new_empty(HUB_DEGREE + 1, 0)
 
     def _schedule(self) -> Tensor:
         """Return `dst_schedule`, or 0, 1, 2, ..."""
@@ -487,6 +489,7 @@ class GraphStructure:
         return torch.arange(self.num_dst, dtype=self.colptr.dtype, device=self.device)
 
 
+HUBS = ("dst_hubs", "src_hubs")
 FIELDS = tuple(field.name for field in fields(GraphStructure))
 
 

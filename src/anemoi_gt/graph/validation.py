@@ -13,6 +13,7 @@ from torch.fx.experimental.symbolic_shapes import guard_or_true
 from anemoi_gt.custom_ops import assert_async
 
 INDEX_DTYPES = (torch.int32, torch.int64)
+HUB_DEGREE = 256  # a node with more edges is a hub, which GPU kernels divide among programs
 
 
 def check_index(name: str, index: Tensor, like: Tensor, dtypes: tuple[torch.dtype, ...] | None = None) -> None:
@@ -114,21 +115,18 @@ def check_fixed_in_degree(degree: Tensor, num_dst: int, num_edges: int) -> None:
         )
 
 
-def check_max_degree(name: str, degree: Tensor) -> None:
-    """Raise ValueError unless `degree` is a tensor [K, 0]."""
-    if not isinstance(degree, Tensor) or degree.dim() != 2 or degree.shape[1] != 0:
-        got = tuple(degree.shape) if isinstance(degree, Tensor) else type(degree).__name__
-        raise ValueError(f"{name} must be a tensor [K, 0], K the largest number of edges of a node, got {got}")
+def check_hubs(name: str, hubs: Tensor) -> None:
+    """Raise ValueError unless `hubs` is a tensor [257, 0]; the size is not looked at, so that it may be a symbol."""
+    if not isinstance(hubs, Tensor) or hubs.dim() != 2 or hubs.shape[1] != 0:
+        got = tuple(hubs.shape) if isinstance(hubs, Tensor) else type(hubs).__name__
+        raise ValueError(
+            f"{name} must be a tensor [{HUB_DEGREE + 1}, 0]: some node may have that many edges, got {got}"
+        )
 
 
-def find_max_degree(pointers: Tensor) -> Tensor:
-    """Return an empty tensor [K, 0], K the largest degree; synchronises with the device."""
-    return pointers.new_empty(int(pointers.diff().amax()) if pointers.shape[0] > 1 else 0, 0)
-
-
-def fixed_degree(max_degree: Tensor, num_nodes: int, num_edges: int) -> Tensor | None:
-    """Return the largest degree [K, 0] if all nodes have that many edges, K >= 1, else None."""
-    return max_degree if num_edges and max_degree.shape[0] * num_nodes == num_edges else None
+def max_degree(pointers: Tensor) -> int:
+    """Return the largest number of edges of a node; synchronises with the device."""
+    return int(pointers.diff().amax()) if pointers.shape[0] > 1 else 0
 
 
 def check_permutation(name: str, index: Tensor, size: int) -> None:

@@ -157,7 +157,7 @@ def _make_chunk(graph: GraphStructure, dst: slice) -> Chunk:
     schedule = graph.dst_schedule
     if schedule is not None:
         schedule = schedule[(schedule >= dst.start) & (schedule < dst.stop)] - dst.start
-    kept = {name: getattr(graph, name) for name in ("fixed_in_degree", "max_in_degree", "max_out_degree")}
+    kept = {name: getattr(graph, name) for name in ("fixed_in_degree", "dst_hubs", "src_hubs")}
     kept["dst_schedule"] = schedule
     sources = torch.empty(src.shape[0], 0, device=graph.device)
     structure = GraphStructure(colptr - colptr[0], row.to(graph.row.dtype), sources, **kept)

@@ -64,12 +64,12 @@ class TracedProblem(Problem):
 @flat_arguments
 def edge_attention_triton_exported(
     operands: AttentionOperands, colptr: Tensor, row: Tensor, perm: Tensor | None, dst_schedule: Tensor | None,
-    scale: float, tile: str,
+    dst_hubs: Tensor | None, scale: float, tile: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return out like query and lse [B, N_dst, H], without B as query; without dropout and fixed-degree kernels."""
     tensors = (*operands, colptr, row, perm, dst_schedule)
     *operands, colptr, row, perm, dst_schedule = (None if each is None else each.contiguous() for each in tensors)
-    index = IndexTensors(colptr, row, perm, dst_schedule=dst_schedule)
+    index = IndexTensors(colptr, row, perm, dst_schedule=dst_schedule, dst_hubs=dst_hubs)
     problem = TracedProblem(AttentionOperands(*operands), index, Options(scale=scale, tile=tile))
     projected = None if problem.operands.edge_weight is None else launch.project(problem, problem.operands.query)
     out, lse, _, _, attr_sums = launch.attend_rows(problem, projected)
@@ -84,7 +84,7 @@ def decompose(operands: AttentionOperands, index: IndexTensors, options: Options
     if options.seed is not None:
         p = options.dropout_p
         raise ValueError(f"a program is exported for inference, got dropout_p={p}; call model.eval() first")
-    structure = (index.colptr, index.row, index.perm, index.dst_schedule)
+    structure = (index.colptr, index.row, index.perm, index.dst_schedule, index.dst_hubs)
     out, lse = edge_attention_triton_exported(*operands, *structure, options.scale, options.tile)
     return out, lse, *(lse.new_empty(0) for _ in range(3))
 

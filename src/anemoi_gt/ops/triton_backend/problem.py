@@ -28,8 +28,8 @@ class IndexTensors(NamedTuple):
     rowptr: Tensor | None = None  # [N_src + 1]
     col: Tensor | None = None  # [E]
     csr_to_csc: Tensor | None = None  # [E]
-    max_in_degree: Tensor | None = None  # [K, 0]
-    max_out_degree: Tensor | None = None  # [K, 0]
+    dst_hubs: Tensor | None = None  # [257, 0]
+    src_hubs: Tensor | None = None  # [257, 0]
 
     @classmethod
     def of(cls, graph: GraphStructure) -> "IndexTensors":
@@ -147,11 +147,10 @@ class Problem:
 
     @cached_property
     def segments(self) -> tuple[int, int]:
-        """Edges of a segment of hubs, of destinations and of sources; 0 where no node can have more than two."""
-        segment, num_edges = parse_tile(self.options.tile).get("segment", SEGMENT), self.index.row.shape[0]
-        degrees = (self.index.max_in_degree, self.index.max_out_degree)
-        most = (num_edges if degree is None else degree.shape[0] for degree in degrees)
-        return tuple(0 if self.is_at_most(size, 2 * segment) else segment for size in most)
+        """Edges of a segment of hubs, of destinations and of sources; 0 where there are none, and none are forced."""
+        forced, num_edges = parse_tile(self.options.tile).get("segment", 0), self.index.row.shape[0]
+        found = (forced or (0 if hubs is None else SEGMENT) for hubs in (self.index.dst_hubs, self.index.src_hubs))
+        return tuple(0 if self.is_at_most(num_edges, 2 * segment) else segment for segment in found)
 
     def is_at_most(self, size: int, bound: int) -> bool:
         """Return whether a size is at most `bound`."""
