@@ -471,9 +471,11 @@ class GraphStructure:
             return self._with_unknown_degrees()
         most = max_degree(self.colptr)
         is_fixed = self.num_edges > 0 and most * self.num_dst == self.num_edges
+        fixed = self.colptr.new_empty(most, 0) if is_fixed else None
+        if self.num_edges <= HUB_DEGREE:
+            return replace(self, fixed_in_degree=fixed, dst_hubs=None, src_hubs=None)
         rowptr = self.rowptr if self.has_reverse else pointers(self.row, self.num_src)
         dst_hubs, src_hubs = (self._hubs() if degree > HUB_DEGREE else None for degree in (most, max_degree(rowptr)))
-        fixed = self.colptr.new_empty(most, 0) if is_fixed else None
         return replace(self, fixed_in_degree=fixed, dst_hubs=dst_hubs, src_hubs=src_hubs)
 
     def _with_unknown_degrees(self) -> "GraphStructure":

@@ -24,7 +24,7 @@ from anemoi_gt.kernels.jit_launch import row_kernel_name
 from anemoi_gt.kernels.primitives import segment_of_program
 
 
-@triton.jit(repr=row_kernel_name("edge_attention_join", "rows"), do_not_specialize=["num_nodes", "num_edges"])
+@triton.jit(repr=row_kernel_name("edge_attention_join_segments", "rows"), do_not_specialize=["num_nodes", "num_edges"])
 def join_segments(
     segment_rows,  # [B, blocks, H, WIDTH] float32
     segment_others,  # [B, blocks, H, OTHERS] float32, or None
