@@ -10,7 +10,11 @@ from support.ir import narrow_offsets, unordered_updates
 
 ATTENTION = {"fwd", "bwd_dst", "bwd_src", "fixed_degree_fwd", "fixed_degree_bwd_dst", "fwd_hub", "bwd_dst_hub"}
 GROUPING = {"group_edges_count", "group_edges_place"}
-KERNELS = {"project", "embed", "attribute_bwd", "weight_bwd", "join_segments"} | GROUPING | {f"edge_attention_{n}" for n in ATTENTION}
+KERNELS = (
+    {"project", "embed", "attribute_bwd", "weight_bwd", "join_segments"}
+    | GROUPING
+    | {f"edge_attention_{n}" for n in ATTENTION}
+)
 GROWING = {  # arguments whose size grows with nodes x channels or edges x heads
     "query", "key", "value", "edge_attr", "projected", "projected_grad", "grad_out", "out", "exp_scores", "attr_sums",
     "dscore_sums", "dquery", "dkey", "dvalue", "dedge_attr", "p_ds", "dp", "rows", "sums", "scores", "attr_dp",

@@ -54,23 +54,24 @@ def embeds_first(operands: AttentionOperands, save: bool) -> bool:
     """Return whether to embed the attributes [E, D] into [E, H, C] instead of factoring W out of the sums over edges.
 
     They are where a program cannot hold D, and where that moves fewer bytes with D > C, which takes many attributes and
-    few edges a node. Elements of a head, of each of N nodes and E edges, with P columns, D padded:
+    few edges a node. Elements of N nodes and E edges that either moves and the other does not, P columns being D padded:
 
-        factored    forward N (3 C + 4 P),    backward N (5 C + 9 P) + 4 E
-        embedded    forward E 2 C,            backward N C + E 4 C
+        factored    forward N H (3 C + 4 P),    backward N H (5 C + 9 P) + E (4 H + D)
+        embedded    forward E H 2 C,            backward N H C + E H 4 C
 
     Symbolic sizes are not compared, because the program would depend on them: W is factored out.
     """
     query, _, _, edge_attr, edge_weight, edge_bias = operands
-    channels, columns = int(query.shape[-1]), int(edge_weight.shape[1]) + (edge_bias is not None)
-    if columns > MOST_ATTRIBUTES or edge_weight.shape[1] <= channels:
+    heads, channels, edge_dim = int(query.shape[-2]), int(query.shape[-1]), int(edge_weight.shape[1])
+    columns = edge_dim + (edge_bias is not None)
+    if columns > MOST_ATTRIBUTES or edge_dim <= channels:
         return columns > MOST_ATTRIBUTES
     samples, sets = (each.shape[0] if query.dim() == 4 else 1 for each in (query, edge_attr))
     nodes, edges, columns = samples * query.shape[-3], sets * edge_attr.shape[-2], attribute_columns(columns)
-    factored, embedded = nodes * (3 * channels + 4 * columns), edges * 2 * channels
+    factored, embedded = nodes * heads * (3 * channels + 4 * columns), edges * heads * 2 * channels
     if save:
-        factored += nodes * (5 * channels + 9 * columns) + 4 * edges
-        embedded += nodes * channels + edges * 4 * channels
+        factored += nodes * heads * (5 * channels + 9 * columns) + edges * (4 * heads + edge_dim)
+        embedded += nodes * heads * channels + edges * heads * 4 * channels
     return statically_known_true(embedded < factored)
 
 
