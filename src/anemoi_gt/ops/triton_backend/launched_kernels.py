@@ -95,7 +95,7 @@ def _hub_kernels(sizes: Sizes, count: "ByteCounts", needs: Needs) -> Iterator[Pl
     part = needs.query * count.segments(segment, sizes.channels)
     moved = needs.query * (count.source + count.edges) + count.statistic + 2 * count.scores + count.p_ds
     if sizes.embedded:
-        moved += 2 * count.row + needs.query * count.embedded + needs.edge_attr * count.embedded_gradient
+        moved += needs.query * count.embedded + needs.edge_attr * (2 * count.row + count.embedded_gradient)
     moved += count.segments(segment, 2) + part
     yield _launch(sizes, launch.hub_destination_launch(sizes), moved)
     if needs.query:

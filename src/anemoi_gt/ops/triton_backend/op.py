@@ -54,7 +54,7 @@ def embeds_first(operands: AttentionOperands, save: bool) -> bool:
     """Return whether to embed the attributes [E, D] into [E, H, C] instead of factoring W out of the sums over edges.
 
     They are where a program cannot hold D, and where that moves fewer bytes with D > C, which takes many attributes and
-    few edges a node. Elements of N nodes and E edges that either moves and the other does not, P columns being D padded:
+    few edges a node. Elements of N nodes and E edges that one moves and the other does not, with D padded to P columns:
 
         factored    forward N H (3 C + 4 P),    backward N H (5 C + 9 P) + E (4 H + D)
         embedded    forward E H 2 C,            backward N H C + E H 4 C
