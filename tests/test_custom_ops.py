@@ -62,3 +62,12 @@ def test_an_operator_has_the_gradient_it_is_given(private, monkeypatch):
 def test_a_missing_private_part_is_no_error(monkeypatch):
     monkeypatch.delattr(torch._C, "_AutoDispatchBelowAutograd")
     assert custom_ops._private_dispatcher() is None
+
+
+@pytest.mark.parametrize("private", [True, False], ids=["private operator", "public fallback"])
+def test_an_assertion_raises_with_its_claim(private, monkeypatch):
+    if not private:
+        monkeypatch.setattr(custom_ops, "_ASSERT_ASYNC", None)
+    custom_ops.assert_async(torch.tensor(True), "true")
+    with pytest.raises(RuntimeError, match="one must be two"):
+        custom_ops.assert_async(torch.tensor(1) == 2, "one must be two")

@@ -13,6 +13,7 @@ TILE_FIELDS = {  # of a program of a Triton kernel that gathers rows: the values
     "num_warps": (1, 2, 4, 8, 16),
     "nodes": (1, 2, 4, 8),
     "packed": (0, 1),
+    "segment": (4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048),
 }
 
 
@@ -36,8 +37,9 @@ class AttentionConfig:
         Fields of the tile of backend `triton`'s row kernels to force, such as "unroll=1,num_warps=4", to find out
         whether a wrong or slow result comes from the tile that was chosen. `heads` (of a program), `unroll` (edges in
         flight) and `num_warps` are powers of two or small integers; `nodes` (of a program) concerns the kernel over
-        sources alone; `packed` is 1 to read 16-bit rows as packed pairs, 0 not to. A kernel ignores a field that it
-        does not have: those for a fixed in-degree have `num_warps` and `packed`. None forces nothing.
+        sources alone; `packed` is 1 to read 16-bit rows as packed pairs, 0 not to; nodes with more than twice `segment`
+        edges are divided among programs (256 in a graph with hubs). A kernel ignores a field that it does not have:
+        those for a fixed in-degree have `num_warps` and `packed`. None forces nothing.
     stable_sort : bool
         How a call makes the structure that it is not given: a layer that gets a raw `edge_index`, an operation that
         needs a missing reverse structure. True sorts stably, so results repeat bit by bit. False groups edges on a GPU

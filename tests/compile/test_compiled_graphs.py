@@ -116,6 +116,21 @@ def test_indices_out_of_range_raise_at_run_time(row):
         compiled(edge_index, nodes)
 
 
+def test_the_assertion_of_unchecked_indices_is_part_of_the_traced_graph():
+    graphs = []
+
+    def keep(module, _):
+        graphs.append(module)
+        return module.forward
+
+    def convert(edges, nodes):
+        return GraphStructure.from_edge_index(edges, tuple(nodes.shape), validate=False).row
+
+    torch.compile(convert, fullgraph=True, backend=keep)(make_edges(9, 7, 31), torch.empty(9, 7))
+    (graph,) = graphs
+    assert sum("_assert_async" in str(node.target) for node in graph.graph.nodes) == 2
+
+
 BREAK = {  # each makes the values of one field wrong, not its metadata
     "colptr must increase": lambda state: state["colptr"][:1].fill_(1),
     "row must hold values": lambda state: state["row"][:1].fill_(9),

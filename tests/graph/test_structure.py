@@ -361,3 +361,18 @@ def test_a_graph_is_an_input_of_an_exported_program(dim):
     file.seek(0)
     for loaded in (program, torch.export.load(file)):
         torch.testing.assert_close(loaded.module()(*draw_graph(7, 20)), attend(*draw_graph(7, 20)))
+
+
+@pytest.mark.parametrize(("row", "index"), [(0, 4), (1, 3), (0, -1), (1, -1)])
+def test_indices_that_the_host_does_not_check_are_asserted_before_memory_is_read_with_them(row, index):
+    edge_index = torch.tensor([[3, 0, 2], [0, 2, 1]])
+    edge_index[row, 1] = index
+    message = f"{('source', 'destination')[row]} .* must hold values from 0 to below the number of nodes"
+    with pytest.raises(RuntimeError, match=message):
+        GraphStructure.from_edge_index(edge_index, (4, 3), validate=False)
+
+
+@pytest.mark.parametrize(("colptr", "row"), [((0, 2, 4), (0, 1, 1)), ((0, 2, 1, 3), (0, 1, 1)), ((0, 3), (0, 1, 2))])
+def test_pointers_and_sources_that_the_host_does_not_check_are_asserted(colptr, row):
+    with pytest.raises(RuntimeError, match="colptr must increase|row must hold values"):
+        GraphStructure.from_csc(torch.tensor(colptr), torch.tensor(row), 2, validate=False)

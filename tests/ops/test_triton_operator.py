@@ -26,7 +26,8 @@ def operator_arguments(problem, graph):
     leaves = [None if operand is None else operand.requires_grad_() for operand in (*batched, *embedding)]
     index = [graph.colptr, graph.row, graph.perm, graph.global_edge_id, graph.dst_schedule, graph.fixed_in_degree]
     seed = torch.tensor([3], device=graph.device)
-    return [*leaves, *index, graph.rowptr, graph.col, graph.csr_to_csc, seed, 0.5, 0.2, True, "", True]
+    reverse = [graph.rowptr, graph.col, graph.csr_to_csc, graph.dst_hubs, graph.src_hubs]
+    return [*leaves, *index, *reverse, seed, 0.5, 0.2, True, "", False, True]
 
 
 def head_major(rows):

@@ -31,18 +31,22 @@ from torch.utils._pytree import MappingKey, register_pytree_node, tree_map
 from anemoi_gt.graph import ordering
 from anemoi_gt.graph.build import group_coo, group_edges, pointers
 from anemoi_gt.graph.validation import (
+    HUB_DEGREE,
     INDEX_DTYPES,
     as_size,
+    assert_pointers,
+    assert_range,
     check_adjacency,
     check_edge_index,
     check_fixed_in_degree,
+    check_hubs,
     check_index,
     check_permutation,
     check_pointers,
     check_range,
     check_same_edges,
-    find_fixed_in_degree,
     have_size,
+    max_degree,
 )
 
 
@@ -78,6 +82,10 @@ class GraphStructure:
     fixed_in_degree : Tensor [K, 0], or None
         Every destination has K in-edges, as k nearest neighbours give, for which there are faster kernels. Has no
         elements. None: not so, or not known. Detected when values are checked.
+    dst_hubs, src_hubs : Tensor [513, 0], or None
+        Some destination or source has, or may have, 513 edges or more: GPU kernels look for such hubs and divide their
+        edges among programs. Have no elements. None: there are none, or they may be slow. Detected when values are
+        checked; present where they are not.
 
     Raises
     ------
@@ -95,6 +103,8 @@ class GraphStructure:
     csr_to_csc: Tensor | None = None
     dst_schedule: Tensor | None = None
     fixed_in_degree: Tensor | None = None
+    dst_hubs: Tensor | None = None
+    src_hubs: Tensor | None = None
 
     def __post_init__(self):
         check_index("colptr", self.colptr, like=self.colptr)
@@ -117,6 +127,9 @@ class GraphStructure:
                     raise ValueError(f"{name} must have {length} entries, got {index.shape[0]}")
         if self.fixed_in_degree is not None:
             check_fixed_in_degree(self.fixed_in_degree, self.num_dst, self.num_edges)
+        for name in HUBS:
+            if getattr(self, name) is not None:
+                check_hubs(name, getattr(self, name))
 
     def __repr__(self) -> str:
         state = self.state_dict()
@@ -179,8 +192,9 @@ class GraphStructure:
             that change every step; sums may then differ in the last bit from run to run. Both structures are built in
             one sweep. The sort is still used on a CPU and under deterministic algorithms.
         validate : bool
-            Check the values, which synchronises with the device. Layers that convert an edge_index skip it for tensors
-            on a GPU. In compiled code the device checks them asynchronously (RuntimeError).
+            Check the values, which synchronises with the device, and find fixed in-degree and hubs. False, and in
+            compiled code: the device asserts the ranges without waiting (RuntimeError, on a GPU at a later call), and
+            there may be hubs. Layers that convert an edge_index on a GPU do so.
         reverse : bool
             Build the reverse (CSR) structure, which gradients of key and value need. False saves a sort and 8 bytes an
             edge, for inference.
@@ -204,9 +218,9 @@ class GraphStructure:
         num_src, num_dst = _sizes(edge_index, num_nodes)
         edge_index = edge_index.as_tensor() if hasattr(edge_index, "as_tensor") else edge_index
         check_edge_index(edge_index)
-        if validate:
-            check_range("source (row 0 of edge_index)", edge_index[0], num_src)
-            check_range("destination (row 1 of edge_index)", edge_index[1], num_dst)
+        check = check_range if validate else assert_range
+        check("source (row 0 of edge_index)", edge_index[0], num_src)
+        check("destination (row 1 of edge_index)", edge_index[1], num_dst)
         num_edges = edge_index.shape[1]
         dtype = _index_dtype(num_src, num_dst, num_edges)
         if validate and not torch.compiler.is_compiling() and bool((edge_index[1].diff() >= 0).all()):
@@ -214,7 +228,6 @@ class GraphStructure:
             groups = {"colptr": colptr, "row": _copy(edge_index[0], dtype), "perm": None}
         else:
             groups = group_coo(edge_index, num_src, num_dst, dtype, stable=stable, reverse=reverse)._asdict()
-        fixed_in_degree = find_fixed_in_degree(groups["colptr"], num_edges) if validate else None
         if global_edge_id is not None:
             check_index("global_edge_id", global_edge_id, like=edge_index, dtypes=(torch.int64,))
             if not have_size(global_edge_id.shape[0], num_edges):
@@ -222,8 +235,9 @@ class GraphStructure:
                 raise ValueError(f"global_edge_id must have {num_edges} entries, one per edge, got {got}")
             global_edge_id = global_edge_id.clone() if groups["perm"] is None else global_edge_id[groups["perm"]]
         sources = torch.empty(num_src, 0, device=edge_index.device)
-        graph = cls(**groups, sources=sources, global_edge_id=global_edge_id, fixed_in_degree=fixed_in_degree)
-        return graph.with_reverse(stable=stable) if reverse else graph
+        graph = cls(**groups, sources=sources, global_edge_id=global_edge_id)
+        graph = graph.with_reverse(stable=stable) if reverse else graph
+        return graph._with_degrees() if validate else graph._with_unknown_degrees()
 
     @classmethod
     def from_csc(
@@ -263,9 +277,12 @@ class GraphStructure:
         sources = torch.empty(num_src, 0, device=colptr.device)
         graph = cls(_copy(colptr, dtype), _copy(row, dtype), sources, perm=perm)
         if validate:
-            degree = find_fixed_in_degree(graph.validate().colptr, graph.num_edges)
-            graph = replace(graph, fixed_in_degree=degree)
-        return graph.with_reverse() if reverse else graph
+            graph.validate()
+        else:
+            assert_pointers("colptr", graph.colptr, graph.num_edges)
+            assert_range("row", graph.row, graph.num_src)
+        graph = graph.with_reverse() if reverse else graph
+        return graph._with_degrees() if validate else graph._with_unknown_degrees()
 
     @classmethod
     def from_adj_t(cls, adj_t, *, stable: bool = True, validate: bool = True, reverse: bool = True) -> "GraphStructure":
@@ -354,6 +371,7 @@ class GraphStructure:
         if any(graph.dst_schedule is not None for graph in graphs):
             dst_schedule = _concatenate([graph._schedule() for graph in graphs], dst_begin, dtype)
         degrees = {None if graph.fixed_in_degree is None else graph.fixed_in_degree.shape[0] for graph in graphs}
+        hubs = {name: next(filter(torch.is_tensor, (getattr(graph, name) for graph in graphs)), None) for name in HUBS}
         return cls(
             colptr=_concatenate_pointers([graph.colptr for graph in graphs], edge_begin, dtype),
             row=_concatenate([graph.row for graph in graphs], src_begin, dtype),
@@ -362,6 +380,7 @@ class GraphStructure:
             **reverse,
             dst_schedule=dst_schedule,
             fixed_in_degree=graphs[0].fixed_in_degree if len(degrees) == 1 else None,
+            **hubs,
         )
 
     def with_reverse(self, *, stable: bool = True) -> "GraphStructure":
@@ -426,12 +445,12 @@ class GraphStructure:
         dst_schedule not a permutation; CSC and CSR with different edges; in-degrees other than `fixed_in_degree`.
         """
         check_pointers("colptr", self.colptr, self.num_edges)
-        if self.fixed_in_degree is not None and find_fixed_in_degree(self.colptr, self.num_edges) is None:
+        check_range("row", self.row, self.num_src)
+        if self.fixed_in_degree is not None and self._with_degrees().fixed_in_degree is None:
             raise ValueError(
                 f"fixed_in_degree must be the in-degree of every destination, got {self.fixed_in_degree.shape[0]} "
                 "and other in-degrees in colptr; leave it out"
             )
-        check_range("row", self.row, self.num_src)
         for name, length in (("perm", self.num_edges), ("dst_schedule", self.num_dst)):
             if getattr(self, name) is not None:
                 check_permutation(name, getattr(self, name), length)
@@ -471,6 +490,25 @@ class GraphStructure:
             return self.perm
         return torch.arange(self.num_edges, dtype=self.row.dtype, device=self.device)
 
+    def _with_degrees(self) -> "GraphStructure":
+        """Return this structure of checked values with fixed in-degree and hubs; synchronises."""
+        if torch.compiler.is_compiling():
+            return self._with_unknown_degrees()
+        most = max_degree(self.colptr)
+        is_fixed = self.num_edges > 0 and most * self.num_dst == self.num_edges
+        fixed = self.colptr.new_empty(most, 0) if is_fixed else None
+        if self.num_edges <= HUB_DEGREE:
+            return replace(self, fixed_in_degree=fixed, dst_hubs=None, src_hubs=None)
+        rowptr = self.rowptr if self.has_reverse else pointers(self.row, self.num_src)
+        dst_hubs, src_hubs = (self._hubs() if degree > HUB_DEGREE else None for degree in (most, max_degree(rowptr)))
+        return replace(self, fixed_in_degree=fixed, dst_hubs=dst_hubs, src_hubs=src_hubs)
+
+    def _with_unknown_degrees(self) -> "GraphStructure":
+        return replace(self, dst_hubs=self._hubs(), src_hubs=self._hubs())
+
+    def _hubs(self) -> Tensor:
+        return self.colptr.new_empty(HUB_DEGREE + 1, 0)
+
     def _schedule(self) -> Tensor:
         """Return `dst_schedule`, or 0, 1, 2, ..."""
         if self.dst_schedule is not None:
@@ -478,6 +516,7 @@ class GraphStructure:
         return torch.arange(self.num_dst, dtype=self.colptr.dtype, device=self.device)
 
 
+HUBS = ("dst_hubs", "src_hubs")
 FIELDS = tuple(field.name for field in fields(GraphStructure))
 
 

@@ -100,8 +100,8 @@ class StaticStructure(nn.Module):
         return GraphStructure(**{name: getattr(self, name) for name in self._fields})
 
     def keep_for_inference(self) -> None:
-        """Drop the reverse structure, for gradients only, and the fixed in-degree, which other edges may not have."""
-        dropped = ("rowptr", "col", "csr_to_csc", "fixed_in_degree")
+        """Drop the reverse structure, for gradients only, and fixed in-degree and hubs, as other edges may differ."""
+        dropped = ("rowptr", "col", "csr_to_csc", "fixed_in_degree", "dst_hubs", "src_hubs")
         self._fields = tuple(name for name in self._fields if name not in dropped)
         self._buffers = {name: self._buffers[name] for name in self._fields}
 
