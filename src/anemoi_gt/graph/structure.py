@@ -433,7 +433,7 @@ class GraphStructure:
         return self.edge_order().long() if self.global_edge_id is None else self.global_edge_id
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "GraphStructure":
-        """Return this structure on `device`, as `torch.Tensor.to` does; a PyG `Data` that holds it calls this, too."""
+        """Return this structure on `device`, as a PyG `Data` that holds it does. Raise ValueError for a dtype."""
         if isinstance(device, torch.dtype):
             raise ValueError(f"device must be a device, got {device}: index dtypes follow from the sizes")
         return tree_map(lambda tensor: tensor.to(device, non_blocking=non_blocking), self)
