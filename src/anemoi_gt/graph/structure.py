@@ -206,7 +206,7 @@ class GraphStructure:
             check_range("destination (row 1 of edge_index)", edge_index[1], num_dst)
         num_edges = edge_index.shape[1]
         dtype = _index_dtype(num_src, num_dst, num_edges)
-        if validate and not torch.compiler.is_compiling() and bool((edge_index[1].diff() >= 0).all()):
+        if validate and not torch.compiler.is_compiling() and bool((edge_index[1, 1:] >= edge_index[1, :-1]).all()):
             src, dst = edge_index.to(dtype).unbind(0)
             groups = {"colptr": pointers(dst, num_dst), "row": src.contiguous(), "perm": None}
         else:

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from typing import Optional
 
 import torch
-from einops import rearrange
 from torch import Tensor
 from torch.nn.functional import dropout
 from torch.nn.parameter import UninitializedParameter
@@ -265,11 +264,11 @@ class GraphTransformerConv(MessagePassing):
         return self.lin_edge.weight
 
     def _split_heads(self, features: Tensor) -> Tensor:
-        return rearrange(features, "... nodes (heads channels) -> ... nodes heads channels", heads=self.heads)
+        return features.view(*features.shape[:-1], self.heads, self.out_channels)
 
     def _join_heads(self, out: Tensor) -> Tensor:
         if self.concat:
-            return rearrange(out, "... nodes heads channels -> ... nodes (heads channels)")
+            return out.flatten(-2)
         return out.mean(dim=-2)
 
     def _add_skip(self, out: Tensor, x_dst: Tensor) -> Tensor:

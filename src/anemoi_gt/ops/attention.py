@@ -103,10 +103,10 @@ def edge_attention(
     q, k, v, attr, weight, bias = operands
     if query.dim() == 4 and attr is not None and attr.dim() == (3 if weight is None else 2):
         operands = AttentionOperands(q, k, v, attr.unsqueeze(0), weight, bias)  # shared by the batch
-    if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
-        graph = graph.with_reverse()
     seed = draw_seed(query.device) if dropout_p > 0 else None
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     backend = choose_backend(config.backend, q)
+    if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad) and backend.needs_reverse(q, graph):
+        graph = graph.with_reverse()
     out, lse = backend.attend(operands, graph, seed, float(scale), float(dropout_p), config)
     return out.to(out_dtype), lse
