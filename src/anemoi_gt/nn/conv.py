@@ -67,7 +67,7 @@ class GraphTransformerConv(MessagePassing):
     Notes
     -----
     The attention of a destination without in-edges is 0. While a PyG explainer or message hook is active, the layer
-    falls back to per-edge messages, as in PyG, with a warning.
+    falls back to per-edge messages, as in PyG, with a warning; backend "triton", which has none, raises ValueError.
 
     Examples
     --------
@@ -154,7 +154,7 @@ class GraphTransformerConv(MessagePassing):
         Raises
         ------
         ValueError
-            When x, edges and attributes do not fit together.
+            When x, edges and attributes do not fit together, or `config` names a backend that cannot serve.
         """
         x_src, x_dst = x = self._sides(x)
         if is_chunked(edge_index):
@@ -294,6 +294,11 @@ class GraphTransformerConv(MessagePassing):
             raise ValueError(
                 "x must have shape [N, F] while a PyG explainer or message hook is active, "
                 f"got a batch of {query.shape[0]}"
+            )
+        if self.config.backend == "triton":
+            raise ValueError(
+                "attention backend must be 'auto' or 'torch' while a PyG explainer or message hook is active, got "
+                "'triton', whose kernels compute no messages; remove the hook, or change the config of the layer"
             )
         warnings.warn(
             "GraphTransformerConv falls back to per-edge messages while a PyG explainer or message hook is active",

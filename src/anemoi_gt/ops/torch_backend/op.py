@@ -13,6 +13,7 @@ from anemoi_gt.custom_ops import (
     define_gradient,
     define_operator,
     flat_arguments,
+    needs_gradient,
     refuse_second_derivative,
 )
 from anemoi_gt.graph import GraphStructure
@@ -141,8 +142,7 @@ def attend(
     warn_if_untested("torch")
     reverse = (graph.rowptr, graph.col, graph.csr_to_csc)
     structure = (graph.colptr, graph.row, graph.perm, graph.global_edge_id)
-    save = torch.is_grad_enabled() and any(operand is not None and operand.requires_grad for operand in operands)
-    return edge_attention_torch(*operands, *structure, *reverse, seed, scale, dropout_p, save)[:2]
+    return _attend(*operands, *structure, *reverse, seed, scale, dropout_p, needs_gradient(*operands))[:2]
 
 
 @define_operator
@@ -232,12 +232,12 @@ def _backward(ctx, grad_out, grad_lse, _):
         return (None,) * 6 + rest
     *tensors, lse, p = ctx.saved_tensors
     arguments = (grad_out, grad_lse, *tensors, ctx.scale, ctx.dropout_p, True, lse, p, needs)
-    gradients = iter(call_unrecorded(edge_attention_torch_backward, *arguments))
+    gradients = iter(call_unrecorded(_differentiate, *arguments))
     return *(next(gradients) if need else None for need in needs), *rest
 
 
-define_gradient(edge_attention_torch, _setup_context, _backward)
-torch.library.register_autograd("anemoi_gt::edge_attention_torch_backward", refuse_second_derivative)
+_attend = define_gradient(edge_attention_torch, _setup_context, _backward)
+_differentiate = refuse_second_derivative(edge_attention_torch_backward)
 
 
 class Gradients(NamedTuple):
