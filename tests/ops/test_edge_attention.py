@@ -13,6 +13,7 @@ from support.run import attend, leaves_of, structure
 from support.same_numbers import assert_same
 
 from anemoi_gt import AttentionConfig, GraphStructure, edge_attention
+from anemoi_gt.ops.torch_backend import op
 
 TORCH = AttentionConfig(backend="torch")
 F64 = 1e-12
@@ -121,7 +122,20 @@ def test_reverse_structure_is_built_only_for_gradients(monkeypatch):
         edge_attention(**leaves_of(problem, graph), graph=graph, config=TORCH)
     assert not built
     edge_attention(**leaves_of(problem, graph), graph=graph, config=TORCH)
+    assert not built  # few edges: they are summed into sources unsorted
+    monkeypatch.setattr(op, "SORTED_EDGES", 1)
+    edge_attention(**leaves_of(problem, graph), graph=graph, config=TORCH)
     assert built
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"dropout_p": 0.5}, {"scale": 2.0}, {"config": AttentionConfig("torch")}], ids=str
+)
+def test_an_edge_index_is_refused_before_anything_else(options, monkeypatch):
+    monkeypatch.setattr("anemoi_gt.ops.attention.draw_seed", lambda device: pytest.fail("a seed was drawn"))
+    rows, edge_index = torch.zeros(3, 2, 4, requires_grad=True), torch.tensor([[0, 1], [1, 2]])
+    with pytest.raises(ValueError, match="graph must be a GraphStructure, got Tensor"):
+        edge_attention(rows, rows, rows, edge_index, **options)
 
 
 def test_scale_defaults_to_one_over_root_channels():

@@ -11,6 +11,8 @@ from torch import Tensor
 from anemoi_gt.custom_ops import define_operator
 
 EDGES_PER_PROGRAM, WARPS = 256, 8  # one edge per thread: most atomics in flight, and whole memory sectors
+RADIX_EDGES = 2**15  # from which PyTorch sorts integers on an x86 CPU by radix: 0.2 ms, comparing 30,000 takes 1.2 ms
+RADIX_PADDED = 2**13 if "fbgemm" in torch.backends.quantized.supported_engines else RADIX_EDGES  # from which it pays
 CACHED_LAUNCHES = 128  # graph sizes whose launches are cached
 
 
@@ -65,8 +67,11 @@ def _order_may_vary(index: Tensor) -> bool:
 
 
 def _sort_edges(node: Tensor, neighbour: Tensor, num_nodes: int) -> tuple[Tensor, Tensor, Tensor]:
-    node, order = torch.sort(node, stable=True)
-    return pointers(node, num_nodes), order.to(node.dtype), neighbour[order]
+    num_edges = node.shape[0]
+    if node.is_cpu and not torch.compiler.is_compiling() and RADIX_PADDED <= num_edges < RADIX_EDGES:
+        node = torch.cat([node, node.new_full((RADIX_EDGES - num_edges,), num_nodes)])
+    node, order = (each[:num_edges] for each in torch.sort(node, stable=True))
+    return pointers(node, num_nodes), order.to(node.dtype), neighbour.index_select(0, order)
 
 
 @define_operator

@@ -223,7 +223,8 @@ class GraphStructure:
         check("destination (row 1 of edge_index)", edge_index[1], num_dst)
         num_edges = edge_index.shape[1]
         dtype = _index_dtype(num_src, num_dst, num_edges)
-        if validate and not torch.compiler.is_compiling() and bool((edge_index[1].diff() >= 0).all()):
+        is_traced = torch.compiler.is_compiling()
+        if validate and not is_traced and bool((edge_index[1, 1:] >= edge_index[1, :-1]).all()):
             colptr = pointers(edge_index[1].to(dtype), num_dst)
             groups = {"colptr": colptr, "row": _copy(edge_index[0], dtype), "perm": None}
         else:

@@ -67,10 +67,13 @@ def have_size(size: int, expected: int) -> bool:
 
 def check_range(name: str, index: Tensor, size: int) -> None:
     """Raise ValueError unless every value is in 0 .. size - 1; synchronises with the device."""
-    inside = ((index >= 0) & (index < size)).all()
-    if _deferred(inside, f"{name} must hold values from 0 to below the number of nodes") or bool(inside):
+    if torch.compiler.is_compiling():
+        inside = ((index >= 0) & (index < size)).all()
+        torch._assert_async(inside, f"{name} must hold values from 0 to below the number of nodes")
         return
-    low, high = (int(bound) for bound in torch.aminmax(index))
+    low, high = torch.stack(torch.aminmax(index)).tolist() if index.numel() else (0, -1)
+    if low >= 0 and high < size:
+        return
     raise ValueError(
         f"{name} must hold values in 0 .. {size - 1}, one for each of {size} nodes, got values from {low} to {high}; "
         "check the order (sources, destinations) of the indices and of the sizes"

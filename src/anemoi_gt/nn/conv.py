@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from typing import Optional
 
 import torch
-from einops import rearrange
 from torch import Tensor
 from torch.nn.functional import dropout
 from torch.nn.parameter import UninitializedParameter
@@ -69,7 +68,7 @@ class GraphTransformerConv(MessagePassing):
     Notes
     -----
     The attention of a destination without in-edges is 0. While a PyG explainer or message hook is active, the layer
-    falls back to per-edge messages, as in PyG, with a warning.
+    falls back to per-edge messages, as in PyG, with a warning; backend "triton", which has none, raises ValueError.
 
     Examples
     --------
@@ -156,7 +155,7 @@ class GraphTransformerConv(MessagePassing):
         Raises
         ------
         ValueError
-            When x, edges and attributes do not fit together.
+            When x, edges and attributes do not fit together, or `config` names a backend that cannot serve.
         """
         x_src, x_dst = x = self._sides(x)
         if is_chunked(edge_index):
@@ -270,11 +269,11 @@ class GraphTransformerConv(MessagePassing):
         return edge_attr, self.lin_edge.weight, self.lin_edge.bias
 
     def _split_heads(self, features: Tensor) -> Tensor:
-        return rearrange(features, "... nodes (heads channels) -> ... nodes heads channels", heads=self.heads)
+        return features.view(*features.shape[:-1], self.heads, self.out_channels)
 
     def _join_heads(self, out: Tensor) -> Tensor:
         if self.concat:
-            return rearrange(out, "... nodes heads channels -> ... nodes (heads channels)")
+            return out.flatten(-2)
         return out.mean(dim=-2)
 
     def _add_skip(self, out: Tensor, x_dst: Tensor) -> Tensor:
@@ -300,6 +299,11 @@ class GraphTransformerConv(MessagePassing):
             raise ValueError(
                 "x must have shape [N, F] while a PyG explainer or message hook is active, "
                 f"got a batch of {query.shape[0]}"
+            )
+        if self.config.backend == "triton":
+            raise ValueError(
+                "attention backend must be 'auto' or 'torch' while a PyG explainer or message hook is active, got "
+                "'triton', whose kernels compute no messages; remove the hook, or change the config of the layer"
             )
         warnings.warn(
             "GraphTransformerConv falls back to per-edge messages while a PyG explainer or message hook is active",

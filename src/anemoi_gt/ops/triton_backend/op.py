@@ -12,6 +12,7 @@ from anemoi_gt.custom_ops import (
     define_gradient,
     define_operator,
     flat_arguments,
+    needs_gradient,
     refuse_second_derivative,
 )
 from anemoi_gt.graph import GraphStructure
@@ -40,14 +41,14 @@ def attend(
     """
     warn_if_untested("triton")
     query, key, value, edge_attr, edge_weight, edge_bias = operands
-    save = torch.is_grad_enabled() and any(operand is not None and operand.requires_grad for operand in operands)
+    save = needs_gradient(*operands)
     first = edge_weight is not None and embeds_first(operands, save)
     if first:
         with without_autocast(query.device.type):
             edge_attr = linear(edge_attr, edge_weight, edge_bias).unflatten(-1, query.shape[-2:])
         operands = AttentionOperands(query, key, value, edge_attr)
     options = Options.of(seed, scale, dropout_p, config, embedded_first=first)
-    return edge_attention_triton(*operands, *IndexTensors.of(graph), *options, save)[:2]
+    return _attend(*operands, *IndexTensors.of(graph), *options, save)[:2]
 
 
 def embeds_first(operands: AttentionOperands, save: bool) -> bool:
@@ -145,12 +146,12 @@ def _backward(ctx, grad_out, grad_lse, *_):
     needs = list(ctx.needs_input_grad[:NUM_OPERANDS])
     tensors = ctx.saved_tensors  # read once: checkpointing unpacks at each access
     given = (grad_out, grad_lse, *tensors[:NUM_TENSORS], *ctx.options, *tensors[NUM_TENSORS:], needs)
-    gradients = iter(call_unrecorded(edge_attention_triton_backward, *given))
+    gradients = iter(call_unrecorded(_differentiate, *given))
     return *(next(gradients) if need else None for need in needs), *((None,) * (arguments - NUM_OPERANDS))
 
 
-define_gradient(edge_attention_triton, _setup_context, _backward)
-torch.library.register_autograd("anemoi_gt::edge_attention_triton_backward", refuse_second_derivative)
+_attend = define_gradient(edge_attention_triton, _setup_context, _backward)
+_differentiate = refuse_second_derivative(edge_attention_triton_backward)
 
 
 def _problem(operands: AttentionOperands, index: IndexTensors, options: Options) -> Problem:
