@@ -37,7 +37,7 @@ def graphs(draw):
     dropout_p=st.sampled_from([0.0, 0.0, 0.5]),
     seed=st.integers(0, 2**32),
 )
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_random_graphs_are_as_accurate_as_plain_torch(kernel_device, edges, shape, form, dtype, count, dropout_p, seed):
     samples = [make_problem(edges, *shape, form, dtype, seed + number) for number in range(count)]
     samples, graph = share(samples, "edge_weight", "edge_bias"), structure(edges, kernel_device)
