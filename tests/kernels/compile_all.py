@@ -1,6 +1,7 @@
 """Compile the kernels for a GPU that need not be there, and print what came out as JSON lines.
 
     python compile_all.py every cuda:90      all kernels: forms, dtypes, with and without what is optional
+    python compile_all.py each cuda:90       all kernels, once
     python compile_all.py standard cuda:90   the kernels of the default model's shapes, as the assembler sees them
     python compile_all.py offsets cuda:90    kernels with 32-bit and with 64-bit offsets, with their TTIR
     python compile_all.py updates cuda:90    kernels of rows within one warp or across several, with their TTGIR
@@ -170,6 +171,14 @@ def every():
         )  # fmt: skip
 
 
+def each():
+    """All kernels, once."""
+    first = {}
+    for kernel, *rest in every():
+        first.setdefault(kernel, (kernel, *rest))
+    yield from first.values()
+
+
 def standard():
     """The default model's shapes: 16 heads of 64 and 32 channels, 11 attributes, bfloat16; low, high, equal degrees."""
     graphs = (bare_graph(), bare_graph(91), bare_graph(90), hub_graph())
@@ -213,7 +222,7 @@ def main(what, where):
     backend, _, arch = where.partition(":")
     target = GPUTarget(backend, int(arch) if arch.isdigit() else arch, WARP[backend])
     torch.version.hip = "6.0" if backend == "hip" else None  # launches are chosen as PyTorch for that GPU would
-    for kernel, args, alignment, facts in {f.__name__: f for f in (every, standard, offsets, updates)}[what]():
+    for kernel, args, alignment, facts in {f.__name__: f for f in (every, each, standard, offsets, updates)}[what]():
         compiled = compile_launch(kernel, args, target, alignment)
         line = {"kernel": kernel.fn.__name__, "name": compiled.metadata.name, **facts(compiled)}
         print(json.dumps(line), flush=True)

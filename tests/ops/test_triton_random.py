@@ -41,7 +41,7 @@ def graphs(draw):
     tile=st.sampled_from([None, "segment=4"]),  # nodes with more than 8 edges are hubs
     seed=st.integers(0, 2**32),
 )
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_random_graphs_are_as_accurate_as_plain_torch(
     kernel_device, edges, shape, form, dtype, count, dropout_p, tile, seed
 ):
