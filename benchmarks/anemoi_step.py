@@ -10,7 +10,9 @@ loss and gradients are compared with those of the untouched model; one that fail
 go on. Results are written after each part.
 
 Each variant is with or without `install`, eager, with processor and mapper blocks compiled one by one or processor and
-mappers compiled whole, with the activation checkpointing of the config or none. Compilation is part of the warm-up.
+mappers compiled whole, the latter with Inductor's max-autotune too, with the activation checkpointing of the config or
+none. Compilation is part of the warm-up. `--ensemble` takes Anemoi's ensemble model with that number of members, whose
+processor's layer norms are conditioned on noise.
 """
 
 import argparse
@@ -31,7 +33,7 @@ sys.path[:0] = [str(ROOT / name) for name in ("benchmarks", "src", "tests")]
 from kernel_families import profile_of  # noqa: E402
 from suite.environment import describe  # noqa: E402
 from suite.results import Results  # noqa: E402
-from support.anemoi_model import build, draw, graph_of, make_options  # noqa: E402
+from support.anemoi_model import build, draw, graph_of, make_ensemble_options, make_options  # noqa: E402
 
 from anemoi_gt.integrations import anemoi as integration  # noqa: E402
 
@@ -44,7 +46,7 @@ WHOLE = ("GraphTransformerProcessor", "GraphTransformerForwardMapper", "GraphTra
 
 
 @contextmanager
-def variant(model, *, installed, compiled=(), recompute=True):
+def variant(model, *, installed, compiled=(), mode="default", recompute=True):
     """Compute a step one way.
 
     Parameters
@@ -54,6 +56,8 @@ def variant(model, *, installed, compiled=(), recompute=True):
         Under `install`.
     compiled : tuple of str
         Classes whose modules torch.compile compiles, one by one.
+    mode : str
+        Mode of torch.compile.
     recompute : bool
         Activation checkpointing as in the model's config, or none.
     """
@@ -61,7 +65,7 @@ def variant(model, *, installed, compiled=(), recompute=True):
     checkpointed = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
     with integration.install() if installed else nullcontext():
         for module in modules:
-            module.compile(dynamic=False)
+            module.compile(dynamic=False, mode=mode)
         for module in checkpointed:
             module.gradient_checkpointing = recompute
         try:
@@ -78,6 +82,7 @@ VARIANTS = {"untouched": partial(variant, installed=False), "install": partial(v
 for _name, _form in list(VARIANTS.items()):
     VARIANTS[f"{_name}, blocks compiled"] = partial(_form, compiled=BLOCKS)
     VARIANTS[f"{_name}, compiled whole"] = partial(_form, compiled=WHOLE)
+    VARIANTS[f"{_name}, max-autotune"] = partial(_form, compiled=WHOLE, mode="max-autotune-no-cudagraphs")
 for _name, _form in list(VARIANTS.items()):
     VARIANTS[f"{_name}, no recomputation"] = partial(_form, recompute=False)
 VARIANTS["install, edges embedded"] = lambda model: integration.install(fuse_edges=False)
@@ -108,9 +113,12 @@ class Training:
         changes = {"channels": options.channels, "heads": options.heads, "layers": options.layers}
         changes |= {"mapper_chunks": options.mapper_chunks, "layer_chunks": min(2, options.layers)}
         changes |= {"graph_attention_backend": "triton" if self.device.type == "cuda" else "pyg"}
-        self.model = build(graph, make_options(**changes), names, seed).to(self.device)
-        self.x = {"data": draw(graph, batch=options.batch, variables=names)["data"].to(self.device)}
-        self.target = draw(graph, batch=options.batch, seed=4, variables=names)["data"][:, :1, ..., :-1].to(self.device)
+        self.call = {"fcstep": 1} if options.ensemble else {}
+        make = make_ensemble_options if options.ensemble else make_options
+        self.model = build(graph, make(**changes), names, seed).to(self.device)
+        sizes = {"batch": options.batch, "ensemble": options.ensemble or 1, "variables": names}
+        self.x = {"data": draw(graph, **sizes)["data"].to(self.device)}
+        self.target = draw(graph, seed=4, **sizes)["data"][:, :1, ..., :-1].to(self.device)
         self.sizes = {"graph": {str(kind): graph[kind].num_edges for kind in graph.edge_types}}
         self.sizes |= {name: graph[name].num_nodes for name in graph.node_types}
         self.sizes["parameters"] = sum(parameter.numel() for parameter in self.model.parameters())
@@ -128,7 +136,7 @@ class Training:
         """Forward pass under autocast."""
         context = torch.autocast(self.device.type, self.dtype) if self.dtype else nullcontext()
         with context:
-            return (self.model(self.x)["data"] - self.target).square().mean()
+            return (self.model(self.x, **self.call)["data"] - self.target).square().mean()
 
     def step(self):
         """One whole step; its loss, which has not been waited for."""
@@ -147,6 +155,7 @@ class Training:
     def gradients(self):
         """Loss and gradient of every parameter, scaled into the range of float16."""
         self.model.zero_grad(set_to_none=True)
+        torch.manual_seed(0)  # of the noise of an ensemble
         loss = self.loss()
         (4096 * loss).backward()
         return loss.item(), {name: p.grad.float() for name, p in self.model.named_parameters() if p.grad is not None}
@@ -229,6 +238,7 @@ def make_parser(description):
     parser.add_argument("--mapper-chunks", type=int, default=2)
     parser.add_argument("--variables", type=int, default=100)
     parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--ensemble", type=int, help="members of an ensemble; default: the deterministic model")
     parser.add_argument("--precision", choices=PRECISIONS, default="16-mixed")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=["untouched", "install"])
