@@ -93,7 +93,7 @@ def test_components_without_a_mode_follow_their_switch(graph, expected, switch):
 
 @pytest.fixture
 def recording():
-    """A backend of torch.compile, and the numbers of operators in its forward and backward graphs."""
+    """Return a backend of torch.compile, and the numbers of operators in its forward and backward graphs."""
     torch.compiler.reset()
     counts = {"forward": Counter(), "backward": Counter()}
 
@@ -118,7 +118,7 @@ def test_compiled_whole_selective_checkpoints_keep_the_attention_and_products(gr
     attention, backward = counts["forward"][ATTENTION], counts["backward"]
     assert attention == eager[ATTENTION]
     assert backward[ATTENTION] == 0 and backward["anemoi_gt.edge_attention_torch_backward.default"] == attention
-    assert backward[PRODUCT] == 0 and backward["aten.erf.default"] > 0
+    assert backward[PRODUCT] == 0 and backward[ACTIVATION] == attention
 
 
 def test_inductor_keeps_them_too(graph, expected):

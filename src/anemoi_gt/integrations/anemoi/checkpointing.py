@@ -72,7 +72,7 @@ def patch_maybe_checkpoint(upstream: Callable) -> Callable:
 
     @wraps(upstream)
     def maybe_checkpoint(func, enabled, *args, **kwargs):
-        mode = mode_of(getattr(func, "__self__", None))
+        mode = mode_of(func.__self__)  # not getattr with a default, which Dynamo would return
         if mode is None:
             return upstream(func, enabled, *args, **kwargs)
         if mode == "none":
