@@ -81,6 +81,18 @@ def test_modes_have_the_same_bits_and_run_the_attention_once_unless_full(graph, 
     assert (calls.counts[PRODUCT] > counts[PRODUCT]) == (mode == "full")
 
 
+@pytest.mark.parametrize("cached", [True, False])
+def test_a_selective_checkpoint_under_autocast_casts_weights_anew_in_every_chunk(graph, cached):
+    found = []
+    for mode, cache in (("none", False), ("selective", cached)):
+        autocast = torch.autocast("cpu", torch.bfloat16, cache_enabled=cache)
+        with anemoi.install(activation_checkpointing=mode), autocast:
+            found.append(flat(differentiate(make_model(graph), draw(graph))))
+            assert torch.is_autocast_cache_enabled() == cache
+    for name, value in found[0].items():
+        assert torch.equal(found[1][name], value), name
+
+
 @pytest.mark.parametrize("switch", [True, False])
 def test_components_without_a_mode_follow_their_switch(graph, expected, switch):
     _, counts = expected

@@ -79,9 +79,27 @@ def patch_maybe_checkpoint(upstream: Callable) -> Callable:
             return func(*args, **kwargs)
         if mode == "full" or func.__name__ == "prepare_edge_sharding_wrapper":  # which has neither
             return checkpoint(func, *args, use_reentrant=False, **kwargs)
-        return checkpoint(func, *args, use_reentrant=False, context_fn=_selective, **kwargs)
+        run = func if torch.compiler.is_compiling() else _without_cast_cache(func)
+        return checkpoint(run, *args, use_reentrant=False, context_fn=_selective, **kwargs)
 
     return maybe_checkpoint
+
+
+def _without_cast_cache(func: Callable) -> Callable:
+    """Return a function that casts weights at each call.
+
+    A recomputation must run the operators of the forward pass, where autocast would find what other chunks have cast.
+    """
+
+    def run(*args, **kwargs):
+        enabled = torch.is_autocast_cache_enabled()
+        torch.set_autocast_cache_enabled(False)
+        try:
+            return func(*args, **kwargs)
+        finally:
+            torch.set_autocast_cache_enabled(enabled)
+
+    return run
 
 
 def _policy(ctx, operator, *args, **kwargs) -> CheckpointPolicy:
