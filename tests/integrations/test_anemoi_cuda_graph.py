@@ -1,8 +1,10 @@
 """Steps of Anemoi models replayed from a CUDA graph, in a loop of one's own and in Lightning's: the bits of launched ones."""
 
 import math
+import os
 from contextlib import nullcontext
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import hydra
 import pytest
@@ -31,6 +33,14 @@ def graph():
     return graph_of("O4", 1)
 
 
+@pytest.fixture
+def one_rank():
+    """The process group and the environment of Lightning's DDP end with the test."""
+    with patch.dict(os.environ):
+        yield
+        torch.distributed.destroy_process_group()
+
+
 class Loss(nn.Module):
     """Mean squared error of the grid points that a mask keeps; the mask is another tensor at every batch, as Anemoi's."""
 
@@ -51,10 +61,11 @@ class Forecaster(LightningModule):
         super().__init__()
         self.model = build(graph, make_options(**SMALL))
         self.loss = Loss(graph["data"].num_nodes)
-        self.rollout, self.calls = 1, 0
+        self.rollout, self.calls, self.read = 1, 0, set()
 
     def training_step(self, batch, batch_idx):
         self.calls += 1
+        self.read.add(self.loss.masks["nan"].data_ptr())
         return self.step(batch, "train")
 
     def validation_step(self, batch, batch_idx):
@@ -169,19 +180,40 @@ def test_a_single_batch_of_another_shape_is_launched_and_two_in_a_row_are_captur
     assert len(captures) == 2 and said().count(UNCAPTURED) == 2
 
 
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_one_process_of_ddp_replays_and_launches_single_batches_of_another_shape(graph, accumulated, one_rank):
+    options = {"data": batches(graph, sizes=[2, 2, 1, 2]), "accumulate_grad_batches": accumulated, "devices": 1}
+    runs = [fit(graph, callbacks, strategy=DDPStrategy(), **options) for callbacks in ([], [callback()])]
+    assert_same(*reversed(runs))
+    assert runs[1][0].calls > runs[0][0].calls  # in warm-up passes
+
+
 def test_gradients_that_are_zeroed_in_place_are_those_of_the_batch(graph, monkeypatch):
     zero = lambda self, epoch, batch_idx, optimizer: optimizer.zero_grad(set_to_none=False)  # noqa: E731
     monkeypatch.setattr(Forecaster, "optimizer_zero_grad", zero)
     assert_same(fit(graph, [callback()], epochs=1), fit(graph, epochs=1))
 
 
-def test_dropped_weights_and_moved_weights_are_captured_again(graph):
+def test_a_replay_reads_what_a_loss_holds_from_one_place(graph):
+    replayed, launched = (fit(graph, callbacks, epochs=1)[0].read for callbacks in ([callback()], []))
+    assert (len(replayed), len(launched)) == (1, 4)
+
+
+def test_a_step_is_captured_again_when_a_weight_has_moved(graph):
     class Moved(Callback):
         def on_train_batch_start(self, trainer, module, batch, batch_idx):
-            weight = next(module.parameters())
-            weight.data = weight.data.clone()
+            if batch_idx == 2:
+                weight = next(module.parameters())
+                weight.data = weight.data.clone()
 
-    assert_same(fit(graph, [callback(), Moved()], epochs=1), fit(graph, epochs=1))
+    captures = []
+
+    def capture(function):
+        captures.append(function)
+        return capture_in_place(function)
+
+    assert_same(fit(graph, [anemoi.CUDAGraphCallback(capture), Moved()], epochs=1), fit(graph, epochs=1))
+    assert len(captures) == 2
 
 
 class Failing(Callback):
