@@ -40,7 +40,8 @@ def capture_step(
     -------
     CUDAGraphedStep
         Called with a batch, it assigns the gradients to the parameters and returns what `function` returns. Gradients
-        are overwritten by the next call; `install` must stay active. `reset()` lets the next batch be captured again, as after a change of rollout.
+        are overwritten by the next call; `install` must stay active. `reset()` lets the next batch be captured again,
+        as after a change of rollout.
 
     Raises
     ------
