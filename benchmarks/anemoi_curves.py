@@ -12,7 +12,7 @@ every step, the smoothed curves of one seed differ by no more than the largest d
 from functools import partial
 
 import torch
-from anemoi_step import VARIANTS, Training, make_parser, start_report
+from anemoi_step import Training, make_parser, start_report
 from suite.results import Results
 
 SEEDS = (0, 1)
@@ -26,12 +26,12 @@ def fields_after(x):
     return 0.5 * last + torch.tanh(last.roll(1, -1) * x[:, :1, ..., -1:])
 
 
-def curve(training, seed, steps, context):
+def curve(training, seed, steps, name):
     """Return the losses of a run."""
     training.restart()
     generator = torch.Generator(training.device).manual_seed(seed)
     losses = []
-    with context(training.model):
+    with training.computing(name):
         for _ in range(steps):
             training.x["data"].normal_(generator=generator)
             training.target = fields_after(training.x["data"])
@@ -71,7 +71,7 @@ def main(arguments=None):
             training = Training(options, seed)
             for name in options.variants:
                 title = f"{name}, seed {seed}"
-                call = partial(curve, training, seed, options.training_steps, VARIANTS[name])
+                call = partial(curve, training, seed, options.training_steps, name)
                 losses = results.run(f"{precision}, {title}", call)
                 if losses is not None:
                     curves[name, seed], kept["losses"][title] = losses, losses.tolist()

@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, wraps
 from importlib import import_module
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,9 @@ from anemoi_gt.integrations import hooks_of
 from anemoi_gt.integrations.anemoi.cache import structure_of
 from anemoi_gt.nn.layer_kernels import cast_for_projections
 from anemoi_gt.ops import edge_attention
+
+if TYPE_CHECKING:
+    from anemoi_gt.integrations.anemoi.checkpointing import Checkpointing
 
 log = logging.getLogger(__name__)
 
@@ -38,10 +42,13 @@ class Settings:
         Backend and precision of the attention.
     fuse_edges : bool
         Hand raw edge attributes and the weight of `lin_edge` to the attention, so that no edge is embedded.
+    checkpointing : Checkpointing or None
+        Activation checkpointing of the components; of `install` alone.
     """
 
     config: AttentionConfig
     fuse_edges: bool
+    checkpointing: "Checkpointing | None" = None
 
 
 class SettingsRegistry:

@@ -5,7 +5,9 @@ Nothing is written on a module, so state dicts, pickles, copies and `isinstance`
 
 import logging
 import sys
+from collections.abc import Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from importlib import import_module
 from importlib.metadata import version
 from inspect import signature
@@ -16,7 +18,7 @@ import torch
 from torch import nn
 
 from anemoi_gt.attention_config import AttentionConfig
-from anemoi_gt.integrations.anemoi import attention, cache, residual
+from anemoi_gt.integrations.anemoi import attention, cache, checkpointing, residual
 from anemoi_gt.integrations.anemoi.attention import SETTINGS, Settings
 
 log = logging.getLogger(__name__)
@@ -42,6 +44,8 @@ PATCHES = {  # (class, or module that holds a function, name of the method or fu
     (PARTITION[:1], "shard_tensor"): cache.patch_shard_tensor,
     (MAPPER[:1], "gather_tensor"): cache.patch_gather_tensor,
     (PROCESSOR[:1], "gather_tensor"): cache.patch_gather_tensor,
+    (MAPPER[:1], "maybe_checkpoint"): checkpointing.patch_maybe_checkpoint,
+    (PROCESSOR[:1], "maybe_checkpoint"): checkpointing.patch_maybe_checkpoint,
     (MODEL, "_assemble_output"): residual.patch_assemble_output,
     (ENSEMBLE, "_assemble_output"): residual.patch_assemble_ensemble_output,
 }
@@ -77,7 +81,12 @@ class Installation:
         return f"Installation({_describe(self._settings)}; {state})"
 
 
-def install(backend: str = "auto", precision: str | None = None, fuse_edges: bool = True) -> Installation:
+def install(
+    backend: str = "auto",
+    precision: str | None = None,
+    fuse_edges: bool = True,
+    activation_checkpointing: str | Mapping[str, str | None] | None = None,
+) -> Installation:
     """Let all graph-transformer blocks of Anemoi, existing and future, compute their attention with anemoi_gt.
 
     Parameters
@@ -90,6 +99,10 @@ def install(backend: str = "auto", precision: str | None = None, fuse_edges: boo
     fuse_edges : bool
         Hand raw edge attributes to the attention, which then makes no tensor of edges x heads x channels. False embeds
         every edge as Anemoi does.
+    activation_checkpointing : {None, "none", "selective", "full"} or mapping
+        What is kept for the backward pass: everything ("none"), results of the attention and of matrix products
+        ("selective"), inputs of each chunk ("full"). One for all components, or one for some of "encoder", "processor"
+        and "decoder". None leaves it to the `gradient_checkpointing` of Anemoi's config.
 
     Returns
     -------
@@ -100,7 +113,8 @@ def install(backend: str = "auto", precision: str | None = None, fuse_edges: boo
     Raises
     ------
     ValueError
-        For another backend or precision.
+        For another backend, precision or activation checkpointing; at a forward pass with "selective", if blocks are
+        compiled one by one, which would make wrong gradients.
     ImportError
         If anemoi-models is missing, or its blocks do not have the `apply_gt` of a supported version.
 
@@ -110,6 +124,7 @@ def install(backend: str = "auto", precision: str | None = None, fuse_edges: boo
     methods it was made from. It is compiled again when it is called.
     """
     settings = _switch_on(AttentionConfig(backend=backend, precision=precision), fuse_edges)
+    settings = replace(settings, checkpointing=checkpointing.Checkpointing.of(activation_checkpointing))
     installation = Installation(settings, before=SETTINGS.everywhere)
     SETTINGS.everywhere = settings
     log.info(
