@@ -20,7 +20,7 @@ MAY_IMPORT = {  # package or module: the others that it may import
     "nn": {"attention_config", "graph", "ops", "option_checks"},
     "kernel_report": {"custom_ops", "graph", "ops"},
     "data": {"extras", "option_checks"},
-    "integrations": {"attention_config", "custom_ops", "graph", "nn", "ops"},
+    "integrations": {"attention_config", "custom_ops", "distributed", "graph", "nn", "ops"},
     "distributed": {"graph", "nn", "ops", "option_checks"},
     "training": {"attention_config", "data", "distributed", "extras", "graph", "nn", "ops", "option_checks"},
     "export": {"custom_ops", "graph", "nn", "ops", "data", "evaluate", "hydra_app", "training", "version"},

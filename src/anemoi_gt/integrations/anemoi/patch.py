@@ -5,6 +5,7 @@ Nothing is written on a module, so state dicts, pickles, copies and `isinstance`
 
 import logging
 import sys
+from collections.abc import Callable
 from contextlib import nullcontext
 from importlib import import_module
 from importlib.metadata import version
@@ -16,7 +17,7 @@ import torch
 from torch import nn
 
 from anemoi_gt.attention_config import AttentionConfig
-from anemoi_gt.integrations.anemoi import attention, cache, residual
+from anemoi_gt.integrations.anemoi import attention, cache, residual, sharding
 from anemoi_gt.integrations.anemoi.attention import SETTINGS, Settings
 
 log = logging.getLogger(__name__)
@@ -28,6 +29,9 @@ PROCESSOR = ("anemoi.models.layers.processor", "GraphTransformerProcessor")
 PARTITION = ("anemoi.models.distributed.khop_edges", "GraphPartition")
 MODEL = ("anemoi.models.models.encoder_processor_decoder", "AnemoiModelEncProcDec")
 ENSEMBLE = ("anemoi.models.models.ens_encoder_processor_decoder", "AnemoiEnsModelEncProcDec")
+TARGETS = ("anemoi.models.layers.target_features",)
+NODES = ("anemoi.models.layers.graph", "NamedNodesAttributes")
+NOISE = ("anemoi.models.layers.ensemble", "NoiseConditioning")
 PATCHES = {  # (class, or module that holds a function, name of the method or function): what makes its replacement
     (BLOCK, "apply_gt"): attention.patch_apply_gt,
     (BLOCK, "attention_block"): attention.patch_attention_block,
@@ -44,6 +48,18 @@ PATCHES = {  # (class, or module that holds a function, name of the method or fu
     (PROCESSOR[:1], "gather_tensor"): cache.patch_gather_tensor,
     (MODEL, "_assemble_output"): residual.patch_assemble_output,
     (ENSEMBLE, "_assemble_output"): residual.patch_assemble_ensemble_output,
+}
+PROCESSOR_BLOCK = (BLOCK[0], "GraphTransformerProcessorBlock")
+SHARDING = {  # replaced, above the replacements of `PATCHES`, all or none of them
+    (PROVIDER, "_get_edges_impl"): sharding.patch_get_edges,
+    (PROCESSOR_BLOCK, "_forward_edges_shard_strategy"): sharding.patch_edges_strategy,
+    (MAPPER, "prepare_edge_sharding_wrapper"): sharding.patch_prepare_edge_sharding,
+    (MAPPER, "mapper_forward_with_edge_sharding"): sharding.patch_mapper_forward,
+    (MODEL, "_assert_valid_sharding"): sharding.patch_assert_valid_sharding,
+    **{(place[:1], "shard_tensor"): sharding.patch_shard_tensor for place in (MODEL, ENSEMBLE, TARGETS)},
+    **{(place[:1], "get_shard_sizes"): sharding.patch_shard_sizes for place in (MODEL, ENSEMBLE)},
+    (NODES, "forward"): sharding.patch_node_attributes,
+    (NOISE, "forward"): sharding.patch_noise,
 }
 _upstream: dict[tuple[type | ModuleType, str], object] = {}  # what was replaced
 
@@ -73,7 +89,9 @@ class Installation:
         return nullcontext, ()
 
 
-def install(backend: str = "auto", precision: str | None = None, fuse_edges: bool = True) -> Installation:
+def install(
+    backend: str = "auto", precision: str | None = None, fuse_edges: bool = True, sharding: bool = True
+) -> Installation:
     """Let all graph-transformer blocks of Anemoi, existing and future, compute their attention with anemoi_gt.
 
     Parameters
@@ -86,6 +104,10 @@ def install(backend: str = "auto", precision: str | None = None, fuse_edges: boo
     fuse_edges : bool
         Hand raw edge attributes to the attention, which then makes no tensor of edges x heads x channels. False embeds
         every edge as Anemoi does.
+    sharding : bool
+        Where Anemoi shards a model over several ranks with strategy "edges", exchange halo rows only, for graphs of any
+        symmetry, batches and ensembles. False keeps Anemoi's own sharding, as does a version whose methods differ,
+        which is logged.
 
     Returns
     -------
@@ -105,7 +127,7 @@ def install(backend: str = "auto", precision: str | None = None, fuse_edges: boo
     The first installation and the end of the last one call `torch.compiler.reset`: compiled code would go on with the
     methods it was made from. It is compiled again when it is called.
     """
-    settings = _switch_on(AttentionConfig(backend=backend, precision=precision), fuse_edges)
+    settings = _switch_on(AttentionConfig(backend=backend, precision=precision), fuse_edges, sharding)
     installation = Installation(settings, before=SETTINGS.everywhere)
     SETTINGS.everywhere = settings
     return installation
@@ -118,7 +140,11 @@ def uninstall() -> None:
 
 
 def swap_layers(
-    model: nn.Module, backend: str = "auto", precision: str | None = None, fuse_edges: bool = True
+    model: nn.Module,
+    backend: str = "auto",
+    precision: str | None = None,
+    fuse_edges: bool = True,
+    sharding: bool = True,
 ) -> nn.Module:
     """Let the graph-transformer blocks of one model compute their attention with anemoi_gt.
 
@@ -126,7 +152,7 @@ def swap_layers(
     ----------
     model : torch.nn.Module
         It is not changed: its blocks are registered. A copy or an unpickled model has to be swapped again.
-    backend, precision, fuse_edges
+    backend, precision, fuse_edges, sharding
         As for `install`; they take precedence over those of `install`.
 
     Returns
@@ -147,7 +173,7 @@ def swap_layers(
     blocks = [module for module in model.modules() if isinstance(module, _find(*BLOCK))]
     if not blocks:
         raise ValueError(f"model must have a graph-transformer block of Anemoi, got {type(model).__name__} without one")
-    settings = _switch_on(config, fuse_edges)
+    settings = _switch_on(config, fuse_edges, sharding)
     for each in blocks:
         SETTINGS.choose(each, settings)
     return model
@@ -198,13 +224,15 @@ def graph_transformer_backward_mapper(
     return swap_layers(_find(MAPPER[0], "GraphTransformerBackwardMapper")(**options), backend, precision, fuse_edges)
 
 
-def _switch_on(config: AttentionConfig, fuse_edges: bool) -> Settings:
-    """Apply the patches; edges can be fused where all methods of the block were replaced."""
-    if not isinstance(fuse_edges, bool):
-        raise ValueError(f"fuse_edges must be True or False, got {fuse_edges!r}")
+def _switch_on(config: AttentionConfig, fuse_edges: bool, sharding: bool) -> Settings:
+    """Apply the patches; edges can be fused where all methods of the block were replaced, and shards if all were."""
+    for name, value in {"fuse_edges": fuse_edges, "sharding": sharding}.items():
+        if not isinstance(value, bool):
+            raise ValueError(f"{name} must be True or False, got {value!r}")
     _apply_patches()
     replaced = {name for _, name in _upstream}
-    return Settings(config, fuse_edges and replaced.issuperset(name for place, name in PATCHES if place == BLOCK))
+    fuse_edges = fuse_edges and replaced.issuperset(name for place, name in PATCHES if place == BLOCK)
+    return Settings(config, fuse_edges, sharding and replaced.issuperset(name for _, name in SHARDING))
 
 
 def _find(module: str, *name: str) -> type | ModuleType:
@@ -223,27 +251,44 @@ def _apply_patches() -> None:
         return
     found = {}
     for (place, name), patch in PATCHES.items():
-        try:
-            owner = _find(*place)
-        except ImportError:
-            if place == BLOCK:
-                raise
-            owner = None
-        upstream = vars(owner).get(name) if owner is not None else None
-        if upstream is not None and _parameters(upstream) == _parameters(patch(upstream)):
-            found[owner, name] = (upstream, patch(upstream))
-        elif name == "apply_gt":
-            raise ImportError(
-                f"anemoi-models must have {BLOCK[1]}.apply_gt as 0.18.0 and 0.19.0 have it, "
-                f"got {version('anemoi-models')}"
-            )
-        else:
+        if not _replace(place, name, patch, found):
+            if name == "apply_gt":
+                _find(*place)
+                raise ImportError(
+                    f"anemoi-models must have {BLOCK[1]}.apply_gt as 0.18.0 and 0.19.0 have it, "
+                    f"got {version('anemoi-models')}"
+                )
             log.warning("this anemoi-models has another %s.%s: expect less speed, not other results", place[-1], name)
+    with_sharding = dict(found)
+    differing = [
+        f"{place[-1]}.{name}"
+        for (place, name), patch in SHARDING.items()
+        if not _replace(place, name, patch, with_sharding)
+    ]
+    differing += sharding.differing_functions()
+    if differing:
+        log.warning("this anemoi-models has another %s: its own sharding is kept", ", ".join(differing))
+    else:
+        found = with_sharding
+        sharding.resolve_upstream()
     attention.resolve_upstream(_find(*BLOCK))
     for (owner, name), (upstream, replacement) in found.items():
         _upstream[owner, name] = upstream
         setattr(owner, name, replacement)
     _reset_compiled()
+
+
+def _replace(place: tuple[str, ...], name: str, patch: Callable, found: dict) -> bool:
+    """Add a function and its replacement to `found`; return False if anemoi-models has another one, or none."""
+    try:
+        owner = _find(*place)
+    except ImportError:
+        return False
+    upstream, former = found.get((owner, name), 2 * (vars(owner).get(name),))
+    if upstream is None or _parameters(upstream) != _parameters(patch(upstream)):
+        return False
+    found[owner, name] = (upstream, patch(former))
+    return True
 
 
 def _parameters(function) -> list[str]:
