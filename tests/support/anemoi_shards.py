@@ -99,14 +99,25 @@ def set_edges(edges, edge_index, generator):
     )
 
 
-def make_model(case):
-    """The model in float64, its trained node and edge attributes not zero."""
-    make = make_ensemble_options if case.ensemble > 1 else make_options
-    model = build(graph(case.graph), make(**OPTIONS | case.options)).double()
+def model_of(case):
+    """The model of a case; cases share it, and ranks inherit it from the process that starts them."""
+    return make_model(case.graph, case.ensemble > 1, tuple(sorted(case.options.items())), case.compiled)
+
+
+@cache
+def make_model(name, is_ensemble, options, compiled):
+    """A model in float64, its trained node and edge attributes not zero, and its blocks compiled or not."""
+    make = make_ensemble_options if is_ensemble else make_options
+    model = build(graph(name), make(**OPTIONS | dict(options))).double()
     for name, parameter in model.named_parameters():
         if "trainable" in name:
             torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(1))
-    if case.ensemble > 1:  # Anemoi draws it in float32
+    if compiled:
+        for mapper in (*model.encoder.values(), *model.decoder.values()):
+            mapper.proc.compile(backend="aot_eager", dynamic=False)
+        for block in model.processor.proc:
+            block.compile(backend="aot_eager", dynamic=False)
+    if is_ensemble:  # Anemoi draws noise in float32
         in_float64 = lambda module, args, kwargs: (args, kwargs | {"noise_dtype": torch.float64})  # noqa: E731
         model.noise_injector.register_forward_pre_hook(in_float64, with_kwargs=True)
     return model
@@ -152,7 +163,7 @@ def gradients_of_strategy(model, group, everyone):
 
 def one_rank(case):
     """Mean loss and gradients of the models of a case, each on one rank, by Anemoi's own code."""
-    model, losses, total = make_model(case), [], {}
+    model, losses, total = model_of(case), [], {}
     for index in range(case.models):
         losses.append(run(model, case, index, None))
         for name, parameter in model.named_parameters():
@@ -163,14 +174,7 @@ def one_rank(case):
 
 def run_case(case, group, index, everyone):
     """Loss, gradients, and how many edge lists a rank sorts and which collectives it calls, in the second of two steps if `counted`."""
-    model = make_model(case)
-    if case.compiled:
-        blocks = [
-            *model.processor.proc,
-            *(mapper.proc for mapper in (*model.encoder.values(), *model.decoder.values())),
-        ]
-        for block in blocks:
-            block.compile(backend="aot_eager", dynamic=False)
+    model = model_of(case)
     with integration.install(backend="torch", **case.install):
         if case.counted:
             run(model, case, index, group)
@@ -226,4 +230,6 @@ def work(rank, folder):
 
 
 if __name__ == "__main__":
+    for case in CASES.values():
+        model_of(case)
     mp.start_processes(work, (Path(sys.argv[1]),), nprocs=RANKS, start_method="fork")
