@@ -38,6 +38,8 @@ def folder(tmp_path_factory):
 def one_rank(name):
     logging.disable(logging.WARNING)
     try:
+        if name == "conditioned":
+            return anemoi_shards.run_conditioned(None)[:2]
         return anemoi_shards.one_rank(CASES[name])
     finally:
         logging.disable(logging.NOTSET)
@@ -46,7 +48,7 @@ def one_rank(name):
 def assert_as_one_rank(folder, name):
     loss, gradients, _ = torch.load(folder / f"{name}.pt")
     expected, of_one = one_rank(name)
-    assert abs(loss - expected) <= 1e-10 * expected
+    assert abs(loss - expected) <= 1e-10 * abs(expected)
     largest = max(gradient.abs().max() for gradient in of_one.values())
     for parameter, gradient in of_one.items():
         scale = max(
@@ -91,6 +93,10 @@ def test_gradients_do_not_depend_on_chunks_and_checkpointing(folder):
 
 def test_embedded_edges_are_divided_too(folder):
     assert_as_one_rank(folder, "edges embedded")
+
+
+def test_conditions_of_sources_are_exchanged_with_them(folder):
+    assert_as_one_rank(folder, "conditioned")
 
 
 def test_compiled_blocks_exchange_their_halo(folder):

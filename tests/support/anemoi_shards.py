@@ -6,14 +6,14 @@ strategy makes of the gradients, or what the case counts. `one_rank(case)` is th
 
 import logging
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from anemoi.models.distributed.shapes import get_shard_sizes
+from anemoi.models.distributed.shapes import BipartiteGraphShardInfo, get_shard_sizes
 from torch_geometric.data import HeteroData
 
 from anemoi_gt import GraphStructure
@@ -163,13 +163,50 @@ def gradients_of_strategy(model, group, everyone):
 
 def one_rank(case):
     """Mean loss and gradients of the models of a case, each on one rank, by Anemoi's own code."""
-    model, losses, total = model_of(case), [], {}
+    model, losses, total = model_of(replace(case, compiled=False)), [], {}
     for index in range(case.models):
         losses.append(run(model, case, index, None))
         for name, parameter in model.named_parameters():
             grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             total[name] = total.get(name, 0) + grad / case.models
     return torch.stack(losses).mean(), total
+
+
+@cache
+def conditioned_model():
+    """A model whose encoder's norms are conditioned on four numbers of each node, as in Anemoi's diffusion models."""
+    options = make_options(**OPTIONS)
+    norm = {"_target_": "anemoi.models.layers.normalization.ConditionalLayerNorm", "condition_shape": 4}
+    kernels = options["layer_kernels"] | {"LayerNorm": norm | {"zero_init": False}}
+    options["encoders"]["encoder"]["mapper"]["layer_kernels"] = kernels
+    return build(graph("asymmetric"), options).double()
+
+
+def run_conditioned(group):
+    """A sum over the output of the encoder for a batch of two; gradients of parameters and conditions."""
+    model, generator = conditioned_model(), torch.Generator().manual_seed(0)
+    model.zero_grad(set_to_none=True)
+    mapper, counts = model.encoder["encoder"], [len(graph("asymmetric")[name].x) for name in ("data", "hidden")]
+    widths = (mapper.in_channels_src, mapper.in_channels_dst, 4, 4, mapper.hidden_dim)
+    rows = [
+        torch.randn(2, n, c, generator=generator).double() for n, c in zip(2 * counts + counts[1:], widths, strict=True)
+    ]
+    conditions = {"sources": rows[2].requires_grad_(), "destinations": rows[3].requires_grad_()}
+    sizes = [None, None]
+    if group is not None:
+        sizes = [get_shard_sizes(rows[side], 1, group) for side in (0, 1)]
+        rows = [whole.split(sizes[i % 2 if i < 4 else 1], 1)[group.rank()] for i, whole in enumerate(rows)]
+    x_src, x_dst, c_src, c_dst, direction = (own.flatten(0, 1) for own in rows)
+    edge_attr, edge_index, edges = model.encoder_graph_provider["data"].get_edges(2, model_comm_group=group)
+    shards = BipartiteGraphShardInfo(*sizes, edges)
+    _, out = mapper((x_src, x_dst), 2, shards, edge_attr, edge_index, group, True, cond=(c_src, c_dst))
+    loss = (out * direction).sum()
+    loss.backward()
+    gradients = {name: p.grad for name, p in mapper.named_parameters()} | {k: c.grad for k, c in conditions.items()}
+    if group is not None:
+        for value in (loss := loss.detach(), *gradients.values()):
+            dist.all_reduce(value, group=group)
+    return loss.detach(), gradients, {}
 
 
 def run_case(case, group, index, everyone):
@@ -225,6 +262,11 @@ def work(rank, folder):
             result = run_case(case, group, index, groups[case.ranks * case.models])
             if rank == 0:
                 torch.save(result, folder / f"{name}.pt")
+    if rank < 3:
+        with integration.install(backend="torch"):
+            result = run_conditioned(groups[3])
+        if rank == 0:
+            torch.save(result, folder / "conditioned.pt")
     dist.barrier()
     dist.destroy_process_group()
 
@@ -232,4 +274,5 @@ def work(rank, folder):
 if __name__ == "__main__":
     for case in CASES.values():
         model_of(case)
+    conditioned_model()
     mp.start_processes(work, (Path(sys.argv[1]),), nprocs=RANKS, start_method="fork")

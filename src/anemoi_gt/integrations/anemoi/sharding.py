@@ -118,6 +118,8 @@ def patch_prepare_edge_sharding(upstream):
             return upstream(self, *given)
         (src, dst), (x_src, x_dst) = sizes, x
         if not shard_info.src_is_sharded():
+            if cond is not None and cond[0].shape[0] == x_src.shape[0]:
+                cond = (_own_rows(cond[0], src, batch_size, model_comm_group), cond[1])
             x_src = _own_rows(x_src, src, batch_size, model_comm_group)
         if not shard_info.dst_is_sharded():
             x_dst = _own_rows(x_dst, dst, batch_size, model_comm_group)
