@@ -22,7 +22,7 @@ MAY_IMPORT = {  # package or module: the others that it may import
     "data": {"extras", "option_checks"},
     "cuda_graph": {"rng"},
     "rng": set(),
-    "integrations": {"attention_config", "cuda_graph", "custom_ops", "graph", "nn", "ops"},
+    "integrations": {"attention_config", "cuda_graph", "custom_ops", "distributed", "graph", "nn", "ops"},
     "distributed": {"graph", "nn", "ops", "option_checks"},
     "training": {"attention_config", "cuda_graph", "data", "distributed", "extras", "graph", "nn", "ops"}
     | {"option_checks", "rng"},

@@ -13,8 +13,10 @@ import torch
 from anemoi.models import models
 from anemoi.models.distributed import khop_edges
 from anemoi.models.layers import block as blocks
-from anemoi.models.layers import mapper, processor
+from anemoi.models.layers import mapper, processor, target_features
 from anemoi.models.layers.block import GraphTransformerBaseBlock
+from anemoi.models.layers.ensemble import NoiseConditioning
+from anemoi.models.layers.graph import NamedNodesAttributes
 from anemoi.models.layers.graph_provider import StaticGraphProvider
 from anemoi.models.models.ens_encoder_processor_decoder import AnemoiEnsModelEncProcDec
 from anemoi.models.triton.gt import graph_transformer_attention_conv
@@ -29,6 +31,7 @@ from anemoi_gt.integrations.anemoi.attention import SETTINGS, Settings
 LAYERS = (mapper.GraphTransformerBaseMapper, processor.GraphTransformerProcessor, StaticGraphProvider)
 MODELS = (models.AnemoiModelEncProcDec, AnemoiEnsModelEncProcDec)
 CHANGED = (GraphTransformerBaseBlock, khop_edges.GraphPartition, *LAYERS, *MODELS, mapper, processor, khop_edges)
+CHANGED += (NoiseConditioning, NamedNodesAttributes, target_features, *(sys.modules[m.__module__] for m in MODELS))
 
 
 @pytest.fixture

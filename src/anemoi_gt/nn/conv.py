@@ -15,6 +15,7 @@ from torch_geometric.utils import softmax
 
 from anemoi_gt.attention_config import AttentionConfig, check_config
 from anemoi_gt.graph import GraphStructure
+from anemoi_gt.nn.block import ShardedGraph
 from anemoi_gt.nn.chunking import Chunk, is_chunked, map_chunks
 from anemoi_gt.nn.input_validation import check_dtype, check_features, check_nodes
 from anemoi_gt.nn.layer_kernels import must_be_called
@@ -126,7 +127,7 @@ class GraphTransformerConv(MessagePassing):
     def forward(
         self,
         x: Tensor | tuple[Tensor, Tensor],
-        edge_index: GraphStructure | Sequence[Chunk] | Tensor,  # or a SparseTensor
+        edge_index: GraphStructure | ShardedGraph | Sequence[Chunk] | Tensor,  # or a SparseTensor
         edge_attr: Tensor | None = None,
         return_attention_weights: bool | None = None,
     ):
@@ -136,10 +137,11 @@ class GraphTransformerConv(MessagePassing):
         ----------
         x : Tensor [N, F] or [B, N, F], or a pair (x_src, x_dst) of them
             The batch shares one graph; different graphs form one graph, as PyG's `Batch` makes it.
-        edge_index : GraphStructure, its chunks, Tensor [2, E], EdgeIndex, or adjacency adj_t
-            Chunks are those of `split_destinations`. adj_t is a `torch.sparse` tensor or `SparseTensor` [N_dst, N_src],
-            whose values [E, D] replace a missing `edge_attr`. Edges other than a GraphStructure and chunks are sorted
-            in every call (see `AttentionConfig.stable_sort`), and their indices are checked on the CPU only.
+        edge_index : GraphStructure, ShardedGraph, chunks, Tensor [2, E], EdgeIndex, or adjacency adj_t
+            Of a ShardedGraph, x_src holds the local sources. Chunks are those of `split_destinations`. adj_t is a
+            `torch.sparse` tensor or `SparseTensor` [N_dst, N_src], whose values [E, D] replace a missing `edge_attr`.
+            Tensors and adjacencies are sorted in every call (see `AttentionConfig.stable_sort`), and their indices are
+            checked on the host on a CPU only.
         edge_attr : Tensor [E, D] or [B, E, D], optional
             Raw attributes in the caller's edge order.
         return_attention_weights : bool, optional
@@ -162,9 +164,14 @@ class GraphTransformerConv(MessagePassing):
             if return_attention_weights is not None:
                 raise ValueError(f"return_attention_weights must be None with chunks, got {return_attention_weights}")
             return map_chunks(lambda x, graph, attr, _: self.forward(x, graph, attr), edge_index, x, edge_attr)
-        graph, edge_attr = self._edges(edge_index, edge_attr, (x_src.shape[-2], x_dst.shape[-2]))
+        edges, query = edge_index, None
+        if not isinstance(edge_index, (GraphStructure, Tensor)) and isinstance(edge_index, ShardedGraph):
+            pending, edges = edge_index.start_exchange(x_src), edge_index.structure
+            query, x_src = self.lin_query(x_dst), pending.wait()
+        graph, edge_attr = self._edges(edges, edge_attr, (x_src.shape[-2], x_dst.shape[-2]))
         check_nodes(graph, x_src, x_dst)
-        query, key, value = self.lin_query(x_dst), self.lin_key(x_src), self.lin_value(x_src)
+        query = self.lin_query(x_dst) if query is None else query
+        key, value = self.lin_key(x_src), self.lin_value(x_src)
         query, key, value = (self._split_heads(features) for features in (query, key, value))
 
         if self._needs_messages():

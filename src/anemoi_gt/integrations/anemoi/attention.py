@@ -44,10 +44,13 @@ class Settings:
         Hand raw edge attributes and the weight of `lin_edge` to the attention, so that no edge is embedded.
     checkpointing : Checkpointing or None
         Activation checkpointing of the components; of `install` alone.
+    sharding : bool
+        Exchange halo rows in place of Anemoi's own sharding, with shard strategy "edges".
     """
 
     config: AttentionConfig
     fuse_edges: bool
+    sharding: bool = False
     checkpointing: "Checkpointing | None" = None
 
 
@@ -73,6 +76,11 @@ class SettingsRegistry:
         if id(block) not in self._single:
             weakref.finalize(block, self._single.pop, id(block), None).atexit = False
         self._single[id(block)] = settings
+
+    @property
+    def any_sharding(self) -> bool:
+        """True if some block exchanges its halo with us."""
+        return any(settings is not None and settings.sharding for settings in (self.everywhere, *self._single.values()))
 
     @property
     def is_empty(self) -> bool:
@@ -120,7 +128,7 @@ def patch_get_qkve(upstream):
 
     @wraps(upstream)
     def get_qkve(self, x, edge_attr):
-        if not _reads_raw_edges(self):
+        if not reads_raw_edges(self):
             return upstream(self, x, edge_attr)
         x_src, x_dst = x if isinstance(x, tuple) else (x, x)
         src = cast_for_projections(x_src, self.lin_query, self.lin_key, self.lin_value)
@@ -135,7 +143,7 @@ def patch_prepare_qkve(upstream):
 
     @wraps(upstream)
     def prepare_qkve_edge_sharding(self, query, key, value, edges):
-        if not _reads_raw_edges(self):
+        if not reads_raw_edges(self):
             return upstream(self, query, key, value, edges)
         return *(_split_heads(self, rows) for rows in (query, key, value)), edges
 
@@ -188,7 +196,7 @@ def _serves(block, edge_index) -> bool:
             f"attention backend {settings.config.backend!r} cannot serve this Anemoi block: {reason}; "
             "backend 'auto' runs Anemoi's own code there"
         )
-    _warn_once(f"an Anemoi block runs Anemoi's own attention: {reason}")
+    warn_once(f"an Anemoi block runs Anemoi's own attention: {reason}")
     return False
 
 
@@ -210,7 +218,7 @@ def _describe(kind: type) -> str:
 
 
 @torch.compiler.assume_constant_result
-def _warn_once(message: str) -> None:
+def warn_once(message: str) -> None:
     """Log a warning at the first call with this message; in compiled code, when it is traced."""
     _log_once(message)
 
@@ -220,7 +228,7 @@ def _log_once(message: str) -> None:
     log.warning(message)
 
 
-def _reads_raw_edges(block) -> bool:
+def reads_raw_edges(block) -> bool:
     """Return whether the attention embeds the edges of a block; the same answer to all methods in one forward pass."""
     settings = SETTINGS.of(block)
     if settings is None or not settings.fuse_edges or getattr(block, "shard_strategy", None) != "edges":
@@ -231,7 +239,7 @@ def _reads_raw_edges(block) -> bool:
     if reason is None and hooks_of(block.lin_edge):
         reason = "hooks watch its lin_edge, which would not be called"
     if reason is not None:
-        _warn_once(f"an Anemoi block embeds its edges before the attention: {reason}")
+        warn_once(f"an Anemoi block embeds its edges before the attention: {reason}")
     return reason is None
 
 

@@ -5,7 +5,7 @@ Nothing is written on a module, so state dicts, pickles, copies and `isinstance`
 
 import logging
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from importlib import import_module
@@ -13,12 +13,13 @@ from importlib.metadata import version
 from inspect import signature
 from operator import attrgetter
 from types import ModuleType
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from anemoi_gt.attention_config import AttentionConfig
-from anemoi_gt.integrations.anemoi import attention, cache, checkpointing, residual
+from anemoi_gt.integrations.anemoi import attention, cache, checkpointing, residual, sharding
 from anemoi_gt.integrations.anemoi.attention import SETTINGS, Settings
 
 log = logging.getLogger(__name__)
@@ -30,6 +31,9 @@ PROCESSOR = ("anemoi.models.layers.processor", "GraphTransformerProcessor")
 PARTITION = ("anemoi.models.distributed.khop_edges", "GraphPartition")
 MODEL = ("anemoi.models.models.encoder_processor_decoder", "AnemoiModelEncProcDec")
 ENSEMBLE = ("anemoi.models.models.ens_encoder_processor_decoder", "AnemoiEnsModelEncProcDec")
+TARGETS = ("anemoi.models.layers.target_features",)
+NODES = ("anemoi.models.layers.graph", "NamedNodesAttributes")
+NOISE = ("anemoi.models.layers.ensemble", "NoiseConditioning")
 PATCHES = {  # (class, or module that holds a function, name of the method or function): what makes its replacement
     (BLOCK, "apply_gt"): attention.patch_apply_gt,
     (BLOCK, "attention_block"): attention.patch_attention_block,
@@ -48,6 +52,25 @@ PATCHES = {  # (class, or module that holds a function, name of the method or fu
     (PROCESSOR[:1], "maybe_checkpoint"): checkpointing.patch_maybe_checkpoint,
     (MODEL, "_assemble_output"): residual.patch_assemble_output,
     (ENSEMBLE, "_assemble_output"): residual.patch_assemble_ensemble_output,
+}
+PROCESSOR_BLOCK = (BLOCK[0], "GraphTransformerProcessorBlock")
+SHARDING = {  # replaced, above the replacements of `PATCHES`, all or none of them
+    (PROVIDER, "_get_edges_impl"): sharding.patch_get_edges,
+    (PROCESSOR_BLOCK, "_forward_edges_shard_strategy"): sharding.patch_edges_strategy,
+    (MAPPER, "prepare_edge_sharding_wrapper"): sharding.patch_prepare_edge_sharding,
+    (MAPPER, "mapper_forward_with_edge_sharding"): sharding.patch_mapper_forward,
+    (MODEL, "_assert_valid_sharding"): sharding.patch_assert_valid_sharding,
+    **{(place[:1], "shard_tensor"): sharding.patch_shard_tensor for place in (MODEL, ENSEMBLE, TARGETS)},
+    **{(place[:1], "get_shard_sizes"): sharding.patch_shard_sizes for place in (MODEL, ENSEMBLE)},
+    (NODES, "forward"): sharding.patch_node_attributes,
+    (NOISE, "forward"): sharding.patch_noise,
+}
+MAPPER_BLOCK = (BLOCK[0], "GraphTransformerMapperBlock")
+# The same as in `PATCHES` in older versions: other parameters, or another class.
+OLDER = {
+    (BLOCK, "apply_gt"): [(BLOCK, attention.patch_apply_gt_0_15)],
+    (BLOCK, "attention_block"): [(BLOCK, attention.patch_attention_block_0_15)],
+    (BLOCK, "prepare_qkve_edge_sharding"): [(MAPPER_BLOCK, attention.patch_prepare_qkve)],  # before 0.17
 }
 _upstream: dict[tuple[type | ModuleType, str], object] = {}  # what was replaced
 
@@ -85,6 +108,7 @@ def install(
     backend: str = "auto",
     precision: str | None = None,
     fuse_edges: bool = True,
+    sharding: bool = True,
     activation_checkpointing: str | Mapping[str, str | None] | None = None,
 ) -> Installation:
     """Let all graph-transformer blocks of Anemoi, existing and future, compute their attention with anemoi_gt.
@@ -99,6 +123,10 @@ def install(
     fuse_edges : bool
         Hand raw edge attributes to the attention, which then makes no tensor of edges x heads x channels. False embeds
         every edge as Anemoi does.
+    sharding : bool
+        Where Anemoi shards a model over several ranks with strategy "edges", exchange halo rows only, for graphs of any
+        symmetry, batches and ensembles. False keeps Anemoi's own sharding, as does a version whose methods differ,
+        which is logged.
     activation_checkpointing : {None, "none", "selective", "full"} or mapping
         What is kept for the backward pass: everything ("none"), results of the attention and of matrix products
         ("selective"), inputs of each chunk ("full"). One for all components, or one for some of "encoder", "processor"
@@ -116,20 +144,20 @@ def install(
         For another backend, precision or activation checkpointing; at a forward pass with "selective", if blocks are
         compiled one by one, which would make wrong gradients.
     ImportError
-        If anemoi-models is missing, or its blocks do not have the `apply_gt` of a supported version.
+        If anemoi-models is missing, or its blocks do not attend as those of 0.9.3 to 0.19.0 do.
 
     Notes
     -----
     The first installation and the end of the last one call `torch.compiler.reset`: compiled code would go on with the
     methods it was made from. It is compiled again when it is called.
     """
-    settings = _switch_on(AttentionConfig(backend=backend, precision=precision), fuse_edges)
+    settings = _switch_on(AttentionConfig(backend=backend, precision=precision), fuse_edges, sharding)
     settings = replace(settings, checkpointing=checkpointing.Checkpointing.of(activation_checkpointing))
     installation = Installation(settings, before=SETTINGS.everywhere)
     SETTINGS.everywhere = settings
     log.info(
         "graph-transformer blocks of anemoi-models %s compute with anemoi_gt: %s; replaced %d of %d methods",
-        version("anemoi-models"), _describe(settings), len(_upstream), len(PATCHES),
+        version("anemoi-models"), _describe(settings), len(_upstream), len(_wanted() + list(SHARDING.keys() - PATCHES)),
     )  # fmt: skip
     return installation
 
@@ -147,7 +175,7 @@ def plan() -> dict[str, str | None]:
 
     Raise ImportError without anemoi-models. Nothing is replaced.
     """
-    return {f"{place[-1]}.{name}": reason for (place, name), (_, _, _, reason) in _find_patches().items()}
+    return {f"{seam[0][-1]}.{seam[1]}": _match(seam).reason for seam in _wanted()}
 
 
 def uninstall() -> None:
@@ -157,7 +185,11 @@ def uninstall() -> None:
 
 
 def swap_layers(
-    model: nn.Module, backend: str = "auto", precision: str | None = None, fuse_edges: bool = True
+    model: nn.Module,
+    backend: str = "auto",
+    precision: str | None = None,
+    fuse_edges: bool = True,
+    sharding: bool = True,
 ) -> nn.Module:
     """Let the graph-transformer blocks of one model compute their attention with anemoi_gt.
 
@@ -165,7 +197,7 @@ def swap_layers(
     ----------
     model : torch.nn.Module
         It is not changed: its blocks are registered. A copy or an unpickled model has to be swapped again.
-    backend, precision, fuse_edges
+    backend, precision, fuse_edges, sharding
         As for `install`; they take precedence over those of `install`.
 
     Returns
@@ -186,7 +218,7 @@ def swap_layers(
     blocks = [module for module in model.modules() if isinstance(module, _find(*BLOCK))]
     if not blocks:
         raise ValueError(f"model must have a graph-transformer block of Anemoi, got {type(model).__name__} without one")
-    settings = _switch_on(config, fuse_edges)
+    settings = _switch_on(config, fuse_edges, sharding)
     for each in blocks:
         SETTINGS.choose(each, settings)
     return model
@@ -237,13 +269,15 @@ def graph_transformer_backward_mapper(
     return swap_layers(_find(MAPPER[0], "GraphTransformerBackwardMapper")(**options), backend, precision, fuse_edges)
 
 
-def _switch_on(config: AttentionConfig, fuse_edges: bool) -> Settings:
-    """Apply the patches; edges can be fused where all methods of the block were replaced."""
-    if not isinstance(fuse_edges, bool):
-        raise ValueError(f"fuse_edges must be True or False, got {fuse_edges!r}")
+def _switch_on(config: AttentionConfig, fuse_edges: bool, sharding: bool) -> Settings:
+    """Apply the patches; edges can be fused where all methods of the block were replaced, and shards if all were."""
+    for name, value in {"fuse_edges": fuse_edges, "sharding": sharding}.items():
+        if not isinstance(value, bool):
+            raise ValueError(f"{name} must be True or False, got {value!r}")
     _apply_patches()
     replaced = {name for _, name in _upstream}
-    return Settings(config, fuse_edges and replaced.issuperset(name for place, name in PATCHES if place == BLOCK))
+    fuse_edges = fuse_edges and replaced.issuperset(name for place, name in _wanted() if place == BLOCK)
+    return Settings(config, fuse_edges, sharding and replaced.issuperset(name for _, name in SHARDING))
 
 
 def _find(module: str, *name: str) -> type | ModuleType:
@@ -252,47 +286,92 @@ def _find(module: str, *name: str) -> type | ModuleType:
         return attrgetter(*name)(import_module(module)) if name else import_module(module)
     except (ImportError, AttributeError) as error:
         raise ImportError(
-            f"{module} is needed here and could not be imported ({error}); anemoi-models pins an older torch, so: "
-            "pip install --no-deps anemoi-models==0.19.0 anemoi-utils anemoi-graphs"
+            f"{module} is needed here and could not be imported ({error}): pip install anemoi-models==0.19.0"
         ) from error
 
 
 def _apply_patches() -> None:
     if _upstream:
         return
-    found = _find_patches()
-    if found[BLOCK, "apply_gt"][-1] is not None:
+    block, wanted = _find(*BLOCK), _wanted()
+    matches = {seam: _match(seam) for seam in wanted}
+    attends = next(seam for seam in wanted if seam[0] == BLOCK)
+    if matches[attends].reason is not None:
         raise ImportError(
-            f"anemoi-models must have {BLOCK[1]}.apply_gt as 0.18.0 and 0.19.0 have it, got {version('anemoi-models')}"
+            f"anemoi-models must have {BLOCK[1]}.{attends[1]} as one of 0.9.3 to 0.19.0 has it, "
+            f"got {version('anemoi-models')}"
         )
-    attention.resolve_upstream(_find(*BLOCK))
-    for (place, name), (owner, upstream, replacement, reason) in found.items():
-        if reason is not None:
-            log.warning("this anemoi-models has another %s.%s: expect less speed, not other results", place[-1], name)
-            continue
-        _upstream[owner, name] = upstream
-        setattr(owner, name, replacement)
+    others = [f"{place[-1]}.{name}" for (place, name), match in matches.items() if match.reason is not None]
+    if others:
+        message = "this anemoi-models lacks, or has with other parameters, %s: expect less speed, not other results"
+        log.warning(message, ", ".join(others))
+    if matches[PARTITION, "materialise"].reason is not None:  # before 0.16, what leaves a provider is sorted afterwards
+        del matches[PROVIDER, "_get_edges_impl"]
+    found = {(match.owner, seam[1]): match for seam, match in matches.items() if match.reason is None}
+    found = _with_sharding(found)
+    attention.resolve_upstream(block, tuple(match.replacement for match in found.values()))
+    for (owner, name), match in found.items():
+        _upstream[owner, name] = match.upstream
+        setattr(owner, name, match.replacement)
     _reset_compiled()
 
 
-def _find_patches() -> dict[tuple[tuple[str, ...], str], tuple]:
-    """Return owner, upstream and replacement of each of `PATCHES`, and why it is not to be replaced, or None."""
-    found = {}
-    for (place, name), patch in PATCHES.items():
-        owner, upstream, replacement, reason = None, None, None, f"this anemoi-models has no {'.'.join(place)}"
+def _wanted() -> list[tuple]:
+    """Return what is replaced in this version; the attention comes first, which is `attention_block` before 0.11."""
+    block = _find(*BLOCK)
+    method = getattr(block, "attention_block", None)
+    is_before_0_11 = not hasattr(block, "apply_gt") and method is not None and "num_chunks" in _parameters(method)[-1:]
+    return [seam for seam in PATCHES if seam != (BLOCK, "apply_gt") or not is_before_0_11]
+
+
+class Match(NamedTuple):
+    """A method of anemoi-models and its replacement, or the reason why it is not replaced."""
+
+    owner: type | ModuleType | None
+    upstream: Callable | None
+    replacement: Callable | None
+    reason: str | None
+
+
+def _match(seam: tuple) -> Match:
+    """Find the method of a seam with the parameters of some version that we know."""
+    reason, name = f"this anemoi-models has no {'.'.join(seam[0])}", seam[1]
+    for place, patch in ((seam[0], PATCHES[seam]), *OLDER.get(seam, ())):
         try:
             owner = _find(*place)
         except ImportError:
-            if place == BLOCK:
-                raise
+            continue
+        upstream = _upstream.get((owner, name), vars(owner).get(name))
+        if upstream is None:
+            reason = f"it has no {name}"
+            continue
+        replacement, given = patch(upstream), _parameters(upstream)
+        if given == (expected := _parameters(replacement)):
+            return Match(owner, upstream, replacement, None)
+        reason = f"it takes ({', '.join(given)}), not ({', '.join(expected)})"
+    return Match(None, None, None, reason)
+
+
+def _with_sharding(found: dict[tuple, Match]) -> dict[tuple, Match]:
+    """Return what was found with the replacements of `SHARDING` above it, or without, if one of them does not fit."""
+    above, differing = dict(found), []
+    for (place, name), patch in SHARDING.items():
+        try:
+            owner = _find(*place)
+        except ImportError:
+            owner = None
+        upstream = vars(owner).get(name) if owner is not None else None
+        match = found.get((owner, name), Match(owner, upstream, upstream, None))
+        if match.upstream is None or _parameters(match.upstream) != _parameters(patch(match.upstream)):
+            differing.append(f"{place[-1]}.{name}")
         else:
-            upstream, reason = _upstream.get((owner, name), vars(owner).get(name)), f"it has no {name}"
-        if upstream is not None:
-            replacement, given = patch(upstream), _parameters(upstream)
-            expected = _parameters(replacement)
-            reason = None if given == expected else f"it takes ({', '.join(given)}), not ({', '.join(expected)})"
-        found[place, name] = (owner, upstream, replacement, reason)
-    return found
+            above[owner, name] = match._replace(replacement=patch(match.replacement))
+    differing += sharding.differing_functions()
+    if differing:
+        log.warning("this anemoi-models has another %s: its own sharding is kept", ", ".join(differing))
+        return found
+    sharding.resolve_upstream()
+    return above
 
 
 def _describe(settings: Settings) -> str:
