@@ -11,6 +11,7 @@ WORKERS ?= $(shell nproc 2>/dev/null || echo 2)
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 INSTALLED := .venv/.installed
+FOLDER := $(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade --no-deps --target .venv/anemoi-models
 
 .PHONY: demo test bench lint format docs clean
 
@@ -48,11 +49,14 @@ $(INSTALLED)-%: pyproject.toml constraints.txt $(INSTALLED)-torch
 	$(PIP) --editable '.[$*]'
 	touch $@
 
-# Anemoi's packages ask for an older torch than they run on, so what the tests import of them comes without dependencies;
-# those that they need are in the extra `test`.
+# Anemoi's packages ask for torch below 2.11, and the tests run on a newer one: what they import of Anemoi comes without
+# dependencies, which are in the extra `test`, and old versions and the newest one lie in folders of their own.
+VERSIONS := 0.9.3 0.11.2 0.16.0
 $(INSTALLED)-test: pyproject.toml constraints.txt $(INSTALLED)-torch
 	$(PIP) --editable '.[test]'
 	$(PIP) --no-deps anemoi-models anemoi-graphs anemoi-utils
+	for version in $(VERSIONS); do $(FOLDER)/$$version anemoi-models==$$version || exit; done
+	$(FOLDER)/newest anemoi-models
 	touch $@
 
 .PRECIOUS: $(INSTALLED)-%

@@ -5,7 +5,7 @@ Nothing is written on a module, so state dicts, pickles, copies and `isinstance`
 
 import logging
 import sys
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from importlib import import_module
 from importlib.metadata import version
 from inspect import signature
@@ -28,6 +28,7 @@ PROCESSOR = ("anemoi.models.layers.processor", "GraphTransformerProcessor")
 PARTITION = ("anemoi.models.distributed.khop_edges", "GraphPartition")
 MODEL = ("anemoi.models.models.encoder_processor_decoder", "AnemoiModelEncProcDec")
 ENSEMBLE = ("anemoi.models.models.ens_encoder_processor_decoder", "AnemoiEnsModelEncProcDec")
+MAPPER_BLOCK = (BLOCK[0], "GraphTransformerMapperBlock")
 PATCHES = {  # (class, or module that holds a function, name of the method or function): what makes its replacement
     (BLOCK, "apply_gt"): attention.patch_apply_gt,
     (BLOCK, "attention_block"): attention.patch_attention_block,
@@ -44,6 +45,12 @@ PATCHES = {  # (class, or module that holds a function, name of the method or fu
     (PROCESSOR[:1], "gather_tensor"): cache.patch_gather_tensor,
     (MODEL, "_assemble_output"): residual.patch_assemble_output,
     (ENSEMBLE, "_assemble_output"): residual.patch_assemble_ensemble_output,
+}
+# The same in older versions: other parameters, or another class.
+OLDER = {
+    (BLOCK, "apply_gt"): [(BLOCK, attention.patch_apply_gt_0_15)],
+    (BLOCK, "attention_block"): [(BLOCK, attention.patch_attention_block_0_15)],
+    (BLOCK, "prepare_qkve_edge_sharding"): [(MAPPER_BLOCK, attention.patch_prepare_qkve)],  # before 0.17
 }
 _upstream: dict[tuple[type | ModuleType, str], object] = {}  # what was replaced
 
@@ -98,7 +105,7 @@ def install(backend: str = "auto", precision: str | None = None, fuse_edges: boo
     ValueError
         For another backend or precision.
     ImportError
-        If anemoi-models is missing, or its blocks do not have the `apply_gt` of a supported version.
+        If anemoi-models is missing, or its blocks do not attend as those of 0.9.3 to 0.19.0 do.
 
     Notes
     -----
@@ -199,12 +206,12 @@ def graph_transformer_backward_mapper(
 
 
 def _switch_on(config: AttentionConfig, fuse_edges: bool) -> Settings:
-    """Apply the patches; edges can be fused where all methods of the block were replaced."""
+    """Apply the patches; edges can be fused where all methods of the block that this version has were replaced."""
     if not isinstance(fuse_edges, bool):
         raise ValueError(f"fuse_edges must be True or False, got {fuse_edges!r}")
     _apply_patches()
     replaced = {name for _, name in _upstream}
-    return Settings(config, fuse_edges and replaced.issuperset(name for place, name in PATCHES if place == BLOCK))
+    return Settings(config, fuse_edges and replaced.issuperset(name for place, name in _wanted() if place == BLOCK))
 
 
 def _find(module: str, *name: str) -> type | ModuleType:
@@ -213,37 +220,51 @@ def _find(module: str, *name: str) -> type | ModuleType:
         return attrgetter(*name)(import_module(module)) if name else import_module(module)
     except (ImportError, AttributeError) as error:
         raise ImportError(
-            f"{module} is needed here and could not be imported ({error}); anemoi-models pins an older torch, so: "
-            "pip install --no-deps anemoi-models==0.19.0 anemoi-utils anemoi-graphs"
+            f"{module} is needed here and could not be imported ({error}): pip install anemoi-models==0.19.0"
         ) from error
 
 
 def _apply_patches() -> None:
     if _upstream:
         return
-    found = {}
-    for (place, name), patch in PATCHES.items():
-        try:
-            owner = _find(*place)
-        except ImportError:
-            if place == BLOCK:
-                raise
-            owner = None
-        upstream = vars(owner).get(name) if owner is not None else None
-        if upstream is not None and _parameters(upstream) == _parameters(patch(upstream)):
-            found[owner, name] = (upstream, patch(upstream))
-        elif name == "apply_gt":
-            raise ImportError(
-                f"anemoi-models must have {BLOCK[1]}.apply_gt as 0.18.0 and 0.19.0 have it, "
-                f"got {version('anemoi-models')}"
-            )
-        else:
-            log.warning("this anemoi-models has another %s.%s: expect less speed, not other results", place[-1], name)
-    attention.resolve_upstream(_find(*BLOCK))
-    for (owner, name), (upstream, replacement) in found.items():
+    block, wanted = _find(*BLOCK), _wanted()
+    found = {seam: match for seam in wanted if (match := _match(seam))}
+    attends = next(seam for seam in wanted if seam[0] == BLOCK)
+    if attends not in found:
+        raise ImportError(
+            f"anemoi-models must have {BLOCK[1]}.{attends[1]} as one of 0.9.3 to 0.19.0 has it, "
+            f"got {version('anemoi-models')}"
+        )
+    if (PARTITION, "materialise") not in found:  # before 0.16, what leaves a provider is sorted afterwards
+        found.pop((PROVIDER, "_get_edges_impl"), None)
+    others = [f"{place[-1]}.{name}" for place, name in wanted if (place, name) not in found]
+    if others:
+        message = "this anemoi-models lacks, or has with other parameters, %s: expect less speed, not other results"
+        log.warning(message, ", ".join(others))
+    attention.resolve_upstream(block, tuple(replacement for *_, replacement in found.values()))
+    for owner, name, upstream, replacement in found.values():
         _upstream[owner, name] = upstream
         setattr(owner, name, replacement)
     _reset_compiled()
+
+
+def _wanted() -> list[tuple]:
+    """Return what is replaced in this version; the attention comes first, which is `attention_block` before 0.11."""
+    block = _find(*BLOCK)
+    method = getattr(block, "attention_block", None)
+    is_before_0_11 = not hasattr(block, "apply_gt") and method is not None and "num_chunks" in _parameters(method)[-1:]
+    return [seam for seam in PATCHES if seam != (BLOCK, "apply_gt") or not is_before_0_11]
+
+
+def _match(seam: tuple) -> tuple | None:
+    """Return owner, name, upstream method and replacement; None if no version that we know has these parameters."""
+    name = seam[1]
+    for place, patch in ((seam[0], PATCHES[seam]), *OLDER.get(seam, ())):
+        with suppress(ImportError):
+            upstream = vars(owner := _find(*place)).get(name)
+            if upstream is not None and _parameters(upstream) == _parameters(replacement := patch(upstream)):
+                return owner, name, upstream, replacement
+    return None
 
 
 def _parameters(function) -> list[str]:
