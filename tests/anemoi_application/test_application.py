@@ -36,7 +36,9 @@ def run(*command, **environment):
 def folder(tmp_path_factory, era5_path):
     """A folder with the data set."""
     folder = tmp_path_factory.mktemp("anemoi")
-    (folder / "recipe.yaml").write_text((HERE / "recipe.yaml").read_text().replace("GRIB", str(Path(era5_path).resolve())))
+    (folder / "recipe.yaml").write_text(
+        (HERE / "recipe.yaml").read_text().replace("GRIB", str(Path(era5_path).resolve()))
+    )
     run("anemoi-datasets", "create", folder / "recipe.yaml", folder / "uk.zarr")
     return folder
 
