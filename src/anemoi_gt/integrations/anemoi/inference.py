@@ -1,6 +1,7 @@
 """A runner of anemoi-inference whose models compute with anemoi_gt: `runner: anemoi-gt` in its config.
 
-It is found by the entry-point group `anemoi.inference.runners`, and is the runner of the checkpoint's task after `install`.
+It is found by the entry-point group `anemoi.inference.runners`, and is the runner of the checkpoint's task, after
+`install`.
 """
 
 import logging
