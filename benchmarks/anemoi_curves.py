@@ -5,8 +5,8 @@
     cpu
 
 The fields to predict are a fixed smooth function of the input, which is drawn at every step, the same for all runs of
-one seed. For each precision, two seeds are run of each variant of `anemoi_step.py` that is asked for. Curves agree if, at
-every step, the smoothed curves of one seed differ by no more than the largest distance between two seeds, untouched.
+one seed. For each precision, two seeds are run of each variant of `anemoi_step.py` that is asked for. Curves agree if,
+at every step, the smoothed curves of one seed differ by no more than the largest distance between two seeds, untouched.
 """
 
 from functools import partial

@@ -154,7 +154,7 @@ def test_installation_pickles_as_an_empty_context():
 def test_missing_anemoi_is_named_with_the_command_that_installs_it():
     code = "import sys; sys.modules['anemoi.models'] = None; import anemoi_gt.integrations.anemoi as a; a.install()"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert "pip install --no-deps anemoi-models==0.19.0 anemoi-utils anemoi-graphs" in result.stderr
+    assert "pip install anemoi-models==0.19.0" in result.stderr
 
 
 OTHER_VERSIONS = {  # of a method that stands for Anemoi's, with one parameter more
@@ -172,8 +172,10 @@ def test_another_version_of_a_method_is_left_alone(inputs, attentions, said, mon
         assert getattr(GraphTransformerBaseBlock, name) is other
         assert_same_numbers(run(make_block(), inputs), expected)
     assert len(attentions[0]) == 5
-    message = f"this anemoi-models has another GraphTransformerBaseBlock.{name}: expect less speed, not other results"
-    assert said() == [message]
+    (message,) = said()
+    assert message.endswith(
+        f"with other parameters, GraphTransformerBaseBlock.{name}: expect less speed, not other results"
+    )
 
 
 @pytest.mark.parametrize("other", (None, lambda self, everything: everything), ids=("missing", "another"))
@@ -182,7 +184,7 @@ def test_a_version_without_the_apply_gt_that_we_know_is_refused(monkeypatch, oth
     if other is not None:
         monkeypatch.setattr(GraphTransformerBaseBlock, "apply_gt", other, raising=False)
     before = [dict(vars(owner)) for owner in CHANGED]
-    refused = r"must have GraphTransformerBaseBlock\.apply_gt as 0\.18\.0 and 0\.19\.0 have it, got 0\.\d+"
+    refused = r"must have GraphTransformerBaseBlock\.apply_gt as one of 0\.9\.3 to 0\.19\.0 has it, got 0\.\d+"
     with pytest.raises(ImportError, match=refused):
         integration.install()
     assert [dict(vars(owner)) for owner in CHANGED] == before
