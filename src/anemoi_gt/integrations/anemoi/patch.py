@@ -152,7 +152,8 @@ def install(
     methods it was made from. It is compiled again when it is called.
     """
     settings = _switch_on(AttentionConfig(backend=backend, precision=precision), fuse_edges, sharding)
-    settings = replace(settings, checkpointing=checkpointing.Checkpointing.of(activation_checkpointing))
+    if activation_checkpointing is not None:
+        settings = replace(settings, checkpointing=checkpointing.Checkpointing.of(activation_checkpointing))
     installation = Installation(settings, before=SETTINGS.everywhere)
     SETTINGS.everywhere = settings
     log.info(
@@ -376,7 +377,7 @@ def _with_sharding(found: dict[tuple, Match]) -> dict[tuple, Match]:
 
 def _describe(settings: Settings) -> str:
     config = {"backend": settings.config.backend, "precision": settings.config.precision}
-    others = {name: value for name, value in vars(settings).items() if name != "config"}
+    others = {name: value for name, value in vars(settings).items() if name != "config" and value is not None}
     return ", ".join(f"{name}={value!r}" for name, value in (config | others).items())
 
 
