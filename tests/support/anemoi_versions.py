@@ -165,7 +165,7 @@ def main():
     logging.getLogger("anemoi_gt").addHandler(handler)
     with torch.no_grad():
         report = {"compiled": {kind: compiled(kind) for kind in ("Processor", "Mapper")}, "triton": triton()}
-    report |= {"version": version("anemoi-models"), "said": said}
+    report |= {"version": version("anemoi-models"), "said": list(dict.fromkeys(said))}
     if VERSION < (0, 17):
         report["AIFS"], report["one chunk"] = compare(build()), compare(build(chunks=1))
         report["heads"] = compare(build(shard_strategy="heads"))
