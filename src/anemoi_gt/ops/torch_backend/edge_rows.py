@@ -141,7 +141,7 @@ def differentiate(do: Tensor, dlse: Tensor | None, p: Tensor, flat, needs: Needs
         dx = dk_rows.add_(dv_rows)
         if needs.edge_attr:
             da = dx if flat.edge_weight is None else dx @ flat.edge_weight.flatten(0, 1)
-            da = da.view(batch, flat.row.shape[0], -1)
+            da = da.view(batch, flat.row.shape[0], da.shape[1])
             da = da.sum(0, keepdim=True) if flat.edge_attr.shape[0] < batch else da
             da = da if flat.perm is None else torch.empty_like(da).index_copy_(1, flat.perm.long(), da)
         dweight = (edges.a.t() @ dx).t().contiguous() if needs.edge_weight else None
