@@ -1,4 +1,4 @@
-"""Edge attention of small graphs: the formulas of `reference` on rows of edges, in a third of the operations.
+"""Edge attention of small graphs: the formulas of `reference` on rows of edges, in half the operations.
 
 For destination i, source j, edge e = (j -> i), m_e the dropout factor:
 
