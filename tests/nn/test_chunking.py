@@ -183,7 +183,7 @@ def test_triton_keeps_no_exp_scores_without_gradients(kernel_device, monkeypatch
         made.extend(results := operator(*operands))
         return results
 
-    monkeypatch.setattr(op, "edge_attention_triton", spy)
+    monkeypatch.setattr(op, "_attend", spy)
     with torch.no_grad():
         op.attend(AttentionOperands(rows, rows, rows), graph, None, 0.25, 0.0)
     assert [tensor.numel() for tensor in made[2:]] == [0, 0, 0]

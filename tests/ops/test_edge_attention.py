@@ -196,12 +196,14 @@ def test_forward_and_backward_operators_pass_opcheck(form, name):
     every[:4] = [None if operand is None else operand.unsqueeze(0) for operand in every[:4]]
     every = [None if operand is None else operand.clone().requires_grad_() for operand in every]
     index = [graph.colptr, graph.row, graph.perm, None, graph.rowptr, graph.col, graph.csr_to_csc]
-    rest = [*index, torch.tensor([3]), 0.5, 0.2]
+    rest = [*index, torch.tensor([3]), 0.5, 0.2, True]
     torch.library.opcheck(operators.edge_attention_torch.default, [*every, *rest])
     needs = [operand is not None for operand in every]
     detached = [None if operand is None else operand.detach() for operand in every]
     gradients = [problem.grad_out.unsqueeze(0), problem.grad_lse.unsqueeze(0)]
-    torch.library.opcheck(operators.edge_attention_torch_backward.default, [*gradients, *detached, *rest, needs])
+    _, *saved = operators.edge_attention_torch(*detached, *rest)
+    arguments = [*gradients, *detached, *rest, *saved, needs]
+    torch.library.opcheck(operators.edge_attention_torch_backward.default, arguments)
 
 
 def test_no_tensor_of_edges_by_heads_by_channels_is_made_in_training():

@@ -110,9 +110,9 @@ def test_kernels_run_only_for_gradients_that_are_asked_for(problem_and_graph, mo
 def test_nothing_is_saved_and_no_source_side_is_made_without_a_gradient(problem_and_graph, monkeypatch, why):
     problem, graph = problem_and_graph()
     module = sys.modules["anemoi_gt.ops.triton_backend.op"]
-    original, seen = module.edge_attention_triton, []
+    original, seen = module._attend, []
     spy = lambda *args: seen.append((args, original(*args))) or seen[-1][1]  # noqa: E731
-    monkeypatch.setattr(module, "edge_attention_triton", spy)
+    monkeypatch.setattr(module, "_attend", spy)
     graph = GraphStructure.from_edge_index(graph.edge_index(), (graph.num_src, graph.num_dst), reverse=False)
     monkeypatch.setattr(GraphStructure, "with_reverse", lambda *_, **__: pytest.fail("the source side was made"))
     leaves = leaves_of(problem, graph)

@@ -1,4 +1,4 @@
-"""Edge attention of small graphs: the formulas of `reference` on rows of edges, in a third of the operations.
+"""Edge attention of small graphs: the formulas of `reference` on rows of edges, in half the operations.
 
 For destination i, source j, edge e = (j -> i), m_e the dropout factor:
 
@@ -106,7 +106,9 @@ class EdgeRows:
         """Return the sum of rows [B E, H C] over the out-edges of each source [B N_src, H C]."""
         batch, num_src = flat.key.shape[:2]
         if flat.rowptr is None or batch > 1:
-            return rows.new_zeros(batch * num_src, rows.shape[1]).index_add_(0, self.src, rows)
+            return rows.new_zeros(batch * num_src, rows.shape[1]).index_add_(
+                0, self.src.long(), rows
+            )  # of int32 4x slower
         return _sum(rows, flat.csr_to_csc, flat.rowptr)
 
 

@@ -49,8 +49,8 @@ def decompose(*arguments) -> tuple[Tensor, Tensor, Tensor]:
     if bias is not None:
         out = out + occupied * bias
         lse = lse + scale * (q * bias).sum(-1)
-    out, lse = out.transpose(1, 2).to(query.dtype).reshape(shape), lse.transpose(1, 2).reshape(shape[:-1])
-    return out, lse, lse.new_empty(0)
+    out, lse = (rows.transpose(1, 2).contiguous() for rows in (out.to(query.dtype), lse))
+    return out.view(shape), lse.view(shape[:-1]), lse.new_empty(0)
 
 
 class _Folded:
