@@ -38,7 +38,7 @@ class AttentionConfig:
         whether a wrong or slow result comes from the tile that was chosen. `heads` (of a program), `unroll` (edges in
         flight) and `num_warps` are powers of two or small integers; `nodes` (of a program) concerns the kernel over
         sources alone; `packed` is 1 to read 16-bit rows as packed pairs, 0 not to; nodes with more than twice `segment`
-        edges are divided among programs (256 in a graph with hubs). A kernel ignores a field that it does not have:
+        edges are divided among programs (128 in a graph with hubs). A kernel ignores a field that it does not have:
         those for a fixed in-degree have `num_warps` and `packed`. None forces nothing.
     stable_sort : bool
         How a call makes the structure that it is not given: a layer that gets a raw `edge_index`, an operation that

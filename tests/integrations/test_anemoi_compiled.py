@@ -25,9 +25,10 @@ class Traced(dict):
                 self.setdefault(str(node.target), []).append(node)
 
     def batch_sizes(self):
-        """The batch dimension of the query [B, N_dst, H, C] at each call of our attention."""
+        """The batch dimension of the query [B, N_dst, H, C], 1 without B, at each call of our attention."""
         calls = [node for name, nodes in self.items() if name.startswith("anemoi_gt.edge_attention_") for node in nodes]
-        return [node.args[0].meta["example_value"].shape[0] for node in calls]
+        queries = [node.args[0].meta["example_value"] for node in calls]
+        return [query.shape[0] if query.dim() == 4 else 1 for query in queries]
 
 
 @pytest.fixture

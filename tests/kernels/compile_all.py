@@ -61,7 +61,7 @@ def bare_graph(edges=400):
 
 def hub_graph(edges=400):
     """The same where destinations and sources may have many edges."""
-    hubs = torch.empty(513, 0)
+    hubs = torch.empty(257, 0)
     return replace(bare_graph(edges), dst_hubs=hubs, src_hubs=hubs)
 
 

@@ -70,12 +70,12 @@ def as_adjacency(edge_index):
     ids=("edge_index", "COO", "CSR", "structure without reverse"),
 )
 def test_raw_edges_are_grouped_without_sorting_on_request(edges, expected, unordered, kernel_device):
-    layer = GraphTransformerConv(4, 4, config=AttentionConfig(stable_sort=False)).to(kernel_device)
+    layer = GraphTransformerConv(4, 4, config=AttentionConfig("triton", stable_sort=False)).to(kernel_device)
     edges = edges.to(kernel_device)
     with Operators() as operators:
         result = train([layer], edges)
     assert operators.groupings == expected
-    layer.config = AttentionConfig()
+    layer.config = AttentionConfig("triton")
     with Operators() as operators:
         assert_same(result, train([layer], edges), 1e-5)
     assert set(operators.groupings) == {"sort"}

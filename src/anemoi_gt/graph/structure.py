@@ -82,8 +82,8 @@ class GraphStructure:
     fixed_in_degree : Tensor [K, 0], or None
         Every destination has K in-edges, as k nearest neighbours give, for which there are faster kernels. Has no
         elements. None: not so, or not known. Detected when values are checked.
-    dst_hubs, src_hubs : Tensor [513, 0], or None
-        Some destination or source has, or may have, 513 edges or more: GPU kernels look for such hubs and divide their
+    dst_hubs, src_hubs : Tensor [257, 0], or None
+        Some destination or source has, or may have, 257 edges or more: GPU kernels look for such hubs and divide their
         edges among programs. Have no elements. None: there are none, or they may be slow. Detected when values are
         checked; present where they are not.
 

@@ -13,7 +13,7 @@ from torch.fx.experimental.symbolic_shapes import guard_or_true
 from anemoi_gt.custom_ops import assert_async
 
 INDEX_DTYPES = (torch.int32, torch.int64)
-HUB_DEGREE = 512  # a node with more edges is a hub, which GPU kernels divide among programs
+HUB_DEGREE = 256  # a node with more edges is a hub, which GPU kernels divide among programs
 
 
 def check_index(name: str, index: Tensor, like: Tensor, dtypes: tuple[torch.dtype, ...] | None = None) -> None:
@@ -119,7 +119,7 @@ def check_fixed_in_degree(degree: Tensor, num_dst: int, num_edges: int) -> None:
 
 
 def check_hubs(name: str, hubs: Tensor) -> None:
-    """Raise ValueError unless `hubs` is a tensor [513, 0]; the size is not looked at, so that it may be a symbol."""
+    """Raise ValueError unless `hubs` is a tensor [257, 0]; the size is not looked at, so that it may be a symbol."""
     if not isinstance(hubs, Tensor) or hubs.dim() != 2 or hubs.shape[1] != 0:
         got = tuple(hubs.shape) if isinstance(hubs, Tensor) else type(hubs).__name__
         raise ValueError(

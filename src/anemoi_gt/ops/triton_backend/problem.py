@@ -28,8 +28,8 @@ class IndexTensors(NamedTuple):
     rowptr: Tensor | None = None  # [N_src + 1]
     col: Tensor | None = None  # [E]
     csr_to_csc: Tensor | None = None  # [E]
-    dst_hubs: Tensor | None = None  # [513, 0]
-    src_hubs: Tensor | None = None  # [513, 0]
+    dst_hubs: Tensor | None = None  # [257, 0]
+    src_hubs: Tensor | None = None  # [257, 0]
 
     @classmethod
     def of(cls, graph: GraphStructure) -> "IndexTensors":
