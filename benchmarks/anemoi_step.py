@@ -211,7 +211,7 @@ def difference(training, name, expected):
 
 
 def compare(training, results, variants, reference="untouched"):
-    """Which variants are right; how far each is from the reference goes to the report."""
+    """Return the variants that are right; the distance of each from the reference goes to the report."""
     found = results.report["difference_from_untouched"] = {}
     expected = results.run(f"compare {reference}", partial(reference_of, training, reference))
     if expected is None:
@@ -280,7 +280,7 @@ def make_parser(description):
 
 
 def start_report(options):
-    """What every report of this model begins with."""
+    """Return the beginning of every report of this model."""
     return {
         "environment": describe(torch.device(options.device).type, PACKAGES, options.commit),
         "options": vars(options) | {"output": None},

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from anemoi_gt import custom_ops
+from anemoi_gt import GraphStructure, custom_ops, edge_attention
 
 
 class Line(NamedTuple):
@@ -57,6 +57,19 @@ def test_an_operator_has_the_gradient_it_is_given(private, monkeypatch):
     assert (x.grad.tolist(), y.grad.tolist()) == ([2.5, 3.5], [1.0, 1.5])
     assert not operator(x.detach(), None, 2.0).requires_grad
     torch.library.opcheck(operator, (x, y, 0.5))
+
+
+def test_gradients_are_the_same_where_transforms_cannot_be_asked_for(monkeypatch):
+    graph = GraphStructure.from_edge_index(torch.tensor([[0, 1, 1], [0, 0, 1]]), 2)
+    query, key, value = torch.linspace(-1, 1, 24).view(3, 2, 2, 2).requires_grad_().unbind()
+
+    def gradients():
+        out, _ = edge_attention(query, key, value, graph)
+        return torch.autograd.grad(out.sin().sum(), (query, key, value))
+
+    expected = gradients()
+    monkeypatch.setattr(custom_ops, "_HAS_TRANSFORMS", lambda: True)
+    assert all(map(torch.equal, gradients(), expected))
 
 
 def test_a_missing_private_part_is_no_error(monkeypatch):

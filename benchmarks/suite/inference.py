@@ -165,7 +165,7 @@ def checked_destinations(problem: Problem) -> Tensor:
 
 
 def plain(problem: Problem, destinations: Tensor, dtype: torch.dtype, device: torch.device | str) -> Tensor:
-    """What a mapper gives some destinations, from its weights by plain PyTorch: gather, softmax, scatter."""
+    """Compute some destinations of a mapper from its weights by plain PyTorch: gather, softmax, scatter."""
     src, dst = problem.edge_index[0], problem.edge_index[1].contiguous()
     starts, ends = torch.searchsorted(dst, destinations), torch.searchsorted(dst, destinations, right=True)
     edges = torch.cat(

@@ -1,4 +1,4 @@
-"""What is measured, as data: graphs, shapes and passes by name. Nothing here computes."""
+"""Problems to measure, as data: graphs, shapes and passes by name. Nothing here computes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -196,7 +196,7 @@ def checkpoints_without_generator(state: Callable[[], Tensor | None]) -> Iterato
 
 
 class _RecomputedDraws:
-    """Whether recomputed activations draw random numbers: then the generator moves after a recomputation has begun."""
+    """Check that recomputed activations draw no random numbers: a draw moves the generator after one has begun."""
 
     def __init__(self, state: Callable[[], Tensor | None]):
         self._state, self._begin, self._found = state, None, False

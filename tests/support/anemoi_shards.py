@@ -27,7 +27,7 @@ LAYERS = 2
 
 @dataclass(frozen=True)
 class Case:
-    """What a case computes with, and on how many models of how many ranks."""
+    """Options of a case, its number of models and of ranks of each."""
 
     ranks: int = 2
     models: int = 1

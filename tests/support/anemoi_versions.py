@@ -143,7 +143,7 @@ def compiled(kind):
 
 
 def triton():
-    """Whether a block that was built for a GPU computes with us; None where this version has none."""
+    """Return the error of a block that was built for a GPU, with us; None where this version has none."""
     made, inputs = block("Processor")
     theirs = made(*inputs)[0]
     try:

@@ -447,7 +447,8 @@ class GraphStructure:
         """
         check_pointers("colptr", self.colptr, self.num_edges)
         check_range("row", self.row, self.num_src)
-        if self.fixed_in_degree is not None and self._with_degrees().fixed_in_degree is None:
+        is_readable = not torch.compiler.is_compiling()
+        if is_readable and self.fixed_in_degree is not None and not self._has_fixed_in_degree(max_degree(self.colptr)):
             raise ValueError(
                 f"fixed_in_degree must be the in-degree of every destination, got {self.fixed_in_degree.shape[0]} "
                 "and other in-degrees in colptr; leave it out"
@@ -496,13 +497,16 @@ class GraphStructure:
         if torch.compiler.is_compiling():
             return self._with_unknown_degrees()
         most = max_degree(self.colptr)
-        is_fixed = self.num_edges > 0 and most * self.num_dst == self.num_edges
-        fixed = self.colptr.new_empty(most, 0) if is_fixed else None
+        fixed = self.colptr.new_empty(most, 0) if self._has_fixed_in_degree(most) else None
         if self.num_edges <= HUB_DEGREE:
             return replace(self, fixed_in_degree=fixed, dst_hubs=None, src_hubs=None)
         rowptr = self.rowptr if self.has_reverse else pointers(self.row, self.num_src)
         dst_hubs, src_hubs = (self._hubs() if degree > HUB_DEGREE else None for degree in (most, max_degree(rowptr)))
         return replace(self, fixed_in_degree=fixed, dst_hubs=dst_hubs, src_hubs=src_hubs)
+
+    def _has_fixed_in_degree(self, most: int) -> bool:
+        """Return whether every destination has `most` in-edges, the most that one has."""
+        return self.num_edges > 0 and most * self.num_dst == self.num_edges
 
     def _with_unknown_degrees(self) -> "GraphStructure":
         return replace(self, dst_hubs=self._hubs(), src_hubs=self._hubs())

@@ -68,8 +68,7 @@ def have_size(size: int, expected: int) -> bool:
 def check_range(name: str, index: Tensor, size: int) -> None:
     """Raise ValueError unless every value is in 0 .. size - 1; synchronises with the device."""
     if torch.compiler.is_compiling():
-        inside = ((index >= 0) & (index < size)).all()
-        torch._assert_async(inside, f"{name} must hold values from 0 to below the number of nodes")
+        assert_range(name, index, size)
         return
     low, high = torch.stack(torch.aminmax(index)).tolist() if index.numel() else (0, -1)
     if low >= 0 and high < size:

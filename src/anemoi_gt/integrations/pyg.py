@@ -12,8 +12,8 @@ from torch_geometric.nn import Linear, TransformerConv
 
 from anemoi_gt.attention_config import AttentionConfig
 from anemoi_gt.graph import GraphStructure
-from anemoi_gt.integrations import hooks_of
 from anemoi_gt.nn import GraphTransformerConv
+from anemoi_gt.nn.layer_kernels import hooks_of
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""Which training steps can be captured in a CUDA graph (`anemoi_gt.cuda_graph`)."""
+"""Checks that a training step can be captured in a CUDA graph (`anemoi_gt.cuda_graph`)."""
 
 import torch
 from torch import nn

@@ -22,9 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from anemoi_gt.attention_config import AttentionConfig
-from anemoi_gt.integrations import hooks_of
 from anemoi_gt.integrations.anemoi.cache import structure_of
-from anemoi_gt.nn.layer_kernels import cast_for_projections
+from anemoi_gt.nn.layer_kernels import cast_for_projections, hooks_of
 from anemoi_gt.ops import edge_attention
 
 if TYPE_CHECKING:

@@ -1,8 +1,8 @@
 """Activation checkpointing of Anemoi's components in words of memory, instead of each component's own switch.
 
-    "none"        all activations are kept, nothing is computed again
-    "selective"   results of the attention and of matrix products are kept; norms, activations, casts are computed again
-    "full"        the inputs of a chunk are kept, everything in it is computed again
+    "none"        all activations are kept, nothing is recomputed
+    "selective"   results of the attention and of matrix products are kept; norms, activations and casts are recomputed
+    "full"        the inputs of a chunk are kept, everything in it is recomputed
 
 A chunk is what Anemoi checkpoints: `num_layers / num_chunks` layers of a processor, some destinations of a mapper.
 A selective checkpoint around compiled code would be wrong, because compiled code overwrites results that were kept; it
@@ -17,12 +17,20 @@ from importlib import import_module
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import is_fake
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from anemoi_gt.custom_ops import NAMESPACE
 from anemoi_gt.integrations.anemoi.attention import SETTINGS
 from anemoi_gt.integrations.anemoi.cache import edge_structure
+
+try:
+    from torch._subclasses.fake_tensor import is_fake
+except ImportError:  # another PyTorch: where a tracer does not say that it compiles, "selective" is refused
+
+    def is_fake(_: object) -> bool:
+        """Return False."""
+        return False
+
 
 MODES = ("none", "selective", "full")
 _PRODUCTS = {getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "bmm", "baddbmm")}

@@ -136,7 +136,7 @@ def install(
     -------
     Installation
         Use it in a `with` statement to end it there; otherwise it lasts until `uninstall`. A backward pass belongs
-        inside, because checkpointed activations are computed again there.
+        inside, because checkpointed activations are recomputed there.
 
     Raises
     ------

@@ -27,8 +27,6 @@ from anemoi_gt.integrations.anemoi.cache import Derived, cached_list, derived_li
 from anemoi_gt.nn.layer_kernels import cast_for_projections
 
 _COPIES = "_anemoi_gt_copies"  # attribute of node attributes: how often the nodes are repeated
-
-
 _MODELS = ("anemoi.models.models.encoder_processor_decoder", "anemoi.models.models.ens_encoder_processor_decoder")
 _CALLED = {  # functions of anemoi-models that the replacements call: their parameters
     ("anemoi.models.layers.mapper", "build_graph_partition"): "edge_index num_parts num_nodes",

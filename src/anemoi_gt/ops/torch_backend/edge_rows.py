@@ -106,9 +106,8 @@ class EdgeRows:
         """Return the sum of rows [B E, H C] over the out-edges of each source [B N_src, H C]."""
         batch, num_src = flat.key.shape[:2]
         if flat.rowptr is None or batch > 1:
-            return rows.new_zeros(batch * num_src, rows.shape[1]).index_add_(
-                0, self.src.long(), rows
-            )  # of int32 4x slower
+            sums = rows.new_zeros(batch * num_src, rows.shape[1])
+            return sums.index_add_(0, self.src.long(), rows)  # int32 indices are 4x slower
         return _sum(rows, flat.csr_to_csc, flat.rowptr)
 
 

@@ -45,7 +45,7 @@ class Options(NamedTuple):
     dropout_p: float = 0.0
     fixed_degree_kernels: bool = True  # as `AttentionConfig` documents it, and so is tile
     tile: str = ""
-    embedded_first: bool = False  # whether edge_attr was raw, and is embedded before the call; `explain` tells it
+    embedded_first: bool = False  # whether edge_attr was raw, and is embedded before the call; `explain` reports it
 
     @classmethod
     def of(cls, seed: Tensor | None, scale: float, dropout_p: float, config: AttentionConfig, **more) -> "Options":
