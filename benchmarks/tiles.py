@@ -38,7 +38,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # to try the script; read by triton when it is imported
 
 from anemoi_gt import AttentionConfig, GraphStructure, edge_attention
-from anemoi_gt.ops.triton_backend import launch
+from anemoi_gt.ops.triton_backend import launch, op
 from anemoi_gt.ops.triton_backend.problem import Sizes
 from anemoi_gt.ops.triton_backend.tiles import CONTRACTIONS, ROW_KERNELS, Tile, candidates
 
@@ -107,10 +107,12 @@ def replaced(kernel: str, tile: Tile | None = None) -> Iterator[list[Sizes]]:
     name, seen = KERNELS[kernel][0], []
     original = getattr(launch, name)
     setattr(launch, name, lambda sizes, _=None: seen.append(sizes) or original(sizes, tile))
+    op._pass.cache_clear()  # replayed passes would not see it
     try:
         yield seen
     finally:
         setattr(launch, name, original)
+        op._pass.cache_clear()
 
 
 def make_case(problem: Problem, folder: Path) -> Case:

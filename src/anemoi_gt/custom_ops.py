@@ -16,6 +16,7 @@ from typing import NamedTuple, get_type_hints
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.nn import Parameter
 
 NAMESPACE = "anemoi_gt"
 NO_FORWARD_MODE = (
@@ -95,6 +96,22 @@ def is_transformed() -> bool:
     True without PyTorch's private function that knows: what serves transforms serves all calls, with more host time.
     """
     return not torch.compiler.is_compiling() and _HAS_TRANSFORMS()
+
+
+_NUM_MODES = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 1)
+_PROFILES = getattr(torch.autograd, "_profiler_enabled", lambda: True)
+_PLAIN = frozenset((Tensor, Parameter, type(None)))
+
+
+def is_plain(*tensors: Tensor | None) -> bool:
+    """Return whether a call on `tensors` concerns autograd alone, so that it may pass the dispatcher by.
+
+    Not where something looks for operators: traced code, transforms of torch.func, dispatch modes, profilers, tensors
+    of other classes or without memory. Nor without PyTorch's private functions that tell.
+    """
+    if torch.compiler.is_compiling() or _HAS_TRANSFORMS() or _NUM_MODES() or _PROFILES() or torch.jit.is_tracing():
+        return False
+    return _PLAIN.issuperset(map(type, tensors)) and (tensors[0].is_cuda or tensors[0].is_cpu)
 
 
 def needs_gradient(*operands: Tensor | None) -> bool:

@@ -5,6 +5,7 @@ and a backward pass is made twice, so that the second takes what the first has c
 
     python relaunch.py repeated      both launches of each kernel, arguments in order
     python relaunch.py public        the same where Triton does not have the private parts that a repeated launch uses
+    python relaunch.py replayed      what four passes over each of two graphs hand it, once each
     python relaunch.py sizes         how often each kernel is compiled for graphs of several sizes
     python relaunch.py unaligned     launches with operands at odd addresses, when aligned ones were compiled before
     python relaunch.py watched       what a hook of a profiler hears of the second launches
@@ -28,6 +29,7 @@ from anemoi_gt.kernels.jit_launch import Launch
 KERNELS = [kernel for module in (edge_features, forward, backward) for kernel in vars(module).values()]
 KERNELS = [kernel for kernel in KERNELS if isinstance(kernel, JITFunction) and "num_warps" not in kernel.arg_names]
 SMALL = Call(2, 16, 3, graph=bare_graph(100))
+HUBS = Call(2, 16, 3, graph=hub_graph())
 
 
 class Driver:
@@ -71,7 +73,7 @@ def plain(arguments):
 def repeated():
     """Pairs of launches, and how many tensors each was handed; the last on a graph with hubs."""
     run(SMALL)
-    run(Call(2, 16, 3, graph=hub_graph()))
+    run(HUBS)
     for place in range(0, len(DRIVER.launches), 2):
         pair = DRIVER.launches[place : place + 2]
         tensors = [sum(map(torch.is_tensor, arguments)) for *_, arguments in pair]
@@ -83,6 +85,34 @@ def public():
     """As `repeated`, without the private parts."""
     with mock.patch.object(jit_launch, "repeating_device", lambda: None):
         repeated()
+
+
+def replayed():
+    """Launches of four passes, addresses numbered as a pass meets them, and the blocks of scratch memory of each."""
+    made, lines = [], []
+
+    def noted(make):
+        return lambda *args, **how: made.append(make(*args, **how)) or made[-1]  # kept, so that no address comes twice
+
+    with (
+        mock.patch.object(Launch, "__call__", ONCE),
+        mock.patch.object(torch.Tensor, "new_empty", noted(torch.Tensor.new_empty)),
+        mock.patch.object(torch, "empty_like", noted(torch.empty_like)),
+    ):
+        for _ in range(4):
+            DRIVER.launches.clear()
+            first, numbers, launches = len(made), {}, []
+            run(SMALL)
+            run(HUBS)
+            for name, launch, arguments in DRIVER.launches:
+                at = [isinstance(each, int) and each > 2**32 for each in plain(arguments)]
+                pairs = zip(plain(arguments), at, strict=True)
+                launches.append(
+                    [name, launch, [numbers.setdefault(n, len(numbers)) if is_at else n for n, is_at in pairs]]
+                )
+            lines.append({"launches": launches, "blocks": sum(each.dtype == torch.uint8 for each in made[first:])})
+    for line in lines:
+        print(json.dumps(line))
 
 
 def compilations():
@@ -129,4 +159,4 @@ def watched():
 if __name__ == "__main__":
     driver.set_active(DRIVER)
     with mock.patch.object(Launch, "__call__", twice):
-        {f.__name__: f for f in (repeated, public, sizes, unaligned, watched)}[sys.argv[1]]()
+        {f.__name__: f for f in (repeated, public, replayed, sizes, unaligned, watched)}[sys.argv[1]]()

@@ -110,9 +110,9 @@ def test_kernels_run_only_for_gradients_that_are_asked_for(problem_and_graph, mo
 def test_nothing_is_saved_and_no_source_side_is_made_without_a_gradient(problem_and_graph, monkeypatch, why):
     problem, graph = problem_and_graph()
     module = sys.modules["anemoi_gt.ops.triton_backend.op"]
-    original, seen = module._attend, []
-    spy = lambda *args: seen.append((args, original(*args))) or seen[-1][1]  # noqa: E731
-    monkeypatch.setattr(module, "_attend", spy)
+    original, seen = module._forward, []
+    spy = lambda *args: seen.append((args[1], original(*args))) or seen[-1][1]  # noqa: E731
+    monkeypatch.setattr(module, "_forward", spy)
     graph = GraphStructure.from_edge_index(graph.edge_index(), (graph.num_src, graph.num_dst), reverse=False)
     monkeypatch.setattr(GraphStructure, "with_reverse", lambda *_, **__: pytest.fail("the source side was made"))
     leaves = leaves_of(problem, graph)
@@ -121,9 +121,8 @@ def test_nothing_is_saved_and_no_source_side_is_made_without_a_gradient(problem_
             edge_attention(**leaves, graph=graph, config=TRITON)
     else:
         edge_attention(**{name: leaf.detach() for name, leaf in leaves.items()}, graph=graph, config=TRITON)
-    ((arguments, (_, _, *saved)),) = seen
-    assert not any(torch.is_tensor(argument) and argument.numel() for argument in arguments[12:15])  # rowptr, col, ..
-    assert [tensor.numel() for tensor in saved] == [0] * len(saved)
+    ((index, ((_, _, *saved), _)),) = seen
+    assert (index.rowptr, index.col, index.csr_to_csc) == (None,) * 3 and not saved
 
 
 def test_unused_outputs_get_no_zeros(problem_and_graph, monkeypatch):

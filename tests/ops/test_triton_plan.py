@@ -43,7 +43,9 @@ def launched():
 
     def record(launch, **tensors):
         names = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-        dtype = next(tensors[name].dtype for name in ("query", "value", "rows", "edge_attr") if name in tensors)
+        dtype = next(
+            tensors[name].dtype for name in ("query", "value", "rows", "edge_attr", "partial") if name in tensors
+        )
         there = {name: tensor for name, tensor in tensors.items() if tensor is not None and name not in INDICES}
         seen.append((launch.name(names[dtype]), there))
 

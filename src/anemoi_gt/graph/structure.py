@@ -29,7 +29,7 @@ from torch.fx.experimental.symbolic_shapes import guard_or_false
 from torch.utils._pytree import MappingKey, register_pytree_node, tree_map
 
 from anemoi_gt.graph import ordering
-from anemoi_gt.graph.build import group_coo, group_edges, pointers
+from anemoi_gt.graph.build import GroupedEdges, can_rank, group_coo, group_edges, pointers, rank_edges
 from anemoi_gt.graph.validation import (
     HUB_DEGREE,
     INDEX_DTYPES,
@@ -218,17 +218,21 @@ class GraphStructure:
         num_src, num_dst = _sizes(edge_index, num_nodes)
         edge_index = edge_index.as_tensor() if hasattr(edge_index, "as_tensor") else edge_index
         check_edge_index(edge_index)
-        check = check_range if validate else assert_range
-        check("source (row 0 of edge_index)", edge_index[0], num_src)
-        check("destination (row 1 of edge_index)", edge_index[1], num_dst)
         num_edges = edge_index.shape[1]
         dtype = _index_dtype(num_src, num_dst, num_edges)
-        is_traced = torch.compiler.is_compiling()
-        if validate and not is_traced and bool((edge_index[1, 1:] >= edge_index[1, :-1]).all()):
-            colptr = pointers(edge_index[1].to(dtype), num_dst)
-            groups = {"colptr": colptr, "row": _copy(edge_index[0], dtype), "perm": None}
+        if not validate and can_rank(edge_index, num_src, num_dst):
+            groups = rank_edges(edge_index, num_src, num_dst)
+            groups = (groups if reverse else GroupedEdges(*groups[:3]))._asdict()
         else:
-            groups = group_coo(edge_index, num_src, num_dst, dtype, stable=stable, reverse=reverse)._asdict()
+            check = check_range if validate else assert_range
+            check("source (row 0 of edge_index)", edge_index[0], num_src)
+            check("destination (row 1 of edge_index)", edge_index[1], num_dst)
+            is_read = validate and not torch.compiler.is_compiling()
+            if is_read and bool((edge_index[1, 1:] >= edge_index[1, :-1]).all()):
+                colptr = pointers(edge_index[1].to(dtype), num_dst)
+                groups = {"colptr": colptr, "row": _copy(edge_index[0], dtype), "perm": None}
+            else:
+                groups = group_coo(edge_index, num_src, num_dst, dtype, stable=stable, reverse=reverse)._asdict()
         if global_edge_id is not None:
             check_index("global_edge_id", global_edge_id, like=edge_index, dtypes=(torch.int64,))
             if not have_size(global_edge_id.shape[0], num_edges):
@@ -236,9 +240,10 @@ class GraphStructure:
                 raise ValueError(f"global_edge_id must have {num_edges} entries, one per edge, got {got}")
             global_edge_id = global_edge_id.clone() if groups["perm"] is None else global_edge_id[groups["perm"]]
         sources = torch.empty(num_src, 0, device=edge_index.device)
-        graph = cls(**groups, sources=sources, global_edge_id=global_edge_id)
+        hubs = {} if validate else dict.fromkeys(HUBS, groups["colptr"].new_empty(HUB_DEGREE + 1, 0))
+        graph = cls(**groups, sources=sources, global_edge_id=global_edge_id, **hubs)
         graph = graph.with_reverse(stable=stable) if reverse else graph
-        return graph._with_degrees() if validate else graph._with_unknown_degrees()
+        return graph._with_degrees() if validate else graph
 
     @classmethod
     def from_csc(

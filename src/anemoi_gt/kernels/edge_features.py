@@ -7,7 +7,8 @@ two, zero behind D + BIAS:
     project           u_i = W_h^T q_i                            rows [.., H, C] to [.., H, D]
     embed             o_i += W_h A_i                             [.., H, D] into rows [.., H, C]
     attribute_bwd     A_i = sum_e w_e a_e,   B_i = sum_e ds_e a_e,   da_e = sum_h (w_e g_i + ds_e u_i)
-    weight_bwd        dW_h = sum_i (do_i A_i^T + q_i B_i^T)      partial sums over programs, added up by the caller
+    weight_bwd        dW_h = sum_i (do_i A_i^T + q_i B_i^T)      partial sums over programs
+    weight_sum        dW, db = the sum of these
 
 Each reads and writes its rows once, at the speed of the memory: batched matrix products with an inner size of D = 11
 are what they stand for, and far slower. 16-bit operands stay as they are: they are multiplied in their own dtype, or as
@@ -216,3 +217,29 @@ def weight_bwd(
     d = tl.arange(0, ATTRIBUTES)
     at = ((part * H + head) * C + c)[:, None] * (D + BIAS) + d[None, :]
     tl.store(partial + at, dw, mask=(c < C)[:, None] & (d < D + BIAS)[None, :])
+
+
+@triton.jit(repr=row_kernel_name("edge_attention_sum_weight", "partial"), do_not_specialize=["num_parts"])
+def weight_sum(
+    partial,  # [P, H * C, D + BIAS] float32
+    dweight,  # [H * C, D] or None
+    dbias,  # [H * C] or None
+    num_parts,
+    H: tl.constexpr, C: tl.constexpr, D: tl.constexpr, BIAS: tl.constexpr, ATTRIBUTES: tl.constexpr,
+    PARTS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Grid (ceil(H * C / ROWS),): a program sums ROWS rows of all parts, PARTS at a time, and rounds once."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    d = tl.arange(0, ATTRIBUTES)
+    at, inside = tile_offsets(row, row < H * C, d, D + BIAS, D + BIAS)
+    total = tl.zeros((ROWS, ATTRIBUTES), tl.float32)
+    for first in range(0, num_parts, PARTS):
+        part = first + tl.arange(0, PARTS)[:, None, None]
+        known = (part < num_parts) & inside[None, :, :]
+        total += tl.sum(tl.load(partial + part * (H * C * (D + BIAS)) + at[None, :, :], mask=known, other=0.0), 0)
+    if dweight is not None:
+        at, inside = tile_offsets(row, row < H * C, d, D, D)
+        tl.store(dweight + at, total.to(dweight.dtype.element_ty), mask=inside)
+    if dbias is not None:
+        bias = tl.sum(tl.where((d == D)[None, :], total, 0.0), 1)
+        tl.store(dbias + row, bias.to(dbias.dtype.element_ty), mask=row < H * C)

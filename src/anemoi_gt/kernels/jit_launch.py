@@ -7,7 +7,7 @@ the compiled kernel itself. Sizes must not change what is compiled: a kernel nam
 
 from collections import defaultdict
 from collections.abc import Callable
-from functools import reduce
+from functools import cache, reduce
 from math import prod
 from operator import or_
 from types import SimpleNamespace
@@ -57,7 +57,7 @@ class Launch:
         values = scalars | constants
         first = next(place for place, name in enumerate(kernel.arg_names) if name in values)
         self.tensors = kernel.arg_names[:first]
-        self._values = [values[name] for name in kernel.arg_names[first:]]
+        self.values = [values[name] for name in kernel.arg_names[first:]]
         widths = tuple(scalar.bit_length() < 32 for scalar in scalars.values() if isinstance(scalar, int))
         self._compiled = _COMPILED.setdefault(kernel, {}).setdefault((widths, *constants.items()), {})
 
@@ -76,11 +76,17 @@ class Launch:
         if reduce(or_, addresses, 0) % ALIGNMENT == 0 and (device := repeating_device()) is not None:
             key = (device, *[None if tensor is None else tensor.dtype for tensor in ordered])
             if key in self._compiled:
-                return self._compiled[key](self.grid, addresses + self._values)
+                run, stream_of, *kept = self._compiled[key]
+                return run(*self.grid, stream_of(device), *kept, None, None, None, *addresses, *self.values)
         named = dict(zip(self.tensors, ordered, strict=True))
         compiled = self.kernel[self.grid](**named, **self.scalars, **self.constants)
         if key is not None and (repeat := repeat_launch(compiled)) is not None:
             self._compiled[key] = repeat
+
+    def compiled_for(self, ordered: list) -> tuple | None:
+        """Return the `repeat_launch` of what was launched on tensors like these, in order; None if there is none."""
+        dtypes = [None if tensor is None else tensor.dtype for tensor in ordered]
+        return self._compiled.get((repeating_device(), *dtypes))
 
 
 def repeating_device() -> int | None:
@@ -90,29 +96,33 @@ def repeating_device() -> int | None:
     in a Triton without the private parts that this and `repeat_launch` use; then `kernel[grid](...)` serves each time.
     """
     try:
-        from triton import knobs
-        from triton.runtime import driver
-
-        hooks = (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook)
-        if any(getattr(hook, "calls", hook) for hook in hooks):
+        runtime, driver = _triton()
+        enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+        if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):
             return None
         return driver.active.get_current_device()
     except (ImportError, AttributeError, RuntimeError):  # RuntimeError: no driver, as under the interpreter
         return None
 
 
-def repeat_launch(compiled) -> Callable[[tuple, list], None] | None:
-    """Return what launches a compiled kernel again, on a grid and arguments with addresses for tensors, or None.
+@cache
+def _triton() -> tuple:
+    """Return what says whether Triton is to tell of launches, and what knows its driver."""
+    from triton import knobs
+    from triton.runtime import driver
+
+    return knobs.runtime, driver
+
+
+def repeat_launch(compiled) -> tuple | None:
+    """Return what launches a compiled kernel again, or None: the call, the stream of a device, what the call takes.
 
     None for AMD too, where what is compiled depends on the size of a tensor's memory.
     """
     try:
-        from triton.runtime import driver
-
         if compiled.metadata.target.backend != "cuda":
             return None
-        active, run, function, packed = driver.active, compiled.run, compiled.function, compiled.packed_metadata
-        stream_of, device_of = active.get_current_stream, active.get_current_device
+        stream_of = _triton()[1].active.get_current_stream
+        return compiled.run, stream_of, compiled.function, compiled.packed_metadata
     except (ImportError, AttributeError):
         return None
-    return lambda grid, arguments: run(*grid, stream_of(device_of()), function, packed, None, None, None, *arguments)

@@ -5,6 +5,7 @@ from torch import Tensor
 from torch_geometric.utils import is_torch_sparse_tensor
 
 from anemoi_gt.graph import GraphStructure
+from anemoi_gt.graph.build import can_rank
 
 
 def read_edges(
@@ -43,6 +44,8 @@ def read_edges(
             "edge_index must be a GraphStructure, a tensor [2, E], an EdgeIndex or a sparse adj_t [N_dst, N_src], "
             f"got {type(edges).__name__}"
         )
+    if torch.is_grad_enabled() and can_rank(edges, *num_nodes):
+        options["reverse"] = True  # at no cost
     return GraphStructure.from_edge_index(edges, num_nodes, validate=_is_readable(edges), **options), edge_attr
 
 

@@ -3,6 +3,7 @@
 import math
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from anemoi_gt.graph import GraphStructure
@@ -40,9 +41,12 @@ def check_operands(operands: AttentionOperands, graph: GraphStructure) -> None:
             f"graph must be a GraphStructure, got {type(graph).__name__}; build it once with "
             "GraphStructure.from_edge_index(edge_index, (num_src, num_dst))"
         )
-    for name, operand in zip(AttentionOperands._fields, operands, strict=True):
-        if operand is not None or name in ("query", "key", "value"):
-            _check_tensor(name, operand, graph)
+    device = graph.device
+    for place, operand in enumerate(operands):
+        if operand is None and place > 2:
+            continue
+        if not isinstance(operand, Tensor) or not operand.is_floating_point() or operand.device != device:
+            _refuse_tensor(AttentionOperands._fields[place], operand, device)
     _check_nodes(query, key, value, graph)
     _check_edges(query, graph, *edges)
 
@@ -56,40 +60,41 @@ def check_scale(scale: float | None) -> None:
         raise ValueError(f"scale must be finite, or None for 1 / sqrt(channels), got {scale}")
 
 
-def _check_tensor(name: str, operand: Tensor, graph: GraphStructure) -> None:
+def _refuse_tensor(name: str, operand: object, device: torch.device) -> None:
     if not isinstance(operand, Tensor):
         raise ValueError(f"{name} must be a tensor, got {type(operand).__name__}")
     if not operand.is_floating_point():
         raise ValueError(f"{name} must be floating point, got {operand.dtype}; cast it first")
-    if operand.device != graph.device:
-        raise ValueError(
-            f"{name} must be on the device of the graph, {graph.device}, got {operand.device}; "
-            "move the graph once with graph.to(device)"
-        )
+    raise ValueError(
+        f"{name} must be on the device of the graph, {device}, got {operand.device}; "
+        "move the graph once with graph.to(device)"
+    )
 
 
 def _check_nodes(query: Tensor, key: Tensor, value: Tensor, graph: GraphStructure) -> None:
     shape = tuple(query.shape)
-    if query.dim() not in (3, 4):
+    if len(shape) not in (3, 4):
         raise ValueError(f"query must have shape [N_dst, H, C] or [B, N_dst, H, C], got {shape}")
+    *batch, num_dst, heads, channels = shape
     for name, operand in (("key", key), ("value", value)):
         got = tuple(operand.shape)
-        if operand.dim() != query.dim():
-            raise ValueError(f"{name} must have the {query.dim()} dimensions of query, got {got}")
-        if operand.shape[-2:] != query.shape[-2:] or operand.shape[:-3] != query.shape[:-3]:
+        if len(got) != len(shape):
+            raise ValueError(f"{name} must have the {len(shape)} dimensions of query, got {got}")
+        *its_batch, num_src, its_heads, its_channels = got
+        if its_channels != channels or its_heads != heads or its_batch != batch:
             raise ValueError(f"{name} must have the batch, heads and channels of query {shape}, got {got}")
-        if not have_size(operand.shape[-3], graph.num_src):
+        if not have_size(num_src, graph.num_src):
             raise ValueError(f"{name} must have {graph.num_src} rows, one per source node, got {got}")
-    if not have_size(query.shape[-3], graph.num_dst):
+    if not have_size(num_dst, graph.num_dst):
         raise ValueError(f"query must have {graph.num_dst} rows, one per destination node, got {shape}")
-    if query.shape[-2] == 0 or query.shape[-1] == 0:
+    if heads == 0 or channels == 0:
         raise ValueError(f"heads and channels must be at least 1, got query of shape {shape}")
 
 
 def _check_edges(
     query: Tensor, graph: GraphStructure, edge_attr: Tensor | None, edge_weight: Tensor | None, edge_bias: Tensor | None
 ) -> None:
-    heads, channels = query.shape[-2:]
+    *batch, _, heads, channels = query.shape
     if edge_bias is not None and edge_weight is None:
         raise ValueError("edge_bias must come with edge_weight: embedded edge features include their bias")
     if edge_attr is None:
@@ -104,9 +109,9 @@ def _check_edges(
                 f"edge_weight must have shape [heads * channels, D] = [{heads * channels}, D >= 1], "
                 f"got {tuple(edge_weight.shape)}"
             )
-        feature, expected, remedy = edge_weight.shape[1:], "[E, D] or [B, E, D]", "D is edge_weight.shape[1]"
+        feature, expected, remedy = (edge_weight.shape[1],), "[E, D] or [B, E, D]", "D is edge_weight.shape[1]"
     shared = (graph.num_edges, *feature)
-    if not (_has_shape(edge_attr, shared) or _has_shape(edge_attr, (*query.shape[:-3], *shared))):
+    if not (_has_shape(edge_attr, shared) or _has_shape(edge_attr, (*batch, *shared))):
         raise ValueError(f"edge_attr must have shape {expected} = {shared}, got {tuple(edge_attr.shape)}; {remedy}")
     if edge_bias is not None and tuple(edge_bias.shape) != (heads * channels,):
         raise ValueError(f"edge_bias must have shape [{heads * channels}], got {tuple(edge_bias.shape)}")

@@ -35,7 +35,7 @@ KEPT = 128  # launches of each kernel that are kept: graphs times layers of diff
 
 def on_device(tensor: Tensor) -> AbstractContextManager:
     """Return a context in which the device of `tensor` is current."""
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
+    return torch.cuda.device(tensor.get_device()) if tensor.is_cuda else nullcontext()
 
 
 def has_fixed_degree(sizes: Sizes) -> bool:
@@ -307,11 +307,12 @@ def differentiate_rows(
         tensors |= {name: torch.empty_like(saved.exp_scores) for name in ("attr_dp", "dp")}
         tensors["dedge_attr"] = dedge_attr if sizes.embedded else None
         tensors["segment_sums"] = _segment_rows(sizes, sizes.dst_segment, p_ds, 2 * sizes.heads, 1)
-    destination_launch(sizes, tile)(**tensors)
+    problem.launch(destination_launch, tile)(**tensors)
     if dst_segment(sizes):
         part = _segment_rows(sizes, sizes.dst_segment, dquery, sizes.channels)
-        launch = hub_destination_launch(sizes, tile)
-        launch(**{name: tensors[name] for name in launch.tensors if name in tensors}, segment_dquery=part)
+        names = hub_destination_launch(sizes, tile).tensors
+        tensors = {name: tensors[name] for name in names if name in tensors}
+        problem.launch(hub_destination_launch, tile)(**tensors, segment_dquery=part)
         join(problem, problem.index.colptr, sizes.dst_segment, [part], (dquery,))
     return p_ds, sums
 
@@ -343,7 +344,7 @@ def differentiate_sources(
     """Differentiate over sources: fill dkey and dvalue."""
     sizes = problem.sizes
     parts = [_segment_rows(sizes, sizes.src_segment, rows, sizes.channels) for rows in (dkey, dvalue)]
-    source_launch(sizes, tile)(
+    problem.launch(source_launch, tile)(
         query=problem.operands.query, grad_out=grad_out, p_ds=p_ds, rowptr=rowptr, col=col, csr_to_csc=csr_to_csc,
         dkey=dkey, dvalue=dvalue, segment_dkey=parts[0], segment_dvalue=parts[1],
     )  # fmt: skip
@@ -368,7 +369,7 @@ def differentiate_attributes(
     """Return A and B of each destination [B, N_dst, H, columns]; fill dedge_attr [B, E, D]."""
     sizes, sums = problem.sizes, (torch.empty_like(projected_grad), torch.empty_like(projected_grad))
     parts = [_segment_rows(sizes, sizes.dst_segment, rows, sizes.columns) for rows in sums]
-    attribute_launch(sizes)(
+    problem.launch(attribute_launch)(
         p_ds=p_ds, edge_attr=problem.operands.edge_attr, projected=saved.projected, projected_grad=projected_grad,
         colptr=problem.index.colptr, perm=problem.index.perm, attr_sums=sums[0], dscore_sums=sums[1],
         dedge_attr=dedge_attr, segment_attr_sums=parts[0], segment_dscore_sums=parts[1],
@@ -378,21 +379,42 @@ def differentiate_attributes(
 
 
 @lru_cache(KEPT)
-def weight_launch(sizes: Sizes, tile: ContractionTile | None = None) -> tuple[Launch, int]:
-    """Return the launch of `differentiate_weight`, and the number of its partial sums."""
+def weight_launch(sizes: Sizes, tile: ContractionTile | None = None) -> Launch:
+    """Return the launch that writes the partial sums of `differentiate_weight`, grid[0] of all heads."""
     tile = tile or tiles.weight_tile(sizes.channels, sizes.attributes)
     partials = max(1, min(-(-PROGRAMS // sizes.heads), -(-sizes.destinations // tile.nodes)))
     grid = (partials * sizes.heads, -(-sizes.channels // tile.channels))
-    return _contraction_launch(edge_features.weight_bwd, sizes, tile, grid), partials
+    return _contraction_launch(edge_features.weight_bwd, sizes, tile, grid)
+
+
+def partial_sums(sizes: Sizes) -> int:
+    """Return the number of partial sums that `weight_launch` writes for each head."""
+    return weight_launch(sizes).grid[0] // sizes.heads
+
+
+@lru_cache(KEPT)
+def weight_sum_launch(sizes: Sizes, partials: int) -> Launch:
+    """Return the launch that adds the partial sums up."""
+    constants = {"H": sizes.heads, "C": sizes.channels, "D": sizes.edge_dim, "BIAS": sizes.bias}
+    rows = max(1, tiles.SUMMED // sizes.columns)
+    grid = (-(-sizes.heads * sizes.channels // rows),)
+    constants |= {"ATTRIBUTES": sizes.columns, "PARTS": tiles.PARTS, "ROWS": rows, "num_warps": 4}
+    return Launch(edge_features.weight_sum, grid, {"num_parts": partials}, constants)
 
 
 def differentiate_weight(
-    problem: Problem, grad_out: Tensor, attr_sums: Tensor, dscore_sums: Tensor, tile: ContractionTile | None = None
-) -> Tensor:
-    """Return the gradient of W with the bias as its last column, [H * C, D + BIAS], float32."""
-    sizes, query = problem.sizes, problem.operands.query
-    launch, partials = weight_launch(sizes, tile)
+    problem: Problem, grad_out: Tensor, attr_sums: Tensor, dscore_sums: Tensor, needs: tuple[bool, bool]
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the gradients of W [H * C, D] and of the bias [H * C] that `needs` asks for."""
+    sizes, (query, _, _, _, edge_weight, edge_bias) = problem.sizes, problem.operands
+    partials = partial_sums(sizes)
     shape = (partials, sizes.heads * sizes.channels, sizes.attributes)
     partial = grad_out.new_empty(shape, dtype=torch.float32)
-    launch(query=query, grad_out=grad_out, attr_sums=attr_sums, dscore_sums=dscore_sums, partial=partial)
-    return partial.sum(0)
+    problem.launch(weight_launch)(
+        query=query, grad_out=grad_out, attr_sums=attr_sums, dscore_sums=dscore_sums, partial=partial
+    )
+    dweight, dbias = (
+        torch.empty_like(each) if need else None for each, need in zip((edge_weight, edge_bias), needs, strict=True)
+    )
+    problem.launch(weight_sum_launch, partials)(partial=partial, dweight=dweight, dbias=dbias)
+    return dweight, dbias

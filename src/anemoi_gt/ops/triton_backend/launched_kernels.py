@@ -82,11 +82,11 @@ def backward_kernels(sizes: Sizes, needs: Needs) -> Iterator[PlannedLaunch]:
             yield _launch(sizes, joined, part + (needs.key + needs.value) * count.source)
 
 
-def _launch(sizes: Sizes, bound: Launch, moved: int) -> PlannedLaunch:
+def _launch(sizes: Sizes, bound: Launch, moved: int, dtype: str | None = None) -> PlannedLaunch:
     tile = {name: bound.constants[constant] for constant, name in TILE.items() if constant in bound.constants}
     if "packed" in tile:
         tile["packed"] = int(tile["packed"] is not None)
-    return PlannedLaunch(bound.name(NAMES[sizes.dtype]), tile, moved)
+    return PlannedLaunch(bound.name(dtype or NAMES[sizes.dtype]), tile, moved)
 
 
 def _hub_kernels(sizes: Sizes, count: "ByteCounts", needs: Needs) -> Iterator[PlannedLaunch]:
@@ -119,9 +119,12 @@ def _weight_kernels(sizes: Sizes, count: "ByteCounts", needs: Needs) -> Iterator
     if needs.query:
         yield _launch(sizes, launch.embed_launch(sizes), 2 * count.row + count.sums + count.weight)
     if needs.edge_weight or needs.edge_bias:
-        bound, partials = launch.weight_launch(sizes)
-        moved = 2 * count.row + 2 * count.sums + 4 * partials * sizes.heads * sizes.channels * sizes.attributes
-        yield _launch(sizes, bound, moved)
+        partials = launch.partial_sums(sizes)
+        parts = 4 * partials * sizes.heads * sizes.channels * sizes.attributes
+        yield _launch(sizes, launch.weight_launch(sizes), 2 * count.row + 2 * count.sums + parts)
+        columns = needs.edge_weight * sizes.edge_dim + needs.edge_bias
+        moved = parts + sizes.dtype.itemsize * sizes.heads * sizes.channels * columns
+        yield _launch(sizes, launch.weight_sum_launch(sizes, partials), moved, "fp32")
 
 
 class ByteCounts:

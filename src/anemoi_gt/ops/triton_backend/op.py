@@ -1,5 +1,8 @@
 """The `triton` backend as PyTorch custom operators: flat tensors in, kernel launches, flat tensors out."""
 
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
@@ -12,6 +15,7 @@ from anemoi_gt.custom_ops import (
     define_gradient,
     define_operator,
     flat_arguments,
+    is_plain,
     needs_gradient,
     refuse_second_derivative,
 )
@@ -19,10 +23,10 @@ from anemoi_gt.graph import GraphStructure
 from anemoi_gt.ops.dtypes import scratch_dtype, without_autocast
 from anemoi_gt.ops.operands import AttentionOperands
 from anemoi_gt.ops.triton_backend.problem import IndexTensors, Options, Problem
+from anemoi_gt.ops.triton_backend.replay import NUM_OPERANDS, NUM_TENSORS, Pass
 from anemoi_gt.ops.triton_backend.tiles import MOST_ATTRIBUTES, attribute_columns
 
-NUM_OPERANDS = len(AttentionOperands._fields)
-NUM_TENSORS = NUM_OPERANDS + len(IndexTensors._fields) + 1  # and the seed, the first of the options
+KEPT = 128  # passes that are replayed: those of graphs and layers of different sizes in use at a time
 
 
 def attend(
@@ -47,8 +51,10 @@ def attend(
         with without_autocast(query.device.type):
             edge_attr = linear(edge_attr, edge_weight, edge_bias).unflatten(-1, query.shape[-2:])
         operands = AttentionOperands(query, key, value, edge_attr)
-    options = Options.of(seed, scale, dropout_p, config, embedded_first=first)
-    return _attend(*operands, *IndexTensors.of(graph), *options, save)[:2]
+    index, options = IndexTensors.of(graph), Options.of(seed, scale, dropout_p, config, embedded_first=first)
+    if not is_plain(*operands, *index, seed):
+        return _attend(*operands, *index, *options, save)[:2]
+    return Attention.apply(*operands, index, options) if save else _forward(operands, index, options, save)[0]
 
 
 def embeds_first(operands: AttentionOperands, save: bool) -> bool:
@@ -81,17 +87,8 @@ def edge_attention_triton(
     operands: AttentionOperands, index: IndexTensors, options: Options, save: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return out like query, lse [B, N_dst, H], without B as query, and what backward needs, empty unless `save`."""
-    from anemoi_gt.ops.triton_backend import launch
-
-    problem = _problem(operands, index, options)
-    with launch.on_device(operands.query):
-        projected = None if operands.edge_weight is None else launch.project(problem, problem.operands.query)
-        out, lse, inv_denominator, exp_scores, attr_sums = launch.attend_rows(problem, projected)
-        if attr_sums is not None:
-            launch.embed(problem, attr_sums, out)
-    if not save:
-        return out, lse, *(lse.new_empty(0) for _ in range(3))
-    return out, lse, inv_denominator, exp_scores, lse.new_empty(0) if projected is None else projected
+    (out, lse, *saved), _ = _forward(operands, index, options, save)
+    return out, lse, *(lse.new_empty(0) if tensor is None else tensor for tensor in saved or (None,) * 3)
 
 
 @torch.library.register_fake("anemoi_gt::edge_attention_triton")
@@ -121,16 +118,13 @@ def _setup_context(ctx, inputs, output):
 @define_operator
 def edge_attention_triton_backward(
     grad_out: Tensor | None, grad_lse: Tensor | None, operands: AttentionOperands, index: IndexTensors,
-    options: Options, inv_denominator: Tensor, exp_scores: Tensor, projected: Tensor, needs: list[bool],
+    options: Options, inv_denominator: Tensor, exp_scores: Tensor, projected: Tensor | None, needs: list[bool],
 ) -> list[Tensor]:  # fmt: skip
     """Return the gradients that `needs` asks for, in the order of the operands."""
-    from anemoi_gt.ops.triton_backend import launch
-
-    problem = _problem(operands, index, options)
-    saved = launch.Saved(inv_denominator, exp_scores, None if operands.edge_weight is None else projected)
-    grad_out = torch.zeros_like(problem.operands.query) if grad_out is None else _readable(grad_out)
-    with launch.on_device(operands.query):
-        return _gradients(problem, saved, grad_out, _readable(grad_lse), needs)
+    saved = (inv_denominator, exp_scores, None if operands.edge_weight is None else projected)
+    tensors = (*map(_readable, (*operands, *index, options.seed)), *saved)
+    gradients = _gradients(grad_out, grad_lse, tensors, options[1:], tuple(needs))
+    return [gradient for gradient in gradients if gradient is not None]
 
 
 @torch.library.register_fake("anemoi_gt::edge_attention_triton_backward")
@@ -150,13 +144,28 @@ def _backward(ctx, grad_out, grad_lse, *_):
     return *(next(gradients) if need else None for need in needs), *((None,) * (arguments - NUM_OPERANDS))
 
 
+class Attention(torch.autograd.Function):
+    """Both operators for calls that concern autograd alone: the same launches, without PyTorch's dispatcher."""
+
+    @staticmethod
+    def forward(ctx, *given):
+        *operands, index, options = given
+        (out, lse, *saved), tensors = _forward(operands, index, options, save=True)
+        ctx.set_materialize_grads(False)
+        ctx.options = options[1:]
+        ctx.save_for_backward(*tensors, *saved)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx, grad_out, grad_lse):
+        tensors, needs = ctx.saved_tensors, ctx.needs_input_grad[:NUM_OPERANDS]
+        if torch.is_grad_enabled() or not is_plain(*tensors, grad_out, grad_lse):
+            return *_backward(ctx, grad_out, grad_lse)[:NUM_OPERANDS], None, None
+        return *_gradients(grad_out, grad_lse, tensors, ctx.options, needs), None, None
+
+
 _attend = define_gradient(edge_attention_triton, _setup_context, _backward)
 _differentiate = refuse_second_derivative(edge_attention_triton_backward)
-
-
-def _problem(operands: AttentionOperands, index: IndexTensors, options: Options) -> Problem:
-    """Return a call as launches read it."""
-    return Problem(AttentionOperands(*map(_readable, operands)), IndexTensors(*map(_readable, index)), options)
 
 
 def _readable(tensor: Tensor | None) -> Tensor | None:
@@ -167,11 +176,57 @@ def _readable(tensor: Tensor | None) -> Tensor | None:
     return tensor.clone() if tensor.data_ptr() % 4 else tensor
 
 
-def _gradients(problem: Problem, saved, grad_out: Tensor, grad_lse: Tensor | None, needs: list[bool]) -> list[Tensor]:
-    """Launch the kernels that the gradients in `needs` take."""
+@lru_cache(KEPT)
+def _pass(compute: Callable, *sizes_and_dtypes) -> Pass:
+    return Pass(compute)
+
+
+def _run(compute: Callable, tensors: tuple[Tensor | None, ...], *how) -> Sequence[Tensor | None]:
+    """Return what `compute` launches for `tensors`: one `Pass` for all calls of the same sizes, dtypes and options."""
     from anemoi_gt.ops.triton_backend import launch
 
-    query, key, value, edge_attr, edge_weight, _ = problem.operands
+    query, key, _, attr, weight, *_ = tensors
+    row, fixed = tensors[NUM_OPERANDS + 1], tensors[NUM_OPERANDS + 5]
+    shapes = (None if each is None else each.shape for each in (query, key, attr, weight, row, fixed))
+    dtypes = (None if each is None else each.dtype for each in tensors)
+    with launch.on_device(query):
+        return _pass(compute, query.get_device(), *shapes, *dtypes, *how).run(tensors, *how)
+
+
+def _forward(operands, index, options: Options, save: bool) -> tuple[Sequence[Tensor | None], tuple]:
+    """Return what `_launch` returns, and the tensors that were read: operands, index tensors and seed."""
+    tensors = tuple(map(_readable, (*operands, *index, options.seed)))
+    return _run(_launch, tensors, options[1:], save), tensors
+
+
+def _launch(problem: Problem, save: bool) -> tuple[Tensor | None, ...]:
+    """Return out, lse, and with `save` what the backward pass reads: inv_denominator, exp_scores, projected."""
+    from anemoi_gt.ops.triton_backend import launch
+
+    query, edge_weight = problem.operands.query, problem.operands.edge_weight
+    projected = None if edge_weight is None else launch.project(problem, query)
+    out, lse, inv_denominator, exp_scores, attr_sums = launch.attend_rows(problem, projected)
+    if attr_sums is not None:
+        launch.embed(problem, attr_sums, out)
+    return (out, lse, inv_denominator, exp_scores, projected) if save else (out, lse)
+
+
+def _gradients(
+    grad_out: Tensor | None, grad_lse: Tensor | None, tensors: tuple, options: tuple, needs: tuple[bool, ...]
+) -> Sequence[Tensor | None]:
+    """Return the gradients that `needs` asks for, None for others; `tensors` are those of `_forward`, and the saved."""
+    if grad_out is None and grad_lse is None:
+        return (None,) * NUM_OPERANDS
+    grad_out = torch.zeros_like(tensors[0]) if grad_out is None else _readable(grad_out)
+    return _run(_launch_backward, (*tensors, grad_out, _readable(grad_lse)), options, needs)
+
+
+def _launch_backward(problem: Problem, needs: tuple[bool, ...], *saved: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Launch the kernels that the gradients in `needs` take, with what `_launch` saved, grad_out and grad_lse."""
+    from anemoi_gt.ops.triton_backend import launch
+
+    *saved, grad_out, grad_lse = saved
+    saved, (query, key, value, edge_attr, edge_weight, _) = launch.Saved(*saved), problem.operands
     need_query, need_key, need_value, need_attr, need_weight, need_bias = needs
     raw, dweight, dbias = edge_weight is not None, None, None
     dquery = torch.empty_like(query) if need_query else None
@@ -184,8 +239,7 @@ def _gradients(problem: Problem, saved, grad_out: Tensor, grad_lse: Tensor | Non
         if need_query:
             launch.embed(problem, sums[1], dquery)
         if need_weight or need_bias:
-            both = launch.differentiate_weight(problem, grad_out, *sums)
-            dweight, dbias = _weight_and_bias(both, problem, need_weight, need_bias)
+            dweight, dbias = launch.differentiate_weight(problem, grad_out, *sums, (need_weight, need_bias))
     dkey = torch.empty_like(key) if need_key else None
     dvalue = torch.empty_like(value) if need_value else None
     if need_key or need_value:
@@ -193,8 +247,7 @@ def _gradients(problem: Problem, saved, grad_out: Tensor, grad_lse: Tensor | Non
         launch.differentiate_sources(problem, p_ds, grad_out, *reverse, dkey, dvalue)
     if need_attr and problem.shares_attributes:
         dattr = dattr.sum(0, keepdim=True).to(edge_attr.dtype)
-    every = (dquery, dkey, dvalue, dattr, dweight, dbias)
-    return [gradient for gradient, need in zip(every, needs, strict=True) if need]
+    return dquery, dkey, dvalue, dattr, dweight, dbias
 
 
 def _attribute_gradient(problem: Problem) -> Tensor:
@@ -203,11 +256,3 @@ def _attribute_gradient(problem: Problem) -> Tensor:
     if not problem.shares_attributes:
         return torch.empty_like(attr)
     return attr.new_empty((problem.batch, *attr.shape[1:]), dtype=torch.float32)
-
-
-def _weight_and_bias(both: Tensor, problem: Problem, need_weight: bool, need_bias: bool) -> tuple[Tensor | None, ...]:
-    """Return the needed columns of [H * C, D + BIAS]: copies, because outputs of an operator share no memory."""
-    _, edge_dim = problem.operands.edge_weight.shape
-    layout = {"dtype": problem.operands.query.dtype, "copy": True, "memory_format": torch.contiguous_format}
-    dweight = both[:, :edge_dim].to(**layout) if need_weight else None
-    return dweight, both[:, edge_dim].to(**layout) if need_bias else None

@@ -126,28 +126,25 @@ class Problem:
     @cached_property
     def sizes(self) -> Sizes:
         """Read once from the operands."""
-        edge_attr, edge_weight, edge_bias = self.operands[3:]
-        num_dst, heads, channels = self.operands.query.shape[-3:]
-        num_edges, degree = self.index.row.shape[0], self.index.fixed_in_degree
+        query, key, _, edge_attr, edge_weight, edge_bias = self.operands
+        batch, (num_dst, heads, channels), num_edges = self.batch, query.shape[-3:], self.index.row.shape[0]
+        degree, options = self.index.fixed_in_degree, self.options
         return Sizes(
-            self.batch, num_dst, self.operands.key.shape[-3], num_edges, heads, channels,
-            edge_dim=0 if edge_weight is None else edge_weight.shape[1],
-            bias=int(edge_bias is not None),
-            embedded=self.embedded,
-            attr_stride=0 if edge_attr is None or self.batch == 1 or self.shares_attributes else num_edges,
-            dtype=self.operands.query.dtype,
-            needs_int64=self.needs_int64(),
-            scale=self.options.scale,
-            dropout_p=self.options.dropout_p,
-            fixed_in_degree=degree.shape[0] if degree is not None and self.options.fixed_degree_kernels else 0,
-            tile=self.options.tile,
-            dst_segment=self.segments[0],
-            src_segment=self.segments[1],
+            batch, num_dst, key.shape[-3], num_edges, heads, channels,
+            0 if edge_weight is None else edge_weight.shape[1],
+            int(edge_bias is not None),
+            self.embedded,
+            0 if edge_attr is None or batch == 1 or self.shares_attributes else num_edges,
+            query.dtype, self.needs_int64(), options.scale, options.dropout_p,
+            degree.shape[0] if degree is not None and options.fixed_degree_kernels else 0,
+            options.tile, *self.segments,
         )  # fmt: skip
 
     @cached_property
     def segments(self) -> tuple[int, int]:
         """Edges of a segment of hubs, of destinations and of sources; 0 where there are none, and none are forced."""
+        if self.index.dst_hubs is None and self.index.src_hubs is None and not self.options.tile:
+            return 0, 0
         forced, num_edges = parse_tile(self.options.tile).get("segment", 0), self.index.row.shape[0]
         found = (forced or (0 if hubs is None else SEGMENT) for hubs in (self.index.dst_hubs, self.index.src_hubs))
         return tuple(0 if self.is_at_most(num_edges, 2 * segment) else segment for segment in found)
@@ -192,9 +189,10 @@ class Problem:
         edge_dim = 0 if edge_weight is None else edge_weight.shape[1]
         columns = attribute_columns(edge_dim + (edge_bias is not None))
         per_edge, per_node = max(heads * (channels if self.embedded else 2), columns), heads * max(channels, columns)
-        rows = [(self.index.row.shape[0], per_edge), (num_dst, per_node), (key.shape[-3], per_node)]
-        rows += [(-(-self.index.row.shape[0] // segment), per_node) for segment in filter(None, self.segments)]
-        return tuple(self.batch * number * width for number, width in rows)
+        batch, num_edges = self.batch, self.index.row.shape[0]
+        offsets = batch * num_edges * per_edge, batch * num_dst * per_node, batch * key.shape[-3] * per_node
+        blocks = (-(-num_edges // segment) for segment in self.segments if segment)
+        return *offsets, *(batch * number * per_node for number in blocks)
 
     def launch(self, launch_of: Callable, *how: RowTile | ContractionTile | int | None) -> Callable[..., None]:
         """Return what launches a kernel on tensors by name: `launch_of` these sizes, with a tile or the chosen one."""

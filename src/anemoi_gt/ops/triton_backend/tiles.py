@@ -37,6 +37,7 @@ FLIGHT_BYTES = 6144  # bytes of rows in flight for which a warp has registers
 MAX_WARPS = 8  # of a program
 SEGMENT = HUB_DEGREE // 2  # edges of a segment of a hub, which has more than twice as many
 JOINED = 64  # segments whose results a program reads together
+PARTS, SUMMED = 16, 256  # partial sums of dW, and elements of it, that a program adds at a time
 CACHED_TILES = 128  # choices of each kernel that are cached
 
 LANES = 32  # threads of a warp
