@@ -61,7 +61,9 @@ def define_operator(function: Callable) -> torch._ops.OpOverload:
     schema = torch.library.infer_schema(flat, mutates_args=())
     torch.library.define(name, schema, tags=(torch.Tag.pt2_compliant_tag,))
     torch.library.impl(name, "default")(flat)
-    return getattr(torch.ops.anemoi_gt, function.__name__).default
+    operator = getattr(torch.ops.anemoi_gt, function.__name__).default
+    operator.function = flat  # for calls that pass the dispatcher by
+    return operator
 
 
 class _Dispatcher(NamedTuple):
@@ -100,18 +102,18 @@ def is_transformed() -> bool:
 
 _NUM_MODES = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 1)
 _PROFILES = getattr(torch.autograd, "_profiler_enabled", lambda: True)
-_PLAIN = frozenset((Tensor, Parameter, type(None)))
+_PLAIN = frozenset((Tensor, Parameter, type(None), float, bool, str, list))
 
 
-def is_plain(*tensors: Tensor | None) -> bool:
-    """Return whether a call on `tensors` concerns autograd alone, so that it may pass the dispatcher by.
+def is_plain(*args) -> bool:
+    """Return whether a call with `args` concerns autograd alone, so that it may pass the dispatcher by.
 
     Not where something looks for operators: traced code, transforms of torch.func, dispatch modes, profilers, tensors
     of other classes or without memory. Nor without PyTorch's private functions that tell.
     """
     if torch.compiler.is_compiling() or _HAS_TRANSFORMS() or _NUM_MODES() or _PROFILES() or torch.jit.is_tracing():
         return False
-    return _PLAIN.issuperset(map(type, tensors)) and (tensors[0].is_cuda or tensors[0].is_cpu)
+    return _PLAIN.issuperset(map(type, args)) and not getattr(args[0], "is_meta", False)
 
 
 def needs_gradient(*operands: Tensor | None) -> bool:
@@ -140,6 +142,8 @@ def define_gradient(operator: torch._ops.OpOverload, setup_context: Callable, ba
         return transformable(operator, setup_context, backward)
 
     def below(keyset, args):
+        if keyset is None:
+            return operator.function(*args)
         with private.below_autograd():
             return operator.redispatch(keyset & private.after_autograd, *args)
 
@@ -161,7 +165,8 @@ def define_gradient(operator: torch._ops.OpOverload, setup_context: Callable, ba
         return below(keyset, args)
 
     _LIBRARY.impl(operator.name().partition("::")[2], autograd, "Autograd", with_keyset=True)
-    return transformable(operator, setup_context, backward)
+    dispatched = transformable(operator, setup_context, backward)
+    return lambda *args: autograd(None, *args) if is_plain(*args) else dispatched(*args)
 
 
 def transformable(operator: torch._ops.OpOverload, setup_context: Callable, backward: Callable) -> Callable:
@@ -219,7 +224,13 @@ def assert_async(holds: Tensor, claim: str) -> None:
 def refuse_second_derivative(operator: torch._ops.OpOverload) -> Callable:
     """Make `operator`, the backward of edge attention, refuse a backward of its own; return what is to be called."""
     torch.library.register_autograd(operator, _refuse_second_derivative)
-    return transformable(operator, lambda ctx, inputs, output: None, _refuse_second_derivative)
+    dispatched = transformable(operator, lambda ctx, inputs, output: None, _refuse_second_derivative)
+
+    def call(*args):
+        is_recorded = torch.is_grad_enabled() or not is_plain(*args)
+        return dispatched(*args) if is_recorded else operator.function(*args)
+
+    return call
 
 
 def _refuse_second_derivative(ctx, *_):

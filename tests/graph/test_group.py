@@ -18,8 +18,8 @@ from anemoi_gt.graph.build import (
     group_both_ends_unordered,
     group_coo,
     group_edges,
+    group_edges_by_rank,
     group_edges_unordered,
-    place_by_rank,
     rank_edges,
 )
 
@@ -88,8 +88,8 @@ def test_ranking_places_edges_as_the_stable_sort_does(named, dtype):
 def test_ranking_tells_what_is_out_of_range_and_places_all_edges(row, index, kernel_device):
     edge_index = torch.tensor([[4, 0, 1, 3], [0, 2, 2, 1]])
     edge_index[row, 2] = index
-    groups, inside = place_by_rank(edge_index.to(kernel_device), 5, 3)
-    assert not inside.all() and groups.perm.sort().values.tolist() == [0, 1, 2, 3]
+    _, perm, *_, inside = group_edges_by_rank(edge_index.to(kernel_device), 5, 3)
+    assert not inside.all() and perm.sort().values.tolist() == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -163,7 +163,7 @@ def test_kernels_have_the_names_of_a_profile(explained):
     assert names == [
         ["project_fp32_h2_c16_d3", "fwd_fp32_h2_c16_d3", "embed_fp32_h2_c16_d3"],
         ["project_fp32_h2_c16_d3", "bwd_dst_fp32_h2_c16_d3", "bwd_attributes_fp32_h2_d3", "embed_fp32_h2_c16_d3",
-         "bwd_weight_fp32_h2_c16_d3", "bwd_src_fp32_h2_c16"],
+         "bwd_weight_fp32_h2_c16_d3", "sum_weight_fp32_h2_c16_d3", "bwd_src_fp32_h2_c16"],
     ]  # fmt: skip
 
 

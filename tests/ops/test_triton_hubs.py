@@ -117,7 +117,7 @@ def launches_of(graph, config=None):
     return {name: (grid[0], constants.get("SEGMENT", 0)) for name, grid, constants in seen}
 
 
-TODAY = {"project", "fwd", "embed", "bwd_dst", "bwd_attributes", "bwd_weight", "bwd_src"}
+TODAY = {"project", "fwd", "embed", "bwd_dst", "bwd_attributes", "bwd_weight", "sum_weight", "bwd_src"}
 
 
 @pytest.mark.parametrize(("to", "of"), [(None, None), (3, None), (None, 2), (3, 2)])

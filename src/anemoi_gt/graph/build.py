@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from anemoi_gt.custom_ops import assert_async, define_operator
+from anemoi_gt.custom_ops import assert_async, define_operator, is_plain
 
 EDGES_PER_PROGRAM, WARPS = 256, 8  # one edge per thread: most atomics in flight, and whole memory sectors
 RADIX_EDGES = 2**15  # from which PyTorch sorts integers on an x86 CPU by radix: 0.2 ms, comparing 30,000 takes 1.2 ms
@@ -72,31 +72,41 @@ def _sort_edges(node: Tensor, neighbour: Tensor, num_nodes: int) -> tuple[Tensor
     if node.is_cpu and not torch.compiler.is_compiling() and RADIX_PADDED <= num_edges < RADIX_EDGES:
         node = torch.cat([node, node.new_full((RADIX_EDGES - num_edges,), num_nodes)])
     node, order = (each[:num_edges] for each in torch.sort(node, stable=True))
-    return pointers(node, num_nodes), order.to(node.dtype), neighbour.index_select(0, order)
+    begins = torch.searchsorted(node, torch.arange(num_nodes + 1, dtype=node.dtype, device=node.device))
+    return begins.to(node.dtype), order.to(node.dtype), neighbour.index_select(0, order)
 
 
 def can_rank(edge_index: Tensor, num_src: int, num_dst: int) -> bool:
     """Return whether `rank_edges` serves: on a GPU, where comparing all edges takes less time than launching a sort."""
-    is_plain = type(edge_index) is Tensor and not torch.compiler.is_compiling()
-    return is_plain and edge_index.is_cuda and max(edge_index.shape[1], num_src, num_dst) < RANKED
+    is_known = type(edge_index) is Tensor and not torch.compiler.is_compiling()
+    return is_known and edge_index.is_cuda and max(edge_index.shape[1], num_src, num_dst) < RANKED
 
 
 def rank_edges(edge_index: Tensor, num_src: int, num_dst: int) -> GroupedEdges:
     """Return both groupings of [2, E] in the order of a stable sort, int32; the device asserts the range of nodes."""
-    grouped, inside = place_by_rank(edge_index, num_src, num_dst)
+    group = group_edges_by_rank.function if is_plain(edge_index) else group_edges_by_rank
+    *grouped, inside = group(edge_index, num_src, num_dst)
     claim = "source and destination must hold values from 0 to below the number of nodes; build it with validate=True"
     assert_async(inside.all(), claim)
-    return grouped
+    return GroupedEdges(*grouped)
 
 
-def place_by_rank(edge_index: Tensor, num_src: int, num_dst: int) -> tuple[GroupedEdges, Tensor]:
-    """Return the groupings, and [4], all of which are 1 if all nodes are in range."""
+@define_operator
+def group_edges_by_rank(
+    edge_index: Tensor, num_src: int, num_dst: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the fields of `GroupedEdges` in the order of a stable sort, and [4], all 1 if all nodes are in range."""
     edge_index = edge_index.contiguous()
     grouped, inside = _empty_groups(edge_index, num_src, num_dst, torch.int32), edge_index.new_empty(4)
     with _on_device(edge_index):
         launch = _rank_launch(edge_index.shape[1], num_dst, num_src)
         launch(edge_index=edge_index, **grouped._asdict(), inside=inside)
-    return grouped, inside
+    return *grouped, inside
+
+
+@torch.library.register_fake("anemoi_gt::group_edges_by_rank")
+def _(edge_index, num_src, num_dst):
+    return *_empty_groups(edge_index, num_src, num_dst, torch.int32), edge_index.new_empty(4)
 
 
 @lru_cache(CACHED_LAUNCHES)

@@ -220,13 +220,13 @@ class GraphStructure:
         check_edge_index(edge_index)
         num_edges = edge_index.shape[1]
         dtype = _index_dtype(num_src, num_dst, num_edges)
-        if not validate and can_rank(edge_index, num_src, num_dst):
+        if stable and not validate and can_rank(edge_index, num_src, num_dst):
             groups = rank_edges(edge_index, num_src, num_dst)
             groups = (groups if reverse else GroupedEdges(*groups[:3]))._asdict()
         else:
             check = check_range if validate else assert_range
-            check("source (row 0 of edge_index)", edge_index[0], num_src)
-            check("destination (row 1 of edge_index)", edge_index[1], num_dst)
+            for name, index, size in zip(ROWS, edge_index, (num_src, num_dst), strict=True):
+                check(name, index, size)
             is_read = validate and not torch.compiler.is_compiling()
             if is_read and bool((edge_index[1, 1:] >= edge_index[1, :-1]).all()):
                 colptr = pointers(edge_index[1].to(dtype), num_dst)
@@ -244,6 +244,24 @@ class GraphStructure:
         graph = cls(**groups, sources=sources, global_edge_id=global_edge_id, **hubs)
         graph = graph.with_reverse(stable=stable) if reverse else graph
         return graph._with_degrees() if validate else graph
+
+    @classmethod
+    def of_one_call(
+        cls, edge_index: Tensor, num_nodes: tuple[int, int], *, stable: bool, reverse: bool
+    ) -> "GraphStructure":
+        """Return the checked structure of a COO `edge_index` on a CPU for one call there.
+
+        Not whether in-degrees are equal or there are hubs, which GPU kernels want to know; the reverse structure only
+        where that costs no second sweep.
+        """
+        check_edge_index(edge_index)
+        low, high = map(int, torch.aminmax(edge_index)) if edge_index.numel() else (0, -1)
+        if low < 0 or high >= min(num_nodes):
+            for name, index, size in zip(ROWS, edge_index, num_nodes, strict=True):
+                check_range(name, index, size)
+        dtype = _index_dtype(*num_nodes, edge_index.shape[1])
+        groups = group_coo(edge_index, *num_nodes, dtype, stable=stable, reverse=reverse)
+        return cls(**groups._asdict(), sources=torch.empty(num_nodes[0], 0))
 
     @classmethod
     def from_csc(
@@ -526,6 +544,7 @@ class GraphStructure:
         return torch.arange(self.num_dst, dtype=self.colptr.dtype, device=self.device)
 
 
+ROWS = ("source (row 0 of edge_index)", "destination (row 1 of edge_index)")
 HUBS = ("dst_hubs", "src_hubs")
 FIELDS = tuple(field.name for field in fields(GraphStructure))
 

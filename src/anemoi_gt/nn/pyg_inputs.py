@@ -44,9 +44,11 @@ def read_edges(
             "edge_index must be a GraphStructure, a tensor [2, E], an EdgeIndex or a sparse adj_t [N_dst, N_src], "
             f"got {type(edges).__name__}"
         )
-    if torch.is_grad_enabled() and can_rank(edges, *num_nodes):
+    if _is_readable(edges):
+        return GraphStructure.of_one_call(edges, num_nodes, **options), edge_attr
+    if stable and torch.is_grad_enabled() and can_rank(edges, *num_nodes):
         options["reverse"] = True  # at no cost
-    return GraphStructure.from_edge_index(edges, num_nodes, validate=_is_readable(edges), **options), edge_attr
+    return GraphStructure.from_edge_index(edges, num_nodes, validate=False, **options), edge_attr
 
 
 def _is_readable(edges: Tensor) -> bool:

@@ -78,8 +78,8 @@ class EdgeRows:
         return destinations.reshape(-1, self.heads[0] * self.heads[1]).index_select(0, self.dst)
 
     def dot(self, left: Tensor, right: Tensor) -> Tensor:
-        """Return the dot products of rows [B E, H C] by head [B E, H]."""
-        return self.by_head(left * right).sum(-1)
+        """Return the dot products of rows [B E, H C], of which `right` is overwritten, by head [B E, H]."""
+        return self.by_head(right.mul_(left)).sum(-1)
 
     def scaled(self, rows: Tensor, weight: Tensor) -> Tensor:
         """Multiply rows [B E, H C], which are overwritten, by weights [B E, H]."""
@@ -114,7 +114,7 @@ class EdgeRows:
 def attend(flat) -> tuple[Tensor, Tensor, Tensor]:
     """Return out [B N_dst, H C], lse [B N_dst, H] and p [B, E, H] of `FlatArguments` in the dtype of accumulators."""
     edges, (batch, _, heads, _) = EdgeRows.of(flat), flat.query.shape
-    score = edges.dot(edges.rows_of(flat.query), edges.k).mul_(flat.scale)
+    score = edges.dot(edges.k, edges.rows_of(flat.query)).mul_(flat.scale)
     p, lse = edges.softmax(score)
     out = edges.sum_to_destinations(edges.scaled(edges.v, edges.drop(p)))
     return out, lse, p.view(batch, flat.row.shape[0], heads)

@@ -22,7 +22,7 @@ from anemoi_gt.ops.triton_backend.problem import IndexTensors, Options, Problem
 
 NUM_OPERANDS = len(AttentionOperands._fields)
 NUM_TENSORS = NUM_OPERANDS + len(IndexTensors._fields) + 1  # and the seed, the first of the options
-MOST_READ, MOST_SCRATCH = 2**22, 2**24  # bytes of each tensor that a replayed pass reads, and of all between kernels
+MOST_READ, MOST_SCRATCH = 2**27, 2**28  # bytes of each tensor that a replayed pass reads, and of all between kernels
 BLOCK = 512  # bytes to whose multiples scratch tensors are placed, as PyTorch's allocator places tensors
 
 
