@@ -97,4 +97,4 @@ def test_raw_edges_are_sorted_under_deterministic_algorithms(unordered, kernel_d
             train([layer], EDGE_INDEX.to(kernel_device))
     finally:
         torch.use_deterministic_algorithms(False)
-    assert operators.groupings == ["sort", "sort"]
+    assert set(operators.groupings) == {"sort"}
