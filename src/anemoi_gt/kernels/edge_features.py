@@ -91,6 +91,7 @@ def embed(
     sums,  # [N, H, ATTRIBUTES], N nodes of the whole batch
     edge_weight,  # [H * C, D]
     edge_bias,  # [H * C] or None
+    skip,  # [N, H, C] or None, added too
     rows,  # [N, H, C], read and written
     num_nodes,
     H: tl.constexpr, C: tl.constexpr, D: tl.constexpr, BIAS: tl.constexpr, CHANNELS: tl.constexpr,
@@ -98,7 +99,7 @@ def embed(
 ):  # fmt: skip
     """Grid (ceil(N / (NODES * TILES)) * H,): a program owns one head of TILES tiles of NODES nodes.
 
-    Adds W sums to their rows. Heads are the fast axis, so that programs side by side touch whole rows.
+    Adds W sums, and skip, to their rows. Heads are the fast axis, so that programs side by side touch whole rows.
     """
     head = tl.program_id(0) % H
     first = as_index(tl.program_id(0) // H, INT64) * (NODES * TILES)
@@ -113,6 +114,8 @@ def embed(
                 w = _load_weight(edge_weight, edge_bias, head, channel, H, C, D, CHANNELS, ATTRIBUTES)
             offsets, mask = _tile_offsets(node, head, channel, num_nodes, H, C, CHANNELS)
             x = tl.load(rows + offsets, mask=mask, other=0.0).to(tl.float32)
+            if skip is not None:
+                x += tl.load(skip + offsets, mask=mask, other=0.0).to(tl.float32)
             x = product(s, tl.trans(w), x, PRECISION)
             tl.store(rows + offsets, x.to(rows.dtype.element_ty), mask=mask)
 

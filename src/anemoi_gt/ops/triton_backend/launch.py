@@ -155,10 +155,13 @@ def embed_launch(sizes: Sizes, tile: ContractionTile | None = None) -> Launch:
     return _node_map_launch(edge_features.embed, sizes, tile or tiles.embed_tile(sizes.channels, sizes.attributes))
 
 
-def embed(problem: Problem, sums: Tensor, rows: Tensor, tile: ContractionTile | None = None) -> None:
-    """Add W sums [B, N_dst, H, columns] to rows [B, N_dst, H, C]."""
+def embed(
+    problem: Problem, sums: Tensor, rows: Tensor, tile: ContractionTile | None = None, skip: Tensor | None = None
+) -> None:
+    """Add W sums [B, N_dst, H, columns], and `skip` like rows, to rows [B, N_dst, H, C]."""
     _, _, _, _, edge_weight, edge_bias = problem.operands
-    problem.launch(embed_launch, tile)(sums=sums, edge_weight=edge_weight, edge_bias=edge_bias, rows=rows)
+    launch = problem.launch(embed_launch, tile)
+    launch(sums=sums, edge_weight=edge_weight, edge_bias=edge_bias, skip=skip, rows=rows)
 
 
 @lru_cache(KEPT)
