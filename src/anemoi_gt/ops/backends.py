@@ -53,6 +53,12 @@ def choose_backend(name: str, query: Tensor) -> Backend:
     raise ValueError(f"no attention backend can run here: {reasons}")
 
 
+def choose_backend_name(name: str, query: Tensor) -> str:
+    """Return the name of the backend that `choose_backend` returns."""
+    chosen = choose_backend(name, query)
+    return next(candidate for candidate, backend in BACKENDS.items() if backend is chosen)
+
+
 def rejected(chosen: str, query: Tensor) -> dict[str, str]:
     """Return the reason by name for each backend other than `chosen`, which runs for `query`."""
     reasons = {}

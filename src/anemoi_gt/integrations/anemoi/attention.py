@@ -27,6 +27,15 @@ from anemoi_gt.ops import edge_attention
 
 log = logging.getLogger(__name__)
 
+BLOCKS_BY_DEFAULT = False  # until a whole step on a GPU was faster with them
+METHODS = (  # of a block, between projection and attention
+    "get_qkve",
+    "prepare_qkve_edge_sharding",
+    "_forward_edges_sharded_attention",
+    "attention_block",
+    "apply_gt",
+)
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -38,10 +47,18 @@ class Settings:
         Backend and precision of the attention.
     fuse_edges : bool
         Hand raw edge attributes and the weight of `lin_edge` to the attention, so that no edge is embedded.
+    blocks : bool or None
+        Compute whole blocks by one operator; None is `BLOCKS_BY_DEFAULT`, where they can be.
     """
 
     config: AttentionConfig
     fuse_edges: bool
+    blocks: bool | None = None
+
+    @property
+    def computes_blocks(self) -> bool:
+        """True if whole blocks are computed by one operator, where they can be."""
+        return BLOCKS_BY_DEFAULT if self.blocks is None else self.blocks
 
 
 class SettingsRegistry:
@@ -92,9 +109,15 @@ class Upstream:
         `GraphTransformerConv`, the attention of `graph_attention_backend: pyg`.
     triton_conv : function or None
         `graph_transformer_attention_conv`, the attention of `graph_attention_backend: triton`; None without Triton.
+    blocks : tuple of type
+        The blocks of processors and of mappers.
+    norms : tuple of type
+        Layer norms that differ from PyTorch's in the dtype of their output.
     """
 
     block: type | None = None
+    blocks: tuple[type, ...] = ()
+    norms: tuple[type, ...] = ()
     conv: type | None = None
     triton_conv: object = None
 
@@ -103,6 +126,9 @@ def resolve_upstream(block: type) -> None:
     """Import the attentions that blocks of anemoi-models may have."""
     Upstream.block = block
     Upstream.conv = import_module("anemoi.models.layers.conv").GraphTransformerConv
+    module = import_module(block.__module__)
+    Upstream.blocks = (module.GraphTransformerProcessorBlock, module.GraphTransformerMapperBlock)
+    Upstream.norms = (import_module("anemoi.models.layers.normalization").AutocastLayerNorm,)
     with suppress(ImportError, ValueError):  # anemoi-models raises ValueError without Triton
         triton = import_module("anemoi.models.triton.gt")
         Upstream.triton_conv = getattr(triton, "graph_transformer_attention_conv", None)
@@ -161,7 +187,7 @@ def patch_apply_gt(upstream):
         embedding = (self.lin_edge.weight, self.lin_edge.bias) if edges.dim() == 2 else ()
         if batch > 1:
             query, key, value, edges = (rows.unflatten(0, (batch, -1)) for rows in (query, key, value, edges))
-        options = {"dropout_p": _dropout(self.conv), "config": SETTINGS.of(self).config}
+        options = {"dropout_p": dropout_of(self.conv), "config": SETTINGS.of(self).config}
         out, _ = edge_attention(query, key, value, graph, edges, *embedding, **options)
         return out if batch == 1 else out.flatten(0, 1)
 
@@ -173,7 +199,7 @@ def _serves(block, edge_index) -> bool:
     settings = SETTINGS.of(block)
     if settings is None:
         return False
-    reason = _unsupported_reason(block, edge_index)
+    reason = unsupported_reason(block, edge_index)
     if reason is None:
         return True
     if settings.config.backend != "auto":
@@ -181,11 +207,11 @@ def _serves(block, edge_index) -> bool:
             f"attention backend {settings.config.backend!r} cannot serve this Anemoi block: {reason}; "
             "backend 'auto' runs Anemoi's own code there"
         )
-    _warn_once(f"an Anemoi block runs Anemoi's own attention: {reason}")
+    warn_once(f"an Anemoi block runs Anemoi's own attention: {reason}")
     return False
 
 
-def _unsupported_reason(block, edge_index) -> str | None:
+def unsupported_reason(block, edge_index) -> str | None:
     """Return why we cannot compute the attention of a block, or None if we can."""
     if not isinstance(edge_index, Tensor) or edge_index.layout != torch.strided:
         return "its edges came as a sparse adjacency, and an edge_index [2, E] is needed"
@@ -203,7 +229,7 @@ def _describe(kind: type) -> str:
 
 
 @torch.compiler.assume_constant_result
-def _warn_once(message: str) -> None:
+def warn_once(message: str) -> None:
     """Log a warning at the first call with this message; in compiled code, when it is traced."""
     _log_once(message)
 
@@ -224,20 +250,14 @@ def _reads_raw_edges(block) -> bool:
     if reason is None and hooks_of(block.lin_edge):
         reason = "hooks watch its lin_edge, which would not be called"
     if reason is not None:
-        _warn_once(f"an Anemoi block embeds its edges before the attention: {reason}")
+        warn_once(f"an Anemoi block embeds its edges before the attention: {reason}")
     return reason is None
 
 
 @torch.compiler.assume_constant_result
 def _own_method(kind: type) -> str | None:
     """Return which method between projection and attention a class of blocks overrides, None if none."""
-    for name in (
-        "get_qkve",
-        "prepare_qkve_edge_sharding",
-        "_forward_edges_sharded_attention",
-        "attention_block",
-        "apply_gt",
-    ):
+    for name in METHODS:
         if getattr(kind, name) is not getattr(Upstream.block, name):
             return f"{kind.__qualname__} has a {name} of its own"
     return None
@@ -257,5 +277,6 @@ def _embedded(block, edges: Tensor) -> Tensor:
     return _split_heads(block, block.lin_edge(edges)) if edges.dim() == 2 else edges
 
 
-def _dropout(conv) -> float:
+def dropout_of(conv) -> float:
+    """Return the probability with which the attention drops weights now."""
     return conv.dropout if isinstance(conv, nn.Module) and conv.training else 0.0

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from anemoi_gt.attention_config import AttentionConfig
-from anemoi_gt.integrations.anemoi import attention, cache, residual
+from anemoi_gt.integrations.anemoi import attention, cache, residual, whole_blocks
 from anemoi_gt.integrations.anemoi.attention import SETTINGS, Settings
 
 log = logging.getLogger(__name__)
@@ -28,11 +28,15 @@ PROCESSOR = ("anemoi.models.layers.processor", "GraphTransformerProcessor")
 PARTITION = ("anemoi.models.distributed.khop_edges", "GraphPartition")
 MODEL = ("anemoi.models.models.encoder_processor_decoder", "AnemoiModelEncProcDec")
 ENSEMBLE = ("anemoi.models.models.ens_encoder_processor_decoder", "AnemoiEnsModelEncProcDec")
+PROCESSOR_BLOCK = (BLOCK[0], "GraphTransformerProcessorBlock")
+MAPPER_BLOCK = (BLOCK[0], "GraphTransformerMapperBlock")
 PATCHES = {  # (class, or module that holds a function, name of the method or function): what makes its replacement
     (BLOCK, "apply_gt"): attention.patch_apply_gt,
     (BLOCK, "attention_block"): attention.patch_attention_block,
     (BLOCK, "get_qkve"): attention.patch_get_qkve,
     (BLOCK, "prepare_qkve_edge_sharding"): attention.patch_prepare_qkve,
+    (PROCESSOR_BLOCK, "forward"): whole_blocks.patch_processor_block,
+    (MAPPER_BLOCK, "forward"): whole_blocks.patch_mapper_block,
     (PROVIDER, "_get_edges_impl"): cache.patch_get_edges,
     (MAPPER, "prepare_edge_sharding_wrapper"): cache.patch_prepare_edge_sharding,
     (PROCESSOR, "forward"): cache.patch_processor_forward,
@@ -73,7 +77,9 @@ class Installation:
         return nullcontext, ()
 
 
-def install(backend: str = "auto", precision: str | None = None, fuse_edges: bool = True) -> Installation:
+def install(
+    backend: str = "auto", precision: str | None = None, fuse_edges: bool = True, blocks: bool | None = None
+) -> Installation:
     """Let all graph-transformer blocks of Anemoi, existing and future, compute their attention with anemoi_gt.
 
     Parameters
@@ -86,6 +92,10 @@ def install(backend: str = "auto", precision: str | None = None, fuse_edges: boo
     fuse_edges : bool
         Hand raw edge attributes to the attention, which then makes no tensor of edges x heads x channels. False embeds
         every edge as Anemoi does.
+    blocks : {None, True, False}
+        Compute whole blocks by one operator: norms, projections, attention and feed-forward network. True does so for
+        all blocks of the default options, and says once why another has its attention alone computed, or raises with a
+        named backend. None, the default, is False until that is faster in every measurement.
 
     Returns
     -------
@@ -105,7 +115,7 @@ def install(backend: str = "auto", precision: str | None = None, fuse_edges: boo
     The first installation and the end of the last one call `torch.compiler.reset`: compiled code would go on with the
     methods it was made from. It is compiled again when it is called.
     """
-    settings = _switch_on(AttentionConfig(backend=backend, precision=precision), fuse_edges)
+    settings = _switch_on(AttentionConfig(backend=backend, precision=precision), fuse_edges, blocks)
     installation = Installation(settings, before=SETTINGS.everywhere)
     SETTINGS.everywhere = settings
     return installation
@@ -118,7 +128,11 @@ def uninstall() -> None:
 
 
 def swap_layers(
-    model: nn.Module, backend: str = "auto", precision: str | None = None, fuse_edges: bool = True
+    model: nn.Module,
+    backend: str = "auto",
+    precision: str | None = None,
+    fuse_edges: bool = True,
+    blocks: bool | None = None,
 ) -> nn.Module:
     """Let the graph-transformer blocks of one model compute their attention with anemoi_gt.
 
@@ -126,7 +140,7 @@ def swap_layers(
     ----------
     model : torch.nn.Module
         It is not changed: its blocks are registered. A copy or an unpickled model has to be swapped again.
-    backend, precision, fuse_edges
+    backend, precision, fuse_edges, blocks
         As for `install`; they take precedence over those of `install`.
 
     Returns
@@ -144,67 +158,90 @@ def swap_layers(
     config = AttentionConfig(backend=backend, precision=precision)
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be a torch.nn.Module, got {model!r}")
-    blocks = [module for module in model.modules() if isinstance(module, _find(*BLOCK))]
-    if not blocks:
+    found = [module for module in model.modules() if isinstance(module, _find(*BLOCK))]
+    if not found:
         raise ValueError(f"model must have a graph-transformer block of Anemoi, got {type(model).__name__} without one")
-    settings = _switch_on(config, fuse_edges)
-    for each in blocks:
+    settings = _switch_on(config, fuse_edges, blocks)
+    for each in found:
         SETTINGS.choose(each, settings)
     return model
 
 
 def graph_transformer_processor(
-    *, backend: str = "auto", precision: str | None = None, fuse_edges: bool = True, **options
+    *,
+    backend: str = "auto",
+    precision: str | None = None,
+    fuse_edges: bool = True,
+    blocks: bool | None = None,
+    **options,
 ) -> nn.Module:
     """Build Anemoi's `GraphTransformerProcessor` with swapped blocks; a target for configs whose validation is off.
 
     Parameters
     ----------
-    backend, precision, fuse_edges
+    backend, precision, fuse_edges, blocks
         As for `install`.
     **options
         Of `anemoi.models.layers.processor.GraphTransformerProcessor`.
     """
-    return swap_layers(_find(*PROCESSOR)(**options), backend, precision, fuse_edges)
+    return swap_layers(_find(*PROCESSOR)(**options), backend, precision, fuse_edges, blocks)
 
 
 def graph_transformer_forward_mapper(
-    *, backend: str = "auto", precision: str | None = None, fuse_edges: bool = True, **options
+    *,
+    backend: str = "auto",
+    precision: str | None = None,
+    fuse_edges: bool = True,
+    blocks: bool | None = None,
+    **options,
 ) -> nn.Module:
     """Build Anemoi's `GraphTransformerForwardMapper`, the encoder, with a swapped block; a target, too.
 
     Parameters
     ----------
-    backend, precision, fuse_edges
+    backend, precision, fuse_edges, blocks
         As for `install`.
     **options
         Of `anemoi.models.layers.mapper.GraphTransformerForwardMapper`.
     """
-    return swap_layers(_find(MAPPER[0], "GraphTransformerForwardMapper")(**options), backend, precision, fuse_edges)
+    return swap_layers(
+        _find(MAPPER[0], "GraphTransformerForwardMapper")(**options), backend, precision, fuse_edges, blocks
+    )
 
 
 def graph_transformer_backward_mapper(
-    *, backend: str = "auto", precision: str | None = None, fuse_edges: bool = True, **options
+    *,
+    backend: str = "auto",
+    precision: str | None = None,
+    fuse_edges: bool = True,
+    blocks: bool | None = None,
+    **options,
 ) -> nn.Module:
     """Build Anemoi's `GraphTransformerBackwardMapper`, the decoder, with a swapped block; a target, too.
 
     Parameters
     ----------
-    backend, precision, fuse_edges
+    backend, precision, fuse_edges, blocks
         As for `install`.
     **options
         Of `anemoi.models.layers.mapper.GraphTransformerBackwardMapper`.
     """
-    return swap_layers(_find(MAPPER[0], "GraphTransformerBackwardMapper")(**options), backend, precision, fuse_edges)
+    return swap_layers(
+        _find(MAPPER[0], "GraphTransformerBackwardMapper")(**options), backend, precision, fuse_edges, blocks
+    )
 
 
-def _switch_on(config: AttentionConfig, fuse_edges: bool) -> Settings:
+def _switch_on(config: AttentionConfig, fuse_edges: bool, blocks: bool | None) -> Settings:
     """Apply the patches; edges can be fused where all methods of the block were replaced."""
     if not isinstance(fuse_edges, bool):
         raise ValueError(f"fuse_edges must be True or False, got {fuse_edges!r}")
+    if blocks is not None and not isinstance(blocks, bool):
+        raise ValueError(f"blocks must be True, False or None, got {blocks!r}")
     _apply_patches()
     replaced = {name for _, name in _upstream}
-    return Settings(config, fuse_edges and replaced.issuperset(name for place, name in PATCHES if place == BLOCK))
+    return Settings(
+        config, fuse_edges and replaced.issuperset(name for place, name in PATCHES if place == BLOCK), blocks
+    )
 
 
 def _find(module: str, *name: str) -> type | ModuleType:
