@@ -1,19 +1,20 @@
 """Whole blocks by one operator under `install(blocks=True)`: numbers, compiled code, and what is refused."""
 
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
 import torch
 from anemoi.models.layers.block import GraphTransformerMapperBlock, GraphTransformerProcessorBlock
-from anemoi.models.layers.normalization import AutocastLayerNorm
 from anemoi.models.triton.gt import graph_transformer_attention_conv
 from support import anemoi_model as small
-from support.anemoi_model import block_inputs, differentiate_block, make_block
+from support.anemoi_model import OwnLinear, block_inputs, differentiate_block, make_block
 from support.same_numbers import assert_same_numbers
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from anemoi_gt.integrations import anemoi as integration
+from anemoi_gt.integrations.anemoi import whole_blocks
 
 KINDS = {"processor": GraphTransformerProcessorBlock, "mapper": GraphTransformerMapperBlock}
 BACKENDS = ("pyg", "triton")
@@ -59,5 +60,174 @@ def test_a_compiled_block_is_one_operator_with_the_same_numbers(kind, backend, o
         assert_same_numbers(differentiate_block(block, inputs, compiled), expected)
     (graph,) = graphs
     assert graph.count(OPERATOR) == 1
-    assert not [name for name in graph if "edge_attention" in name or "linear" in name and not options]
+    assert not [name for name in graph if "edge_attention" in name or ("linear" in name and not options)]
     assert list(block.state_dict()) == names
+
+
+def widened(inputs, dtype):
+    """Inputs with floating-point tensors in another dtype, as leaves."""
+    if isinstance(inputs, tuple):
+        return tuple(widened(each, dtype) for each in inputs)
+    is_real = isinstance(inputs, torch.Tensor) and inputs.is_floating_point()
+    return inputs.detach().to(dtype).requires_grad_() if is_real else inputs
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("nodes", (torch.float32, torch.bfloat16, torch.float16), ids=str)
+@pytest.mark.parametrize("compiler", (None, "aot_eager"))
+def test_errors_are_at_most_three_times_those_of_anemois_block(kind, nodes, compiler):
+    """Against float64: nodes in float32 without autocast, or 16-bit nodes, as Anemoi's embeddings are, with it."""
+    inputs = block_inputs(KINDS[kind])
+    exact = differentiate_block(block_of(kind).double(), widened(inputs, torch.float64))
+    block, (x, *rest) = block_of(kind), inputs
+    given = (widened(x, nodes), *rest)
+    results = []
+    for install in (nullcontext, partial(integration.install, blocks=True)):
+        with install(), torch.autocast("cpu", nodes, enabled=nodes != torch.float32):
+            forward = torch.compile(block, fullgraph=True, backend=compiler) if compiler else block
+            results.append(differentiate_block(block, given, forward))
+    anemoi, ours = results
+    for name, expected in exact.items():
+        error, theirs = (((found[name] - expected).square().mean().sqrt()).item() for found in (ours, anemoi))
+        allowed = 3 * theirs + 4 * torch.finfo(nodes).eps * expected.square().mean().sqrt().item()
+        assert error <= allowed, f"{name}: RMS error {error:.1e}, Anemoi's {theirs:.1e}"
+
+
+@pytest.mark.parametrize(
+    ("changes", "shape"),
+    (({}, {}), ({"checkpointing": False}, {"batch": 2}), ({"mapper_chunks": 3}, {"batch": 2})),
+    ids=str,
+)
+def test_a_model_gives_what_anemoi_gives(graph, changes, shape, monkeypatch):
+    model, x = small.build(graph, small.make_options(**changes)), small.draw(graph, **shape)
+    expected = small.differentiate(model, x)
+    calls, run = [], whole_blocks.run_block
+    monkeypatch.setattr(whole_blocks, "run_block", lambda *operands: calls.append(operands) or run(*operands))
+    with integration.install(blocks=True):
+        assert_same_numbers(small.differentiate(model, x), expected)
+    assert shape.get("batch", 1) in {call[-2] for call in calls}  # chunks of mappers hold a batch as one graph
+    assert len(calls) >= 4
+
+
+def test_sources_are_updated_as_anemoi_does():
+    inputs = block_inputs(KINDS["mapper"])
+    block = block_of("mapper", update_src_nodes=True)
+    expected = block(*inputs)[0]
+    with integration.install(blocks=True):
+        assert_same_numbers(block(*inputs)[0], expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_checkpoint_around_or_inside_compiled_code_gives_the_same_gradients(kind, traced):
+    compiler, graphs = traced
+    inputs, block = block_inputs(KINDS[kind]), block_of(kind)
+    expected = differentiate_block(block, inputs)
+    again = partial(checkpoint, block, use_reentrant=False)
+    with integration.install(blocks=True):
+        for forward in (again, torch.compile(again, fullgraph=True, backend=compiler)):
+            assert_same_numbers(differentiate_block(block, inputs, forward), expected)
+    assert [name for names in graphs for name in names].count(OPERATOR) == 1
+
+
+def test_gradients_beyond_the_range_of_float16_are_not_finite_so_that_a_scaler_skips_the_step():
+    block, (x, *rest) = block_of("processor"), block_inputs()
+    with integration.install(blocks=True), torch.autocast("cpu", torch.float16):
+        out = block(widened(x, torch.float16), *rest)[0]
+    (1e4 * out.float()).square().sum().backward()
+    assert not all(parameter.grad.isfinite().all() for parameter in block.parameters())
+
+
+def test_a_block_without_gradients_gives_the_same():
+    block, inputs = block_of("processor"), block_inputs()
+    expected = block(*inputs)[0]
+    with integration.install(blocks=True), torch.no_grad():
+        assert_same_numbers(block(*inputs)[0], expected)
+
+
+def with_part(name, make):
+    """Return what replaces a part of a block by `make` of it."""
+    return lambda block: block.set_submodule(name, make(block.get_submodule(name)))
+
+
+class OwnFeedForward(GraphTransformerProcessorBlock):
+    """A block with a feed-forward network of its own."""
+
+    def run_node_dst_mlp(self, x, **layer_kwargs):
+        return 2 * super().run_node_dst_mlp(x, **layer_kwargs)
+
+
+class OwnStrategy(GraphTransformerProcessorBlock):
+    """A block that shards by itself."""
+
+    def _forward_edges_shard_strategy(self, *arguments):
+        return 2 * super()._forward_edges_shard_strategy(*arguments)
+
+
+UNSERVED = {
+    "its feed-forward network is not": with_part("node_dst_mlp.mlp.1", lambda _: nn.SiLU()),
+    "its feed-forward network is not a linear map, an exact": with_part(
+        "node_dst_mlp.mlp.1", lambda _: nn.GELU("tanh")
+    ),
+    "its query is a OwnLinear, and torch.nn.Linear is": lambda block: setattr(block.lin_query, "__class__", OwnLinear),
+    "its norm is a RMSNorm": with_part("layer_norm_attention", lambda _: nn.RMSNorm(16)),
+    "its mlp_norm lacks a weight or a bias": with_part("layer_norm_mlp_dst", lambda _: nn.LayerNorm(16, bias=False)),
+    "its value lacks": with_part("lin_value", lambda _: nn.Linear(16, 16, bias=False)),
+    "hooks watch a part": lambda block: block.layer_norm_mlp_dst.register_forward_hook(lambda *_: None),
+    "hooks watch a part of it": lambda block: block.node_dst_mlp.mlp[1].register_full_backward_hook(lambda *_: None),
+    "OwnFeedForward has a run_node_dst_mlp of its own": lambda block: setattr(block, "__class__", OwnFeedForward),
+    "OwnStrategy has a _forward_edges_": lambda block: setattr(block, "__class__", OwnStrategy),
+    "its attention drops": lambda block: setattr(block.conv, "dropout", 1.0),
+}
+
+
+@pytest.mark.parametrize("reason", UNSERVED)
+@pytest.mark.parametrize("is_compiled", (False, True), ids=("eager", "compiled"))
+def test_another_block_has_its_attention_alone_computed_and_that_is_said_once(reason, is_compiled, said, traced):
+    compiler, _ = traced
+    block, inputs = block_of("processor"), block_inputs()
+    UNSERVED[reason](block)
+    forward = torch.compile(block, backend=compiler) if is_compiled else block
+    with integration.install():
+        expected = differentiate_block(block, inputs)
+    with integration.install(blocks=True):
+        for _ in range(2):
+            assert_same_numbers(differentiate_block(block, inputs, forward), expected)
+    (message,) = said()
+    assert message.startswith(f"an Anemoi block has its attention alone computed by anemoi_gt: {reason}")
+    refused = f"blocks=True with backend 'torch' cannot compute this Anemoi block: {reason}"
+    with integration.install(backend="torch", blocks=True), pytest.raises(ValueError, match=refused):
+        forward(*inputs)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    (({"qk_norm": True}, "its queries and keys are normed"), ({"mlp_implementation": "geglu"}, "its feed")),
+)
+def test_options_that_are_not_served_are_named(options, reason, said):
+    block, inputs = block_of("processor", **options), block_inputs()
+    expected = differentiate_block(block, inputs)
+    with integration.install(blocks=True):
+        assert_same_numbers(differentiate_block(block, inputs), expected)
+    assert reason in said()[0]
+
+
+def test_conditional_norms_compute_with_anemois_code(graph, said):
+    model = small.build(graph, small.make_ensemble_options())
+    x = small.draw(graph, ensemble=2)
+    expected = small.differentiate(model, x, fcstep=1)
+    with integration.install(blocks=True):
+        assert_same_numbers(small.differentiate(model, x, fcstep=1), expected)
+    assert [message for message in said() if "its norms take a condition" in message]
+
+
+@pytest.mark.parametrize("blocks", (None, False))
+def test_whole_blocks_are_off_unless_asked_for_and_raise_for_no_backend(blocks, monkeypatch):
+    monkeypatch.setattr(whole_blocks, "run_block", None)
+    block = block_of("processor", qk_norm=True)
+    with integration.install(backend="torch", blocks=blocks):
+        block(*block_inputs())
+
+
+def test_blocks_must_be_a_switch():
+    with pytest.raises(ValueError, match="blocks must be True, False or None, got 'yes'"):
+        integration.install(blocks="yes")

@@ -229,8 +229,8 @@ def _backward(ctx, grad, *_):
 
 @torch.library.register_fake("anemoi_gt::transformer_block_backward")
 @flat_arguments
-def _(grad, tensors: BlockTensors, index: IndexTensors, options: BlockOptions, *saved_and_needs):
-    return [x.new_empty(x.shape) for x, need in zip(tensors, saved_and_needs[-1], strict=True) if need]
+def _(grad, tensors: BlockTensors, index: IndexTensors, options: BlockOptions, q, k, v, y, z, h, s0, s1, s2, needs):
+    return [x.new_empty(x.shape) for x, need in zip(tensors, needs, strict=True) if need]
 
 
 define_gradient(transformer_block, _setup_context, _backward)
