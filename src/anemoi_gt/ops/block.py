@@ -12,18 +12,19 @@ gradient it shares. That of W_self follows from that of the projection: sum_i dy
 are read for sums over nodes of dq alone; all other gradients of biases and norms are made by the passes over rows that
 are needed anyway.
 
-The backward pass makes normed rows and gelu(h) again, in the passes that read x and h. The feed-forward network takes
-`chunk` rows at a time: what is as wide as its hidden layer exists for them alone, except h.
+Gradients of query, key, value and y are columns of one tensor, so that those of n, and of the weights, are one product
+each. The backward pass makes normed rows and gelu(h) again, in the passes that read x and h. The feed-forward network
+takes `chunk` rows at a time: what is as wide as its hidden layer exists for them alone, except h.
 """
 
 from collections.abc import Iterator
 from contextlib import ExitStack
 from importlib import import_module
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import gelu
 
 from anemoi_gt.custom_ops import (
     call_unrecorded,
@@ -82,7 +83,23 @@ class BlockOptions(NamedTuple):
     chunk: int = CHUNK
 
 
-MATRICES = ("query", "key", "value", "self", "edge", "projection", "in", "out")
+class Kept(NamedTuple):
+    """What the forward pass keeps for the backward pass."""
+
+    query: Tensor  # [B * N_dst, H * C]
+    key: Tensor  # [B * N_src, H * C]
+    value: Tensor
+    attended: Tensor  # y [B * N_dst, H * C]
+    z: Tensor  # [B * N_dst, F]
+    hidden: Tensor  # h [B * N_dst, K]
+    parameters: Tensor  # of the linear maps, in the dtype of products
+    attr: Tensor  # edge attributes in the dtype of products
+    saved_0: Tensor  # of the backend of the attention
+    saved_1: Tensor
+    saved_2: Tensor
+
+
+MATRICES = ("query", "self", "key", "value", "edge", "projection", "in", "out")
 NUM_TENSORS = len(BlockTensors._fields)
 NUM_INPUTS = NUM_TENSORS + len(IndexTensors._fields)
 
@@ -90,14 +107,17 @@ NUM_INPUTS = NUM_TENSORS + len(IndexTensors._fields)
 @define_operator
 def transformer_block(
     tensors: BlockTensors, index: IndexTensors, options: BlockOptions, save: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[
+    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor
+]:  # fmt: skip
     """Return the destinations [B * N_dst, F] after the block, and what backward needs, empty unless `save`.
 
-    That is query, key, value, y, z, h and what the backend of the attention saves.
+    That is `Kept`, in order.
     """
     t, rows = tensors, _row_kernels(options)
     with _computing(rows, t.x_dst):
-        weights, biases = _cast(t, options.dtype)
+        parameters = _cast_parameters(t, options.dtype)
+        weights, biases = _weights_and_biases(t, parameters)
         _, n_dst = rows.add_norm(t.x_dst, None, t.norm_weight, t.norm_bias, options.eps, options.dtype)
         n_src = n_dst
         if t.x_src is not None:
@@ -107,7 +127,8 @@ def transformer_block(
         key, value = (n_src @ weights[name].t() for name in ("key", "value"))
         skip = _linear(n_dst, weights["self"], biases["self"])
         del n_src, n_dst
-        attention = _attention_operands(t, query, key, value, weights, biases, options)
+        attr = t.edge_attr.to(options.dtype, copy=True, memory_format=torch.contiguous_format)
+        attention = _attention_operands(query, key, value, attr, weights, biases, options)
         skip = skip.view_as(attention.query)
         attended, *saved = rows.attend(attention, index, _scale(query, options), skip)
         attended = attended.reshape(query.shape)
@@ -120,8 +141,8 @@ def transformer_block(
         for part in _chunks(z.shape[0], options.chunk):
             out = hidden[part] if save else normed.new_empty((normed[part].shape[0], width))
             h = torch.addmm(biases["in"], normed[part], weights["in"].t(), out=out)
-            torch.add(z[part], torch.addmm(biases["out"], gelu(h), weights["out"].t()), out=x[part])
-    kept = (query, key, value, attended, z, hidden, *saved)
+            torch.add(z[part], torch.addmm(biases["out"], rows.gelu(h), weights["out"].t()), out=x[part])
+    kept = Kept(query, key, value, attended, z, hidden, parameters, attr, *saved)
     return x, *(kept if save else (x.new_empty(0) for _ in kept))
 
 
@@ -132,12 +153,15 @@ def _(tensors: BlockTensors, index: IndexTensors, options: BlockOptions, save: b
     nodes, wide = t.x_dst.shape[0], t.query_weight.shape[0]
     z = t.x_dst.new_empty(t.x_dst.shape, dtype=torch.promote_types(t.x_dst.dtype, dtype))
     if not save:
-        return torch.empty_like(z), *(z.new_empty(0) for _ in range(9))
+        return torch.empty_like(z), *(z.new_empty(0) for _ in Kept._fields)
     num_src = nodes if t.x_src is None else t.x_src.shape[0]
     kept = [(nodes, wide), (num_src, wide), (num_src, wide), (nodes, wide)]
-    kept = [z.new_empty(shape, dtype=dtype) for shape in kept]
+    query, key, value, attended = (z.new_empty(shape, dtype=dtype) for shape in kept)
     hidden = z.new_empty((nodes, t.in_weight.shape[0]), dtype=dtype)
-    return torch.empty_like(z), *kept, z, hidden, *_row_kernels(options).empty_saved(t, index, options)
+    parameters = z.new_empty(sum(part.numel() for part in _parameters(t)), dtype=dtype)
+    attr = z.new_empty(t.edge_attr.shape, dtype=dtype)
+    saved = _row_kernels(options).empty_saved(t, index, options)
+    return torch.empty_like(z), *Kept(query, key, value, attended, z, hidden, parameters, attr, *saved)
 
 
 def _setup_context(ctx, inputs, output):
@@ -148,89 +172,139 @@ def _setup_context(ctx, inputs, output):
     ctx.save_for_backward(*inputs[:NUM_INPUTS], *saved)
 
 
+class Sums:
+    """The columns of the sums over nodes that a backward pass makes, by the parameters whose gradients they are."""
+
+    def __init__(self, t: BlockTensors):
+        width, hidden, features = t.query_weight.shape[0], t.in_weight.shape[0], t.x_dst.shape[1]
+        names = ("mlp_norm_weight", "mlp_norm_bias", "out_bias", "projection_bias", "norm_weight", "norm_bias")
+        names += ("norm_src_weight", "norm_src_bias") if t.x_src is not None else ()
+        self.sizes = dict.fromkeys(names, features) | {"in_bias": hidden, "query_bias": width}
+        ends = list(accumulate(self.sizes.values()))
+        self.first = dict(zip(self.sizes, [0, *ends], strict=False))
+        self.width = ends[-1]
+
+    def split(self, total: Tensor) -> dict[str, Tensor]:
+        """Return the sums by name, as views."""
+        return dict(zip(self.sizes, total.split(list(self.sizes.values())), strict=True))
+
+
 @define_operator
 def transformer_block_backward(
-    grad: Tensor, tensors: BlockTensors, index: IndexTensors, options: BlockOptions, query: Tensor, key: Tensor,
-    value: Tensor, attended: Tensor, z: Tensor, hidden: Tensor, saved_0: Tensor, saved_1: Tensor, saved_2: Tensor,
-    needs: list[bool],
-) -> list[Tensor]:  # fmt: skip
-    """Return the gradients that `needs` asks for, in the order of the tensors."""
-    t, rows, found = tensors, _row_kernels(options), {}
+    grad: Tensor, tensors: BlockTensors, index: IndexTensors, options: BlockOptions, kept: Kept, need_attr: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return gradients: those of `GRADIENTS`, in the dtype of sums but for nodes and edges, and `Sums` of nodes.
+
+    Those of query, key, value and self are rows of one tensor [4 H * C, F], or [2 H * C, F] each with x_src.
+    """
+    t, rows = tensors, _row_kernels(options)
     with _computing(rows, t.x_dst):
-        weights, biases = _cast(t, options.dtype)
-        dz = _mlp_backward(t, rows, options, weights, grad.to(z.dtype).contiguous(), z, hidden, found)
+        weights, biases = _weights_and_biases(t, kept.parameters)
+        layout, wide = Sums(t), kept.query.shape[1]
+        partial = rows.new_sums(t.x_dst, layout.width)
+        dz, in_weight, out_weight = _mlp_backward(t, rows, options, weights, grad, kept, partial, layout.first)
+
+        num_dst, num_src = kept.query.shape[0], kept.key.shape[0]
+        dst = grad.new_empty((num_dst, (4 if t.x_src is None else 2) * wide), dtype=options.dtype)
+        src = dst[:, 2 * wide :] if t.x_src is None else dst.new_empty((num_src, 2 * wide))
+        dquery, dy = dst[:, :wide], dst[:, wide : 2 * wide]
         narrow = dz.to(options.dtype)
-        dy = narrow @ weights["projection"]
-        found["projection_weight"] = _outer(narrow, attended)
-        if t.self_bias is not None:
-            found["self_bias"] = found["projection_bias"] @ t.projection_weight.to(found["projection_bias"].dtype)
-        attention = _attention_operands(t, query, key, value, weights, biases, options)
-        need_attr = needs[BlockTensors._fields.index("edge_attr")]
-        saved, scale = (saved_0, saved_1, saved_2), _scale(query, options)
-        dy_heads = dy.view_as(attention.query)
-        dq, dk, dv, *edges = rows.differentiate(attention, index, scale, saved, dy_heads, need_attr)
-        found |= dict(zip((("edge_attr",) if need_attr else ()) + ("edge_weight", "edge_bias"), edges, strict=True))
-        found |= {"key_bias": torch.zeros_like(t.key_bias), "value_bias": found["edge_bias"].clone()}
-        dq, dk, dv = (rows_.reshape(-1, query.shape[1]) for rows_ in (dq, dk, dv))
-        found["query_bias"] = rows.column_sums(dq)
-        dst, src = {"query": dq, "self": dy}, {"key": dk, "value": dv}
-        if t.x_src is None:
-            dst |= src
-        _norm_backward(t, rows, "norm", options.eps, weights, t.x_dst, dst, dz, found)
+        torch.mm(narrow, weights["projection"], out=dy)
+        projection_weight = _outer(narrow, kept.attended)
+        attention = _attention_operands(*kept[:3], kept.attr, weights, biases, options)
+        dattr = torch.empty_like(attention.edge_attr) if need_attr else None
+        into = (dquery, src[:, :wide], src[:, wide:])
+        into, dy_heads = [_split_heads(x, options) for x in into], _split_heads(dy, options)
+        saved = (kept.saved_0, kept.saved_1, kept.saved_2)
+        scale = _scale(kept.query, options)
+        edges = rows.differentiate(attention, index, scale, saved, dy_heads, into, dattr)
+        rows.column_sums(dquery, partial, layout.first["query_bias"])
+
+        def through_norm(name, eps, x, gradients, dx_too):
+            first_row = 0 if name == "norm" else 2 * wide  # in the weights of query, self, key and value
+            weight = kept.parameters[: 4 * wide * x.shape[1]].view(4 * wide, -1)[first_row:][: gradients.shape[1]]
+            dx, norm = torch.empty_like(x), (getattr(t, f"{name}_weight"), getattr(t, f"{name}_bias"), eps)
+            first = layout.first[f"{name}_weight"]
+            normed = rows.norm_backward(dx, x, gradients @ weight, dx_too, *norm, partial, first)
+            return dx, _outer(gradients, normed)
+
+        x_dst, dst_weights = through_norm("norm", options.eps, t.x_dst, dst, dz)
+        x_src = src_weights = dz.new_empty(0)
         if t.x_src is not None:
-            _norm_backward(t, rows, "norm_src", options.eps_src, weights, t.x_src, src, None, found)
-    return [found[n].to(x.dtype).reshape(x.shape) for n, x, need in zip(t._fields, t, needs, strict=True) if need]
+            x_src, src_weights = through_norm("norm_src", options.eps_src, t.x_src, src, None)
+        else:
+            src_weights = dst_weights.new_empty(0)
+        sums = rows.total(partial)
+        self_bias = layout.split(sums)["projection_bias"] @ t.projection_weight.to(sums.dtype)
+    edge_attr = dz.new_empty(0) if dattr is None else dattr.to(t.edge_attr.dtype).reshape(t.edge_attr.shape)
+    return (
+        x_src,
+        x_dst,
+        edge_attr,
+        dst_weights,
+        src_weights,
+        *edges,
+        projection_weight,
+        in_weight,
+        out_weight,
+        self_bias,
+        sums,
+    )
 
 
-def _mlp_backward(t, rows, options, weights, grad: Tensor, z: Tensor, hidden: Tensor, found: dict) -> Tensor:
-    """Return dz [N, F]; put the gradients of the feed-forward network and the bias of the projection into `found`."""
-    dz, sums = torch.empty_like(z), {}
+@torch.library.register_fake("anemoi_gt::transformer_block_backward")
+@flat_arguments
+def _(grad, tensors: BlockTensors, index: IndexTensors, options: BlockOptions, kept: Kept, need_attr):
+    t, none = tensors, (0,)
+    wide, features = t.query_weight.shape
+    apart = t.x_src is not None
+    shapes = [(2 * wide if apart else 4 * wide, features), (2 * wide, features) if apart else none]
+    shapes += [t.edge_weight.shape, (wide,), t.projection_weight.shape, t.in_weight.shape, t.out_weight.shape, (wide,)]
+    sums = [grad.new_empty(shape, dtype=accumulator_dtype(options.dtype)) for shape in (*shapes, (Sums(t).width,))]
+    x_src = kept.z.new_empty(0) if t.x_src is None else torch.empty_like(t.x_src)
+    edge_attr = t.edge_attr.new_empty(t.edge_attr.shape) if need_attr else kept.z.new_empty(0)
+    return x_src, torch.empty_like(t.x_dst), edge_attr, *sums
 
-    def add(name, part):
-        sums[name] = part if name not in sums else sums[name].add_(part)
 
+def _mlp_backward(t, rows, options, weights, grad: Tensor, kept: Kept, partial, first) -> tuple[Tensor, Tensor, Tensor]:
+    """Return dz [N, F] and the gradients of both weights; the sums go to `partial`."""
+    z, grad = kept.z, grad.to(kept.z.dtype).contiguous()
+    dz, in_weight, out_weight = torch.empty_like(z), None, None
+    norm = (t.mlp_norm_weight, t.mlp_norm_bias, options.eps_mlp, partial, first["mlp_norm_weight"], True)
     for part in _chunks(z.shape[0], options.chunk):
-        dx, narrow = grad[part], grad[part].to(options.dtype)
-        activated, dh, dh_sum = rows.gelu_backward(hidden[part], narrow @ weights["out"])
-        add("out_weight", _outer(narrow, activated))
-        del activated
-        norm = (t.mlp_norm_weight, t.mlp_norm_bias, options.eps_mlp, True)
-        normed, norm_sums = rows.norm_backward(dz[part], z[part], dh @ weights["in"], dx, *norm)
-        add("in_weight", _outer(dh, normed))
-        add("in_bias", dh_sum)
-        add("norm", norm_sums)
-    names = ("mlp_norm_weight", "mlp_norm_bias", "out_bias", "projection_bias")
-    found |= dict(zip(names, sums.pop("norm"), strict=True)) | sums
-    return dz
-
-
-def _norm_backward(t, rows, name, eps, weights, x, gradients: dict[str, Tensor], dz: Tensor | None, found) -> None:
-    """Differentiate projections of normed rows, by name, and the norm; put the gradients into `found`."""
-    dn = None
-    for projection, dy in gradients.items():
-        dn = dy @ weights[projection] if dn is None else dn.addmm_(dy, weights[projection])
-    weight, bias = f"{name}_weight", f"{name}_bias"
-    dx = torch.empty_like(x)
-    normed, sums = rows.norm_backward(dx, x, dn, dz, getattr(t, weight), getattr(t, bias), eps, False)
-    found |= {"x_dst" if name == "norm" else "x_src": dx, weight: sums[0], bias: sums[1]}
-    found |= {f"{projection}_weight": _outer(dy, normed) for projection, dy in gradients.items()}
+        narrow, add = grad[part].to(options.dtype), in_weight is not None
+        dg = narrow @ weights["out"]
+        activated, dh = rows.gelu_backward(kept.hidden[part], dg, partial, first["in_bias"], add)
+        del dg
+        dw = _outer(narrow, activated)
+        out_weight = out_weight.add_(dw) if add else dw
+        normed = rows.norm_backward(dz[part], z[part], dh @ weights["in"], grad[part], *norm, add)
+        dw = _outer(dh, normed)
+        in_weight = in_weight.add_(dw) if add else dw
+    return dz, in_weight, out_weight
 
 
 def _backward(ctx, grad, *_):
     arguments = NUM_INPUTS + len(ctx.options) + 1
     if grad is None:
         return (None,) * arguments
-    needs = list(ctx.needs_input_grad[:NUM_TENSORS])
+    needs = dict(zip(BlockTensors._fields, ctx.needs_input_grad, strict=False))
     tensors = ctx.saved_tensors  # read once: checkpointing unpacks at each access
-    given = (grad, *tensors[:NUM_INPUTS], *ctx.options, *tensors[NUM_INPUTS:], needs)
-    gradients = iter(call_unrecorded(transformer_block_backward, *given))
-    return *(next(gradients) if need else None for need in needs), *((None,) * (arguments - NUM_TENSORS))
-
-
-@torch.library.register_fake("anemoi_gt::transformer_block_backward")
-@flat_arguments
-def _(grad, tensors: BlockTensors, index: IndexTensors, options: BlockOptions, q, k, v, y, z, h, s0, s1, s2, needs):
-    return [x.new_empty(x.shape) for x, need in zip(tensors, needs, strict=True) if need]
+    given = (grad, *tensors[:NUM_INPUTS], *ctx.options, *tensors[NUM_INPUTS:], needs["edge_attr"])
+    x_src, x_dst, attr, dst, src, edge, edge_bias, projection, in_weight, out_weight, self_bias, sums = call_unrecorded(
+        transformer_block_backward, *given
+    )
+    t = BlockTensors(*tensors[:NUM_TENSORS])
+    found = Sums(t).split(sums) | {"x_src": x_src, "x_dst": x_dst, "edge_attr": attr, "self_bias": self_bias}
+    query, skip, *rest = dst.chunk(2 if t.x_src is not None else 4)
+    key, value = rest or src.chunk(2)
+    found |= {"query_weight": query, "self_weight": skip, "key_weight": key, "value_weight": value}
+    found |= {"edge_weight": edge, "edge_bias": edge_bias, "value_bias": edge_bias, "projection_weight": projection}
+    found |= {"in_weight": in_weight, "out_weight": out_weight}
+    if needs["key_bias"]:
+        found["key_bias"] = torch.zeros_like(t.key_bias)
+    gradients = [found[name].to(tensor.dtype) if needs[name] else None for name, tensor in t._asdict().items()]
+    return *gradients, *((None,) * (arguments - NUM_TENSORS))
 
 
 define_gradient(transformer_block, _setup_context, _backward)
@@ -250,28 +324,40 @@ def _computing(rows, tensor: Tensor) -> ExitStack:
     return stack
 
 
-def _cast(t: BlockTensors, dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[str, Tensor | None]]:
-    """Return weights and biases of the linear maps by name, in `dtype`; key and value have no bias, and edge theirs."""
-    given = {f"{name}_weight": getattr(t, f"{name}_weight") for name in MATRICES}
-    given |= {f"{name}_bias": getattr(t, f"{name}_bias") for name in MATRICES if name not in ("key", "value", "edge")}
-    given["edge_bias"] = t.edge_bias + t.value_bias
-    given = {name: tensor for name, tensor in given.items() if tensor is not None}
-    if all(tensor.dtype == dtype for tensor in given.values()):
-        cast = given
-    else:
-        cast = {name: torch.empty_like(tensor, dtype=dtype) for name, tensor in given.items()}
-        torch._foreach_copy_(list(cast.values()), list(given.values()))
-    return tuple({name: cast.get(f"{name}_{kind}") for name in MATRICES} for kind in ("weight", "bias"))
+def _parameters(t: BlockTensors) -> list[Tensor]:
+    """Return the parameters of the linear maps that are used: key and value have no bias."""
+    biases = [getattr(t, f"{name}_bias") for name in MATRICES if name not in ("key", "value")]
+    return [getattr(t, f"{name}_weight") for name in MATRICES] + [bias for bias in biases if bias is not None]
 
 
-def _attention_operands(t: BlockTensors, query, key, value, weights, biases, options: BlockOptions):
+def _cast_parameters(t: BlockTensors, dtype: torch.dtype) -> Tensor:
+    """Return `_parameters` in one tensor, the bias of the values added to that of the edges."""
+    parameters = _parameters(t._replace(edge_bias=t.edge_bias + t.value_bias))
+    return torch.cat([parameter.reshape(-1) for parameter in parameters]).to(dtype)
+
+
+def _weights_and_biases(t: BlockTensors, cast: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor | None]]:
+    """Return views of weights and biases by name in what `_cast_parameters` returned."""
+    parameters = _parameters(t)
+    views = [
+        x.view(like.shape) for x, like in zip(cast.split([x.numel() for x in parameters]), parameters, strict=True)
+    ]
+    names = [name for name in MATRICES if name not in ("key", "value") and getattr(t, f"{name}_bias") is not None]
+    return dict(zip(MATRICES, views, strict=False)), {"self": None} | dict(
+        zip(names, views[len(MATRICES) :], strict=True)
+    )
+
+
+def _attention_operands(query, key, value, attr, weights, biases, options: BlockOptions) -> AttentionOperands:
     """Return the operands of the attention, with a batch dimension where there is a batch."""
-    shape = (options.heads, -1) if options.batch == 1 else (options.batch, -1, options.heads)
-    if options.batch == 1:
-        split = [rows.unflatten(-1, shape) for rows in (query, key, value)]
-    else:
-        split = [rows.view(*shape, rows.shape[-1] // options.heads) for rows in (query, key, value)]
-    return AttentionOperands(*split, t.edge_attr.to(options.dtype).contiguous(), weights["edge"], biases["edge"])
+    rows = [_split_heads(x, options) for x in (query, key, value)]
+    return AttentionOperands(*rows, attr, weights["edge"], biases["edge"])
+
+
+def _split_heads(rows: Tensor, options: BlockOptions) -> Tensor:
+    """Return rows [B * N, H * C] as [N, H, C], or [B, N, H, C] where there is a batch."""
+    heads = rows.unflatten(-1, (options.heads, -1))
+    return heads if options.batch == 1 else heads.unflatten(0, (options.batch, -1))
 
 
 def _scale(query: Tensor, options: BlockOptions) -> float:

@@ -25,30 +25,55 @@ def add_norm(
     return total, functional.layer_norm(total.to(wide), x.shape[-1:], weight.to(wide), bias.to(wide), eps).to(dtype)
 
 
+gelu = functional.gelu
+
+
+def new_sums(like: Tensor, width: int) -> Tensor:
+    """Return memory for sums over nodes."""
+    return like.new_empty(width, dtype=accumulator_dtype(like.dtype))
+
+
+def total(partial: Tensor) -> Tensor:
+    """Return the sums over nodes [width] that lie in `new_sums`."""
+    return partial
+
+
 def norm_backward(
     dx: Tensor, x: Tensor, grad_normed: Tensor, grad_total: Tensor | None, weight: Tensor, bias: Tensor, eps: float,
-    sums: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Fill dx; return the layer norm of x again like `grad_normed`, and sums over nodes [2 or 4, F]."""
+    partial: Tensor, first_sum: int, biases: bool = False, add: bool = False,
+) -> Tensor:  # fmt: skip
+    """Fill dx, and return the layer norm of x again like `grad_normed`.
+
+    `partial` receives, from column `first_sum` on, the gradients of weight and bias and, with `biases`, the sums of
+    grad_total and of dx; with `add` they are added to what is there.
+    """
     wide = accumulator_dtype(x.dtype)
     z, dy, w, b = (tensor.to(wide) for tensor in (x, grad_normed, weight, bias))
     normed, mean, rstd = torch.native_layer_norm(z, z.shape[-1:], w, b, eps)
-    dz, dw, db = torch.ops.aten.native_layer_norm_backward(dy, z, z.shape[-1:], mean, rstd, w, b, [True] * 3)
+    dz, *sums = torch.ops.aten.native_layer_norm_backward(dy, z, z.shape[-1:], mean, rstd, w, b, [True] * 3)
     dz = dz if grad_total is None else dz + grad_total
     dx.copy_(dz)
-    more = [grad_total.to(wide).sum(0), dz.sum(0)] if sums else []
-    return normed.to(grad_normed.dtype), torch.stack([dw, db, *more])
+    _put(partial, first_sum, torch.cat([*sums, grad_total.to(wide).sum(0), dz.sum(0)] if biases else sums), add)
+    return normed.to(grad_normed.dtype)
 
 
-def gelu_backward(hidden: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return GELU of `hidden` [N, F], the gradient of `hidden`, and its sum over nodes."""
+def gelu_backward(
+    hidden: Tensor, grad: Tensor, partial: Tensor, first_sum: int, add: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Return GELU of `hidden` [N, F] and the gradient of `hidden`, whose sum over nodes goes to `partial`."""
     grad_hidden = torch.ops.aten.gelu_backward(grad, hidden)
-    return functional.gelu(hidden), grad_hidden, column_sums(grad_hidden)
+    _put(partial, first_sum, grad_hidden.sum(0, dtype=partial.dtype), add)
+    return gelu(hidden), grad_hidden
 
 
-def column_sums(rows: Tensor) -> Tensor:
-    """Return the sum over nodes of rows [N, F]."""
-    return rows.sum(0, dtype=accumulator_dtype(rows.dtype))
+def column_sums(rows: Tensor, partial: Tensor, first_sum: int) -> None:
+    """Sum rows [N, F] over nodes into `partial`."""
+    _put(partial, first_sum, rows.sum(0, dtype=partial.dtype), False)
+
+
+def _put(partial: Tensor, first: int, sums: Tensor, add: bool) -> None:
+    into = partial[first : first + len(sums)]
+    into.copy_(into + sums if add else sums)
 
 
 def attend(operands: AttentionOperands, index, scale: float, skip: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -58,14 +83,18 @@ def attend(operands: AttentionOperands, index, scale: float, skip: Tensor) -> tu
 
 
 def differentiate(
-    operands: AttentionOperands, index, scale: float, saved: tuple[Tensor, ...], grad: Tensor, need_attr: bool
-) -> list[Tensor]:
-    """Return the gradients of the operands, that of edge_attr if it is needed."""
+    operands: AttentionOperands, index, scale: float, saved: tuple[Tensor, ...], grad: Tensor,
+    rows: tuple[Tensor, Tensor, Tensor], dattr: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Fill the gradients of query, key, value and edge_attr; return those of weight and bias."""
     flat = _flat(operands, index, scale)
-    needs = [True, True, True, need_attr, True, True]
+    needs = [True, True, True, dattr is not None, True, True]
     gradients = edge_attention_torch_backward(grad.reshape(flat[0].shape), None, *flat, needs)
-    names = [name for name, need in zip(AttentionOperands._fields, needs, strict=True) if need]
-    return [found.reshape(getattr(operands, name).shape) for name, found in zip(names, gradients, strict=True)]
+    *found, dweight, dbias = gradients
+    for into, gradient in zip((*rows, dattr), found, strict=False):
+        into.copy_(gradient.reshape(into.shape))
+    wide = accumulator_dtype(dweight.dtype)
+    return dweight.to(wide, copy=True), dbias.to(wide, copy=True)
 
 
 def _flat(operands: AttentionOperands, index, scale: float) -> tuple:

@@ -49,9 +49,11 @@ class TracedProblem(Problem):
         """Return whether an offset may pass 2^31 for sizes that the program admits."""
         return not all(statically_known_true(elements < 2**31) for elements in self.largest_offsets())
 
-    def launch(self, launch_of: Callable[..., Launch], tile: RowTile | ContractionTile | None) -> Callable[..., None]:
+    def launch(
+        self, launch_of: Callable[..., Launch], tile: RowTile | ContractionTile | None, *more
+    ) -> Callable[..., None]:
         """Return what traces a launch on tensors by name; nothing is kept, because symbols are no keys."""
-        found = launch_of.__wrapped__(self.sizes, tile)
+        found = launch_of.__wrapped__(self.sizes, tile, *more)
         kernel = wrap_triton(found.kernel)[found.grid]
         return lambda **tensors: kernel(**tensors, **found.scalars, **found.constants)
 

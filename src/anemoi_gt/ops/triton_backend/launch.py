@@ -114,6 +114,8 @@ def _row_launch(kernel, sizes: Sizes, tile: RowTile, scale: dict[str, float]) ->
     scalars |= {"drop_below": drop_threshold(sizes.dropout_p), "survivor": survivor}
     constants = _constants(sizes, HEADS=tile.heads, CHANNELS=tile.channels, num_warps=tile.num_warps)
     constants["PACKED"] = PACKED_DTYPES[sizes.dtype] if tile.pairs else None
+    if "STRIDE" in kernel.arg_names:  # of the backward pass
+        constants["STRIDE"] = sizes.gradient_row
     if has_fixed_degree(sizes):
         del constants["PRECISION"]
         return Launch(kernel, (sizes.destinations,), scalars, constants | {"K": tile.unroll})
@@ -128,31 +130,38 @@ def _contraction_launch(kernel, sizes: Sizes, tile: ContractionTile, grid: tuple
     return Launch(kernel, grid, {"num_nodes": sizes.destinations}, constants | {"num_stages": tile.num_stages})
 
 
-def _node_map_launch(kernel, sizes: Sizes, tile: ContractionTile) -> Launch:
+def _node_map_launch(kernel, sizes: Sizes, tile: ContractionTile, stride: int) -> Launch:
     """Return the launch of a contraction that maps the rows of each node."""
     grid = (-(-sizes.destinations // (tile.nodes * tile.tiles)) * sizes.heads,)
-    return _contraction_launch(kernel, sizes, tile, grid, TILES=tile.tiles)
+    return _contraction_launch(kernel, sizes, tile, grid, TILES=tile.tiles, STRIDE=stride)
+
+
+def _stride(rows: Tensor) -> tuple[int, ...]:
+    """Return the elements between rows [.., H, C] of two nodes if they do not follow each other."""
+    return () if rows.is_contiguous() else (rows.stride(-3),)
 
 
 @lru_cache(KEPT)
-def project_launch(sizes: Sizes, tile: ContractionTile | None = None) -> Launch:
+def project_launch(sizes: Sizes, tile: ContractionTile | None = None, stride: int = 0) -> Launch:
     """Return the launch of `project`."""
-    return _node_map_launch(edge_features.project, sizes, tile or tiles.project_tile(sizes.channels, sizes.attributes))
+    tile = tile or tiles.project_tile(sizes.channels, sizes.attributes)
+    return _node_map_launch(edge_features.project, sizes, tile, stride)
 
 
 def project(problem: Problem, rows: Tensor, tile: ContractionTile | None = None) -> Tensor:
     """Return W^T of rows [B, N_dst, H, C]: [B, N_dst, H, columns]."""
     projected = rows.new_empty((*rows.shape[:-1], problem.sizes.columns), dtype=scratch_dtype(rows.dtype))
     _, _, _, _, edge_weight, edge_bias = problem.operands
-    launch = problem.launch(project_launch, tile)
+    launch = problem.launch(project_launch, tile, *_stride(rows))
     launch(rows=rows, edge_weight=edge_weight, edge_bias=edge_bias, projected=projected)
     return projected
 
 
 @lru_cache(KEPT)
-def embed_launch(sizes: Sizes, tile: ContractionTile | None = None) -> Launch:
+def embed_launch(sizes: Sizes, tile: ContractionTile | None = None, stride: int = 0) -> Launch:
     """Return the launch of `embed`."""
-    return _node_map_launch(edge_features.embed, sizes, tile or tiles.embed_tile(sizes.channels, sizes.attributes))
+    tile = tile or tiles.embed_tile(sizes.channels, sizes.attributes)
+    return _node_map_launch(edge_features.embed, sizes, tile, stride)
 
 
 def embed(
@@ -160,7 +169,7 @@ def embed(
 ) -> None:
     """Add W sums [B, N_dst, H, columns], and `skip` like rows, to rows [B, N_dst, H, C]."""
     _, _, _, _, edge_weight, edge_bias = problem.operands
-    launch = problem.launch(embed_launch, tile)
+    launch = problem.launch(embed_launch, tile, *_stride(rows))
     launch(sums=sums, edge_weight=edge_weight, edge_bias=edge_bias, skip=skip, rows=rows)
 
 
@@ -237,6 +246,7 @@ def source_launch(sizes: Sizes, tile: RowTile | None = None) -> Launch:
     scalars = {"num_dst": sizes.num_dst, "num_src": sizes.num_src, "num_edges": sizes.num_edges}
     constants = {"H": sizes.heads, "C": sizes.channels, "HEADS": tile.heads, "CHANNELS": tile.channels}
     constants |= {"NODES": tile.nodes, "UNROLL": tile.unroll, "INT64": sizes.needs_int64, "num_warps": tile.num_warps}
+    constants["STRIDE"] = sizes.gradient_row
     return Launch(backward.edge_attention_bwd_src, grid, scalars, constants)
 
 
@@ -280,7 +290,7 @@ def weight_launch(sizes: Sizes, tile: ContractionTile | None = None) -> tuple[La
     tile = tile or tiles.weight_tile(sizes.channels, sizes.attributes)
     partials = max(1, min(-(-PROGRAMS // sizes.heads), -(-sizes.destinations // tile.nodes)))
     grid = (partials * sizes.heads, -(-sizes.channels // tile.channels))
-    return _contraction_launch(edge_features.weight_bwd, sizes, tile, grid), partials
+    return _contraction_launch(edge_features.weight_bwd, sizes, tile, grid, STRIDE=sizes.gradient_stride), partials
 
 
 def differentiate_weight(

@@ -69,6 +69,12 @@ class Sizes(NamedTuple):
     dropout_p: float
     fixed_in_degree: int = 0  # in-edges of every destination; 0: they differ, are not known, or are not to be used
     tile: str = ""  # forced fields of the tiles of row kernels
+    gradient_stride: int = 0  # elements between two rows of grad_out, dquery, dkey, dvalue; 0: they are contiguous
+
+    @property
+    def gradient_row(self) -> int:
+        """Elements between two rows of grad_out, dquery, dkey and dvalue."""
+        return self.gradient_stride or self.heads * self.channels
 
     @property
     def attributes(self) -> int:
@@ -113,6 +119,7 @@ class Problem:
     operands: AttentionOperands
     index: IndexTensors
     options: Options
+    gradient_stride: int = 0  # elements between two rows of grad_out, dquery, dkey and dvalue; 0: they are contiguous
 
     @cached_property
     def sizes(self) -> Sizes:
@@ -132,6 +139,7 @@ class Problem:
             dropout_p=self.options.dropout_p,
             fixed_in_degree=degree.shape[0] if degree is not None and self.options.fixed_degree_kernels else 0,
             tile=self.options.tile,
+            gradient_stride=self.gradient_stride,
         )  # fmt: skip
 
     @property
@@ -170,9 +178,10 @@ class Problem:
         edge_dim = 0 if edge_weight is None else edge_weight.shape[1]
         columns = attribute_columns(edge_dim + (edge_bias is not None))
         per_edge, per_node = max(heads * (channels if self.embedded else 2), columns), heads * max(channels, columns)
+        per_node = max(per_node, self.gradient_stride)
         rows = ((self.index.row.shape[0], per_edge), (num_dst, per_node), (key.shape[-3], per_node))
         return tuple(self.batch * number * width for number, width in rows)
 
-    def launch(self, launch_of: Callable, tile: RowTile | ContractionTile | None) -> Callable[..., None]:
+    def launch(self, launch_of: Callable, tile: RowTile | ContractionTile | None, *more) -> Callable[..., None]:
         """Return what launches a kernel on tensors by name: `launch_of` these sizes, with `tile` or the chosen one."""
-        return launch_of(self.sizes, tile)
+        return launch_of(self.sizes, tile, *more)

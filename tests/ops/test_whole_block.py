@@ -1,0 +1,147 @@
+"""Whole blocks as one operator, on both backends: against blocks of separate operators, and as PyTorch sees it."""
+
+from functools import partial
+
+import pytest
+import torch
+from support.same_numbers import assert_same_numbers
+
+from anemoi_gt import AttentionConfig, GraphStructure
+from anemoi_gt.nn import GraphTransformerMapperBlock, GraphTransformerProcessorBlock
+from anemoi_gt.nn.fused_block import BlockModules, run_block, unsupported_reason
+from anemoi_gt.ops import block as whole
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # numpy's, of the interpreter
+BACKENDS = ("torch", "triton")
+SIZES = {"in_channels": 24, "hidden_dim": 40, "out_channels": 24, "num_heads": 2, "edge_dim": 3}
+
+
+def make(kind, device, *, num_src=7, num_dst=9, edges=31, batch=1):
+    """A block with parameters of all sizes, nodes of a batch one after another, edges, and a structure."""
+    torch.manual_seed(0)
+    block = (GraphTransformerProcessorBlock if kind == "processor" else GraphTransformerMapperBlock)(**SIZES)
+    for parameter in block.parameters():
+        parameter.data += 0.2 * torch.randn_like(parameter)
+    num_src = num_dst if kind == "processor" else num_src
+    edge_index = torch.stack(
+        [torch.randint(nodes, (edges,)) for nodes in (num_src, max(num_dst - 1, 1))]
+    )  # one isolated
+    graph = GraphStructure.from_edge_index(edge_index, (num_src, num_dst)).with_reverse()
+    x_dst, x_src, attr = (
+        torch.randn(batch * num_dst, 24),
+        torch.randn(batch * num_src, 24),
+        torch.randn(batch * edges, 3),
+    )
+    nodes = (None if kind == "processor" else x_src.to(device), x_dst.to(device))
+    return block.to(device), *nodes, attr.to(device), graph.to(device)
+
+
+def modules_of(block):
+    """The modules of a block of this library."""
+    linear = (block.lin_query, block.lin_key, block.lin_value, block.lin_self, block.lin_edge, block.projection)
+    norm_src = getattr(block, "layer_norm_attention_src", None)
+    return BlockModules(norm_src, block.layer_norm_attention, *linear, block.layer_norm_mlp_dst, block.node_dst_mlp)
+
+
+def separate(block, x_src, x_dst, attr, graph, batch):
+    """The destinations after a block of separate operators, in float64."""
+    split = partial(torch.unflatten, dim=0, sizes=(batch, -1))
+    if x_src is None:
+        return block(split(x_dst), graph, split(attr)).flatten(0, 1)
+    return block((split(x_src), split(x_dst)), graph, split(attr))[1].flatten(0, 1)
+
+
+def differentiated(forward, block, x_src, x_dst, attr, graph, batch, dtype):
+    """Output and gradients by name, of a loss that weights all elements apart."""
+    leaves = {"x_src": x_src, "x_dst": x_dst, "attr": attr}
+    leaves = {n: None if x is None else x.detach().to(dtype).requires_grad_() for n, x in leaves.items()}
+    out = forward(block, *leaves.values(), graph, batch)
+    wanted = {name: leaf for name, leaf in leaves.items() if leaf is not None} | dict(block.named_parameters())
+    weight = torch.linspace(-1, 1, out.numel(), device=out.device, dtype=torch.float64).reshape(out.shape)
+    gradients = torch.autograd.grad(out.double().mul(weight).sum(), wanted.values(), allow_unused=True)
+    return {"result": out.detach()} | dict(zip(wanted, gradients, strict=True))
+
+
+def by_operator(block, *operands, backend="torch", chunk=whole.CHUNK, monkeypatch=None):
+    """The same by one operator."""
+    modules, (graph, batch) = modules_of(block), operands[-2:]
+    config = AttentionConfig(backend=backend)
+    assert unsupported_reason(modules, operands[1], config) is None
+    return run_block(modules, *operands[:3], graph, SIZES["num_heads"], batch, config)
+
+
+@pytest.mark.parametrize("kind", ("processor", "mapper"))
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("batch", (1, 2))
+def test_float32_is_as_float64_of_separate_operators(kind, backend, batch, kernel_device):
+    problem = make(kind, kernel_device, batch=batch)
+    ours = differentiated(partial(by_operator, backend=backend), *problem, batch, torch.float32)
+    exact = differentiated(separate, problem[0].double(), *problem[1:], batch, torch.float64)
+    assert_same_numbers(ours, exact, torch.float32)
+
+
+@pytest.mark.parametrize("kind", ("processor", "mapper"))
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16), ids=str)
+def test_errors_in_16_bits_are_at_most_three_times_those_of_separate_operators(kind, backend, dtype, kernel_device):
+    problem = make(kind, kernel_device)
+    with torch.autocast(kernel_device.type, dtype):
+        ours = differentiated(partial(by_operator, backend=backend), *problem, 1, dtype)
+        apart = differentiated(separate, *problem, 1, dtype)
+    exact = differentiated(separate, problem[0].double(), *problem[1:], 1, torch.float64)
+    for name, expected in exact.items():
+        error, theirs = ((found[name] - expected).square().mean().sqrt().item() for found in (ours, apart))
+        floor = 4 * torch.finfo(dtype).eps * expected.square().mean().sqrt().item()
+        assert error <= 3 * theirs + floor, f"{name}: RMS error {error:.1e}, separate operators {theirs:.1e}"
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_chunks_of_the_feed_forward_network_change_rounding_alone(backend, kernel_device, monkeypatch):
+    problem = make("mapper", kernel_device)
+    results = []
+    for chunk in (100, 4):
+        monkeypatch.setattr(whole.BlockOptions, "_field_defaults", {"chunk": chunk})
+        monkeypatch.setattr(whole.BlockOptions.__new__, "__defaults__", (chunk,))
+        results.append(differentiated(partial(by_operator, backend=backend), *problem, 1, torch.float32))
+    assert_same_numbers(*results)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_results_repeat_bit_by_bit(backend, kernel_device):
+    problem = make("processor", kernel_device)
+    first, second = (
+        differentiated(partial(by_operator, backend=backend), *problem, 1, torch.float32) for _ in range(2)
+    )
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize("kind", ("processor", "mapper"))
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_forward_and_backward_operators_pass_opcheck(kind, backend, kernel_device, monkeypatch):
+    block, *operands = make(kind, kernel_device)
+    calls, call = [], whole.transformer_block
+    monkeypatch.setattr("anemoi_gt.nn.fused_block.transformer_block", lambda *a: calls.append(a) or call(*a))
+    out = by_operator(block, *operands, 1, backend=backend)
+    (arguments,) = calls
+    torch.library.opcheck(call, arguments)
+    detached = [argument.detach() if torch.is_tensor(argument) else argument for argument in arguments[:-1]]
+    _, *saved = call(*detached, True)
+    needs = [argument is not None for argument in arguments[: whole.NUM_TENSORS]]
+    torch.library.opcheck(whole.transformer_block_backward, [torch.ones_like(out), *detached, *saved, needs])
+
+
+def test_gradients_that_are_not_needed_are_not_returned(kernel_device):
+    block, _, x, attr, graph = make("processor", kernel_device)
+    block.requires_grad_(False)
+    x.requires_grad_()
+    out = by_operator(block, None, x, attr, graph, 1)
+    out.sum().backward()
+    assert x.grad is not None and attr.grad is None and block.lin_query.weight.grad is None
+
+
+def test_a_second_derivative_is_refused(kernel_device):
+    block, _, x, attr, graph = make("processor", kernel_device)
+    out = by_operator(block, None, x.requires_grad_(), attr, graph, 1)
+    (gradient,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="double backward is not supported"):
+        gradient.sum().backward()
