@@ -62,7 +62,7 @@ def differentiated(forward, block, x_src, x_dst, attr, graph, batch, dtype):
     return {"result": out.detach()} | dict(zip(wanted, gradients, strict=True))
 
 
-def by_operator(block, *operands, backend="torch", chunk=whole.CHUNK, monkeypatch=None):
+def by_operator(block, *operands, backend="torch"):
     """The same by one operator."""
     modules, (graph, batch) = modules_of(block), operands[-2:]
     config = AttentionConfig(backend=backend)
@@ -100,7 +100,6 @@ def test_chunks_of_the_feed_forward_network_change_rounding_alone(backend, kerne
     problem = make("mapper", kernel_device)
     results = []
     for chunk in (100, 4):
-        monkeypatch.setattr(whole.BlockOptions, "_field_defaults", {"chunk": chunk})
         monkeypatch.setattr(whole.BlockOptions.__new__, "__defaults__", (chunk,))
         results.append(differentiated(partial(by_operator, backend=backend), *problem, 1, torch.float32))
     assert_same_numbers(*results)
@@ -125,9 +124,8 @@ def test_forward_and_backward_operators_pass_opcheck(kind, backend, kernel_devic
     (arguments,) = calls
     torch.library.opcheck(call, arguments)
     detached = [argument.detach() if torch.is_tensor(argument) else argument for argument in arguments[:-1]]
-    _, *saved = call(*detached, True)
-    needs = [argument is not None for argument in arguments[: whole.NUM_TENSORS]]
-    torch.library.opcheck(whole.transformer_block_backward, [torch.ones_like(out), *detached, *saved, needs])
+    _, *kept = call(*detached, True)
+    torch.library.opcheck(whole.transformer_block_backward, [torch.ones_like(out), *detached, *kept, True])
 
 
 def test_gradients_that_are_not_needed_are_not_returned(kernel_device):
