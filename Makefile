@@ -1,5 +1,6 @@
 # make demo   train the example model on a sphere, on a CPU, and draw the forecast
 # make test   run every test; ERA5_PATH=FILE adds those on real weather data
+# make test-anemoi ERA5_PATH=FILE  train and forecast with Anemoi's own commands, in .venv-anemoi (8 GB)
 # make bench  time attention beside PyG's, and anemoi-models' where it is installed, on what this machine has
 # make lint, make docs, make format
 # Each command makes .venv by itself; PYTHON chooses the interpreter (3.11 to 3.13).
@@ -11,14 +12,18 @@ WORKERS ?= $(shell nproc 2>/dev/null || echo 2)
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 INSTALLED := .venv/.installed
+FOLDER := $(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade --no-deps --target .venv/anemoi-models
 
-.PHONY: demo test bench lint format docs clean
+.PHONY: demo test test-anemoi bench lint format docs clean
 
 demo: $(INSTALLED)-train
 	$(BIN)/python -m anemoi_gt.train
 
 test: $(INSTALLED)-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(if $(ERA5_PATH),--era5-path=$(ERA5_PATH))
+
+test-anemoi: .venv-anemoi/.installed
+	.venv-anemoi/bin/python -m pytest tests/anemoi_application $(if $(ERA5_PATH),--era5-path=$(ERA5_PATH))
 
 bench: $(INSTALLED)-graphs
 	$(BIN)/python benchmarks/run.py --out outputs/bench.json
@@ -48,14 +53,24 @@ $(INSTALLED)-%: pyproject.toml constraints.txt $(INSTALLED)-torch
 	$(PIP) --editable '.[$*]'
 	touch $@
 
-# Anemoi's packages ask for an older torch than they run on, so what the tests import of them comes without dependencies;
-# those that they need are in the extra `test`.
+# Anemoi's packages ask for torch below 2.11, and the tests run on a newer one: what they import of Anemoi comes without
+# dependencies, which are in the extra `test`, and old versions and the newest one lie in folders of their own.
+VERSIONS := 0.9.3 0.11.2 0.16.0
 $(INSTALLED)-test: pyproject.toml constraints.txt $(INSTALLED)-torch
 	$(PIP) --editable '.[test]'
 	$(PIP) --no-deps anemoi-models anemoi-graphs anemoi-utils
+	for version in $(VERSIONS); do $(FOLDER)/$$version anemoi-models==$$version || exit; done
+	$(FOLDER)/newest anemoi-models
+	touch $@
+
+# As users install: with dependencies, which choose torch 2.10. trimesh and datashader are imported by anemoi-graphs and
+# anemoi-training, whose metadata do not name them.
+.venv-anemoi/.installed: pyproject.toml | .venv/bin/python
+	.venv/bin/python -m venv .venv-anemoi
+	.venv-anemoi/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[anemoi-application]' pytest
 	touch $@
 
 .PRECIOUS: $(INSTALLED)-%
 
 clean:
-	rm -rf .venv build dist docs/_build outputs src/*.egg-info
+	rm -rf .venv .venv-anemoi build dist docs/_build outputs src/*.egg-info

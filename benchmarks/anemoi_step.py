@@ -10,7 +10,9 @@ loss and gradients are compared with those of the untouched model; one that fail
 go on. Results are written after each part.
 
 Each variant is with or without `install`, eager, with processor and mapper blocks compiled one by one or processor and
-mappers compiled whole, with the activation checkpointing of the config or none. Compilation is part of the warm-up.
+mappers compiled whole, the latter with Inductor's max-autotune too, with the activation checkpointing of the config,
+none or a selective one; launched, or replayed from a CUDA graph. Compilation is part of the warm-up. `--ensemble` takes
+Anemoi's ensemble model with that number of members, whose processor's layer norms are conditioned on noise.
 """
 
 import argparse
@@ -31,7 +33,7 @@ sys.path[:0] = [str(ROOT / name) for name in ("benchmarks", "src", "tests")]
 from kernel_families import profile_of  # noqa: E402
 from suite.environment import describe  # noqa: E402
 from suite.results import Results  # noqa: E402
-from support.anemoi_model import build, draw, graph_of, make_options  # noqa: E402
+from support.anemoi_model import build, draw, graph_of, make_ensemble_options, make_options  # noqa: E402
 
 from anemoi_gt.integrations import anemoi as integration  # noqa: E402
 
@@ -44,7 +46,7 @@ WHOLE = ("GraphTransformerProcessor", "GraphTransformerForwardMapper", "GraphTra
 
 
 @contextmanager
-def variant(model, *, installed, compiled=(), recompute=True):
+def variant(model, *, installed, compiled=(), mode="default", recompute=True, checkpointing=None):
     """Compute a step one way.
 
     Parameters
@@ -54,14 +56,18 @@ def variant(model, *, installed, compiled=(), recompute=True):
         Under `install`.
     compiled : tuple of str
         Classes whose modules torch.compile compiles, one by one.
+    mode : str
+        Mode of torch.compile.
     recompute : bool
         Activation checkpointing as in the model's config, or none.
+    checkpointing : {None, "selective"}
+        Of `install`, instead.
     """
     modules = [module for module in model.modules() if type(module).__name__ in compiled]
     checkpointed = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
-    with integration.install() if installed else nullcontext():
+    with integration.install(activation_checkpointing=checkpointing) if installed else nullcontext():
         for module in modules:
-            module.compile(dynamic=False)
+            module.compile(dynamic=False, mode=mode)
         for module in checkpointed:
             module.gradient_checkpointing = recompute
         try:
@@ -78,8 +84,14 @@ VARIANTS = {"untouched": partial(variant, installed=False), "install": partial(v
 for _name, _form in list(VARIANTS.items()):
     VARIANTS[f"{_name}, blocks compiled"] = partial(_form, compiled=BLOCKS)
     VARIANTS[f"{_name}, compiled whole"] = partial(_form, compiled=WHOLE)
+    VARIANTS[f"{_name}, max-autotune"] = partial(_form, compiled=WHOLE, mode="max-autotune-no-cudagraphs")
 for _name, _form in list(VARIANTS.items()):
     VARIANTS[f"{_name}, no recomputation"] = partial(_form, recompute=False)
+for _name in ("install", "install, compiled whole"):
+    VARIANTS[f"{_name}, selective"] = partial(VARIANTS[_name], checkpointing="selective")
+CAPTURED = ", captured"  # ends the names of variants whose forward and backward are replayed from a CUDA graph
+for _name in [name for name in VARIANTS if name.startswith("install")]:
+    VARIANTS[_name + CAPTURED] = VARIANTS[_name]
 VARIANTS["install, edges embedded"] = lambda model: integration.install(fuse_edges=False)
 
 
@@ -108,12 +120,16 @@ class Training:
         changes = {"channels": options.channels, "heads": options.heads, "layers": options.layers}
         changes |= {"mapper_chunks": options.mapper_chunks, "layer_chunks": min(2, options.layers)}
         changes |= {"graph_attention_backend": "triton" if self.device.type == "cuda" else "pyg"}
-        self.model = build(graph, make_options(**changes), names, seed).to(self.device)
-        self.x = {"data": draw(graph, batch=options.batch, variables=names)["data"].to(self.device)}
-        self.target = draw(graph, batch=options.batch, seed=4, variables=names)["data"][:, :1, ..., :-1].to(self.device)
+        self.call = {"fcstep": 1} if options.ensemble else {}
+        make = make_ensemble_options if options.ensemble else make_options
+        self.model = build(graph, make(**changes), names, seed).to(self.device)
+        sizes = {"batch": options.batch, "ensemble": options.ensemble or 1, "variables": names}
+        self.x = {"data": draw(graph, **sizes)["data"].to(self.device)}
+        self.target = draw(graph, seed=4, **sizes)["data"][:, :1, ..., :-1].to(self.device)
         self.sizes = {"graph": {str(kind): graph[kind].num_edges for kind in graph.edge_types}}
         self.sizes |= {name: graph[name].num_nodes for name in graph.node_types}
         self.sizes["parameters"] = sum(parameter.numel() for parameter in self.model.parameters())
+        self.captured = False  # whether the variant replays
         # On the CPU, for it is no part of the memory of a step.
         self.start = {name: tensor.to("cpu", copy=True) for name, tensor in self.model.state_dict().items()}
         self.restart()
@@ -123,21 +139,45 @@ class Training:
         self.model.load_state_dict(self.start)
         self.optimiser = torch.optim.AdamW(self.model.parameters(), lr=1e-4, betas=(0.9, 0.95))
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.dtype == torch.float16)
+        self.replayed = None
+
+    @contextmanager
+    def computing(self, name):
+        """Compute as a variant does, from the start."""
+        self.restart()
+        self.captured = name.endswith(CAPTURED)
+        try:
+            with VARIANTS[name](self.model):
+                yield
+        finally:
+            self.captured, self.replayed = False, None
+            self.model.zero_grad(set_to_none=True)
 
     def loss(self):
         """Forward pass under autocast."""
         context = torch.autocast(self.device.type, self.dtype) if self.dtype else nullcontext()
         with context:
-            return (self.model(self.x)["data"] - self.target).square().mean()
+            return (self.model(self.x, **self.call)["data"] - self.target).square().mean()
+
+    def forward_backward(self, scale):
+        """Loss, which has not been waited for; the gradients of the scaled loss are left at the parameters."""
+
+        def launched(_):
+            loss = self.loss()
+            scale(loss).backward()
+            return loss.detach()
+
+        if self.captured and self.replayed is None:
+            self.replayed = integration.capture_step(launched, self.model)
+        return (self.replayed or launched)(self.x)
 
     def step(self):
         """One whole step; its loss, which has not been waited for."""
-        loss = self.loss()
         self.optimiser.zero_grad(set_to_none=True)
-        self.scaler.scale(loss).backward()
+        loss = self.forward_backward(self.scaler.scale)
         self.scaler.step(self.optimiser)
         self.scaler.update()
-        return loss.detach()
+        return loss
 
     def wait(self):
         """Wait for the device."""
@@ -147,15 +187,14 @@ class Training:
     def gradients(self):
         """Loss and gradient of every parameter, scaled into the range of float16."""
         self.model.zero_grad(set_to_none=True)
-        loss = self.loss()
-        (4096 * loss).backward()
+        torch.manual_seed(0)  # of the noise of an ensemble
+        loss = self.forward_backward(lambda loss: 4096 * loss)
         return loss.item(), {name: p.grad.float() for name, p in self.model.named_parameters() if p.grad is not None}
 
 
 def reference_of(training, name):
     """Loss and gradients of a variant at the first step."""
-    training.restart()
-    with VARIANTS[name](training.model):
+    with training.computing(name):
         return training.gradients()
 
 
@@ -172,7 +211,7 @@ def difference(training, name, expected):
 
 
 def compare(training, results, variants, reference="untouched"):
-    """Which variants are right; how far each is from the reference goes to the report."""
+    """Return the variants that are right; the distance of each from the reference goes to the report."""
     found = results.report["difference_from_untouched"] = {}
     expected = results.run(f"compare {reference}", partial(reference_of, training, reference))
     if expected is None:
@@ -187,14 +226,13 @@ def compare(training, results, variants, reference="untouched"):
 
 def measure(training, name, options):
     """Times of single steps in ms, peak memory in GB, and the scaler's last scale, of one variant in one round."""
-    training.restart()
     gc.collect()
-    with VARIANTS[name](training.model):
-        for _ in range(options.warmup):
+    with training.computing(name):
+        for number in range(options.warmup):
+            if training.device.type == "cuda" and number == (0 if training.captured else options.warmup - 1):
+                torch.cuda.reset_peak_memory_stats()  # a replay allocates nothing: its peak is that of the capture
             training.step()
         training.wait()
-        if training.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
         times = []
         for _ in range(options.steps):
             begin = time.perf_counter()
@@ -208,8 +246,7 @@ def measure(training, name, options):
 def profiled(training, name, options):
     """Milliseconds a step by family, and the longest kernels, from a profile."""
     steps = 3 if training.device.type == "cuda" else 1
-    training.restart()
-    with VARIANTS[name](training.model):
+    with training.computing(name):
         for _ in range(options.warmup):
             training.step()
         training.wait()
@@ -229,6 +266,7 @@ def make_parser(description):
     parser.add_argument("--mapper-chunks", type=int, default=2)
     parser.add_argument("--variables", type=int, default=100)
     parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--ensemble", type=int, help="members of an ensemble; default: the deterministic model")
     parser.add_argument("--precision", choices=PRECISIONS, default="16-mixed")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=["untouched", "install"])
@@ -242,7 +280,7 @@ def make_parser(description):
 
 
 def start_report(options):
-    """What every report of this model begins with."""
+    """Return the beginning of every report of this model."""
     return {
         "environment": describe(torch.device(options.device).type, PACKAGES, options.commit),
         "options": vars(options) | {"output": None},

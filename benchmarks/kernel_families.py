@@ -23,7 +23,7 @@ LONGEST, NAME = 25, 160  # kernels that are listed, and characters of their name
 
 
 def family_of(kernel):
-    """Which family a kernel belongs to."""
+    """Return the family of a kernel."""
     return next((name for name, pattern in FAMILIES.items() if re.search(pattern, kernel, re.IGNORECASE)), "other")
 
 
@@ -53,5 +53,5 @@ def profile_of(step, steps, wait, device_type):
 
 
 def is_kernel(event):
-    """Whether an event of a profile is work of the device, and no range that the program named."""
+    """Return True if an event of a profile is work of the device, not a range that the program named."""
     return event.device_type == torch.autograd.DeviceType.CUDA and not getattr(event, "is_user_annotation", False)

@@ -67,7 +67,7 @@ def compare(make, options, device):
     untouched = make(channels=options.channels, hidden=options.hidden, heads=options.heads).to(device).eval()
     swapped = swap_layers(copy.deepcopy(untouched))
     x, edge_index, edge_attr = draw_graph(options, device)
-    graph = GraphStructure.from_edge_index(edge_index, options.nodes).with_reverse()
+    graph = GraphStructure.from_edge_index(edge_index, options.nodes)
 
     def step(model, edges):
         model.zero_grad(set_to_none=True)

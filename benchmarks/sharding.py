@@ -11,7 +11,8 @@ earlier tasks found is kept. Parts:
     replay      the same captured in a CUDA graph
     compiled    the same with blocks compiled by Inductor, launched and replayed
     sizes       smaller grids: weak scaling
-    anemoi      the same model of anemoi-models with its own sharding, untouched and under `install`
+    anemoi      the same model of anemoi-models: with its own sharding, untouched and under `install`, and with our
+                halo, launched, and compiled and replayed where these parts are asked for
 
     efficiency        t(1) / (n t(n))                          of one graph on n ranks
     share             n memory(n) / memory(1)                  1 if memory falls as 1 / n
@@ -40,6 +41,7 @@ PLOTTED = PARTS[:4]  # the large graph
 RANKS = (1, 2, 4, 8)
 SIZES = (("O96", 5), ("O176", 5), ("O192", 6))  # O192 on 4 ranks is as much work for each as O96 on 1
 ANEMOI = ("anemoi-models, edges", "anemoi-models, heads", "anemoi-models, edges, install")
+HALO = "anemoi-models, edges, install, halo"
 TINY = {"grid": "O8", "refinement": 2, "heads": 4, "channels": 4, "layers": 2, "repeats": 2}
 TINY_SIZES = (("O4", 1),)
 NEAR = 0.25  # relative: work of a rank that counts as the same
@@ -56,6 +58,9 @@ def tasks_of(options: argparse.Namespace, ranks: int) -> list[dict]:
         size = {"part": "sizes", "grid": name, "refinement": refinement}
         every += [size, size | {"replayed": True}]
     every += [{"part": "anemoi", "model": name} for name in ANEMOI if ranks > 1 or "heads" not in name]
+    switches = [(c, r) for r in (False, True) for c in (False, True)]
+    switches = [(c, r) for c, r in switches if c <= ("compiled" in options.parts) and r <= ("replay" in options.parts)]
+    every += [{"part": "anemoi", "model": HALO, "compiled": c, "replayed": r} for c, r in switches]
     asked = [model | task for task in every if task["part"] in options.parts]
     return [task for task in asked if torch.cuda.is_available() or not task["replayed"]]
 

@@ -73,10 +73,11 @@ class OwnModel:
 
 
 class AnemoiModel:
-    """The same model of anemoi-models with its own sharding, by the strategy that `task["model"]` names."""
+    """The same model of anemoi-models, sharded by the strategy that `task["model"]` names."""
 
     def __init__(self, task: dict, graph, mesh, device: torch.device):
         from anemoi.models.distributed.shapes import get_shard_sizes
+        from anemoi.models.layers.block import BaseBlock
         from support.anemoi_model import build, draw, make_options
 
         names = tuple(f"field_{i}" for i in range(FIELDS // 2))  # of two times, so that FIELDS go in
@@ -85,6 +86,10 @@ class AnemoiModel:
         backend = "triton" if device.type == "cuda" else "pyg"
         options = make_options(**sizes, graph_attention_backend=backend, shard_strategy=task["model"].split(", ")[1])
         self.model = build(graph, options, names).to(device)
+        if task["compiled"]:
+            for block in self.model.modules():
+                if isinstance(block, BaseBlock):
+                    block.compile(dynamic=False)
         whole = draw(graph, variables=names)["data"]
         self.scale = 1 / whole[:, 0, ..., :-1].numel()
         self.group = mesh.get_group("model") if mesh.size() > 1 else None
@@ -155,10 +160,10 @@ def run(task: dict, expected: list[float] | None, repeats: int, device: torch.de
         GRAPHS[name] = icosphere_graph(grid(task["grid"]), refinement=task["refinement"])
     mesh, own = make_mesh(device.type, model=dist.get_world_size()), task["model"] == "anemoi_gt"
     part = (OwnModel if own else AnemoiModel)(task, GRAPHS[name], mesh, device)
-    if task["model"].endswith("install"):
+    if "install" in task["model"]:
         from anemoi_gt.integrations import anemoi
 
-        installed = anemoi.install()
+        installed = anemoi.install(sharding="halo" in task["model"])
     else:
         installed = nullcontext()
     with installed:

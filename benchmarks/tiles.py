@@ -60,7 +60,7 @@ class Case:
 
     def __init__(self, problem: Problem, coo: graphs.Coo):
         self.problem, self.operands = problem, draw(problem, coo)
-        self.graph = GraphStructure.from_edge_index(*coo).with_reverse()
+        self.graph = GraphStructure.from_edge_index(*coo)
 
     def attention(self, operands: Operands):
         """Bind the operation to operands."""

@@ -13,6 +13,19 @@ if not torch.cuda.is_available():
     patch_once_a_launch()
 
 
+LONG = (  # files of more than ten seconds, longest first
+    *("distributed/test_on_ranks.py", "kernels/test_compile.py", "distributed/test_application.py"),
+    *("export/test_application.py", "integrations/test_anemoi_compiled.py", "training/test_skill.py"),
+    *("training/test_interruption.py", "export/test_program.py", "export/test_package.py", "ops/test_triton_random.py"),
+)
+
+
+def pytest_collection_modifyitems(items):
+    """Begin with the longest files, so that what several processes share at the end is short."""
+    places = {name: place for place, name in enumerate(LONG)}
+    items.sort(key=lambda item: places.get("/".join(item.path.parts[-2:]), len(LONG)))
+
+
 def pytest_addoption(parser):
     parser.addoption(
         "--era5-path", default=None, help="GRIB file of hourly ERA5 2 m temperature over the UK, March 2019"

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from anemoi_gt import custom_ops
+from anemoi_gt import GraphStructure, custom_ops, edge_attention
 
 
 class Line(NamedTuple):
@@ -59,6 +59,28 @@ def test_an_operator_has_the_gradient_it_is_given(private, monkeypatch):
     torch.library.opcheck(operator, (x, y, 0.5))
 
 
+def test_gradients_are_the_same_where_transforms_cannot_be_asked_for(monkeypatch):
+    graph = GraphStructure.from_edge_index(torch.tensor([[0, 1, 1], [0, 0, 1]]), 2)
+    query, key, value = torch.linspace(-1, 1, 24).view(3, 2, 2, 2).requires_grad_().unbind()
+
+    def gradients():
+        out, _ = edge_attention(query, key, value, graph)
+        return torch.autograd.grad(out.sin().sum(), (query, key, value))
+
+    expected = gradients()
+    monkeypatch.setattr(custom_ops, "_HAS_TRANSFORMS", lambda: True)
+    assert all(map(torch.equal, gradients(), expected))
+
+
 def test_a_missing_private_part_is_no_error(monkeypatch):
     monkeypatch.delattr(torch._C, "_AutoDispatchBelowAutograd")
     assert custom_ops._private_dispatcher() is None
+
+
+@pytest.mark.parametrize("private", [True, False], ids=["private operator", "public fallback"])
+def test_an_assertion_raises_with_its_claim(private, monkeypatch):
+    if not private:
+        monkeypatch.setattr(custom_ops, "_ASSERT_ASYNC", None)
+    custom_ops.assert_async(torch.tensor(True), "true")
+    with pytest.raises(RuntimeError, match="one must be two"):
+        custom_ops.assert_async(torch.tensor(1) == 2, "one must be two")

@@ -20,14 +20,17 @@ MAY_IMPORT = {  # package or module: the others that it may import
     "nn": {"attention_config", "graph", "ops", "option_checks"},
     "kernel_report": {"custom_ops", "graph", "ops"},
     "data": {"extras", "option_checks"},
-    "integrations": {"attention_config", "custom_ops", "graph", "nn", "ops"},
+    "cuda_graph": {"rng"},
+    "rng": set(),
+    "integrations": {"attention_config", "cuda_graph", "custom_ops", "distributed", "graph", "nn", "ops"},
     "distributed": {"graph", "nn", "ops", "option_checks"},
-    "training": {"attention_config", "data", "distributed", "extras", "graph", "nn", "ops", "option_checks"},
+    "training": {"attention_config", "cuda_graph", "data", "distributed", "extras", "graph", "nn", "ops"}
+    | {"option_checks", "rng"},
     "export": {"custom_ops", "graph", "nn", "ops", "data", "evaluate", "hydra_app", "training", "version"},
     "hydra_app": {"attention_config", "data", "kernel_report", "extras", "ops", "training"},
     "train": {"distributed", "kernel_report", "hydra_app", "training"},
     "evaluate": {"distributed", "kernel_report", "hydra_app", "training"},
-    "info": {"compatibility", "ops", "version"},
+    "info": {"compatibility", "integrations", "ops", "version"},
     "__main__": {"info", "version"},
 }
 FOREIGN = {  # package or module: the packages beyond the standard library that it may import at top level
@@ -36,7 +39,8 @@ FOREIGN = {  # package or module: the packages beyond the standard library that 
     **{part: {"torch"} for part in ("distributed", "export")},
     "kernels": {"triton"},
     "nn": {"torch", "torch_geometric", "einops"},
-    "integrations": {"torch", "torch_geometric"},
+    "cuda_graph": {"torch"},
+    "integrations": {"torch", "torch_geometric", "pytorch_lightning"},  # a callback, imported when it is used
 }
 
 

@@ -9,11 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from anemoi.models.layers.block import GraphTransformerBaseBlock
+from anemoi.models.layers.graph_provider import StaticGraphProvider
 from test_house import OPTIONAL, run_without
 
 import anemoi_gt
 from anemoi_gt import __main__ as command_line
 from anemoi_gt import info
+from anemoi_gt.integrations.anemoi import patch
 from anemoi_gt.ops import backends
 
 ROOT = Path(__file__).parents[1]
@@ -31,7 +34,7 @@ def test_the_command_prints_all_sections(command):
     result = subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
     sections = [block.splitlines()[0] for block in result.stdout.strip().split("\n\n")]
-    assert sections == ["versions", "packages", "devices", "attention backends"]
+    assert sections == ["versions", "packages", "devices", "attention backends", "anemoi-models"]
 
 
 def test_versions_are_the_installed_ones():
@@ -48,6 +51,7 @@ def test_with_only_torch_everything_else_is_reported_missing():
     for package, extra in info.PACKAGES.values():
         requirement = "anemoi-gt" if extra is None else rf"anemoi-gt\[{extra}\]"
         assert re.search(rf"^  {package} +missing: pip install '{requirement}'$", result.stdout, re.MULTILINE), package
+    assert re.search(r"^  install +not possible: ", result.stdout, re.MULTILINE)
     assert re.search(r"^  cpu torch +runs, auto takes it$", result.stdout, re.MULTILINE)
     assert re.search(r"^  cpu triton +does not run: the package triton is missing", result.stdout, re.MULTILINE)
 
@@ -74,6 +78,22 @@ def test_every_device_is_listed_with_every_backend():
     devices = rows("devices")
     assert set(devices) == {"cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))}
     assert set(rows("attention backends")) == {f"{device} {name}" for device in devices for name in backends.BACKENDS}
+
+
+def test_what_install_would_replace_is_listed_with_the_reason_where_it_would_not(monkeypatch, anemoi_as_it_is):
+    listed = rows("anemoi-models")
+    assert listed.pop("version") == importlib.metadata.version("anemoi-models")
+    assert len(listed) == len(patch.PATCHES) and set(listed.values()) == {"replaced by install"}
+    with patch.install():
+        assert rows("anemoi-models").items() >= listed.items()
+    monkeypatch.setattr(GraphTransformerBaseBlock, "get_qkve", lambda self, x: None)
+    monkeypatch.setattr(GraphTransformerBaseBlock, "apply_gt", lambda self: None)
+    monkeypatch.delattr(StaticGraphProvider, "_get_edges_impl")
+    listed = rows("anemoi-models")
+    name = "GraphTransformerBaseBlock.{}".format
+    assert listed[name("get_qkve")] == "stays upstream's: it takes (self, x), not (self, x, edge_attr)"
+    assert listed[name("apply_gt")].startswith("install refuses this version: it takes (self), not (self, query, ")
+    assert listed["StaticGraphProvider._get_edges_impl"] == "stays upstream's: it has no _get_edges_impl"
 
 
 @pytest.mark.parametrize("arguments", [[], ["inform"]])

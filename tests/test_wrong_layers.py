@@ -62,7 +62,10 @@ CONDITIONAL = LayerKernels(LayerNorm=partial(ConditionalLayerNorm, condition_sha
     (lambda: GraphTransformerConv(-1, 8)(X[:, :0], RING), r"x_src must have at least one feature, got \(3, 0\)"),
     (lambda: GraphStructure.from_edge_index([[0], [1]], (2, 2)), r"edge_index must be a tensor \[2, E\], got list"),
     (lambda: swap_layers(None), "model must be a torch.nn.Module, got None"),
-    (lambda: swap_layers(TransformerConv(4, 8), "torch"), "config must be an AttentionConfig"),
+    (
+        lambda: swap_layers(torch.nn.ModuleList([TransformerConv(4, 8)]), "cuda"),
+        "backend must be one of .*, got 'cuda'",
+    ),
 )
 def test_a_layer_names_wrong_arguments(wrong, message):
     raises(wrong, message)

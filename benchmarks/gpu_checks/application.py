@@ -70,7 +70,7 @@ def _compiled(program: Path) -> Path:
 
 
 def _execute(command: list, folder: Path, more: dict[str, str] | None = None) -> str:
-    """What a command printed; raises with its last words when it fails."""
+    """Return the output of a command; raise with its last lines when it fails."""
     command = list(map(str, command))
     done = subprocess.run(
         command, cwd=folder, env=os.environ | (more or {}), capture_output=True, text=True, timeout=LIMIT

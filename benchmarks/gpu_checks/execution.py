@@ -42,7 +42,7 @@ class Work:
             for n in (size.num_src, size.num_dst)
         ]
         self.edge_index, self.sizes = torch.stack(ends), (size.num_src, size.num_dst)
-        self.graph = GraphStructure.from_edge_index(self.edge_index, self.sizes).with_reverse()
+        self.graph = GraphStructure.from_edge_index(self.edge_index, self.sizes)
         width = size.heads * size.channels
         rows = [draw(nodes, size.heads, size.channels) for nodes in (size.num_dst, size.num_src, size.num_src)]
         self.leaves = [*rows, draw(size.num_edges, size.edge_dim), draw(width, size.edge_dim), draw(width)]
@@ -99,13 +99,13 @@ def no_synchronisation() -> str:
     """Neither attention nor a structure built in passing waits for the device."""
     work = Work(HERE)
     build = {"stable": False, "validate": False}
-    work(GraphStructure.from_edge_index(work.edge_index, work.sizes, **build).with_reverse(stable=False))
+    work(GraphStructure.from_edge_index(work.edge_index, work.sizes, **build))
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
         result = work()
-        loose = work(GraphStructure.from_edge_index(work.edge_index, work.sizes, **build).with_reverse(stable=False))
-        work(GraphStructure.from_edge_index(work.edge_index, work.sizes, validate=False).with_reverse())
+        loose = work(GraphStructure.from_edge_index(work.edge_index, work.sizes, **build))
+        work(GraphStructure.from_edge_index(work.edge_index, work.sizes, validate=False))
     finally:
         torch.cuda.set_sync_debug_mode("default")
     difference = (loose["out"].float() - result["out"].float()).abs().max().item()

@@ -100,7 +100,7 @@ def beyond_32_bits() -> str:
     generator = torch.Generator(DEVICE).manual_seed(0)
     row = torch.randint(num_dst, (num_dst * degree,), generator=generator, device=DEVICE, dtype=torch.int32)
     colptr = torch.arange(0, num_dst * degree + 1, degree, device=DEVICE, dtype=torch.int32)
-    graph = GraphStructure.from_csc(colptr, row, num_dst, validate=False).with_reverse()
+    graph = GraphStructure.from_csc(colptr, row, num_dst, validate=False)
     large = Large.random(graph, heads, channels, 3, torch.bfloat16)
     rows, pairs = num_dst * heads * channels, graph.num_edges * 2 * heads
     if DEVICE.type == "cuda" and min(rows, pairs) < LIMIT:
@@ -140,7 +140,7 @@ def weather_graphs(names: list[str]) -> str:
         for edge_type in EDGES:
             source, _, destination = edge_type
             sizes = (graph[source].num_nodes, graph[destination].num_nodes)
-            structure = GraphStructure.from_edge_index(graph[edge_type].edge_index.to(DEVICE), sizes).with_reverse()
+            structure = GraphStructure.from_edge_index(graph[edge_type].edge_index.to(DEVICE), sizes)
             for dtype in (torch.bfloat16, torch.float32):
                 large = Large.random(structure, *SHAPE, dtype)
                 destinations, sources = ([0, size // 3, size // 2, size - 1] for size in reversed(sizes))

@@ -13,6 +13,7 @@ from support.oracle import make_problem
 from support.poison import poisoned_memory
 from support.run import structure
 
+from anemoi_gt import AttentionConfig
 from gpu_checks import DEVICE
 
 FORMS = ("raw", "raw", "raw_without_bias", "embedded", "none")
@@ -110,28 +111,31 @@ def _random_configuration(configuration: Configuration) -> Outcome:
     rng, outcome = random.Random(configuration.seed), Outcome()
     shape = rng.choice(HEADS), rng.choice(CHANNELS), rng.choice(EDGE_DIMS)
     form, dtype, dropout_p = rng.choice(FORMS), rng.choice(DTYPES), rng.choice((0.0, 0.0, 0.4))
+    config = AttentionConfig("triton", tile=rng.choice((None, None, "segment=4", "segment=8")))  # the latter two: hubs
     corpus = outcome.corpora.setdefault(str(dtype).removeprefix("torch."), Corpus())
     for number in range(configuration.graphs):
         outcome.count += 1
         try:
             with poisoned_memory():
-                found = _random_graph(rng, shape, form, dtype, dropout_p)
+                found = _random_graph(rng, shape, form, dtype, dropout_p, config)
             assert_within(*found, dtype)
             corpus.add_errors(*found[:3])
         except Exception as error:
-            facts = f"seed {configuration.seed} graph {number} {shape} {form} {dtype} dropout {dropout_p}"
+            facts = f"seed {configuration.seed} graph {number} {shape} {form} {dtype} dropout {dropout_p} {config.tile}"
             outcome.failures.append(f"{facts}: {error}")
     return outcome
 
 
-def _random_graph(rng: random.Random, shape: tuple, form: str, dtype: torch.dtype, dropout_p: float) -> tuple:
+def _random_graph(
+    rng: random.Random, shape: tuple, form: str, dtype: torch.dtype, dropout_p: float, config: AttentionConfig
+) -> tuple:
     edges = _random_edges(rng)
     samples = [make_problem(edges, *shape, form, dtype, rng.getrandbits(40)) for _ in range(rng.choice((1, 1, 2, 3)))]
     samples = share(samples, "edge_weight", "edge_bias", *rng.choice(([], ["edge_attr"])))
     graph = structure(edges, DEVICE)
     if rng.random() < 0.3:
         graph = graph.with_dst_schedule()
-    return run_batch(samples, graph, "triton", dropout_p=dropout_p, seed=rng.getrandbits(40))
+    return run_batch(samples, graph, config, dropout_p=dropout_p, seed=rng.getrandbits(40))
 
 
 def _random_edges(rng: random.Random) -> tuple:

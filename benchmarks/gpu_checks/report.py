@@ -1,4 +1,4 @@
-"""What a run prints and leaves behind: one line a check, below where, when and with what it ran."""
+"""Report of a run, printed and logged: device, commit, date and versions, then one line for each check."""
 
 import time
 import traceback

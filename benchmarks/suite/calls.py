@@ -1,4 +1,4 @@
-"""What one timed call is: a pass of a baseline on its operands, or the making of a structure."""
+"""Calls to time: a pass of a baseline on its operands, or building a structure."""
 
 from collections.abc import Callable
 

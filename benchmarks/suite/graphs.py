@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-from suite.problems import PARTS, Random, Weather
+from suite.problems import PARTS, Random, Skewed, Weather
 
 
 class Coo(NamedTuple):
@@ -24,25 +24,26 @@ class Coo(NamedTuple):
         return Coo(self.edge_index.to(device), self.sizes)
 
 
-def build(graphs: list[Weather | Random], folder: Path) -> dict[str, tuple[int, int, int]]:
+def build(graphs: list[Weather | Random | Skewed], folder: Path) -> dict[str, tuple[int, int, int]]:
     """Write each graph to `folder`; return (N_src, N_dst, E) by graph.
 
     Whatever needs scipy happens here, in the process that starts the others.
     """
     counts, models = {}, {}
     for graph in dict.fromkeys(graphs):
-        coo = _random(graph) if isinstance(graph, Random) else _part(graph, models)
+        drawn = {Random: _random, Skewed: _skewed}.get(type(graph))
+        coo = drawn(graph) if drawn else _part(graph, models)
         torch.save(tuple(coo), _place(graph, folder))
         counts[str(graph)] = (*coo.sizes, coo.edge_index.shape[1])
     return counts
 
 
-def load(graph: Weather | Random, folder: Path) -> Coo:
+def load(graph: Weather | Random | Skewed, folder: Path) -> Coo:
     """Read a graph that `build` wrote."""
     return Coo(*torch.load(_place(graph, folder)))
 
 
-def _place(graph: Weather | Random, folder: Path) -> Path:
+def _place(graph: Weather | Random | Skewed, folder: Path) -> Path:
     return folder / f"{graph}.pt"
 
 
@@ -64,6 +65,18 @@ def _random(graph: Random) -> Coo:
     generator = torch.Generator().manual_seed(0)
     ends = [torch.randint(n, (graph.num_edges,), generator=generator) for n in (graph.num_src, graph.num_dst)]
     return sort_edges(torch.stack(ends), (graph.num_src, graph.num_dst))
+
+
+def _skewed(graph: Skewed) -> Coo:
+    generator, nodes = torch.Generator().manual_seed(0), graph.num_nodes
+    u = torch.rand(graph.num_edges, generator=generator, dtype=torch.float64)
+    if graph.law == "power":
+        dst = (u**graph.exponent * nodes).long()
+    else:
+        below = torch.arange(1, nodes + 1, dtype=torch.float64).pow(-graph.exponent).cumsum(0)
+        dst = torch.searchsorted(below, u * below[-1]).clamp_max(nodes - 1)
+    src = torch.randint(nodes, (graph.num_edges,), generator=generator)
+    return sort_edges(torch.stack([src, dst]), (nodes, nodes))
 
 
 def sort_edges(edge_index: torch.Tensor, sizes: tuple[int, int]) -> Coo:

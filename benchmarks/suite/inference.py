@@ -115,7 +115,7 @@ def build_graphs(setting: Setting, parts: list[str], folder: Path) -> dict:
 
 def _anemoi_gt(problem: Problem, num_chunks: int) -> Callable[[], Tensor]:
     sizes = tuple(side.shape[0] for side in problem.x)
-    chunks = split_destinations(GraphStructure.from_edge_index(problem.edge_index, sizes), num_chunks)
+    chunks = split_destinations(GraphStructure.from_edge_index(problem.edge_index, sizes, reverse=False), num_chunks)
 
     def call() -> Tensor:
         with torch.no_grad():
@@ -165,7 +165,7 @@ def checked_destinations(problem: Problem) -> Tensor:
 
 
 def plain(problem: Problem, destinations: Tensor, dtype: torch.dtype, device: torch.device | str) -> Tensor:
-    """What a mapper gives some destinations, from its weights by plain PyTorch: gather, softmax, scatter."""
+    """Compute some destinations of a mapper from its weights by plain PyTorch: gather, softmax, scatter."""
     src, dst = problem.edge_index[0], problem.edge_index[1].contiguous()
     starts, ends = torch.searchsorted(dst, destinations), torch.searchsorted(dst, destinations, right=True)
     edges = torch.cat(

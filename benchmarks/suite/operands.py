@@ -30,7 +30,7 @@ class Operands:
 
     @property
     def leaves(self) -> list[Tensor]:
-        """What backward returns gradients of, in the order of `gradients`."""
+        """Tensors that need a gradient, in the order of `gradients`."""
         return [getattr(self, name) for name in self.gradients]
 
     @property

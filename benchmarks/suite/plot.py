@@ -45,7 +45,7 @@ class LogAxis:
     end: float
 
     def __call__(self, value: float) -> float:
-        """Where a value lies."""
+        """Return the position of a value."""
         return self.start + (self.end - self.start) * log10(value / self.low) / log10(self.high / self.low)
 
     def ticks(self) -> list[float]:

@@ -1,4 +1,4 @@
-"""What is measured, as data: graphs, shapes and passes by name. Nothing here computes."""
+"""Problems to measure, as data: graphs, shapes and passes by name. Nothing here computes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -46,6 +46,28 @@ class Random:
 
 
 @dataclass(frozen=True)
+class Skewed:
+    """Edges between uniformly drawn sources and destinations of which few have most edges.
+
+    Parameters
+    ----------
+    num_nodes, num_edges : int
+        Nodes of either side.
+    law : {"power", "zipf"}
+        Destination floor(u^exponent num_nodes) with uniform u, or one of rank k with probability k^-exponent.
+    exponent : float
+    """
+
+    num_nodes: int
+    num_edges: int
+    law: str
+    exponent: float
+
+    def __str__(self) -> str:
+        return f"{self.law}{self.exponent:g}-{self.num_nodes}-{self.num_edges}"
+
+
+@dataclass(frozen=True)
 class Problem:
     """One line of the benchmark.
 
@@ -53,7 +75,7 @@ class Problem:
     ----------
     name, group : str
         What it is selected by on the command line.
-    graph : Weather or Random
+    graph : Weather, Random or Skewed
         Its edges, sorted by destination.
     heads, channels, edge_dim : int
         H, C and D.
@@ -69,7 +91,7 @@ class Problem:
 
     name: str
     group: str
-    graph: Weather | Random
+    graph: Weather | Random | Skewed
     heads: int = 16
     channels: int = 64
     edge_dim: int = 11
@@ -120,6 +142,18 @@ def _replays(group: str, grid: str, refinement: int) -> list[Problem]:
     ]
 
 
+def _skewed() -> list[Problem]:
+    """A graph with one destination of a sixth of the edges, and power-law graphs of the size that users of PyG have."""
+    hub = Problem("hub-c64", "skewed", Skewed(40_962, 1_200_000, "power", 6.0))
+    zipf = [
+        Problem(
+            f"zipf{exponent:g}-c16", "skewed", Skewed(10**6, 10**7, "zipf", exponent), heads=4, channels=16, edge_dim=8
+        )
+        for exponent in (1.1, 1.5, 2.0)
+    ]
+    return [hub, *zipf]
+
+
 def _small() -> list[Problem]:
     """Float32 problems that two CPU cores do in seconds."""
     parts = [
@@ -141,6 +175,7 @@ PROBLEMS = {
         *_model("o96", "O96", 5, (64, 32)),
         *_variants("o96", "O96", 5),
         Problem("edges1000-c64", "host", Random(512, 256, 1000), passes=(*ATTENTION, "replay")),
+        *_skewed(),
         *_small(),
     ]
 }

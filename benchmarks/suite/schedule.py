@@ -57,7 +57,7 @@ class Run:
         save(self)
 
     def _check(self, problem: Problem, name: str, worker: Worker) -> bool:
-        """Whether the baseline is right on the problem; if not, why."""
+        """Return whether the baseline is right on the problem; record the reason if not."""
         if (problem.name, name) in self.right:
             return True
         try:

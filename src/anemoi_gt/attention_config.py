@@ -1,4 +1,4 @@
-"""AttentionConfig: which kernels compute edge attention, and in which precision.
+"""AttentionConfig: which kernels compute edge attention, in which precision, and how raw edges are sorted.
 
 The config is a value: it is handed down by constructors, never read from the environment or a global.
 """
@@ -13,6 +13,7 @@ TILE_FIELDS = {  # of a program of a Triton kernel that gathers rows: the values
     "num_warps": (1, 2, 4, 8, 16),
     "nodes": (1, 2, 4, 8),
     "packed": (0, 1),
+    "segment": (4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048),
 }
 
 
@@ -36,8 +37,14 @@ class AttentionConfig:
         Fields of the tile of backend `triton`'s row kernels to force, such as "unroll=1,num_warps=4", to find out
         whether a wrong or slow result comes from the tile that was chosen. `heads` (of a program), `unroll` (edges in
         flight) and `num_warps` are powers of two or small integers; `nodes` (of a program) concerns the kernel over
-        sources alone; `packed` is 1 to read 16-bit rows as packed pairs, 0 not to. A kernel ignores a field that it
-        does not have: those for a fixed in-degree have `num_warps` and `packed`. None forces nothing.
+        sources alone; `packed` is 1 to read 16-bit rows as packed pairs, 0 not to; nodes with more than twice `segment`
+        edges are divided among programs (128 in a graph with hubs). A kernel ignores a field that it does not have:
+        those for a fixed in-degree have `num_warps` and `packed`. None forces nothing.
+    stable_sort : bool
+        How a call makes the structure that it is not given: a layer that gets a raw `edge_index`, an operation that
+        needs a missing reverse structure. True sorts stably, so results repeat bit by bit. False groups edges on a GPU
+        without sorting, for graphs that change every step: faster, and sums may differ in the last bit from run to run.
+        It has no effect on a CPU, under `torch.use_deterministic_algorithms(True)` and on a GraphStructure.
 
     Raises
     ------
@@ -56,6 +63,7 @@ class AttentionConfig:
     precision: str | None = None
     fixed_degree_kernels: bool = True
     tile: str | None = None
+    stable_sort: bool = True
 
     def __post_init__(self):
         if self.backend not in BACKENDS:
@@ -63,8 +71,9 @@ class AttentionConfig:
         if self.precision not in PRECISIONS:
             names = ", ".join(str(name) for name in PRECISIONS)
             raise ValueError(f"precision must be one of {names}, got {self.precision!r}")
-        if not isinstance(self.fixed_degree_kernels, bool):
-            raise ValueError(f"fixed_degree_kernels must be True or False, got {self.fixed_degree_kernels!r}")
+        for name in ("fixed_degree_kernels", "stable_sort"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
         parse_tile(self.tile)
 
 

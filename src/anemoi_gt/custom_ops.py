@@ -4,7 +4,8 @@ An operator's schema is flat. A function takes operands that belong together as 
 each into its fields, in order.
 
 The dispatcher's private functions save 0.15 to 0.7 ms a call. They are in `_private_dispatcher`; without them, in
-another version of PyTorch, `torch.library.register_autograd` serves.
+another version of PyTorch, `torch.library.register_autograd` serves. `assert_async` and `is_transformed` have public
+fallbacks too.
 """
 
 import inspect
@@ -17,6 +18,11 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 NAMESPACE = "anemoi_gt"
+NO_FORWARD_MODE = (
+    "forward-mode derivatives are not supported by edge_attention, got an operand with a tangent "
+    "(torch.func.jvp, torch.autograd.forward_ad); use torch.autograd.grad, or plain PyTorch operations where "
+    "tangents are needed"
+)
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")  # what it registers lives as long as it does
 
 
@@ -80,8 +86,29 @@ def _private_dispatcher() -> _Dispatcher | None:
 _DISPATCHER = _private_dispatcher()
 
 
-def define_gradient(operator: torch._ops.OpOverload, setup_context: Callable, backward: Callable) -> None:
+_HAS_TRANSFORMS = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
+
+
+def is_transformed() -> bool:
+    """Return whether a transform of torch.func (grad, vmap, ...) is active; in traced code that is PyTorch's matter.
+
+    True without PyTorch's private function that knows: what serves transforms serves all calls, with more host time.
+    """
+    return not torch.compiler.is_compiling() and _HAS_TRANSFORMS()
+
+
+def needs_gradient(*operands: Tensor | None) -> bool:
+    """Return whether a gradient of an operand may be asked for; under torch.func, whose wrappers hide it, always."""
+    if not torch.is_grad_enabled():
+        return False
+    return any(operand is not None and operand.requires_grad for operand in operands) or is_transformed()
+
+
+def define_gradient(operator: torch._ops.OpOverload, setup_context: Callable, backward: Callable) -> Callable:
     """Make `operator` differentiable, as `torch.library.register_autograd` does for operators of any schema.
+
+    Return what is to be called in place of `operator`: the same, and under transforms of torch.func, which take no
+    gradient that is registered with the dispatcher, an autograd function above it.
 
     That reads the whole schema again at every call, argument by argument (0.15 ms a call with 18 arguments, torch 2.11
     on Python 3.12). An operator of ours has no defaults that the dispatcher could have left out, no keyword-only
@@ -93,7 +120,7 @@ def define_gradient(operator: torch._ops.OpOverload, setup_context: Callable, ba
     private = _DISPATCHER
     if private is None:
         torch.library.register_autograd(operator, backward, setup_context=setup_context)
-        return
+        return transformable(operator, setup_context, backward)
 
     def below(keyset, args):
         with private.below_autograd():
@@ -117,18 +144,68 @@ def define_gradient(operator: torch._ops.OpOverload, setup_context: Callable, ba
         return below(keyset, args)
 
     _LIBRARY.impl(operator.name().partition("::")[2], autograd, "Autograd", with_keyset=True)
+    return transformable(operator, setup_context, backward)
 
 
-def call_unrecorded(operator: torch._ops.OpOverload, *args):
+def transformable(operator: torch._ops.OpOverload, setup_context: Callable, backward: Callable) -> Callable:
+    """Return a function that calls `operator`, through an autograd function while torch.func transforms it."""
+    keep_context, differentiate = setup_context, backward
+
+    class Transformed(torch.autograd.Function):
+        setup_context = staticmethod(keep_context)
+        backward = staticmethod(differentiate)
+
+        @staticmethod
+        def forward(*args):
+            results = operator(*args)
+            return tuple(results) if isinstance(results, list) else results
+
+        @staticmethod
+        def jvp(ctx, *_):
+            raise RuntimeError(NO_FORWARD_MODE)
+
+        @staticmethod
+        def vmap(info, in_dims, *args):
+            def entry(i: int) -> list:
+                pairs = zip(args, in_dims, strict=True)
+                return [arg.select(dim, i) if isinstance(dim, int) else arg for arg, dim in pairs]
+
+            results = zip(*(Transformed.apply(*entry(i)) for i in range(info.batch_size)), strict=True)
+            results = tuple(torch.stack(entries) for entries in results)
+            return results, (0,) * len(results)
+
+    return lambda *args: Transformed.apply(*args) if is_transformed() else operator(*args)
+
+
+def call_unrecorded(operator: Callable, *args):
     """Call `operator` where a backward pass calls it: past autograd, unless that records a second derivative."""
-    if torch.is_grad_enabled() or torch.compiler.is_compiling() or _DISPATCHER is None:
+    if torch.is_grad_enabled() or torch.compiler.is_compiling() or _DISPATCHER is None or is_transformed():
         return operator(*args)
     with _DISPATCHER.below_autograd():
         return operator(*args)
 
 
-def refuse_second_derivative(ctx, *_):
-    """Raise: the backward of edge attention has no backward."""
+_ASSERT_ASYNC = getattr(torch, "_assert_async", None)
+
+
+def assert_async(holds: Tensor, claim: str) -> None:
+    """Raise RuntimeError with `claim` unless `holds` [], without waiting: on a GPU from a device-side assertion.
+
+    Part of the graph in compiled and captured code. Without PyTorch's private operator the host reads `holds`.
+    """
+    if _ASSERT_ASYNC is not None:
+        _ASSERT_ASYNC(holds, claim)
+    elif not bool(holds):
+        raise RuntimeError(claim)
+
+
+def refuse_second_derivative(operator: torch._ops.OpOverload) -> Callable:
+    """Make `operator`, the backward of edge attention, refuse a backward of its own; return what is to be called."""
+    torch.library.register_autograd(operator, _refuse_second_derivative)
+    return transformable(operator, lambda ctx, inputs, output: None, _refuse_second_derivative)
+
+
+def _refuse_second_derivative(ctx, *_):
     raise RuntimeError(
         "double backward is not supported by edge_attention, got a backward through its backward (create_graph=True); "
         "use plain PyTorch operations where a second derivative is needed"
@@ -140,8 +217,4 @@ def refuse_forward_mode(*operands: Tensor | None) -> None:
     if torch.compiler.is_compiling() or getattr(forward_ad, "_current_level", 0) < 0:  # nobody asks for tangents
         return
     if any(operand is not None and forward_ad.unpack_dual(operand).tangent is not None for operand in operands):
-        raise RuntimeError(
-            "forward-mode derivatives are not supported by edge_attention, got an operand with a tangent "
-            "(torch.func.jvp, torch.autograd.forward_ad); use torch.autograd.grad, or plain PyTorch operations where "
-            "tangents are needed"
-        )
+        raise RuntimeError(NO_FORWARD_MODE)

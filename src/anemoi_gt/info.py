@@ -1,4 +1,4 @@
-"""The output of `python -m anemoi_gt info`: versions, devices and available backends. Needs only torch."""
+"""The output of `python -m anemoi_gt info`: versions, devices, available backends, Anemoi. Needs only torch."""
 
 import os
 import platform
@@ -29,8 +29,9 @@ PACKAGES = {  # module: its package, and the extra that installs it (None: a dep
 
 
 def describe() -> str:
-    """Return versions, packages, devices, and which attention backends run on each device or why not."""
+    """Return versions, packages, devices, where each attention backend runs or why not, and what `install` replaces."""
     sections = {"versions": versions(), "packages": packages(), "devices": devices(), "attention backends": backends()}
+    sections["anemoi-models"] = anemoi_models()
     return "\n\n".join("\n".join([name, *_aligned(rows)]) for name, rows in sections.items())
 
 
@@ -72,6 +73,22 @@ def backends() -> Iterator[tuple[str, str]]:
             yield f"{device} {name}", answer + (", auto takes it" if backend is chosen else "")
 
 
+def anemoi_models() -> Iterator[tuple[str, str]]:
+    """Yield the version of anemoi-models, and what `integrations.anemoi.install` would replace in it or why not."""
+    try:
+        from anemoi_gt.integrations.anemoi.patch import plan
+
+        replaced = plan()
+    except ImportError as error:
+        yield "version", _version_of("anemoi-models", "missing")
+        yield "install", f"not possible: {error}"
+        return
+    yield "version", _version_of("anemoi-models")
+    for name, reason in replaced.items():
+        without = "install refuses this version" if name.endswith(".apply_gt") else "stays upstream's"
+        yield name, "replaced by install" if reason is None else f"{without}: {reason}"
+
+
 def _gpus() -> list[torch.device]:
     return [torch.device("cuda", i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
 
@@ -82,11 +99,11 @@ def _built_for() -> str:
     return f"for ROCm {torch.version.hip}" if torch.version.hip else "without CUDA"
 
 
-def _version_of(package: str) -> str:
+def _version_of(package: str, otherwise: str = "version unknown") -> str:
     try:
         return version(package)
     except PackageNotFoundError:  # importable without having been installed
-        return "version unknown"
+        return otherwise
 
 
 def _aligned(rows: Iterator[tuple[str, str]]) -> list[str]:

@@ -109,6 +109,7 @@ def test_loss_curves_of_an_anemoi_model_are_compared(tmp_path, monkeypatch):
     monkeypatch.setattr(anemoi_curves, "PRECISIONS", ("32",))
     found = anemoi_curves.main([*ANEMOI, "--training-steps", "2", "--output", str(tmp_path / "curves.json")])
     assert found["32"]["spread_of_seeds"] > 0 and len(found["32"]["losses"]) == 4
+    assert set(found["32"]["apart"]["install"]) == {0, 1} and found["32"]["within"] == {"install": True}
 
 
 def test_loss_curves_of_the_application_are_compared(monkeypatch, capsys):

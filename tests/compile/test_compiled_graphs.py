@@ -35,7 +35,7 @@ def from_mask(layer):
     def step(edges, leaves):
         mask, edge_index = edges
         sizes = (leaves["src"].shape[-2], leaves["dst"].shape[-2])
-        graph = GraphStructure.from_edge_index(edge_index[:, mask], sizes, validate=False).with_reverse()
+        graph = GraphStructure.from_edge_index(edge_index[:, mask], sizes, validate=False)
         return layer((leaves["src"], leaves["dst"]), graph, leaves["weights"][mask])
 
     return step
@@ -116,6 +116,21 @@ def test_indices_out_of_range_raise_at_run_time(row):
         compiled(edge_index, nodes)
 
 
+def test_the_assertion_of_unchecked_indices_is_part_of_the_traced_graph():
+    graphs = []
+
+    def keep(module, _):
+        graphs.append(module)
+        return module.forward
+
+    def convert(edges, nodes):
+        return GraphStructure.from_edge_index(edges, tuple(nodes.shape), validate=False).row
+
+    torch.compile(convert, fullgraph=True, backend=keep)(make_edges(9, 7, 31), torch.empty(9, 7))
+    (graph,) = graphs
+    assert sum("_assert_async" in str(node.target) for node in graph.graph.nodes) == 2
+
+
 BREAK = {  # each makes the values of one field wrong, not its metadata
     "colptr must increase": lambda state: state["colptr"][:1].fill_(1),
     "row must hold values": lambda state: state["row"][:1].fill_(9),
@@ -127,7 +142,7 @@ BREAK = {  # each makes the values of one field wrong, not its metadata
 @pytest.mark.parametrize("message", BREAK)
 def test_a_wrong_structure_raises_at_run_time(message):
     compiled, _ = compiled_once(lambda state: GraphStructure(**state).validate().dst)
-    state = GraphStructure.from_edge_index(make_edges(9, 7, 31), (9, 7)).with_reverse().state_dict()
+    state = GraphStructure.from_edge_index(make_edges(9, 7, 31), (9, 7)).state_dict()
     compiled(state)
     BREAK[message](state)
     with pytest.raises(RuntimeError, match=message):
@@ -163,7 +178,7 @@ def test_a_graph_held_by_a_module_may_be_replaced():
     assert_compiled_is_eager(module, compiled, module, sample.tensors)
     src, dst = make_edges(*SIZES[0][:3])
     edge_index = torch.stack([src.flip(0), dst.sort().values])
-    module.graph = GraphStructure.from_edge_index(edge_index, SIZES[0][:2]).with_reverse()
+    module.graph = GraphStructure.from_edge_index(edge_index, SIZES[0][:2])
     assert not torch.equal(module.graph.row, sample.graph.row)
     with torch._dynamo.config.patch(error_on_recompile=True):
         assert_compiled_is_eager(module, compiled, module, sample.tensors)

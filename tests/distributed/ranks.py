@@ -9,18 +9,16 @@ import importlib
 import json
 import os
 import socket
-import subprocess
 import sys
 import tempfile
-import time
 import traceback
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from support.forked import Program
 from torch.distributed.device_mesh import DeviceMesh
 
 from anemoi_gt.distributed.device_mesh import exit_without_finalization
@@ -32,14 +30,6 @@ ON_GPU = GPUS > 1  # NCCL, one GPU per rank; else gloo
 WORLD_SIZE, ALL = min(GPUS, 4) if ON_GPU else 4, 0  # ranks of the tests; marks a check on all ranks
 TIMEOUT = 300  # s, of all checks of a module, on a busy machine
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 4e-6, torch.bfloat16: 2e-2}  # of the largest value, whatever its size
-
-
-class Ended(NamedTuple):
-    """How a process ended."""
-
-    status: int
-    output: str
-    time: float  # as time.time() counts
 
 
 class Verdict:
@@ -160,41 +150,18 @@ def free_port():
         return free.getsockname()[1]
 
 
-def spawn(arguments, world_size, *, environment=None, timeout=TIMEOUT):
-    """Run `python *arguments` on each rank with the environment of torchrun; return how each ended."""
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world_size)}
-    shared |= {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests")]), "OMP_NUM_THREADS": "1"}
-    command, processes = [sys.executable, *map(str, arguments)], []
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    try:
-        for rank in range(world_size):
-            variables = os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} | (environment or {})
-            processes.append(subprocess.Popen(command, env=variables, **pipes))
-        end = time.monotonic() + timeout
-        results = []
-        for process in processes:
-            try:
-                output, _ = process.communicate(timeout=max(end - time.monotonic(), 0.1))
-            except subprocess.TimeoutExpired:
-                process.kill()
-                output = process.communicate()[0] + f"\nstill running after {timeout} s"
-            results.append(Ended(process.returncode, output, time.time()))
-        return results
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-
-
 def run_checks(modules, folder):
     """Run the checks of modules of this folder on all ranks; return problems by rank, by "module-check-ranks"."""
     folder.mkdir()
-    environment = {} if ON_GPU else {"TRITON_INTERPRET": "1"}
-    arguments = [__file__, folder, *modules]
-    ended = spawn(arguments, WORLD_SIZE, environment=environment, timeout=TIMEOUT * len(modules))
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(WORLD_SIZE)}
+    ranks = []
+    for rank in map(str, range(WORLD_SIZE)):
+        environment = shared | {"RANK": rank, "LOCAL_RANK": rank}
+        ranks.append(Program(__file__, folder, *modules, folder=folder, environment=environment))
+    ended = [rank.finish(TIMEOUT * len(modules)) for rank in ranks]
     reports = [folder / f"{rank}.json" for rank in range(WORLD_SIZE)]
     said = [json.loads(report.read_text()) if report.exists() else {} for report in reports]
-    ends = [f"rank {rank} ended with {end.status} before: {end.output[-1500:]}" for rank, end in enumerate(ended)]
+    ends = [f"rank {rank} ended with {end[0]} before: {''.join(end[1:])[-1500:]}" for rank, end in enumerate(ended)]
     found = {}
     for module, name, ranks in checks_of(modules):
         key = f"{module}-{name}-{ranks}"
@@ -205,7 +172,6 @@ def run_checks(modules, folder):
 
 def main(folder, *modules):
     """Run the checks of modules as one rank, with NCCL where every rank has a GPU; write the results after each."""
-    torch.set_num_threads(1)
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if ON_GPU else torch.device("cpu")
     if ON_GPU:
         torch.cuda.set_device(device)

@@ -4,8 +4,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -14,12 +12,13 @@ from typing import NamedTuple
 import pytest
 import torch
 from omegaconf import OmegaConf
+from support.forked import Program
 
 from anemoi_gt import train
 from anemoi_gt.distributed.device_mesh import VARIABLES
 from anemoi_gt.training.checkpoint import load_checkpoint
 from anemoi_gt.training.parallel.trainer import write_as_file
-from distributed.ranks import HERE, ROOT, free_port
+from distributed.ranks import HERE, free_port
 
 DEVICE = "cuda" if torch.cuda.device_count() >= 4 else "cpu"  # NCCL if all ranks have a GPU
 OF_TWO_RANKS = (
@@ -51,27 +50,25 @@ ONE_HOST = Host(("--standalone",), {})
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     """A folder from which the application starts."""
-    place = tmp_path_factory.mktemp("application")
-    site = place / "site" / "anemoi_gt"
-    site.mkdir(parents=True)
-    for part in (ROOT / "src" / "anemoi_gt").iterdir():
-        (site / part.name).symlink_to(part)
-    (site / "configs").symlink_to(ROOT / "configs")
-    return place
+    return tmp_path_factory.mktemp("application")
 
 
 @contextmanager
 def torchrun(place, ranks, *arguments, host=ONE_HOST, script=("-m", "anemoi_gt.train")):
-    """Start the application on some ranks of a host; yield the process of torchrun, which ends after the block."""
-    command = [sys.executable, "-m", "torch.distributed.run", *host.options, f"--nproc-per-node={ranks}"]
-    environment = os.environ | {"PYTHONPATH": str(place / "site"), "OMP_NUM_THREADS": "1"} | host.variables
-    command += [*script, *ARGUMENTS, *arguments]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    with subprocess.Popen(command, env=environment, cwd=place, **pipes) as process:
-        try:
-            yield process
-        finally:
-            process.terminate()
+    """Start the application on some ranks of a host; yield the process of torchrun, which ends with the block."""
+    command = ["-m", "torch.distributed.run", *host.options, f"--nproc-per-node={ranks}", *script, *ARGUMENTS]
+    process = Program(*command, *arguments, folder=place, environment=host.variables)
+    try:
+        yield process
+    finally:
+        process.terminate()
+        process.join()
+
+
+def finish(process):
+    """Exit status and output of a process."""
+    status, output, error = process.finish(PATIENCE)
+    return status, output + error
 
 
 def two_hosts():
@@ -101,11 +98,10 @@ def stopped(place):
     """Output of torchrun for one model on four ranks, of which one received a signal after its first steps."""
     with torchrun(place, 4, "sharding=edges", "sharding.model=4") as process:
         end = time.monotonic() + PATIENCE
-        while not steps_in(place / "run") and process.poll() is None and time.monotonic() < end:
+        while not steps_in(place / "run") and process.is_alive() and time.monotonic() < end:
             time.sleep(0.02)
         os.kill(ranks_of(process)[2], signal.SIGTERM)
-        output, _ = process.communicate(timeout=PATIENCE)
-    return output
+        return finish(process)[1]
 
 
 @pytest.fixture(scope="module")
@@ -115,8 +111,7 @@ def continued(place, stopped):
     with ExitStack() as hosts:
         arguments = ("sharding=edges", "sharding.model=2", "resume=true")
         processes = [hosts.enter_context(torchrun(place, 2, *arguments, host=host)) for host in two_hosts()]
-        outputs = [process.communicate(timeout=PATIENCE)[0] for process in processes]
-    return [process.returncode for process in processes], outputs, before
+        return *zip(*map(finish, processes), strict=True), before
 
 
 def test_a_signal_to_one_rank_stops_all_with_one_message_that_names_the_folder(place, stopped):
@@ -128,7 +123,7 @@ def test_a_signal_to_one_rank_stops_all_with_one_message_that_names_the_folder(p
 
 def test_two_hosts_with_a_model_each_continue_what_one_model_on_four_ranks_began(place, continued):
     statuses, outputs, before = continued
-    assert statuses == [0, 0], outputs
+    assert statuses == (0, 0), outputs
     assert 0 < len(before) < 16 and steps_in(place / "run") == list(range(1, 17))
     # a run on ranks leaves what one process leaves
     left = {path.name for path in (place / "run").iterdir()}
@@ -159,9 +154,9 @@ CHUNKS = "sharding=edges sharding.model='${oc.decode:${oc.env:WORLD_SIZE}}' mode
 def test_a_config_that_ranks_cannot_share_is_refused_before_anything_is_built(place, arguments, sentence):
     # The data set cannot be built either, which no rank reports.
     with torchrun(place, 2, *arguments.split(), "data.grid_name=nowhere", "hydra.run.dir=unshared") as process:
-        output, _ = process.communicate(timeout=PATIENCE)
+        status, output = finish(process)
     said = set(re.findall(r"^\[rank\d\]: anemoi_gt.train: (?:training|model)\.(.*)$", output, re.MULTILINE))
-    assert process.returncode != 0 and said == {sentence}, output
+    assert status != 0 and said == {sentence}, output
 
 
 def test_one_process_cannot_divide_a_model(monkeypatch):
@@ -172,23 +167,29 @@ def test_one_process_cannot_divide_a_model(monkeypatch):
         train.prepare(OmegaConf.create({"sharding": sharding, "explain": None}))
 
 
-@pytest.fixture(scope="module")
-def failed(place):
-    """Run a job in which rank 1 fails before step 10; return status, output, seconds from then to the end, folder."""
+@contextmanager
+def failing(place, kind, restarts, *arguments, rank=1):
+    """Start a job of two ranks of which one fails before step 10; yield its process and folder."""
+    folder = place / kind
+    script = [f"--max-restarts={restarts}", str(HERE / "failing_rank.py"), kind, str(rank), "10"]
+    options = [*OF_TWO_RANKS, "sharding=edges", "sharding.model=2", f"hydra.run.dir={folder}", *arguments]
+    with torchrun(place, 2, *options, script=script) as process:
+        yield process, folder
 
-    def failed(kind, restarts, *arguments):
-        folder = place / kind
-        script = [f"--max-restarts={restarts}", str(HERE / "failing_rank.py"), kind, "1", "10"]
-        options = [*OF_TWO_RANKS, "sharding=edges", "sharding.model=2", f"hydra.run.dir={folder}", *arguments]
-        with torchrun(place, 2, *options, script=script) as process:
-            output, _ = process.communicate(timeout=PATIENCE)
-            end = time.time()
-        if restarts:
-            end = float(re.search(r"restarted at ([\d.]+)", output)[1])
-        begin = float(re.search(rf"{kind} at ([\d.]+)", output)[1])
-        return process.returncode, output, end - begin, folder
 
-    return failed
+@pytest.fixture(scope="module", autouse=True)
+def frozen(place):
+    """A job with a frozen rank, started before the other tests: it takes most of a minute to end."""
+    with failing(place, "frozen", 0, f"sharding.timeout={TIMEOUT}") as job:
+        yield job
+
+
+def outcome(process, until="the end"):
+    """Status and output of a failing job, and seconds from the failure to its end or to what it says with a time."""
+    status, output = finish(process)
+    times = {event: float(time) for event, time in re.findall(r"(\w+) at (\d{9,}\.\d+)", output)}
+    times["the end"] = max(file.stat().st_mtime for file in process.files)
+    return status, output, times[until] - min(times.values())
 
 
 def assert_checkpoint_is_whole(folder, step):
@@ -196,22 +197,26 @@ def assert_checkpoint_is_whole(folder, step):
     assert load_checkpoint(folder / "last.pt")["step"] == step
 
 
-def test_a_rank_that_raises_ends_the_job_at_once_and_torchrun_reports_the_error(failed):
-    status, output, seconds, folder = failed("raising", 0)
+def test_a_rank_that_raises_ends_the_job_at_once_and_torchrun_reports_the_error(place):
+    # Rank 0: of errors within one second torchrun names the lowest rank, and the others fail at once.
+    with failing(place, "raising", 0, rank=0) as (process, folder):
+        status, output, seconds = outcome(process)
     assert status != 0 and seconds < BUSY, output
     report = output[output.index("Root Cause") :]
-    assert "rank      : 1 " in report and "RuntimeError: a bug on this rank alone" in report, output
+    assert "rank      : 0 " in report and "RuntimeError: a bug on this rank alone" in report, output
     assert_checkpoint_is_whole(folder, 8)
 
 
-def test_a_killed_rank_ends_all_at_once_and_a_restart_continues_from_the_checkpoint(failed):
-    status, output, seconds, folder = failed("killed", 1, "resume=true")
+def test_a_killed_rank_ends_all_at_once_and_a_restart_continues_from_the_checkpoint(place):
+    with failing(place, "killed", 1, "resume=true") as (process, folder):
+        status, output, seconds = outcome(process, until="restarted")
     assert status == 0 and seconds < BUSY, output
     assert steps_in(folder) == list(range(1, 17)) and (folder / "scores.json").exists()
 
 
-def test_a_frozen_rank_ends_the_job_within_the_timeout_and_the_time_to_kill_it(failed):
-    status, output, seconds, folder = failed("frozen", 0, f"sharding.timeout={TIMEOUT}")
+def test_a_frozen_rank_ends_the_job_within_the_timeout_and_the_time_to_kill_it(frozen):
+    process, folder = frozen
+    status, output, seconds = outcome(process)
     assert status != 0 and TIMEOUT <= seconds < TIMEOUT + KILLED_AFTER + BUSY, output
     assert "Timed out waiting" in output and "Signal 9 (SIGKILL)" in output, output
     assert_checkpoint_is_whole(folder, 8)

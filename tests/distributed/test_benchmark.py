@@ -26,7 +26,7 @@ def test_anemoi_models_are_timed_beside_them(tmp_path):
     out = tmp_path / "anemoi.json"
     assert sharding.main(["--tiny", "--ranks", "1", "--parts", "anemoi", "--out", str(out)]) == 0, out.read_text()
     models = [record["model"] for record in json.loads(out.read_text())["results"]]
-    assert models == ["anemoi-models, edges", "anemoi-models, edges, install"]
+    assert models == ["anemoi-models, edges", "anemoi-models, edges, install", sharding.HALO]
 
 
 def test_the_page_holds_the_tables_of_the_results():

@@ -15,9 +15,9 @@ OTHER = {"data": 17, "hidden": 23}, {kind: edges // 2 + 9 for kind, edges in KIN
 
 
 @pytest.fixture(scope="session", autouse=True)
-def unoptimised_wrappers():
-    """Compile the C++ wrappers of packages without optimisation, which takes seconds."""
-    with torch._inductor.config.patch({"aot_inductor.compile_wrapper_opt_level": "O0"}):
+def unoptimised_packages():
+    """Compile the C++ of packages without optimisation and vector instructions, which take seconds."""
+    with torch._inductor.config.patch({"aot_inductor.debug_compile": True, "cpp.vec_isa_ok": False}):
         yield
 
 

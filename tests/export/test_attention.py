@@ -25,7 +25,7 @@ def arguments(name, form, dtype, batch, shared):
     weight, bias = (None if tensor is None else tensor.detach() for tensor in (first.edge_weight, first.edge_bias))
     graph = structure(GRAPHS[name], torch.device("cpu"))
     sides = (graph.colptr, graph.row, graph.perm, graph.global_edge_id, None, None, None)
-    return (*map(stack, ("query", "key", "value")), attr, weight, bias, *sides, None, 0.3, 0.0)
+    return (*map(stack, ("query", "key", "value")), attr, weight, bias, *sides, None, 0.3, 0.0, False)
 
 
 @pytest.mark.parametrize("shared", [True, False], ids=["shared attributes", "batched attributes"])
@@ -42,4 +42,4 @@ def test_decomposition_agrees_with_the_operator(name, form, dtype, shared):
 def test_dropout_raises():
     operands = arguments("shuffled", "raw", torch.float32, 1, True)
     with pytest.raises(ValueError, match="exported for inference, got dropout_p=0.1; call model.eval"):
-        decompose(*operands[:-3], torch.tensor([1]), 0.3, 0.1)
+        decompose(*operands[:-4], torch.tensor([1]), 0.3, 0.1, False)

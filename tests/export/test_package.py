@@ -31,7 +31,7 @@ print(package.get_metadata()["note"])
 
 def problem(name, batch):
     """Features, a graph as tensors, and attributes."""
-    graph, generator = structure(GRAPHS[name]), torch.Generator().manual_seed(batch)
+    graph, generator = structure(GRAPHS[name], reverse=False), torch.Generator().manual_seed(batch)
     state = graph.state_dict() | {"perm": graph.edge_order()}
     x = [torch.randn(batch, n, width, generator=generator) for n, width in ((graph.num_src, 4), (graph.num_dst, 5))]
     return tuple(x), state, torch.randn(graph.num_edges, 3, generator=generator)

@@ -13,7 +13,7 @@ import sys
 
 import torch
 import triton
-from compile_all import ALIGNED, Call, bare_graph, compile_launch, full_graph, record, run
+from compile_all import ALIGNED, Call, bare_graph, compile_launch, full_graph, hub_graph, record, run
 from torch import nn
 from torch._functorch.aot_autograd import aot_export_module
 from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
@@ -140,9 +140,9 @@ class Attention(nn.Module):
 def eager():
     """Print the compile-time arguments of exported and of eagerly launched kernels."""
     odd = Call(6, 10, 3, form="embedded", dtype=torch.float32, graph=bare_graph())
-    for call in (odd, Call(16, 64, 11, graph=bare_graph()), Call(16, 64, 11, form="raw", graph=full_graph(91))):
+    for call in (odd, Call(16, 64, 11, graph=hub_graph()), Call(16, 64, 11, form="raw", graph=full_graph(91))):
         launches = record(lambda call=call: run(call))
-        launched = {kernel.fn.__name__: compiled_in(kernel, args) for kernel, args in launches}
+        launched = {kernel.fn.__name__: compiled_in(kernel, args) for kernel, args in reversed(launches)}  # forward
         gpu, attention = Gpu(), Attention(call)
         operands = [None if operand is None else gpu.tensor(operand.detach()) for operand in operands_of(call)]
         structure = {name: gpu.tensor(tensor) for name, tensor in call.graph.state_dict().items()}

@@ -108,7 +108,7 @@ def test_a_strided_edge_index_is_grouped(shuffled):
 
 def test_unordered_structure_is_complete_and_gives_the_same_attention(named, unordered):
     edge_index, sizes = named
-    loose = GraphStructure.from_edge_index(edge_index, sizes, stable=False).with_reverse(stable=False).validate()
+    loose = GraphStructure.from_edge_index(edge_index, sizes, stable=False).validate()
     assert torch.equal(loose.edge_index(), edge_index)
     graph = (edge_index.cpu(), sizes)
     problem = make_problem(graph, 3, 4, 5, dtype=torch.float64)
@@ -121,25 +121,24 @@ def test_global_edge_ids_follow_their_edges_without_order(shuffled, unordered):
     assert torch.equal(graph.global_edge_ids(), ids[graph.perm.long()])
 
 
-def test_reverse_structure_is_included_while_gradients_are_recorded(shuffled, unordered, monkeypatch):
-    graph = GraphStructure.from_edge_index(*shuffled, stable=False)
-    assert graph.with_reverse(stable=False) is graph
+def test_both_structures_are_built_in_one_sweep_unless_the_reverse_is_left_out(shuffled, unordered, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(build, "group_edges_unordered", refuse)
+        assert GraphStructure.from_edge_index(*shuffled, stable=False).has_reverse
     monkeypatch.setattr(build, "group_both_ends_unordered", refuse)
-    with torch.no_grad():
-        graph = GraphStructure.from_edge_index(*shuffled, stable=False)
+    graph = GraphStructure.from_edge_index(*shuffled, stable=False, reverse=False)
     assert not graph.has_reverse
     assert graph.with_reverse(stable=False).validate().has_reverse
 
 
-@pytest.mark.parametrize("recorded", [True, False])
-def test_deterministic_algorithms_use_the_stable_sort(shuffled, monkeypatch, recorded):
+@pytest.mark.parametrize("reverse", [True, False])
+def test_deterministic_algorithms_use_the_stable_sort(shuffled, monkeypatch, reverse):
     monkeypatch.setattr(build, "group_edges_unordered", refuse)
     monkeypatch.setattr(build, "group_both_ends_unordered", refuse)
     edge_index, (num_src, num_dst) = shuffled
     torch.use_deterministic_algorithms(True)
     try:
-        with torch.set_grad_enabled(recorded):
-            groups = group_coo(edge_index, num_src, num_dst, torch.int64, stable=False)
+        groups = group_coo(edge_index, num_src, num_dst, torch.int64, stable=False, reverse=reverse)
         group_edges(edge_index[1], edge_index[0], num_dst, stable=False)
     finally:
         torch.use_deterministic_algorithms(False)
@@ -154,7 +153,7 @@ def test_construction_in_a_compiled_function_never_recompiles(kernel_device, uno
     def build(edge_index, src, dst):
         sizes = (src.shape[0], dst.shape[0])
         graph = GraphStructure.from_edge_index(edge_index, sizes, stable=False, validate=False)
-        return graph.with_reverse(stable=False).state_dict()
+        return graph.state_dict()
 
     build, compilations = torch.compile(build, fullgraph=True, dynamic=True, backend=counter), []
     for num_src, num_dst, num_edges in ((7, 11, 29), (13, 5, 37), (19, 17, 23)):  # no two sizes are equal

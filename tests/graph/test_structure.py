@@ -16,8 +16,8 @@ from torch_geometric import EdgeIndex
 from anemoi_gt import AttentionConfig, GraphStructure, edge_attention
 
 EXAMPLE = torch.tensor([[2, 0, 2, 1], [0, 2, 2, 0]])
-GRAPH = GraphStructure.from_edge_index(EXAMPLE, (3, 3))
-REVERSE = GRAPH.with_reverse()
+GRAPH = GraphStructure.from_edge_index(EXAMPLE, (3, 3), reverse=False)
+REVERSE = GraphStructure.from_edge_index(EXAMPLE, (3, 3))
 
 
 @pytest.fixture(params=GRAPHS)
@@ -64,7 +64,7 @@ def test_worked_example_of_the_docstring_holds():
 
 def test_csc_and_csr_hold_the_callers_edges(named):
     edge_index, sizes = named
-    graph = GraphStructure.from_edge_index(edge_index, sizes).with_reverse().validate()
+    graph = GraphStructure.from_edge_index(edge_index, sizes).validate()
     assert torch.equal(graph.edge_index(), edge_index)
     src = torch.arange(graph.num_src).repeat_interleave(graph.rowptr.diff())
     assert edge_set(torch.stack([src, graph.col])) == edge_set(edge_index)
@@ -90,7 +90,7 @@ def test_sorted_edges_need_no_permutation():
 
 @pytest.mark.parametrize(("num_src", "dtype"), [(3, torch.int32), (2**31 - 1, torch.int32), (2**31, torch.int64)])
 def test_indices_are_32_bit_when_sizes_allow_and_64_bit_when_not(num_src, dtype):
-    graph = GraphStructure.from_edge_index(EXAMPLE, (num_src, 3))
+    graph = GraphStructure.from_edge_index(EXAMPLE, (num_src, 3), reverse=False)
     assert graph.row.dtype == graph.colptr.dtype == dtype
 
 
@@ -140,6 +140,51 @@ def test_disjoint_concatenates_graphs():
     assert (graph.num_src, graph.num_dst) == tuple(a + b for a, b in zip(first[1], second[1], strict=True))
 
 
+ADJ_T = torch.sparse_coo_tensor(EXAMPLE.flip(0), torch.ones(4), (3, 3))
+MAKERS = {
+    "edge_index": lambda **options: GraphStructure.from_edge_index(EXAMPLE, 3, **options),
+    "csc": lambda **options: GraphStructure.from_csc(GRAPH.colptr, GRAPH.row, 3, GRAPH.perm, **options),
+    "COO": lambda **options: GraphStructure.from_adj_t(ADJ_T, **options),
+    "CSR": lambda **options: GraphStructure.from_adj_t(ADJ_T.to_sparse_csr(), **options),
+}
+
+
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+def test_a_structure_has_both_sides_unless_the_reverse_is_left_out(make):
+    whole, bare = make(), make(reverse=False)
+    assert not bare.has_reverse and same(bare.with_reverse(), whole.validate())
+
+
+def test_disjoint_joins_the_reverse_structures_without_sorting(monkeypatch):
+    first, second = (GraphStructure.from_edge_index(*GRAPHS[name]) for name in ("shuffled", "many_to_few"))
+    expected = GraphStructure.disjoint([replace(first, rowptr=None, col=None, csr_to_csc=None), second]).with_reverse()
+    monkeypatch.setattr(torch, "sort", lambda *_, **__: pytest.fail("sorted"))
+    assert same(GraphStructure.disjoint([first, second]), expected)
+
+
+def csc_inputs():
+    return [ints(0, 2, 2, 4), ints(2, 1, 0, 2), ints(0, 3, 1, 2)]
+
+
+@pytest.mark.parametrize(
+    ("make", "inputs"),
+    (
+        (lambda colptr, row, perm: GraphStructure.from_csc(colptr, row, 3, perm), csc_inputs()),
+        (
+            lambda edges, ids: GraphStructure.from_edge_index(edges, 3, global_edge_id=ids, reverse=False),
+            [torch.stack([ints(2, 1, 0, 2), ints(0, 0, 2, 2)]), torch.arange(4)],
+        ),
+        (lambda *csr: GraphStructure.from_adj_t(torch.sparse_csr_tensor(*csr, torch.ones(4))), csc_inputs()[:2]),
+    ),
+    ids=("from_csc", "from_edge_index", "from_adj_t"),
+)
+def test_writing_into_the_inputs_does_not_change_the_structure(make, inputs):
+    graph, expected = make(*inputs), make(*(each.clone() for each in inputs))
+    for each in inputs:
+        each.zero_()
+    assert same(graph, expected)
+
+
 def test_disjoint_keeps_the_schedule_of_each_graph():
     scheduled = replace(GRAPH, dst_schedule=ints(2, 0, 1))
     both = disjoint(scheduled, GRAPH, scheduled).validate()
@@ -170,7 +215,7 @@ def test_saved_structure_loads_with_safe_defaults():
 
 def test_repr_is_one_line():
     assert repr(GRAPH) == "GraphStructure(num_src=3, num_dst=3, num_edges=4, reverse=False, int32, cpu)"
-    nearest = repr(GraphStructure.from_edge_index(*GRAPHS["nearest"]).with_reverse())
+    nearest = repr(GraphStructure.from_edge_index(*GRAPHS["nearest"]))
     assert "reverse=True, fixed_in_degree=3, int32" in nearest
 
 
@@ -240,6 +285,7 @@ CSC_ENDS = "colptr must start at 0 and end at the number of edges 3, got "
     (lambda: disjoint(GRAPH, GRAPH.to("meta")), "graphs must be on one device"),
     (lambda: disjoint(changed(global_edge_id=torch.arange(4))), "graphs must be whole, got .* global_edge_id"),
     (lambda: GRAPH.with_dst_schedule(torch.zeros(2, 2)), r"positions must have shape \[3, 1 to 3\]"),
+    (lambda: GRAPH.to(torch.float16), "device must be a device, got torch.float16"),
     (lambda: GRAPH.with_dst_schedule(torch.zeros(3)), r"positions must have shape \[3, 1 to 3\]"),
     (lambda: GRAPH.with_dst_schedule(torch.zeros(3, 4)), r"positions must have shape \[3, 1 to 3\]"),
     (lambda: GraphStructure.from_state({"rows": EXAMPLE}), r"only fields of a GraphStructure, got also \['rows'\]"),
@@ -267,7 +313,7 @@ def test_any_edge_list_round_trips(data):
     sizes = data.draw(st.tuples(st.integers(1, 6), st.integers(1, 6)))
     pairs = data.draw(st.lists(st.tuples(st.integers(0, sizes[0] - 1), st.integers(0, sizes[1] - 1)), max_size=20))
     edge_index = torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2).T
-    graph = GraphStructure.from_edge_index(edge_index, sizes).with_reverse().validate()
+    graph = GraphStructure.from_edge_index(edge_index, sizes).validate()
     assert torch.equal(graph.edge_index(), edge_index)
 
 
@@ -280,7 +326,7 @@ class Attend(torch.nn.Module):
 
 def draw_graph(nodes, edges):
     edge_index = torch.randint(nodes, (2, edges), generator=torch.Generator().manual_seed(edges))
-    graph = GraphStructure.from_edge_index(edge_index, nodes).with_reverse()
+    graph = GraphStructure.from_edge_index(edge_index, nodes)
     return torch.linspace(0, 1, nodes * 8).view(nodes, 2, 4), graph
 
 
@@ -315,3 +361,18 @@ def test_a_graph_is_an_input_of_an_exported_program(dim):
     file.seek(0)
     for loaded in (program, torch.export.load(file)):
         torch.testing.assert_close(loaded.module()(*draw_graph(7, 20)), attend(*draw_graph(7, 20)))
+
+
+@pytest.mark.parametrize(("row", "index"), [(0, 4), (1, 3), (0, -1), (1, -1)])
+def test_indices_that_the_host_does_not_check_are_asserted_before_memory_is_read_with_them(row, index):
+    edge_index = torch.tensor([[3, 0, 2], [0, 2, 1]])
+    edge_index[row, 1] = index
+    message = f"{('source', 'destination')[row]} .* must hold values from 0 to below the number of nodes"
+    with pytest.raises(RuntimeError, match=message):
+        GraphStructure.from_edge_index(edge_index, (4, 3), validate=False)
+
+
+@pytest.mark.parametrize(("colptr", "row"), [((0, 2, 4), (0, 1, 1)), ((0, 2, 1, 3), (0, 1, 1)), ((0, 3), (0, 1, 2))])
+def test_pointers_and_sources_that_the_host_does_not_check_are_asserted(colptr, row):
+    with pytest.raises(RuntimeError, match="colptr must increase|row must hold values"):
+        GraphStructure.from_csc(torch.tensor(colptr), torch.tensor(row), 2, validate=False)

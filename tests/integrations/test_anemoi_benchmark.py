@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import shlex
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -9,28 +10,9 @@ import pytest
 import torch
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "anemoi_step.py"
-SMALL = [
-    "--grid",
-    "O4",
-    "--refinement",
-    "1",
-    "--channels",
-    "8",
-    "--heads",
-    "2",
-    "--layers",
-    "2",
-    "--variables",
-    "3",
-    "--rounds",
-    "2",
-    "--steps",
-    "2",
-    "--warmup",
-    "1",
-    "--device",
-    "cpu",
-]
+SMALL = shlex.split(
+    "--grid O4 --refinement 1 --channels 8 --heads 2 --layers 2 --variables 3 --rounds 2 --steps 2 --warmup 1 --device cpu"
+)
 
 
 @pytest.fixture(scope="module")

@@ -61,9 +61,10 @@ def test_the_layer_kernel_passes_the_schema_and_installs_us(composed, graph, att
 def test_the_layer_kernel_takes_the_options_of_install(composed, graph):
     kernel = "model.layer_kernels.AnemoiGT.install"
     options = (f"{kernel}.backend=torch", f"{kernel}.precision=bf16", f"{kernel}.fuse_edges=false")
+    options += (f"{kernel}.sharding=false",)
     build(graph, validated(composed(*options)))
     assert (SETTINGS.everywhere.config.backend, SETTINGS.everywhere.config.precision) == ("torch", "bf16")
-    assert not SETTINGS.everywhere.fuse_edges
+    assert (SETTINGS.everywhere.fuse_edges, SETTINGS.everywhere.sharding) == (False, False)
 
 
 def test_a_misspelt_option_stops_the_build(composed, graph):

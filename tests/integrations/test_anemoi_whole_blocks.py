@@ -14,12 +14,20 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from anemoi_gt.integrations import anemoi as integration
-from anemoi_gt.integrations.anemoi import whole_blocks
+from anemoi_gt.nn import whole_block
+from anemoi_gt.ops.triton_backend import launch, node_rows
 
 KINDS = {"processor": GraphTransformerProcessorBlock, "mapper": GraphTransformerMapperBlock}
-BACKENDS = ("pyg", "triton")
 SERVED = ({}, {"edge_pre_mlp": True}, {"attn_channels": 8}, {"shard_strategy": "heads"}, {"bias": False})
 OPERATOR = "anemoi_gt.transformer_block.default"
+BLOCKS = partial(integration.install, backend="triton", blocks=True)
+
+
+@pytest.fixture(autouse=True)
+def few_programs(monkeypatch):
+    """Few programs share sums over nodes: the interpreter runs them one by one."""
+    for module in (launch, node_rows):
+        monkeypatch.setattr(module, "PROGRAMS", 3)
 
 
 def block_of(kind, backend="pyg", **options):
@@ -46,15 +54,14 @@ def traced():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("options", SERVED, ids=str)
+@pytest.mark.parametrize(("backend", "options"), (("pyg", {}), *(("triton", each) for each in SERVED)), ids=str)
 def test_a_compiled_block_is_one_operator_with_the_same_numbers(kind, backend, options, traced):
     compiler, graphs = traced
     inputs = block_inputs(KINDS[kind])
     expected = differentiate_block(make_block(KINDS[kind], **options), inputs)
     block = block_of(kind, backend, **options)
     names = list(block.state_dict())
-    with integration.install(blocks=True):
+    with BLOCKS():
         assert_same_numbers(differentiate_block(block, inputs), expected)
         compiled = torch.compile(block, fullgraph=True, backend=compiler)
         assert_same_numbers(differentiate_block(block, inputs, compiled), expected)
@@ -82,7 +89,7 @@ def test_errors_are_at_most_three_times_those_of_anemois_block(kind, nodes, comp
     block, (x, *rest) = block_of(kind), inputs
     given = (widened(x, nodes), *rest)
     results = []
-    for install in (nullcontext, partial(integration.install, blocks=True)):
+    for install in (nullcontext, BLOCKS):
         with install(), torch.autocast("cpu", nodes, enabled=nodes != torch.float32):
             forward = torch.compile(block, fullgraph=True, backend=compiler) if compiler else block
             results.append(differentiate_block(block, given, forward))
@@ -101,11 +108,11 @@ def test_errors_are_at_most_three_times_those_of_anemois_block(kind, nodes, comp
 def test_a_model_gives_what_anemoi_gives(graph, changes, shape, monkeypatch):
     model, x = small.build(graph, small.make_options(**changes)), small.draw(graph, **shape)
     expected = small.differentiate(model, x)
-    calls, run = [], whole_blocks.run_block
-    monkeypatch.setattr(whole_blocks, "run_block", lambda *operands: calls.append(operands) or run(*operands))
-    with integration.install(blocks=True):
+    calls, run = [], whole_block.run_block
+    monkeypatch.setattr(whole_block, "run_block", lambda *operands: calls.append(operands) or run(*operands))
+    with BLOCKS():
         assert_same_numbers(small.differentiate(model, x), expected)
-    assert shape.get("batch", 1) in {call[-2] for call in calls}  # chunks of mappers hold a batch as one graph
+    assert shape.get("batch", 1) in {call[-1] for call in calls}  # chunks of mappers hold a batch as one graph
     assert len(calls) >= 4
 
 
@@ -113,7 +120,7 @@ def test_sources_are_updated_as_anemoi_does():
     inputs = block_inputs(KINDS["mapper"])
     block = block_of("mapper", update_src_nodes=True)
     expected = block(*inputs)[0]
-    with integration.install(blocks=True):
+    with BLOCKS():
         assert_same_numbers(block(*inputs)[0], expected)
 
 
@@ -123,7 +130,7 @@ def test_a_checkpoint_around_or_inside_compiled_code_gives_the_same_gradients(ki
     inputs, block = block_inputs(KINDS[kind]), block_of(kind)
     expected = differentiate_block(block, inputs)
     again = partial(checkpoint, block, use_reentrant=False)
-    with integration.install(blocks=True):
+    with BLOCKS():
         for forward in (again, torch.compile(again, fullgraph=True, backend=compiler)):
             assert_same_numbers(differentiate_block(block, inputs, forward), expected)
     assert [name for names in graphs for name in names].count(OPERATOR) == 1
@@ -131,7 +138,7 @@ def test_a_checkpoint_around_or_inside_compiled_code_gives_the_same_gradients(ki
 
 def test_gradients_beyond_the_range_of_float16_are_not_finite_so_that_a_scaler_skips_the_step():
     block, (x, *rest) = block_of("processor"), block_inputs()
-    with integration.install(blocks=True), torch.autocast("cpu", torch.float16):
+    with BLOCKS(), torch.autocast("cpu", torch.float16):
         out = block(widened(x, torch.float16), *rest)[0]
     (1e4 * out.float()).square().sum().backward()
     assert not all(parameter.grad.isfinite().all() for parameter in block.parameters())
@@ -140,7 +147,7 @@ def test_gradients_beyond_the_range_of_float16_are_not_finite_so_that_a_scaler_s
 def test_a_block_without_gradients_gives_the_same():
     block, inputs = block_of("processor"), block_inputs()
     expected = block(*inputs)[0]
-    with integration.install(blocks=True), torch.no_grad():
+    with BLOCKS(), torch.no_grad():
         assert_same_numbers(block(*inputs)[0], expected)
 
 
@@ -194,8 +201,8 @@ def test_another_block_has_its_attention_alone_computed_and_that_is_said_once(re
             assert_same_numbers(differentiate_block(block, inputs, forward), expected)
     (message,) = said()
     assert message.startswith(f"an Anemoi block has its attention alone computed by anemoi_gt: {reason}")
-    refused = f"blocks=True with backend 'torch' cannot compute this Anemoi block: {reason}"
-    with integration.install(backend="torch", blocks=True), pytest.raises(ValueError, match=refused):
+    refused = f"blocks=True with backend 'triton' cannot compute this Anemoi block: {reason}"
+    with BLOCKS(), pytest.raises(ValueError, match=refused):
         forward(*inputs)
 
 
@@ -220,12 +227,41 @@ def test_conditional_norms_compute_with_anemois_code(graph, said):
     assert [message for message in said() if "its norms take a condition" in message]
 
 
-@pytest.mark.parametrize("blocks", (None, False))
-def test_whole_blocks_are_off_unless_asked_for_and_raise_for_no_backend(blocks, monkeypatch):
-    monkeypatch.setattr(whole_blocks, "run_block", None)
-    block = block_of("processor", qk_norm=True)
-    with integration.install(backend="torch", blocks=blocks):
-        block(*block_inputs())
+@pytest.mark.parametrize("mode", (None, "full", "selective"))
+def test_a_selective_checkpoint_keeps_what_the_operator_returns(mode, graph, monkeypatch):
+    model, x = small.build(graph, small.make_options()), small.draw(graph)
+    expected = small.differentiate(model, x)
+    calls, gelu = [], node_rows.gelu
+    monkeypatch.setattr(node_rows, "gelu", lambda hidden: calls.append(hidden) or gelu(hidden))
+    with BLOCKS(activation_checkpointing=mode or "none"):
+        assert_same_numbers(small.differentiate(model, x), expected)
+    blocks = len([each for each in model.modules() if isinstance(each, tuple(KINDS.values()))])
+    assert len(calls) == (2 if mode == "full" else 1) * blocks
+
+
+@pytest.mark.parametrize(
+    ("options", "dtype", "whole"),
+    (
+        ({}, torch.bfloat16, True),
+        ({}, torch.float16, True),
+        ({}, None, False),
+        ({"blocks": False}, torch.bfloat16, False),
+        ({"backend": "auto"}, torch.bfloat16, False),  # which computes with the reference on a CPU
+        ({"blocks": True}, None, True),
+    ),
+)
+def test_whole_blocks_are_the_default_under_16_bit_autocast_where_triton_attends(options, dtype, whole, traced, said):
+    compiler, graphs = traced
+    with integration.install(**({"backend": "triton"} | options)), torch.autocast("cpu", dtype, enabled=bool(dtype)):
+        torch.compile(block_of("processor"), fullgraph=True, backend=compiler)(*block_inputs())
+    assert [name for names in graphs for name in names].count(OPERATOR) == whole
+    assert not said()
+
+
+def test_blocks_that_backend_torch_computes_are_named_if_they_were_asked_for(said):
+    with integration.install(blocks=True):
+        block_of("processor")(*block_inputs())
+    assert "another backend than triton computes its attention" in said()[0]
 
 
 def test_blocks_must_be_a_switch():

@@ -3,6 +3,7 @@
 import copy
 import logging
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,11 +13,12 @@ from torch import nn
 from torch_geometric import EdgeIndex
 from torch_geometric.data import Batch, Data, HeteroData
 from torch_geometric.explain import AttentionExplainer, Explainer, GNNExplainer
+from torch_geometric.loader import DataLoader
 from torch_geometric.nn import HeteroConv, Linear, Sequential, TransformerConv, to_hetero
 from torch_geometric.utils import k_hop_subgraph, to_torch_coo_tensor, to_torch_csr_tensor
 
-from anemoi_gt import AttentionConfig, GraphTransformerConv
-from anemoi_gt.integrations.pyg import swap_layers
+from anemoi_gt import AttentionConfig, GraphStructure, GraphTransformerConv
+from anemoi_gt.integrations.pyg import GraphData, swap_back, swap_layers
 
 NODES, EDGES = 12, 50
 
@@ -36,6 +38,11 @@ def make_pair(make):
     torch.manual_seed(1)
     theirs = make().eval()
     return theirs, swap_layers(copy.deepcopy(theirs))
+
+
+def swap_one(conv, **options):
+    """Return what takes the place of one layer."""
+    return swap_layers(nn.ModuleList([conv]), **options)[0]
 
 
 def layers_of(model, kind):
@@ -98,7 +105,7 @@ def test_a_layer_that_appears_twice_still_does():
 def test_hooks_stay_and_can_be_removed():
     conv, calls = TransformerConv(6, 4), []
     handle = conv.register_forward_hook(lambda *_: calls.append(None))
-    ours = swap_layers(conv)
+    ours = swap_one(conv)
     ours(*make_graph()[:2])
     handle.remove()
     ours(*make_graph()[:2])
@@ -113,7 +120,7 @@ def test_what_else_the_layer_was_given_stays_and_nothing_is_drawn_or_allocated(t
     conv.register_buffer("dropped", torch.ones(1), persistent=False)
     conv.number = 3
     keys, state = list(conv.state_dict()), torch.get_rng_state()
-    ours = swap_layers(conv)
+    ours = swap_one(conv)
     assert torch.equal(torch.get_rng_state(), state)
     assert not any(parameter.is_meta for parameter in ours.parameters())
     assert type(ours) is GraphTransformerConv and list(ours.state_dict()) == keys
@@ -126,12 +133,12 @@ def test_what_else_the_layer_was_given_stays_and_nothing_is_drawn_or_allocated(t
 def test_the_direction_of_flow_and_the_attention_weights_are_pygs(flow, weights):
     conv = TransformerConv(6, 4, heads=2, edge_dim=DIM, flow=flow)
     expected = conv(*make_graph(), return_attention_weights=weights)
-    assert_same_numbers(swap_layers(conv)(*make_graph(), return_attention_weights=weights), expected)
+    assert_same_numbers(swap_one(conv)(*make_graph(), return_attention_weights=weights), expected)
 
 
 def test_a_lazy_layer_takes_its_sizes_afterwards():
     torch.manual_seed(1)
-    ours = swap_layers(TransformerConv(-1, 4, heads=2, edge_dim=-1))
+    ours = swap_one(TransformerConv(-1, 4, heads=2, edge_dim=-1))
     ours(*make_graph())
     theirs = TransformerConv(6, 4, heads=2, edge_dim=DIM)
     theirs.load_state_dict(ours.state_dict())
@@ -245,14 +252,118 @@ def test_a_swapped_model_pickles_and_copies():
         assert_same_numbers(twin(*make_graph()), ours(*make_graph()))
 
 
-def test_the_config_reaches_every_layer():
-    config = AttentionConfig(backend="torch", precision="bf16")
-    model = swap_layers(TextGraphEncoder(), config)
-    assert [layer.config for layer in layers_of(model, GraphTransformerConv)] == [config, config]
+def test_the_options_reach_every_layer_and_so_do_those_of_a_second_call():
+    model = swap_layers(TextGraphEncoder(), "torch", "bf16", stable_sort=False)
+    first = layers_of(model, GraphTransformerConv)
+    assert {layer.config for layer in first} == {AttentionConfig("torch", "bf16", stable_sort=False)}
+    first[0].config = replace(first[0].config, tile="unroll=1")
+    assert layers_of(swap_layers(model, precision="fp16"), GraphTransformerConv) == first
+    assert [layer.config for layer in first] == [AttentionConfig(precision="fp16", tile=t) for t in ("unroll=1", None)]
+
+
+def test_swapping_back_puts_back_the_layers_with_what_their_replacements_hold():
+    model, calls = TextGraphEncoder().eval(), []
+    before = [(name, module) for name, module in model.named_modules() if type(module) is TransformerConv]
+    before[0][1].number = 3
+    swap_layers(model).train()
+    ours = layers_of(model, GraphTransformerConv)
+    ours[0].register_forward_hook(lambda *_: calls.append(None))
+    ours[0].number, ours[0].dropout = 4, 0.0
+    nn.init.ones_(ours[0].lin_key.weight)
+    model.double()
+    names, state = [name for name, _ in model.named_parameters()], model.state_dict()
+    assert swap_back(model) is model and [name for name, _ in model.named_parameters()] == names
+    assert [(name, module) for name, module in model.named_modules() if type(module) is TransformerConv] == before
+    assert_same_numbers(model.state_dict(), state)
+    first = before[0][1]
+    assert (first.number, first.dropout, first.training) == (
+        4,
+        0.0,
+        True,
+    ) and first.lin_key.weight.dtype == torch.float64
+    x, edge_index, edge_attr = make_graph()
+    expected = model.eval()(x.double(), edge_index, edge_attr.double())
+    assert calls == [None]
+    assert_same_numbers(swap_layers(model)(x.double(), edge_index, edge_attr.double()), expected)
+
+
+def test_swapping_back_leaves_layers_that_were_built_as_ours():
+    model = nn.ModuleList([GraphTransformerConv(6, 4), TransformerConv(6, 4)])
+    swap_back(swap_layers(model))
+    assert [type(layer) for layer in model] == [GraphTransformerConv, TransformerConv]
+    with pytest.raises(ValueError, match="model must have a layer of swap_layers, got ModuleList without one"):
+        swap_back(model)
+
+
+@pytest.mark.parametrize("swap", (swap_layers, swap_back))
+@pytest.mark.parametrize("layer", (TransformerConv(6, 4), GraphTransformerConv(6, 4)), ids=repr)
+def test_a_bare_layer_is_refused_with_the_remedy(swap, layer):
+    with pytest.raises(ValueError, match=rf"got a bare {type(layer).__name__}, .* torch.nn.ModuleList\(\[layer\]\)"):
+        swap(layer)
 
 
 class OwnConv(TransformerConv):
     """A layer of somebody's own."""
+
+    def __init__(self, *sizes, **options):
+        super().__init__(*sizes, **options)
+        self.name = "own"
+
+
+def test_a_subclass_is_swapped_on_request_and_comes_back_as_itself():
+    model = nn.ModuleList([OwnConv(6, 4, edge_dim=DIM)]).eval()
+    own, expected = model[0], model[0](*make_graph())
+    assert type(swap_layers(model, subclasses=[OwnConv])[0]) is GraphTransformerConv and model[0].name == "own"
+    assert_same_numbers(model[0](*make_graph()), expected)
+    assert swap_back(model)[0] is own
+
+
+class OwnMessage(OwnConv):
+    def message(self, value_j):
+        return value_j
+
+
+class OwnPropagate(OwnConv):
+    def propagate(self, *arguments, **options):
+        return super().propagate(*arguments, **options)
+
+
+@pytest.mark.parametrize("kind", (OwnMessage, OwnPropagate, Linear))
+def test_a_subclass_that_computes_something_else_is_refused(kind):
+    OwnConv(6, 4)  # PyG writes methods on its class
+    with pytest.raises(ValueError, match=f"subclasses must .*, got .*{kind.__name__}"):
+        swap_layers(TextGraphEncoder(), subclasses=(kind,))
+
+
+@pytest.mark.filterwarnings("ignore:GraphTransformerConv falls back to per-edge messages")
+def test_a_layer_that_was_explained_is_swapped():
+    conv = conv_with()
+    for explain in (True, None, False, None):
+        conv.explain = explain
+    assert type(swap_one(conv, backend="torch")) is GraphTransformerConv
+    conv.explain = False
+    assert swap_one(conv).explain is False
+
+
+@pytest.mark.parametrize("workers", (0, 1))
+def test_a_data_loader_joins_structures(workers):
+    theirs, ours = make_pair(UnifiedMessagePassing)
+    fields, samples = ("x", "edge_index", "edge_attr"), [make_graph(i, NODES + i) for i in range(4)]
+    graphs = [GraphStructure.from_edge_index(edges, NODES + i) for i, (_, edges, _) in enumerate(samples)]
+    data = [GraphData(**dict(zip(fields, each, strict=True)), graph=g) for each, g in zip(samples, graphs, strict=True)]
+    for number, batch in enumerate(DataLoader(data, batch_size=2, num_workers=workers)):
+        assert batch.num_graphs == 2 and batch.graph.has_reverse
+        expected = GraphStructure.disjoint(graphs[2 * number : 2 * number + 2])
+        assert torch.equal(batch.graph.edge_index(), expected.edge_index())
+        inputs = batch.x, batch.edge_index, batch.edge_attr
+        assert_same_numbers(ours(batch.x, batch.graph, batch.edge_attr), theirs(*inputs))
+
+
+def test_a_graph_moves_with_its_data_and_other_lists_stay():
+    graph = GraphStructure.from_edge_index(torch.tensor([[0, 1], [1, 0]]), 2)
+    data = copy.deepcopy(GraphData(x=torch.ones(2, 4), graph=graph, graphs=[graph, graph]))
+    assert isinstance(data.graphs, list) and type(copy.copy(data).graph) is GraphStructure
+    assert Batch.from_data_list([data, data]).to("meta").graph.device.type == "meta"
 
 
 class OwnLinear(Linear):
@@ -290,7 +401,7 @@ UNSERVED = {
     "its lin_query is Sequential, and PyG's Linear is needed": {"change": adapt("lin_query")},
     "its lin_key is Sequential, and PyG's Linear is needed": {"change": adapt("lin_key")},
     "its forward was replaced on the layer itself": {"change": lambda conv: setattr(conv, "forward", print)},
-    "its propagate was replaced on the layer itself": {"change": lambda conv: setattr(conv, "explain", False)},
+    "its propagate was replaced on the layer itself": {"change": lambda conv: setattr(conv, "propagate", print)},
 }
 
 
@@ -308,7 +419,7 @@ def test_a_layer_that_ours_cannot_stand_for_stays_and_the_log_says_why(reason, c
 def test_a_named_backend_refuses_such_a_layer_and_changes_nothing(reason):
     model = nn.ModuleList([TransformerConv(6, 4), conv_with(**UNSERVED[reason])])
     with pytest.raises(ValueError, match=f"attention backend 'torch' cannot serve .*: {reason}"):
-        swap_layers(model, AttentionConfig(backend="torch"))
+        swap_layers(model, backend="torch")
     assert type(model[0]) is TransformerConv
 
 

@@ -1,6 +1,7 @@
 """Compile the kernels for a GPU that need not be there, and print what came out as JSON lines.
 
     python compile_all.py every cuda:90      all kernels: forms, dtypes, with and without what is optional
+    python compile_all.py each cuda:90       all kernels, once
     python compile_all.py standard cuda:90   the kernels of the default model's shapes, as the assembler sees them
     python compile_all.py offsets cuda:90    kernels with 32-bit and with 64-bit offsets, with their TTIR
     python compile_all.py updates cuda:90    kernels of rows within one warp or across several, with their TTGIR
@@ -55,7 +56,13 @@ def bare_graph(edges=400):
     """A sorted graph of 40 sources and 30 destinations; its mean degree chooses tiles."""
     numbers = torch.arange(edges)
     edge_index = torch.stack([numbers * 7 % 40, numbers * 30 // edges])
-    return GraphStructure.from_edge_index(edge_index, (40, 30)).with_reverse()
+    return GraphStructure.from_edge_index(edge_index, (40, 30))
+
+
+def hub_graph(edges=400):
+    """The same where destinations and sources may have many edges."""
+    hubs = torch.empty(257, 0)
+    return replace(bare_graph(edges), dst_hubs=hubs, src_hubs=hubs)
 
 
 def full_graph(edges):
@@ -151,6 +158,7 @@ def every():
     calls += [standard, replace(standard, form="embedded"), replace(standard, form="none"), replace(odd, channels=500)]
     equal = full_graph(90)
     calls += [replace(standard, graph=equal), replace(standard, form="none", graph=equal), replace(odd, graph=equal)]
+    calls += [replace(call, graph=hub_graph()) for call in (odd, replace(standard, form="embedded"))]
     launches = list(recorded(*calls))
     for dtype in (torch.int32, torch.int64):
         edges = torch.zeros(2, 7, dtype=dtype)
@@ -163,9 +171,17 @@ def every():
         )  # fmt: skip
 
 
+def each():
+    """All kernels, once."""
+    first = {}
+    for kernel, *rest in every():
+        first.setdefault(kernel, (kernel, *rest))
+    yield from first.values()
+
+
 def standard():
     """The default model's shapes: 16 heads of 64 and 32 channels, 11 attributes, bfloat16; low, high, equal degrees."""
-    graphs = (bare_graph(), bare_graph(91), bare_graph(90))
+    graphs = (bare_graph(), bare_graph(91), bare_graph(90), hub_graph())
     for kernel, args in recorded(*(Call(16, channels, 11, graph=graph) for channels in (64, 32) for graph in graphs)):
         yield kernel, args, ALIGNED, resources
 
@@ -174,7 +190,7 @@ def offsets():
     """Kernels with narrow and with wide offsets."""
     for wide in (False, True):
         calls = [Call(16, 64, 11, form=form, graph=bare_graph()) for form in ("raw", "embedded")]
-        calls.append(Call(16, 64, 11, graph=bare_graph(90)))
+        calls += [Call(16, 64, 11, graph=graph) for graph in (bare_graph(90), hub_graph())]
         with mock.patch.object(launch.Problem, "needs_int64", lambda _, wide=wide: wide):
             launches = recorded(*calls)
         for kernel, args in launches:
@@ -186,8 +202,9 @@ def updates():
     half, single = torch.bfloat16, torch.float32
     aligned = [(16, 64, half), (4, 256, single), (16, 65, half), (2, 1100, half)]
     for heads, channels, dtype, alignment in [*((*case, ALIGNED) for case in aligned), (16, 64, half, [])]:
-        for kernel, args in recorded(Call(heads, channels, 11, dtype=dtype, graph=bare_graph())):
-            if args["num_warps"] > 1 and kernel.launch_metadata is not None:  # the kernels that walk edges
+        for kernel, args in recorded(Call(heads, channels, 11, dtype=dtype, graph=hub_graph())):
+            walks = kernel.launch_metadata is not None or "hub" in kernel.fn.__name__
+            if args["num_warps"] > 1 and walks:
                 yield kernel, args, alignment, lambda compiled: {"ir": compiled.asm["ttgir"]}
 
 
@@ -205,7 +222,7 @@ def main(what, where):
     backend, _, arch = where.partition(":")
     target = GPUTarget(backend, int(arch) if arch.isdigit() else arch, WARP[backend])
     torch.version.hip = "6.0" if backend == "hip" else None  # launches are chosen as PyTorch for that GPU would
-    for kernel, args, alignment, facts in {f.__name__: f for f in (every, standard, offsets, updates)}[what]():
+    for kernel, args, alignment, facts in {f.__name__: f for f in (every, each, standard, offsets, updates)}[what]():
         compiled = compile_launch(kernel, args, target, alignment)
         line = {"kernel": kernel.fn.__name__, "name": compiled.metadata.name, **facts(compiled)}
         print(json.dumps(line), flush=True)

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import torch
-from compile_all import Call, bare_graph, run
+from compile_all import Call, bare_graph, hub_graph, run
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction, driver
@@ -69,8 +69,9 @@ def plain(arguments):
 
 
 def repeated():
-    """Pairs of launches, and how many tensors each was handed."""
+    """Pairs of launches, and how many tensors each was handed; the last on a graph with hubs."""
     run(SMALL)
+    run(Call(2, 16, 3, graph=hub_graph()))
     for place in range(0, len(DRIVER.launches), 2):
         pair = DRIVER.launches[place : place + 2]
         tensors = [sum(map(torch.is_tensor, arguments)) for *_, arguments in pair]
@@ -93,7 +94,7 @@ def sizes():
     """Sizes that are 1, divisible by 16, and neither, at a mean degree that chooses the same tiles."""
     for nodes in (1, 16, 23):
         numbers = torch.arange(nodes * 5)
-        graph = GraphStructure.from_edge_index(torch.stack([numbers % nodes, numbers // 5]), nodes).with_reverse()
+        graph = GraphStructure.from_edge_index(torch.stack([numbers % nodes, numbers // 5]), nodes)
         run(Call(2, 16, 3, graph=graph))
     print(json.dumps(compilations()))
 

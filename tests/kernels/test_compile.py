@@ -8,12 +8,17 @@ import pytest
 from support.compiling import lines_of
 from support.ir import narrow_offsets, unordered_updates
 
-ATTENTION = {"fwd", "bwd_dst", "bwd_src", "fixed_degree_fwd", "fixed_degree_bwd_dst"}
+ATTENTION = {"fwd", "bwd_dst", "bwd_src", "fixed_degree_fwd", "fixed_degree_bwd_dst", "fwd_hub", "bwd_dst_hub"}
 GROUPING = {"group_edges_count", "group_edges_place"}
-KERNELS = {"project", "embed", "attribute_bwd", "weight_bwd"} | GROUPING | {f"edge_attention_{n}" for n in ATTENTION}
+KERNELS = (
+    {"project", "embed", "attribute_bwd", "weight_bwd", "join_segments"}
+    | GROUPING
+    | {f"edge_attention_{n}" for n in ATTENTION}
+)
 GROWING = {  # arguments whose size grows with nodes x channels or edges x heads
     "query", "key", "value", "edge_attr", "projected", "projected_grad", "grad_out", "out", "exp_scores", "attr_sums",
     "dscore_sums", "dquery", "dkey", "dvalue", "dedge_attr", "p_ds", "dp", "rows", "sums", "scores", "attr_dp",
+    "segment_rows", "segment_others", "segment_out", "segment_dquery", "segment_dkey", "segment_dvalue", "others",
 }  # fmt: skip
 
 
@@ -25,11 +30,12 @@ def compile_kernels(what, *target):
 
 # Bytes of shared memory that a program may have.
 SHARED = {"cuda:80": 166912, "cuda:90": 232448, "cuda:100": 232448, "hip:gfx90a": 65536, "hip:gfx942": 65536}
+LIKE_ANOTHER = ("cuda:100", "hip:gfx90a")  # of the same compiler and shared memory
 
 
 @pytest.mark.parametrize("target", SHARED)
 def test_every_kernel_compiles(target):
-    compiled = compile_kernels("every", target)
+    compiled = compile_kernels("each" if target in LIKE_ANOTHER else "every", target)
     assert {line["kernel"] for line in compiled} == KERNELS
     assert all(line["binaries"] == [{"cuda": "cubin", "hip": "hsaco"}[target.split(":")[0]]] for line in compiled)
     assert max(line["shared"] for line in compiled) <= SHARED[target]
@@ -46,6 +52,8 @@ def test_names_in_a_profile_tell_dtype_and_sizes():
         "edge_attention_fwd": "fwd_bf16_h16_c64_d11",
         "edge_attention_bwd_dst": "bwd_dst_bf16_h16_c64_d11",
         "edge_attention_bwd_src": "bwd_src_bf16_h16_c64",
+        "edge_attention_fwd_hub": "fwd_hub_bf16_h16_c64_d11",
+        "edge_attention_bwd_dst_hub": "bwd_dst_hub_bf16_h16_c64",
         "edge_attention_fixed_degree_fwd": "fixed_degree_fwd_bf16_h16_c64_d11",
         "edge_attention_fixed_degree_bwd_dst": "fixed_degree_bwd_dst_bf16_h16_c64_d11",
         "attribute_bwd": "bwd_attributes_bf16_h16_d11",
@@ -55,7 +63,7 @@ def test_names_in_a_profile_tell_dtype_and_sizes():
 
 def test_standard_shapes_spill_nothing():
     compiled = compile_kernels("standard", "cuda:90")
-    assert len({line["name"] for line in compiled}) == 17  # attribute_bwd has no channels, hence one name for both
+    assert len({line["name"] for line in compiled}) == 22  # attribute_bwd, join_segments: no channels, one name
     for line in compiled:
         assert (line["stack"], line["local"]) == (0, 0), line
 
@@ -73,7 +81,8 @@ def test_offsets_are_64_bit_where_sizes_can_pass_2_to_31_and_32_bit_where_they_c
 
 def test_no_warp_overwrites_a_number_that_another_has_yet_to_read():
     compiled = compile_kernels("updates", "cuda:90")
-    assert {"edge_attention_fwd", "edge_attention_bwd_dst"} <= {line["kernel"] for line in compiled}
+    walking = {"edge_attention_fwd", "edge_attention_bwd_dst", "edge_attention_fwd_hub", "edge_attention_bwd_dst_hub"}
+    assert walking <= {line["kernel"] for line in compiled}
     for line in compiled:
         assert not unordered_updates(line["ir"]), line["name"]
 

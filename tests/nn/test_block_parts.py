@@ -1,12 +1,19 @@
 """Submodules of blocks: norms with a condition and under autocast, gated networks, widths."""
 
+import copy
+
 import pytest
 import torch
 from support.differentiate import randomise
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import gelu, layer_norm, linear, relu, sigmoid, silu
 
-from anemoi_gt import GraphStructure, GraphTransformerMapperBlock, GraphTransformerProcessorBlock
+from anemoi_gt import (
+    GraphStructure,
+    GraphTransformerConv,
+    GraphTransformerMapperBlock,
+    GraphTransformerProcessorBlock,
+)
 from anemoi_gt.nn import AutocastLayerNorm, ConditionalLayerNorm, LayerKernels
 from anemoi_gt.nn.mlp import MLP, hidden_width
 from anemoi_gt.nn.norm import norm_in_chunks, overflows
@@ -112,6 +119,49 @@ def test_autocast_casts_each_side_of_a_mapper_block_once():
     seen = read_by_projections(GraphTransformerMapperBlock(**SIZES), (draw(5, 8), draw(5, 8)))
     assert seen["lin_key"] is seen["lin_value"] and seen["lin_query"] is seen["lin_self"]
     assert all(rows.dtype == torch.bfloat16 for rows in seen.values())
+
+
+class Doubled(torch.nn.Module):
+    """An adapter that has the weight of what it wraps."""
+
+    def __init__(self, linear):
+        super().__init__()
+        self.linear, self.weight, self.bias = linear, linear.weight, linear.bias
+
+    def forward(self, x):
+        return 2 * self.linear(x)
+
+
+def wrap(layer):
+    layer.lin_edge = Doubled(layer.lin_edge)
+
+
+def hook(layer):
+    layer.lin_edge.register_forward_hook(lambda module, inputs, out: 2 * out)
+
+
+def add_bias(layer):
+    bias = torch.zeros_like(layer.lin_edge.weight[:, 0]) if layer.lin_edge.bias is None else layer.lin_edge.bias.data
+    layer.lin_edge.weight.data.mul_(2)
+    layer.lin_edge.bias = torch.nn.Parameter(2 * bias)
+
+
+@pytest.mark.parametrize("compiled", (False, True), ids=("eager", "compiled"))
+@pytest.mark.parametrize("change", (wrap, hook))
+@pytest.mark.parametrize("kind", ("conv", "block"))
+def test_adapters_and_hooks_of_an_edge_embedding_are_called(kind, change, compiled):
+    layer = (
+        GraphTransformerConv(8, 4, heads=2, edge_dim=3) if kind == "conv" else GraphTransformerProcessorBlock(**SIZES)
+    )
+    layer, graph = randomise(layer), GraphStructure.from_edge_index(torch.tensor([[0, 1, 2, 2], [0, 0, 1, 2]]), 3)
+    expected, inputs = copy.deepcopy(layer), (torch.randn(3, 8), graph, torch.randn(4, 3))
+    add_bias(expected)
+    change(layer)
+    torch.compiler.reset()
+    call = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else layer
+    with pytest.warns(UserWarning, match="lin_edge, a .*, has hooks or is of another class"):
+        out = call(*inputs)
+    torch.testing.assert_close(out, expected(*inputs))
 
 
 def test_projections_of_another_class_read_nodes_as_they_are():

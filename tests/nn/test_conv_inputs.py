@@ -89,9 +89,9 @@ def test_edge_index_of_pyg_with_other_sizes_than_x_is_refused(conv, x, edge_inde
 
 
 def test_graph_structure_gives_what_a_tensor_gives_and_weights_in_the_callers_order(conv, x, edge_index, edge_attr):
-    graph = GraphStructure.from_edge_index(edge_index, (SRC, DST))
     expected, (_, expected_weights) = conv(x, edge_index, edge_attr, return_attention_weights=True)
-    for structure in (graph, graph.with_reverse()):
+    for reverse in (True, False):
+        structure = GraphStructure.from_edge_index(edge_index, (SRC, DST), reverse=reverse)
         out, (same, weights) = conv(x, structure, edge_attr, return_attention_weights=True)
         assert same is structure
         assert_same((out, weights), (expected, expected_weights))

@@ -12,7 +12,7 @@ from torch_geometric.data import HeteroData
 from torch_geometric.explain import AttentionExplainer, Explainer, GNNExplainer
 from torch_geometric.nn import HeteroConv, Sequential, TransformerConv, summary, to_hetero
 
-from anemoi_gt import GraphStructure, GraphTransformerConv
+from anemoi_gt import AttentionConfig, GraphStructure, GraphTransformerConv
 
 DIM = 3
 
@@ -128,6 +128,17 @@ def test_layer_warns_of_per_edge_messages_only_while_a_hook_is_active(data):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert torch.equal(conv(x, edge_index, edge_attr), expected)
+
+
+def test_backend_triton_refuses_messages(data):
+    conv = GraphTransformerConv(6, 4, heads=2, edge_dim=DIM, config=AttentionConfig("triton"))
+    refusal = "attention backend must be 'auto' or 'torch' while a PyG explainer or message hook is active"
+    with pytest.raises(ValueError, match=refusal):
+        explain(conv, AttentionExplainer(), data, edge_mask_type="object")
+    hook = conv.register_message_forward_hook(lambda *_: None)
+    with pytest.raises(ValueError, match=refusal):
+        conv(*data)
+    hook.remove()
 
 
 @pytest.mark.filterwarnings("ignore:GraphTransformerConv falls back to per-edge messages")

@@ -192,7 +192,7 @@ def test_trainable_features_and_attributes_are_optional(graph, x, option):
 
 def test_whole_model_compiles_into_one_graph(graph, x):
     torch.compiler.reset()
-    options = {"qk_norm": True, "mlp_implementation": "swiglu", "edge_pre_mlp": True, "mapper_chunks": 2}
+    options = {"qk_norm": True, "mlp_implementation": "swiglu", "edge_pre_mlp": True}
     model = randomise(make_model(graph, num_layers=1, residual={0: 0}, **options))
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     expected, actual = train_step(model, x), train_step(compiled, x)

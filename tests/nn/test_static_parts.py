@@ -20,7 +20,7 @@ def make_edges(trainable=8):
 def test_edges_give_both_directions_of_the_structure_and_attributes_sorted_by_destination():
     graph, edge_attr = make_edges()()
     order = [0, 3, 1, 2]  # by destination, then as they came
-    expected = GraphStructure.from_edge_index(EDGE_INDEX[:, order], (3, 2)).with_reverse().state_dict()
+    expected = GraphStructure.from_edge_index(EDGE_INDEX[:, order], (3, 2)).state_dict()
     torch.testing.assert_close(graph.state_dict(), expected, rtol=0, atol=0)
     fixed = torch.arange(12.0).reshape(4, 3)[order]
     assert torch.equal(edge_attr, torch.cat([fixed, torch.zeros(4, 8)], dim=1))
@@ -77,7 +77,7 @@ def test_wrong_static_graph_is_refused(wrong, message):
 
 def test_a_structure_for_inference_drops_the_reverse_and_the_fixed_in_degree():
     ends = torch.arange(6)
-    kept = StaticStructure(GraphStructure.from_edge_index(torch.stack([ends % 3, ends // 2]), 3).with_reverse())
+    kept = StaticStructure(GraphStructure.from_edge_index(torch.stack([ends % 3, ends // 2]), 3))
     assert kept().has_reverse and kept().fixed_in_degree.shape == (2, 0)
     kept.keep_for_inference()
     assert not kept().has_reverse and kept().fixed_in_degree is None

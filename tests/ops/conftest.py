@@ -9,7 +9,7 @@ from support.run import structure
 
 @pytest.fixture
 def problem_and_graph(kernel_device):
-    def make(name="isolated", form="raw", dtype=torch.float32, heads=3, channels=4, edge_dim=5):
+    def make(name="isolated", form="raw", dtype=torch.float32, heads=3, channels=4, edge_dim=3):
         problem = make_problem(GRAPHS[name], heads, channels, edge_dim, form, dtype)
         return problem, structure(GRAPHS[name], kernel_device)
 

@@ -13,6 +13,7 @@ from support.run import attend, leaves_of, structure
 from support.same_numbers import assert_same
 
 from anemoi_gt import AttentionConfig, GraphStructure, edge_attention
+from anemoi_gt.ops.torch_backend import op
 
 TORCH = AttentionConfig(backend="torch")
 F64 = 1e-12
@@ -112,16 +113,29 @@ def test_gradient_of_lse_alone_is_right():
 
 
 def test_reverse_structure_is_built_only_for_gradients(monkeypatch):
-    problem, graph = problem_and_graph()
-    built = []
-    original = GraphStructure.with_reverse
-    monkeypatch.setattr(GraphStructure, "with_reverse", lambda self: built.append(self) or original(self))
+    problem, built, original = problem_and_graph()[0], [], GraphStructure.with_reverse
+    graph = GraphStructure.from_edge_index(*GRAPHS["shuffled"], reverse=False)
+    record = lambda self, **options: built.append(self) or original(self, **options)  # noqa: E731
+    monkeypatch.setattr(GraphStructure, "with_reverse", record)
     run(problem, graph)
     with torch.no_grad():
         edge_attention(**leaves_of(problem, graph), graph=graph, config=TORCH)
     assert not built
     edge_attention(**leaves_of(problem, graph), graph=graph, config=TORCH)
+    assert not built  # few edges: they are summed into sources unsorted
+    monkeypatch.setattr(op, "SORTED_EDGES", 1)
+    edge_attention(**leaves_of(problem, graph), graph=graph, config=TORCH)
     assert built
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"dropout_p": 0.5}, {"scale": 2.0}, {"config": AttentionConfig("torch")}], ids=str
+)
+def test_an_edge_index_is_refused_before_anything_else(options, monkeypatch):
+    monkeypatch.setattr("anemoi_gt.ops.attention.draw_seed", lambda device: pytest.fail("a seed was drawn"))
+    rows, edge_index = torch.zeros(3, 2, 4, requires_grad=True), torch.tensor([[0, 1], [1, 2]])
+    with pytest.raises(ValueError, match="graph must be a GraphStructure, got Tensor"):
+        edge_attention(rows, rows, rows, edge_index, **options)
 
 
 def test_scale_defaults_to_one_over_root_channels():
@@ -182,12 +196,14 @@ def test_forward_and_backward_operators_pass_opcheck(form, name):
     every[:4] = [None if operand is None else operand.unsqueeze(0) for operand in every[:4]]
     every = [None if operand is None else operand.clone().requires_grad_() for operand in every]
     index = [graph.colptr, graph.row, graph.perm, None, graph.rowptr, graph.col, graph.csr_to_csc]
-    rest = [*index, torch.tensor([3]), 0.5, 0.2]
+    rest = [*index, torch.tensor([3]), 0.5, 0.2, True]
     torch.library.opcheck(operators.edge_attention_torch.default, [*every, *rest])
     needs = [operand is not None for operand in every]
     detached = [None if operand is None else operand.detach() for operand in every]
     gradients = [problem.grad_out.unsqueeze(0), problem.grad_lse.unsqueeze(0)]
-    torch.library.opcheck(operators.edge_attention_torch_backward.default, [*gradients, *detached, *rest, needs])
+    _, *saved = operators.edge_attention_torch(*detached, *rest)
+    arguments = [*gradients, *detached, *rest, *saved, needs]
+    torch.library.opcheck(operators.edge_attention_torch_backward.default, arguments)
 
 
 def test_no_tensor_of_edges_by_heads_by_channels_is_made_in_training():
@@ -243,6 +259,7 @@ EMPTY = {"query": zeros(13, 0, 4), "key": zeros(11, 0, 4), "value": zeros(11, 0,
     (lambda: changed(graph=torch.zeros(2, 64)), "graph must be a GraphStructure, got Tensor; build it once"),
     (lambda: changed(config=AttentionConfig("triton")), "attention backend 'triton' cannot run here: "),
     (lambda: AttentionConfig(fixed_degree_kernels=1), "fixed_degree_kernels must be True or False, got 1"),
+    (lambda: AttentionConfig(stable_sort=None), "stable_sort must be True or False, got None"),
     *(
         (lambda tile=tile: AttentionConfig(tile=tile), f"tile must be such as .*, got {re.escape(repr(tile))}")
         for tile in ("unroll", "edges=1", "heads=3", "unroll=1;num_warps=4", 4)

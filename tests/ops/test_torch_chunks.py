@@ -6,7 +6,7 @@ from support.differentiate import differentiate
 from support.same_numbers import assert_same
 
 from anemoi_gt import AttentionConfig, GraphStructure, edge_attention
-from anemoi_gt.ops.torch_backend import op, reference
+from anemoi_gt.ops.torch_backend import edge_rows, op, reference
 
 BATCH, NODES, EDGES, HEADS, CHANNELS = 2, 9, 40, 6, 4
 TORCH = AttentionConfig(backend="torch")
@@ -47,10 +47,47 @@ CHUNKS = {"CHUNK": 7 * HEADS * CHANNELS, "NODE_CHUNK": 4}
 @pytest.mark.parametrize("sizes", [*HEAD_GROUPS, CHUNKS], ids=str)
 def test_result_and_gradients_do_not_depend_on_the_sizes(monkeypatch, sizes, edge_dim, dropout_p):
     attention, inputs = Attention(dropout_p), operands(edge_dim)
+    monkeypatch.setattr(op, "MAX_EDGE_ROWS", 0)
     expected = differentiate(attention, inputs, attention)
     for name, size in sizes.items():
         monkeypatch.setattr(op if hasattr(op, name) else reference, name, size)
     assert_same(differentiate(attention, inputs, attention), expected, 1e-12)
+
+
+@pytest.mark.parametrize("dropout_p", (0.0, 0.4))
+@pytest.mark.parametrize("edge_dim", (0, 2, 5), ids=("embedded", "fewer than channels", "more than channels"))
+@pytest.mark.parametrize("with_reverse", (False, True))
+@pytest.mark.parametrize("batched", (False, True))
+def test_formulas_on_edge_rows_agree_with_the_others(monkeypatch, batched, with_reverse, edge_dim, dropout_p):
+    attention, inputs = Attention(dropout_p), operands(edge_dim)
+    attention.graph = attention.graph.with_reverse() if with_reverse else attention.graph
+    if not batched:
+        inputs = {name: each[0] if each.shape[0] == BATCH else each for name, each in inputs.items()}
+    actual = differentiate(attention, inputs, attention)
+    monkeypatch.setattr(op, "MAX_EDGE_ROWS", 0)
+    assert_same(actual, differentiate(attention, inputs, attention), 1e-12)
+
+
+def test_formulas_on_edge_rows_are_chosen_by_sizes_on_a_cpu(monkeypatch):
+    called, attend = [], edge_rows.attend
+    monkeypatch.setattr(edge_rows, "attend", lambda flat: called.append(flat) or attend(flat))
+    attention, inputs = Attention(), operands(2)
+    monkeypatch.setattr(op, "MAX_EDGE_ROWS", BATCH * EDGES * HEADS * CHANNELS)
+    attention(inputs)
+    assert len(called) == 1
+    monkeypatch.setattr(op, "MAX_EDGE_ROWS", BATCH * EDGES * HEADS * CHANNELS - 1)
+    attention(inputs)
+    assert len(called) == 1
+    assert not op.is_small(inputs["query"].to("meta"), 1)
+
+
+def test_logits_that_overflow_leave_no_nan_on_edge_rows():
+    graph = GraphStructure.from_edge_index(torch.tensor([[0, 1, 1], [0, 0, 1]]), (2, 3))
+    query, key = torch.full((3, 1, 4), 1e30, requires_grad=True), torch.full((2, 1, 4), -1e30)
+    out, lse = edge_attention(query, key, torch.ones(2, 1, 4), graph, config=TORCH)
+    assert bool(lse.isneginf().all()) and not bool(out.isnan().any())
+    (gradient,) = torch.autograd.grad([out, lse], query, [torch.ones_like(out), torch.full_like(lse, torch.nan)])
+    assert not bool(gradient.isnan().any())
 
 
 MOST = op.MAX_EDGE_HEADS

@@ -1,22 +1,25 @@
 """The Triton backend: layouts, batches, parts of graphs, dropout, precision, and where it says that it cannot run."""
 
 from dataclasses import replace
+from importlib import import_module
+from unittest import mock
 
 import pytest
 import torch
-from support.accuracy import assert_within
+from support.accuracy import assert_accurate, assert_within
 from support.batch import run_batch, share, stack
 from support.graphs import GRAPHS
 from support.oracle import make_problem
 from support.run import attend, leaves_of, scalar, structure
 from support.same_numbers import assert_same
 
-from anemoi_gt import AttentionConfig, GraphStructure, edge_attention
+from anemoi_gt import AttentionConfig, GraphStructure, edge_attention, explain_attention
 from anemoi_gt.ops.backends import unsupported_reason
 from anemoi_gt.ops.triton_backend import device
 from anemoi_gt.ops.triton_backend.tiles import MOST_ATTRIBUTES
 
 TRITON = AttentionConfig(backend="triton")
+op = import_module("anemoi_gt.ops.triton_backend.op")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # numpy's, of the interpreter
 
 
@@ -118,6 +121,50 @@ def test_precision_holds_inside_autocast_for_attributes_that_are_embedded_first(
     with torch.autocast(graph.device.type, dtype=torch.bfloat16):
         result = edge_attention(**operands, graph=graph, config=config)
     assert_same(result, expected, 0)
+
+
+CHOICE = {  # degree, heads, channels, edge_dim, bias: whether embedding moves fewer bytes
+    "few edges, many attributes": ((1, 2, 4, 40, True), True),
+    "many edges": ((60, 4, 8, 11, True), False),
+    "more channels than attributes": ((1, 2, 16, 11, True), False),
+    "more than a program holds": ((60, 2, 4, 256, True), True),
+}
+
+
+@pytest.mark.parametrize("case", CHOICE)
+@pytest.mark.parametrize("training", [True, False])
+def test_attributes_are_embedded_first_where_that_moves_fewer_bytes(case, training, kernel_device):
+    (degree, heads, channels, edge_dim, bias), expected = CHOICE[case]
+    numbers = torch.arange(3 * degree)
+    edges = (torch.stack([numbers % 3, numbers % 3]), (3, 3))
+    problem = make_problem(edges, heads, channels, edge_dim, "raw" if bias else "raw_without_bias")
+    graph = structure(edges, kernel_device).with_reverse()
+    operands = {name: operand.to(kernel_device) for name, operand in problem.operands().items()}
+    operands = leaves_of(problem, graph) if training else operands
+    query, key, value, *rest = operands.values()
+    found = explain_attention(query, key, value, graph, *rest, config=TRITON)
+    assert found.layers[0].features == ("embedded first" if expected else "raw")
+    assert ("attributes embedded first" in str(found)) == expected
+    moved = sum(kernel.bytes for pass_ in found.layers[0].passes for kernel in pass_.kernels)
+    with mock.patch.object(op, "embeds_first", lambda *_: not expected and edge_dim <= MOST_ATTRIBUTES):
+        other = explain_attention(query, key, value, graph, *rest, config=TRITON)
+    if channels < edge_dim < MOST_ATTRIBUTES:
+        passes = 3 if training else 1  # over both sides of the linear map: its own, and those of two gradients
+        linear = 4 * edges[0].shape[1] * (heads * channels + edge_dim) * passes
+        others = sum(kernel.bytes for pass_ in other.layers[0].passes for kernel in pass_.kernels)
+        embedded, factored = (moved, others) if expected else (others, moved)
+        assert (embedded + linear < factored) == expected
+
+
+@pytest.mark.parametrize("form", ["raw", "raw_without_bias"])
+def test_embedded_and_factored_attributes_give_the_same(form, kernel_device, monkeypatch):
+    problem, graph = make_problem(GRAPHS["nearest"], 2, 3, 20, form), structure(GRAPHS["nearest"], kernel_device)
+    results = []
+    for first in (True, False):
+        monkeypatch.setattr(op, "embeds_first", lambda *_, first=first: first)
+        results.append(attend(problem, graph, "triton"))
+        assert_accurate(results[-1], problem, torch.float32)
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
 
 
 class TestAvailability:

@@ -26,7 +26,8 @@ def operator_arguments(problem, graph):
     leaves = [None if operand is None else operand.requires_grad_() for operand in (*batched, *embedding)]
     index = [graph.colptr, graph.row, graph.perm, graph.global_edge_id, graph.dst_schedule, graph.fixed_in_degree]
     seed = torch.tensor([3], device=graph.device)
-    return [*leaves, *index, graph.rowptr, graph.col, graph.csr_to_csc, seed, 0.5, 0.2, True, "", True]
+    reverse = [graph.rowptr, graph.col, graph.csr_to_csc, graph.dst_hubs, graph.src_hubs]
+    return [*leaves, *index, *reverse, seed, 0.5, 0.2, True, "", False, True]
 
 
 def head_major(rows):
@@ -109,10 +110,11 @@ def test_kernels_run_only_for_gradients_that_are_asked_for(problem_and_graph, mo
 def test_nothing_is_saved_and_no_source_side_is_made_without_a_gradient(problem_and_graph, monkeypatch, why):
     problem, graph = problem_and_graph()
     module = sys.modules["anemoi_gt.ops.triton_backend.op"]
-    original, seen = module.edge_attention_triton, []
+    original, seen = module._attend, []
     spy = lambda *args: seen.append((args, original(*args))) or seen[-1][1]  # noqa: E731
-    monkeypatch.setattr(module, "edge_attention_triton", spy)
-    monkeypatch.setattr(GraphStructure, "with_reverse", lambda _: pytest.fail("the source side was made"))
+    monkeypatch.setattr(module, "_attend", spy)
+    graph = GraphStructure.from_edge_index(graph.edge_index(), (graph.num_src, graph.num_dst), reverse=False)
+    monkeypatch.setattr(GraphStructure, "with_reverse", lambda *_, **__: pytest.fail("the source side was made"))
     leaves = leaves_of(problem, graph)
     if why == "no_grad":
         with torch.no_grad():

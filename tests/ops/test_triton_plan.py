@@ -10,7 +10,13 @@ from anemoi_gt.kernels.jit_launch import Launch
 from anemoi_gt.ops.triton_backend import launch
 from anemoi_gt.ops.triton_backend.problem import Sizes
 
-INDICES = ("colptr", "rowptr", "perm", "dst_schedule")  # pointers of nodes and orders, which are not counted
+INDICES = (
+    "colptr",
+    "rowptr",
+    "pointers",
+    "perm",
+    "dst_schedule",
+)  # pointers of nodes and orders, which are not counted
 CONFIG = AttentionConfig(backend="triton")
 
 
@@ -37,7 +43,7 @@ def launched():
 
     def record(launch, **tensors):
         names = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-        dtype = next(tensors[name].dtype for name in ("query", "rows", "edge_attr") if name in tensors)
+        dtype = next(tensors[name].dtype for name in ("query", "value", "rows", "edge_attr") if name in tensors)
         there = {name: tensor for name, tensor in tensors.items() if tensor is not None and name not in INDICES}
         seen.append((launch.name(names[dtype]), there))
 
@@ -48,6 +54,11 @@ def launched():
 def bytes_of(name, tensors, raw):
     """Bytes that a kernel reads and writes: of its tensors, those that it uses in this case."""
     kept = dict(tensors)
+    if "bwd_dst_hub" in name:
+        unread = set() if "dedge_attr" in kept else {"query", "grad_out"}
+        unread |= set() if "segment_dquery" in kept else {"key", "row", "edge_attr"}
+        unread |= {"edge_attr"} if raw else set()
+        return sum(tensor.nbytes for each, tensor in kept.items() if each not in unread)
     if "bwd_dst" in name and not raw:
         kept.pop("attr_dp", None)
         if "edge_attr" not in kept:
@@ -66,12 +77,12 @@ def bytes_of(name, tensors, raw):
     return sum(rows) + twice + indices
 
 
-def compare(launched, operands, graph):
+def compare(launched, operands, graph, config=CONFIG):
     """Compare the kernels that explain lists with those of a forward and a backward pass; returns their names."""
     query, key, value, *edges = operands.values()
-    (layer,) = explain_attention(query, key, value, graph, *edges, config=CONFIG).layers
+    (layer,) = explain_attention(query, key, value, graph, *edges, config=config).layers
     launched.clear()
-    out, _ = edge_attention(query, key, value, graph, *edges, config=CONFIG)
+    out, _ = edge_attention(query, key, value, graph, *edges, config=config)
     out.sum().backward()
     listed = [kernel for pass_ in layer.passes for kernel in pass_.kernels]
     raw = operands["edge_weight"] is not None
@@ -84,7 +95,7 @@ def compare(launched, operands, graph):
 def graph(request):
     numbers = torch.arange(12)
     dst = numbers // 3 if request.param == "three in-edges each" else (numbers + 2).clamp_min(4) // 4
-    return GraphStructure.from_edge_index(torch.stack([numbers % 5, dst]), (5, 4)).with_reverse()
+    return GraphStructure.from_edge_index(torch.stack([numbers % 5, dst]), (5, 4))
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
@@ -102,6 +113,21 @@ def test_the_listed_kernels_depend_on_the_gradients_that_are_needed(launched, gr
     for name, operand in operands.items():
         operand.requires_grad_(name in wanted)
     compare(launched, operands, graph)
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize("form", ["raw", "embedded", "none"])
+@pytest.mark.parametrize("wanted", ["all", "query", "value"])
+def test_the_listed_kernels_are_those_of_a_call_with_hubs(launched, graph, form, wanted, batch_size):
+    operands = operands_of(form, torch.bfloat16, batch_size)
+    for name, operand in operands.items():
+        if operand is not None:
+            operand.requires_grad_(wanted in ("all", name))
+    names = compare(launched, operands, graph, AttentionConfig("triton", tile="segment=4"))
+    joined = sum("join_segments" in name for name in names)
+    is_fixed = graph.fixed_in_degree is not None and form != "embedded"
+    over_destinations = 0 if is_fixed else 1 + (wanted != "value") + (form == "raw" and wanted != "value")
+    assert joined == over_destinations + (wanted != "query")
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
-"""Whole blocks as one operator, on both backends: against blocks of separate operators, and as PyTorch sees it."""
+"""Whole blocks as one operator: against blocks of separate operators, and as PyTorch sees it."""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -8,12 +9,19 @@ from support.same_numbers import assert_same_numbers
 
 from anemoi_gt import AttentionConfig, GraphStructure
 from anemoi_gt.nn import GraphTransformerMapperBlock, GraphTransformerProcessorBlock
-from anemoi_gt.nn.fused_block import BlockModules, run_block, unsupported_reason
-from anemoi_gt.ops import block as whole
+from anemoi_gt.nn.whole_block import run_block, unsupported_reason
+from anemoi_gt.ops.triton_backend import block as whole
+from anemoi_gt.ops.triton_backend import node_rows
+from anemoi_gt.ops.triton_backend import problem as launches
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # numpy's, of the interpreter
-BACKENDS = ("torch", "triton")
 SIZES = {"in_channels": 24, "hidden_dim": 40, "out_channels": 24, "num_heads": 2, "edge_dim": 3}
+
+
+@pytest.fixture(autouse=True)
+def few_programs(monkeypatch):
+    """Few programs share the sums over nodes, so that each has several tiles, and the interpreter few programs."""
+    monkeypatch.setattr(node_rows, "PROGRAMS", 3)
 
 
 def make(kind, device, *, num_src=7, num_dst=9, edges=31, batch=1):
@@ -36,13 +44,6 @@ def make(kind, device, *, num_src=7, num_dst=9, edges=31, batch=1):
     return block.to(device), *nodes, attr.to(device), graph.to(device)
 
 
-def modules_of(block):
-    """The modules of a block of this library."""
-    linear = (block.lin_query, block.lin_key, block.lin_value, block.lin_self, block.lin_edge, block.projection)
-    norm_src = getattr(block, "layer_norm_attention_src", None)
-    return BlockModules(norm_src, block.layer_norm_attention, *linear, block.layer_norm_mlp_dst, block.node_dst_mlp)
-
-
 def separate(block, x_src, x_dst, attr, graph, batch):
     """The destinations after a block of separate operators, in float64."""
     split = partial(torch.unflatten, dim=0, sizes=(batch, -1))
@@ -62,31 +63,32 @@ def differentiated(forward, block, x_src, x_dst, attr, graph, batch, dtype):
     return {"result": out.detach()} | dict(zip(wanted, gradients, strict=True))
 
 
-def by_operator(block, *operands, backend="torch"):
+def by_operator(block, x_src, x_dst, attr, graph, batch):
     """The same by one operator."""
-    modules, (graph, batch) = modules_of(block), operands[-2:]
-    config = AttentionConfig(backend=backend)
-    assert unsupported_reason(modules, operands[1], config) is None
-    return run_block(modules, *operands[:3], graph, SIZES["num_heads"], batch, config)
+    assert unsupported_reason(block, x_dst, AttentionConfig(backend="triton")) is None
+    attr = attr if batch == 1 else attr.unflatten(0, (batch, -1))
+    return run_block(block, x_src, x_dst, attr, graph, batch)
 
 
 @pytest.mark.parametrize("kind", ("processor", "mapper"))
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("batch", (1, 2))
-def test_float32_is_as_float64_of_separate_operators(kind, backend, batch, kernel_device):
-    problem = make(kind, kernel_device, batch=batch)
-    ours = differentiated(partial(by_operator, backend=backend), *problem, batch, torch.float32)
+@pytest.mark.parametrize(("batch", "hubs"), ((1, False), (2, False), (2, True)))
+def test_float32_is_as_float64_of_separate_operators(kind, batch, hubs, kernel_device, monkeypatch):
+    *problem, graph = make(kind, kernel_device, batch=batch)
+    if hubs:  # of more than four edges
+        monkeypatch.setattr(launches, "SEGMENT", 2)
+        graph = replace(graph, **dict.fromkeys(("dst_hubs", "src_hubs"), graph.row.new_empty(257, 0)))
+    problem.append(graph)
+    ours = differentiated(by_operator, *problem, batch, torch.float32)
     exact = differentiated(separate, problem[0].double(), *problem[1:], batch, torch.float64)
     assert_same_numbers(ours, exact, torch.float32)
 
 
 @pytest.mark.parametrize("kind", ("processor", "mapper"))
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16), ids=str)
-def test_errors_in_16_bits_are_at_most_three_times_those_of_separate_operators(kind, backend, dtype, kernel_device):
+def test_errors_in_16_bits_are_at_most_three_times_those_of_separate_operators(kind, dtype, kernel_device):
     problem = make(kind, kernel_device)
     with torch.autocast(kernel_device.type, dtype):
-        ours = differentiated(partial(by_operator, backend=backend), *problem, 1, dtype)
+        ours = differentiated(by_operator, *problem, 1, dtype)
         apart = differentiated(separate, *problem, 1, dtype)
     exact = differentiated(separate, problem[0].double(), *problem[1:], 1, torch.float64)
     for name, expected in exact.items():
@@ -95,32 +97,27 @@ def test_errors_in_16_bits_are_at_most_three_times_those_of_separate_operators(k
         assert error <= 3 * theirs + floor, f"{name}: RMS error {error:.1e}, separate operators {theirs:.1e}"
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_chunks_of_the_feed_forward_network_change_rounding_alone(backend, kernel_device, monkeypatch):
+def test_chunks_of_the_feed_forward_network_change_rounding_alone(kernel_device, monkeypatch):
     problem = make("mapper", kernel_device)
     results = []
     for chunk in (100, 4):
-        monkeypatch.setattr(whole.BlockOptions.__new__, "__defaults__", (chunk,))
-        results.append(differentiated(partial(by_operator, backend=backend), *problem, 1, torch.float32))
+        monkeypatch.setattr(whole, "CHUNK", chunk)
+        results.append(differentiated(by_operator, *problem, 1, torch.float32))
     assert_same_numbers(*results)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_results_repeat_bit_by_bit(backend, kernel_device):
+def test_results_repeat_bit_by_bit(kernel_device):
     problem = make("processor", kernel_device)
-    first, second = (
-        differentiated(partial(by_operator, backend=backend), *problem, 1, torch.float32) for _ in range(2)
-    )
+    first, second = (differentiated(by_operator, *problem, 1, torch.float32) for _ in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
 @pytest.mark.parametrize("kind", ("processor", "mapper"))
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_forward_and_backward_operators_pass_opcheck(kind, backend, kernel_device, monkeypatch):
+def test_forward_and_backward_operators_pass_opcheck(kind, kernel_device, monkeypatch):
     block, *operands = make(kind, kernel_device)
     calls, call = [], whole.transformer_block
-    monkeypatch.setattr("anemoi_gt.nn.fused_block.transformer_block", lambda *a: calls.append(a) or call(*a))
-    out = by_operator(block, *operands, 1, backend=backend)
+    monkeypatch.setattr(whole, "_transform", lambda *a: calls.append(a) or call(*a))
+    out = by_operator(block, *operands, 1)
     (arguments,) = calls
     torch.library.opcheck(call, arguments)
     detached = [argument.detach() if torch.is_tensor(argument) else argument for argument in arguments[:-1]]

@@ -68,7 +68,7 @@ def work(rank, world, folder):
         for who in ("theirs", "ours"):
             model = make_model(strategy)
             if who == "ours":
-                integration.install(backend="torch")  # named, so that nothing falls back unseen
+                integration.install(backend="torch", sharding=False)  # named, so that nothing falls back unseen
             counts = []
             for _ in range(2):
                 sorts.clear()

@@ -2,6 +2,9 @@
 
 import math
 
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
 
 def capture_in_place(function):
     """As `capture_cuda_graph`: a warm-up, a capture that computes nothing, a replay into the memory of the capture."""
@@ -22,4 +25,5 @@ def capture_in_place(function):
 
 def written(outputs):
     """Return the outputs of a pass, None where a parameter has no gradient."""
-    return [outputs.loss, *outputs.gradients]
+    results = [leaf for leaf in tree_leaves(outputs.result) if isinstance(leaf, Tensor)]
+    return [*results, *outputs.gradients]

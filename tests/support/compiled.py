@@ -40,7 +40,7 @@ def make_sample(num_src, num_dst, num_edges, samples, *, square=False, device="c
     num_src = num_dst if square else num_src
     edge_index = make_edges(num_src, num_dst, num_edges)
     edge_index = edge_index[:, edge_index[1].argsort(stable=True)]  # sorted, so that it can be split into chunks
-    graph = GraphStructure.from_edge_index(edge_index.to(device), (num_src, num_dst)).with_reverse()
+    graph = GraphStructure.from_edge_index(edge_index.to(device), (num_src, num_dst))
     generator = torch.Generator().manual_seed(num_edges)
     shapes = {"src": (samples, num_src, CHANNELS), "dst": (samples, num_dst, CHANNELS), "attr": (num_edges, DIM)}
     if square:

@@ -24,6 +24,7 @@ def stub_cuda_graphs(monkeypatch):
     def capture(captured, capture_error_mode):
         return within(capture_error_mode) if captured is graph else None
 
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: done.append("free"))
     monkeypatch.setattr(torch.cuda, "Stream", lambda: stream("side"))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: current)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: within(stream.name))

@@ -5,18 +5,19 @@ import torch
 from anemoi_gt import AttentionConfig, GraphStructure, edge_attention
 
 
-def structure(graph, device="cpu"):
+def structure(graph, device="cpu", **options):
     """Return the GraphStructure of (edge_index, (num_src, num_dst)) on `device`."""
     edge_index, sizes = graph
-    return GraphStructure.from_edge_index(edge_index.to(device), sizes)
+    return GraphStructure.from_edge_index(edge_index.to(device), sizes, **options)
 
 
 def attend(problem, graph, backend, **options):
     """Return out, lse and the gradients of every operand by name, on the CPU; computed on the device of `graph`.
 
-    An upstream gradient of the problem that is None is not passed.
+    `backend` may be a config. An upstream gradient of the problem that is None is not passed.
     """
-    leaves, config = leaves_of(problem, graph), AttentionConfig(backend=backend)
+    config = backend if isinstance(backend, AttentionConfig) else AttentionConfig(backend=backend)
+    leaves = leaves_of(problem, graph)
     out, lse = edge_attention(graph=graph, config=config, scale=problem.scale, **leaves, **options)
     return result_of(problem, out, lse, leaves)
 

@@ -73,6 +73,7 @@ def test_every_config_builds_its_object(option, weather):
         ("attention/backend=torch attention/precision=bf16", AttentionConfig("torch", "bf16")),
         ("attention.precision=fp16", AttentionConfig(precision="fp16")),
         ("attention.fixed_degree_kernels=false", AttentionConfig(fixed_degree_kernels=False)),
+        ("attention.stable_sort=false", AttentionConfig(stable_sort=False)),
         ("attention.tile='unroll=1,num_warps=4'", AttentionConfig(tile="unroll=1,num_warps=4")),
     ],
 )

@@ -9,8 +9,9 @@ from support.capturing import capture_in_place
 from support.cuda_calls import stub_cuda_graphs
 from torch import nn
 
+from anemoi_gt.cuda_graph import WARM_UP, CUDAGraphedStep, capture_cuda_graph
 from anemoi_gt.data.datasets import Sample
-from anemoi_gt.training.cuda_graph import WARM_UP, CUDAGraphedStep, capture_cuda_graph, check_capturable
+from anemoi_gt.training.cuda_graph import REMEDY, check_capturable
 from anemoi_gt.training.step import AUTOCAST
 
 from .conftest import assert_same, fit, without_speed
@@ -56,7 +57,7 @@ def line():
 
 @pytest.fixture
 def captured(line):
-    return CUDAGraphedStep(line, list(line.parameters()), CPU, capture_in_place)
+    return CUDAGraphedStep(line, line.parameters(), CPU, capture_in_place, REMEDY)
 
 
 @pytest.mark.parametrize("precision", AUTOCAST)
@@ -195,7 +196,14 @@ order = pytest.fixture(stub_cuda_graphs, name="order")
 
 def test_a_pass_is_captured_after_a_warm_up_on_a_side_stream_and_replayed_without(order):
     outputs, replay = capture_cuda_graph(lambda: order.append("pass") or len(order))
-    warm_up = ["side waits for current", "enter side", *["pass"] * WARM_UP, "leave side", "current waits for side"]
+    warm_up = [
+        "free",
+        "side waits for current",
+        "enter side",
+        *["pass"] * WARM_UP,
+        "leave side",
+        "current waits for side",
+    ]
     assert order == [*warm_up, "enter thread_local", "pass", "leave thread_local"]
     assert outputs == len(order) - 1  # of the captured pass
     order.clear()
@@ -213,5 +221,5 @@ def test_an_error_during_capture_names_the_option(order):
         return batch.inputs.sum()
 
     with pytest.raises(RuntimeError, match="not permitted") as raised:
-        CUDAGraphedStep(waits, [], CPU, capture_cuda_graph)(batch_of(0))
+        CUDAGraphedStep(waits, [], CPU, capture_cuda_graph, REMEDY)(batch_of(0))
     assert "training.cuda_graph=false" in raised.value.__notes__[0]

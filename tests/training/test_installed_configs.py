@@ -13,6 +13,10 @@ REPOSITORY = Path(__file__).parents[2]
 SHIPPED = ("src", "configs", "pyproject.toml", "README.md", "LICENSE", "NOTICE")
 
 APPLICATION = """
+import runpy
+import sys
+from importlib.metadata import files
+
 import hydra
 import torch
 from hydra.utils import instantiate
@@ -33,10 +37,9 @@ def main(config):
     print(tuple(model(torch.zeros(1, len(nodes), 3)).shape))
 
 main()
-"""
-LICENCES = """
-from importlib.metadata import files
 print(*sorted(file.name for file in files("anemoi-gt") if "licenses" in file.parts))
+sys.argv[1:] = ["--cfg", "job"]
+runpy.run_module("anemoi_gt.train", run_name="__main__")
 """
 CONFIG = """
 defaults:
@@ -95,6 +98,5 @@ def test_another_application_finds_the_configs_of_the_installed_package(mode, so
     lines = execute(python, "application.py", "layers.attention.backend=torch", cwd=tmp_path).splitlines()
     home = source / "src" if mode == "editable" else tmp_path / "environment"
     assert Path(lines[0]).is_relative_to(home)
-    assert lines[1:] == ["torch bf16", "(3, 8) True", "(1, 6114, 2)"]
-    assert execute(python, "-c", LICENCES, cwd=tmp_path).split() == ["LICENSE", "NOTICE"]
-    assert "AttentionConfig" in execute(python, "-m", "anemoi_gt.train", "--cfg", "job", cwd=tmp_path)
+    assert lines[1:5] == ["torch bf16", "(3, 8) True", "(1, 6114, 2)", "LICENSE NOTICE"]
+    assert any("AttentionConfig" in line for line in lines[5:])  # the application's own config

@@ -1,19 +1,19 @@
 """Runs in processes of their own that are terminated, killed, or find the disk full, and are continued."""
 
 import json
+import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
+from support.forked import Program
 
 from anemoi_gt.training.checkpoint import load_checkpoint
 
 from .conftest import SMALL, assert_same, without_speed
 
-STEPS, VALID_EVERY = 60, 10
+STEPS, VALID_EVERY = 30, 10
 RUN = [
     *(*SMALL, "model.num_layers=1", "model.channels=8", "model.dropout=0.1", f"training.steps={STEPS}"),
     *(f"training.valid_every={VALID_EVERY}", "training.log_every=1", "training.threads=1", "resume=true"),
@@ -23,24 +23,23 @@ DEADLINE = 120  # s, for a run of a few
 
 def start(folder, *arguments):
     """Start the application; runs of one folder are one run."""
-    command = [sys.executable, "-m", "anemoi_gt.train", *RUN, f"hydra.run.dir={folder}", *arguments]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=folder.parent)
+    return Program("-m", "anemoi_gt.train", *RUN, f"hydra.run.dir={folder}", *arguments, folder=folder.parent)
 
 
 def finish(process):
     """Wait for a process; return its exit status and the last line of its standard error."""
-    _, error = process.communicate(timeout=DEADLINE)
+    status, _, error = process.finish(DEADLINE)
     assert "Traceback" not in error
-    return process.returncode, error.splitlines()[-1]
+    return status, error.splitlines()[-1]
 
 
 def send(process, number, folder, after):
     """Send a signal when `after` steps have been recorded."""
     deadline, metrics = time.monotonic() + DEADLINE, folder / "metrics.jsonl"
     while not metrics.exists() or metrics.read_bytes().count(b"\n") < after:
-        assert process.poll() is None and time.monotonic() < deadline, "it ended before the signal"
+        assert process.is_alive() and time.monotonic() < deadline, "it ended before the signal"
         time.sleep(0.002)
-    process.send_signal(number)
+    os.kill(process.pid, number)
 
 
 def records(folder):
@@ -92,9 +91,8 @@ def test_a_terminated_run_continues_to_the_same_bits(terminated, whole, tmp_path
 def test_a_killed_run_continues_from_the_last_checkpoint_to_the_same_bits(whole, tmp_path):
     folder = tmp_path / "run"
     process = start(folder)
-    send(process, signal.SIGKILL, folder, after=2 * VALID_EVERY + 5)
-    process.communicate(timeout=DEADLINE)
-    assert process.returncode == -signal.SIGKILL
+    send(process, signal.SIGKILL, folder, after=VALID_EVERY + 5)
+    assert process.finish(DEADLINE)[0] == -signal.SIGKILL
     assert load_checkpoint(folder / "last.pt")["step"] < max(record["step"] for record in records(folder)) < STEPS
     assert finish(start(folder))[0] == 0
     assert_same_run(folder, whole)

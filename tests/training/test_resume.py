@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
+from anemoi_gt.rng import seed_generators
 from anemoi_gt.training.checkpoint import load_checkpoint
 from anemoi_gt.training.data_loading import TrainingBatches
 from anemoi_gt.training.metrics_log import MetricsFile
-from anemoi_gt.training.rng import seed_generators
 from anemoi_gt.training.signals import Stopped, StopRequest
 
 from .conftest import assert_same, fit, without_speed

@@ -21,7 +21,7 @@ def unsupported_reason(problem: Problem, device: str) -> str | None:
 
 def attention(operands: Operands) -> Callable[[], Tensor]:
     """Bind the operation."""
-    o, graph = operands, GraphStructure.from_edge_index(*operands.coo).with_reverse()
+    o, graph = operands, GraphStructure.from_edge_index(*operands.coo)
     return lambda: edge_attention(o.query, o.key, o.value, graph, o.edge_attr, o.edge_weight, o.edge_bias)[0]
 
 
@@ -30,7 +30,7 @@ def structure(coo: Coo, kind: str) -> Callable[[], Sides]:
     stable = kind == "structure"
 
     def make() -> Sides:
-        graph = GraphStructure.from_edge_index(*coo, stable=stable, validate=False).with_reverse(stable=stable)
+        graph = GraphStructure.from_edge_index(*coo, stable=stable, validate=False)
         return Sides(graph.colptr, graph.row, graph.rowptr, graph.csr_to_csc, graph.perm)
 
     return make

@@ -13,12 +13,14 @@ from anemoi_gt.distributed.grad_sync import clip_gradients, make_mesh, reduce_gr
 from anemoi_gt.distributed.graph_shard import GraphShard, shard_edges, shard_graph
 from anemoi_gt.distributed.halo import HaloExchange, PendingExchange
 from anemoi_gt.distributed.model_shard import scatter_model, shard_model
+from anemoi_gt.distributed.module_shard import ModuleShard, shard_module
 from anemoi_gt.distributed.partition import Partition, Ranges, destination_cost
 from anemoi_gt.distributed.sharded_checkpoint import ShardedTable, load_checkpoint, save_checkpoint
 
 __all__ = [
     "GraphShard",
     "HaloExchange",
+    "ModuleShard",
     "Partition",
     "PendingExchange",
     "Ranges",
@@ -42,5 +44,6 @@ __all__ = [
     "shard_edges",
     "shard_graph",
     "shard_model",
+    "shard_module",
     "sum_loss",
 ]

@@ -200,7 +200,7 @@ def _shard(
     row[~is_local] = num_src + halo_row
     sizes = num_src + halo.shape[0], destinations.ranges.counts[rank]
     graph = GraphStructure.from_edge_index(torch.stack([row, dst]), sizes, global_edge_id=global_edge_id)
-    edges, structure = graph.edge_order().long(), replace(graph, perm=None).with_reverse()
+    edges, structure = graph.edge_order().long(), replace(graph, perm=None)
     exchange = HaloExchange.of_requests(halo, sources.ranges, group)
     return GraphShard(rank, sources, destinations, edges, structure, exchange)
 

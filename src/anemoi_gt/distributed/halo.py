@@ -12,6 +12,7 @@ reproducible. Sending and waiting are separate, forward and backward, so that co
     ...                            work on y                                 1. backward of the work on y
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -59,8 +60,7 @@ class HaloExchange:
             Owners of the positions.
         group : ProcessGroup
         """
-        ends = torch.tensor(ranges.bounds[1:], device=wanted.device)
-        recv_counts = torch.searchsorted(wanted, ends).diff(prepend=ends.new_zeros(1))
+        recv_counts = _counts_by_owner(wanted, ranges)
         send_counts = torch.empty_like(recv_counts)
         dist.all_to_all_single(send_counts, recv_counts, group=group)
         sends, recvs = send_counts.tolist(), recv_counts.tolist()
@@ -70,6 +70,27 @@ class HaloExchange:
         rows = requested - own.start
         positions = _sent_position(rows, sends, own.stop - own.start)
         return cls(group.group_name, rows, tuple(sends), tuple(recvs), positions)
+
+    @classmethod
+    def of_all_requests(cls, wanted: Sequence[Tensor], ranges: Ranges, rank: int, group_name: str) -> "HaloExchange":
+        """Set up an exchange where every rank knows the requests of all ranks; nothing is sent.
+
+        Parameters
+        ----------
+        wanted : sequence of Tensor [R], int64
+            For each rank the positions that it reads and does not own, sorted ascending; the same on all ranks.
+        ranges : Ranges
+            Owners of the positions.
+        rank : int
+            This rank in the group.
+        group_name : str
+            Name of the process group.
+        """
+        own = ranges.of(rank)
+        sent = [rows[(rows >= own.start) & (rows < own.stop)] - own.start for rows in wanted]
+        counts, rows = [len(part) for part in sent], torch.cat(sent)
+        recvs = _counts_by_owner(wanted[rank], ranges).tolist()
+        return cls(group_name, rows, tuple(counts), tuple(recvs), _sent_position(rows, counts, own.stop - own.start))
 
     @property
     def num_sent(self) -> int:
@@ -174,6 +195,12 @@ class _ReceiveRows(torch.autograd.Function):
         if not torch.compiler.is_compiling() and torch.is_anomaly_enabled():
             returned = functional.wait_tensor(returned)  # anomaly detection reads it at once
         return returned, None, None
+
+
+def _counts_by_owner(positions: Tensor, ranges: Ranges) -> Tensor:
+    """Return the number of `positions`, sorted ascending, that each rank owns."""
+    ends = torch.tensor(ranges.bounds[1:], device=positions.device)
+    return torch.searchsorted(positions, ends).diff(prepend=ends.new_zeros(1))
 
 
 def _sent_position(rows: Tensor, counts: list[int], size: int) -> Tensor:

@@ -226,7 +226,7 @@ def _apply_shard(model: EncoderProcessorDecoder, shard: ModelRows, mesh: DeviceM
         if module.trainable is not None:
             own = shard.partitions[name].nodes(rank, module.sin_cos_lat_lon.device)
             tables[f"nodes.{name}.trainable"] = ShardedTable(own, nodes.size, mesh)
-        _set_rows(module, nodes.rows)
+        set_rows(module, nodes.rows)
     for path, (module, source, destination) in edge_modules(model).items():
         edges = shard.edges[path]
         owners = {"sources": shard.partitions[source], "destinations": shard.partitions[destination]}
@@ -234,13 +234,13 @@ def _apply_shard(model: EncoderProcessorDecoder, shard: ModelRows, mesh: DeviceM
         graph = shard_edges(edges.edge_index, mesh.get_group("model"), **owners, global_edge_id=ids)
         if module.trainable is not None:
             tables[f"{path}.trainable"] = ShardedTable(ids[graph.edges], edges.size, mesh)
-        _set_rows(module, {name: None if rows is None else rows[graph.edges] for name, rows in edges.rows.items()})
+        set_rows(module, {name: None if rows is None else rows[graph.edges] for name, rows in edges.rows.items()})
         for edge_module in (module, *getattr(module, "chunks", ())):
-            edge_module.structure = _FixedGraph(graph)
+            edge_module.structure = FixedGraph(graph)
     return ModelShard(shard.partitions, rank, tables)
 
 
-class _FixedGraph(nn.Module):
+class FixedGraph(nn.Module):
     """Module that returns a graph shard, in place of `StaticStructure`."""
 
     def __init__(self, graph: GraphShard):
@@ -251,7 +251,7 @@ class _FixedGraph(nn.Module):
         return self.graph
 
 
-def _set_rows(module: nn.Module, rows: dict[str, Tensor | None]) -> None:
+def set_rows(module: nn.Module, rows: dict[str, Tensor | None]) -> None:
     """Replace buffers and parameters of a module, by name."""
     for name, tensor in rows.items():
         former = getattr(module, name)

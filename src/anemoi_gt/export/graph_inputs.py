@@ -37,8 +37,8 @@ class TensorGraphLayer(nn.Module):
         x : Tensor, or pair of Tensor
             Input of the layer.
         structure : dict of str to Tensor
-            `GraphStructure.state_dict()`. Inference needs only `colptr`, `row` and `sources`, and `perm` if the edges
-            are not sorted by destination.
+            `GraphStructure.state_dict()` of a structure built with `reverse=False`: every tensor becomes an input.
+            Inference needs only `colptr`, `row` and `sources`, and `perm` if the edges are not sorted by destination.
         edge_attr : Tensor [E, D] or [B, E, D], optional
             In the caller's edge order.
         """

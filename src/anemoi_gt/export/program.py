@@ -103,7 +103,7 @@ def export_program(module: nn.Module, inputs: tuple, dynamic_shapes=None) -> Exp
     >>> from torch.export import Dim
     >>> from anemoi_gt.export import TensorGraphLayer
     >>> from anemoi_gt.nn import GraphTransformerConv
-    >>> graph = GraphStructure.from_edge_index(torch.tensor([[0, 1, 1], [0, 0, 1]]), (2, 2))
+    >>> graph = GraphStructure.from_edge_index(torch.tensor([[0, 1, 1], [0, 0, 1]]), (2, 2), reverse=False)
     >>> layer = TensorGraphLayer(GraphTransformerConv(4, 8, heads=2, edge_dim=3))
     >>> program = export_program(layer, (torch.randn(5, 2, 4), graph.state_dict(), torch.randn(3, 3)),
     ...                          ({0: Dim("batch", max=64)}, dict.fromkeys(graph.state_dict()), None))

@@ -11,6 +11,8 @@ from torch import Tensor
 from anemoi_gt.custom_ops import define_operator
 
 EDGES_PER_PROGRAM, WARPS = 256, 8  # one edge per thread: most atomics in flight, and whole memory sectors
+RADIX_EDGES = 2**15  # from which PyTorch sorts integers on an x86 CPU by radix: 0.2 ms, comparing 30,000 takes 1.2 ms
+RADIX_PADDED = 2**13 if "fbgemm" in torch.backends.quantized.supported_engines else RADIX_EDGES  # from which it pays
 CACHED_LAUNCHES = 128  # graph sizes whose launches are cached
 
 
@@ -25,17 +27,19 @@ class GroupedEdges(NamedTuple):
     col: Tensor | None = None  # [E]
 
 
-def group_coo(edge_index: Tensor, num_src: int, num_dst: int, dtype: torch.dtype, *, stable: bool) -> GroupedEdges:
-    """Group edges [2, E] by destination, and by source too where that costs no second sweep.
+def group_coo(
+    edge_index: Tensor, num_src: int, num_dst: int, dtype: torch.dtype, *, stable: bool, reverse: bool
+) -> GroupedEdges:
+    """Group edges [2, E] by destination, and with `reverse` by source too where that costs no second sweep.
 
     `dtype`, int32 or int64, is that of the result. With `stable` the edges of a destination keep their order: one sort.
-    Without, their order is unspecified: two GPU kernels and a scan replace the sort, and group by source too while
-    gradients, which need that, are recorded. The sort is still used on a CPU and under deterministic algorithms.
+    Without, their order is unspecified: two GPU kernels and a scan replace the sort, and group by source too. The sort
+    is still used on a CPU and under deterministic algorithms.
     """
     if stable or not _order_may_vary(edge_index):
         src, dst = edge_index.to(dtype).unbind(0)
         return GroupedEdges(*_sort_edges(dst, src, num_dst))
-    if torch.is_grad_enabled():
+    if reverse:
         return GroupedEdges(*group_both_ends_unordered(edge_index, num_src, num_dst, dtype))
     return GroupedEdges(*group_edges_unordered(edge_index, num_dst, dtype))
 
@@ -63,8 +67,11 @@ def _order_may_vary(index: Tensor) -> bool:
 
 
 def _sort_edges(node: Tensor, neighbour: Tensor, num_nodes: int) -> tuple[Tensor, Tensor, Tensor]:
-    node, order = torch.sort(node, stable=True)
-    return pointers(node, num_nodes), order.to(node.dtype), neighbour[order]
+    num_edges = node.shape[0]
+    if node.is_cpu and not torch.compiler.is_compiling() and RADIX_PADDED <= num_edges < RADIX_EDGES:
+        node = torch.cat([node, node.new_full((RADIX_EDGES - num_edges,), num_nodes)])
+    node, order = (each[:num_edges] for each in torch.sort(node, stable=True))
+    return pointers(node, num_nodes), order.to(node.dtype), neighbour.index_select(0, order)
 
 
 @define_operator

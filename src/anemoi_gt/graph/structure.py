@@ -31,27 +31,32 @@ from torch.utils._pytree import MappingKey, register_pytree_node, tree_map
 from anemoi_gt.graph import ordering
 from anemoi_gt.graph.build import group_coo, group_edges, pointers
 from anemoi_gt.graph.validation import (
+    HUB_DEGREE,
     INDEX_DTYPES,
     as_size,
+    assert_pointers,
+    assert_range,
     check_adjacency,
     check_edge_index,
     check_fixed_in_degree,
+    check_hubs,
     check_index,
     check_permutation,
     check_pointers,
     check_range,
     check_same_edges,
-    find_fixed_in_degree,
     have_size,
+    max_degree,
 )
 
 
 @dataclass(frozen=True, eq=False)
 class GraphStructure:
-    """The edges of a bipartite graph by destination (CSC) and, after `with_reverse`, by source (CSR).
+    """The edges of a bipartite graph by destination (CSC) and, unless left out, by source (CSR).
 
     Make one with `from_edge_index`, `from_csc`, `from_adj_t` or `disjoint`, once per graph, and pass it to every layer.
-    It is an immutable value: every method that adds something returns a new one.
+    It is an immutable value: every method that adds something returns a new one, and these four copy what they keep.
+    The constructor and `from_state` keep the tensors they are given, which must not be written into.
 
     Parameters
     ----------
@@ -67,7 +72,7 @@ class GraphStructure:
         Id of each edge in the whole graph, CSC order; the key of dropout, so that a shard or chunk of a graph drops
         what the whole graph would. None: this is the whole graph and `perm` holds the ids.
     rowptr : Tensor [N_src + 1], dtype of colptr, or None
-        Out-edges of source j are the CSR positions `rowptr[j] : rowptr[j + 1]`; None before `with_reverse`.
+        Out-edges of source j are the CSR positions `rowptr[j] : rowptr[j + 1]`; None without the reverse structure.
     col : Tensor [E], dtype of colptr, or None
         Destination of each edge, CSR order.
     csr_to_csc : Tensor [E], dtype of colptr, or None
@@ -77,6 +82,10 @@ class GraphStructure:
     fixed_in_degree : Tensor [K, 0], or None
         Every destination has K in-edges, as k nearest neighbours give, for which there are faster kernels. Has no
         elements. None: not so, or not known. Detected when values are checked.
+    dst_hubs, src_hubs : Tensor [257, 0], or None
+        Some destination or source has, or may have, 257 edges or more: GPU kernels look for such hubs and divide their
+        edges among programs. Have no elements. None: there are none, or they may be slow. Detected when values are
+        checked; present where they are not.
 
     Raises
     ------
@@ -94,6 +103,8 @@ class GraphStructure:
     csr_to_csc: Tensor | None = None
     dst_schedule: Tensor | None = None
     fixed_in_degree: Tensor | None = None
+    dst_hubs: Tensor | None = None
+    src_hubs: Tensor | None = None
 
     def __post_init__(self):
         check_index("colptr", self.colptr, like=self.colptr)
@@ -116,6 +127,9 @@ class GraphStructure:
                     raise ValueError(f"{name} must have {length} entries, got {index.shape[0]}")
         if self.fixed_in_degree is not None:
             check_fixed_in_degree(self.fixed_in_degree, self.num_dst, self.num_edges)
+        for name in HUBS:
+            if getattr(self, name) is not None:
+                check_hubs(name, getattr(self, name))
 
     def __repr__(self) -> str:
         state = self.state_dict()
@@ -161,8 +175,9 @@ class GraphStructure:
         global_edge_id: Tensor | None = None,
         stable: bool = True,
         validate: bool = True,
+        reverse: bool = True,
     ) -> "GraphStructure":
-        """Sort the edges of a COO `edge_index` by destination, keeping the caller's order within a destination.
+        """Sort the edges of a COO `edge_index` by destination and by source, keeping the caller's order within a node.
 
         Parameters
         ----------
@@ -174,18 +189,20 @@ class GraphStructure:
             Id of each edge in the larger graph that these edges are taken from, caller's order.
         stable : bool
             Keep the caller's order within a destination. False leaves it unspecified and is faster on a GPU, for graphs
-            that change every step; sums may then differ in the last bit from run to run. While gradients are recorded
-            the reverse (CSR) structure is built in the same sweep. The sort is still used on a CPU and under
-            deterministic algorithms.
+            that change every step; sums may then differ in the last bit from run to run. Both structures are built in
+            one sweep. The sort is still used on a CPU and under deterministic algorithms.
         validate : bool
-            Check the values, which synchronises with the device. Layers that convert an edge_index skip it for tensors
-            on a GPU. In compiled code the device checks them asynchronously (RuntimeError).
+            Check the values, which synchronises with the device, and find fixed in-degree and hubs. False, and in
+            compiled code: the device asserts the ranges without waiting (RuntimeError, on a GPU at a later call), and
+            there may be hubs. Layers that convert an edge_index on a GPU do so.
+        reverse : bool
+            Build the reverse (CSR) structure, which gradients of key and value need. False saves a sort and 8 bytes an
+            edge, for inference.
 
         Returns
         -------
         GraphStructure
-            Index dtype int32 when sizes and E are known to be below 2^31, else int64. Without the reverse structure,
-            unless grouping without order produced it; `with_reverse` adds it where it is missing.
+            Index dtype int32 when sizes and E are known to be below 2^31, else int64. Shares no memory with the inputs.
 
         Raises
         ------
@@ -201,31 +218,40 @@ class GraphStructure:
         num_src, num_dst = _sizes(edge_index, num_nodes)
         edge_index = edge_index.as_tensor() if hasattr(edge_index, "as_tensor") else edge_index
         check_edge_index(edge_index)
-        if validate:
-            check_range("source (row 0 of edge_index)", edge_index[0], num_src)
-            check_range("destination (row 1 of edge_index)", edge_index[1], num_dst)
+        check = check_range if validate else assert_range
+        check("source (row 0 of edge_index)", edge_index[0], num_src)
+        check("destination (row 1 of edge_index)", edge_index[1], num_dst)
         num_edges = edge_index.shape[1]
         dtype = _index_dtype(num_src, num_dst, num_edges)
-        if validate and not torch.compiler.is_compiling() and bool((edge_index[1].diff() >= 0).all()):
-            src, dst = edge_index.to(dtype).unbind(0)
-            groups = {"colptr": pointers(dst, num_dst), "row": src.contiguous(), "perm": None}
+        is_traced = torch.compiler.is_compiling()
+        if validate and not is_traced and bool((edge_index[1, 1:] >= edge_index[1, :-1]).all()):
+            colptr = pointers(edge_index[1].to(dtype), num_dst)
+            groups = {"colptr": colptr, "row": _copy(edge_index[0], dtype), "perm": None}
         else:
-            groups = group_coo(edge_index, num_src, num_dst, dtype, stable=stable)._asdict()
-        fixed_in_degree = find_fixed_in_degree(groups["colptr"], num_edges) if validate else None
+            groups = group_coo(edge_index, num_src, num_dst, dtype, stable=stable, reverse=reverse)._asdict()
         if global_edge_id is not None:
             check_index("global_edge_id", global_edge_id, like=edge_index, dtypes=(torch.int64,))
             if not have_size(global_edge_id.shape[0], num_edges):
                 got = global_edge_id.shape[0]
                 raise ValueError(f"global_edge_id must have {num_edges} entries, one per edge, got {got}")
-            global_edge_id = global_edge_id if groups["perm"] is None else global_edge_id[groups["perm"]]
+            global_edge_id = global_edge_id.clone() if groups["perm"] is None else global_edge_id[groups["perm"]]
         sources = torch.empty(num_src, 0, device=edge_index.device)
-        return cls(**groups, sources=sources, global_edge_id=global_edge_id, fixed_in_degree=fixed_in_degree)
+        graph = cls(**groups, sources=sources, global_edge_id=global_edge_id)
+        graph = graph.with_reverse(stable=stable) if reverse else graph
+        return graph._with_degrees() if validate else graph._with_unknown_degrees()
 
     @classmethod
     def from_csc(
-        cls, colptr: Tensor, row: Tensor, num_src: int, perm: Tensor | None = None, *, validate: bool = True
+        cls,
+        colptr: Tensor,
+        row: Tensor,
+        num_src: int,
+        perm: Tensor | None = None,
+        *,
+        validate: bool = True,
+        reverse: bool = True,
     ) -> "GraphStructure":
-        """Wrap edges that are already sorted by destination.
+        """Copy edges that are already sorted by destination.
 
         Parameters
         ----------
@@ -234,8 +260,8 @@ class GraphStructure:
         num_src : int
         perm : Tensor [E], int32 or int64, optional
             Caller's edge at each CSC position, when edge features are in another order than `row`.
-        validate : bool
-            Check the values, which synchronises with the device.
+        validate, reverse : bool
+            As in `from_edge_index`.
 
         Raises
         ------
@@ -248,23 +274,27 @@ class GraphStructure:
         dtype = _index_dtype(num_src, colptr.shape[0] - 1, row.shape[0])
         if perm is not None:
             check_index("perm", perm, like=colptr, dtypes=INDEX_DTYPES)
-            perm = perm.to(dtype).contiguous()
+            perm = _copy(perm, dtype)
         sources = torch.empty(num_src, 0, device=colptr.device)
-        graph = cls(colptr.to(dtype).contiguous(), row.to(dtype).contiguous(), sources, perm=perm)
-        if not validate:
-            return graph
-        return replace(graph.validate(), fixed_in_degree=find_fixed_in_degree(graph.colptr, graph.num_edges))
+        graph = cls(_copy(colptr, dtype), _copy(row, dtype), sources, perm=perm)
+        if validate:
+            graph.validate()
+        else:
+            assert_pointers("colptr", graph.colptr, graph.num_edges)
+            assert_range("row", graph.row, graph.num_src)
+        graph = graph.with_reverse() if reverse else graph
+        return graph._with_degrees() if validate else graph._with_unknown_degrees()
 
     @classmethod
-    def from_adj_t(cls, adj_t, *, validate: bool = True) -> "GraphStructure":
+    def from_adj_t(cls, adj_t, *, stable: bool = True, validate: bool = True, reverse: bool = True) -> "GraphStructure":
         """Convert PyG's transposed adjacency matrix: row i holds the in-edges of destination i.
 
         Parameters
         ----------
         adj_t : torch.sparse tensor [N_dst, N_src] (COO, CSR or CSC layout), or torch_sparse.SparseTensor
             The order of its stored values is the caller's edge order.
-        validate : bool
-            Check the values, which synchronises with the device.
+        stable, validate, reverse : bool
+            As in `from_edge_index`.
 
         Raises
         ------
@@ -273,7 +303,8 @@ class GraphStructure:
         """
         if hasattr(adj_t, "sparse_sizes"):  # torch_sparse.SparseTensor; torch_sparse is not a dependency
             rowptr, col, _ = adj_t.csr()
-            return cls.from_csc(rowptr, col, adj_t.sparse_size(1), validate=validate)
+            graph = cls.from_csc(rowptr, col, adj_t.sparse_size(1), validate=validate, reverse=False)
+            return graph.with_reverse(stable=stable) if reverse else graph
         if not isinstance(adj_t, Tensor):
             raise ValueError(
                 "adj_t must be a torch.sparse tensor or a torch_sparse.SparseTensor [N_dst, N_src], got "
@@ -281,7 +312,9 @@ class GraphStructure:
             )
         check_adjacency(adj_t)
         if adj_t.layout == torch.sparse_csr:
-            return cls.from_csc(adj_t.crow_indices(), adj_t.col_indices(), adj_t.shape[1], validate=validate)
+            pointers, indices = adj_t.crow_indices(), adj_t.col_indices()
+            graph = cls.from_csc(pointers, indices, adj_t.shape[1], validate=validate, reverse=False)
+            return graph.with_reverse(stable=stable) if reverse else graph
         num_dst, num_src = adj_t.shape[:2]  # dense dimensions of the values may follow
         if adj_t.layout == torch.sparse_csc:
             dst, lengths = adj_t.row_indices(), adj_t.ccol_indices().diff()
@@ -291,7 +324,8 @@ class GraphStructure:
         else:
             layout = adj_t.layout
             raise ValueError(f"adj_t must have a sparse COO, CSR or CSC layout, got {layout}; use from_edge_index")
-        return cls.from_edge_index(torch.stack([src, dst.to(src.dtype)]), (num_src, num_dst), validate=validate)
+        options = {"stable": stable, "validate": validate, "reverse": reverse}
+        return cls.from_edge_index(torch.stack([src, dst.to(src.dtype)]), (num_src, num_dst), **options)
 
     @classmethod
     def disjoint(cls, graphs: Sequence["GraphStructure"]) -> "GraphStructure":
@@ -305,7 +339,8 @@ class GraphStructure:
         Returns
         -------
         GraphStructure
-            Without the reverse structure. If any graph has a `dst_schedule`, the schedules are concatenated.
+            With the reverse structure if all graphs have it; nothing is sorted. If any graph has a `dst_schedule`, the
+            schedules are concatenated.
 
         Raises
         ------
@@ -326,20 +361,27 @@ class GraphStructure:
         dst_begin = _offsets(graph.num_dst for graph in graphs)
         edge_begin = _offsets(graph.num_edges for graph in graphs)
         dtype = _index_dtype(src_begin[-1], dst_begin[-1], edge_begin[-1])
-        colptr = _concatenate([graph.colptr[:-1] for graph in graphs], edge_begin, dtype)
         perm = dst_schedule = None
+        reverse = {}
+        if all(graph.has_reverse for graph in graphs):
+            reverse["rowptr"] = _concatenate_pointers([graph.rowptr for graph in graphs], edge_begin, dtype)
+            reverse["col"] = _concatenate([graph.col for graph in graphs], dst_begin, dtype)
+            reverse["csr_to_csc"] = _concatenate([graph.csr_to_csc for graph in graphs], edge_begin, dtype)
         if any(graph.perm is not None for graph in graphs):
             perm = _concatenate([graph.edge_order() for graph in graphs], edge_begin, dtype)
         if any(graph.dst_schedule is not None for graph in graphs):
             dst_schedule = _concatenate([graph._schedule() for graph in graphs], dst_begin, dtype)
         degrees = {None if graph.fixed_in_degree is None else graph.fixed_in_degree.shape[0] for graph in graphs}
+        hubs = {name: next(filter(torch.is_tensor, (getattr(graph, name) for graph in graphs)), None) for name in HUBS}
         return cls(
-            colptr=torch.cat([colptr, colptr.new_full((1,), edge_begin[-1])]),
+            colptr=_concatenate_pointers([graph.colptr for graph in graphs], edge_begin, dtype),
             row=_concatenate([graph.row for graph in graphs], src_begin, dtype),
             sources=torch.empty(src_begin[-1], 0, device=graphs[0].device),
             perm=perm,
+            **reverse,
             dst_schedule=dst_schedule,
             fixed_in_degree=graphs[0].fixed_in_degree if len(degrees) == 1 else None,
+            **hubs,
         )
 
     def with_reverse(self, *, stable: bool = True) -> "GraphStructure":
@@ -391,9 +433,11 @@ class GraphStructure:
         """Return the id of each edge in the whole graph [E], int64, CSC order."""
         return self.edge_order().long() if self.global_edge_id is None else self.global_edge_id
 
-    def to(self, device: torch.device | str) -> "GraphStructure":
-        """Return this structure on `device`."""
-        return tree_map(lambda tensor: tensor.to(device), self)
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> "GraphStructure":
+        """Return this structure on `device`, as a PyG `Data` that holds it does. Raise ValueError for a dtype."""
+        if isinstance(device, torch.dtype):
+            raise ValueError(f"device must be a device, got {device}: index dtypes follow from the sizes")
+        return tree_map(lambda tensor: tensor.to(device, non_blocking=non_blocking), self)
 
     def validate(self) -> "GraphStructure":
         """Check every value and return this structure; synchronises with the device.
@@ -402,12 +446,13 @@ class GraphStructure:
         dst_schedule not a permutation; CSC and CSR with different edges; in-degrees other than `fixed_in_degree`.
         """
         check_pointers("colptr", self.colptr, self.num_edges)
-        if self.fixed_in_degree is not None and find_fixed_in_degree(self.colptr, self.num_edges) is None:
+        check_range("row", self.row, self.num_src)
+        is_readable = not torch.compiler.is_compiling()
+        if is_readable and self.fixed_in_degree is not None and not self._has_fixed_in_degree(max_degree(self.colptr)):
             raise ValueError(
                 f"fixed_in_degree must be the in-degree of every destination, got {self.fixed_in_degree.shape[0]} "
                 "and other in-degrees in colptr; leave it out"
             )
-        check_range("row", self.row, self.num_src)
         for name, length in (("perm", self.num_edges), ("dst_schedule", self.num_dst)):
             if getattr(self, name) is not None:
                 check_permutation(name, getattr(self, name), length)
@@ -447,6 +492,28 @@ class GraphStructure:
             return self.perm
         return torch.arange(self.num_edges, dtype=self.row.dtype, device=self.device)
 
+    def _with_degrees(self) -> "GraphStructure":
+        """Return this structure of checked values with fixed in-degree and hubs; synchronises."""
+        if torch.compiler.is_compiling():
+            return self._with_unknown_degrees()
+        most = max_degree(self.colptr)
+        fixed = self.colptr.new_empty(most, 0) if self._has_fixed_in_degree(most) else None
+        if self.num_edges <= HUB_DEGREE:
+            return replace(self, fixed_in_degree=fixed, dst_hubs=None, src_hubs=None)
+        rowptr = self.rowptr if self.has_reverse else pointers(self.row, self.num_src)
+        dst_hubs, src_hubs = (self._hubs() if degree > HUB_DEGREE else None for degree in (most, max_degree(rowptr)))
+        return replace(self, fixed_in_degree=fixed, dst_hubs=dst_hubs, src_hubs=src_hubs)
+
+    def _has_fixed_in_degree(self, most: int) -> bool:
+        """Return whether every destination has `most` in-edges, the most that one has."""
+        return self.num_edges > 0 and most * self.num_dst == self.num_edges
+
+    def _with_unknown_degrees(self) -> "GraphStructure":
+        return replace(self, dst_hubs=self._hubs(), src_hubs=self._hubs())
+
+    def _hubs(self) -> Tensor:
+        return self.colptr.new_empty(HUB_DEGREE + 1, 0)
+
     def _schedule(self) -> Tensor:
         """Return `dst_schedule`, or 0, 1, 2, ..."""
         if self.dst_schedule is not None:
@@ -454,6 +521,7 @@ class GraphStructure:
         return torch.arange(self.num_dst, dtype=self.colptr.dtype, device=self.device)
 
 
+HUBS = ("dst_hubs", "src_hubs")
 FIELDS = tuple(field.name for field in fields(GraphStructure))
 
 
@@ -483,6 +551,17 @@ def _index_dtype(*sizes: int) -> torch.dtype:
 def _concatenate(indices: Sequence[Tensor], offsets: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Concatenate indices of several graphs, each shifted by its offset; the last offset is the total."""
     return torch.cat([index.to(dtype) + first for index, first in zip(indices, offsets[:-1], strict=True)])
+
+
+def _concatenate_pointers(pointers: Sequence[Tensor], offsets: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Concatenate the pointers of several graphs, which number the edges of all of them."""
+    begins = _concatenate([each[:-1] for each in pointers], offsets, dtype)
+    return torch.cat([begins, begins.new_full((1,), offsets[-1])])
+
+
+def _copy(index: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a contiguous copy: the caller may write into `index`."""
+    return index.to(dtype, copy=True, memory_format=torch.contiguous_format)
 
 
 def _offsets(sizes: Iterable[int]) -> list[int]:

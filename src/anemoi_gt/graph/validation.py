@@ -10,7 +10,10 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import guard_or_true
 
+from anemoi_gt.custom_ops import assert_async
+
 INDEX_DTYPES = (torch.int32, torch.int64)
+HUB_DEGREE = 256  # a node with more edges is a hub, which GPU kernels divide among programs
 
 
 def check_index(name: str, index: Tensor, like: Tensor, dtypes: tuple[torch.dtype, ...] | None = None) -> None:
@@ -64,14 +67,28 @@ def have_size(size: int, expected: int) -> bool:
 
 def check_range(name: str, index: Tensor, size: int) -> None:
     """Raise ValueError unless every value is in 0 .. size - 1; synchronises with the device."""
-    inside = ((index >= 0) & (index < size)).all()
-    if _deferred(inside, f"{name} must hold values from 0 to below the number of nodes") or bool(inside):
+    if torch.compiler.is_compiling():
+        assert_range(name, index, size)
         return
-    low, high = (int(bound) for bound in torch.aminmax(index))
+    low, high = torch.stack(torch.aminmax(index)).tolist() if index.numel() else (0, -1)
+    if low >= 0 and high < size:
+        return
     raise ValueError(
         f"{name} must hold values in 0 .. {size - 1}, one for each of {size} nodes, got values from {low} to {high}; "
         "check the order (sources, destinations) of the indices and of the sizes"
     )
+
+
+def assert_range(name: str, index: Tensor, size: int) -> None:
+    """Have the device assert that every value is in 0 .. size - 1, before memory is read with it: RuntimeError."""
+    inside = ((index >= 0) & (index < size)).all()
+    assert_async(inside, f"{name} must hold values from 0 to below the number of nodes; build it with validate=True")
+
+
+def assert_pointers(name: str, pointers: Tensor, num_edges: int) -> None:
+    """Have the device assert that `pointers` increase from 0 to `num_edges`: RuntimeError."""
+    valid = (pointers[0] == 0) & (pointers[-1] == num_edges) & ~(pointers.diff() < 0).any()
+    assert_async(valid, f"{name} must increase from 0 to the number of edges; build it with validate=True")
 
 
 def check_pointers(name: str, pointers: Tensor, num_edges: int) -> None:
@@ -100,16 +117,18 @@ def check_fixed_in_degree(degree: Tensor, num_dst: int, num_edges: int) -> None:
         )
 
 
-def find_fixed_in_degree(colptr: Tensor, num_edges: int) -> Tensor | None:
-    """Return an empty tensor [K, 0] if every destination has the same K >= 1 in-edges, else None, as in traced code.
+def check_hubs(name: str, hubs: Tensor) -> None:
+    """Raise ValueError unless `hubs` is a tensor [257, 0]; the size is not looked at, so that it may be a symbol."""
+    if not isinstance(hubs, Tensor) or hubs.dim() != 2 or hubs.shape[1] != 0:
+        got = tuple(hubs.shape) if isinstance(hubs, Tensor) else type(hubs).__name__
+        raise ValueError(
+            f"{name} must be a tensor [{HUB_DEGREE + 1}, 0]: some node may have that many edges, got {got}"
+        )
 
-    Synchronises with the device.
-    """
-    num_dst = colptr.shape[0] - 1
-    if torch.compiler.is_compiling() or num_dst < 1 or num_edges < num_dst or num_edges % num_dst:
-        return None
-    degree = num_edges // num_dst
-    return colptr.new_empty(degree, 0) if bool((colptr.diff() == degree).all()) else None
+
+def max_degree(pointers: Tensor) -> int:
+    """Return the largest number of edges of a node; synchronises with the device."""
+    return int(pointers.diff().amax()) if pointers.shape[0] > 1 else 0
 
 
 def check_permutation(name: str, index: Tensor, size: int) -> None:
@@ -135,5 +154,5 @@ def _deferred(holds: Tensor, claim: str) -> bool:
     """Return True in traced code, and have the device assert there what the host cannot see."""
     if not torch.compiler.is_compiling():
         return False
-    torch._assert_async(holds, claim)
+    assert_async(holds, claim)
     return True

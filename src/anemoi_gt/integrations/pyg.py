@@ -1,41 +1,69 @@
-"""PyG's `TransformerConv` in existing models, replaced by `GraphTransformerConv` with the same parameters."""
+"""PyG's `TransformerConv` in existing models, replaced by `GraphTransformerConv` with the same parameters, and back."""
 
 import logging
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
+from torch_geometric.data import Batch, Data
+from torch_geometric.data.storage import GlobalStorage
 from torch_geometric.nn import Linear, TransformerConv
 
-from anemoi_gt.attention_config import AttentionConfig, check_config
-from anemoi_gt.integrations import hooks_of
+from anemoi_gt.attention_config import AttentionConfig
+from anemoi_gt.graph import GraphStructure
 from anemoi_gt.nn import GraphTransformerConv
+from anemoi_gt.nn.layer_kernels import hooks_of
 
 log = logging.getLogger(__name__)
 
+COMPUTING = (
+    "__call__",
+    "forward",
+    "propagate",
+    "message",
+    "aggregate",
+    "message_and_aggregate",
+    "update",
+    "edge_update",
+)
 
-def swap_layers(model: nn.Module, config: AttentionConfig = AttentionConfig()) -> nn.Module:  # noqa: B008  frozen
+
+def swap_layers(
+    model: nn.Module,
+    backend: str = "auto",
+    precision: str | None = None,
+    *,
+    stable_sort: bool = True,
+    subclasses: Sequence[type[TransformerConv]] = (),
+) -> nn.Module:
     """Replace every `TransformerConv` of a model by a `GraphTransformerConv` that holds its parameters.
 
-    Parameters are moved, not copied: an existing optimiser stays valid. Hooks, the training mode,
-    the state dict and what else the layer was given stay. A layer that appears twice in the model still does.
+    Parameters are moved, not copied: an existing optimiser stays valid. Hooks, the training mode, the state dict and
+    what else the layer was given stay. A layer that appears twice in the model still does. A `GraphTransformerConv` of
+    the model, from an earlier call or not, stays and takes the options of this call. `swap_back` reverses it.
 
     Parameters
     ----------
     model : torch.nn.Module
-        Its layers are replaced in place; a `TransformerConv` itself cannot be, use what is returned.
-    config : AttentionConfig
-        Backend and precision of the attention. With backend "auto" a layer that ours cannot stand for stays PyG's,
-        and the log says so with the reason.
+        Its layers are replaced in place.
+    backend, precision, stable_sort
+        As in `anemoi_gt.AttentionConfig`. With backend "auto" a layer that ours cannot stand for stays PyG's, and the
+        log says so with the reason.
+    subclasses : sequence of type
+        Classes that inherit from `TransformerConv` and compute the same, to replace as well. What they add is not
+        called any more.
 
     Returns
     -------
     torch.nn.Module
-        `model`, or its replacement when it is a `TransformerConv`.
+        `model`.
 
     Raises
     ------
     ValueError
-        If there is no `TransformerConv`, or one that ours cannot stand for while `config` names a backend.
+        For another backend or precision; for a model without a layer to serve, or that is itself a layer; for a layer
+        that ours cannot stand for, if `backend` names one. Nothing is replaced then.
 
     Examples
     --------
@@ -46,23 +74,123 @@ def swap_layers(model: nn.Module, config: AttentionConfig = AttentionConfig()) -
       (second): GraphTransformerConv(8, 2, heads=1)
     )
     """
-    check_config(config)
+    config = AttentionConfig(backend=backend, precision=precision, stable_sort=stable_sort)
+    subclasses = _checked_subclasses(subclasses)
+    _check_model(model, (TransformerConv, GraphTransformerConv), "a TransformerConv of PyG")
+    layers = list(model.modules())
+    upstream = {id(layer): layer for layer in layers if isinstance(layer, TransformerConv)}
+    ours = {key: _replacement(layer, config, subclasses) for key, layer in upstream.items()}  # before the model changes
+    _replace(model, ours)
+    for layer in layers:
+        if isinstance(layer, GraphTransformerConv):
+            layer.config = replace(layer.config, backend=backend, precision=precision, stable_sort=stable_sort)
+    return model
+
+
+def swap_back(model: nn.Module) -> nn.Module:
+    """Put back each layer that `swap_layers` replaced, with the parameters, hooks and mode of its replacement.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        Its layers are replaced in place; a `GraphTransformerConv` that was built as such stays.
+
+    Returns
+    -------
+    torch.nn.Module
+        `model`.
+
+    Raises
+    ------
+    ValueError
+        For a model without a layer of `swap_layers`, or that is itself a layer.
+    """
+    _check_model(model, GraphTransformerConv, "a layer of swap_layers")
+    swapped = [layer for layer in model.modules() if getattr(layer, "_upstream", None) is not None]
+    if not swapped:
+        raise ValueError(f"model must have a layer of swap_layers, got {type(model).__name__} without one")
+    _replace(model, {id(layer): _restored(layer) for layer in swapped})
+    return model
+
+
+class GraphData(Data):
+    """PyG's `Data` for a graph with a `GraphStructure`: batches hold one structure, joined by `disjoint`.
+
+    PyG's own `Data` leaves a list of structures in a batch. Joining sorts nothing. It works wherever PyG makes a
+    `Batch`, its `DataLoader` included; a batch with structures cannot be taken apart again (`batch[i]`).
+
+    Parameters
+    ----------
+    *args, **kwargs
+        Of `torch_geometric.data.Data`, such as `x`; structures have any name, such as `graph`.
+
+    Examples
+    --------
+    >>> graph = GraphStructure.from_edge_index(torch.tensor([[0, 1], [1, 0]]), 2)
+    >>> batch = Batch.from_data_list([GraphData(x=torch.ones(2, 4), graph=graph) for _ in range(3)])
+    >>> batch.graph
+    GraphStructure(num_src=6, num_dst=6, num_edges=6, reverse=True, fixed_in_degree=1, int32, cpu)
+    """
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.__dict__["_store"] = _GraphStorage(dict(self._store.items()), _parent=self)
+
+
+class _GraphStorage(GlobalStorage):
+    """Attributes of a `GraphData`, where PyG's collate puts a list for what it does not know."""
+
+    def __setitem__(self, key, value):
+        are_graphs = isinstance(value, list) and value and all(isinstance(each, GraphStructure) for each in value)
+        parent = self.__dict__.get("_parent", lambda: None)()
+        super().__setitem__(key, GraphStructure.disjoint(value) if are_graphs and isinstance(parent, Batch) else value)
+
+
+def _checked_subclasses(subclasses: Sequence[type[TransformerConv]]) -> tuple[type[TransformerConv], ...]:
+    """Return the subclasses as a tuple; raise ValueError unless all are, and compute as TransformerConv does."""
+    subclasses = tuple(subclasses) if isinstance(subclasses, (tuple, list)) else (subclasses,)
+    for kind in subclasses:
+        if not isinstance(kind, type) or not issubclass(kind, TransformerConv):
+            raise ValueError(f"subclasses must be classes that inherit from TransformerConv, got {kind!r}")
+        between = kind.__mro__[: kind.__mro__.index(TransformerConv)]
+        own = [name for name in COMPUTING if any(_defines(each, name) for each in between)]
+        if own:
+            raise ValueError(
+                f"subclasses must compute what TransformerConv does, got {kind.__qualname__} with {own[0]} of its own; "
+                "leave it out, or put what it adds into a module around the layer"
+            )
+    return subclasses
+
+
+def _defines(kind: type, name: str) -> bool:
+    """Return whether a class has a method of its own; PyG writes a compiled `propagate` on classes."""
+    return name in vars(kind) and not getattr(vars(kind)[name], "__module__", "").endswith("_propagate")
+
+
+def _check_model(model: nn.Module, kinds: type | tuple[type, ...], wanted: str) -> None:
+    """Raise ValueError unless `model` is a module that holds layers of these kinds, and not itself one."""
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be a torch.nn.Module, got {model!r}")
-    upstream = {id(module): module for module in model.modules() if isinstance(module, TransformerConv)}
-    if not upstream:
-        raise ValueError(f"model must have a TransformerConv of PyG, got {type(model).__name__} without one")
-    ours = {key: _replacement(layer, config) for key, layer in upstream.items()}  # all, before the model changes
+    if isinstance(model, (TransformerConv, GraphTransformerConv)):
+        raise ValueError(
+            f"model must be a module that holds layers, got a bare {type(model).__name__}, which cannot be replaced in "
+            "place; put it into a container: layers = torch.nn.ModuleList([layer]), and use layers[0] afterwards"
+        )
+    if not any(isinstance(module, kinds) for module in model.modules()):
+        raise ValueError(f"model must have {wanted}, got {type(model).__name__} without one")
+
+
+def _replace(model: nn.Module, replacements: dict[int, nn.Module]) -> None:
+    """Register the replacement of each submodule, by its `id`, under all its names."""
     for parent in list(model.modules()):
         for name, child in parent._modules.items():
-            if id(child) in ours:
-                parent.register_module(name, ours[id(child)])
-    return ours.get(id(model), model)
+            if id(child) in replacements:
+                parent.register_module(name, replacements[id(child)])
 
 
-def _replacement(upstream: TransformerConv, config: AttentionConfig) -> nn.Module:
+def _replacement(upstream: TransformerConv, config: AttentionConfig, subclasses: tuple[type, ...]) -> nn.Module:
     """Return our layer with the parameters of `upstream`, or `upstream` itself if `config` allows that."""
-    reason = _unsupported_reason(upstream)
+    reason = _unsupported_reason(upstream, subclasses)
     if reason is None:
         try:
             return _with_parameters_of(upstream, config)
@@ -76,11 +204,17 @@ def _replacement(upstream: TransformerConv, config: AttentionConfig) -> nn.Modul
     return upstream
 
 
-def _unsupported_reason(upstream: TransformerConv) -> str | None:
+def _unsupported_reason(upstream: TransformerConv, subclasses: tuple[type, ...]) -> str | None:
     """Return why our layer cannot stand for this one, or None when it can."""
-    if type(upstream) is not TransformerConv:
-        return f"{type(upstream).__qualname__} is a class of its own, which may compute something else"
-    replaced = [name for name in vars(upstream) if callable(getattr(TransformerConv, name, None))]
+    kind = type(upstream)
+    if kind is not TransformerConv and kind not in subclasses:
+        return f"{kind.__qualname__} is a class of its own, which may compute something else; see `subclasses`"
+    pygs = (kind._orig_propagate, kind._jinja_propagate)  # which explainers leave on the layer
+    replaced = [
+        name
+        for name, value in vars(upstream).items()
+        if callable(getattr(kind, name, None)) and getattr(value, "__func__", None) not in pygs
+    ]
     if replaced:
         return f"its {replaced[0]} was replaced on the layer itself"
     for name in ("lin_query", "lin_key"):
@@ -116,12 +250,25 @@ def _with_parameters_of(upstream: TransformerConv, config: AttentionConfig) -> G
             flow=upstream.flow,
             decomposed_layers=upstream.decomposed_layers,
         )
-    for name, held in (upstream._modules | upstream._parameters).items():  # what else somebody has put there, too
-        setattr(ours, name, held)
-    for name, buffer in upstream._buffers.items():
-        ours.register_buffer(name, buffer, persistent=name not in upstream._non_persistent_buffers_set)
-    vars(ours).update({n: value for n, value in vars(upstream).items() if "_hooks" in n or not hasattr(ours, n)})
-    ours.training = upstream.training
-    if upstream.explain is not None:
-        ours.explain = upstream.explain
+    added = [name for name in vars(upstream) if "_hooks" in name or not hasattr(ours, name)]
+    _move(upstream, ours, added)
+    ours._upstream = (upstream, added)  # in a tuple, so that it is no submodule
     return ours
+
+
+def _restored(ours: GraphTransformerConv) -> TransformerConv:
+    """Return the layer that `ours` stands for, with what `ours` holds now."""
+    upstream, added = ours._upstream
+    _move(ours, upstream, [name for name in added if name in vars(ours)])
+    upstream.dropout = ours.dropout
+    return upstream
+
+
+def _move(source: nn.Module, target: nn.Module, attributes: Sequence[str]) -> None:
+    """Give one layer what another holds: modules, parameters, buffers, mode, and these attributes, such as hooks."""
+    vars(target).update({name: vars(source)[name] for name in attributes})
+    for name, held in (source._modules | source._parameters).items():  # what else somebody has put there, too
+        setattr(target, name, held)
+    for name, buffer in source._buffers.items():
+        target.register_buffer(name, buffer, persistent=name not in source._non_persistent_buffers_set)
+    target.training, target.explain = source.training, source.explain

@@ -31,9 +31,11 @@ def sizes_of(call) -> dict[str, int]:
 
 
 def features_of(call) -> str:
-    """Return the form of the edge features: "none", "raw" or "embedded"."""
+    """Return the form of the edge features, as `anemoi_gt.kernel_report.Layer` has it."""
     if call.arguments["edge_attr"] is None:
         return "none"
+    if call.arguments.get("embedded_first"):
+        return "embedded first"
     return "embedded" if call.arguments["edge_weight"] is None else "raw"
 
 

@@ -91,8 +91,9 @@ class Layer:
         Its class; "" without one.
     sizes : dict of str to int
         batch, sources, destinations, edges, heads, channels, attributes.
-    features : {"none", "raw", "embedded"}
-        Form of the edge features.
+    features : {"none", "raw", "embedded", "embedded first"}
+        Form of the edge features. Of raw attributes the weight is factored out of the sums over edges; those that are
+        "embedded first" would move more bytes so, or do not fit a program.
     dtype, device : str
         Of query.
     backend : str
@@ -236,6 +237,7 @@ def _layer_lines(layers: list[Layer]) -> Iterator[str]:
     """Lines of layers that differ by name alone."""
     first, sizes = layers[0], layers[0].sizes
     edges = {"none": "no attributes", "raw": f"attributes {sizes['attributes']}", "embedded": "embedded edges"}
+    edges["embedded first"] = "attributes embedded first"
     yield _title(layers) or "attention"
     yield (
         f"  {sizes['edges']:,} edges, {sizes['sources']:,} to {sizes['destinations']:,} nodes, batch {sizes['batch']}, "

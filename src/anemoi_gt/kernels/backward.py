@@ -12,11 +12,15 @@ Symbols as in `anemoi_gt.kernels.forward`, with the upstream gradients do_i, dls
 
     over sources:
         dk_j = sum_e ds_e q_i,     dv_j = sum_e m_e p_e do_i
+
+Hubs are divided into segments as in the forward pass, sources too. The first loop over a segment ends with its parts of
+the two sums of delta, and `edge_attention_bwd_dst_hub` takes the second loop.
 """
 
 import triton
 import triton.language as tl
 
+from anemoi_gt.kernels.forward import SIZES
 from anemoi_gt.kernels.jit_launch import launch_facts, row_kernel_name
 from anemoi_gt.kernels.packed_rows import (
     add_scaled,
@@ -33,13 +37,25 @@ from anemoi_gt.kernels.packed_rows import (
     store_unpacked,
     zero_row,
 )
-from anemoi_gt.kernels.primitives import as_index, caller_edge, destination, load_row, project_edges, row_offsets
+from anemoi_gt.kernels.primitives import (
+    as_index,
+    caller_edge,
+    destination,
+    hub_segment,
+    load_row,
+    num_blocks,
+    project_edges,
+    row_offsets,
+    row_or_segment,
+    segment_of_program,
+    segment_offsets,
+)
 
 
 @triton.jit(
     repr=row_kernel_name("edge_attention_bwd_dst", "query"),
     launch_metadata=launch_facts,
-    do_not_specialize=["num_dst", "num_src", "num_edges", "attr_stride", "drop_below"],
+    do_not_specialize=SIZES,
 )
 def edge_attention_bwd_dst(
     query,  # [B, N_dst, H, C], read for embedded features only
@@ -62,20 +78,27 @@ def edge_attention_bwd_dst(
     p_ds,  # [B, E, 2, H]
     attr_dp,  # [B, E, H] float32, scratch
     dp,  # [B, E, H] float32, scratch
+    segment_sums,  # [B, blocks, 2, H] sums of p and of p dp of segments, or None without hubs
     num_dst, num_src, num_edges, attr_stride, scale, drop_below, survivor,
     H: tl.constexpr, C: tl.constexpr, D: tl.constexpr, BIAS: tl.constexpr, EMBEDDED: tl.constexpr, HEADS: tl.constexpr,
     CHANNELS: tl.constexpr, ATTRIBUTES: tl.constexpr, PACKED: tl.constexpr, UNROLL: tl.constexpr, EDGES: tl.constexpr,
-    PRECISION: tl.constexpr, INT64: tl.constexpr,
+    PRECISION: tl.constexpr, INT64: tl.constexpr, SEGMENT: tl.constexpr,
     STRIDE: tl.constexpr,  # elements between two rows of grad_out, and of dquery
 ):  # fmt: skip
     """Grid (B * N_dst, ceil(H / HEADS)): a program owns HEADS heads of one destination of a batch entry.
 
     Writes its row of dquery (without W B), and of its in-edges dx (embedded features), and p_ds = [m p, ds], which the
-    kernels over sources and over attributes read.
+    kernels over sources and over attributes read. With hubs the grid is (B * (blocks + N_dst), ..), and the program of
+    a segment writes its dp and segment_sums.
     """
-    b, i, node = destination(dst_schedule, num_dst, INT64)
+    if SEGMENT > 0:
+        b, i, begin, end, slot = row_or_segment(colptr, dst_schedule, num_dst, num_edges, SEGMENT, INT64)
+        node = b * num_dst + i
+    else:
+        b, i, node = destination(dst_schedule, num_dst, INT64)
     first_edge, first_attr = b * num_edges, b * attr_stride
-    begin, end = tl.load(colptr + i), tl.load(colptr + i + 1)
+    if SEGMENT == 0:
+        begin, end = tl.load(colptr + i), tl.load(colptr + i + 1)
     head = tl.program_id(1) * HEADS
     h = head + tl.arange(0, HEADS)
     heads = (h, None if H % HEADS == 0 else h < H)
@@ -99,6 +122,10 @@ def edge_attention_bwd_dst(
     weights = (do, inverse, value, attr_dp if D > 0 else None, exp_scores, dp)
     p_sum, delta = _differentiate_weights(p_sum, delta, begin, main_end, *weights, *edges, H, WIDTH, PACKED, UNROLL)
     p_sum, delta = _differentiate_weights(p_sum, delta, main_end, end, *weights, *edges, H, WIDTH, PACKED, 1)
+    if SEGMENT > 0 and slot >= 0:
+        store_heads(segment_sums, 2 * slot, heads, p_sum, H)
+        store_heads(segment_sums, 2 * slot + 1, heads, delta, H)
+        return
     delta = delta / tl.where(p_sum == 0.0, 1.0, p_sum)
     if grad_lse is not None:
         delta -= load_heads(grad_lse, node, heads, H)
@@ -111,6 +138,67 @@ def edge_attention_bwd_dst(
     dq = _differentiate_scores(dq, main_end, end, *scores, *edges, H, WIDTH, PACKED, 1)
     if dquery is not None:
         store_unpacked(dquery, node * GRADIENT, layout, dq, PACKED)
+
+
+@triton.jit(repr=row_kernel_name("edge_attention_bwd_dst_hub", "key"), do_not_specialize=SIZES)
+def edge_attention_bwd_dst_hub(
+    query,  # [B, N_dst, H, C], read for embedded features only
+    key,  # [B, N_src, H, C]
+    edge_attr,  # [1 or B, E, H, C] or None
+    grad_out,  # [B, N_dst, H, C]
+    grad_lse,  # [B, N_dst, H] or None
+    inv_denominator,  # [B, N_dst, H]
+    exp_scores,  # [B, E, H] r
+    colptr,  # [N_dst + 1]
+    row,  # [E]
+    perm,  # [E] or None
+    global_edge_id,  # [E] int64, or None
+    seed,  # [1] int64, or None
+    dedge_attr,  # [B, E, H, C] or None
+    p_ds,  # [B, E, 2, H]
+    dp,  # [B, E, H] float32
+    segment_sums,  # [B, blocks, 2, H]
+    segment_dquery,  # [B, blocks, H, C] float32, or None
+    num_dst, num_src, num_edges, attr_stride, scale, drop_below, survivor,
+    H: tl.constexpr, C: tl.constexpr, EMBEDDED: tl.constexpr, HEADS: tl.constexpr, CHANNELS: tl.constexpr,
+    PACKED: tl.constexpr, UNROLL: tl.constexpr, INT64: tl.constexpr, SEGMENT: tl.constexpr, SEGMENTS: tl.constexpr,
+):  # fmt: skip
+    """Grid (B * blocks, ceil(H / HEADS)): a program owns HEADS heads of one segment of a hub.
+
+    Writes its row of segment_dquery, and dx and p_ds of its edges.
+    """
+    b, i, begin, end, slot, first, count = segment_of_program(colptr, num_dst, num_edges, SEGMENT, INT64)
+    if begin == end:
+        return
+    node, first_edge, first_attr = b * num_dst + i, b * num_edges, b * attr_stride
+    head = tl.program_id(1) * HEADS
+    h = head + tl.arange(0, HEADS)
+    heads = (h, None if H % HEADS == 0 else h < H)
+    layout = raw_offsets(head, H, C, HEADS, CHANNELS, PACKED)
+    WIDTH: tl.constexpr = H * C // 2 if PACKED is not None else H * C
+    source = (row, b * num_src, edge_attr if EMBEDDED else None, perm, first_attr)
+    edges = ((perm, global_edge_id, seed, b, h, drop_below, survivor), source, layout, heads, first_edge)
+    main_end = end - (end - begin) % UNROLL
+    p_sum = tl.zeros((HEADS,), tl.float32)
+    delta = tl.zeros((HEADS,), tl.float32)
+    for k in range(0, count, SEGMENTS):  # in the same order in every program of the hub
+        at, known = segment_offsets(first, k, count, h, 2 * H, H, SEGMENTS)
+        p_sum += tl.sum(tl.load(segment_sums + at, mask=known, other=0.0), axis=0)
+        delta += tl.sum(tl.load(segment_sums + at + H, mask=known, other=0.0), axis=0)
+    delta = delta / tl.where(p_sum == 0.0, 1.0, p_sum)
+    if grad_lse is not None:
+        delta -= load_heads(grad_lse, node, heads, H)
+
+    dq = zero_row(HEADS, CHANNELS, PACKED)
+    do = load_unpacked(grad_out, node * WIDTH, layout, PACKED) if EMBEDDED else dq
+    q = load_unpacked(query, node * WIDTH, layout, PACKED) if EMBEDDED else dq
+    inverse = load_heads(inv_denominator, node, heads, H)
+    read = key if segment_dquery is not None else None
+    scores = (delta, do, q, inverse, scale, read, exp_scores, dp, p_ds, dedge_attr)
+    dq = _differentiate_scores(dq, begin, main_end, *scores, *edges, H, WIDTH, PACKED, UNROLL)
+    dq = _differentiate_scores(dq, main_end, end, *scores, *edges, H, WIDTH, PACKED, 1)
+    if segment_dquery is not None:
+        store_unpacked(segment_dquery, slot * WIDTH, layout, dq, PACKED)
 
 
 @triton.jit
@@ -177,37 +265,71 @@ def edge_attention_bwd_src(
     csr_to_csc,  # [E]
     dkey,  # [B, N_src, H, C] or None
     dvalue,  # [B, N_src, H, C] or None
+    segment_dkey,  # [B, blocks, H, C] float32, or None as dkey and without hubs
+    segment_dvalue,  # [B, blocks, H, C] float32, or None as dvalue and without hubs
     num_dst, num_src, num_edges,
     H: tl.constexpr, C: tl.constexpr, HEADS: tl.constexpr, CHANNELS: tl.constexpr, NODES: tl.constexpr,
-    UNROLL: tl.constexpr, INT64: tl.constexpr,
+    UNROLL: tl.constexpr, INT64: tl.constexpr, SEGMENT: tl.constexpr,
     STRIDE: tl.constexpr,  # elements between two rows of grad_out, and of dkey and dvalue
 ):  # fmt: skip
     """Grid (B * ceil(N_src / NODES), ceil(H / HEADS)): a program owns HEADS heads of NODES sources of a batch entry.
 
-    Writes their rows of dkey and dvalue.
+    Writes their rows of dkey and dvalue. With hubs the grid is (B * (blocks + ceil(N_src / NODES)), ..), and the
+    program of a segment writes its rows of segment_dkey and segment_dvalue.
     """
     programs = (num_src + NODES - 1) // NODES
+    if SEGMENT > 0:
+        blocks = num_blocks(num_edges, SEGMENT)
+        programs += blocks
     b = as_index(tl.program_id(0) // programs, INT64)
     first = (tl.program_id(0) % programs) * NODES
     head = tl.program_id(1) * HEADS
     h = head + tl.arange(0, HEADS)
     offsets, mask = row_offsets(head, H, C, HEADS, CHANNELS)
+    operands = (query, grad_out, p_ds, col, csr_to_csc, b, num_dst, num_edges, h, offsets, mask)
+    if SEGMENT > 0:
+        block = as_index(tl.program_id(0) % programs, INT64)
+        if block < blocks:
+            _, begin, end, _, _ = hub_segment(rowptr, block, num_src, SEGMENT)
+            sums = _sum_over_edges(dkey, dvalue, begin, end, *operands, H, C, HEADS, CHANNELS, UNROLL, STRIDE)
+            _store_rows(segment_dkey, segment_dvalue, (b * blocks + block) * (H * C), offsets, mask, sums)
+            return
+        first -= blocks * NODES
     for n in range(NODES):
         if first + n < num_src:
             j = first + n
-            dk = tl.zeros((HEADS, CHANNELS), tl.float32)
-            dv = tl.zeros((HEADS, CHANNELS), tl.float32)
-            for x in tl.range(tl.load(rowptr + j), tl.load(rowptr + j + 1), loop_unroll_factor=UNROLL):
-                i = b * num_dst + tl.load(col + x)
-                pair = p_ds + (b * num_edges + tl.load(csr_to_csc + x)) * (2 * H) + h
-                if dvalue is not None:
-                    w = tl.load(pair, mask=h < H, other=0.0).to(tl.float32)
-                    dv += w[:, None] * load_row(grad_out, i, offsets, mask, STRIDE)
-                if dkey is not None:
-                    ds = tl.load(pair + H, mask=h < H, other=0.0).to(tl.float32)
-                    dk += ds[:, None] * load_row(query, i, offsets, mask, H * C)
-            at = (b * num_src + j) * STRIDE
-            if dkey is not None:
-                tl.store(dkey + at + offsets, dk.to(dkey.dtype.element_ty), mask=mask)
-            if dvalue is not None:
-                tl.store(dvalue + at + offsets, dv.to(dvalue.dtype.element_ty), mask=mask)
+            begin, end = tl.load(rowptr + j), tl.load(rowptr + j + 1)
+            if SEGMENT > 0:
+                end = tl.where(end - begin > 2 * SEGMENT, begin, end)
+            sums = _sum_over_edges(dkey, dvalue, begin, end, *operands, H, C, HEADS, CHANNELS, UNROLL, STRIDE)
+            _store_rows(dkey, dvalue, (b * num_src + j) * STRIDE, offsets, mask, sums)
+
+
+@triton.jit
+def _sum_over_edges(
+    dkey, dvalue, begin, end, query, grad_out, p_ds, col, csr_to_csc, b, num_dst, num_edges, h, offsets, mask,
+    H: tl.constexpr, C: tl.constexpr, HEADS: tl.constexpr, CHANNELS: tl.constexpr, UNROLL: tl.constexpr,
+    STRIDE: tl.constexpr,
+):  # fmt: skip
+    """Return the sums of ds q, for dkey, and of m p do, for dvalue, over the edges begin .. end - 1 in CSR order."""
+    dk = tl.zeros((HEADS, CHANNELS), tl.float32)
+    dv = tl.zeros((HEADS, CHANNELS), tl.float32)
+    for x in tl.range(begin, end, loop_unroll_factor=UNROLL):
+        i = b * num_dst + tl.load(col + x)
+        pair = p_ds + (b * num_edges + tl.load(csr_to_csc + x)) * (2 * H) + h
+        if dvalue is not None:
+            w = tl.load(pair, mask=h < H, other=0.0).to(tl.float32)
+            dv += w[:, None] * load_row(grad_out, i, offsets, mask, STRIDE)
+        if dkey is not None:
+            ds = tl.load(pair + H, mask=h < H, other=0.0).to(tl.float32)
+            dk += ds[:, None] * load_row(query, i, offsets, mask, H * C)
+    return dk, dv
+
+
+@triton.jit
+def _store_rows(dkey, dvalue, at, offsets, mask, sums):
+    """Write the sums of `_sum_over_edges` to the rows of dkey and dvalue that begin at `at`."""
+    if dkey is not None:
+        tl.store(dkey + at + offsets, sums[0].to(dkey.dtype.element_ty), mask=mask)
+    if dvalue is not None:
+        tl.store(dvalue + at + offsets, sums[1].to(dvalue.dtype.element_ty), mask=mask)

@@ -26,6 +26,7 @@ from anemoi_gt.kernels.primitives import (
     load_row,
     product,
     row_offsets,
+    row_or_segment,
     tile_offsets,
 )
 
@@ -53,13 +54,10 @@ def _tile_offsets(
 ):
     """Return offsets and mask of [nodes, columns] of one head in a tensor [N, H, WIDTH], from column `column` on.
 
-    STRIDE elements lie between the rows of two nodes; 0 stands for H * WIDTH.
+    STRIDE elements lie between the rows of two nodes, H * WIDTH where it is 0.
     """
     x = column + tl.arange(0, COLUMNS)
-    if STRIDE > 0:
-        offsets = (node * STRIDE + head * WIDTH)[:, None] + x[None, :]
-    else:
-        offsets = (node * H + head)[:, None] * WIDTH + x[None, :]
+    offsets = (node * (STRIDE or H * WIDTH) + head * WIDTH)[:, None] + x[None, :]
     return offsets, (node < num_nodes)[:, None] & (x < WIDTH)[None, :]
 
 
@@ -144,15 +142,22 @@ def attribute_bwd(
     attr_sums,  # [B, N_dst, H, ATTRIBUTES] A
     dscore_sums,  # [B, N_dst, H, ATTRIBUTES] B
     dedge_attr,  # [B, E, D] or None
+    segment_attr_sums,  # [B, blocks, H, ATTRIBUTES] float32, or None without hubs
+    segment_dscore_sums,  # [B, blocks, H, ATTRIBUTES] float32, or None without hubs
     num_dst, num_edges, attr_stride,
     H: tl.constexpr, D: tl.constexpr, BIAS: tl.constexpr, HEADS: tl.constexpr, ATTRIBUTES: tl.constexpr,
-    EDGES: tl.constexpr, PRECISION: tl.constexpr, INT64: tl.constexpr,
+    EDGES: tl.constexpr, PRECISION: tl.constexpr, INT64: tl.constexpr, SEGMENT: tl.constexpr,
 ):  # fmt: skip
     """Grid (B * N_dst,): a program owns a destination of a batch entry, all heads.
 
-    Writes its A and B, and da of its in-edges in the caller's order.
+    Writes its A and B, and da of its in-edges in the caller's order. With hubs the grid is (B * (blocks + N_dst),), and
+    the program of a segment writes its rows of segment_attr_sums and segment_dscore_sums.
     """
-    b, i, node = destination(None, num_dst, INT64)
+    if SEGMENT > 0:
+        b, i, begin, end, slot = row_or_segment(colptr, None, num_dst, num_edges, SEGMENT, INT64)
+        node = b * num_dst + i
+    else:
+        b, i, node = destination(None, num_dst, INT64)
     first_edge = b * num_edges
     h = tl.arange(0, HEADS)
     d = tl.arange(0, ATTRIBUTES)
@@ -162,8 +167,10 @@ def attribute_bwd(
         g = load_row(projected_grad, node, offsets, mask, H * ATTRIBUTES)
     value_sums = tl.zeros((HEADS, ATTRIBUTES), tl.float32)
     score_sums = tl.zeros((HEADS, ATTRIBUTES), tl.float32)
-    end = tl.load(colptr + i + 1)
-    for start in range(tl.load(colptr + i), end, EDGES):
+    if SEGMENT == 0:
+        end = tl.load(colptr + i + 1)
+        begin = tl.load(colptr + i)
+    for start in range(begin, end, EDGES):
         e = start + tl.arange(0, EDGES)
         inside = e < end
         edge = caller_edges(perm, e, inside)
@@ -178,6 +185,10 @@ def attribute_bwd(
             da = product(ds, u, da, PRECISION)
             at, known = tile_offsets(first_edge + edge, inside, d, D, D)
             tl.store(dedge_attr + at, da.to(dedge_attr.dtype.element_ty), mask=known)
+    if SEGMENT > 0 and slot >= 0:
+        tl.store(segment_attr_sums + slot * (H * ATTRIBUTES) + offsets, value_sums, mask=mask)
+        tl.store(segment_dscore_sums + slot * (H * ATTRIBUTES) + offsets, score_sums, mask=mask)
+        return
     tl.store(attr_sums + node * (H * ATTRIBUTES) + offsets, value_sums.to(attr_sums.dtype.element_ty), mask=mask)
     tl.store(dscore_sums + node * (H * ATTRIBUTES) + offsets, score_sums.to(dscore_sums.dtype.element_ty), mask=mask)
 

@@ -56,7 +56,7 @@ class Launch:
         self.scalars, self.constants = scalars, constants
         values = scalars | constants
         first = next(place for place, name in enumerate(kernel.arg_names) if name in values)
-        self._tensors = kernel.arg_names[:first]
+        self.tensors = kernel.arg_names[:first]
         self._values = [values[name] for name in kernel.arg_names[first:]]
         widths = tuple(scalar.bit_length() < 32 for scalar in scalars.values() if isinstance(scalar, int))
         self._compiled = _COMPILED.setdefault(kernel, {}).setdefault((widths, *constants.items()), {})
@@ -70,14 +70,14 @@ class Launch:
         """Launch on tensors by name, contiguous and on the current device; None stands for one that is absent."""
         if 0 in self.grid:
             return
-        ordered = [tensors[name] for name in self._tensors]
+        ordered = [tensors[name] for name in self.tensors]
         addresses = [0 if tensor is None else tensor.data_ptr() for tensor in ordered]
         key = None
         if reduce(or_, addresses, 0) % ALIGNMENT == 0 and (device := repeating_device()) is not None:
             key = (device, *[None if tensor is None else tensor.dtype for tensor in ordered])
             if key in self._compiled:
                 return self._compiled[key](self.grid, addresses + self._values)
-        named = dict(zip(self._tensors, ordered, strict=True))
+        named = dict(zip(self.tensors, ordered, strict=True))
         compiled = self.kernel[self.grid](**named, **self.scalars, **self.constants)
         if key is not None and (repeat := repeat_launch(compiled)) is not None:
             self._compiled[key] = repeat

@@ -1,4 +1,4 @@
-"""Rows of nodes outside of the attention: layer norms with residual connection, GELU, and sums over nodes.
+"""Rows of nodes outside of the attention: layer norms with residual connection, and GELU.
 
     total = x + delta                                          residual connection, where there is one
     n     = (total - mean) / sqrt(var + eps),    normed = n weight + bias            over the features of a row
@@ -7,9 +7,9 @@
     g = h cdf(h),    dh = dg (cdf(h) + h pdf(h))               cdf, pdf of the normal distribution
 
 Each kernel reads and writes a row once. Sums over nodes are made in the pass that has the rows in registers: a program
-adds up every P-th tile and writes its sums to a row of `partial` [P, SUMS], from column `first_sum` on; with ADD to
-what is there. Elements are added across tiles before they are added across rows, so that no step needs a barrier. A
-load may not pass a store, so a program loads its next tile before it stores anything of this one.
+takes every P-th tile and adds to a row of `partial` [P, SUMS], from column `first_sum` on. Elements are added across
+tiles before they are added across rows, so that no step needs a barrier. A load may not pass a store, so a program
+loads its next tile before it stores anything of this one.
 
 cdf(-|h|) exp(h^2 / 2) is a polynomial of t = 1 / (1 + 0.3 |h|), fitted to a relative error of 1.5e-7: PyTorch's GELU
 and that of libdevice are bound by arithmetic, and this shares its exponential with pdf.
@@ -35,6 +35,13 @@ def _tile(first, column, num_rows, F: tl.constexpr, FEATURES: tl.constexpr, ROWS
     row = first + tl.arange(0, ROWS)
     f = column + tl.arange(0, FEATURES)
     return f, row[:, None] * F + f[None, :], (row < num_rows)[:, None] & (f < F)[None, :]
+
+
+@triton.jit
+def _load_parameters(weight, bias, f, F: tl.constexpr):
+    """Return weight and bias of a norm as float32 [1, FEATURES]."""
+    w = tl.load(weight + f, mask=f < F, other=0.0).to(tl.float32)
+    return w[None, :], tl.load(bias + f, mask=f < F, other=0.0).to(tl.float32)[None, :]
 
 
 @triton.jit
@@ -65,13 +72,10 @@ def _normal_cdf(h):
 
 
 @triton.jit
-def _store_sums(partial, first_sum, f, sums, F: tl.constexpr, SUMS: tl.constexpr, ADD: tl.constexpr):
-    """Write the sums over a tile [ROWS, FEATURES] to this program's row of `partial`, or add them to it."""
+def _add_sums(partial, first_sum, f, sums, F: tl.constexpr, SUMS: tl.constexpr):
+    """Add the sums over a tile [ROWS, FEATURES] to this program's row of `partial`."""
     at = partial + tl.program_id(0) * SUMS + first_sum + f
-    total = tl.sum(sums, axis=0)
-    if ADD:
-        total += tl.load(at, mask=f < F, other=0.0)
-    tl.store(at, total, mask=f < F)
+    tl.store(at, tl.load(at, mask=f < F, other=0.0) + tl.sum(sums, axis=0), mask=f < F)
 
 
 @triton.jit(repr=_name("layer_norm_fwd", "x"), do_not_specialize=["num_rows"])
@@ -92,10 +96,9 @@ def layer_norm_fwd(
         z = (z + tl.load(delta + at, mask=mask, other=0.0).to(tl.float32)).to(total.dtype.element_ty)
         tl.store(total + at, z, mask=mask)
         z = z.to(tl.float32)
-    w = tl.load(weight + f, mask=f < F, other=0.0).to(tl.float32)
-    b = tl.load(bias + f, mask=f < F, other=0.0).to(tl.float32)
+    w, b = _load_parameters(weight, bias, f, F)
     n, _ = _normal(z, mask, eps, F)
-    tl.store(normed + at, (n * w[None, :] + b[None, :]).to(normed.dtype.element_ty), mask=mask)
+    tl.store(normed + at, (n * w + b).to(normed.dtype.element_ty), mask=mask)
 
 
 @triton.jit(repr=_name("layer_norm_bwd", "x"), do_not_specialize=["num_rows", "first_sum"])
@@ -109,15 +112,14 @@ def layer_norm_bwd(
     normed,  # [N, F], made again
     partial,  # [P, SUMS] float32: d weight, d bias, and with BIASES the sums of grad_total and dx
     num_rows, eps, first_sum,
-    F: tl.constexpr, FEATURES: tl.constexpr, ROWS: tl.constexpr, SUMS: tl.constexpr, ADD: tl.constexpr,
-    BIASES: tl.constexpr, INT64: tl.constexpr,
+    F: tl.constexpr, FEATURES: tl.constexpr, ROWS: tl.constexpr, SUMS: tl.constexpr, BIASES: tl.constexpr,
+    INT64: tl.constexpr,
 ):  # fmt: skip
-    """Grid (P,): a program owns every P-th tile of ROWS rows, and writes those of dx and normed and its sums."""
+    """Grid (P,): a program owns every P-th tile of ROWS rows, and writes those of dx and normed."""
     step = tl.num_programs(0) * ROWS
     start = tl.program_id(0) * ROWS
     f, at, mask = _tile(as_index(start, INT64), 0, num_rows, F, FEATURES, ROWS)
-    w = tl.load(weight + f, mask=f < F, other=0.0).to(tl.float32)[None, :]
-    b = tl.load(bias + f, mask=f < F, other=0.0).to(tl.float32)[None, :]
+    w, b = _load_parameters(weight, bias, f, F)
     z_row = tl.load(x + at, mask=mask, other=0.0)
     dy_row = tl.load(grad_normed + at, mask=mask, other=0.0)
     dz_row = z_row if grad_total is None else tl.load(grad_total + at, mask=mask, other=0.0)
@@ -148,11 +150,11 @@ def layer_norm_bwd(
             dx_sum += d
         tl.store(normed + at, (n * w + b).to(normed.dtype.element_ty), mask=mask)
         tl.store(dx + at, d.to(dx.dtype.element_ty), mask=mask)
-    _store_sums(partial, first_sum, f, weight_sum, F, SUMS, ADD)
-    _store_sums(partial, first_sum + F, f, bias_sum, F, SUMS, ADD)
+    _add_sums(partial, first_sum, f, weight_sum, F, SUMS)
+    _add_sums(partial, first_sum + F, f, bias_sum, F, SUMS)
     if BIASES:
-        _store_sums(partial, first_sum + 2 * F, f, total_sum, F, SUMS, ADD)
-        _store_sums(partial, first_sum + 3 * F, f, dx_sum, F, SUMS, ADD)
+        _add_sums(partial, first_sum + 2 * F, f, total_sum, F, SUMS)
+        _add_sums(partial, first_sum + 3 * F, f, dx_sum, F, SUMS)
 
 
 @triton.jit(repr=_name("gelu_fwd", "hidden"), do_not_specialize=["num_rows"])
@@ -177,8 +179,7 @@ def gelu_bwd(
     grad_hidden,  # [N, F] dh
     partial,  # [P, SUMS] float32: sums of dh
     num_rows, first_sum,
-    F: tl.constexpr, FEATURES: tl.constexpr, ROWS: tl.constexpr, SUMS: tl.constexpr, ADD: tl.constexpr,
-    INT64: tl.constexpr,
+    F: tl.constexpr, FEATURES: tl.constexpr, ROWS: tl.constexpr, SUMS: tl.constexpr, INT64: tl.constexpr,
 ):  # fmt: skip
     """Grid (P, ceil(F / FEATURES)): a program owns every P-th tile of ROWS rows, FEATURES columns of each."""
     step = tl.num_programs(0) * ROWS
@@ -199,22 +200,4 @@ def gelu_bwd(
         sums += dh
         tl.store(activated + at, (h * cdf).to(activated.dtype.element_ty), mask=mask)
         tl.store(grad_hidden + at, dh.to(grad_hidden.dtype.element_ty), mask=mask)
-    _store_sums(partial, first_sum, f, sums, F, SUMS, ADD)
-
-
-@triton.jit(repr=_name("column_sums", "rows"), do_not_specialize=["num_rows", "first_sum"])
-def column_sums(
-    rows,  # [N, STRIDE], of which F columns
-    partial,  # [P, SUMS] float32
-    num_rows, first_sum,
-    F: tl.constexpr, STRIDE: tl.constexpr, FEATURES: tl.constexpr, ROWS: tl.constexpr, SUMS: tl.constexpr,
-    ADD: tl.constexpr, INT64: tl.constexpr,
-):  # fmt: skip
-    """Grid (P, ceil(F / FEATURES)): a program sums every P-th tile of ROWS rows, FEATURES columns of each."""
-    f = tl.program_id(1) * FEATURES + tl.arange(0, FEATURES)
-    sums = tl.zeros((ROWS, FEATURES), tl.float32)
-    for first in range(tl.program_id(0) * ROWS, num_rows, tl.num_programs(0) * ROWS):
-        row = as_index(first, INT64) + tl.arange(0, ROWS)
-        mask = (row < num_rows)[:, None] & (f < F)[None, :]
-        sums += tl.load(rows + row[:, None] * STRIDE + f[None, :], mask=mask, other=0.0).to(tl.float32)
-    _store_sums(partial, first_sum, f, sums, F, SUMS, ADD)
+    _add_sums(partial, first_sum, f, sums, F, SUMS)

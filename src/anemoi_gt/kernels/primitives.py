@@ -29,6 +29,73 @@ def destination(dst_schedule, num_dst, INT64: tl.constexpr):
 
 
 @triton.jit
+def hub_segment(pointers, block, num_rows, SEGMENT: tl.constexpr):
+    """Return row, begin and end of the segment of a block, and the first block and the number of blocks of its row.
+
+    The edges are divided into blocks of SEGMENT. A row with more than 2 SEGMENT edges is a hub; its segments begin
+    where a block begins, but for the first, which begins with the row. A block that begins in no hub has begin = end.
+    """
+    x = block * SEGMENT
+    i, above = x * 0, num_rows + x * 0
+    while above - i > 1:  # pointers[i] <= x < pointers[above]
+        middle = (i + above) // 2
+        is_left = tl.load(pointers + middle) <= x
+        i, above = tl.where(is_left, middle, i), tl.where(is_left, above, middle)
+    row_begin, row_end = tl.load(pointers + i).to(x.dtype), tl.load(pointers + i + 1).to(x.dtype)
+    begin = tl.where(x - row_begin < SEGMENT, row_begin, x)
+    end = tl.where(row_end - row_begin > 2 * SEGMENT, tl.minimum(x + SEGMENT, row_end), begin)
+    first = (row_begin + SEGMENT - 1) // SEGMENT
+    return i, begin, end, first, (row_end - 1) // SEGMENT - first + 1
+
+
+@triton.jit
+def num_blocks(num_edges, SEGMENT: tl.constexpr):
+    """Return the number of blocks of the edges, that of programs in which hubs can be divided."""
+    return (num_edges + SEGMENT - 1) // SEGMENT
+
+
+@triton.jit
+def row_or_segment(pointers, schedule, num_rows, num_edges, SEGMENT: tl.constexpr, INT64: tl.constexpr):
+    """Return b, i, begin, end and slot of a program of a grid (B * (blocks + N), ..).
+
+    Segments come first, and `slot` is their row in partial results [B * blocks, ..]. It is -1 for a row, which has no
+    edges where it is a hub: what is written for it is overwritten when its segments are joined.
+    """
+    blocks = num_blocks(num_edges, SEGMENT)
+    b = as_index(tl.program_id(0) // (blocks + num_rows), INT64)
+    place = as_index(tl.program_id(0) % (blocks + num_rows), INT64)
+    if place < blocks:
+        i, begin, end, _, _ = hub_segment(pointers, place, num_rows, SEGMENT)
+        slot = b * blocks + place
+    else:
+        i = place - blocks
+        if schedule is not None:
+            i = tl.load(schedule + i).to(place.dtype)
+        begin, end = tl.load(pointers + i).to(place.dtype), tl.load(pointers + i + 1).to(place.dtype)
+        end = tl.where(end - begin > 2 * SEGMENT, begin, end)
+        slot = place * 0 - 1
+    return b, i, begin, end, slot
+
+
+@triton.jit
+def segment_of_program(pointers, num_rows, num_edges, SEGMENT: tl.constexpr, INT64: tl.constexpr):
+    """Return b, i, begin, end, slot, the first slot and the number of slots of its row: grid (B * blocks, ..)."""
+    blocks = num_blocks(num_edges, SEGMENT)
+    b, block = as_index(tl.program_id(0) // blocks, INT64), as_index(tl.program_id(0) % blocks, INT64)
+    i, begin, end, first, count = hub_segment(pointers, block, num_rows, SEGMENT)
+    return b, i, begin, end, b * blocks + block, b * blocks + first, count
+
+
+@triton.jit
+def segment_offsets(
+    first, k, count, column, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, SEGMENTS: tl.constexpr
+):  # fmt: skip
+    """Return offsets and mask [SEGMENTS, columns] of segments k, k + 1, .. of a hub in a tensor [B * blocks, WIDTH]."""
+    n = k + tl.arange(0, SEGMENTS)
+    return tile_offsets(first + n, n < count, column, WIDTH, COLUMNS)
+
+
+@triton.jit
 def product(x, y, acc, PRECISION: tl.constexpr):
     """Return acc + x y, a matrix product with float32 sums of operands that are rounded to PRECISION."""
     if PRECISION == "bf16":

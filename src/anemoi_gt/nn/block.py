@@ -28,7 +28,7 @@ from anemoi_gt.nn.input_validation import (
     check_nodes,
     check_sides,
 )
-from anemoi_gt.nn.layer_kernels import LayerKernels, cast_for_projections, check_kernels
+from anemoi_gt.nn.layer_kernels import LayerKernels, cast_for_projections, check_kernels, must_be_called
 from anemoi_gt.nn.mlp import MLP
 from anemoi_gt.nn.norm import apply_norm
 from anemoi_gt.ops import edge_attention
@@ -131,6 +131,7 @@ class GraphTransformerBaseBlock(nn.Module):
         self.lin_value = Linear(in_channels, width)
         self.lin_self = Linear(in_channels, width, bias=bias)
         self.lin_edge = Linear(edge_dim, width)
+        self._embedding = type(self.lin_edge)
         self.projection = Linear(width, out_channels)
         self.q_norm = layer_kernels.QueryNorm(width // num_heads) if qk_norm else nn.Identity()
         self.k_norm = layer_kernels.KeyNorm(width // num_heads) if qk_norm else nn.Identity()
@@ -208,12 +209,18 @@ class GraphTransformerBaseBlock(nn.Module):
         return self.projection(rearrange(out, "... nodes heads channels -> ... nodes (heads channels)") + skip)
 
     def edge_operands(self, edge_attr: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the edge operands of the attention: attributes [.., E, edge_dim], embedding weight and bias."""
+        """Return the edge operands of the attention: attributes [.., E, edge_dim], embedding weight and bias.
+
+        If `lin_edge` has hooks, or was replaced by another kind of layer, they are embedded edges, None and None.
+        """
         weight = self.lin_edge.weight
         check_attributes(edge_attr, weight.shape[1])
         if len(self.edge_pre_mlp):
             check_dtype("edge_attr", edge_attr, like=weight)
-        return self.edge_pre_mlp(edge_attr), weight, self.lin_edge.bias
+        edge_attr = self.edge_pre_mlp(edge_attr)
+        if must_be_called(self.lin_edge, self._embedding):
+            return self._split_heads(self.lin_edge(edge_attr)), None, None
+        return edge_attr, weight, self.lin_edge.bias
 
     def _make_norm(self) -> nn.Module:
         return self.layer_kernels.LayerNorm(normalized_shape=self.channels)

@@ -157,7 +157,8 @@ def _make_chunk(graph: GraphStructure, dst: slice) -> Chunk:
     schedule = graph.dst_schedule
     if schedule is not None:
         schedule = schedule[(schedule >= dst.start) & (schedule < dst.stop)] - dst.start
-    kept = {"dst_schedule": schedule, "fixed_in_degree": graph.fixed_in_degree}
+    kept = {name: getattr(graph, name) for name in ("fixed_in_degree", "dst_hubs", "src_hubs")}
+    kept["dst_schedule"] = schedule
     sources = torch.empty(src.shape[0], 0, device=graph.device)
     structure = GraphStructure(colptr - colptr[0], row.to(graph.row.dtype), sources, **kept)
     return Chunk(structure.with_reverse(), src.long(), dst, edges, (graph.num_src, graph.num_dst, graph.num_edges))
@@ -169,7 +170,7 @@ def _check_chunks(chunks: Sequence[Chunk]) -> None:
     if wrong or not chunks:
         raise ValueError(
             "graph must be a GraphStructure, or its chunks from split_destinations, "
-            f"got a {type(chunks).__name__} of {', '.join(wrong) or 'no chunk'}"
+            f"got a {type(chunks).__name__} of {', '.join(wrong) or 'no chunk'}; join graphs by GraphStructure.disjoint"
         )
     sizes, bounds = chunks[0].sizes, [(chunk.dst.start, chunk.dst.stop) for chunk in chunks]
     if sizes is None:

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from typing import Optional
 
 import torch
-from einops import rearrange
 from torch import Tensor
 from torch.nn.functional import dropout
 from torch.nn.parameter import UninitializedParameter
@@ -16,8 +15,10 @@ from torch_geometric.utils import softmax
 
 from anemoi_gt.attention_config import AttentionConfig, check_config
 from anemoi_gt.graph import GraphStructure
+from anemoi_gt.nn.block import ShardedGraph
 from anemoi_gt.nn.chunking import Chunk, is_chunked, map_chunks
 from anemoi_gt.nn.input_validation import check_dtype, check_features, check_nodes
+from anemoi_gt.nn.layer_kernels import must_be_called
 from anemoi_gt.nn.pyg_inputs import is_adjacency, is_sparse_tensor, read_edges
 from anemoi_gt.ops import attention_weights, edge_attention
 from anemoi_gt.option_checks import check_integer, check_probability
@@ -68,7 +69,7 @@ class GraphTransformerConv(MessagePassing):
     Notes
     -----
     The attention of a destination without in-edges is 0. While a PyG explainer or message hook is active, the layer
-    falls back to per-edge messages, as in PyG, with a warning.
+    falls back to per-edge messages, as in PyG, with a warning; backend "triton", which has none, raises ValueError.
 
     Examples
     --------
@@ -126,7 +127,7 @@ class GraphTransformerConv(MessagePassing):
     def forward(
         self,
         x: Tensor | tuple[Tensor, Tensor],
-        edge_index: GraphStructure | Sequence[Chunk] | Tensor,  # or a SparseTensor
+        edge_index: GraphStructure | ShardedGraph | Sequence[Chunk] | Tensor,  # or a SparseTensor
         edge_attr: Tensor | None = None,
         return_attention_weights: bool | None = None,
     ):
@@ -136,10 +137,11 @@ class GraphTransformerConv(MessagePassing):
         ----------
         x : Tensor [N, F] or [B, N, F], or a pair (x_src, x_dst) of them
             The batch shares one graph; different graphs form one graph, as PyG's `Batch` makes it.
-        edge_index : GraphStructure, its chunks, Tensor [2, E], EdgeIndex, or adjacency adj_t
-            Chunks are those of `split_destinations`. adj_t is a `torch.sparse` tensor or `SparseTensor` [N_dst, N_src],
-            whose values [E, D] replace a missing `edge_attr`. Edges other than a GraphStructure and chunks are sorted
-            in every call, and their indices are checked on the CPU only.
+        edge_index : GraphStructure, ShardedGraph, chunks, Tensor [2, E], EdgeIndex, or adjacency adj_t
+            Of a ShardedGraph, x_src holds the local sources. Chunks are those of `split_destinations`. adj_t is a
+            `torch.sparse` tensor or `SparseTensor` [N_dst, N_src], whose values [E, D] replace a missing `edge_attr`.
+            Tensors and adjacencies are sorted in every call (see `AttentionConfig.stable_sort`), and their indices are
+            checked on the host on a CPU only.
         edge_attr : Tensor [E, D] or [B, E, D], optional
             Raw attributes in the caller's edge order.
         return_attention_weights : bool, optional
@@ -155,29 +157,34 @@ class GraphTransformerConv(MessagePassing):
         Raises
         ------
         ValueError
-            When x, edges and attributes do not fit together.
+            When x, edges and attributes do not fit together, or `config` names a backend that cannot serve.
         """
         x_src, x_dst = x = self._sides(x)
         if is_chunked(edge_index):
             if return_attention_weights is not None:
                 raise ValueError(f"return_attention_weights must be None with chunks, got {return_attention_weights}")
             return map_chunks(lambda x, graph, attr, _: self.forward(x, graph, attr), edge_index, x, edge_attr)
-        graph, edge_attr = self._edges(edge_index, edge_attr, (x_src.shape[-2], x_dst.shape[-2]))
+        edges, query = edge_index, None
+        if not isinstance(edge_index, (GraphStructure, Tensor)) and isinstance(edge_index, ShardedGraph):
+            pending, edges = edge_index.start_exchange(x_src), edge_index.structure
+            query, x_src = self.lin_query(x_dst), pending.wait()
+        graph, edge_attr = self._edges(edges, edge_attr, (x_src.shape[-2], x_dst.shape[-2]))
         check_nodes(graph, x_src, x_dst)
-        query, key, value = self.lin_query(x_dst), self.lin_key(x_src), self.lin_value(x_src)
+        query = self.lin_query(x_dst) if query is None else query
+        key, value = self.lin_key(x_src), self.lin_value(x_src)
         query, key, value = (self._split_heads(features) for features in (query, key, value))
 
         if self._needs_messages():
             out = self._attend_by_messages(query, key, value, graph, edge_attr)
         else:
-            edges = (graph, edge_attr, self._edge_weight(edge_attr))
+            edges = (graph, *self._edge_operands(edge_attr))
             dropout_p = self.dropout if self.training else 0.0
             out, _ = edge_attention(query, key, value, *edges, dropout_p=dropout_p, config=self.config)
         out = self._add_skip(self._join_heads(out), x_dst)
 
         if return_attention_weights is None:
             return out
-        alpha = attention_weights(query, key, graph, edge_attr, self._edge_weight(edge_attr), config=self.config)
+        alpha = attention_weights(query, key, graph, *self._edge_operands(edge_attr)[:2], config=self.config)
         if is_sparse_tensor(edge_index):
             return out, edge_index.set_value(alpha, layout="coo")
         return out, (edge_index, alpha)
@@ -236,7 +243,9 @@ class GraphTransformerConv(MessagePassing):
         self, edge_index, edge_attr: Tensor | None, num_nodes: tuple[int, int]
     ) -> tuple[GraphStructure, Tensor | None]:
         """Return the structure, and the attributes in the caller's edge order."""
-        graph, edge_attr = read_edges(self._along_flow(edge_index), edge_attr, num_nodes)
+        graph, edge_attr = read_edges(
+            self._along_flow(edge_index), edge_attr, num_nodes, stable=self.config.stable_sort
+        )
         if (edge_attr is None) != (self.lin_edge is None):
             got = "none" if edge_attr is None else f"shape {tuple(edge_attr.shape)}"
             raise ValueError(
@@ -256,20 +265,22 @@ class GraphTransformerConv(MessagePassing):
             )
         return edge_index.flip(0)
 
-    def _edge_weight(self, edge_attr: Tensor | None) -> Tensor | None:
-        """Return W_edge [heads * C, D]."""
+    def _edge_operands(self, edge_attr: Tensor | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Return attributes, W_edge [heads * C, D] and a bias that somebody has added, or embedded edges."""
         if self.lin_edge is None:
-            return None
-        if isinstance(self.lin_edge.weight, UninitializedParameter):  # lin_edge is never called, nor its lazy hook
+            return None, None, None
+        if isinstance(self.lin_edge.weight, UninitializedParameter):  # lin_edge is not called, nor its lazy hook
             self.lin_edge.initialize_parameters(self.lin_edge, (edge_attr,))
-        return self.lin_edge.weight
+        if must_be_called(self.lin_edge, Linear):
+            return self._split_heads(self.lin_edge(edge_attr)), None, None
+        return edge_attr, self.lin_edge.weight, self.lin_edge.bias
 
     def _split_heads(self, features: Tensor) -> Tensor:
-        return rearrange(features, "... nodes (heads channels) -> ... nodes heads channels", heads=self.heads)
+        return features.view(*features.shape[:-1], self.heads, self.out_channels)
 
     def _join_heads(self, out: Tensor) -> Tensor:
         if self.concat:
-            return rearrange(out, "... nodes heads channels -> ... nodes (heads channels)")
+            return out.flatten(-2)
         return out.mean(dim=-2)
 
     def _add_skip(self, out: Tensor, x_dst: Tensor) -> Tensor:
@@ -295,6 +306,11 @@ class GraphTransformerConv(MessagePassing):
             raise ValueError(
                 "x must have shape [N, F] while a PyG explainer or message hook is active, "
                 f"got a batch of {query.shape[0]}"
+            )
+        if self.config.backend == "triton":
+            raise ValueError(
+                "attention backend must be 'auto' or 'torch' while a PyG explainer or message hook is active, got "
+                "'triton', whose kernels compute no messages; remove the hook, or change the config of the layer"
             )
         warnings.warn(
             "GraphTransformerConv falls back to per-edge messages while a PyG explainer or message hook is active",

@@ -1,14 +1,17 @@
 """LayerKernels: the classes that blocks are built from, replaced by one value."""
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import partial
 
+import torch
 from torch import Tensor, nn
 
 from anemoi_gt.nn.norm import AutocastLayerNorm
 from anemoi_gt.ops.dtypes import cast_for_autocast
 
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 QKNorm = partial(AutocastLayerNorm, bias=False)
 
 
@@ -47,6 +50,32 @@ class LayerKernels:
 def cast_for_projections(x: Tensor, *projections: nn.Module) -> Tensor:
     """Return `x` in autocast's dtype if all projections are `nn.Linear`; other classes cast for themselves."""
     return cast_for_autocast(x) if all(type(projection) is nn.Linear for projection in projections) else x
+
+
+def hooks_of(module: nn.Module) -> list:
+    """Return the hooks that a call of the module would run; PyTorch's spectral norm and pruning are such hooks, too."""
+    return [hook for name in HOOKS for hook in getattr(module, name).values()]
+
+
+def must_be_called(linear: nn.Module, kind: type[nn.Module]) -> bool:
+    """Return whether a linear layer does more than its weight and bias say, with a warning: adapters, hooks.
+
+    The attention reads the weight and bias of an edge embedding instead of calling it. `kind` is the class whose
+    `forward` needs nothing else.
+    """
+    if type(linear).forward is kind.forward and not hooks_of(linear):
+        return False
+    _warn_of_call(type(linear))
+    return True
+
+
+@torch.compiler.assume_constant_result
+def _warn_of_call(kind: type) -> None:
+    warnings.warn(
+        f"lin_edge, a {kind.__qualname__}, has hooks or is of another class than it was built as: it is called, which "
+        "makes a tensor of edges x heads x channels",
+        stacklevel=3,
+    )
 
 
 def check_kernels(kernels: object) -> None:

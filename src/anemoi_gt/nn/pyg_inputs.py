@@ -7,7 +7,9 @@ from torch_geometric.utils import is_torch_sparse_tensor
 from anemoi_gt.graph import GraphStructure
 
 
-def read_edges(edges, edge_attr: Tensor | None, num_nodes: tuple[int, int]) -> tuple[GraphStructure, Tensor | None]:
+def read_edges(
+    edges, edge_attr: Tensor | None, num_nodes: tuple[int, int], *, stable: bool = True
+) -> tuple[GraphStructure, Tensor | None]:
     """Return the structure of `edges`, and the attributes in the caller's edge order.
 
     Parameters
@@ -18,26 +20,30 @@ def read_edges(edges, edge_attr: Tensor | None, num_nodes: tuple[int, int]) -> t
         PyG does.
     num_nodes : (int, int)
         Sources and destinations; a sparse `edges` and a GraphStructure have their own.
+    stable : bool
+        As in `GraphStructure.from_edge_index`.
 
     Returns
     -------
     graph : GraphStructure
-        Metadata is checked; indices only on the CPU, because a layer must not synchronise with the device.
+        Metadata is checked; indices only on the CPU, because a layer must not synchronise with the device. Without the
+        reverse structure, which the attention makes if it is needed, unless grouping without order may make both.
     edge_attr : Tensor or None
     """
     if isinstance(edges, GraphStructure):
         return edges, edge_attr
+    options = {"stable": stable, "reverse": not stable and torch.is_grad_enabled()}
     if is_adjacency(edges):
         values = _values(edges)
         if edge_attr is None and values is not None and values.dim() > 1:
             edge_attr = values
-        return GraphStructure.from_adj_t(edges, validate=False), edge_attr
+        return GraphStructure.from_adj_t(edges, validate=False, **options), edge_attr
     if not isinstance(edges, Tensor):
         raise ValueError(
             "edge_index must be a GraphStructure, a tensor [2, E], an EdgeIndex or a sparse adj_t [N_dst, N_src], "
             f"got {type(edges).__name__}"
         )
-    return GraphStructure.from_edge_index(edges, num_nodes, validate=_is_readable(edges)), edge_attr
+    return GraphStructure.from_edge_index(edges, num_nodes, validate=_is_readable(edges), **options), edge_attr
 
 
 def _is_readable(edges: Tensor) -> bool:

@@ -100,8 +100,8 @@ class StaticStructure(nn.Module):
         return GraphStructure(**{name: getattr(self, name) for name in self._fields})
 
     def keep_for_inference(self) -> None:
-        """Drop the reverse structure, for gradients only, and the fixed in-degree, which other edges may not have."""
-        dropped = ("rowptr", "col", "csr_to_csc", "fixed_in_degree")
+        """Drop the reverse structure, for gradients only, and fixed in-degree and hubs, as other edges may differ."""
+        dropped = ("rowptr", "col", "csr_to_csc", "fixed_in_degree", "dst_hubs", "src_hubs")
         self._fields = tuple(name for name in self._fields if name not in dropped)
         self._buffers = {name: self._buffers[name] for name in self._fields}
 
@@ -162,7 +162,7 @@ class StaticEdges(nn.Module):
             raise ValueError("edge_attr must be finite, got NaN or infinity")
         check_integer("trainable", trainable, least=0, note=", the number of trainable attributes of an edge")
         edge_attr = edge_attr[graph.edge_order().long()].to(torch.get_default_dtype())
-        graph = replace(graph, perm=None).with_reverse()
+        graph = replace(graph, perm=None)
         chunks = split_destinations(graph, num_chunks)
         self.structure = StaticStructure(graph)
         self.chunks = nn.ModuleList(_StaticChunk(chunk) for chunk in chunks if num_chunks > 1)

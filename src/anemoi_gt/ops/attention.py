@@ -1,10 +1,9 @@
 """`edge_attention`, the public operation: checks, dtypes and choice of a backend, which does the work."""
 
-import torch
 from torch import Tensor
 
 from anemoi_gt.attention_config import AttentionConfig, check_config
-from anemoi_gt.custom_ops import refuse_forward_mode
+from anemoi_gt.custom_ops import needs_gradient, refuse_forward_mode
 from anemoi_gt.graph import GraphStructure
 from anemoi_gt.ops.backends import choose_backend
 from anemoi_gt.ops.dropout import draw_seed
@@ -42,7 +41,8 @@ def edge_attention(
         float16, bfloat16, float32 or float64. The batch shares the graph.
     key, value : Tensor [N_src, H, C] or [B, N_src, H, C]
     graph : GraphStructure
-        Built once. If key or value need a gradient and it has no reverse structure, that is built in every call.
+        Built once. If key or value need a gradient and it was made with `reverse=False`, the reverse structure is built
+        in every call.
     edge_attr : Tensor, optional
         With `edge_weight`: raw attributes [E, D] or [B, E, D]. Without: embedded features [E, H, C] or [B, E, H, C].
         In the caller's edge order.
@@ -76,7 +76,8 @@ def edge_attention(
     Notes
     -----
     All operands are cast to one dtype: `config.precision` if set, else autocast's where active (except float64), else
-    that of query. Sums and softmax are float32, or float64 for float64. The result is bitwise reproducible.
+    that of query. Sums and softmax are float32, or float64 for float64. The result is bitwise reproducible, unless
+    edges were grouped without sorting (`stable=False`, `AttentionConfig.stable_sort`).
 
     Examples
     --------
@@ -103,10 +104,10 @@ def edge_attention(
     q, k, v, attr, weight, bias = operands
     if query.dim() == 4 and attr is not None and attr.dim() == (3 if weight is None else 2):
         operands = AttentionOperands(q, k, v, attr.unsqueeze(0), weight, bias)  # shared by the batch
-    if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
-        graph = graph.with_reverse()
     seed = draw_seed(query.device) if dropout_p > 0 else None
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     backend = choose_backend(config.backend, q)
+    if needs_gradient(k, v) and backend.needs_reverse(q, graph):
+        graph = graph.with_reverse(stable=config.stable_sort)
     out, lse = backend.attend(operands, graph, seed, float(scale), float(dropout_p), config)
     return out.to(out_dtype), lse

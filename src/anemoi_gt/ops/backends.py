@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from anemoi_gt.graph import GraphStructure
 from anemoi_gt.ops import torch_backend, triton_backend
 
 log = logging.getLogger(__name__)
@@ -16,17 +17,29 @@ class Backend(NamedTuple):
     """An implementation of edge attention.
 
     `attend` has the arguments of `torch_backend.attend`. `unsupported_reason(query)` returns why it cannot run, or
-    None; `auto_unsupported_reason(query)` why `auto` rejects it, even if it could run.
+    None; `auto_unsupported_reason(query)` why `auto` rejects it, even if it could run. `needs_reverse(query, graph)`
+    returns whether gradients of key and value need the reverse structure.
     """
 
     attend: Callable[..., tuple[Tensor, Tensor]]
     unsupported_reason: Callable[[Tensor], str | None]
     auto_unsupported_reason: Callable[[Tensor], str | None]
+    needs_reverse: Callable[[Tensor, GraphStructure], bool]
 
 
 BACKENDS = {  # in the order in which `auto` tries them
-    "triton": Backend(triton_backend.attend, triton_backend.unsupported_reason, triton_backend.auto_unsupported_reason),
-    "torch": Backend(torch_backend.attend, torch_backend.unsupported_reason, torch_backend.unsupported_reason),
+    "triton": Backend(
+        triton_backend.attend,
+        triton_backend.unsupported_reason,
+        triton_backend.auto_unsupported_reason,
+        needs_reverse=lambda *_: True,
+    ),
+    "torch": Backend(
+        torch_backend.attend,
+        torch_backend.unsupported_reason,
+        torch_backend.unsupported_reason,
+        torch_backend.needs_reverse,
+    ),
 }
 
 
@@ -51,12 +64,6 @@ def choose_backend(name: str, query: Tensor) -> Backend:
             return backend
         reasons[candidate] = reason
     raise ValueError(f"no attention backend can run here: {reasons}")
-
-
-def choose_backend_name(name: str, query: Tensor) -> str:
-    """Return the name of the backend that `choose_backend` returns."""
-    chosen = choose_backend(name, query)
-    return next(candidate for candidate, backend in BACKENDS.items() if backend is chosen)
 
 
 def rejected(chosen: str, query: Tensor) -> dict[str, str]:

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from anemoi_gt.cuda_graph import Capture, CUDAGraphedStep, capture_cuda_graph
 from anemoi_gt.data.datasets import Sample
 from anemoi_gt.training.checkpoint import load_weights
 from anemoi_gt.training.compilation import compile_blocks
 from anemoi_gt.training.config import TrainingConfig
-from anemoi_gt.training.cuda_graph import Capture, CUDAGraphedStep, capture_cuda_graph, check_capturable
+from anemoi_gt.training.cuda_graph import REMEDY, check_capturable
 
 LOSS_SCALE = 2.0**10  # where float16 begins; losses are about 1, and the scaler raises it
 LOWEST_SCALE = 2.0**-14  # a gradient that overflows float16 even here is above 2**30, and no scale helps
@@ -102,7 +103,8 @@ class TrainingStep:
 
     def capture(self, capture: Capture) -> None:
         """Replay forward and backward from the next step on, as `capture` makes them; see `CUDAGraphedStep`."""
-        self._captured = CUDAGraphedStep(self._forward_backward, list(self.model.parameters()), self.device, capture)
+        parameters = self.model.parameters()
+        self._captured = CUDAGraphedStep(self._forward_backward, parameters, self.device, capture, REMEDY)
 
     def close(self) -> None:
         """Release a captured step with its memory and NCCL messages, which destroying the process group waits for."""

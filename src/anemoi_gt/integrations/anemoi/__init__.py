@@ -1,21 +1,37 @@
-"""Anemoi's graph transformers with our attention: everywhere (`install`), in one model, or from a config."""
+"""Anemoi's graph transformers with our attention: everywhere (`install`), in one model, or from a config.
 
+`CUDAGraphCallback` is imported when it is used, because it needs Lightning.
+"""
+
+from importlib import import_module
+
+from anemoi_gt.integrations.anemoi.cuda_graph import capture_step
 from anemoi_gt.integrations.anemoi.patch import (
     Installation,
     graph_transformer_backward_mapper,
     graph_transformer_forward_mapper,
     graph_transformer_processor,
     install,
+    installed,
     swap_layers,
     uninstall,
 )
 
 __all__ = [
+    "CUDAGraphCallback",
     "Installation",
+    "capture_step",
     "graph_transformer_backward_mapper",
     "graph_transformer_forward_mapper",
     "graph_transformer_processor",
     "install",
+    "installed",
     "swap_layers",
     "uninstall",
 ]
+
+
+def __getattr__(name: str) -> object:
+    if name == "CUDAGraphCallback":
+        return import_module("anemoi_gt.integrations.anemoi.callback").CUDAGraphCallback
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -2,11 +2,12 @@
 
     get_qkve, prepare_qkve_edge_sharding     leave the edge attributes raw: `lin_edge` is applied inside the attention
     attention_block                          all edges at once: no tensor is made whose size its chunks would bound
-    apply_gt                                 the attention
+    apply_gt                                 the attention; before anemoi-models 0.11, attention_block is
 
 Every `patch_*` function takes the upstream method and returns its replacement, which calls upstream for blocks that
-we cannot serve. All decisions are the same in eager and in compiled code: functions and classes are compared as
-objects, because their names are not what they seem while torch.compile traces.
+we cannot serve; those that end in `_0_15` know the parameters of anemoi-models 0.15 and older. All decisions are the
+same in eager and in compiled code: functions and classes are compared as objects, because their names are not what they
+seem while torch.compile traces.
 """
 
 import logging
@@ -15,26 +16,20 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, wraps
 from importlib import import_module
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from anemoi_gt.attention_config import AttentionConfig
-from anemoi_gt.integrations import hooks_of
 from anemoi_gt.integrations.anemoi.cache import structure_of
-from anemoi_gt.nn.layer_kernels import cast_for_projections
+from anemoi_gt.nn.layer_kernels import cast_for_projections, hooks_of
 from anemoi_gt.ops import edge_attention
 
-log = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from anemoi_gt.integrations.anemoi.checkpointing import Checkpointing
 
-BLOCKS_BY_DEFAULT = False  # until a whole step on a GPU was faster with them
-METHODS = (  # of a block, between projection and attention
-    "get_qkve",
-    "prepare_qkve_edge_sharding",
-    "_forward_edges_sharded_attention",
-    "attention_block",
-    "apply_gt",
-)
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -48,17 +43,18 @@ class Settings:
     fuse_edges : bool
         Hand raw edge attributes and the weight of `lin_edge` to the attention, so that no edge is embedded.
     blocks : bool or None
-        Compute whole blocks by one operator; None is `BLOCKS_BY_DEFAULT`, where they can be.
+        Compute whole blocks by one operator; None: under 16-bit autocast on a GPU.
+    sharding : bool
+        Exchange halo rows in place of Anemoi's own sharding, with shard strategy "edges".
+    checkpointing : Checkpointing or None
+        Activation checkpointing of the components; of `install` alone.
     """
 
     config: AttentionConfig
     fuse_edges: bool
     blocks: bool | None = None
-
-    @property
-    def computes_blocks(self) -> bool:
-        """True if whole blocks are computed by one operator, where they can be."""
-        return BLOCKS_BY_DEFAULT if self.blocks is None else self.blocks
+    sharding: bool = False
+    checkpointing: "Checkpointing | None" = None
 
 
 class SettingsRegistry:
@@ -85,6 +81,11 @@ class SettingsRegistry:
         self._single[id(block)] = settings
 
     @property
+    def any_sharding(self) -> bool:
+        """True if some block exchanges its halo with us."""
+        return any(settings is not None and settings.sharding for settings in (self.everywhere, *self._single.values()))
+
+    @property
     def is_empty(self) -> bool:
         """True if every block computes with upstream code."""
         return self.everywhere is None and not self._single
@@ -105,14 +106,17 @@ class Upstream:
     ----------
     block : type
         `GraphTransformerBaseBlock`.
-    conv : type
-        `GraphTransformerConv`, the attention of `graph_attention_backend: pyg`.
-    triton_conv : function or None
-        `graph_transformer_attention_conv`, the attention of `graph_attention_backend: triton`; None without Triton.
     blocks : tuple of type
         The blocks of processors and of mappers.
     norms : tuple of type
         Layer norms that differ from PyTorch's in the dtype of their output.
+    conv : type
+        `GraphTransformerConv`, the attention of `graph_attention_backend: pyg`.
+    triton_conv : function, type or None
+        The attention of `graph_attention_backend: triton`: `graph_transformer_attention_conv`, before 0.18.0 `apply` of
+        `GraphTransformerFunction`, of which this is the class; None without Triton, and before 0.11.
+    replaced : tuple of functions
+        Our replacements of methods, wherever they are.
     """
 
     block: type | None = None
@@ -120,18 +124,21 @@ class Upstream:
     norms: tuple[type, ...] = ()
     conv: type | None = None
     triton_conv: object = None
+    replaced: tuple = ()
 
 
-def resolve_upstream(block: type) -> None:
+def resolve_upstream(block: type, replaced: tuple) -> None:
     """Import the attentions that blocks of anemoi-models may have."""
-    Upstream.block = block
+    Upstream.block, Upstream.replaced = block, replaced
     Upstream.conv = import_module("anemoi.models.layers.conv").GraphTransformerConv
     module = import_module(block.__module__)
     Upstream.blocks = (module.GraphTransformerProcessorBlock, module.GraphTransformerMapperBlock)
-    Upstream.norms = (import_module("anemoi.models.layers.normalization").AutocastLayerNorm,)
+    with suppress(ImportError, AttributeError):  # an older version
+        Upstream.norms = (import_module("anemoi.models.layers.normalization").AutocastLayerNorm,)
     with suppress(ImportError, ValueError):  # anemoi-models raises ValueError without Triton
         triton = import_module("anemoi.models.triton.gt")
-        Upstream.triton_conv = getattr(triton, "graph_transformer_attention_conv", None)
+        names = ("graph_transformer_attention_conv", "GraphTransformerFunction")
+        Upstream.triton_conv = next((getattr(triton, name) for name in names if hasattr(triton, name)), None)
 
 
 def patch_get_qkve(upstream):
@@ -139,12 +146,13 @@ def patch_get_qkve(upstream):
 
     @wraps(upstream)
     def get_qkve(self, x, edge_attr):
-        if not _reads_raw_edges(self):
+        if not reads_raw_edges(self):
             return upstream(self, x, edge_attr)
         x_src, x_dst = x if isinstance(x, tuple) else (x, x)
         src = cast_for_projections(x_src, self.lin_query, self.lin_key, self.lin_value)
         dst = src if x_dst is x_src else x_dst  # of a mapper: lin_query alone reads it here
-        return self.lin_query(dst), self.lin_key(src), self.lin_value(src), self.edge_pre_mlp(edge_attr)
+        edges = self.edge_pre_mlp(edge_attr) if hasattr(self, "edge_pre_mlp") else edge_attr  # not before 0.11
+        return self.lin_query(dst), self.lin_key(src), self.lin_value(src), edges
 
     return get_qkve
 
@@ -154,7 +162,7 @@ def patch_prepare_qkve(upstream):
 
     @wraps(upstream)
     def prepare_qkve_edge_sharding(self, query, key, value, edges):
-        if not _reads_raw_edges(self):
+        if not reads_raw_edges(self):
             return upstream(self, query, key, value, edges)
         return *(_split_heads(self, rows) for rows in (query, key, value)), edges
 
@@ -174,6 +182,20 @@ def patch_attention_block(upstream):
     return attention_block
 
 
+def patch_attention_block_0_15(upstream):
+    """Return `attention_block` that does not cut the edges into chunks, and attends where there is no `apply_gt`."""
+
+    @wraps(upstream)
+    def attention_block(self, query, key, value, edges, edge_index, size, num_chunks):
+        if not _serves(self, edge_index):
+            return upstream(self, query, key, value, _embedded(self, edges), edge_index, size, num_chunks)
+        if hasattr(self, "apply_gt"):
+            return self.apply_gt(query, key, value, edges, edge_index, size)
+        return _attend(self, query, key, value, edges, edge_index)
+
+    return attention_block
+
+
 def patch_apply_gt(upstream):
     """Return `apply_gt` that calls `anemoi_gt.edge_attention`."""
 
@@ -182,16 +204,33 @@ def patch_apply_gt(upstream):
         if not _serves(self, edge_index):
             edges = _embedded(self, edges)
             return upstream(self, query, key, value, edges, edge_index, size, edges_are_dst_sorted)
-        reverse = torch.is_grad_enabled() and (key.requires_grad or value.requires_grad)
-        graph, batch = structure_of(edge_index, (key.shape[0], query.shape[0]), reverse=reverse)
-        embedding = (self.lin_edge.weight, self.lin_edge.bias) if edges.dim() == 2 else ()
-        if batch > 1:
-            query, key, value, edges = (rows.unflatten(0, (batch, -1)) for rows in (query, key, value, edges))
-        options = {"dropout_p": dropout_of(self.conv), "config": SETTINGS.of(self).config}
-        out, _ = edge_attention(query, key, value, graph, edges, *embedding, **options)
-        return out if batch == 1 else out.flatten(0, 1)
+        return _attend(self, query, key, value, edges, edge_index)
 
     return apply_gt
+
+
+def patch_apply_gt_0_15(upstream):
+    """Return `apply_gt` that calls `anemoi_gt.edge_attention`."""
+
+    @wraps(upstream)
+    def apply_gt(self, query, key, value, edges, edge_index, size):
+        if not _serves(self, edge_index):
+            return upstream(self, query, key, value, _embedded(self, edges), edge_index, size)
+        return _attend(self, query, key, value, edges, edge_index)
+
+    return apply_gt
+
+
+def _attend(block, query: Tensor, key: Tensor, value: Tensor, edges: Tensor, edge_index: Tensor) -> Tensor:
+    """Return the attention of a block [N_dst, H, C]; edges are raw [E, D] or embedded [E, H, C]."""
+    reverse = torch.is_grad_enabled() and (key.requires_grad or value.requires_grad)
+    graph, batch = structure_of(edge_index, (key.shape[0], query.shape[0]), reverse=reverse)
+    embedding = (block.lin_edge.weight, block.lin_edge.bias) if edges.dim() == 2 else ()
+    if batch > 1:
+        query, key, value, edges = (rows.unflatten(0, (batch, -1)) for rows in (query, key, value, edges))
+    options = {"dropout_p": dropout_of(block.conv), "config": SETTINGS.of(block).config}
+    out, _ = edge_attention(query, key, value, graph, edges, *embedding, **options)
+    return out if batch == 1 else out.flatten(0, 1)
 
 
 def _serves(block, edge_index) -> bool:
@@ -216,7 +255,7 @@ def unsupported_reason(block, edge_index) -> str | None:
     if not isinstance(edge_index, Tensor) or edge_index.layout != torch.strided:
         return "its edges came as a sparse adjacency, and an edge_index [2, E] is needed"
     conv = block.conv
-    if Upstream.triton_conv is not None and conv is Upstream.triton_conv:
+    if Upstream.triton_conv is not None and Upstream.triton_conv in (conv, getattr(conv, "__self__", None)):
         return None
     if type(conv) is not Upstream.conv:
         return _describe(type(conv))
@@ -239,7 +278,7 @@ def _log_once(message: str) -> None:
     log.warning(message)
 
 
-def _reads_raw_edges(block) -> bool:
+def reads_raw_edges(block) -> bool:
     """Return whether the attention embeds the edges of a block; the same answer to all methods in one forward pass."""
     settings = SETTINGS.of(block)
     if settings is None or not settings.fuse_edges or getattr(block, "shard_strategy", None) != "edges":
@@ -257,8 +296,15 @@ def _reads_raw_edges(block) -> bool:
 @torch.compiler.assume_constant_result
 def _own_method(kind: type) -> str | None:
     """Return which method between projection and attention a class of blocks overrides, None if none."""
-    for name in METHODS:
-        if getattr(kind, name) is not getattr(Upstream.block, name):
+    for name in (
+        "get_qkve",
+        "prepare_qkve_edge_sharding",
+        "_forward_edges_sharded_attention",
+        "attention_block",
+        "apply_gt",
+    ):
+        method = getattr(kind, name, None)
+        if method is not getattr(Upstream.block, name, None) and method not in Upstream.replaced:
             return f"{kind.__qualname__} has a {name} of its own"
     return None
 

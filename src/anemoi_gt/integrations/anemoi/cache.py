@@ -9,6 +9,7 @@ that follows from the graph alone is cached:
     list, number of parts     -> the number of edges of each part               build_graph_partition
     list, its partition       -> the renumbered list of a chunk                 GraphPartition.materialise
     list, sizes of the shards -> the renumbered list of this rank               prepare_edge_sharding_wrapper
+    shard, group, its sizes   -> the list of this rank and its halo             sharding
 
 The cache of a list is an attribute of the tensor, so torch.compile reads it, guards on it and takes the structure as
 an input of the compiled code. Lists belong to their provider, which is known weakly, or to the list that they were
@@ -30,6 +31,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from anemoi_gt.custom_ops import define_operator
+from anemoi_gt.distributed import HaloExchange
 from anemoi_gt.graph import GraphStructure
 
 _ATTRIBUTE = "_anemoi_gt_cache"
@@ -63,6 +65,8 @@ class EdgeCache:
         Check the values of the list when it is sorted, which synchronises the device.
     sources : Tensor [N_src], int64, or None
         For a chunk, the sources of the whole list that remain.
+    exchange : HaloExchange or None
+        For the edges of a rank that are numbered by its nodes and its halo, what delivers the halo.
     whole : callable
         For a shard, returns the list whose shards, gathered from all ranks, it is one of; None once that is freed.
     graph : GraphStructure or None
@@ -76,6 +80,7 @@ class EdgeCache:
     batch: int = 1
     validate: bool = True
     sources: Tensor | None = None
+    exchange: HaloExchange | None = None
     whole: Callable[[], Tensor | None] = lambda: None
     graph: GraphStructure | None = None
     derived: "Derived" = field(default_factory=lambda: Derived())
@@ -165,7 +170,7 @@ def patch_get_edges(upstream):
         edge_attr, shard, sizes = shard_edges_1hop(edge_attr, edge_index, *num_nodes, model_comm_group)
         if sizes is not None:
             name = Derived.name("shard", model_comm_group.rank(), *sizes)
-            shard = _part(edge_index, name, lambda: cached_list(shard, num_nodes, whole=weakref.ref(edge_index)))
+            shard = derived_list(edge_index, name, lambda: cached_list(shard, num_nodes, whole=weakref.ref(edge_index)))
         return edge_attr, shard, sizes
 
     return _get_edges_impl
@@ -187,11 +192,11 @@ def _expanded_list(provider, batch_size: int) -> tuple[Tensor, tuple[int, int]]:
 
 
 def patch_shard_tensor(upstream):
-    """Return `shard_tensor` that, without a group, returns a cached list and not a view without cache."""
+    """Return `shard_tensor` that, on one rank, returns a cached list and not a view without cache."""
 
     @wraps(upstream)
     def shard_tensor(input_, dim, sizes, mgroup, gather_in_backward=True):
-        if not mgroup and lookup(input_) is not None:
+        if (mgroup is None or mgroup.size() == 1) and lookup(input_) is not None:
             return input_
         return upstream(input_, dim, sizes, mgroup, gather_in_backward)
 
@@ -267,7 +272,7 @@ def patch_prepare_edge_sharding(upstream):
             rank, world = (model_comm_group.rank(), model_comm_group.size()) if model_comm_group else (0, 1)
             name = Derived.name("local", rank, world, edges_are_dst_sorted, x[0].shape[0], x[1].shape[0], *sizes)
             num_nodes = (x_src.shape[0], x_dst.shape[0])
-            local = _part(edge_index, name, lambda: cached_list(local, num_nodes))
+            local = derived_list(edge_index, name, lambda: cached_list(local, num_nodes))
         return x_src, x_dst, edge_attr, local, *rest
 
     return prepare_edge_sharding_wrapper
@@ -346,10 +351,10 @@ def _make_chunk(edge_index: Tensor, key: tuple[int, ...], reverse: bool) -> None
         copies = batch // num_parts if batch % num_parts == 0 else 1
         return cached_list(chunk, (sources.shape[0], last_dst - first_dst), copies, sources=sources)
 
-    _make_structure(_part(edge_index, Derived.name("chunk", *key), cut), reverse)
+    _make_structure(derived_list(edge_index, Derived.name("chunk", *key), cut), reverse)
 
 
-def _part(edge_index: Tensor, name: str, make: Callable[[], Tensor]) -> Tensor:
+def derived_list(edge_index: Tensor, name: str, make: Callable[[], Tensor]) -> Tensor:
     """Return the list that is cut from another as its name describes, made at the first call."""
     derived = getattr(edge_index, _ATTRIBUTE).derived
     if not hasattr(derived, name) or _is_stale(getattr(derived, name)):
@@ -369,7 +374,7 @@ def _fill(cache: EdgeCache, edge_index: Tensor, reverse: bool) -> None:
                 cache.batch = 1
             one = edge_index[:, : edge_index.shape[1] // cache.batch]
             num_nodes = (num_src // cache.batch, num_dst // cache.batch)
-            cache.graph = GraphStructure.from_edge_index(one, num_nodes, validate=cache.validate)
+            cache.graph = GraphStructure.from_edge_index(one, num_nodes, validate=cache.validate, reverse=False)
         if reverse:
             cache.graph = cache.graph.with_reverse()
 

@@ -5,18 +5,21 @@ Nothing is written on a module, so state dicts, pickles, copies and `isinstance`
 
 import logging
 import sys
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from importlib import import_module
 from importlib.metadata import version
 from inspect import signature
 from operator import attrgetter
 from types import ModuleType
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from anemoi_gt.attention_config import AttentionConfig
-from anemoi_gt.integrations.anemoi import attention, cache, residual, whole_blocks
+from anemoi_gt.integrations.anemoi import attention, cache, checkpointing, residual, sharding, whole_blocks
 from anemoi_gt.integrations.anemoi.attention import SETTINGS, Settings
 
 log = logging.getLogger(__name__)
@@ -28,6 +31,9 @@ PROCESSOR = ("anemoi.models.layers.processor", "GraphTransformerProcessor")
 PARTITION = ("anemoi.models.distributed.khop_edges", "GraphPartition")
 MODEL = ("anemoi.models.models.encoder_processor_decoder", "AnemoiModelEncProcDec")
 ENSEMBLE = ("anemoi.models.models.ens_encoder_processor_decoder", "AnemoiEnsModelEncProcDec")
+TARGETS = ("anemoi.models.layers.target_features",)
+NODES = ("anemoi.models.layers.graph", "NamedNodesAttributes")
+NOISE = ("anemoi.models.layers.ensemble", "NoiseConditioning")
 PROCESSOR_BLOCK = (BLOCK[0], "GraphTransformerProcessorBlock")
 MAPPER_BLOCK = (BLOCK[0], "GraphTransformerMapperBlock")
 PATCHES = {  # (class, or module that holds a function, name of the method or function): what makes its replacement
@@ -46,8 +52,27 @@ PATCHES = {  # (class, or module that holds a function, name of the method or fu
     (PARTITION[:1], "shard_tensor"): cache.patch_shard_tensor,
     (MAPPER[:1], "gather_tensor"): cache.patch_gather_tensor,
     (PROCESSOR[:1], "gather_tensor"): cache.patch_gather_tensor,
+    (MAPPER[:1], "maybe_checkpoint"): checkpointing.patch_maybe_checkpoint,
+    (PROCESSOR[:1], "maybe_checkpoint"): checkpointing.patch_maybe_checkpoint,
     (MODEL, "_assemble_output"): residual.patch_assemble_output,
     (ENSEMBLE, "_assemble_output"): residual.patch_assemble_ensemble_output,
+}
+SHARDING = {  # replaced, above the replacements of `PATCHES`, all or none of them
+    (PROVIDER, "_get_edges_impl"): sharding.patch_get_edges,
+    (PROCESSOR_BLOCK, "_forward_edges_shard_strategy"): sharding.patch_edges_strategy,
+    (MAPPER, "prepare_edge_sharding_wrapper"): sharding.patch_prepare_edge_sharding,
+    (MAPPER, "mapper_forward_with_edge_sharding"): sharding.patch_mapper_forward,
+    (MODEL, "_assert_valid_sharding"): sharding.patch_assert_valid_sharding,
+    **{(place[:1], "shard_tensor"): sharding.patch_shard_tensor for place in (MODEL, ENSEMBLE, TARGETS)},
+    **{(place[:1], "get_shard_sizes"): sharding.patch_shard_sizes for place in (MODEL, ENSEMBLE)},
+    (NODES, "forward"): sharding.patch_node_attributes,
+    (NOISE, "forward"): sharding.patch_noise,
+}
+# The same as in `PATCHES` in older versions: other parameters, or another class.
+OLDER = {
+    (BLOCK, "apply_gt"): [(BLOCK, attention.patch_apply_gt_0_15)],
+    (BLOCK, "attention_block"): [(BLOCK, attention.patch_attention_block_0_15)],
+    (BLOCK, "prepare_qkve_edge_sharding"): [(MAPPER_BLOCK, attention.patch_prepare_qkve)],  # before 0.17
 }
 _upstream: dict[tuple[type | ModuleType, str], object] = {}  # what was replaced
 
@@ -76,9 +101,18 @@ class Installation:
     def __reduce__(self):
         return nullcontext, ()
 
+    def __repr__(self) -> str:
+        state = "in force" if SETTINGS.everywhere is self._settings else "ended"
+        return f"Installation({_describe(self._settings)}; {state})"
+
 
 def install(
-    backend: str = "auto", precision: str | None = None, fuse_edges: bool = True, blocks: bool | None = None
+    backend: str = "auto",
+    precision: str | None = None,
+    fuse_edges: bool = True,
+    blocks: bool | None = None,
+    sharding: bool = True,
+    activation_checkpointing: str | Mapping[str, str | None] | None = None,
 ) -> Installation:
     """Let all graph-transformer blocks of Anemoi, existing and future, compute their attention with anemoi_gt.
 
@@ -93,32 +127,64 @@ def install(
         Hand raw edge attributes to the attention, which then makes no tensor of edges x heads x channels. False embeds
         every edge as Anemoi does.
     blocks : {None, True, False}
-        Compute whole blocks by one operator: norms, projections, attention and feed-forward network. True does so for
-        all blocks of the default options, and says once why another has its attention alone computed, or raises with a
-        named backend. None, the default, is False until that is faster in every measurement.
+        Compute the whole forward of a block by one operator: norms, projections, attention and feed-forward network.
+        None does so where it was measured to be faster, under 16-bit autocast on a GPU with backend "triton"; True in
+        float32 too. A block with conditional norms, another activation, dropout, hooks or the like has its attention
+        alone computed, which is logged once; with True and a named backend it raises.
+    sharding : bool
+        Where Anemoi shards a model over several ranks with strategy "edges", exchange halo rows only, for graphs of any
+        symmetry, batches and ensembles. False keeps Anemoi's own sharding, as does a version whose methods differ,
+        which is logged.
+    activation_checkpointing : {None, "none", "selective", "full"} or mapping
+        What is kept for the backward pass: everything ("none"), results of the attention and of matrix products
+        ("selective"), inputs of each chunk ("full"). One for all components, or one for some of "encoder", "processor"
+        and "decoder". None leaves it to the `gradient_checkpointing` of Anemoi's config.
 
     Returns
     -------
     Installation
         Use it in a `with` statement to end it there; otherwise it lasts until `uninstall`. A backward pass belongs
-        inside, because checkpointed activations are computed again there.
+        inside, because checkpointed activations are recomputed there.
 
     Raises
     ------
     ValueError
-        For another backend or precision.
+        For another backend, precision or activation checkpointing; at a forward pass with "selective", if blocks are
+        compiled one by one, which would make wrong gradients.
     ImportError
-        If anemoi-models is missing, or its blocks do not have the `apply_gt` of a supported version.
+        If anemoi-models is missing, or its blocks do not attend as those of 0.9.3 to 0.19.0 do.
 
     Notes
     -----
     The first installation and the end of the last one call `torch.compiler.reset`: compiled code would go on with the
     methods it was made from. It is compiled again when it is called.
     """
-    settings = _switch_on(AttentionConfig(backend=backend, precision=precision), fuse_edges, blocks)
+    settings = _switch_on(AttentionConfig(backend=backend, precision=precision), fuse_edges, blocks, sharding)
+    if activation_checkpointing is not None:
+        settings = replace(settings, checkpointing=checkpointing.Checkpointing.of(activation_checkpointing))
     installation = Installation(settings, before=SETTINGS.everywhere)
     SETTINGS.everywhere = settings
+    log.info(
+        "graph-transformer blocks of anemoi-models %s compute with anemoi_gt: %s; replaced %d of %d methods",
+        version("anemoi-models"), _describe(settings), len(_upstream), len(_wanted() + list(SHARDING.keys() - PATCHES)),
+    )  # fmt: skip
     return installation
+
+
+def installed() -> Settings | None:
+    """Return the settings of `install` that are in force, such as `config` and `fuse_edges`, or None without any.
+
+    Models of `swap_layers` have settings of their own, which are not among them.
+    """
+    return SETTINGS.everywhere
+
+
+def plan() -> dict[str, str | None]:
+    """Return what `install` would replace in this anemoi-models, by name, and why not, or None where it would.
+
+    Raise ImportError without anemoi-models. Nothing is replaced.
+    """
+    return {f"{seam[0][-1]}.{seam[1]}": _match(seam).reason for seam in _wanted()}
 
 
 def uninstall() -> None:
@@ -133,6 +199,7 @@ def swap_layers(
     precision: str | None = None,
     fuse_edges: bool = True,
     blocks: bool | None = None,
+    sharding: bool = True,
 ) -> nn.Module:
     """Let the graph-transformer blocks of one model compute their attention with anemoi_gt.
 
@@ -140,7 +207,7 @@ def swap_layers(
     ----------
     model : torch.nn.Module
         It is not changed: its blocks are registered. A copy or an unpickled model has to be swapped again.
-    backend, precision, fuse_edges, blocks
+    backend, precision, fuse_edges, blocks, sharding
         As for `install`; they take precedence over those of `install`.
 
     Returns
@@ -161,87 +228,70 @@ def swap_layers(
     found = [module for module in model.modules() if isinstance(module, _find(*BLOCK))]
     if not found:
         raise ValueError(f"model must have a graph-transformer block of Anemoi, got {type(model).__name__} without one")
-    settings = _switch_on(config, fuse_edges, blocks)
+    settings = _switch_on(config, fuse_edges, blocks, sharding)
     for each in found:
         SETTINGS.choose(each, settings)
     return model
 
 
 def graph_transformer_processor(
-    *,
-    backend: str = "auto",
-    precision: str | None = None,
-    fuse_edges: bool = True,
-    blocks: bool | None = None,
-    **options,
+    *, backend: str = "auto", precision: str | None = None, fuse_edges: bool = True, **options
 ) -> nn.Module:
     """Build Anemoi's `GraphTransformerProcessor` with swapped blocks; a target for configs whose validation is off.
 
     Parameters
     ----------
-    backend, precision, fuse_edges, blocks
+    backend, precision, fuse_edges
         As for `install`.
     **options
         Of `anemoi.models.layers.processor.GraphTransformerProcessor`.
     """
-    return swap_layers(_find(*PROCESSOR)(**options), backend, precision, fuse_edges, blocks)
+    return swap_layers(_find(*PROCESSOR)(**options), backend, precision, fuse_edges)
 
 
 def graph_transformer_forward_mapper(
-    *,
-    backend: str = "auto",
-    precision: str | None = None,
-    fuse_edges: bool = True,
-    blocks: bool | None = None,
-    **options,
+    *, backend: str = "auto", precision: str | None = None, fuse_edges: bool = True, **options
 ) -> nn.Module:
     """Build Anemoi's `GraphTransformerForwardMapper`, the encoder, with a swapped block; a target, too.
 
     Parameters
     ----------
-    backend, precision, fuse_edges, blocks
+    backend, precision, fuse_edges
         As for `install`.
     **options
         Of `anemoi.models.layers.mapper.GraphTransformerForwardMapper`.
     """
-    return swap_layers(
-        _find(MAPPER[0], "GraphTransformerForwardMapper")(**options), backend, precision, fuse_edges, blocks
-    )
+    return swap_layers(_find(MAPPER[0], "GraphTransformerForwardMapper")(**options), backend, precision, fuse_edges)
 
 
 def graph_transformer_backward_mapper(
-    *,
-    backend: str = "auto",
-    precision: str | None = None,
-    fuse_edges: bool = True,
-    blocks: bool | None = None,
-    **options,
+    *, backend: str = "auto", precision: str | None = None, fuse_edges: bool = True, **options
 ) -> nn.Module:
     """Build Anemoi's `GraphTransformerBackwardMapper`, the decoder, with a swapped block; a target, too.
 
     Parameters
     ----------
-    backend, precision, fuse_edges, blocks
+    backend, precision, fuse_edges
         As for `install`.
     **options
         Of `anemoi.models.layers.mapper.GraphTransformerBackwardMapper`.
     """
-    return swap_layers(
-        _find(MAPPER[0], "GraphTransformerBackwardMapper")(**options), backend, precision, fuse_edges, blocks
-    )
+    return swap_layers(_find(MAPPER[0], "GraphTransformerBackwardMapper")(**options), backend, precision, fuse_edges)
 
 
-def _switch_on(config: AttentionConfig, fuse_edges: bool, blocks: bool | None) -> Settings:
-    """Apply the patches; edges can be fused where all methods of the block were replaced."""
-    if not isinstance(fuse_edges, bool):
-        raise ValueError(f"fuse_edges must be True or False, got {fuse_edges!r}")
+def _switch_on(config: AttentionConfig, fuse_edges: bool, blocks: bool | None, sharding: bool) -> Settings:
+    """Apply the patches; edges can be fused where all methods of the block were replaced, and shards if all were."""
     if blocks is not None and not isinstance(blocks, bool):
         raise ValueError(f"blocks must be True, False or None, got {blocks!r}")
+    for name, value in {"fuse_edges": fuse_edges, "sharding": sharding}.items():
+        if not isinstance(value, bool):
+            raise ValueError(f"{name} must be True or False, got {value!r}")
     _apply_patches()
     replaced = {name for _, name in _upstream}
-    return Settings(
-        config, fuse_edges and replaced.issuperset(name for place, name in PATCHES if place == BLOCK), blocks
-    )
+    fuse_edges = fuse_edges and replaced.issuperset(name for place, name in _wanted() if place == BLOCK)
+    if not {(_find(*place), "forward") for place in (PROCESSOR_BLOCK, MAPPER_BLOCK)} <= set(_upstream):
+        blocks = False  # of another version, which was logged
+    return Settings(config, fuse_edges, blocks, sharding and replaced.issuperset(name for _, name in SHARDING))
 
 
 def _find(module: str, *name: str) -> type | ModuleType:
@@ -250,37 +300,98 @@ def _find(module: str, *name: str) -> type | ModuleType:
         return attrgetter(*name)(import_module(module)) if name else import_module(module)
     except (ImportError, AttributeError) as error:
         raise ImportError(
-            f"{module} is needed here and could not be imported ({error}); anemoi-models pins an older torch, so: "
-            "pip install --no-deps anemoi-models==0.19.0 anemoi-utils anemoi-graphs"
+            f"{module} is needed here and could not be imported ({error}): pip install anemoi-models==0.19.0"
         ) from error
 
 
 def _apply_patches() -> None:
     if _upstream:
         return
-    found = {}
-    for (place, name), patch in PATCHES.items():
+    block, wanted = _find(*BLOCK), _wanted()
+    matches = {seam: _match(seam) for seam in wanted}
+    attends = next(seam for seam in wanted if seam[0] == BLOCK)
+    if matches[attends].reason is not None:
+        raise ImportError(
+            f"anemoi-models must have {BLOCK[1]}.{attends[1]} as one of 0.9.3 to 0.19.0 has it, "
+            f"got {version('anemoi-models')}"
+        )
+    others = [f"{place[-1]}.{name}" for (place, name), match in matches.items() if match.reason is not None]
+    if others:
+        message = "this anemoi-models lacks, or has with other parameters, %s: expect less speed, not other results"
+        log.warning(message, ", ".join(others))
+    if matches[PARTITION, "materialise"].reason is not None:  # before 0.16, what leaves a provider is sorted afterwards
+        del matches[PROVIDER, "_get_edges_impl"]
+    found = {(match.owner, seam[1]): match for seam, match in matches.items() if match.reason is None}
+    found = _with_sharding(found)
+    attention.resolve_upstream(block, tuple(match.replacement for match in found.values()))
+    for (owner, name), match in found.items():
+        _upstream[owner, name] = match.upstream
+        setattr(owner, name, match.replacement)
+    _reset_compiled()
+
+
+def _wanted() -> list[tuple]:
+    """Return what is replaced in this version; the attention comes first, which is `attention_block` before 0.11."""
+    block = _find(*BLOCK)
+    method = getattr(block, "attention_block", None)
+    is_before_0_11 = not hasattr(block, "apply_gt") and method is not None and "num_chunks" in _parameters(method)[-1:]
+    return [seam for seam in PATCHES if seam != (BLOCK, "apply_gt") or not is_before_0_11]
+
+
+class Match(NamedTuple):
+    """A method of anemoi-models and its replacement, or the reason why it is not replaced."""
+
+    owner: type | ModuleType | None
+    upstream: Callable | None
+    replacement: Callable | None
+    reason: str | None
+
+
+def _match(seam: tuple) -> Match:
+    """Find the method of a seam with the parameters of some version that we know."""
+    reason, name = f"this anemoi-models has no {'.'.join(seam[0])}", seam[1]
+    for place, patch in ((seam[0], PATCHES[seam]), *OLDER.get(seam, ())):
         try:
             owner = _find(*place)
         except ImportError:
-            if place == BLOCK:
-                raise
+            continue
+        upstream = _upstream.get((owner, name), vars(owner).get(name))
+        if upstream is None:
+            reason = f"it has no {name}"
+            continue
+        replacement, given = patch(upstream), _parameters(upstream)
+        if given == (expected := _parameters(replacement)):
+            return Match(owner, upstream, replacement, None)
+        reason = f"it takes ({', '.join(given)}), not ({', '.join(expected)})"
+    return Match(None, None, None, reason)
+
+
+def _with_sharding(found: dict[tuple, Match]) -> dict[tuple, Match]:
+    """Return what was found with the replacements of `SHARDING` above it, or without, if one of them does not fit."""
+    above, differing = dict(found), []
+    for (place, name), patch in SHARDING.items():
+        try:
+            owner = _find(*place)
+        except ImportError:
             owner = None
         upstream = vars(owner).get(name) if owner is not None else None
-        if upstream is not None and _parameters(upstream) == _parameters(patch(upstream)):
-            found[owner, name] = (upstream, patch(upstream))
-        elif name == "apply_gt":
-            raise ImportError(
-                f"anemoi-models must have {BLOCK[1]}.apply_gt as 0.18.0 and 0.19.0 have it, "
-                f"got {version('anemoi-models')}"
-            )
+        match = found.get((owner, name), Match(owner, upstream, upstream, None))
+        if match.upstream is None or _parameters(match.upstream) != _parameters(patch(match.upstream)):
+            differing.append(f"{place[-1]}.{name}")
         else:
-            log.warning("this anemoi-models has another %s.%s: expect less speed, not other results", place[-1], name)
-    attention.resolve_upstream(_find(*BLOCK))
-    for (owner, name), (upstream, replacement) in found.items():
-        _upstream[owner, name] = upstream
-        setattr(owner, name, replacement)
-    _reset_compiled()
+            above[owner, name] = match._replace(replacement=patch(match.replacement))
+    differing += sharding.differing_functions()
+    if differing:
+        log.warning("this anemoi-models has another %s: its own sharding is kept", ", ".join(differing))
+        return found
+    sharding.resolve_upstream()
+    return above
+
+
+def _describe(settings: Settings) -> str:
+    config = {"backend": settings.config.backend, "precision": settings.config.precision}
+    others = {name: value for name, value in vars(settings).items() if name != "config" and value is not None}
+    return ", ".join(f"{name}={value!r}" for name, value in (config | others).items())
 
 
 def _parameters(function) -> list[str]:

@@ -11,7 +11,7 @@ import torch
 from anemoi_gt.integrations.anemoi import attention
 from anemoi_gt.integrations.anemoi.attention import SETTINGS, Upstream
 from anemoi_gt.integrations.anemoi.cache import structure_of
-from anemoi_gt.nn.fused_block import BlockModules, run_block, unsupported_reason
+from anemoi_gt.nn import whole_block
 
 
 def patch_processor_block(upstream):
@@ -19,18 +19,9 @@ def patch_processor_block(upstream):
 
     @wraps(upstream)
     def forward(
-        self,
-        x,
-        edge_attr,
-        edge_index,
-        shard_info,
-        batch_size,
-        size,
-        model_comm_group=None,
-        cond=None,
-        edges_are_dst_sorted=True,
-        **kwargs,
-    ):
+        self, x, edge_attr, edge_index, shard_info, batch_size, size, model_comm_group=None, cond=None,
+        edges_are_dst_sorted=True, **kwargs,
+    ):  # fmt: skip
         if _serves(self, x, edge_index, model_comm_group, cond):
             return _run(self, None, x, edge_attr, edge_index), edge_attr
         given = (x, edge_attr, edge_index, shard_info, batch_size, size, model_comm_group, cond, edges_are_dst_sorted)
@@ -44,18 +35,9 @@ def patch_mapper_block(upstream):
 
     @wraps(upstream)
     def forward(
-        self,
-        x,
-        edge_attr,
-        edge_index,
-        shard_info,
-        batch_size,
-        size,
-        model_comm_group=None,
-        cond=None,
-        edges_are_dst_sorted=True,
-        **layer_kwargs,
-    ):
+        self, x, edge_attr, edge_index, shard_info, batch_size, size, model_comm_group=None, cond=None,
+        edges_are_dst_sorted=True, **layer_kwargs,
+    ):  # fmt: skip
         if _serves(self, x[1], edge_index, model_comm_group, cond):
             x_src, x_dst = x[0], _run(self, *x, edge_attr, edge_index)
             x_src = self.run_node_src_mlp(x_src) + x_src if self.update_src_nodes else x_src
@@ -67,33 +49,29 @@ def patch_mapper_block(upstream):
 
 
 def _run(block, x_src, x_dst, edge_attr, edge_index):
-    reverse = torch.is_grad_enabled()
     num_nodes = ((x_dst if x_src is None else x_src).shape[0], x_dst.shape[0])
-    graph, batch = structure_of(edge_index, num_nodes, reverse=reverse)
-    edge_attr, config = block.edge_pre_mlp(edge_attr), SETTINGS.of(block).config
-    return run_block(_modules(block), x_src, x_dst, edge_attr, graph, block.num_heads, batch, config)
-
-
-def _modules(block) -> BlockModules:
-    norm_src = getattr(block, "layer_norm_attention_src", None)
-    linear = (block.lin_query, block.lin_key, block.lin_value, block.lin_self, block.lin_edge, block.projection)
-    return BlockModules(norm_src, block.layer_norm_attention, *linear, block.layer_norm_mlp_dst, block.node_dst_mlp)
+    graph, batch = structure_of(edge_index, num_nodes, reverse=torch.is_grad_enabled())
+    edge_attr = block.edge_pre_mlp(edge_attr)
+    edge_attr = edge_attr if batch == 1 else edge_attr.unflatten(0, (batch, -1))
+    return whole_block.run_block(block, x_src, x_dst, edge_attr, graph, batch)
 
 
 def _serves(block, x, edge_index, group, cond) -> bool:
-    """Return whether one operator computes a block; if not and `blocks` was asked for, warn once, or raise."""
+    """Return whether one operator computes a block; if not, say so once, or raise if `blocks=True` names a backend."""
     settings = SETTINGS.of(block)
-    if settings is None or not settings.computes_blocks or torch.compiler.is_exporting():
+    if settings is None or settings.blocks is False or torch.compiler.is_exporting():
         return False
     if attention.unsupported_reason(block, edge_index) is not None:
         return False  # the attention says so
+    if settings.blocks is None and not whole_block.is_proven(x, settings.config):
+        return False
     reason = _unsupported_reason(block, x, group, cond, settings)
-    if reason is not None and settings.blocks:
-        if settings.config.backend != "auto":
-            raise ValueError(
-                f"blocks=True with backend {settings.config.backend!r} cannot compute this Anemoi block: {reason}; "
-                "blocks=None takes the attention alone there, and so does backend 'auto'"
-            )
+    if reason is not None and settings.blocks and settings.config.backend != "auto":
+        raise ValueError(
+            f"blocks=True with backend {settings.config.backend!r} cannot compute this Anemoi block: {reason}; "
+            "blocks=None takes the attention alone there, and so does backend 'auto'"
+        )
+    if reason is not None:
         attention.warn_once(f"an Anemoi block has its attention alone computed by anemoi_gt: {reason}")
     return reason is None
 
@@ -107,21 +85,18 @@ def _unsupported_reason(block, x, group, cond, settings) -> str | None:
         return "its queries and keys are normed"
     if attention.dropout_of(block.conv) > 0:
         return "its attention drops weights"
-    reason = _own_method(type(block))
-    if reason is None and not settings.fuse_edges:
-        reason = "its edges are embedded before the attention"
-    return reason or unsupported_reason(_modules(block), x, settings.config, Upstream.norms)
+    if not settings.fuse_edges:
+        return "its edges are embedded before the attention"
+    return _own_method(type(block)) or whole_block.unsupported_reason(block, x, settings.config, Upstream.norms)
 
 
 @torch.compiler.assume_constant_result
 def _own_method(kind: type) -> str | None:
     """Return which method that `forward` calls a class of blocks overrides, None if none."""
-    for name in ("run_node_dst_mlp", *attention.METHODS, "_apply_qk_norm"):
-        if getattr(kind, name) is not getattr(Upstream.block, name):
-            return f"{kind.__qualname__} has a {name} of its own"
-    for upstream in Upstream.blocks:
-        if issubclass(kind, upstream):
-            names = [name for name in vars(upstream) if name != "forward" and not name.startswith("__")]
-            own = [name for name in names if getattr(kind, name) is not getattr(upstream, name)]
-            return f"{kind.__qualname__} has a {own[0]} of its own" if own else None
-    return f"{kind.__qualname__} is not a block of Anemoi's processor or mapper"
+    upstream = next((each for each in Upstream.blocks if issubclass(kind, each)), None)
+    if upstream is None:
+        return f"{kind.__qualname__} is not a block of Anemoi's processor or mapper"
+    names = [name for base in (upstream, Upstream.block) for name in vars(base) if not name.startswith("__")]
+    methods = [name for name in names if name != "forward" and callable(getattr(upstream, name))]
+    own = [name for name in methods if getattr(kind, name) is not getattr(upstream, name)]
+    return f"{kind.__qualname__} has a {own[0]} of its own" if own else None

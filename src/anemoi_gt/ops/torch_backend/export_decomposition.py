@@ -18,13 +18,16 @@ from anemoi_gt.ops.dtypes import accumulator_dtype
 from anemoi_gt.ops.torch_backend.op import FlatArguments
 
 
-def decompose(*arguments) -> tuple[Tensor, Tensor]:
+def decompose(*arguments) -> tuple[Tensor, Tensor, Tensor]:
     """Compute `edge_attention_torch`, with its arguments and results, in an exported program; raise with dropout."""
     flat = FlatArguments(*arguments)
     if flat.seed is not None:
         p = flat.dropout_p
         raise ValueError(f"a program is exported for inference, got dropout_p={p}; call model.eval() first")
-    query, attr, scale = flat.query, flat.edge_attr, flat.scale
+    shape, scale = flat.query.shape, flat.scale
+    if len(shape) == 3:
+        flat = FlatArguments(*(None if each is None else each.unsqueeze(0) for each in flat[:4]), *flat[4:])
+    query, attr = flat.query, flat.edge_attr
     dtype, (heads, channels) = accumulator_dtype(query.dtype), query.shape[2:]
     folded = _Folded(query.shape[0], heads, flat.colptr, flat.row, flat.perm)
     q, k, v = (rows.to(dtype).transpose(1, 2) for rows in flat[:3])  # [B, H, N, C]
@@ -46,7 +49,8 @@ def decompose(*arguments) -> tuple[Tensor, Tensor]:
     if bias is not None:
         out = out + occupied * bias
         lse = lse + scale * (q * bias).sum(-1)
-    return out.transpose(1, 2).to(query.dtype).contiguous(), lse.transpose(1, 2).contiguous()
+    out, lse = (rows.transpose(1, 2).contiguous() for rows in (out.to(query.dtype), lse))
+    return out.view(shape), lse.view(shape[:-1]), lse.new_empty(0)
 
 
 class _Folded:

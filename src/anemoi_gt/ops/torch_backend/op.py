@@ -1,6 +1,6 @@
 """The `torch` backend as PyTorch custom operators: flat tensors in and out, a loop over batch and groups of heads."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -8,11 +8,19 @@ from torch import Tensor
 
 from anemoi_gt.attention_config import AttentionConfig
 from anemoi_gt.compatibility import warn_if_untested
-from anemoi_gt.custom_ops import define_operator, flat_arguments, refuse_second_derivative
+from anemoi_gt.custom_ops import (
+    call_unrecorded,
+    define_gradient,
+    define_operator,
+    flat_arguments,
+    needs_gradient,
+    refuse_second_derivative,
+)
 from anemoi_gt.graph import GraphStructure
 from anemoi_gt.ops.dropout import keep_factor
-from anemoi_gt.ops.dtypes import accumulator_dtype
+from anemoi_gt.ops.dtypes import accumulator_dtype, without_autocast
 from anemoi_gt.ops.operands import AttentionOperands, Needs
+from anemoi_gt.ops.torch_backend import edge_rows
 from anemoi_gt.ops.torch_backend.reference import (
     Edges,
     HeadGradients,
@@ -24,6 +32,8 @@ from anemoi_gt.ops.torch_backend.reference import (
     weighted_sum,
 )
 
+MAX_EDGE_ROWS = 2**21  # elements of [B, E, H, C], up to which the formulas of `edge_rows` are faster
+SORTED_EDGES = 2**13  # from which sorting edges by source and summing takes less time than summing unsorted
 MAX_EDGE_HEADS = 2**21  # of a group of heads: its number of heads times that of edges or nodes
 
 
@@ -46,14 +56,22 @@ class FlatArguments(NamedTuple):
     seed: Tensor | None  # [1], None without dropout
     scale: float
     dropout_p: float
+    save: bool  # what the backward pass reads
 
     def in_accumulator_dtype(self) -> "FlatArguments":
-        """Return contiguous operands in the dtype of the sums, with weight [H, C, D] and bias [H, C]."""
-        dtype, heads = accumulator_dtype(self.query.dtype), self.query.shape[2:]
+        """Return contiguous operands with B in the dtype of the sums, with weight [H, C, D] and bias [H, C]."""
+        dtype, heads = accumulator_dtype(self.query.dtype), self.query.shape[-2:]
         operands = [None if each is None else each.to(dtype).contiguous() for each in self[:6]]
         *rest, weight, bias = operands
+        if self.query.dim() == 3:
+            rest = [None if each is None else each.unsqueeze(0) for each in rest]
         weight = None if weight is None else weight.reshape(*heads, -1)
         return FlatArguments(*rest, weight, None if bias is None else bias.reshape(heads), *self[6:])
+
+    @property
+    def is_small(self) -> bool:
+        """True if the formulas of `edge_rows` are used."""
+        return is_small(self.query, self.row.shape[0])
 
     def head_groups(self, edges: Edges) -> Iterator[tuple[int, slice, HeadGroup]]:
         """Yield (batch index, heads, their operands), `edges.heads` at a time."""
@@ -89,6 +107,20 @@ def head_group_size(heads: int, rows: int) -> int:
     return max(n for n in range(1, heads + 1) if heads % n == 0 and (n == 1 or n * rows <= MAX_EDGE_HEADS))
 
 
+def is_small(query: Tensor, num_edges: int) -> bool:
+    """Return whether the formulas of `edge_rows` serve a query like this one [.., N_dst, H, C]: by sizes alone."""
+    elements = num_edges * query.shape[-2] * query.shape[-1] * (query.shape[0] if query.dim() == 4 else 1)
+    return query.is_cpu and elements <= MAX_EDGE_ROWS
+
+
+def needs_reverse(query: Tensor, graph: GraphStructure) -> bool:
+    """Return whether gradients of key and value need the reverse structure, or are faster with it than without.
+
+    In traced code always: what is chosen by sizes there would be compiled once for each choice.
+    """
+    return torch.compiler.is_compiling() or graph.num_edges >= SORTED_EDGES or not is_small(query, graph.num_edges)
+
+
 def unsupported_reason(query: Tensor) -> str | None:
     """Return None: the torch backend runs wherever PyTorch does."""
     return None
@@ -105,56 +137,72 @@ def attend(
     """Compute edge attention of checked operands, with the meaning they have in `anemoi_gt.edge_attention`.
 
     query, key, value [B, N, H, C] come with edge_attr [1 or B, E, ..]; without B, all of them come without.
+    Neither the operators nor their gradients add B: views around them would be nodes of autograd.
     """
-    if operands.query.dim() == 3:
-        *rows, weight, bias = operands
-        rows = (None if operand is None else operand.unsqueeze(0) for operand in rows)
-        out, lse = attend(AttentionOperands(*rows, weight, bias), graph, seed, scale, dropout_p)
-        return out.squeeze(0), lse.squeeze(0)
     warn_if_untested("torch")
     reverse = (graph.rowptr, graph.col, graph.csr_to_csc)
     structure = (graph.colptr, graph.row, graph.perm, graph.global_edge_id)
-    return edge_attention_torch(*operands, *structure, *reverse, seed, scale, dropout_p)
+    return _attend(*operands, *structure, *reverse, seed, scale, dropout_p, needs_gradient(*operands))[:2]
 
 
 @define_operator
-def edge_attention_torch(flat: FlatArguments) -> tuple[Tensor, Tensor]:
-    """Forward: out [B, N_dst, H, C] and lse [B, N_dst, H]."""
-    out, flat = flat.query.new_empty(flat.query.shape), flat.in_accumulator_dtype()
-    edges, lse = flat.edges(), flat.query.new_empty(out.shape[:3])
-    with torch.autocast(out.device.type, enabled=False):
+def edge_attention_torch(flat: FlatArguments) -> tuple[Tensor, Tensor, Tensor]:
+    """Forward: out like query, lse [B, N_dst, H], without B as query; softmax p [B, E, H], empty unless it is saved."""
+    query, flat = flat.query, flat.in_accumulator_dtype()
+    with without_autocast(flat.query.device.type):
+        if flat.is_small:
+            out, lse, p = edge_rows.attend(flat)
+            p = p if flat.save else p.new_empty(0)
+            return out.view(query.shape).to(query.dtype), lse.view(query.shape[:-1]), p
+        edges, out = flat.edges(), torch.empty_like(flat.query, dtype=query.dtype)
+        lse, p = flat.query.new_empty(out.shape[:3]), flat.query.new_empty(_saved_shape(flat))
         for b, group, heads in flat.head_groups(edges):
-            out[b, :, group], lse[b, :, group] = attend_heads(heads, edges)
-    return out, lse
+            out[b, :, group], lse[b, :, group], p_heads = attend_heads(heads, edges)
+            if flat.save:
+                p[b, :, group] = p_heads
+    return out.view(query.shape), lse.view(query.shape[:-1]), p
 
 
 @torch.library.register_fake("anemoi_gt::edge_attention_torch")
-def _(query, *_):
-    lse = query.new_empty(query.shape[:3], dtype=accumulator_dtype(query.dtype))
-    return query.new_empty(query.shape), lse
+@flat_arguments
+def _(flat: FlatArguments):
+    dtype = accumulator_dtype(flat.query.dtype)
+    lse, p = (flat.query.new_empty(shape, dtype=dtype) for shape in (flat.query.shape[:-1], _saved_shape(flat)))
+    return flat.query.new_empty(flat.query.shape), lse, p
+
+
+def _saved_shape(flat: FlatArguments) -> tuple[int, ...]:
+    batch = flat.query.shape[0] if flat.query.dim() == 4 else 1
+    return (batch, flat.row.shape[0], flat.query.shape[-2]) if flat.save else (0,)
 
 
 def _setup_context(ctx, inputs, output):
     ctx.set_materialize_grads(False)
-    *tensors, ctx.scale, ctx.dropout_p = inputs
-    ctx.save_for_backward(*tensors)
+    *tensors, ctx.scale, ctx.dropout_p, _ = inputs
+    ctx.mark_non_differentiable(output[2])
+    ctx.save_for_backward(*tensors, output[1], output[2])
 
 
 @define_operator
 def edge_attention_torch_backward(
-    grad_out: Tensor | None, grad_lse: Tensor | None, flat: FlatArguments, needs: list[bool]
+    grad_out: Tensor | None, grad_lse: Tensor | None, flat: FlatArguments, lse: Tensor, p: Tensor, needs: list[bool]
 ) -> list[Tensor]:
     """Backward: the gradients that `needs` asks for, in the order of the six operands."""
     needs = Needs(*needs)
-    dtype, flat = flat.query.dtype, flat.in_accumulator_dtype()
-    edges, gradients = flat.edges(), Gradients.zeros(flat, needs)
-    out_edges = None if flat.rowptr is None else Segments.of_heads(edges.heads, flat.col, flat.rowptr)
-    do = torch.zeros_like(flat.query) if grad_out is None else grad_out.to(flat.query.dtype)
-    dlse = do.new_zeros(do.shape[:3]) if grad_lse is None else grad_lse
-    with torch.autocast(do.device.type, enabled=False):
+    operands, dtype, flat = flat[:6], flat.query.dtype, flat.in_accumulator_dtype()
+    do = torch.zeros_like(flat.query) if grad_out is None else grad_out.to(flat.query.dtype).view_as(flat.query)
+    if grad_lse is not None:
+        grad_lse = torch.where(lse.isneginf(), 0.0, grad_lse).view(do.shape[:3])  # even NaN that arrives is ignored
+    with without_autocast(do.device.type):
+        if flat.is_small:
+            gradients = edge_rows.differentiate(do, grad_lse, p, flat, needs)
+            return _like(operands, gradients, dtype)
+        dlse, edges, gradients = grad_lse, flat.edges(), Gradients.zeros(flat, needs)
+        out_edges = None if flat.rowptr is None else Segments.of_heads(edges.heads, flat.col, flat.rowptr)
+        dlse = do.new_zeros(do.shape[:3]) if grad_lse is None else grad_lse
         for b, group, heads in flat.head_groups(edges):
             do_heads = do[b, :, group].contiguous()
-            gradient = differentiate_heads(heads, do_heads, dlse[b, :, group], edges, needs)
+            gradient = differentiate_heads(heads, do_heads, dlse[b, :, group], p[b, :, group], edges, needs)
             gradients.add(b, group, gradient)
             if gradients.key is not None:
                 ds = by_head(gradient.ds.index_select(0, flat.csr_to_csc))
@@ -162,27 +210,34 @@ def edge_attention_torch_backward(
             if gradients.value is not None:
                 w = by_head(gradient.w.index_select(0, flat.csr_to_csc))
                 gradients.value[b, :, group] = weighted_sum(w, do_heads, out_edges)
-    return gradients.results(dtype, flat.perm)
+        return _like(operands, gradients.in_callers_order(flat.perm), dtype)
+
+
+def _like(operands: tuple, gradients: Iterable[Tensor | None], dtype: torch.dtype) -> list[Tensor]:
+    """Return the gradients that are needed with the shapes of the operands."""
+    pairs = zip(operands, gradients, strict=True)
+    return [gradient.view(operand.shape).to(dtype) for operand, gradient in pairs if gradient is not None]
 
 
 @torch.library.register_fake("anemoi_gt::edge_attention_torch_backward")
 @flat_arguments
-def _(grad_out, grad_lse, flat: FlatArguments, needs):
+def _(grad_out, grad_lse, flat: FlatArguments, lse, p, needs):
     return [operand.new_empty(operand.shape) for operand, need in zip(flat[:6], needs, strict=True) if need]
 
 
-def _backward(ctx, grad_out, grad_lse):
+def _backward(ctx, grad_out, grad_lse, _):
     needs = list(ctx.needs_input_grad[:6])
     rest = (None,) * (len(FlatArguments._fields) - 6)
     if grad_out is None and grad_lse is None:
         return (None,) * 6 + rest
-    arguments = (grad_out, grad_lse, *ctx.saved_tensors, ctx.scale, ctx.dropout_p, needs)
-    gradients = iter(edge_attention_torch_backward(*arguments))
+    *tensors, lse, p = ctx.saved_tensors
+    arguments = (grad_out, grad_lse, *tensors, ctx.scale, ctx.dropout_p, True, lse, p, needs)
+    gradients = iter(call_unrecorded(_differentiate, *arguments))
     return *(next(gradients) if need else None for need in needs), *rest
 
 
-torch.library.register_autograd("anemoi_gt::edge_attention_torch", _backward, setup_context=_setup_context)
-torch.library.register_autograd("anemoi_gt::edge_attention_torch_backward", refuse_second_derivative)
+_attend = define_gradient(edge_attention_torch, _setup_context, _backward)
+_differentiate = refuse_second_derivative(edge_attention_torch_backward)
 
 
 class Gradients(NamedTuple):
@@ -213,10 +268,9 @@ class Gradients(NamedTuple):
         if self.edge_bias is not None:
             self.edge_bias[group] += gradient.dbias
 
-    def results(self, dtype: torch.dtype, perm: Tensor | None) -> list[Tensor]:
-        """Return the needed gradients in the layout of the caller's operands."""
-        attr, weight, bias = self[3:]
-        if attr is not None and perm is not None:
-            attr = torch.empty_like(attr).index_copy_(1, perm.long(), attr)
-        embedding = (None if gradient is None else gradient.flatten(0, 1) for gradient in (weight, bias))
-        return [gradient.to(dtype) for gradient in (*self[:3], attr, *embedding) if gradient is not None]
+    def in_callers_order(self, perm: Tensor | None) -> "Gradients":
+        """Return the gradients with that of the attributes in the caller's edge order."""
+        attr = self.edge_attr
+        if attr is None or perm is None:
+            return self
+        return self._replace(edge_attr=torch.empty_like(attr).index_copy_(1, perm.long(), attr))

@@ -22,7 +22,7 @@ and backward, with upstream gradients do, dlse and g_i = W^T do_i:
 
 Embedded features are the case W = 1, b = 0 with a_e of C elements. There are three primitives: `_dots` along edges,
 `weighted_sum` into nodes (an embedding bag: no edge-sized rows, no atomics) and the softmax. Edge-sized memory is a few
-elements per edge and head of the group, forward and backward; the backward pass recomputes the rest.
+elements per edge and head of the group, forward and backward; between them p is kept.
 
 Shapes in this file: N_dst, N_src nodes, E edges in CSC order, G heads, C channels, D edge attributes.
 """
@@ -114,24 +114,22 @@ class HeadGroup:
         return p if self.keep is None else p * self.keep
 
 
-def _dots(heads: HeadGroup, edges: Edges, *sides: tuple[Tensor, Tensor, Tensor | None]) -> list[Tensor]:
-    """Return < left_i , right_j + x_e > of every edge [E, G], with x_e = W a_e, for each of `sides`.
+def _dots(heads: HeadGroup, edges: Edges, left: Tensor, right: Tensor, projected: Tensor | None) -> Tensor:
+    """Return < left_i , right_j + x_e > of every edge [E, G], with x_e = W a_e.
 
-    A side is (left [N_dst, G, C], right [N_src, G, C], W^T left or None).
+    `left` is [N_dst, G, C], `right` [N_src, G, C], `projected` W^T left or None.
     """
-    chunks = [[] for _ in sides]
-    step = max(1, CHUNK // max(heads.q[0:1].numel(), 1))
+    dots, step = [], max(1, CHUNK // max(left[0:1].numel(), 1))
     for to, origin, at in zip(*(index.split(step) for index in (edges.dst, edges.row, edges.attr)), strict=True):
         a = None if heads.a is None else heads.a.index_select(0, at)
-        x = None if a is None or heads.projects else heads.embed_shared(a)
-        for (left, right, projected), results in zip(sides, chunks, strict=True):
-            rows = right.index_select(0, origin)
-            rows = rows if x is None else rows.add_(x)
-            dot = rows.mul_(left.index_select(0, to)).sum(-1)
-            if heads.projects:
-                dot += torch.bmm(projected.index_select(0, to), a.unsqueeze(2)).squeeze(2)
-            results.append(dot)
-    return [torch.cat(results) for results in chunks]
+        rows = right.index_select(0, origin)
+        if a is not None and not heads.projects:
+            rows.add_(heads.embed_shared(a))
+        dot = rows.mul_(left.index_select(0, to)).sum(-1)
+        if heads.projects:
+            dot += torch.bmm(projected.index_select(0, to), a.unsqueeze(2)).squeeze(2)
+        dots.append(dot)
+    return torch.cat(dots)
 
 
 def by_head(weight: Tensor) -> Tensor:
@@ -151,22 +149,21 @@ def _segment_sum(values: Tensor, pointers: Tensor) -> Tensor:
     return torch.segment_reduce(values, "sum", offsets=pointers, axis=0, unsafe=True)
 
 
-def _softmax(score: Tensor, edges: Edges) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the softmax over in-edges: p [E, G], lse [N_dst, G] (or -inf), and 1 where p sums to one [N_dst, G]."""
+def _softmax(score: Tensor, edges: Edges) -> tuple[Tensor, Tensor]:
+    """Return the softmax over in-edges: p [E, G] and lse [N_dst, G], -inf where p sums to zero."""
     row_max = torch.segment_reduce(score, "max", offsets=edges.colptr, axis=0, unsafe=True)
     row_max = torch.where(torch.isneginf(row_max), 0.0, row_max)
     p = (score - row_max.index_select(0, edges.dst)).exp_()
     denominator = _segment_sum(p, edges.colptr)
-    occupied = denominator != 0
     lse = row_max + torch.log(denominator)
-    return p.div_(torch.where(occupied, denominator, 1.0).index_select(0, edges.dst)), lse, occupied.to(score.dtype)
+    return p.div_(torch.where(denominator != 0, denominator, 1.0).index_select(0, edges.dst)), lse
 
 
-def attend_heads(heads: HeadGroup, edges: Edges) -> tuple[Tensor, Tensor]:
-    """Return out [N_dst, G, C] and lse [N_dst, G]."""
+def attend_heads(heads: HeadGroup, edges: Edges) -> tuple[Tensor, Tensor, Tensor]:
+    """Return out [N_dst, G, C], lse [N_dst, G] and p [E, G]."""
     u = heads.project(heads.q) if heads.projects else None
-    (score,) = _dots(heads, edges, (heads.q, heads.k, u))
-    p, lse, _ = _softmax(score.mul_(heads.scale), edges)
+    score = _dots(heads, edges, heads.q, heads.k, u)
+    p, lse = _softmax(score.mul_(heads.scale), edges)
     w = heads.drop(p)
     weight = by_head(w)
     out = weighted_sum(weight, heads.v, edges.sources)
@@ -175,7 +172,7 @@ def attend_heads(heads: HeadGroup, edges: Edges) -> tuple[Tensor, Tensor]:
     if heads.bias is not None:
         out.addcmul_(_segment_sum(w, edges.colptr)[..., None], heads.bias)
         lse = lse + heads.scale * (heads.q * heads.bias).sum(-1)
-    return out, lse
+    return out, lse, p
 
 
 @dataclass(frozen=True)
@@ -190,19 +187,17 @@ class HeadGradients:
     ds: Tensor  # [E, G], scaled
 
 
-def differentiate_heads(heads: HeadGroup, do: Tensor, dlse: Tensor, edges: Edges, needs: Needs) -> HeadGradients:
-    """Return all gradients except dk and dv, which sum over out-edges."""
-    u, g = (heads.project(heads.q), heads.project(do)) if heads.projects else (None, None)
-    score, dp = _dots(heads, edges, (heads.q, heads.k, u), (do, heads.v, g))
-    p, _, occupied = _softmax(score.mul_(heads.scale), edges)
-    w = heads.drop(p)
-    dlse = torch.where(occupied > 0, dlse, 0.0)  # upstream gradients where lse is -inf, even NaN, are ignored
-
+def differentiate_heads(
+    heads: HeadGroup, do: Tensor, dlse: Tensor, p: Tensor, edges: Edges, needs: Needs
+) -> HeadGradients:
+    """Return all gradients except dk and dv, which sum over out-edges, from p [E, G] of the forward pass."""
+    g = heads.project(do) if heads.projects else None
+    dp, w = _dots(heads, edges, do, heads.v, g), heads.drop(p)
     if heads.bias is not None and heads.keep is not None:
         dp += (do * heads.bias).sum(-1).index_select(0, edges.dst)
     dp = heads.drop(dp)
     total = _segment_sum(p, edges.colptr)
-    delta = _segment_sum(p * dp, edges.colptr) / torch.where(occupied > 0, total, 1.0)
+    delta = _segment_sum(p * dp, edges.colptr) / torch.where(total > 0, total, 1.0)
     ds = (dp - (delta - dlse).index_select(0, edges.dst)).mul_(p).mul_(heads.scale)
 
     weight = by_head(ds)
@@ -214,7 +209,7 @@ def differentiate_heads(heads: HeadGroup, do: Tensor, dlse: Tensor, edges: Edges
         if heads.weight is not None and needs.edge_weight:
             dweight = _outer(do, weighted_sum(by_head(w), heads.a, edges.attributes)) + _outer(heads.q, attr_sum)
         if needs.edge_attr:
-            sides = ((w, g), (ds, u)) if heads.projects else ((w, do), (ds, heads.q))
+            sides = ((w, g), (ds, heads.project(heads.q))) if heads.projects else ((w, do), (ds, heads.q))
             da = _attribute_gradient(heads, edges, *sides)
     if heads.bias is not None:
         dlse = heads.scale * dlse

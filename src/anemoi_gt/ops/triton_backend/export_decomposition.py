@@ -49,11 +49,13 @@ class TracedProblem(Problem):
         """Return whether an offset may pass 2^31 for sizes that the program admits."""
         return not all(statically_known_true(elements < 2**31) for elements in self.largest_offsets())
 
-    def launch(
-        self, launch_of: Callable[..., Launch], tile: RowTile | ContractionTile | None, *more
-    ) -> Callable[..., None]:
+    def is_at_most(self, size: int, bound: int) -> bool:
+        """Return whether a size is at most `bound` for all sizes that the program admits."""
+        return statically_known_true(size <= bound)
+
+    def launch(self, launch_of: Callable[..., Launch], *how: RowTile | ContractionTile | int | None) -> Callable:
         """Return what traces a launch on tensors by name; nothing is kept, because symbols are no keys."""
-        found = launch_of.__wrapped__(self.sizes, tile, *more)
+        found = launch_of.__wrapped__(self.sizes, *how)
         kernel = wrap_triton(found.kernel)[found.grid]
         return lambda **tensors: kernel(**tensors, **found.scalars, **found.constants)
 
@@ -62,12 +64,12 @@ class TracedProblem(Problem):
 @flat_arguments
 def edge_attention_triton_exported(
     operands: AttentionOperands, colptr: Tensor, row: Tensor, perm: Tensor | None, dst_schedule: Tensor | None,
-    scale: float, tile: str,
+    dst_hubs: Tensor | None, scale: float, tile: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return out like query and lse [B, N_dst, H], without B as query; without dropout and fixed-degree kernels."""
     tensors = (*operands, colptr, row, perm, dst_schedule)
     *operands, colptr, row, perm, dst_schedule = (None if each is None else each.contiguous() for each in tensors)
-    index = IndexTensors(colptr, row, perm, dst_schedule=dst_schedule)
+    index = IndexTensors(colptr, row, perm, dst_schedule=dst_schedule, dst_hubs=dst_hubs)
     problem = TracedProblem(AttentionOperands(*operands), index, Options(scale=scale, tile=tile))
     projected = None if problem.operands.edge_weight is None else launch.project(problem, problem.operands.query)
     out, lse, _, _, attr_sums = launch.attend_rows(problem, projected)
@@ -82,7 +84,7 @@ def decompose(operands: AttentionOperands, index: IndexTensors, options: Options
     if options.seed is not None:
         p = options.dropout_p
         raise ValueError(f"a program is exported for inference, got dropout_p={p}; call model.eval() first")
-    structure = (index.colptr, index.row, index.perm, index.dst_schedule)
+    structure = (index.colptr, index.row, index.perm, index.dst_schedule, index.dst_hubs)
     out, lse = edge_attention_triton_exported(*operands, *structure, options.scale, options.tile)
     return out, lse, *(lse.new_empty(0) for _ in range(3))
 

@@ -6,6 +6,9 @@ one that is chosen for the sizes, with the fields that the config forces.
 
 Where all destinations have the same few in-edges, `attend_rows` and `differentiate_rows` launch the kernels of
 `anemoi_gt.kernels.fixed_degree`, which need fewer scratch arrays and compute A, B and d edge_attr in passing.
+
+Where a node may have more than twice `Sizes.dst_segment` or `src_segment` edges, their kernels have programs for the
+segments of such hubs too, and `join` writes the hubs' rows (`anemoi_gt.kernels.hubs`).
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -16,7 +19,7 @@ import torch
 from torch import Tensor
 
 from anemoi_gt.attention_config import parse_tile
-from anemoi_gt.kernels import backward, edge_features, fixed_degree, forward
+from anemoi_gt.kernels import backward, edge_features, fixed_degree, forward, hubs
 from anemoi_gt.kernels.jit_launch import Launch
 from anemoi_gt.ops.dropout import drop_threshold
 from anemoi_gt.ops.dtypes import scratch_dtype
@@ -38,6 +41,11 @@ def on_device(tensor: Tensor) -> AbstractContextManager:
 def has_fixed_degree(sizes: Sizes) -> bool:
     """Return whether the fixed-degree kernels serve: a small known in-degree, raw attributes, rows that fit."""
     return sizes.fixed_in_degree > 0 and not sizes.embedded and _fixed_degree_tile(sizes) is not None
+
+
+def dst_segment(sizes: Sizes) -> int:
+    """Return the edges of a segment of hubs in the row kernels over destinations; 0 where they need none."""
+    return 0 if has_fixed_degree(sizes) else sizes.dst_segment
 
 
 @lru_cache(KEPT)
@@ -119,9 +127,57 @@ def _row_launch(kernel, sizes: Sizes, tile: RowTile, scale: dict[str, float]) ->
     if has_fixed_degree(sizes):
         del constants["PRECISION"]
         return Launch(kernel, (sizes.destinations,), scalars, constants | {"K": tile.unroll})
-    constants |= {"EMBEDDED": sizes.embedded, "UNROLL": tile.unroll}
+    constants |= {"EMBEDDED": sizes.embedded, "UNROLL": tile.unroll, "SEGMENT": sizes.dst_segment}
     constants["EDGES"] = tiles.attribute_edges(sizes.degree(sizes.num_dst))
-    return Launch(kernel, (sizes.destinations, -(-sizes.heads // tile.heads)), scalars, constants)
+    blocks = sizes.batch * sizes.blocks(sizes.dst_segment)
+    if kernel in HUB_KERNELS:
+        programs, constants = blocks, constants | {"SEGMENTS": tiles.segments(tile.heads)}
+        constants = {name: each for name, each in constants.items() if name in (*kernel.arg_names, "num_warps")}
+    else:
+        programs = blocks + sizes.destinations
+    return Launch(kernel, (programs, -(-sizes.heads // tile.heads)), scalars, constants)
+
+
+HUB_KERNELS = (forward.edge_attention_fwd_hub, backward.edge_attention_bwd_dst_hub)
+
+
+def _segment_rows(sizes: Sizes, segment: int, like: Tensor | None, width: int, heads: int = 0) -> Tensor | None:
+    """Return memory for a float32 result of each segment [B, blocks, heads, width]; None without segments or `like`."""
+    if like is None or not segment:
+        return None
+    shape = (sizes.batch * sizes.blocks(segment), heads or sizes.heads, width)
+    return like.new_empty(shape, dtype=torch.float32)
+
+
+@lru_cache(KEPT)
+def join_launch(sizes: Sizes, segment: int, num_nodes: int, width: int, others: int = 0, stride: int = 0) -> Launch:
+    """Return the launch of `join` for rows [H, width] of `num_nodes` nodes, and rows [H, others] if any."""
+    scalars = {"num_nodes": num_nodes, "num_edges": sizes.num_edges}
+    constants = {"H": sizes.heads, "WIDTH": width, "OTHERS": others, "COLUMNS": min(tiles.next_power_of_two(width), 64)}
+    constants |= {"SEGMENTS": tiles.JOINED, "INT64": sizes.needs_int64, "SEGMENT": segment, "num_warps": 4}
+    constants["STRIDE"] = stride or sizes.heads * width
+    return Launch(hubs.join_segments, (sizes.batch * sizes.blocks(segment),), scalars, constants)
+
+
+def join(
+    problem: Problem, pointers: Tensor, segment: int, parts: list[Tensor | None], results: tuple[Tensor | None, ...],
+    statistics: dict[str, Tensor] | None = None,
+) -> None:  # fmt: skip
+    """Join `parts` [B * blocks, H, ..] of the segments of hubs into the hubs' rows of `results` [B, N, H, ..].
+
+    Those that are None are left out. With `statistics`, the tensors by name, lse and inv_denominator are made from
+    those of the segments, and results are divided by the denominator.
+    """
+    found = [(part, result) for part, result in zip(parts, results, strict=True) if part is not None]
+    if not found:
+        return
+    (part, rows), (other_part, others) = (*found, (None, None))[:2]
+    widths = (part.shape[-1], 0 if other_part is None else other_part.shape[-1])
+    absent = dict.fromkeys(("segment_max", "segment_denominator", "lse", "inv_denominator"))
+    problem.launch(join_launch, segment, pointers.shape[0] - 1, *widths, *_stride(rows))(
+        segment_rows=part, segment_others=other_part, pointers=pointers, rows=rows, others=others,
+        **(statistics or absent),
+    )  # fmt: skip
 
 
 def _contraction_launch(kernel, sizes: Sizes, tile: ContractionTile, grid: tuple[int, ...], **more) -> Launch:
@@ -190,8 +246,37 @@ def attend_rows(problem: Problem, projected: Tensor | None, tile: RowTile | None
     tensors = problem.destination_tensors | {"projected": projected, "out": out, "lse": lse, "attr_sums": attr_sums}
     if not has_fixed_degree(sizes):
         tensors["scores"] = torch.empty_like(exp_scores)
+        tensors["segment_max"] = segment_max = _segment_rows(sizes, sizes.dst_segment, lse, sizes.heads, 1)
     problem.launch(forward_launch, tile)(**tensors, inv_denominator=inv_denominator, exp_scores=exp_scores)
+    if dst_segment(sizes):
+        statistics = {"lse": lse, "inv_denominator": inv_denominator, "segment_max": segment_max}
+        _attend_hubs(problem, tensors["scores"], exp_scores, out, attr_sums, statistics, tile)
     return out, lse, inv_denominator, exp_scores, attr_sums
+
+
+@lru_cache(KEPT)
+def hub_launch(sizes: Sizes, tile: RowTile | None = None) -> Launch:
+    """Return the launch of the second half of `attend_rows` over the segments of hubs."""
+    return _row_launch(forward.edge_attention_fwd_hub, sizes, tile or forward_tile(sizes), {})
+
+
+def _attend_hubs(
+    problem: Problem, scores: Tensor, exp_scores: Tensor, out: Tensor, attr_sums: Tensor | None, statistics: dict,
+    tile: RowTile | None,
+) -> None:  # fmt: skip
+    """Fill the rows of hubs, whose scores and segment_max are there."""
+    sizes, tensors = problem.sizes, problem.destination_tensors
+    denominator = torch.empty_like(statistics["segment_max"])
+    given = zip((out, attr_sums), (sizes.channels, sizes.columns), strict=True)
+    parts = [_segment_rows(sizes, sizes.dst_segment, *rows) for rows in given]
+    names = ("value", "edge_attr", "colptr", "row", "perm", "global_edge_id", "seed")
+    problem.launch(hub_launch, tile)(
+        **{name: tensors[name] for name in names}, scores=scores, exp_scores=exp_scores,
+        segment_max=statistics["segment_max"], segment_denominator=denominator, segment_out=parts[0],
+        segment_attr_sums=parts[1],
+    )  # fmt: skip
+    statistics["segment_denominator"] = denominator
+    join(problem, problem.index.colptr, sizes.dst_segment, parts, (out, attr_sums), statistics)
 
 
 @dataclass(frozen=True)
@@ -234,19 +319,33 @@ def differentiate_rows(
     else:
         tensors |= {name: torch.empty_like(saved.exp_scores) for name in ("attr_dp", "dp")}
         tensors["dedge_attr"] = dedge_attr if sizes.embedded else None
+        tensors["segment_sums"] = _segment_rows(sizes, sizes.dst_segment, p_ds, 2 * sizes.heads, 1)
     destination_launch(sizes, tile)(**tensors)
+    if dst_segment(sizes):
+        part = _segment_rows(sizes, sizes.dst_segment, dquery, sizes.channels)
+        launch = hub_destination_launch(sizes, tile)
+        launch(**{name: tensors[name] for name in launch.tensors if name in tensors}, segment_dquery=part)
+        join(problem, problem.index.colptr, sizes.dst_segment, [part], (dquery,))
     return p_ds, sums
+
+
+@lru_cache(KEPT)
+def hub_destination_launch(sizes: Sizes, tile: RowTile | None = None) -> Launch:
+    """Return the launch of the second half of `differentiate_rows` over the segments of hubs."""
+    tile = tile or destination_tile(sizes)
+    return _row_launch(backward.edge_attention_bwd_dst_hub, sizes, tile, {"scale": sizes.scale})
 
 
 @lru_cache(KEPT)
 def source_launch(sizes: Sizes, tile: RowTile | None = None) -> Launch:
     """Return the launch of `differentiate_sources`."""
     tile = tile or source_tile(sizes)
-    grid = (sizes.batch * -(-sizes.num_src // tile.nodes), -(-sizes.heads // tile.heads))
+    programs = sizes.blocks(sizes.src_segment) + -(-sizes.num_src // tile.nodes)
+    grid = (sizes.batch * programs, -(-sizes.heads // tile.heads))
     scalars = {"num_dst": sizes.num_dst, "num_src": sizes.num_src, "num_edges": sizes.num_edges}
     constants = {"H": sizes.heads, "C": sizes.channels, "HEADS": tile.heads, "CHANNELS": tile.channels}
     constants |= {"NODES": tile.nodes, "UNROLL": tile.unroll, "INT64": sizes.needs_int64, "num_warps": tile.num_warps}
-    constants["STRIDE"] = sizes.gradient_row
+    constants |= {"SEGMENT": sizes.src_segment, "STRIDE": sizes.gradient_row}
     return Launch(backward.edge_attention_bwd_src, grid, scalars, constants)
 
 
@@ -255,10 +354,13 @@ def differentiate_sources(
     dkey: Tensor | None, dvalue: Tensor | None, tile: RowTile | None = None,
 ) -> None:  # fmt: skip
     """Differentiate over sources: fill dkey and dvalue."""
-    source_launch(problem.sizes, tile)(
+    sizes = problem.sizes
+    parts = [_segment_rows(sizes, sizes.src_segment, rows, sizes.channels) for rows in (dkey, dvalue)]
+    source_launch(sizes, tile)(
         query=problem.operands.query, grad_out=grad_out, p_ds=p_ds, rowptr=rowptr, col=col, csr_to_csc=csr_to_csc,
-        dkey=dkey, dvalue=dvalue,
+        dkey=dkey, dvalue=dvalue, segment_dkey=parts[0], segment_dvalue=parts[1],
     )  # fmt: skip
+    join(problem, rowptr, sizes.src_segment, parts, (dkey, dvalue))
 
 
 @lru_cache(KEPT)
@@ -267,21 +369,25 @@ def attribute_launch(sizes: Sizes) -> Launch:
     scalars = {"num_dst": sizes.num_dst, "num_edges": sizes.num_edges, "attr_stride": sizes.attr_stride}
     constants = _constants(sizes, HEADS=tiles.attribute_heads(sizes.heads), EDGES=tiles.PRODUCT)
     constants |= {"num_warps": tiles.attribute_warps(sizes.heads, sizes.attributes)}
+    constants["SEGMENT"] = sizes.dst_segment
     del constants["C"]
-    return Launch(edge_features.attribute_bwd, (sizes.destinations,), scalars, constants)
+    programs = sizes.destinations + sizes.batch * sizes.blocks(sizes.dst_segment)
+    return Launch(edge_features.attribute_bwd, (programs,), scalars, constants)
 
 
 def differentiate_attributes(
     problem: Problem, p_ds: Tensor, saved: Saved, projected_grad: Tensor, dedge_attr: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Return A and B of each destination [B, N_dst, H, columns]; fill dedge_attr [B, E, D]."""
-    attr_sums, dscore_sums = torch.empty_like(projected_grad), torch.empty_like(projected_grad)
-    attribute_launch(problem.sizes)(
+    sizes, sums = problem.sizes, (torch.empty_like(projected_grad), torch.empty_like(projected_grad))
+    parts = [_segment_rows(sizes, sizes.dst_segment, rows, sizes.columns) for rows in sums]
+    attribute_launch(sizes)(
         p_ds=p_ds, edge_attr=problem.operands.edge_attr, projected=saved.projected, projected_grad=projected_grad,
-        colptr=problem.index.colptr, perm=problem.index.perm, attr_sums=attr_sums, dscore_sums=dscore_sums,
-        dedge_attr=dedge_attr,
+        colptr=problem.index.colptr, perm=problem.index.perm, attr_sums=sums[0], dscore_sums=sums[1],
+        dedge_attr=dedge_attr, segment_attr_sums=parts[0], segment_dscore_sums=parts[1],
     )  # fmt: skip
-    return attr_sums, dscore_sums
+    join(problem, problem.index.colptr, sizes.dst_segment, parts, sums)
+    return sums
 
 
 @lru_cache(KEPT)

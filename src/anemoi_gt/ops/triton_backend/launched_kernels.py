@@ -38,7 +38,15 @@ def forward_kernels(sizes: Sizes) -> Iterator[PlannedLaunch]:
     moved = 2 * count.row + 2 * count.source + 2 * count.statistic + count.scores + count.edges
     moved += 2 * count.sums + count.attributes + count.embedded
     moved += 0 if launch.has_fixed_degree(sizes) else count.scores
-    yield _launch(sizes, launch.forward_launch(sizes), moved)
+    segment = launch.dst_segment(sizes)
+    yield _launch(sizes, launch.forward_launch(sizes), moved + count.segments(segment, 1))
+    if segment:
+        part = count.segments(segment, sizes.channels + 2) + count.sums_of_segments(segment)
+        moved = count.source + 2 * count.scores + count.edges + count.attributes + count.embedded
+        yield _launch(sizes, launch.hub_launch(sizes), moved + part)
+        widths = (sizes.channels, sizes.columns if sizes.edge_dim else 0)
+        joined = launch.join_launch(sizes, segment, sizes.num_dst, *widths)
+        yield _launch(sizes, joined, part + count.row + count.sums + 2 * count.statistic)
     if sizes.edge_dim:
         yield _launch(sizes, launch.embed_launch(sizes), 2 * count.row + count.sums + count.weight)
 
@@ -56,14 +64,22 @@ def backward_kernels(sizes: Sizes, needs: Needs) -> Iterator[PlannedLaunch]:
         moved += 2 * count.sums + needs.edge_attr * (count.sums + count.attributes_gradient)
     else:
         moved += (1 + raw) * count.scores
-    yield _launch(sizes, launch.destination_launch(sizes), moved)
+    segment = launch.dst_segment(sizes)
+    yield _launch(sizes, launch.destination_launch(sizes), moved + count.segments(segment, 2))
+    if segment:
+        yield from _hub_kernels(sizes, count, needs)
     if raw and (needs.query or needs.edge_attr or needs.edge_weight or needs.edge_bias):
         if not launch.has_fixed_degree(sizes):
-            yield _attribute_kernel(sizes, count, needs)
+            yield from _attribute_kernels(sizes, count, needs)
         yield from _weight_kernels(sizes, count, needs)
     if needs.key or needs.value:
         moved = (needs.key + needs.value) * (count.row + count.source) + count.p_ds + 2 * count.edges
-        yield _launch(sizes, launch.source_launch(sizes), moved)
+        part = (needs.key + needs.value) * count.segments(sizes.src_segment, sizes.channels)
+        yield _launch(sizes, launch.source_launch(sizes), moved + part)
+        if sizes.src_segment:
+            widths = (sizes.channels, sizes.channels if needs.key and needs.value else 0)
+            joined = launch.join_launch(sizes, sizes.src_segment, sizes.num_src, *widths)
+            yield _launch(sizes, joined, part + (needs.key + needs.value) * count.source)
 
 
 def _launch(sizes: Sizes, bound: Launch, moved: int) -> PlannedLaunch:
@@ -73,12 +89,29 @@ def _launch(sizes: Sizes, bound: Launch, moved: int) -> PlannedLaunch:
     return PlannedLaunch(bound.name(NAMES[sizes.dtype]), tile, moved)
 
 
-def _attribute_kernel(sizes: Sizes, count: "ByteCounts", needs: Needs) -> PlannedLaunch:
-    """The kernel that sums attributes over the edges of each destination."""
+def _hub_kernels(sizes: Sizes, count: "ByteCounts", needs: Needs) -> Iterator[PlannedLaunch]:
+    """The second half of the pass over the segments of hubs, and the sum of their parts of dq."""
+    segment = launch.dst_segment(sizes)
+    part = needs.query * count.segments(segment, sizes.channels)
+    moved = needs.query * (count.source + count.edges) + count.statistic + 2 * count.scores + count.p_ds
+    if sizes.embedded:
+        moved += needs.query * count.embedded + needs.edge_attr * (2 * count.row + count.embedded_gradient)
+    moved += count.segments(segment, 2) + part
+    yield _launch(sizes, launch.hub_destination_launch(sizes), moved)
+    if needs.query:
+        yield _launch(sizes, launch.join_launch(sizes, segment, sizes.num_dst, sizes.channels), part + count.row)
+
+
+def _attribute_kernels(sizes: Sizes, count: "ByteCounts", needs: Needs) -> Iterator[PlannedLaunch]:
+    """The kernel that sums attributes over the edges of each destination, and the sum of its parts of hubs."""
     moved = count.p_ds + count.attributes + 2 * count.sums + count.edges
     if needs.edge_attr:
         moved += 2 * count.sums + count.attributes_gradient
-    return _launch(sizes, launch.attribute_launch(sizes), moved)
+    part = 2 * count.sums_of_segments(sizes.dst_segment)
+    yield _launch(sizes, launch.attribute_launch(sizes), moved + part)
+    if sizes.dst_segment:
+        joined = launch.join_launch(sizes, sizes.dst_segment, sizes.num_dst, sizes.columns, sizes.columns)
+        yield _launch(sizes, joined, part + 2 * count.sums)
 
 
 def _weight_kernels(sizes: Sizes, count: "ByteCounts", needs: Needs) -> Iterator[PlannedLaunch]:
@@ -95,6 +128,7 @@ class ByteCounts:
     """Bytes of the tensors of a call; 0 for absent ones."""
 
     def __init__(self, sizes: Sizes):
+        self._sizes = sizes
         size, heads, edges = sizes.dtype.itemsize, sizes.heads, sizes.batch * sizes.num_edges
         scratch, raw = scratch_dtype(sizes.dtype).itemsize, bool(sizes.edge_dim)
         row = size * heads * sizes.channels
@@ -112,3 +146,11 @@ class ByteCounts:
         self.embedded = sizes.embedded * row * sets * sizes.num_edges
         self.attributes_gradient = int(growth * self.attributes / sets) * sizes.batch
         self.embedded_gradient = int(growth * self.embedded / sets) * sizes.batch
+
+    def segments(self, segment: int, width: int) -> int:
+        """Return the bytes of `width` elements of each head and segment, float32; 0 without segments."""
+        return 4 * width * self._sizes.heads * self._sizes.batch * self._sizes.blocks(segment)
+
+    def sums_of_segments(self, segment: int) -> int:
+        """Return the bytes of the sums over attributes of each segment; 0 without segments or raw attributes."""
+        return self.segments(segment, self._sizes.columns) if self._sizes.edge_dim else 0

@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.nn.functional import linear
 
 from anemoi_gt.attention_config import AttentionConfig
@@ -11,6 +12,7 @@ from anemoi_gt.custom_ops import (
     define_gradient,
     define_operator,
     flat_arguments,
+    needs_gradient,
     refuse_second_derivative,
 )
 from anemoi_gt.graph import GraphStructure
@@ -35,17 +37,43 @@ def attend(
 
     query, key, value [B, N, H, C] come with edge_attr [1 or B, E, ..]. A batch of one may come without B, in all of
     them: to the kernels it is the same memory, and views that add B would be autograd nodes that cost a launch each.
-    More attributes than a program can hold are embedded first: an edge's own [H, C] is no larger than what it has.
+    Attributes for which `embeds_first` are embedded before: an edge's own [H, C] is smaller than what it has.
     """
     warn_if_untested("triton")
     query, key, value, edge_attr, edge_weight, edge_bias = operands
-    if edge_weight is not None and edge_weight.shape[1] + int(edge_bias is not None) > MOST_ATTRIBUTES:
+    save = needs_gradient(*operands)
+    first = edge_weight is not None and embeds_first(operands, save)
+    if first:
         with without_autocast(query.device.type):
             edge_attr = linear(edge_attr, edge_weight, edge_bias).unflatten(-1, query.shape[-2:])
         operands = AttentionOperands(query, key, value, edge_attr)
-    save = torch.is_grad_enabled() and any(operand is not None and operand.requires_grad for operand in operands)
-    options = Options.of(seed, scale, dropout_p, config)
-    return edge_attention_triton(*operands, *IndexTensors.of(graph), *options, save)[:2]
+    options = Options.of(seed, scale, dropout_p, config, embedded_first=first)
+    return _attend(*operands, *IndexTensors.of(graph), *options, save)[:2]
+
+
+def embeds_first(operands: AttentionOperands, save: bool) -> bool:
+    """Return whether to embed the attributes [E, D] into [E, H, C] instead of factoring W out of the sums over edges.
+
+    They are where a program cannot hold D, and where that moves fewer bytes with D > C, which takes many attributes and
+    few edges a node. Elements of N nodes and E edges that one moves and the other does not, with D padded to P columns:
+
+        factored    forward N H (3 C + 4 P),    backward N H (5 C + 9 P) + E (4 H + D)
+        embedded    forward E H 2 C,            backward N H C + E H 4 C
+
+    Symbolic sizes are not compared, because the program would depend on them: W is factored out.
+    """
+    query, _, _, edge_attr, edge_weight, edge_bias = operands
+    heads, channels, edge_dim = int(query.shape[-2]), int(query.shape[-1]), int(edge_weight.shape[1])
+    columns = edge_dim + (edge_bias is not None)
+    if columns > MOST_ATTRIBUTES or edge_dim <= channels:
+        return columns > MOST_ATTRIBUTES
+    samples, sets = (each.shape[0] if query.dim() == 4 else 1 for each in (query, edge_attr))
+    nodes, edges, columns = samples * query.shape[-3], sets * edge_attr.shape[-2], attribute_columns(columns)
+    factored, embedded = nodes * heads * (3 * channels + 4 * columns), edges * heads * 2 * channels
+    if save:
+        factored += nodes * heads * (5 * channels + 9 * columns) + edges * (4 * heads + edge_dim)
+        embedded += nodes * heads * channels + edges * heads * 4 * channels
+    return statically_known_true(embedded < factored)
 
 
 @define_operator
@@ -118,12 +146,12 @@ def _backward(ctx, grad_out, grad_lse, *_):
     needs = list(ctx.needs_input_grad[:NUM_OPERANDS])
     tensors = ctx.saved_tensors  # read once: checkpointing unpacks at each access
     given = (grad_out, grad_lse, *tensors[:NUM_TENSORS], *ctx.options, *tensors[NUM_TENSORS:], needs)
-    gradients = iter(call_unrecorded(edge_attention_triton_backward, *given))
+    gradients = iter(call_unrecorded(_differentiate, *given))
     return *(next(gradients) if need else None for need in needs), *((None,) * (arguments - NUM_OPERANDS))
 
 
-define_gradient(edge_attention_triton, _setup_context, _backward)
-torch.library.register_autograd("anemoi_gt::edge_attention_triton_backward", refuse_second_derivative)
+_attend = define_gradient(edge_attention_triton, _setup_context, _backward)
+_differentiate = refuse_second_derivative(edge_attention_triton_backward)
 
 
 def _problem(operands: AttentionOperands, index: IndexTensors, options: Options) -> Problem:

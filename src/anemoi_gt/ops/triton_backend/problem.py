@@ -8,10 +8,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from anemoi_gt.attention_config import AttentionConfig
+from anemoi_gt.attention_config import AttentionConfig, parse_tile
 from anemoi_gt.graph import GraphStructure
 from anemoi_gt.ops.operands import AttentionOperands
-from anemoi_gt.ops.triton_backend.tiles import ContractionTile, RowTile, Shape, attribute_columns
+from anemoi_gt.ops.triton_backend.tiles import SEGMENT, ContractionTile, RowTile, Shape, attribute_columns
 
 PACKED_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}  # whose rows may be read as packed 16-bit pairs
 
@@ -28,6 +28,8 @@ class IndexTensors(NamedTuple):
     rowptr: Tensor | None = None  # [N_src + 1]
     col: Tensor | None = None  # [E]
     csr_to_csc: Tensor | None = None  # [E]
+    dst_hubs: Tensor | None = None  # [257, 0]
+    src_hubs: Tensor | None = None  # [257, 0]
 
     @classmethod
     def of(cls, graph: GraphStructure) -> "IndexTensors":
@@ -43,11 +45,12 @@ class Options(NamedTuple):
     dropout_p: float = 0.0
     fixed_degree_kernels: bool = True  # as `AttentionConfig` documents it, and so is tile
     tile: str = ""
+    embedded_first: bool = False  # whether edge_attr was raw, and is embedded before the call; `explain` reports it
 
     @classmethod
-    def of(cls, seed: Tensor | None, scale: float, dropout_p: float, config: AttentionConfig) -> "Options":
-        """Return those of a call and its config."""
-        return cls(seed, scale, dropout_p, config.fixed_degree_kernels, config.tile or "")
+    def of(cls, seed: Tensor | None, scale: float, dropout_p: float, config: AttentionConfig, **more) -> "Options":
+        """Return those of a call and its config, and `more`."""
+        return cls(seed, scale, dropout_p, config.fixed_degree_kernels, config.tile or "", **more)
 
 
 class Sizes(NamedTuple):
@@ -69,6 +72,8 @@ class Sizes(NamedTuple):
     dropout_p: float
     fixed_in_degree: int = 0  # in-edges of every destination; 0: they differ, are not known, or are not to be used
     tile: str = ""  # forced fields of the tiles of row kernels
+    dst_segment: int = 0  # edges of a segment of a hub among the destinations; 0: there is none
+    src_segment: int = 0
     gradient_stride: int = 0  # elements between two rows of grad_out, dquery, dkey, dvalue; 0: they are contiguous
 
     @property
@@ -95,6 +100,10 @@ class Sizes(NamedTuple):
     def destinations(self) -> int:
         """Destinations of the whole batch."""
         return self.batch * self.num_dst
+
+    def blocks(self, segment: int) -> int:
+        """Return the number of blocks of `segment` edges of a batch entry; 0 without segments."""
+        return -(-self.num_edges // segment) if segment else 0
 
     def degree(self, num_nodes: int) -> float:
         """Return the mean number of edges of `num_nodes` nodes of a batch entry."""
@@ -139,8 +148,21 @@ class Problem:
             dropout_p=self.options.dropout_p,
             fixed_in_degree=degree.shape[0] if degree is not None and self.options.fixed_degree_kernels else 0,
             tile=self.options.tile,
+            dst_segment=self.segments[0],
+            src_segment=self.segments[1],
             gradient_stride=self.gradient_stride,
         )  # fmt: skip
+
+    @cached_property
+    def segments(self) -> tuple[int, int]:
+        """Edges of a segment of hubs, of destinations and of sources; 0 where there are none, and none are forced."""
+        forced, num_edges = parse_tile(self.options.tile).get("segment", 0), self.index.row.shape[0]
+        found = (forced or (0 if hubs is None else SEGMENT) for hubs in (self.index.dst_hubs, self.index.src_hubs))
+        return tuple(0 if self.is_at_most(num_edges, 2 * segment) else segment for segment in found)
+
+    def is_at_most(self, size: int, bound: int) -> bool:
+        """Return whether a size is at most `bound`."""
+        return size <= bound
 
     @property
     def batch(self) -> int:
@@ -179,9 +201,10 @@ class Problem:
         columns = attribute_columns(edge_dim + (edge_bias is not None))
         per_edge, per_node = max(heads * (channels if self.embedded else 2), columns), heads * max(channels, columns)
         per_node = max(per_node, self.gradient_stride)
-        rows = ((self.index.row.shape[0], per_edge), (num_dst, per_node), (key.shape[-3], per_node))
+        rows = [(self.index.row.shape[0], per_edge), (num_dst, per_node), (key.shape[-3], per_node)]
+        rows += [(-(-self.index.row.shape[0] // segment), per_node) for segment in filter(None, self.segments)]
         return tuple(self.batch * number * width for number, width in rows)
 
-    def launch(self, launch_of: Callable, tile: RowTile | ContractionTile | None, *more) -> Callable[..., None]:
-        """Return what launches a kernel on tensors by name: `launch_of` these sizes, with `tile` or the chosen one."""
-        return launch_of(self.sizes, tile, *more)
+    def launch(self, launch_of: Callable, *how: RowTile | ContractionTile | int | None) -> Callable[..., None]:
+        """Return what launches a kernel on tensors by name: `launch_of` these sizes, with a tile or the chosen one."""
+        return launch_of(self.sizes, *how)

@@ -25,6 +25,8 @@ from functools import lru_cache
 from itertools import product
 from typing import NamedTuple
 
+from anemoi_gt.graph.validation import HUB_DEGREE
+
 PRODUCT = 16  # smallest inner size of a matrix product
 BUSY_DEGREE = 4  # mean degree from which the edges of one node keep a program busy
 MANY_DEGREE = 16  # mean degree from which the remainder of an unrolled loop does not count
@@ -33,6 +35,8 @@ MOST_ATTRIBUTES = 256  # columns of W for which a program's arrays fit the regis
 MAX_HELD, MIN_HELD = 32, 4  # elements of a row in a thread
 FLIGHT_BYTES = 6144  # bytes of rows in flight for which a warp has registers
 MAX_WARPS = 8  # of a program
+SEGMENT = HUB_DEGREE // 2  # edges of a segment of a hub, which has more than twice as many
+JOINED = 64  # segments whose results a program reads together
 CACHED_TILES = 128  # choices of each kernel that are cached
 
 LANES = 32  # threads of a warp
@@ -161,6 +165,11 @@ def fixed_degree_tile(shape: Shape, degree: int) -> RowTile | None:
     if not 1 <= degree <= BUSY_DEGREE or widest > MAX_WARPS * ROW_ELEMENTS:
         return None
     return RowTile(heads, padded, degree, max(1, widest // ROW_ELEMENTS))
+
+
+def segments(heads: int) -> int:
+    """Return the segments of a hub whose statistics of `heads` heads a program of one warp reads together."""
+    return max(1, 512 // heads)
 
 
 def attribute_columns(attributes: int) -> int:

@@ -1,0 +1,257 @@
+"""Forward and backward of a step, captured once in a CUDA graph and replayed for every batch.
+
+    first batch     copied into static tensors;  warm-up passes;  the pass is captured;  random generators set back
+    every batch     copied into the same tensors;  the graph is replayed;  gradients are assigned to their parameters
+
+A graph reads and writes the same memory each time, so batch, result and gradients stay where they were during capture.
+It draws from PyTorch's generator on the device what the same pass would draw without it: a replay starts at the
+generator's seed and offset, and advances the offset by what the pass uses.
+"""
+
+import gc
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map
+
+from anemoi_gt.rng import generator_states, set_generator_states
+
+WARM_UP = 3  # passes, as PyTorch recommends: kernels are compiled, libraries allocate, ranks connect
+
+
+class Outputs(NamedTuple):
+    """Static outputs of a pass."""
+
+    result: Any  # what the function returned, tensors in any nesting
+    gradients: list[Tensor | None]  # of each parameter; None where it gets none
+
+
+class CapturedPass(NamedTuple):
+    """Static inputs and outputs of a replay, the replay, and where it finds the parameters."""
+
+    batch: Any
+    outputs: Outputs
+    replay: Callable[[], None]
+    addresses: list[int]
+
+
+Capture = Callable[[Callable[[], Outputs]], tuple[Outputs, Callable[[], None]]]
+
+
+class CUDAGraphedStep:
+    """A function that computes forward and backward, captured at the first batch; the results are the same bit for bit.
+
+    It is captured again when a parameter has moved to other memory. Errors during capture say how to do without.
+
+    Parameters
+    ----------
+    function : callable
+        Takes a batch, leaves gradients at the parameters and returns tensors without history in any nesting, such as
+        the loss. It works on the device alone, does the same for every batch, and changes nothing but gradients and
+        random generators.
+    parameters : iterable of Parameter
+        Those that may get a gradient.
+    device : torch.device
+        Whose random generator the function draws from.
+    capture : callable
+        Takes a function without arguments, which it may call more than once. Returns what the last call returned, and a
+        replay of that call on the same memory: `capture_cuda_graph`.
+    remedy : str
+        How to do without a CUDA graph, for messages: "set training.cuda_graph=false".
+    """
+
+    def __init__(
+        self,
+        function: Callable[[Any], Any],
+        parameters: Iterable[nn.Parameter],
+        device: torch.device,
+        capture: Capture,
+        remedy: str,
+    ):
+        self.function, self.parameters, self.device = function, list(parameters), device
+        self.capture, self.remedy = capture, remedy
+        self._captured: CapturedPass | None = None
+
+    def __call__(self, batch: Any) -> Any:
+        """Leave the gradients of a batch at the parameters, instead of those there; return the function's result.
+
+        Raises ValueError for a batch of other shapes or dtypes than the first.
+        """
+        result, gradients = self.replay(batch)
+        self._assign(gradients)
+        return result
+
+    def replay(self, batch: Any) -> Outputs:
+        """Return the result for a batch, and the gradients, which the next replay overwrites; parameters keep theirs.
+
+        Raises ValueError as a call does.
+        """
+        if self._captured is not None and self._captured.addresses != self._addresses():
+            self.reset()
+        if self._captured is None:
+            self._captured = self._capture(batch)
+        if not self.accepts(batch):
+            raise ValueError(
+                f"all batches must have the shapes and dtypes of the first, {_described(self._captured.batch)}, to be "
+                f"replayed from a CUDA graph, got {_described(batch)}: {self.remedy} for batches that differ"
+            )
+        for tensor, values in zip(tree_leaves(self._captured.batch), tree_leaves(batch), strict=True):
+            if isinstance(tensor, Tensor):
+                tensor.copy_(values)
+        self._captured.replay()
+        return Outputs(_copied(self._captured.outputs.result), self._captured.outputs.gradients)
+
+    def accepts(self, batch: Any) -> bool:
+        """Return True if a batch has the shapes, dtypes and constants of the captured one, or would be captured."""
+        return self._captured is None or _kind(batch) == _kind(self._captured.batch)
+
+    def reset(self) -> None:
+        """Release the captured pass and its memory, gradients included; the next batch is captured again."""
+        self.release_gradients()
+        self._captured = None
+
+    def release_gradients(self) -> None:
+        """Remove the gradients that the next replay overwrites from the parameters."""
+        static = set() if self._captured is None else {id(each) for each in self._captured.outputs.gradients}
+        for parameter in self.parameters:
+            if id(parameter.grad) in static:
+                parameter.grad = None
+
+    def _capture(self, batch: Any) -> CapturedPass:
+        states, static = generator_states(self.device), _copied(batch)
+        try:
+            with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
+                outputs, replay = self.capture(lambda: self._outputs(static))
+        except RuntimeError as error:
+            error.add_note(f"while capturing the step in a CUDA graph; {self.remedy} to run without")
+            raise
+        set_generator_states(states, self.device)
+        return CapturedPass(static, outputs, replay, self._addresses())
+
+    def _outputs(self, batch: Any) -> Outputs:
+        """Compute the pass and take its gradients; parameters have none meanwhile, so backward does not accumulate."""
+        before = [parameter.grad for parameter in self.parameters]
+        self._assign([None] * len(self.parameters))
+        state = partial(_generator_state, self.device)
+        try:
+            with checkpoints_without_generator(state) if self.device.type == "cuda" else nullcontext():
+                result = self.function(batch)
+            return Outputs(result, [parameter.grad for parameter in self.parameters])
+        finally:
+            self._assign(before)
+
+    def _addresses(self) -> list[int]:
+        return [parameter.data_ptr() for parameter in self.parameters]
+
+    def _assign(self, gradients: list[Tensor | None]) -> None:
+        for parameter, gradient in zip(self.parameters, gradients, strict=True):
+            parameter.grad = gradient if parameter.requires_grad else None  # frozen since the capture
+
+
+def capture_cuda_graph(
+    function: Callable[[], Any], warm_up: Callable[[], Any] | None = None
+) -> tuple[Any, Callable[[], None]]:
+    """Capture a function in a CUDA graph on the current device, as `CUDAGraphedStep` needs it.
+
+    The function is called once during capture, when nothing is computed, and `warm_up` (None: the function) `WARM_UP`
+    times before. Returns the outputs of the function, in memory of the graph and undefined before the first replay, and
+    `replay`, which computes them on the current stream.
+    """
+    # Memory that launched steps left in the allocator serves neither the side stream nor the graph: the device would
+    # hold it up to three times. `torch.cuda.graph` frees that of the side stream.
+    gc.collect()
+    torch.cuda.empty_cache()
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(WARM_UP):
+            (warm_up or function)()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL's watchdog queries events meanwhile
+        outputs = function()
+    return outputs, graph.replay
+
+
+@contextmanager
+def checkpoints_without_generator(state: Callable[[], Tensor | None]) -> Iterator[None]:
+    """Let `torch.utils.checkpoint` leave the device's generator alone, whose state cannot be read during capture.
+
+    Raises ValueError at the end if a recomputation drew random numbers, which would not be those of the forward pass.
+    `state` returns the state of the generator, None during capture.
+    """
+    module, draws = torch.utils.checkpoint, _RecomputedDraws(state)
+    upstream = module.get_device_states, module.set_device_states
+    module.get_device_states, module.set_device_states = draws.forward_begins, draws.recomputation_begins
+    try:
+        yield
+    finally:
+        module.get_device_states, module.set_device_states = upstream
+    draws.check()
+
+
+class _RecomputedDraws:
+    """Check that recomputed activations draw no random numbers: a draw moves the generator after one has begun."""
+
+    def __init__(self, state: Callable[[], Tensor | None]):
+        self._state, self._begin, self._found = state, None, False
+
+    def forward_begins(self, *_) -> tuple[list, list]:
+        """Take the place of `torch.utils.checkpoint.get_device_states`: no states."""
+        self._close()
+        return [], []
+
+    def recomputation_begins(self, *_, **__) -> None:
+        """Take the place of `torch.utils.checkpoint.set_device_states`."""
+        self._close()
+        self._begin = self._state()
+
+    def check(self) -> None:
+        """Raise a ValueError if there were draws."""
+        self._close()
+        if self._found:
+            raise ValueError(
+                "layers with dropout or noise must not be checkpointed in a step that is captured in a CUDA graph, "
+                "which would draw other numbers in backward, got both: switch dropout or activation checkpointing off"
+            )
+
+    def _close(self) -> None:
+        if self._begin is not None and (state := self._state()) is not None:
+            self._found |= not torch.equal(self._begin, state)
+        self._begin = None
+
+
+def _generator_state(device: torch.device) -> Tensor | None:
+    return None if torch.cuda.is_current_stream_capturing() else torch.cuda.get_rng_state(device)
+
+
+def _copied(tree: Any) -> Any:
+    return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, tree)
+
+
+def _kind(batch: Any) -> list[tuple]:
+    """Return name, shape, dtype and device of every tensor, name and value of everything else."""
+    leaves, _ = tree_flatten_with_path(batch)
+    return [
+        (_name(path), leaf.shape, leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else (_name(path), leaf)
+        for path, leaf in leaves
+    ]
+
+
+def _described(batch: Any) -> str:
+    texts = [
+        f"{name} {tuple(rest[0])} {rest[1]}" if len(rest) == 3 else f"{name}={rest[0]!r}"
+        for name, *rest in _kind(batch)
+    ]
+    return ", ".join(texts)
+
+
+def _name(path: tuple) -> str:
+    """Return the keys on the way to a leaf, such as batch/inputs."""
+    keys = [getattr(key, "key", getattr(key, "name", getattr(key, "idx", key))) for key in path]
+    return "/".join(map(str, keys)) or "batch"

@@ -1,0 +1,165 @@
+"""`CUDAGraphCallback`: training steps of Anemoi, in Lightning's loop, replayed from a CUDA graph.
+
+strategy.training_step     replays forward and backward of the batch, logs what the module logs, returns the loss
+zero_grad                  Lightning's
+module.backward            adds the gradients of the replay to those of the parameters
+unscale, clip, optimiser   Lightning's
+"""
+
+import logging
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from pytorch_lightning import Callback, LightningModule, Trainer
+from pytorch_lightning.strategies import DDPStrategy, SingleDeviceStrategy
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from anemoi_gt.cuda_graph import Capture, CUDAGraphedStep, capture_cuda_graph
+from anemoi_gt.integrations.anemoi.cuda_graph import check_device, held, indices_on_device, places_of
+
+log = logging.getLogger(__name__)
+REMEDY = "remove CUDAGraphCallback from diagnostics.callbacks"
+
+
+class CUDAGraphCallback(Callback):
+    """Replay forward and backward of every training step from a CUDA graph; losses and weights are the same.
+
+    The step is captured at the first batch of every epoch, since an epoch may change the rollout, and again when two
+    batches in a row have other shapes. Validation, and single batches of other shapes, are launched as without. A
+    replay repeats what the captured step did on the host: numbers that the module logs without a tensor, and
+    `batch_idx`, are those of the captured batch.
+
+    Parameters
+    ----------
+    capture : callable
+        As for `anemoi_gt.cuda_graph.CUDAGraphedStep`.
+    """
+
+    def __init__(self, capture: Capture = capture_cuda_graph):
+        self._capture = capture
+        self._step: CUDAGraphedStep | None = None
+        self._launch: Any = None  # the strategy's training_step, while it is replaced
+        self._differentiate: Any = None  # the module's backward
+        self._gradients: list[Tensor | None] | None = None  # of the batch that was replayed
+        self._refused = False  # the last batch could not be replayed
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Take the place of the strategy's `training_step` and the module's `backward`.
+
+        Raises ValueError for a trainer whose steps cannot be captured.
+        """
+        check_capturable(trainer, pl_module, self._capture)
+        self._launch, self._differentiate = trainer.strategy.training_step, pl_module.backward
+        trainer.strategy.training_step = partial(self._training_step, trainer, pl_module)
+        pl_module.backward = partial(self._backward, trainer, pl_module)
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Let the first batch be captured: the rollout, or which weights are trained, may have changed."""
+        self._release()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Put back what was replaced, and release the captured step."""
+        if self._launch is not None:
+            del trainer.strategy.training_step, pl_module.backward
+        self._launch = self._differentiate = None
+        self._release()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """End as `on_train_end`."""
+        self.on_train_end(trainer, pl_module)
+
+    def _training_step(self, trainer: Trainer, module: LightningModule, batch: Any, *rest: Any) -> Any:
+        """Return the output of `training_step` for a batch, whose gradients `_backward` assigns."""
+        scalers = _tensors_of_loss(module)
+        inputs = (batch, [holder[key] for holder, key in scalers], trainer.accumulate_grad_batches)
+        if self._step is not None and not self._step.accepts(inputs):
+            if not self._refused:
+                log.warning("a training batch of other shapes than the captured one is launched without CUDA graph")
+                self._refused, self._gradients = True, None
+                return self._launch(batch, *rest)
+            self._release()
+        if self._step is None:
+            indices = indices_on_device(module, trainer.strategy.root_device)
+            function = partial(self._forward_backward, trainer, module, scalers, indices, rest)
+            device = trainer.strategy.root_device
+            self._step = CUDAGraphedStep(function, module.parameters(), device, self._capture, REMEDY)
+        self._refused = False
+        self._step.release_gradients()  # of the last step, which Lightning forgets after `training_step`
+        (output, logged), self._gradients = self._step.replay(inputs)
+        for arguments, options in logged:
+            module.log(*arguments, **options)
+        return output
+
+    def _forward_backward(
+        self, trainer: Trainer, module: LightningModule, scalers: list, indices: list, rest: tuple, inputs: tuple
+    ) -> tuple[Any, list]:
+        """Compute the pass that is captured; return the output of `training_step` and the calls of `log`."""
+        batch, values, accumulated = inputs
+        logged = []
+        recorder = ((vars(module), "log"), lambda *arguments, **options: logged.append((arguments, options)))
+        places = [recorder, *zip(scalers, values, strict=True), *indices]
+        with trainer.precision_plugin.train_step_context(), held(places):
+            output = module.training_step(batch, *rest)
+            loss = output.get("loss") if isinstance(output, Mapping) else output
+            if not isinstance(loss, Tensor):
+                raise ValueError(f"training_step must return a loss to be captured, got {output!r}: {REMEDY}")
+            loss, scaler = loss / accumulated, getattr(trainer.precision_plugin, "scaler", None)
+            self._differentiate(loss if scaler is None else scaler.scale(loss))
+        return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, (output, logged))
+
+    def _backward(
+        self, trainer: Trainer, module: LightningModule, loss: Tensor, *arguments: Any, **options: Any
+    ) -> None:
+        """Add the gradients of the replay to those of the parameters, or compute those of a launched step."""
+        if self._gradients is None:
+            self._differentiate(loss, *arguments, **options)
+            return
+        keeps = trainer.accumulate_grad_batches > 1  # beyond the next replay
+        for parameter, gradient in zip(module.parameters(), self._gradients, strict=True):
+            if gradient is not None and parameter.requires_grad:
+                if parameter.grad is not None:
+                    parameter.grad.add_(gradient)
+                else:
+                    parameter.grad = gradient.clone() if keeps else gradient
+        self._gradients = None
+
+    def _release(self) -> None:
+        if self._step is not None:
+            self._step.reset()
+        self._step, self._gradients, self._refused = None, None, False
+
+
+def check_capturable(trainer: Trainer, module: LightningModule, capture: Capture) -> None:
+    """Raise a ValueError, which says what to do, unless the training steps of a trainer can be captured."""
+    strategy = trainer.strategy
+    if not isinstance(strategy, (SingleDeviceStrategy, DDPStrategy)):
+        raise ValueError(
+            f"CUDAGraphCallback needs a strategy on one device or DDP, got {type(strategy).__name__}: set "
+            f"training.strategy._target_=anemoi.training.distributed.single.SingleDeviceStrategy, or {REMEDY}"
+        )
+    if trainer.world_size > 1:
+        raise ValueError(
+            "CUDAGraphCallback needs one process, because DDP reduces gradients in hooks that a replay does not call, "
+            f"got {trainer.world_size} processes: {REMEDY}"
+        )
+    if not module.automatic_optimization:
+        raise ValueError(
+            f"CUDAGraphCallback needs automatic optimisation, got {type(module).__name__} with manual: {REMEDY}"
+        )
+    if torch.is_anomaly_enabled():
+        raise ValueError(
+            "CUDAGraphCallback needs diagnostics.debug.anomaly_detection=false, because it reads back from the device "
+            f"at every operation, got true: set it to false, or {REMEDY}"
+        )
+    check_device(strategy.root_device, capture)
+
+
+def _tensors_of_loss(module: LightningModule) -> list[tuple[dict, Any]]:
+    """Return where the loss of a module keeps tensors; Anemoi puts others there before a step, such as masks of NaN."""
+    loss = getattr(module, "loss", None)
+    if not isinstance(loss, nn.Module):
+        return []
+    return list(places_of(loss, lambda _, value: isinstance(value, Tensor) and not isinstance(value, nn.Parameter)))

@@ -1,0 +1,134 @@
+"""Activation checkpointing of Anemoi's components in words of memory, instead of each component's own switch.
+
+    "none"        all activations are kept, nothing is recomputed
+    "selective"   results of the attention and of matrix products are kept; norms, activations and casts are recomputed
+    "full"        the inputs of a chunk are kept, everything in it is recomputed
+
+A chunk is what Anemoi checkpoints: `num_layers / num_chunks` layers of a processor, some destinations of a mapper.
+A selective checkpoint around compiled code would be wrong, because compiled code overwrites results that were kept; it
+raises. Compiled around the checkpoint, as where a whole processor or mapper is compiled, it is right.
+"""
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from functools import partial, wraps
+from importlib import import_module
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from anemoi_gt.custom_ops import NAMESPACE
+from anemoi_gt.integrations.anemoi.attention import SETTINGS
+from anemoi_gt.integrations.anemoi.cache import edge_structure
+
+try:
+    from torch._subclasses.fake_tensor import is_fake
+except ImportError:  # another PyTorch: where a tracer does not say that it compiles, "selective" is refused
+
+    def is_fake(_: object) -> bool:
+        """Return False."""
+        return False
+
+
+MODES = ("none", "selective", "full")
+_PRODUCTS = {getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "bmm", "baddbmm")}
+_COMPILED = "_functorch/_aot_autograd"  # the part of PyTorch that runs compiled code, in the path of its files
+
+
+@dataclass(frozen=True)
+class Checkpointing:
+    """The mode of each component, None for its own switch.
+
+    Parameters
+    ----------
+    encoder, processor, decoder : {None, "none", "selective", "full"}
+        Of forward mappers, processors and backward mappers.
+    """
+
+    encoder: str | None = None
+    processor: str | None = None
+    decoder: str | None = None
+
+    @classmethod
+    def of(cls, choice: str | Mapping[str, str | None] | None) -> "Checkpointing":
+        """Return the modes of a choice: one for all components, or one by name of a component."""
+        names = [field.name for field in fields(cls)]
+        modes = dict(choice) if isinstance(choice, Mapping) else dict.fromkeys(names, choice)
+        if not set(modes) <= set(names) or not all(mode in (None, *MODES) for mode in modes.values()):
+            raise ValueError(
+                f"activation_checkpointing must be one of {', '.join(MODES)}, or one for some of {', '.join(names)}, "
+                f"or None for the switches of Anemoi's config, got {choice!r}"
+            )
+        return cls(**modes)
+
+
+def patch_maybe_checkpoint(upstream: Callable) -> Callable:
+    """Return `maybe_checkpoint` that takes the mode of the component whose chunk it is."""
+    mapper, processor = (import_module(f"anemoi.models.layers.{name}") for name in ("mapper", "processor"))
+    kinds = {
+        "encoder": mapper.GraphTransformerForwardMapper,
+        "processor": processor.GraphTransformerProcessor,
+        "decoder": mapper.GraphTransformerBackwardMapper,
+    }
+
+    def mode_of(component: nn.Module | None) -> str | None:
+        modes = SETTINGS.everywhere and SETTINGS.everywhere.checkpointing
+        if modes is None:
+            return None
+        return next((getattr(modes, name) for name, kind in kinds.items() if isinstance(component, kind)), None)
+
+    @wraps(upstream)
+    def maybe_checkpoint(func, enabled, *args, **kwargs):
+        mode = mode_of(func.__self__)  # not getattr with a default, which Dynamo would return
+        if mode is None:
+            return upstream(func, enabled, *args, **kwargs)
+        if mode == "none":
+            return func(*args, **kwargs)
+        if mode == "full" or func.__name__ == "prepare_edge_sharding_wrapper":  # which has neither
+            return checkpoint(func, *args, use_reentrant=False, **kwargs)
+        run = func if torch.compiler.is_compiling() else _without_cast_cache(func)
+        return checkpoint(run, *args, use_reentrant=False, context_fn=_selective, **kwargs)
+
+    return maybe_checkpoint
+
+
+def _without_cast_cache(func: Callable) -> Callable:
+    """Return a function that casts weights at each call.
+
+    A recomputation must run the operators of the forward pass, where autocast would find what other chunks have cast.
+    """
+
+    def run(*args, **kwargs):
+        enabled = torch.is_autocast_cache_enabled()
+        torch.set_autocast_cache_enabled(False)
+        try:
+            return func(*args, **kwargs)
+        finally:
+            torch.set_autocast_cache_enabled(enabled)
+
+    return run
+
+
+def _policy(ctx, operator, *args, **kwargs) -> CheckpointPolicy:
+    is_ours = operator.namespace == NAMESPACE and operator is not edge_structure
+    if is_ours and not torch.compiler.is_compiling() and not any(map(is_fake, args)) and _runs_compiled():
+        raise ValueError(
+            "activation_checkpointing='selective' must not be around compiled code, which overwrites what is kept, got "
+            "blocks compiled one by one: compile whole processors and mappers, or choose 'full' or 'none'"
+        )
+    return CheckpointPolicy.MUST_SAVE if is_ours or operator in _PRODUCTS else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _runs_compiled() -> bool:
+    """Return True if an operator that is called here was called by code of torch.compile."""
+    frame = sys._getframe()
+    while frame is not None and frame.f_code.co_name != patch_maybe_checkpoint.__name__.removeprefix("patch_"):
+        if _COMPILED in frame.f_code.co_filename:
+            return True
+        frame = frame.f_back
+    return False
+
+
+_selective = partial(create_selective_checkpoint_contexts, _policy)

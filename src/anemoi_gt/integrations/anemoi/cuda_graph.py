@@ -1,0 +1,132 @@
+"""Steps of Anemoi models replayed from a CUDA graph: `capture_step`, and what Anemoi keeps on the host.
+
+Anemoi indexes tensors on the device with tensors and lists on the host, which are copied there at every step; a CUDA
+graph cannot capture that. During capture, copies on the device take their place.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from anemoi_gt.cuda_graph import Capture, CUDAGraphedStep, capture_cuda_graph
+
+Place = tuple[dict, Any]  # a dictionary, such as `vars` of a module, and a key
+_NOTHING = object()
+
+
+def capture_step(
+    function: Callable[[Any], Any], module: nn.Module, capture: Capture = capture_cuda_graph
+) -> CUDAGraphedStep:
+    """Return a function that computes forward and backward of a step as another does, replayed from a CUDA graph.
+
+    It is captured at the first batch and returns the same numbers, bit for bit. For training by Lightning there is
+    `CUDAGraphCallback`.
+
+    Parameters
+    ----------
+    function : callable
+        Takes a batch, tensors on the device in any nesting, leaves gradients at the parameters of `module` and returns
+        tensors without history in any nesting, such as the loss. It does the same for every batch of these shapes, and
+        changes nothing but gradients and random generators. A loss is scaled inside, weights are updated outside.
+    module : torch.nn.Module
+        Whose parameters get gradients, on one device.
+    capture : callable
+        As for `anemoi_gt.cuda_graph.CUDAGraphedStep`.
+
+    Returns
+    -------
+    CUDAGraphedStep
+        Called with a batch, it assigns the gradients to the parameters and returns what `function` returns. Gradients
+        are overwritten by the next call; `install` must stay active. `reset()` lets the next batch be captured again,
+        as after a change of rollout.
+
+    Raises
+    ------
+    ValueError
+        If the module is not on a GPU; at a call, if a batch has other shapes or dtypes than the first, or if layers
+        with dropout are checkpointed.
+
+    Examples
+    --------
+    >>> def forward_backward(batch):
+    ...     loss = (model(batch["x"]) - batch["y"]).square().mean()
+    ...     scaler.scale(loss).backward()
+    ...     return loss.detach()
+    >>> step = capture_step(forward_backward, model)  # doctest: +SKIP
+    >>> loss = step({"x": x, "y": y})  # doctest: +SKIP
+    """
+    device = next(module.parameters()).device
+    check_device(device, capture)
+    indices = indices_on_device(module, device)
+
+    def on_device(batch: Any) -> Any:
+        with held(indices):
+            return function(batch)
+
+    return CUDAGraphedStep(on_device, module.parameters(), device, capture, "call the function itself")
+
+
+def check_device(device: torch.device, capture: Capture) -> None:
+    """Raise a ValueError if a device has no CUDA graphs, and they are needed."""
+    if capture is capture_cuda_graph and device.type != "cuda":
+        raise ValueError(f"a step that is captured in a CUDA graph must compute on a GPU, got device {device}")
+
+
+def indices_on_device(module: nn.Module, device: torch.device) -> list[tuple[Place, Tensor]]:
+    """Return where a module of Anemoi keeps indices on the host, in what it holds too, each with a copy on the device.
+
+    They are integer tensors that are neither parameters nor buffers, and lists of integers in a dictionary of indices.
+    """
+
+    def is_index(name: str, value: Any) -> bool:
+        if isinstance(value, list):
+            return "indices" in name and bool(value) and all(type(each) is int for each in value)
+        is_host_tensor = isinstance(value, Tensor) and value.device.type == "cpu" != device.type
+        is_index = is_host_tensor and value.dtype in (torch.int32, torch.int64) and value.dim() > 0
+        return is_index and name not in ("_buffers", "_parameters")
+
+    places = list(places_of(module, is_index))
+    return [((holder, key), torch.as_tensor(holder[key], device=device)) for holder, key in places]
+
+
+def places_of(module: nn.Module, accepts: Callable[[str, Any], bool]) -> Iterator[Place]:
+    """Yield where a module keeps values: in it, its children, their dictionaries and the objects of Anemoi there.
+
+    `accepts` takes the name of an attribute and a value that it is or that its dictionaries hold.
+    """
+    seen, left = set(), [("", vars(module))]
+    while left:
+        outer, holder = left.pop()
+        if id(holder) in seen:
+            continue
+        seen.add(id(holder))
+        for key, value in holder.items():
+            name = outer or str(key)
+            if accepts(name, value):
+                yield holder, key
+            elif isinstance(value, dict):
+                left.append((name, value))
+            elif hasattr(value, "__dict__") and (
+                isinstance(value, nn.Module) or type(value).__module__.startswith("anemoi.")
+            ):
+                left.append(("", vars(value)))
+
+
+@contextmanager
+def held(replacements: Iterable[tuple[Place, Any]]) -> Iterator[None]:
+    """Put other values into places, and put back at the end what was there, if anything."""
+    before = []
+    try:
+        for (holder, key), value in replacements:
+            before.append((holder, key, holder.get(key, _NOTHING)))
+            holder[key] = value
+        yield
+    finally:
+        for holder, key, value in reversed(before):
+            if value is _NOTHING:
+                del holder[key]
+            else:
+                holder[key] = value

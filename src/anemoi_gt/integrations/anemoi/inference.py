@@ -1,0 +1,74 @@
+"""A runner of anemoi-inference whose models compute with anemoi_gt: `runner: anemoi-gt` in its config.
+
+It is found by the entry-point group `anemoi.inference.runners`, and is the runner of the checkpoint's task, after
+`install`.
+"""
+
+import logging
+from functools import wraps
+from importlib import import_module
+
+from torch import nn
+
+from anemoi_gt.integrations.anemoi.patch import BLOCK, install
+
+log = logging.getLogger(__name__)
+
+
+def runner(
+    config,
+    *,
+    runner: str = "auto",
+    backend: str = "auto",
+    precision: str | None = None,
+    fuse_edges: bool = True,
+    **options,
+):
+    """Call `install` and build a runner of anemoi-inference, which logs how many blocks compute with us.
+
+    Parameters
+    ----------
+    config : anemoi.inference.config.run.RunConfiguration
+        The config of the run.
+    runner : str
+        Name of the runner to build; `auto` is the one of the checkpoint's task.
+    backend, precision, fuse_edges
+        As for `anemoi_gt.integrations.anemoi.install`.
+    **options
+        Of that runner.
+
+    Returns
+    -------
+    anemoi.inference.runner.Runner
+
+    Raises
+    ------
+    ValueError
+        For another backend or precision; at the first step, if the model has no graph-transformer block.
+    ImportError
+        As for `install`.
+    """
+    install(backend, precision, fuse_edges)
+    made = import_module("anemoi.inference.runners").runner_registry.from_config({runner: options}, config)
+    predict_step = made.predict_step
+
+    @wraps(predict_step)
+    def count_first(model, *args, **kwargs):
+        _log_blocks(model)
+        made.predict_step = predict_step
+        return predict_step(model, *args, **kwargs)
+
+    made.predict_step = count_first
+    return made
+
+
+def _log_blocks(model: nn.Module) -> None:
+    """Log how many blocks of a model compute with us."""
+    block = getattr(import_module(BLOCK[0]), BLOCK[1])
+    blocks = sum(isinstance(module, block) for module in model.modules())
+    if not blocks:
+        raise ValueError(
+            f"the model of runner 'anemoi-gt' must have a graph-transformer block, got {type(model).__name__} without "
+            "one: use a runner of anemoi-inference"
+        )
+    log.info("anemoi_gt computes the attention of %d graph-transformer blocks", blocks)

@@ -1,0 +1,112 @@
+"""Anemoi's own commands with us: a data set from real weather, trainings from it on a CPU, a forecast from one of them.
+
+`make test-anemoi` runs them in an environment where anemoi-training and its dependencies are installed as users do.
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+COMMANDS = Path(sys.executable).parent
+BLOCK = "anemoi.models.layers.block.GraphTransformerProcessorBlock"
+RELATIVE = 1e-5  # of losses: sums in another order, over 30 steps of AdamW
+
+
+def run(*command, **environment):
+    """Run a command of Anemoi and return what it wrote."""
+    result = subprocess.run(
+        [COMMANDS / command[0], *map(str, command[1:])],
+        env=os.environ | {"PYTHONPATH": str(HERE)} | {name: str(value) for name, value in environment.items()},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=900,
+    )
+    assert result.returncode == 0, result.stdout[-4000:]
+    return result.stdout
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, era5_path):
+    """A folder with the data set."""
+    folder = tmp_path_factory.mktemp("anemoi")
+    (folder / "recipe.yaml").write_text(
+        (HERE / "recipe.yaml").read_text().replace("GRIB", str(Path(era5_path).resolve()))
+    )
+    run("anemoi-datasets", "create", folder / "recipe.yaml", folder / "uk.zarr")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def train(folder):
+    """Train with one of the configs here and overrides, once; returns what it did and the id of its run."""
+    done = {}
+
+    def start(config, *overrides):
+        key = (config, *overrides)
+        if key not in done:
+            losses, before = folder / f"{len(done)}.json", set((folder / "out").glob("checkpoint/*"))
+            arguments = (f"--config-dir={HERE}", f"--config-name={config}", *overrides)
+            run("anemoi-training", "train", *arguments, FOLDER=folder, LOSSES=losses)
+            (new,) = set((folder / "out").glob("checkpoint/*")) - before
+            done[key] = json.loads(losses.read_text()) | {"id": new.name}
+        return done[key]
+
+    return start
+
+
+def test_losses_are_those_of_the_untouched_training(train, capsys):
+    theirs, ours = train("untouched"), train("with_us")
+    assert theirs["attentions"] == 0 and ours["attentions"] >= 20 * (2 + 1 + 1)
+    assert len(theirs["losses"]) == 20 and ours["losses"] == pytest.approx(theirs["losses"], rel=RELATIVE)
+    untouched, with_us = (statistics.median(run["seconds"]) for run in (theirs, ours))
+    with capsys.disabled():
+        print(f"\na batch: {untouched:.3f} s untouched, {with_us:.3f} s with us, ratio {untouched / with_us:.2f}")
+
+
+def test_losses_are_the_same_with_anemois_compile(train):
+    compiled = train("with_us", f"model.compile=[{{module: {BLOCK}, options: {{dynamic: false, backend: aot_eager}}}}]")
+    assert 0 < compiled["attentions"] < train("with_us")["attentions"]  # blocks call us only while they are traced
+    assert compiled["losses"] == pytest.approx(train("untouched")["losses"], rel=RELATIVE)
+
+
+def test_trainings_go_on_from_a_checkpoint_in_either_direction(train):
+    more = ("training.max_steps=30",)
+    with_us = train("with_us", f"training.fork_run_id={train('untouched')['id']}", *more)
+    without = train("untouched", f"training.fork_run_id={train('with_us')['id']}", *more)
+    assert len(with_us["losses"]) == len(without["losses"]) == 10
+    assert with_us["attentions"] > 0 and without["attentions"] == 0
+    assert with_us["losses"] == pytest.approx(without["losses"], rel=RELATIVE)
+
+
+def forecast(folder, checkpoint, name, *overrides):
+    """Run a forecast; returns the 2 m temperature [time, point] and the log."""
+    import netCDF4
+
+    options = (f"checkpoint={checkpoint}", f"input.dataset.dataset={folder / 'uk.zarr'}", *overrides)
+    log = run("anemoi-inference", "run", HERE / "forecast.yaml", f"output.netcdf.path={folder / name}", *options)
+    with netCDF4.Dataset(folder / name) as file:
+        return file.variables["2t"][:], log
+
+
+@pytest.mark.parametrize("config", ("untouched", "with_us"))
+def test_the_runner_computes_with_us_says_so_and_gives_the_same_forecast(folder, train, config):
+    checkpoint = folder / "out" / "checkpoint" / train(config)["id"] / "inference-last.ckpt"
+    said = "anemoi_gt computes the attention of 4 graph-transformer blocks"
+    theirs, log = forecast(folder, checkpoint, f"{config}_theirs.nc")
+    assert said not in log
+    ours, log = forecast(folder, checkpoint, f"{config}_ours.nc", "runner=anemoi-gt")
+    assert said in log and ours.shape == theirs.shape and ours.shape[0] == 3
+    assert abs(ours - theirs).max() < 1e-3 and abs(ours[-1] - ours[0]).max() > 0.1  # kelvin, float32 at 280 K
+
+
+def test_the_runner_refuses_a_wrong_option(folder, train):
+    checkpoint = folder / "out" / "checkpoint" / train("untouched")["id"] / "inference-last.ckpt"
+    with pytest.raises(AssertionError, match="backend must be one of auto, triton, torch, got 'cuda'"):
+        forecast(folder, checkpoint, "refused.nc", "runner.anemoi-gt.backend=cuda")

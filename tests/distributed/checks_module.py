@@ -1,0 +1,100 @@
+"""Checks on ranks: any module made of our layers, divided by one function, gives what the whole module gives."""
+
+import copy
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from anemoi_gt import GraphStructure
+from anemoi_gt.distributed import reduce_gradients, shard_module
+from anemoi_gt.nn import (
+    GraphTransformerConv,
+    GraphTransformerForwardMapper,
+    GraphTransformerProcessorBlock,
+    StaticEdges,
+)
+from distributed.problems import CONFIG, data, nearest
+from distributed.problems import mesh as points
+from distributed.ranks import fitting, mesh_of, on_all_ranks
+
+UP, ALONG = ("data", "mesh"), ("mesh", "mesh")
+
+
+class Net(nn.Module):
+    """A convolution with beta, a mapper, a block on static edges with trained attributes, an embedding of nodes."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(len(points), 4)
+        edge_index = nearest(points, points, 4)
+        self.edges = StaticEdges(edge_index, torch.rand(edge_index.shape[1], 2), (len(points),) * 2, trainable=2)
+        sizes = {"num_heads": 2, "config": CONFIG}
+        self.up = GraphTransformerForwardMapper(
+            in_channels_src=3, in_channels_dst=4, num_channels=8, edge_dim=2, gradient_checkpointing=True, **sizes
+        )
+        self.conv = GraphTransformerConv(8, 4, heads=2, beta=True, config=CONFIG)
+        self.block = GraphTransformerProcessorBlock(in_channels=8, hidden_dim=8, out_channels=8, edge_dim=4, **sizes)
+
+    def forward(self, x, up, edge_attr):
+        mesh = self.embedding.weight.expand(x.shape[0], -1, -1)
+        graph, along = self.edges()
+        mesh = self.up((x, mesh), up, edge_attr)
+        return self.block(self.conv(mesh, graph), graph, along)
+
+
+def make():
+    torch.manual_seed(0)
+    edge_index = nearest(data, points, 5)
+    up = GraphStructure.from_edge_index(edge_index[:, torch.randperm(edge_index.shape[1])], (len(data), len(points)))
+    net = Net().double()
+    nn.init.normal_(net.edges.trainable)
+    x, edge_attr = torch.randn(2, len(data), 3), torch.rand(edge_index.shape[1], 2)
+    return net, up, x.double(), edge_attr.double()
+
+
+@on_all_ranks
+def any_module_gives_output_and_gradients_of_the_whole(group, verdict):
+    for shape in fitting((1, 1), (1, 2), (1, 3), (1, 4), (2, 2)):
+        mesh = mesh_of(*shape)
+        if mesh.get_coordinate() is None:
+            continue
+        net, up, x, edge_attr = make()
+        whole = copy.deepcopy(net)
+        expected = whole(x, up, edge_attr)
+        expected.square().sum().backward()
+        shard = shard_module(net, {UP: up, ALONG: net.edges}, mesh, tables={"embedding.weight": "mesh"},
+                             positions={"data": data, "mesh": points})  # fmt: skip
+        out = net(shard.nodes("data", x), shard.graphs[UP], shard.edges(UP, edge_attr))
+        out.square().sum().backward()
+        shared, own = shard.parameters(net)
+        reduce_gradients(shared, own, mesh)
+        verdict.close(f"output on {shape}", out, shard.nodes("mesh", expected))
+        gradients = {name: parameter.grad for name, parameter in whole.named_parameters()}
+        verdict.that(set(shard.tables) == {"embedding.weight", "edges.trainable"}, f"tables {list(shard.tables)}")
+        size = max(gradient.abs().max() for gradient in gradients.values())
+        for name, parameter in net.named_parameters():
+            gradient = gradients[name]
+            if name in shard.tables:
+                gradient = gradient[shard.tables[name].index]
+            verdict.close(f"{name} on {shape}", parameter.grad, gradient, terms=size)
+        lines = str(shard).splitlines()
+        verdict.that(lines[0] == f"rank {mesh.get_local_rank('model')} of {shape[1]}", f"said {lines[0]}")
+
+
+@on_all_ranks
+def what_does_not_fit_the_module_is_named(group, verdict):
+    net, up, _, _ = make()
+    mesh = mesh_of(1, dist.get_world_size())  # all ranks make a mesh together
+    for graphs, tables, said in (
+        ({}, None, "at least one graph"),
+        ({"up": up}, None, "keys (sources, destinations)"),
+        ({UP: up, ("data", "data"): net.edges}, None, "as many in all graphs"),
+        ({ALONG: copy.deepcopy(net.edges)}, None, "part of the module"),
+        ({UP: up}, {"weight": "mesh"}, "name parameters or buffers"),
+        ({UP: up}, {"embedding.weight": "sea"}, "name a set of nodes or a graph"),
+        ({UP: up}, {"embedding.weight": "data"}, "one row for each of the"),
+        ({UP: net}, None, "GraphStructures or StaticEdges"),
+    ):
+        verdict.raises(ValueError, said, lambda g=graphs, t=tables: shard_module(net, g, mesh, tables=t))
+    verdict.that(net.embedding.weight.shape[0] == len(points), "a refused module was changed")

@@ -1,0 +1,166 @@
+"""Activation checkpointing under `install`: the same numbers in all modes, what is computed twice, what is refused."""
+
+from collections import Counter
+
+import pytest
+import torch
+from anemoi.models.triton.gt import graph_transformer_attention_conv
+from functorch.compile import min_cut_rematerialization_partition
+from hydra.utils import instantiate
+from support.anemoi_model import build, differentiate, draw, graph_of, make_options
+from support.same_numbers import assert_same_numbers
+from torch._dynamo.backends.common import aot_autograd
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from anemoi_gt.integrations import anemoi
+
+BLOCKS = ("GraphTransformerProcessorBlock", "GraphTransformerMapperBlock")
+WHOLE = ("GraphTransformerProcessor", "GraphTransformerForwardMapper", "GraphTransformerBackwardMapper")
+ATTENTION, PRODUCT, ACTIVATION = "anemoi_gt.edge_attention_torch.default", "aten.addmm.default", "aten.gelu.default"
+MODES = ("none", "selective", "full")
+
+
+@pytest.fixture(scope="module")
+def graph():
+    """208 data points, 42 hidden nodes."""
+    return graph_of("O4", 1)
+
+
+def make_model(graph, conv="pyg", **options):
+    """A model of two layers; with `triton` its blocks have what they have on a GPU."""
+    model = build(graph, make_options(channels=16, heads=2, **options))
+    for block in model.modules():
+        if conv == "triton" and type(block).__name__ in BLOCKS:
+            del block.conv
+            block.conv, block.graph_attention_backend = graph_transformer_attention_conv, conv
+    return model
+
+
+def compiled(model, kinds, **options):
+    for module in model.modules():
+        if type(module).__name__ in kinds:
+            module.compile(dynamic=False, **options)
+    return model
+
+
+class Calls(TorchDispatchMode):
+    """Counts the operators that run."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.counts[str(function)] += 1
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def expected(graph):
+    """Output and gradients without checkpointing, eager, and how often an operator runs."""
+    with anemoi.install(), Calls() as calls:
+        numbers = differentiate(make_model(graph, checkpointing=False), draw(graph))
+    return numbers, calls.counts
+
+
+def flat(numbers):
+    output, gradients = numbers
+    return {"output": output} | gradients
+
+
+@pytest.mark.parametrize("conv", ["pyg", "triton"])
+@pytest.mark.parametrize("mode", MODES)
+def test_modes_have_the_same_bits_and_run_the_attention_once_unless_full(graph, expected, mode, conv):
+    numbers, counts = expected
+    with anemoi.install(activation_checkpointing=mode), Calls() as calls:
+        found = differentiate(make_model(graph, conv), draw(graph))
+    for name, value in flat(numbers).items():
+        assert torch.equal(flat(found)[name], value), name
+    again = {name: calls.counts[name] / counts[name] for name in (ATTENTION, ACTIVATION)}
+    assert again == {ATTENTION: 2 if mode == "full" else 1, ACTIVATION: 1 if mode == "none" else 2}
+    assert (calls.counts[PRODUCT] > counts[PRODUCT]) == (mode == "full")
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_a_selective_checkpoint_under_autocast_casts_weights_anew_in_every_chunk(graph, cached):
+    found = []
+    for mode, cache in (("none", False), ("selective", cached)):
+        autocast = torch.autocast("cpu", torch.bfloat16, cache_enabled=cache)
+        with anemoi.install(activation_checkpointing=mode), autocast:
+            found.append(flat(differentiate(make_model(graph), draw(graph))))
+            assert torch.is_autocast_cache_enabled() == cache
+    for name, value in found[0].items():
+        assert torch.equal(found[1][name], value), name
+
+
+@pytest.mark.parametrize("switch", [True, False])
+def test_components_without_a_mode_follow_their_switch(graph, expected, switch):
+    _, counts = expected
+    with anemoi.install(activation_checkpointing={"processor": "none", "decoder": None}), Calls() as calls:
+        differentiate(make_model(graph, checkpointing=switch), draw(graph))
+    layers, chunks = 2, 2 * 2  # of the processor; of both mappers
+    assert counts[ATTENTION] == layers + chunks
+    assert calls.counts[ATTENTION] == layers + (2 if switch else 1) * chunks
+
+
+@pytest.fixture
+def recording():
+    """Return a backend of torch.compile, and the numbers of operators in its forward and backward graphs."""
+    torch.compiler.reset()
+    counts = {"forward": Counter(), "backward": Counter()}
+
+    def compiler(kind):
+        def record(module, inputs):
+            counts[kind].update(str(node.target) for node in module.graph.nodes)
+            return module.forward
+
+        return record
+
+    compilers = {f"{short}_compiler": compiler(kind) for short, kind in (("fw", "forward"), ("bw", "backward"))}
+    return aot_autograd(**compilers, partition_fn=min_cut_rematerialization_partition), counts
+
+
+@pytest.mark.parametrize("conv", ["pyg", "triton"])
+def test_compiled_whole_selective_checkpoints_keep_the_attention_and_products(graph, expected, recording, conv):
+    backend, counts = recording
+    numbers, eager = expected
+    with anemoi.install(activation_checkpointing="selective"):
+        model = compiled(make_model(graph, conv), WHOLE, backend=backend)
+        assert_same_numbers(flat(differentiate(model, draw(graph))), flat(numbers))
+    attention, backward = counts["forward"][ATTENTION], counts["backward"]
+    assert attention == eager[ATTENTION]
+    assert backward[ATTENTION] == 0 and backward["anemoi_gt.edge_attention_torch_backward.default"] == attention
+    assert backward[PRODUCT] == 0 and backward[ACTIVATION] == attention
+
+
+def test_inductor_keeps_them_too(graph, expected):
+    with anemoi.install(activation_checkpointing="selective"):
+        model = compiled(make_model(graph), WHOLE[:1])
+        assert_same_numbers(flat(differentiate(model, draw(graph))), flat(expected[0]))
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled_blocks_in_a_selective_checkpoint_are_refused(graph, backend):
+    with anemoi.install(activation_checkpointing={"processor": "selective"}):
+        model = compiled(make_model(graph), BLOCKS[:1], backend=backend)
+        with pytest.raises(ValueError, match="must not be around compiled code, .* blocks compiled one by one"):
+            differentiate(model, draw(graph))
+
+
+def test_compiled_blocks_beside_a_selective_checkpoint_are_right(graph, expected):
+    with anemoi.install(activation_checkpointing={"processor": "selective", "decoder": "full"}):
+        model = compiled(make_model(graph), BLOCKS[1:], backend="aot_eager")
+        assert_same_numbers(flat(differentiate(model, draw(graph))), flat(expected[0]))
+
+
+def test_a_config_chooses_modes(graph):
+    config = {"_target_": "anemoi_gt.integrations.anemoi.install", "activation_checkpointing": {"processor": "none"}}
+    with instantiate(config), Calls() as calls:
+        differentiate(make_model(graph), draw(graph))
+    assert calls.counts[ATTENTION] == 2 + 2 * 4
+
+
+@pytest.mark.parametrize("choice", ["some", {"mapper": "full"}, {"encoder": "attention"}, True])
+def test_other_modes_and_components_are_refused(choice):
+    with pytest.raises(ValueError, match="activation_checkpointing must be one of none, selective, full, or .* got"):
+        anemoi.install(activation_checkpointing=choice)

@@ -1,0 +1,346 @@
+"""Steps of Anemoi models replayed from a CUDA graph, in a loop of one's own and in Lightning's: the bits of launched ones."""
+
+import math
+import os
+from contextlib import nullcontext
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import hydra
+import pytest
+import torch
+from pytorch_lightning import Callback, LightningModule, Trainer
+from pytorch_lightning.plugins.precision import MixedPrecision
+from pytorch_lightning.strategies import DDPStrategy, FSDPStrategy
+from support.anemoi_model import build, draw, graph_of, make_options
+from support.capturing import capture_in_place
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from anemoi_gt.cuda_graph import checkpoints_without_generator
+from anemoi_gt.integrations import anemoi
+from anemoi_gt.integrations.anemoi.callback import _tensors_of_loss, check_capturable
+from anemoi_gt.integrations.anemoi.cuda_graph import held, indices_on_device
+
+PREDICTED = [0, 1, 2]  # variables of the model's output
+SMALL = {"channels": 16, "heads": 2}
+UNCAPTURED = "a training batch of other shapes than the captured one is launched without CUDA graph"
+
+
+@pytest.fixture(scope="module")
+def graph():
+    """160 data points, 42 hidden nodes."""
+    return graph_of("O4", 1)
+
+
+@pytest.fixture
+def one_rank():
+    """The process group and the environment of Lightning's DDP end with the test."""
+    with patch.dict(os.environ):
+        yield
+        torch.distributed.destroy_process_group()
+
+
+class Loss(nn.Module):
+    """Mean squared error of the grid points that a mask keeps; the mask is another tensor at every batch, as Anemoi's."""
+
+    def __init__(self, nodes):
+        super().__init__()
+        self.register_buffer("weights", torch.linspace(0.5, 1.5, nodes)[:, None], persistent=False)
+        self.masks, self.indices_by_layout = {"nan": torch.ones(nodes, 1)}, {"model_output": PREDICTED}
+
+    def forward(self, output, target):
+        error = output[..., self.indices_by_layout["model_output"]] - target
+        return (error.square() * self.weights * self.masks["nan"]).mean()
+
+
+class Forecaster(LightningModule):
+    """An Anemoi model in a module like Anemoi's: rollout, a checkpointed loss, indices on the host, logs."""
+
+    def __init__(self, graph):
+        super().__init__()
+        self.model = build(graph, make_options(**SMALL))
+        self.loss = Loss(graph["data"].num_nodes)
+        self.rollout, self.calls, self.read = 1, 0, set()
+
+    def training_step(self, batch, batch_idx):
+        self.calls += 1
+        self.read.add(self.loss.masks["nan"].data_ptr())
+        return self.step(batch, "train")
+
+    def validation_step(self, batch, batch_idx):
+        return self.step(batch, "valid")
+
+    def step(self, batch, split):
+        x, loss = batch["data"][:, :2], torch.zeros(1, device=self.device)
+        for step in range(self.rollout):
+            output = self.model({"data": x})["data"]
+            target = batch["data"][:, 2 + step : 3 + step][..., self.model._internal_input_idx["data"]]
+            loss = loss + checkpoint(self.loss, output, target, use_reentrant=False)
+            x = torch.cat([x[:, 1:], torch.cat([output, x[:, -1:, ..., -1:]], dim=-1)], dim=1)
+        loss = loss / self.rollout
+        self.log(f"{split}_loss", loss, on_step=True, on_epoch=True, batch_size=1)
+        self.log("rollout", float(self.rollout), on_step=False, on_epoch=True, batch_size=1)
+        return loss
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.loss.masks["nan"] = batch["mask"][0]
+
+    def on_train_epoch_end(self):
+        self.rollout += 1
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-3)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+
+class Records(Callback):
+    """Losses of all batches, the loss scale after each, and what was logged at the end of each epoch."""
+
+    def __init__(self):
+        self.losses, self.scales, self.logged = [], [], []
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.losses.append(outputs["loss"].item())
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        self.scales.append(scaler and scaler.get_scale())
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        self.logged.append({name: value.item() for name, value in trainer.callback_metrics.items()})
+
+
+def batches(graph, count=4, sizes=None):
+    """Batches of one sample; `sizes` are the numbers of samples of each."""
+    drawn = []
+    for seed, size in enumerate(sizes or [1] * count):
+        parts = [draw(graph, batch=size, seed=10 * seed + part)["data"] for part in range(3)]
+        mask = (torch.rand(1, graph["data"].num_nodes, 1, generator=torch.Generator().manual_seed(seed)) > 0.3).float()
+        drawn.append({"data": torch.cat(parts, dim=1), "mask": mask})
+    return drawn
+
+
+def precision(name):
+    """The plugin of a precision; Lightning itself has no 16-mixed on a CPU."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**30, growth_interval=3) if name == "16-mixed" else None
+    return [] if name == "32" else [MixedPrecision(name, "cpu", scaler=scaler)]
+
+
+def fit(graph, callbacks=(), data=None, name="32", epochs=2, **options):
+    """Train; return the module and the records."""
+    torch.manual_seed(0)
+    module, records = Forecaster(graph), Records()
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu"}
+    quiet |= {"enable_model_summary": False, "max_epochs": epochs, "plugins": precision(name)}
+    trainer = Trainer(callbacks=[*callbacks, records], **quiet | options)
+    loaders = [torch.utils.data.DataLoader(data or batches(graph), batch_size=None) for _ in range(2)]
+    trainer.fit(module, *loaders)
+    return module, records
+
+
+def callback():
+    return anemoi.CUDAGraphCallback(capture_in_place)
+
+
+def assert_same(replayed, launched):
+    (module, records), (other, expected) = replayed, launched
+    assert all(map(math.isfinite, records.losses)) and len(set(records.losses)) > 1
+    for kind in ("losses", "scales", "logged"):
+        assert getattr(records, kind) == getattr(expected, kind), kind
+    for (name, actual), weight in zip(module.named_parameters(), other.parameters(), strict=True):
+        assert torch.equal(actual, weight), name
+    assert vars(module).keys() == vars(other).keys()
+
+
+@pytest.mark.parametrize(
+    ("name", "accumulated", "installed"),
+    [("32", 1, False), ("32", 2, True), ("bf16-mixed", 1, True), ("16-mixed", 1, True), ("16-mixed", 2, True)],
+)
+def test_a_fit_with_replays_has_the_bits_of_one_without(graph, name, accumulated, installed):
+    options = {"name": name, "accumulate_grad_batches": accumulated, "gradient_clip_val": 0.1}
+    with anemoi.install() if installed else nullcontext():
+        launched, replayed = fit(graph, **options), fit(graph, [callback()], **options)
+    assert_same(replayed, launched)
+    if name == "16-mixed":
+        assert min(launched[1].scales) < 2.0**30  # a step was left out
+    assert replayed[0].rollout == 3 and replayed[1].logged[1]["rollout"] == 2
+
+
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_a_single_batch_of_another_shape_is_launched_and_two_in_a_row_are_captured(graph, accumulated, said):
+    data = batches(graph, sizes=[2, 1, 2, 1, 1, 1])
+    captures = []
+
+    def capture(function):
+        captures.append(function)
+        return capture_in_place(function)
+
+    options = {"data": data, "epochs": 1, "accumulate_grad_batches": accumulated}
+    launched, replayed = fit(graph, **options), fit(graph, [anemoi.CUDAGraphCallback(capture)], **options)
+    assert_same(replayed, launched)
+    assert len(captures) == 2 and said().count(UNCAPTURED) == 2
+
+
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_one_process_of_ddp_replays_and_launches_single_batches_of_another_shape(graph, accumulated, one_rank):
+    options = {"data": batches(graph, sizes=[2, 2, 1, 2]), "accumulate_grad_batches": accumulated, "devices": 1}
+    runs = [fit(graph, callbacks, strategy=DDPStrategy(), **options) for callbacks in ([], [callback()])]
+    assert_same(*reversed(runs))
+    assert runs[1][0].calls > runs[0][0].calls  # in warm-up passes
+
+
+def test_gradients_that_are_zeroed_in_place_are_those_of_the_batch(graph, monkeypatch):
+    zero = lambda self, epoch, batch_idx, optimizer: optimizer.zero_grad(set_to_none=False)  # noqa: E731
+    monkeypatch.setattr(Forecaster, "optimizer_zero_grad", zero)
+    assert_same(fit(graph, [callback()], epochs=1), fit(graph, epochs=1))
+
+
+def test_a_replay_reads_what_a_loss_holds_from_one_place(graph):
+    replayed, launched = (fit(graph, callbacks, epochs=1)[0].read for callbacks in ([callback()], []))
+    assert (len(replayed), len(launched)) == (1, 4)
+
+
+def test_a_step_is_captured_again_when_a_weight_has_moved(graph):
+    class Moved(Callback):
+        def on_train_batch_start(self, trainer, module, batch, batch_idx):
+            if batch_idx == 2:
+                weight = next(module.parameters())
+                weight.data = weight.data.clone()
+
+    captures = []
+
+    def capture(function):
+        captures.append(function)
+        return capture_in_place(function)
+
+    assert_same(fit(graph, [anemoi.CUDAGraphCallback(capture), Moved()], epochs=1), fit(graph, epochs=1))
+    assert len(captures) == 2
+
+
+class Failing(Callback):
+    def on_train_batch_end(self, trainer, module, *_):
+        raise RuntimeError("the disk is full")
+
+
+def test_an_exception_puts_back_what_was_replaced(graph):
+    replays = callback()
+    with pytest.raises(RuntimeError, match="disk is full"):
+        fit(graph, [replays, Failing()], epochs=1)
+    assert replays._step is None and replays._launch is None
+    assert_same(fit(graph, [replays], epochs=1), fit(graph, epochs=1))
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "message"),
+    [
+        ("capture", {}, "must compute on a GPU, got device cpu"),
+        ("anomaly", {"detect_anomaly": True}, "needs diagnostics.debug.anomaly_detection=false"),
+        ("manual", {}, "needs automatic optimisation, got Forecaster with manual: remove CUDAGraphCallback"),
+        ("none", {}, "training_step must return a loss to be captured, got None"),
+    ],
+)
+def test_what_cannot_be_captured_is_refused(graph, monkeypatch, change, options, message):
+    if change == "manual":
+        monkeypatch.setattr(Forecaster, "automatic_optimization", False)
+    if change == "none":
+        monkeypatch.setattr(Forecaster, "training_step", lambda self, batch, batch_idx: None)
+    with pytest.raises(ValueError, match=message):
+        fit(graph, [anemoi.CUDAGraphCallback() if change == "capture" else callback()], epochs=1, **options)
+
+
+@pytest.mark.parametrize(("strategy", "processes", "message"), [(DDPStrategy, 2, "one process, .* got 2 processes")])
+def test_strategies_that_reduce_gradients_in_hooks_are_refused(strategy, processes, message):
+    trainer = SimpleNamespace(strategy=strategy(), world_size=processes)
+    with pytest.raises(ValueError, match=message):
+        check_capturable(trainer, None, capture_in_place)
+    trainer = SimpleNamespace(strategy=FSDPStrategy(), world_size=1)
+    with pytest.raises(ValueError, match="strategy on one device or DDP, got FSDPStrategy: set training.strategy"):
+        check_capturable(trainer, None, capture_in_place)
+
+
+def test_the_callback_is_a_line_of_a_config():
+    config = {"_target_": "anemoi_gt.integrations.anemoi.CUDAGraphCallback"}
+    assert isinstance(hydra.utils.instantiate(config), Callback)
+
+
+def own_loop(model, data, scaler, make):
+    """Losses and last weights of a loop of one's own; `make` makes the function of a batch."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def forward_backward(batch):
+        with torch.autocast("cpu", torch.float16):
+            error = model({"data": batch["data"][:, :2]})["data"] - batch["data"][:, 2:3, ..., :3]
+        loss = (error.square() * batch["mask"]).mean()
+        scaler.scale(loss).backward()
+        return {"loss": loss.detach(), "error": error.detach().abs().amax()}
+
+    step, results = make(forward_backward), []
+    for batch in data:
+        optimizer.zero_grad()
+        results.append(step(batch))
+        scaler.step(optimizer)
+        scaler.update()
+    return results, [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def test_a_loop_of_ones_own_with_replays_has_the_bits_of_one_without(graph):
+    runs = []
+    for replays in (False, True):
+        model = build(graph, make_options(**SMALL))
+        make = (
+            (lambda function, model=model: anemoi.capture_step(function, model, capture_in_place))
+            if replays
+            else (lambda function: function)
+        )
+        runs.append(own_loop(model, batches(graph), torch.amp.GradScaler("cpu"), make))
+    (launched, weights), (replayed, others) = runs
+    assert [each["loss"] for each in replayed] == [each["loss"] for each in launched]
+    assert [each["error"] for each in replayed] == [each["error"] for each in launched]
+    assert all(map(torch.equal, others, weights))
+
+
+def test_capture_step_refuses_a_cpu(graph):
+    with pytest.raises(ValueError, match="must compute on a GPU, got device cpu"):
+        anemoi.capture_step(print, build(graph, make_options(**SMALL)))
+
+
+def test_indices_on_the_host_are_found_and_put_back(graph):
+    module = Forecaster(graph)
+    indices = indices_on_device(module, torch.device("meta"))
+    before = [holder[key] for (holder, key), _ in indices]
+    found = {id(value) for value in before}
+    model = module.model
+    for index in (model._internal_output_idx["data"], model.data_indices["data"].data.input.full, PREDICTED):
+        assert id(index) in found
+    assert not found & {id(tensor) for tensor in (*module.buffers(), *module.parameters())}
+    with held(indices):
+        assert model.data_indices["data"].data.input.full.device.type == "meta"
+        assert module.loss.indices_by_layout["model_output"].device.type == "meta"
+    assert [id(holder[key]) for (holder, key), _ in indices] == [id(value) for value in before]
+
+
+def test_the_tensors_of_a_loss_are_inputs_of_a_replay_unless_they_are_trained():
+    loss = Loss(3)
+    loss.factor = nn.Parameter(torch.ones(1))
+    assert sorted(key for _, key in _tensors_of_loss(SimpleNamespace(loss=loss))) == ["nan", "weights"]
+    assert _tensors_of_loss(SimpleNamespace(loss=print)) == []
+
+
+@pytest.mark.parametrize("place", ["before", "inside"])
+def test_random_numbers_in_a_checkpoint_are_refused_and_before_it_are_not(monkeypatch, place):
+    """With a generator that this test keeps, since PyTorch restores the CPU's."""
+    drawn = torch.zeros(1)
+    monkeypatch.setattr(torch.cpu, "_initialized", True, raising=False)  # or PyTorch asks for no state of the device
+
+    def draw_inside(x):
+        drawn.add_(place == "inside")
+        return x.sin().exp()
+
+    x = torch.ones(3, requires_grad=True)
+    message = "dropout or noise must not be checkpointed in a step that is captured"
+    refusal = pytest.raises(ValueError, match=message) if place == "inside" else nullcontext()
+    with refusal, checkpoints_without_generator(drawn.clone):
+        drawn.add_(1)
+        y = checkpoint(draw_inside, x, use_reentrant=False)
+        drawn.add_(1)
+        checkpoint(draw_inside, y, use_reentrant=False).sum().backward()
+    assert torch.utils.checkpoint.get_device_states.__module__ == "torch.utils.checkpoint"

@@ -1,0 +1,193 @@
+"""Anemoi's models on several ranks with our halo exchange compute what Anemoi computes on one."""
+
+import logging
+import os
+import subprocess
+import sys
+from functools import cache
+
+import pytest
+import torch
+import torch.distributed as dist
+from anemoi.models.distributed.shapes import GraphShardInfo
+from support import anemoi_shards
+from support.anemoi_model import build, make_options
+from support.anemoi_shards import CASES, LAYERS
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from anemoi_gt.integrations import anemoi as integration
+from anemoi_gt.integrations.anemoi.attention import SETTINGS
+from anemoi_gt.integrations.anemoi.patch import PATCHES, SHARDING, _find
+
+EXCHANGES = LAYERS + 2  # of a forward pass: each layer, encoder and decoder
+TRAINED = 5  # tensors of trained attributes: two sets of nodes, three of edges, whose whole gradient every rank gets
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """What the ranks wrote."""
+    folder = tmp_path_factory.mktemp("shards")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, anemoi_shards.__file__, str(folder)]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr[-3000:]
+    return folder
+
+
+@cache
+def one_rank(name):
+    logging.disable(logging.WARNING)
+    try:
+        if name == "conditioned":
+            return anemoi_shards.run_conditioned(None)[:2]
+        return anemoi_shards.one_rank(CASES[name])
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def assert_as_one_rank(folder, name):
+    loss, gradients, _ = torch.load(folder / f"{name}.pt")
+    expected, of_one = one_rank(name)
+    assert abs(loss - expected) <= 1e-10 * abs(expected)
+    largest = max(gradient.abs().max() for gradient in of_one.values())
+    for parameter, gradient in of_one.items():
+        scale = max(
+            gradient.abs().max(), 1e-6 * largest
+        )  # gradients that are zero by nature have no scale of their own
+        error = (gradients[parameter] - gradient).abs().max()
+        assert error <= 1e-10 * scale, f"{parameter}: off by {error:.1e} of {scale:.1e}"
+
+
+def cases(part):
+    return [name for name in CASES if name.startswith(part)]
+
+
+@pytest.mark.parametrize("name", cases("symmetric"))
+def test_symmetric_mesh_has_loss_and_gradients_of_one_rank(folder, name):
+    assert_as_one_rank(folder, name)
+
+
+@pytest.mark.parametrize("name", cases("asymmetric"))
+def test_mesh_of_nearest_neighbours_has_loss_and_gradients_of_one_rank(folder, name):
+    assert_as_one_rank(folder, name)
+
+
+@pytest.mark.parametrize("name", cases("ensemble"))
+def test_ensemble_has_loss_and_gradients_of_one_rank(folder, name):
+    assert_as_one_rank(folder, name)
+
+
+@pytest.mark.parametrize("name", cases("tiny"))
+def test_ranks_without_nodes_or_edges_take_part(folder, name):
+    assert_as_one_rank(folder, name)
+
+
+@pytest.mark.parametrize("name", cases("replicated"))
+def test_input_that_every_rank_holds_gives_loss_and_gradients_of_one_rank(folder, name):
+    assert_as_one_rank(folder, name)
+
+
+def test_gradients_do_not_depend_on_chunks_and_checkpointing(folder):
+    assert_as_one_rank(folder, "all activations kept")
+
+
+def test_embedded_edges_are_divided_too(folder):
+    assert_as_one_rank(folder, "edges embedded")
+
+
+def test_conditions_of_sources_are_exchanged_with_them(folder):
+    assert_as_one_rank(folder, "conditioned")
+
+
+def test_compiled_blocks_exchange_their_halo(folder):
+    assert_as_one_rank(folder, "compiled")
+
+
+@pytest.mark.parametrize("name", ["symmetric-3-batch1", "asymmetric-4-batch2"])
+def test_nothing_but_halo_rows_and_gradients_of_trained_attributes_is_exchanged(folder, name):
+    counts = torch.load(folder / f"{name}.pt")[2]
+    reduces = counts.pop("all_reduce")  # of the loss, by the test
+    recomputed = counts.pop("send") - EXCHANGES
+    assert reduces == 1
+    assert recomputed == LAYERS  # of checkpointed layers
+    assert sum(counts.values()) == TRAINED
+
+
+def test_second_step_sorts_nothing(folder):
+    counted = [name for name, case in CASES.items() if case.counted]
+    assert len(counted) == 3
+    assert not any("from_edge_index" in torch.load(folder / f"{name}.pt")[2] for name in counted)
+
+
+@pytest.fixture
+def two_ranks():
+    """A group of two ranks, the first of which is this process, and the other never answers."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def allows(model, group, batch=2, ensemble=1):
+    try:
+        model._assert_valid_sharding(batch, ensemble, True, group)
+    except AssertionError:
+        return False
+    return True
+
+
+def test_batches_on_ranks_are_refused_where_a_layer_does_not_divide_them(graph, two_ranks):
+    model, of_heads = (build(graph, make_options(shard_strategy=strategy)) for strategy in ("edges", "heads"))
+    assert not allows(model, two_ranks)
+    with integration.install():
+        assert allows(model, two_ranks)
+        assert not allows(of_heads, two_ranks)
+        integration.swap_layers(model.decoder, sharding=False)
+        assert not allows(model, two_ranks)
+        assert allows(model, two_ranks, batch=1)
+    with integration.install(sharding=False):
+        assert not allows(model, two_ranks)
+
+
+@pytest.mark.parametrize(("place", "name"), SHARDING, ids=lambda value: value if isinstance(value, str) else "")
+def test_another_version_of_a_method_leaves_anemois_sharding_whole(monkeypatch, said, place, name):
+    owner = _find(*place)
+    monkeypatch.setattr(owner, name, lambda self, everything: everything)
+    before = {key: vars(_find(*key[0]))[key[1]] for key in SHARDING}
+    with integration.install():
+        assert not SETTINGS.everywhere.sharding
+        replaced = [key for key, method in before.items() if vars(_find(*key[0]))[key[1]] is not method]
+        assert set(replaced) <= set(PATCHES)
+    assert f"this anemoi-models has another {place[-1]}.{name}: its own sharding is kept" in said()
+
+
+def test_another_function_that_sharding_calls_leaves_anemois_sharding_whole(monkeypatch, said):
+    monkeypatch.setattr("anemoi.models.distributed.graph.gather_tensor", lambda rows, group: rows)
+    with integration.install():
+        assert not SETTINGS.everywhere.sharding
+    assert said() == [
+        "this anemoi-models has another anemoi.models.distributed.graph.gather_tensor: its own sharding is kept"
+    ]
+
+
+def test_nodes_that_are_not_divided_along_the_grid_are_refused(graph, two_ranks):
+    model = build(graph, make_options())
+    with integration.install():
+        edge_attr, edge_index, sizes = model.processor_graph_provider.get_edges(2, model_comm_group=two_ranks)
+        for nodes, rows, said in (
+            ([162, 162], 162, "162 sources and 162 destinations of one copy"),
+            ([80, 82], 160, "divided evenly"),
+            ([81, 81], 81, "its 81 nodes of each of 2 members"),
+        ):
+            x = torch.randn(rows, 32)
+            with pytest.raises(ValueError, match=said):
+                model.processor(x, 2, GraphShardInfo(nodes, sizes), edge_attr, edge_index, two_ranks)
+
+
+def test_edges_of_unknown_origin_run_anemois_own_sharding_which_is_logged(graph, two_ranks, said):
+    model = build(graph, make_options())
+    with integration.install():
+        edge_attr, edge_index, sizes = model.processor_graph_provider.get_edges(1, model_comm_group=two_ranks)
+        shard_info = GraphShardInfo([81, 81], sizes)
+        model.processor(torch.randn(81, 32), 1, shard_info, edge_attr, edge_index.clone(), two_ranks)
+    assert any("its edges are not a shard of a StaticGraphProvider's" in message for message in said())
+    assert model.processor.proc[0]._cached_halo_info is not None

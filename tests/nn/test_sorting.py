@@ -1,0 +1,99 @@
+"""When layers sort edges: once a side where a structure is built, in every call for raw edges, or not at all."""
+
+import pytest
+import torch
+from support.graphs import GRAPHS
+from support.same_numbers import assert_same
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from anemoi_gt import AttentionConfig, GraphStructure, GraphTransformerConv
+from anemoi_gt.graph import build
+
+EDGE_INDEX, NODES = GRAPHS["shuffled"][0], max(GRAPHS["shuffled"][1])
+
+
+class Operators(TorchDispatchMode):
+    """Names of the operators that are called inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        self.names.append(operator.name().partition(".")[0])
+        return operator(*args, **(kwargs or {}))
+
+    @property
+    def groupings(self):
+        return [name.partition("::")[2] for name in self.names if "sort" in name or "group_" in name]
+
+
+def train(layers, edges, steps=1):
+    """Return the output of the last step and the gradient of its input."""
+    for _ in range(steps):
+        x = torch.linspace(-1, 1, NODES * 4, device=edges.device).view(NODES, 4).requires_grad_()
+        out = x
+        for layer in layers:
+            out = layer(out, edges)
+        out.square().sum().backward()
+    return out.detach(), x.grad
+
+
+def test_a_graph_is_sorted_once_a_side_where_it_is_built_and_never_in_training():
+    layers = [GraphTransformerConv(4, 4) for _ in range(2)]
+    with Operators() as building:
+        graph = GraphStructure.from_edge_index(EDGE_INDEX, NODES)
+    with Operators() as training:
+        train(layers, graph, steps=3)
+    assert building.groupings == ["sort", "sort"] and training.groupings == []
+
+
+@pytest.fixture
+def unordered(monkeypatch):
+    """Group without order where kernels are interpreted too."""
+    monkeypatch.setattr(build, "_order_may_vary", lambda _: not torch.are_deterministic_algorithms_enabled())
+
+
+def as_adjacency(edge_index):
+    src, dst = edge_index
+    return torch.sparse_coo_tensor(torch.stack([dst, src]), torch.ones(src.shape[0]), (NODES, NODES))
+
+
+@pytest.mark.parametrize(
+    ("edges", "expected"),
+    (
+        (EDGE_INDEX, ["group_both_ends_unordered"]),
+        (as_adjacency(EDGE_INDEX), ["group_both_ends_unordered"]),
+        (as_adjacency(EDGE_INDEX).to_sparse_csr(), ["group_edges_unordered"]),
+        (GraphStructure.from_edge_index(EDGE_INDEX, NODES, reverse=False), ["group_edges_unordered"]),
+    ),
+    ids=("edge_index", "COO", "CSR", "structure without reverse"),
+)
+def test_raw_edges_are_grouped_without_sorting_on_request(edges, expected, unordered, kernel_device):
+    layer = GraphTransformerConv(4, 4, config=AttentionConfig("triton", stable_sort=False)).to(kernel_device)
+    edges = edges.to(kernel_device)
+    with Operators() as operators:
+        result = train([layer], edges)
+    assert operators.groupings == expected
+    layer.config = AttentionConfig("triton")
+    with Operators() as operators:
+        assert_same(result, train([layer], edges), 1e-5)
+    assert set(operators.groupings) == {"sort"}
+
+
+def test_raw_edges_are_grouped_by_destination_alone_without_gradients(unordered, kernel_device):
+    layer = GraphTransformerConv(4, 4, config=AttentionConfig(stable_sort=False)).to(kernel_device)
+    with torch.no_grad(), Operators() as operators:
+        layer(torch.ones(NODES, 4, device=kernel_device), EDGE_INDEX.to(kernel_device))
+    assert operators.groupings == ["group_edges_unordered"]
+
+
+def test_raw_edges_are_sorted_under_deterministic_algorithms(unordered, kernel_device):
+    layer = GraphTransformerConv(4, 4, config=AttentionConfig(stable_sort=False)).to(kernel_device)
+    torch.use_deterministic_algorithms(True)
+    try:
+        with Operators() as operators:
+            train([layer], EDGE_INDEX.to(kernel_device))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert operators.groupings == ["sort", "sort"]

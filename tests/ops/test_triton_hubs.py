@@ -1,0 +1,186 @@
+"""Hubs: nodes whose edges are divided into segments, forced to be small where all cases are against the oracle."""
+
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+from support.accuracy import assert_accurate, assert_within
+from support.batch import run_batch, share
+from support.cases import BATCHES, DROPOUT, GRADIENTS, LOSS_SCALE
+from support.graphs import GRAPHS
+from support.oracle import make_problem
+from support.pairwise import pairwise
+from support.poison import poisoned_memory
+from support.run import attend, leaves_of, structure
+from support.same_numbers import assert_same
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from anemoi_gt import AttentionConfig, GraphStructure, edge_attention
+from anemoi_gt.graph.validation import HUB_DEGREE
+from anemoi_gt.kernels.jit_launch import Launch
+from anemoi_gt.ops.triton_backend.tiles import SEGMENT
+
+SMALL = AttentionConfig("triton", tile="segment=4")
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # numpy's, of the interpreter
+
+
+def crowd(num_src, num_dst, to=None, of=None, edges=70):
+    """Random edges, of which most lead `to` one destination and come `of` one source."""
+    generator = torch.Generator().manual_seed(edges)
+    ends = [torch.randint(nodes, (edges,), generator=generator) for nodes in (num_src, num_dst)]
+    for end, hub, others in zip(ends, (of, to), (edges // 4, edges // 3), strict=True):
+        if hub is not None:
+            end[others:] = hub
+    return torch.stack(ends)[:, torch.randperm(edges, generator=generator)], (num_src, num_dst)
+
+
+HUBS = {
+    "destination": crowd(7, 9, to=3),
+    "source": crowd(7, 9, of=2),
+    "both": crowd(5, 4, to=3, of=0),
+    "several": crowd(3, 4),
+    "first, others isolated": (torch.stack([torch.arange(40) % 5, torch.zeros(40).long()]), (5, 6)),
+    "ends with a block": (torch.stack([torch.arange(36) % 3, (torch.arange(36) - 3).clamp_min(0) // 11]), (3, 4)),
+}
+COLUMNS = {
+    "name": tuple(HUBS),
+    "shape": ((1, 1, 1), (2, 8, 3), (3, 5, 17), (20, 64, 2)),  # heads, channels, edge_dim; the last in two programs
+    "form": ("raw", "raw_without_bias", "embedded", "none"),
+    "dtype": (torch.float32, torch.bfloat16, torch.float16),
+    "option": ("plain", "dropout", *BATCHES, *GRADIENTS, "dst_schedule"),
+}
+
+
+@pytest.mark.parametrize("case", pairwise(**COLUMNS), ids=lambda case: "-".join(map(str, case.values())))
+def test_hubs_are_as_accurate_as_plain_pytorch(case, kernel_device):
+    edges, option, dtype = HUBS[case["name"]], case["option"], case["dtype"]
+    samples = [make_problem(edges, *case["shape"], case["form"], dtype, s) for s in range(1 + (option in BATCHES))]
+    arriving = GRADIENTS.get(option, ["grad_out", "grad_lse"])
+    for sample in samples:
+        for name in ("grad_out", "grad_lse"):
+            getattr(sample, name).mul_((LOSS_SCALE if dtype == torch.float16 else 1.0) * (name in arriving))
+    names = ("edge_weight", "edge_bias", "edge_attr")
+    samples, graph = share(samples, *(names if option == BATCHES[0] else names[:2])), structure(edges, kernel_device)
+    graph = graph.with_dst_schedule() if option == "dst_schedule" else graph
+    with poisoned_memory():
+        dropout_p = DROPOUT if option == "dropout" else 0.0
+        judged = run_batch(samples, graph, SMALL, dropout_p=dropout_p, seed=5, arriving=arriving)
+    assert_within(*judged, dtype)
+
+
+@pytest.mark.parametrize("form", ["raw", "embedded"])
+def test_hubs_give_the_same_bits_on_every_run_and_with_64_bit_offsets(form, kernel_device, monkeypatch):
+    problem, graph = make_problem(HUBS["both"], 3, 5, 4, form), structure(HUBS["both"], kernel_device).with_reverse()
+    first = attend(problem, graph, SMALL)
+    assert_same(attend(problem, graph, SMALL), first, 0)
+    monkeypatch.setattr("anemoi_gt.ops.triton_backend.problem.Problem.needs_int64", lambda _: True)
+    long = replace(graph, **{name: index.long() for name, index in graph.state_dict().items() if name != "sources"})
+    for structured in (graph, long):
+        assert_same(attend(problem, structured, SMALL), first, 0)
+
+
+def test_destinations_that_are_no_hubs_keep_their_bits(kernel_device):
+    problem, graph = make_problem(HUBS["destination"], 3, 8, 5), structure(HUBS["destination"], kernel_device)
+    others = (graph.colptr.diff() <= 8).cpu()
+    divided, whole = (attend(problem, graph, config) for config in (SMALL, AttentionConfig("triton")))
+    assert 0 < int(others.sum()) < graph.num_dst
+    for name in ("out", "lse", "dquery"):
+        assert torch.equal(divided[name][others], whole[name][others]), name
+    assert not torch.equal(divided["out"][~others], whole["out"][~others]), "the hub was not divided"
+
+
+@pytest.mark.parametrize("logit", [1e4, torch.inf])
+def test_large_and_infinite_logits_of_a_segment_reach_the_whole_hub_and_no_other(logit, kernel_device):
+    problem, graph = make_problem(HUBS["destination"], 1, 2, 3, "none"), structure(HUBS["destination"], kernel_device)
+    edge = (problem.edge_index[1] == 3).nonzero()[-1]
+    base = attend(problem, graph, SMALL)
+    problem.query[3], problem.key[problem.edge_index[0, edge]] = 1.0, logit
+    result, reads = attend(problem, graph, SMALL), torch.zeros(graph.num_dst, dtype=torch.bool)
+    reads[problem.edge_index[1, problem.edge_index[0] == problem.edge_index[0, edge]]] = True
+    assert torch.equal(result["out"][~reads], base["out"][~reads])
+    if logit == torch.inf:
+        assert bool(result["out"][3].isnan().any())
+    else:
+        assert_accurate(result, problem, torch.float32)
+
+
+def launches_of(graph, config=None):
+    """Kernels of a forward and a backward pass, with grid and segment; nothing is launched."""
+    seen, config = [], config or AttentionConfig("triton")
+    note = lambda launch, **_: seen.append(  # noqa: E731
+        (launch.name("fp32").removeprefix("edge_attention_").split("_fp32")[0], launch.grid, launch.constants)
+    )
+    problem = make_problem((graph.edge_index(), (graph.num_src, graph.num_dst)), 2, 4, 3)
+    with mock.patch.object(Launch, "__call__", note):
+        edge_attention(**leaves_of(problem, graph), graph=graph, config=config)[0].sum().backward()
+    return {name: (grid[0], constants.get("SEGMENT", 0)) for name, grid, constants in seen}
+
+
+TODAY = {"project", "fwd", "embed", "bwd_dst", "bwd_attributes", "bwd_weight", "bwd_src"}
+
+
+@pytest.mark.parametrize(("to", "of"), [(None, None), (3, None), (None, 2), (3, 2)])
+def test_only_graphs_with_hubs_launch_more_than_before(to, of):
+    edges = 2 * HUB_DEGREE
+    graph = GraphStructure.from_edge_index(*crowd(5, 6, to, of, edges)).with_reverse()
+    assert (graph.dst_hubs is not None, graph.src_hubs is not None) == (to is not None, of is not None)
+    found, blocks = launches_of(graph), edges // SEGMENT
+    hub_kernels = {"fwd_hub", "bwd_dst_hub"} if to is not None else set()
+    assert set(found) == TODAY | hub_kernels | (
+        {"join_segments"} if graph.dst_hubs is not None or of is not None else set()
+    )
+    assert found["fwd"] == found["bwd_dst"] == ((6 + blocks, SEGMENT) if to is not None else (6, 0))
+    assert found["bwd_src"] == ((5 + blocks, SEGMENT) if of is not None else (5, 0))
+
+
+@pytest.mark.parametrize("edges", [HUB_DEGREE, HUB_DEGREE + 1])
+def test_where_values_were_not_checked_the_launch_is_bounded_by_the_number_of_edges(edges):
+    graph = GraphStructure.from_edge_index(*crowd(5, 6, edges=edges), validate=False).with_reverse()
+    expected = (6, 0) if edges == HUB_DEGREE else (6 + 3, SEGMENT)
+    assert graph.dst_hubs is not None and launches_of(graph)["fwd"] == expected
+
+
+def test_a_hub_is_divided_without_being_asked_for(kernel_device):
+    edges = crowd(5, 6, to=3, of=2, edges=500)
+    problem, graph = make_problem(edges, 1, 2, 2), structure(edges, kernel_device)
+    assert graph.dst_hubs is not None and graph.src_hubs is not None
+    assert_accurate(attend(problem, graph, "triton"), problem, torch.float32)
+
+
+def test_compiled_attention_on_hubs_equals_eager_and_never_recompiles(kernel_device):
+    torch._dynamo.reset()
+    counter, compilations = CompileCounterWithBackend("aot_eager"), []
+
+    def loss(graph, *operands):
+        out, lse = edge_attention(*operands[:3], graph, *operands[3:], config=AttentionConfig("triton"))
+        return out.square().sum() + lse.sum()
+
+    step = torch.compile(loss, fullgraph=True, dynamic=True, backend=counter)
+    for num_src, num_dst, edges in ((5, 3, 400), (4, 6, 900)):
+        sizes = crowd(num_src, num_dst, to=1, of=2, edges=edges)
+        graph, values = structure(sizes, kernel_device).with_reverse(), []
+        for function in (step, loss):
+            leaves = leaves_of(make_problem(sizes, 1, 7, 2), graph)
+            with torch._dynamo.config.patch(error_on_recompile=counter.frame_count > 0):
+                function(graph, *leaves.values()).backward()
+            values.append({name: leaf.grad for name, leaf in leaves.items()})
+        assert_same(*values, 0)
+        compilations.append(counter.frame_count)
+    assert compilations == compilations[:1] * 2
+
+
+class TestStructure:
+    def test_hubs_survive_what_keeps_edges_and_one_hub_is_enough_for_disjoint_graphs(self):
+        hubs, calm = (GraphStructure.from_edge_index(*crowd(5, 6, to=to, edges=600)) for to in (3, None))
+        assert GraphStructure.from_state(hubs.with_reverse().state_dict()).dst_hubs.shape == (HUB_DEGREE + 1, 0)
+        assert calm.dst_hubs is None and calm.src_hubs is None
+        assert GraphStructure.disjoint([calm, hubs]).dst_hubs is not None
+        assert GraphStructure.disjoint([calm, calm]).dst_hubs is None
+
+    def test_unchecked_values_may_hold_hubs_and_wrong_ones_are_refused(self):
+        calm = GraphStructure.from_edge_index(*GRAPHS["shuffled"])
+        unchecked = GraphStructure.from_csc(calm.colptr, calm.row, calm.num_src, validate=False)
+        assert unchecked.dst_hubs is not None and unchecked.src_hubs is not None
+        with pytest.raises(ValueError, match=r"src_hubs must be a tensor \[257, 0\].*got \(3,\)"):
+            replace(calm, src_hubs=torch.empty(3))

@@ -1,0 +1,177 @@
+"""Run one version of anemoi-models, whatever is first on the path, without us and with us, and print what differs.
+
+A model like AIFS: mappers are graph transformers in chunks, the processor is a transformer or a graph transformer. From
+0.17 on, whose configs differ, only blocks.
+"""
+
+import json
+import logging
+import pickle
+import sys
+from importlib.metadata import version
+
+import numpy as np
+import torch
+from anemoi.models.data_indices.collection import IndexCollection
+from anemoi.models.layers import block as blocks
+from anemoi.models.layers import mapper, processor
+from anemoi.models.models import encoder_processor_decoder
+from anemoi.utils.config import DotDict
+from omegaconf import DictConfig
+
+from anemoi_gt.data.graphs import icosphere_graph
+from anemoi_gt.data.grids import grid
+from anemoi_gt.integrations import anemoi as integration
+from anemoi_gt.integrations.anemoi import attention
+
+VERSION = tuple(int(part) for part in version("anemoi-models").split(".")[:2])
+GRAPH = icosphere_graph(grid("O8"), refinement=2)
+VARIABLES = {name: i for i, name in enumerate(("temperature", "wind", "humidity", "insolation"))}
+EDGES = {"sub_graph_edge_attributes": ["edge_length", "edge_dirs"], "trainable_size": 8}
+SIZES = {"num_heads": 4, "mlp_hidden_ratio": 4, "num_channels": 32, "cpu_offload": False, "layer_kernels": {}}
+
+
+def build(kind="Transformer", chunks=4, **changes):
+    """A model of 32 channels, 4 heads, D 11, as this version's configs describe it."""
+    torch.manual_seed(0)
+    sizes = SIZES | ({} if VERSION < (0, 11) else {"graph_attention_backend": "pyg"}) | changes
+    layers = {"_target_": f"anemoi.models.layers.processor.{kind}Processor", "num_layers": 2, "num_chunks": 2}
+    layers |= sizes | EDGES | {"attention_implementation": "scaled_dot_product_attention"}
+    mappers = {
+        name: {"_target_": f"anemoi.models.layers.mapper.GraphTransformer{which}Mapper", "num_chunks": chunks}
+        | EDGES
+        | {key: value for key, value in sizes.items() if VERSION >= (0, 12) or key != "num_channels"}
+        for name, which in (("encoder", "Forward"), ("decoder", "Backward"))
+    }
+    names = {"data": 8, "hidden": 8}
+    config = {
+        "graph": {"data": "data", "hidden": "hidden"},
+        "training": {"multistep_input": 2},
+        "model": {"num_channels": 32, "processor": layers, "bounding": [], **mappers}
+        | {"trainable_parameters": names, "model": {"hidden_nodes_name": "hidden", "latent_skip": True}}
+        | {"residual": {"_target_": "anemoi.models.layers.residual.SkipConnection"}},
+    }
+    kinds = {"forcing": ["insolation"], "diagnostic": [], "target": []}
+    statistics = {name: np.ones(4) for name in ("mean", "stdev", "minimum", "maximum")}
+    rest = {"truncation_data": {}} if VERSION < (0, 11) else {}
+    if VERSION < (0, 12):
+        indices = IndexCollection(DictConfig({"data": kinds}), VARIABLES)
+    else:
+        indices, statistics = {"data": IndexCollection(DictConfig(kinds), VARIABLES)}, {"data": statistics}
+        rest = {"n_step_input": 2, "n_step_output": 1} if VERSION >= (0, 13) else {}
+    rest |= {"data_indices": indices, "statistics": statistics, "graph_data": GRAPH.clone()}
+    return encoder_processor_decoder.AnemoiModelEncProcDec(model_config=DotDict(config), **rest)
+
+
+def differentiate(model, batch=2):
+    """Output and gradients by name."""
+    x = torch.randn(batch, 2, 1, GRAPH["data"].x.shape[0], 4, generator=torch.Generator().manual_seed(1))
+    model.zero_grad()
+    out = model(x if VERSION < (0, 12) else {"data": x})
+    out = out if VERSION < (0, 12) else out["data"]
+    out.sin().mean().backward()
+    gradients = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+    return {"out": out.detach()} | gradients
+
+
+def errors(ours, theirs):
+    """The largest distance of any tensor, in units of its largest value and of a hundredth of the largest of all."""
+    assert ours.keys() == theirs.keys()
+    largest = max(tensor.abs().max() for tensor in theirs.values())
+    return max(
+        ((ours[name] - tensor).abs().max() / tensor.abs().max().clamp(min=largest / 100)).item()
+        for name, tensor in theirs.items()
+    )
+
+
+def compare(model):
+    """Return the error of a model with us, the shapes of the edges we attended to, and whether it pickles as before."""
+    theirs, shapes, attend = differentiate(model), [], attention.edge_attention
+    pickled, keys = pickle.dumps(model), list(model.state_dict())
+
+    def record(query, key, value, graph, edges, *rest, **options):
+        shapes.append((edges.dim(), graph.num_dst))
+        return attend(query, key, value, graph, edges, *rest, **options)
+
+    attention.edge_attention = record
+    with integration.install():
+        ours = differentiate(model)
+        same = pickle.dumps(model) == pickled and list(model.state_dict()) == keys
+    attention.edge_attention = attend
+    again = differentiate(model)
+    assert all(torch.equal(again[name], theirs[name]) for name in theirs), "uninstalled, it computes something else"
+    return {"error": errors(ours, theirs), "shapes": shapes, "same": same}
+
+
+def block(kind, triton=False):
+    """A block and what it is called with."""
+    torch.manual_seed(0)
+    sizes = {"in_channels": 16, "hidden_dim": 32, "out_channels": 16, "num_heads": 2, "edge_dim": 5}
+    if VERSION < (0, 11) and kind == "Processor":
+        sizes["num_chunks"] = 3
+    kernels = mapper.load_layer_kernels() if hasattr(mapper, "load_layer_kernels") else processor.load_layer_kernels()
+    options = {} if VERSION < (0, 11) else {"graph_attention_backend": "pyg"}
+    made = getattr(blocks, f"GraphTransformer{kind}Block")(**sizes, layer_kernels=kernels, **options)
+    x, edge_attr, edge_index = torch.randn(30, 16), torch.randn(150, 5), torch.randint(30, (2, 150))
+    if VERSION >= (0, 15):
+        from anemoi.models.distributed import shapes
+
+        shards = getattr(shapes, "GraphShardInfo" if kind == "Processor" else "BipartiteGraphShardInfo")()
+    else:
+        shards = (None, None, None)
+    nodes, size = (x, 30) if kind == "Processor" else ((x, x + 1), (30, 30))
+    return made, (nodes, edge_attr, edge_index, shards, 1, size)
+
+
+def compiled(kind):
+    """The error of a compiled block with us and the names of our operators in its graph; None if upstream fails."""
+    made, inputs = block(kind)
+    seen = []
+
+    def record(graph, example):
+        seen.extend(str(node.target) for node in graph.graph.nodes if "anemoi_gt" in str(node.target))
+        return graph
+
+    def call(function):
+        out = function(*inputs)[0]
+        return {"out": out[-1] if isinstance(out, tuple) else out}
+
+    theirs = call(made)
+    with integration.install():
+        ours = call(torch.compile(made, backend=record, dynamic=False))
+    return {"error": errors(ours, theirs), "operators": seen}
+
+
+def triton():
+    """Return the error of a block that was built for a GPU, with us; None where this version has none."""
+    made, inputs = block("Processor")
+    theirs = made(*inputs)[0]
+    try:
+        from anemoi.models.triton import gt
+    except ImportError:
+        return None
+    del made.conv
+    function = getattr(gt, "graph_transformer_attention_conv", None)
+    made.conv, made.graph_attention_backend = function or gt.GraphTransformerFunction.apply, "triton"
+    with integration.install(backend="torch"):
+        return errors({"out": made(*inputs)[0]}, {"out": theirs})
+
+
+def main():
+    """Print the report, the last line."""
+    said = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("anemoi_gt").addHandler(handler)
+    with torch.no_grad():
+        report = {"compiled": {kind: compiled(kind) for kind in ("Processor", "Mapper")}, "triton": triton()}
+    report |= {"version": version("anemoi-models"), "said": list(dict.fromkeys(said))}
+    if VERSION < (0, 17):
+        report["AIFS"], report["one chunk"] = compare(build()), compare(build(chunks=1))
+        report["heads"] = compare(build(shard_strategy="heads"))
+        report["graph transformer"] = compare(build("GraphTransformer"))
+    json.dump(report, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

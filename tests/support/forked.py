@@ -1,0 +1,94 @@
+"""Python programs in processes of their own, forks of a server that has imported what they import, which takes seconds.
+
+Under `python -m torch.distributed.run` the ranks are forks too, all else is torchrun's. A run of the application leaves
+an empty file where it draws its forecast.
+"""
+
+import multiprocessing
+import multiprocessing.forkserver
+import os
+import runpy
+import sys
+import tempfile
+from functools import cache
+from pathlib import Path
+from unittest.mock import patch
+
+import hydra  # noqa: F401
+import matplotlib.pyplot  # noqa: F401
+import torch
+import torch._dynamo
+import torch.distributed.run
+import torch_geometric.data  # noqa: F401
+from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+
+import anemoi_gt.train  # noqa: F401
+from anemoi_gt.training import report
+
+FORKSERVER, FORK = (multiprocessing.get_context(method) for method in ("forkserver", "fork"))
+
+
+@cache
+def start_server():
+    """Start the server, which has the path of this process from Python 3.13 on."""
+    FORKSERVER.set_forkserver_preload([__name__])
+    with patch.dict(os.environ, {"PYTHONPATH": os.pathsep.join(sys.path)}):
+        multiprocessing.forkserver.ensure_running()
+
+
+class Program(FORKSERVER.Process):
+    """`python *arguments` in a folder, started, with these changes of its environment."""
+
+    def __init__(self, *arguments, folder, environment=()):
+        super().__init__(args=(list(map(str, arguments)), dict(environment)))
+        self.folder, self.files = folder, [Path(tempfile.mkstemp()[1]) for _ in ("stdout", "stderr")]
+        start_server()
+        self.start()
+
+    def run(self):
+        """Be the program, in the new process."""
+        for number, (file, stream) in enumerate(zip(self.files, (sys.stdout, sys.stderr), strict=True), 1):
+            os.dup2(os.open(file, os.O_WRONLY), number)
+            stream.reconfigure(line_buffering=True)
+        os.chdir(self.folder)
+        arguments, environment = self._args
+        os.environ |= environment
+        torch.set_num_threads(1)
+        SubprocessHandler._popen = fork_rank
+        report.draw_training_plot = lambda path, *_: path.touch()
+        run_python(arguments)
+
+    def finish(self, timeout):
+        """Return exit status, standard output and standard error at the end, which may take `timeout` seconds."""
+        self.join(timeout)
+        late = f"\nstill running after {timeout} s" if self.is_alive() else ""
+        self.kill()
+        self.join()
+        output, error = (file.read_text() for file in self.files)
+        return self.exitcode, output, error + late
+
+
+def run_python(arguments):
+    """Run `python *arguments` in this process."""
+    sys.argv = arguments[1:] if arguments[0] == "-m" else arguments
+    if arguments[0] != "-m":
+        sys.path.insert(0, str(Path(arguments[0]).parent))
+        runpy.run_path(arguments[0], run_name="__main__")
+    else:
+        sys.modules.pop(arguments[1], None)
+        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+
+
+def fork_rank(handler, command, environment):
+    """As `SubprocessHandler._popen`: a process that polls, waits and returns like one of `subprocess`."""
+    process = FORK.Process(target=be_rank, args=(list(command), environment))
+    process.start()
+    return process._popen
+
+
+def be_rank(command, environment):
+    """Be one rank that torchrun starts."""
+    os.setsid()
+    os.environ.clear()
+    os.environ |= environment
+    run_python(command[2:])  # of python -u
