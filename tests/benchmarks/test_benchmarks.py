@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import accuracy
 import anemoi_curves
+import anemoi_inference
 import check_gpu
 import cpu_attention
 import pyg_models
@@ -110,6 +111,16 @@ def test_loss_curves_of_an_anemoi_model_are_compared(tmp_path, monkeypatch):
     found = anemoi_curves.main([*ANEMOI, "--training-steps", "2", "--output", str(tmp_path / "curves.json")])
     assert found["32"]["spread_of_seeds"] > 0 and len(found["32"]["losses"]) == 4
     assert set(found["32"]["apart"]["install"]) == {0, 1} and found["32"]["within"] == {"install": True}
+
+
+def test_inference_of_an_anemoi_model_is_timed(tmp_path):
+    small = shlex.split(
+        "--grids O4 O4 --refinement 1 --channels 16 --heads 2 --layers 1 --device cpu --repeats 1 --output"
+    )
+    found = anemoi_inference.main([*small, str(tmp_path / "inference.json")])
+    assert {(line["chunks"], line["contender"]) for line in found["results"]} == {
+        *itertools.product((1, 4, 16), ("untouched", "install"))
+    }
 
 
 def test_loss_curves_of_the_application_are_compared(monkeypatch, capsys):
