@@ -32,20 +32,17 @@ def unsupported_reason(block: nn.Module, x: Tensor, config: AttentionConfig, nor
     """
     mlp = block.node_dst_mlp
     layers = list(mlp.mlp) if type(getattr(mlp, "mlp", None)) is nn.Sequential else []
-    if [type(layer) for layer in layers] != [nn.Linear, nn.GELU, nn.Linear] or layers[1].approximate != "none":
+    is_served = [type(layer) for layer in layers] == [nn.Linear, nn.GELU, nn.Linear] and layers[1].approximate == "none"
+    if not is_served or getattr(mlp, "layer_norm", None) is not None:
         return "its feed-forward network is not a linear map, an exact GELU and a linear map"
-    if getattr(mlp, "layer_norm", None) is not None:
-        return "its feed-forward network ends with a norm"
     modules = _modules(block)
     for name, module in modules.items():
         is_norm = "norm" in name
         if type(module) not in ((nn.LayerNorm, AutocastLayerNorm, *norms) if is_norm else (nn.Linear,)):
             needed = "LayerNorm" if is_norm else "Linear"
             return f"its {name} is a {type(module).__name__}, and torch.nn.{needed} is needed"
-        if is_norm and len(module.normalized_shape) != 1:
-            return f"its {name} is over several dimensions"
-        if module.weight is None or (module.bias is None and name != "self"):
-            return f"its {name} lacks a weight or a bias"
+        if module.weight is None or (module.bias is None and name != "self") or (is_norm and module.weight.dim() != 1):
+            return f"its {name} lacks a weight or a bias, or is over several dimensions"
     if any(hooks_of(module) for module in (*modules.values(), mlp, mlp.mlp, layers[1])):
         return "hooks watch a part of it that would not be called"
     if max(modules["query"].weight.shape) > WIDEST:

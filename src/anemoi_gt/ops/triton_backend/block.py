@@ -132,23 +132,24 @@ def transformer_block(
 @torch.library.register_fake("anemoi_gt::transformer_block")
 @flat_arguments
 def _(tensors: BlockTensors, index: IndexTensors, options: BlockOptions, save: bool):
-    t, dtype, batch = tensors, options.dtype, options.batch
-    nodes, wide = t.x_dst.shape[0], t.query_weight.shape[0]
-    z = t.x_dst.new_empty(t.x_dst.shape, dtype=torch.promote_types(t.x_dst.dtype, dtype))
+    t, batch, nodes, wide = tensors, options.batch, tensors.x_dst.shape[0], tensors.query_weight.shape[0]
+
+    def empty(*shape, dtype=options.dtype):
+        return t.x_dst.new_empty(shape, dtype=dtype)
+
+    z = empty(*t.x_dst.shape, dtype=torch.promote_types(t.x_dst.dtype, options.dtype))
     if not save:
         return torch.empty_like(z), *(z.new_empty(0) for _ in Kept._fields)
-    num_src = nodes if t.x_src is None else t.x_src.shape[0]
-    shapes = [(nodes, wide), (num_src, wide), (num_src, wide), (nodes, wide)]
-    query, key, value, attended = (z.new_empty(shape, dtype=dtype) for shape in shapes)
-    hidden = z.new_empty((nodes, t.in_weight.shape[0]), dtype=dtype)
-    parameters = z.new_empty(sum(part.numel() for part in _parameters(t).values()), dtype=dtype)
-    statistic = z.new_empty((*((batch, nodes // batch) if batch > 1 else (nodes,)), options.heads), dtype=torch.float32)
-    exp_scores = statistic.new_empty((batch, index.row.shape[0], options.heads))
+    key = empty(nodes if t.x_src is None else t.x_src.shape[0], wide)
+    statistic = empty(*((batch, nodes // batch) if batch > 1 else (nodes,)), options.heads, dtype=torch.float32)
     columns = attribute_columns(int(t.edge_weight.shape[1]) + 1)  # D never changes: a constant
-    projected = statistic.new_empty((*statistic.shape, columns), dtype=scratch_dtype(dtype))
-    attr = z.new_empty(t.edge_attr.shape, dtype=dtype)
-    made = Kept(query, key, value, attended, z, hidden, parameters, attr, statistic, exp_scores, projected)
-    return torch.empty_like(z), *made
+    return torch.empty_like(z), *Kept(
+        query=empty(nodes, wide), key=key, value=torch.empty_like(key), attended=empty(nodes, wide), z=z,
+        hidden=empty(nodes, t.in_weight.shape[0]), parameters=empty(sum(p.numel() for p in _parameters(t).values())),
+        attr=empty(*t.edge_attr.shape), inv_denominator=statistic,
+        exp_scores=statistic.new_empty((batch, index.row.shape[0], options.heads)),
+        projected=empty(*statistic.shape, columns, dtype=scratch_dtype(options.dtype)),
+    )  # fmt: skip
 
 
 def _setup_context(ctx, inputs, output):

@@ -123,7 +123,7 @@ def _row_launch(kernel, sizes: Sizes, tile: RowTile, scale: dict[str, float]) ->
     constants = _constants(sizes, HEADS=tile.heads, CHANNELS=tile.channels, num_warps=tile.num_warps)
     constants["PACKED"] = PACKED_DTYPES[sizes.dtype] if tile.pairs else None
     if "STRIDE" in kernel.arg_names:  # of the backward pass
-        constants["STRIDE"] = sizes.gradient_row
+        constants["STRIDE"] = sizes.gradient_stride
     if has_fixed_degree(sizes):
         del constants["PRECISION"]
         return Launch(kernel, (sizes.destinations,), scalars, constants | {"K": tile.unroll})
@@ -345,7 +345,7 @@ def source_launch(sizes: Sizes, tile: RowTile | None = None) -> Launch:
     scalars = {"num_dst": sizes.num_dst, "num_src": sizes.num_src, "num_edges": sizes.num_edges}
     constants = {"H": sizes.heads, "C": sizes.channels, "HEADS": tile.heads, "CHANNELS": tile.channels}
     constants |= {"NODES": tile.nodes, "UNROLL": tile.unroll, "INT64": sizes.needs_int64, "num_warps": tile.num_warps}
-    constants |= {"SEGMENT": sizes.src_segment, "STRIDE": sizes.gradient_row}
+    constants |= {"SEGMENT": sizes.src_segment, "STRIDE": sizes.gradient_stride}
     return Launch(backward.edge_attention_bwd_src, grid, scalars, constants)
 
 

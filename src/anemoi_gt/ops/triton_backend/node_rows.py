@@ -23,7 +23,7 @@ def _launch(kernel, num_rows: int, width: int, tile: tuple[int, int, int], progr
     rows = max(1, elements // features)
     grid = (programs or -(-num_rows // rows), -(-width // features))
     scalars = {"num_rows": num_rows} | {name: more.pop(name) for name in ("eps", "first_sum") if name in more}
-    constants = {"F": width, "FEATURES": features, "ROWS": rows, "num_warps": num_warps}
+    constants = {"C": width, "FEATURES": features, "ROWS": rows, "num_warps": num_warps}
     constants["INT64"] = num_rows * width >= 2**31
     return Launch(kernel, grid, scalars, constants | more)
 

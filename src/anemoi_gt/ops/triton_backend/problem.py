@@ -74,12 +74,7 @@ class Sizes(NamedTuple):
     tile: str = ""  # forced fields of the tiles of row kernels
     dst_segment: int = 0  # edges of a segment of a hub among the destinations; 0: there is none
     src_segment: int = 0
-    gradient_stride: int = 0  # elements between two rows of grad_out, dquery, dkey, dvalue; 0: they are contiguous
-
-    @property
-    def gradient_row(self) -> int:
-        """Elements between two rows of grad_out, dquery, dkey and dvalue."""
-        return self.gradient_stride or self.heads * self.channels
+    gradient_stride: int = 0  # elements between two nodes in grad_out, dquery, dkey and dvalue
 
     @property
     def attributes(self) -> int:
@@ -150,7 +145,7 @@ class Problem:
             tile=self.options.tile,
             dst_segment=self.segments[0],
             src_segment=self.segments[1],
-            gradient_stride=self.gradient_stride,
+            gradient_stride=self.gradient_stride or heads * channels,
         )  # fmt: skip
 
     @cached_property
