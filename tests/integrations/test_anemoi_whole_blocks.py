@@ -86,17 +86,16 @@ def widened(inputs, dtype):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("nodes", (torch.float32, torch.bfloat16, torch.float16), ids=str)
-@pytest.mark.parametrize("compiler", (None, "aot_eager"))
+@pytest.mark.parametrize(("nodes", "compiler"), ((torch.bfloat16, None), (torch.float16, "aot_eager")), ids=str)
 def test_errors_are_at_most_three_times_those_of_anemois_block(kind, nodes, compiler):
-    """Against float64: nodes in float32 without autocast, or 16-bit nodes, as Anemoi's embeddings are, with it."""
+    """Against float64, for 16-bit nodes, as Anemoi's embeddings are under autocast."""
     inputs = block_inputs(KINDS[kind])
     exact = differentiate_block(block_of(kind).double(), widened(inputs, torch.float64))
     block, (x, *rest) = block_of(kind), inputs
     given = (widened(x, nodes), *rest)
     results = []
     for install in (nullcontext, BLOCKS):
-        with install(), torch.autocast("cpu", nodes, enabled=nodes != torch.float32):
+        with install(), torch.autocast("cpu", nodes):
             forward = torch.compile(block, fullgraph=True, backend=compiler) if compiler else block
             results.append(differentiate_block(block, given, forward))
     anemoi, ours = results
@@ -108,7 +107,7 @@ def test_errors_are_at_most_three_times_those_of_anemois_block(kind, nodes, comp
 
 @pytest.mark.parametrize(
     ("changes", "shape"),
-    (({}, {}), ({"checkpointing": False}, {"batch": 2}), ({"mapper_chunks": 3}, {"batch": 2})),
+    (({"checkpointing": False}, {"batch": 2}), ({"mapper_chunks": 3}, {"batch": 2})),
     ids=str,
 )
 def test_a_model_gives_what_anemoi_gives(graph, changes, shape, monkeypatch):
@@ -142,14 +141,6 @@ def test_a_checkpoint_around_or_inside_compiled_code_gives_the_same_gradients(ki
     assert [name for names in graphs for name in names].count(OPERATOR) == 1
 
 
-def test_gradients_beyond_the_range_of_float16_are_not_finite_so_that_a_scaler_skips_the_step():
-    block, (x, *rest) = block_of("processor"), block_inputs()
-    with BLOCKS(), torch.autocast("cpu", torch.float16):
-        out = block(widened(x, torch.float16), *rest)[0]
-    (1e4 * out.float()).square().sum().backward()
-    assert not all(parameter.grad.isfinite().all() for parameter in block.parameters())
-
-
 def test_a_block_without_gradients_gives_the_same():
     block, inputs = block_of("processor"), block_inputs()
     expected = block(*inputs)[0]
@@ -162,13 +153,6 @@ def with_part(name, make):
     return lambda block: block.set_submodule(name, make(block.get_submodule(name)))
 
 
-class OwnFeedForward(GraphTransformerProcessorBlock):
-    """A block with a feed-forward network of its own."""
-
-    def run_node_dst_mlp(self, x, **layer_kwargs):
-        return 2 * super().run_node_dst_mlp(x, **layer_kwargs)
-
-
 class OwnStrategy(GraphTransformerProcessorBlock):
     """A block that shards by itself."""
 
@@ -177,7 +161,6 @@ class OwnStrategy(GraphTransformerProcessorBlock):
 
 
 UNSERVED = {
-    "its feed-forward network is not": with_part("node_dst_mlp.mlp.1", lambda _: nn.SiLU()),
     "its feed-forward network is not a linear map, an exact": with_part(
         "node_dst_mlp.mlp.1", lambda _: nn.GELU("tanh")
     ),
@@ -185,16 +168,15 @@ UNSERVED = {
     "its norm is a RMSNorm": with_part("layer_norm_attention", lambda _: nn.RMSNorm(16)),
     "its mlp_norm lacks a weight or a bias": with_part("layer_norm_mlp_dst", lambda _: nn.LayerNorm(16, bias=False)),
     "its value lacks": with_part("lin_value", lambda _: nn.Linear(16, 16, bias=False)),
-    "hooks watch a part": lambda block: block.layer_norm_mlp_dst.register_forward_hook(lambda *_: None),
     "hooks watch a part of it": lambda block: block.node_dst_mlp.mlp[1].register_full_backward_hook(lambda *_: None),
-    "OwnFeedForward has a run_node_dst_mlp of its own": lambda block: setattr(block, "__class__", OwnFeedForward),
     "OwnStrategy has a _forward_edges_": lambda block: setattr(block, "__class__", OwnStrategy),
     "its attention drops": lambda block: setattr(block.conv, "dropout", 1.0),
 }
 
 
-@pytest.mark.parametrize("reason", UNSERVED)
-@pytest.mark.parametrize("is_compiled", (False, True), ids=("eager", "compiled"))
+@pytest.mark.parametrize(
+    ("reason", "is_compiled"), [*((each, False) for each in UNSERVED), (next(iter(UNSERVED)), True)]
+)
 def test_another_block_has_its_attention_alone_computed_and_that_is_said_once(reason, is_compiled, said, traced):
     compiler, _ = traced
     block, inputs = block_of("processor"), block_inputs()
@@ -212,16 +194,12 @@ def test_another_block_has_its_attention_alone_computed_and_that_is_said_once(re
         forward(*inputs)
 
 
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    (({"qk_norm": True}, "its queries and keys are normed"), ({"mlp_implementation": "geglu"}, "its feed")),
-)
-def test_options_that_are_not_served_are_named(options, reason, said):
-    block, inputs = block_of("processor", **options), block_inputs()
+def test_norms_of_queries_and_keys_compute_with_our_attention_alone(said):
+    block, inputs = block_of("processor", qk_norm=True), block_inputs()
     expected = differentiate_block(block, inputs)
     with integration.install(blocks=True):
         assert_same_numbers(differentiate_block(block, inputs), expected)
-    assert reason in said()[0]
+    assert "its queries and keys are normed" in said()[0]
 
 
 def test_conditional_norms_compute_with_anemois_code(graph, said):

@@ -15,7 +15,7 @@ from anemoi_gt.ops.dtypes import autocast_is_active
 from anemoi_gt.ops.triton_backend.block import BlockOptions, BlockTensors, transform_nodes
 from anemoi_gt.ops.triton_backend.tiles import MOST_ATTRIBUTES
 
-WIDEST = 4096  # features of a node: the kernels for norms hold a row in registers
+WIDEST = 1024  # features of a node: kernels hold a row in registers, and that for the gradient of a norm would spill
 LINEAR = ("query", "key", "value", "self", "edge")
 
 
