@@ -9,10 +9,11 @@ round takes them in random order, and after each switch some steps are left out.
 loss and gradients are compared with those of the untouched model; one that fails or differs is reported, and the others
 go on. Results are written after each part.
 
-Each variant is with or without `install`, eager, with processor and mapper blocks compiled one by one or processor and
-mappers compiled whole, the latter with Inductor's max-autotune too, with the activation checkpointing of the config,
-none or a selective one; launched, or replayed from a CUDA graph. Compilation is part of the warm-up. `--ensemble` takes
-Anemoi's ensemble model with that number of members, whose processor's layer norms are conditioned on noise.
+Each variant is with or without `install`, of whole blocks or of their attention alone, eager, with processor and mapper
+blocks compiled one by one or processor and mappers compiled whole, the latter with Inductor's max-autotune too,
+with the activation checkpointing of the config, none or a selective one; launched, or replayed from a CUDA graph.
+Compilation is part of the warm-up. `--ensemble` takes Anemoi's ensemble model with that number of members, whose
+processor's layer norms are conditioned on noise.
 """
 
 import argparse
@@ -46,7 +47,7 @@ WHOLE = ("GraphTransformerProcessor", "GraphTransformerForwardMapper", "GraphTra
 
 
 @contextmanager
-def variant(model, *, installed, compiled=(), mode="default", recompute=True, checkpointing=None):
+def variant(model, *, installed, blocks=None, compiled=(), mode="default", recompute=True, checkpointing=None):
     """Compute a step one way.
 
     Parameters
@@ -54,6 +55,8 @@ def variant(model, *, installed, compiled=(), mode="default", recompute=True, ch
     model : nn.Module
     installed : bool
         Under `install`.
+    blocks : {None, False}
+        Of `install`: whole blocks by one operator, or the attention alone.
     compiled : tuple of str
         Classes whose modules torch.compile compiles, one by one.
     mode : str
@@ -65,7 +68,8 @@ def variant(model, *, installed, compiled=(), mode="default", recompute=True, ch
     """
     modules = [module for module in model.modules() if type(module).__name__ in compiled]
     checkpointed = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
-    with integration.install(activation_checkpointing=checkpointing) if installed else nullcontext():
+    install = partial(integration.install, blocks=blocks, activation_checkpointing=checkpointing)
+    with install() if installed else nullcontext():
         for module in modules:
             module.compile(dynamic=False, mode=mode)
         for module in checkpointed:
@@ -81,6 +85,7 @@ def variant(model, *, installed, compiled=(), mode="default", recompute=True, ch
 
 
 VARIANTS = {"untouched": partial(variant, installed=False), "install": partial(variant, installed=True)}
+VARIANTS["install, attention alone"] = partial(variant, installed=True, blocks=False)
 for _name, _form in list(VARIANTS.items()):
     VARIANTS[f"{_name}, blocks compiled"] = partial(_form, compiled=BLOCKS)
     VARIANTS[f"{_name}, compiled whole"] = partial(_form, compiled=WHOLE)
@@ -92,7 +97,7 @@ for _name in ("install", "install, compiled whole"):
 CAPTURED = ", captured"  # ends the names of variants whose forward and backward are replayed from a CUDA graph
 for _name in [name for name in VARIANTS if name.startswith("install")]:
     VARIANTS[_name + CAPTURED] = VARIANTS[_name]
-VARIANTS["install, edges embedded"] = lambda model: integration.install(fuse_edges=False)
+VARIANTS["install, edges embedded"] = lambda model: integration.install(fuse_edges=False, blocks=False)
 
 
 @cache
