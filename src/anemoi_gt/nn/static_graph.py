@@ -82,8 +82,11 @@ class StaticNodes(nn.Module):
 
     def forward(self) -> Tensor:
         """Return the features [N, channels]: sin lat, sin lon, cos lat, cos lon, trainable features."""
-        fixed, trainable = self.sin_cos_lat_lon, self.trainable
-        return fixed if trainable is None else torch.cat([fixed, trainable], dim=-1)
+        return torch.cat(self.columns(), dim=-1)
+
+    def columns(self) -> tuple[Tensor, ...]:
+        """Return fixed and trainable features, [N, F] each, which `forward` concatenates."""
+        return (self.sin_cos_lat_lon,) if self.trainable is None else (self.sin_cos_lat_lon, self.trainable)
 
 
 class StaticStructure(nn.Module):
