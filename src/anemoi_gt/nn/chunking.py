@@ -6,9 +6,8 @@ these; a layer computes the chunks one after the other, and the results are conc
     y = cat_c layer((x_src[src_c], x_dst[dst_c]), graph_c, edge_attr[edges_c])
 
 The memory for features and hidden layers decreases with the number of chunks: in inference (`torch.no_grad`), and in
-training with activation checkpointing. Features that a layer concatenates are concatenated by chunks, too: on a grid of
-millions of nodes even the input fields with all node features would be as large as a chunk's activations. The structures
-follow from the graph alone and are made once.
+training with activation checkpointing. Fields and node features that a layer concatenates are concatenated by chunks,
+too. The structures follow from the graph alone and are made once.
 """
 
 from collections.abc import Callable, Sequence

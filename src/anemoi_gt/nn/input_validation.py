@@ -29,7 +29,7 @@ def check_dtype(name: str, features: Tensor, like: Tensor) -> None:
 
 
 def check_sides(x: tuple, channels: tuple[int, int], like: Tensor) -> tuple:
-    """Return (x_src, x_dst) as a tuple; raise unless they have these channels, each a tensor or a tuple of its columns."""
+    """Return (x_src, x_dst) as a tuple; raise unless each, a tensor or a tuple of its columns, has these channels."""
     _check_pair("x must be a pair of tensors (x_src, x_dst)", x)
     for name, features, expected in zip(("x_src", "x_dst"), x, channels, strict=True):
         if isinstance(features, tuple):

@@ -136,6 +136,14 @@ class GraphTransformerForwardMapper(GraphTransformerBaseMapper):
         self.emb_nodes_src = self.proc.layer_kernels.Linear(self.in_channels_src, self.proc.channels)
 
 
+class FieldExtractor(nn.Sequential):
+    """Norm and linear map from features to fields; a class of its own, because torch.compile skips PyTorch's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map `x` [..., num_channels] to [..., out_channels_dst]."""
+        return super().forward(x)
+
+
 class GraphTransformerBackwardMapper(GraphTransformerBaseMapper):
     """Decoder: hidden nodes to data nodes, with the state dict of Anemoi's `GraphTransformerBackwardMapper`.
 
@@ -163,7 +171,7 @@ class GraphTransformerBackwardMapper(GraphTransformerBaseMapper):
         channels = self.proc.channels
         embed = nn.Identity if self.in_channels_src == channels else self.proc.layer_kernels.Linear
         self.emb_nodes_src = embed(self.in_channels_src, channels)
-        self.node_data_extractor = nn.Sequential(nn.LayerNorm(channels), nn.Linear(channels, out_channels_dst))
+        self.node_data_extractor = FieldExtractor(nn.LayerNorm(channels), nn.Linear(channels, out_channels_dst))
 
     def map_nodes(self, x: Pair, graph: GraphStructure, edge_attr: Tensor, cond: Pair) -> Tensor:
         """Return fields of the destinations [..., N_dst, out_channels_dst] of a graph or of one chunk."""
