@@ -65,8 +65,7 @@ def icosphere_graph(
     ...  for (source, _, destination), edges in zip(graph.edge_types, graph.edge_stores)}
     {'data to hidden': 62980, 'hidden to hidden': 81840, 'hidden to data': 120960}
     """
-    check_nodes(nodes=nodes)
-    if grid is not None and len(nodes) != (expected := len(grids.grid(grid))):
+    if grid is not None and isinstance(nodes, Nodes) and len(nodes) != (expected := len(grids.grid(grid))):
         raise ValueError(
             f"the data must be on grid {grid}, which this graph is for, of {expected} nodes, got {len(nodes)} nodes: "
             "take graph=icosphere with a graph.refinement for your grid"
