@@ -84,7 +84,13 @@ def table(runs: list[dict]) -> str:
     return "\n".join(rows)
 
 
-COLUMNS = {"seconds": "s", "warmup_seconds": "s warm-up", "peak_gb": "GB", "total_ms": "ms of kernels"}
+COLUMNS = {
+    "seconds": "s",
+    "warmup_seconds": "s warm-up",
+    "peak_gb": "GB",
+    "estimated_gb": "GB estimated",
+    "total_ms": "ms of kernels",
+}
 COLUMNS |= {"off": "off", "off_of_plain": "off plain"}
 
 
@@ -101,9 +107,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--fields", type=int, nargs=2, default=[200, 90], help="that come in and go out at a point")
     parser.add_argument("--precision", default="bf16-mixed")
     parser.add_argument("--parts", nargs="+", choices=WORKERS, default=list(WORKERS))
-    parser.add_argument("--chunks", type=int, nargs="+", default=[4, 8, 16], help="of anemoi_gt")
+    parser.add_argument("--chunks", type=int, nargs="+", default=[16, 8, 4], help="of anemoi_gt")
     parser.add_argument("--anemoi-chunks", type=int, nargs="+", default=[2, 4, 8, 16])
-    parser.add_argument("--check-chunks", type=json.loads, default=[[2, 8], [4, 8]], help="of encoder and decoder")
+    parser.add_argument("--check-chunks", type=json.loads, default=[[2, 8], [5, 8]], help="of encoder and decoder")
     parser.add_argument("--compiled", type=int, nargs="+", default=[0, 1], help="0: eager, 1: blocks compiled")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--warmup", type=int, default=2)

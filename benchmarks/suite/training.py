@@ -14,6 +14,7 @@ from anemoi_gt.data.datasets import Sample
 from anemoi_gt.nn import GraphTransformerBaseBlock, split_destinations
 from anemoi_gt.training.compilation import compile_blocks
 from anemoi_gt.training.config import TrainingConfig
+from anemoi_gt.training.memory import estimate_memory
 from anemoi_gt.training.step import AUTOCAST, TrainingStep
 from suite.inference import PARTS, Setting, checked_destinations, plain_mapper
 
@@ -115,6 +116,7 @@ def ours(options: Namespace, folder: Path) -> Iterator[dict]:
         for chunks, compiled in variants:
             name = {"contender": "anemoi_gt", "num_chunks": chunks, "compiled": bool(compiled), "round": round_}
             with computing(model, chunks, bool(compiled), step.average.module):
+                name["estimated_gb"] = estimate_memory(model, config).total / 1e9
                 try:
                     yield name | measure(lambda: step.training_step(batch), options)
                 except torch.OutOfMemoryError as error:
@@ -267,7 +269,7 @@ def check_mappers(options: Namespace, folder: Path) -> Iterator[dict]:
         ) -> dict[str, Tensor]:
             rows, mapper = call()
             shape = (len(destinations), rows.shape[-1])
-            direction = torch.randn(shape, generator=torch.Generator().manual_seed(2)).to(rows)
+            direction = torch.randn(shape, generator=torch.Generator().manual_seed(2)).bfloat16().to(rows)
             rows.backward(direction)
             found = {"out": rows.detach()} | {name: p.grad for name, p in mapper.named_parameters()}
             found |= {name: leaf.grad for name, leaf in leaves.items()}
