@@ -167,6 +167,17 @@ def test_inference_at_9_km_reports_each_run(tmp_path):
     assert [(found["num_chunks"], found["outcome"]) for found in runs] == [(1, "right"), (2, "right")]
 
 
+def test_training_at_9_km_checks_and_times_steps(tmp_path):
+    sizes = "--grid O4 --refinement 1 --check-grid O4 --check-refinement 1 --channels 32 --heads 2 --layers 2"
+    options = "--fields 6 2 --device cpu --compiled 0 --steps 1 --chunks 1 3 --anemoi-chunks 1 2 --output"
+    command = [sys.executable, str(ROOT / "benchmarks" / "train_9km.py"), *f"{sizes} {options}".split()]
+    subprocess.run([*command, str(tmp_path / "r.json")], check=True, capture_output=True, timeout=300)
+    runs = json.loads((tmp_path / "r.json").read_text())["runs"]
+    assert [run["outcome"] for run in runs if "check" in run] == ["right"] * 7
+    timed = [(run["contender"], run["num_chunks"]) for run in runs if run["outcome"] == "done"]
+    assert timed == [("anemoi_gt", 1), ("anemoi_gt", 3), ("anemoi-models", 2), ("anemoi-models", 1)]
+
+
 def test_gpu_checks_run_in_small(tmp_path):
     log = tmp_path / "check.log"
     arguments = ["--repeat", "--big", "--norms", "--random", "1", "--processes", "1", "--log", str(log)]
