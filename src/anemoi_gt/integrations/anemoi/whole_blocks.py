@@ -10,7 +10,7 @@ import torch
 
 from anemoi_gt.integrations.anemoi import attention
 from anemoi_gt.integrations.anemoi.attention import SETTINGS, Upstream
-from anemoi_gt.integrations.anemoi.cache import structure_of
+from anemoi_gt.integrations.anemoi.cache import is_exporting, structure_of
 from anemoi_gt.nn import whole_block
 
 
@@ -59,7 +59,7 @@ def _run(block, x_src, x_dst, edge_attr, edge_index):
 def _serves(block, x, edge_index, group, cond) -> bool:
     """Return whether one operator computes a block; if not, say so once, or raise if `blocks=True` names a backend."""
     settings = SETTINGS.of(block)
-    if settings is None or settings.blocks is False or torch.compiler.is_exporting():
+    if settings is None or settings.blocks is False or is_exporting():
         return False
     if attention.unsupported_reason(block, edge_index) is not None:
         return False  # the attention says so
