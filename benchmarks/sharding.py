@@ -159,8 +159,7 @@ def tables(report: dict) -> str:
     ranks = sorted({n for records in found.values() for n in records})
     several = [n for n in ranks if n > 1]
     versions = ", ".join(f"{name} {number}" for name, number in facts["versions"].items() if number)
-    where = f"{facts['device']}, {facts['dtype']}, {facts['date']}, commit {facts['commit']}; "
-    where += f"{versions}, NCCL {facts['nccl']}."
+    where = f"{facts['device']}, {facts['dtype']}, {facts['date'].split()[0]}; {versions}, NCCL {facts['nccl']}."
     times, memory = [], []
     for name, records in found.items():
         row, held = [name], [name]
@@ -202,10 +201,10 @@ def plot(report: dict) -> str:
         raise ValueError("results must hold times of one graph on one rank and on several: run the part strong")
     ranks = sorted({n for records in found.values() for n in records})
     scale = (WIDE - ENDS) / max(record["ms"] for records in found.values() for record in records.values())
-    shapes, y = [], 40
+    shapes, y = [words(0, 16, "Forward and backward, time in ms", size=15)], 66
     for place, n in enumerate(ranks):
-        shapes.append(f'<rect class="peer{place}" x="{110 * place}" y="7" width="13" height="13"/>')
-        shapes.append(words(110 * place + 19, 18, f"{n} rank{'s' * (n > 1)}", size=14))
+        shapes.append(f'<rect class="peer{place}" x="{110 * place}" y="31" width="13" height="13"/>')
+        shapes.append(words(110 * place + 19, 42, f"{n} rank{'s' * (n > 1)}", size=14))
     for name, records in found.items():
         shapes.append(words(0, y + 12, name, size=14))
         y += 20
@@ -217,7 +216,7 @@ def plot(report: dict) -> str:
         f"{name}: " + ", ".join(f"{record['ms']:.1f} ms on {n}" for n, record in records.items())
         for name, records in found.items()
     )
-    foot = words(0, y + 8, "ms; in brackets efficiency; line: ideal scaling", size=14)
+    foot = words(0, y + 8, "in brackets: efficiency; line: ideal scaling", size=14)
     return canvas(WIDE, y + 16, f"Time of forward and backward. {label}", "".join([*shapes, foot]))
 
 
