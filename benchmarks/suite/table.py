@@ -15,12 +15,29 @@ EMPTY = "–"  # noqa: RUF001  a dash, as printers set it
 
 
 def tables(results: dict) -> str:
-    """Return the environment, a table of times for each pass, one of memory, and the reasons of empty cells."""
-    found = {(line["problem"], line["pass"], line["baseline"]): line for line in results["results"]}
-    parts = [_where(results), _times(results, found, ("forward_backward",), HEADINGS["forward_backward"])]
-    parts += [_memory(results, found)]
-    parts += [_times(results, found, (kind,), HEADINGS[kind]) for kind in ("forward", "replay")]
-    parts += [_times(results, found, STRUCTURE, HEADINGS["structure"]), _notes(results)]
+    """Return all tables in Markdown."""
+    return f"{summary(results)}\n\n{details(results)}"
+
+
+def summary(results: dict) -> str:
+    """Return the environment, times of forward and backward, memory, and the reasons of empty cells."""
+    found = _lines(results)
+    times = _times(results, found, ("forward_backward",), HEADINGS["forward_backward"])
+    return _joined(_where(results), times, _memory(results, found), _notes(results))
+
+
+def details(results: dict) -> str:
+    """Return times of forward alone, from a CUDA graph, and of structures."""
+    found = _lines(results)
+    times = [_times(results, found, (kind,), HEADINGS[kind]) for kind in ("forward", "replay")]
+    return _joined(*times, _times(results, found, STRUCTURE, HEADINGS["structure"]))
+
+
+def _lines(results: dict) -> dict:
+    return {(line["problem"], line["pass"], line["baseline"]): line for line in results["results"]}
+
+
+def _joined(*parts: str) -> str:
     return "\n\n".join(part for part in parts if part)
 
 

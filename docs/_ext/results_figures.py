@@ -45,11 +45,25 @@ class ResultsFigure(SphinxDirective):
 
 
 class Tables(ResultsFigure):
-    """`results-tables`: the tables that report.py prints, for results beside those that a page holds as text."""
+    """`results-tables`: all tables of a results file."""
+
+    tables = staticmethod(table.tables)
 
     def run(self):
         """Put the tables in place of the directive."""
-        return self.parse_text_to_nodes(table.tables(*self.results()))
+        return self.parse_text_to_nodes(type(self).tables(*self.results()))
+
+
+class Details(Tables):
+    """`results-details`: the tables beside the summary that the page holds as text."""
+
+    tables = staticmethod(table.details)
+
+
+class ShardingDetails(Tables):
+    """`sharding-details`: memory, halo and weak scaling."""
+
+    tables = staticmethod(lambda *reports: sharding.details(sharding.merged(reports)))
 
 
 class Roofline(ResultsFigure):
@@ -97,4 +111,6 @@ def setup(app):
     app.add_directive("times", Times)
     app.add_directive("sharding", Sharding)
     app.add_directive("results-tables", Tables)
+    app.add_directive("results-details", Details)
+    app.add_directive("sharding-details", ShardingDetails)
     return {"parallel_read_safe": True}

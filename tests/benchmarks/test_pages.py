@@ -32,7 +32,7 @@ def test_performance_holds_the_tables_of_its_results_files():
     named = re.findall(r"(?:figures of|{results-tables}) (.*)\.json", page)
     assert sorted(named) == sorted(path.stem for path in RESULTS.glob("*.json") if '"baselines": {' in path.read_text())
     for name in files:
-        expected = table.put_into(page, f"{name}.json", table.tables(load(name)))
+        expected = table.put_into(page, f"{name}.json", table.summary(load(name)))
         assert expected == page, f"run python benchmarks/report.py {name}.json --page docs/performance.md"
 
 
