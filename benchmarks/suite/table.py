@@ -9,7 +9,7 @@ HEADINGS = {
     "forward": "Forward, no gradients",
     "forward_backward": "Forward and backward",
     "replay": "From a CUDA graph",
-    "structure": "Structure",
+    "structure": "Building the structure",
 }
 EMPTY = "–"  # noqa: RUF001  a dash, as printers set it
 
