@@ -76,7 +76,7 @@ def test_performance_has_the_times_of_a_cpu():
     page = (DOCS / "performance.md").read_text()
     for line in load("cpu_attention")["results"]:
         for kind in ("forward", "forward_backward"):
-            time, title = line[kind], f"{kind.replace('_', ' and ')}, {line['channels']} channels a head"
+            time, title = line[kind], f"{kind.replace('_', ' and ')}, {line['channels']} channels per head"
             pyg = f"{time['pyg']:.0f} ({time['pyg_over_anemoi_gt']:.1f})"
             assert f"| {title} | {time['anemoi_gt']:.0f} | {pyg} |" in page
 
