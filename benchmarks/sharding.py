@@ -192,8 +192,8 @@ def details(report: dict) -> str:
         + [f"{one['ms'] / one['work'] / (other['ms'] / other['work']):.3f}"]
         for one, other in weak(report)
     ]
-    header = ["Weak scaling: on 1", "on n", "n", "10^6 edges on 1", "per rank on n", "ms on 1", "ms on n", "efficiency"]
-    return "\n\n".join(parts + [markdown(header, pairs)] * bool(pairs))
+    header = ["Weak scaling: graph on 1 GPU", "graph on n GPUs", "n", "10^6 edges", "per rank", "ms on 1", "ms on n"]
+    return "\n\n".join(parts + [markdown([*header, "efficiency"], pairs)] * bool(pairs))
 
 
 def _ranks(report: dict) -> list[int]:
