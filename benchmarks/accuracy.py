@@ -82,7 +82,7 @@ def as_table(measured: dict) -> str:
         cells = [measured["errors"][dtype][name] for dtype in dtypes]
         rows.append([title, *(f"{cell['relative']:.1e} ({cell['over_plain']:.2f})" for cell in cells)])
     lines = "\n".join(f"| {' | '.join(row)} |" for row in rows)
-    return f"Backend {backend}, {facts['device']}, {facts['date']}, commit {facts['commit']}; {versions}.\n\n{lines}"
+    return f"Backend {backend}, {facts['device']}, {facts['date'].split()[0]}; {versions}.\n\n{lines}"
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -101,11 +101,6 @@ def test_commands_run_in_the_order_of_the_page(page, place, monkeypatch, capsys)
             start(words, monkeypatch)
 
 
-def test_the_torchrun_commands_of_the_readme_run():
-    shown = [words for words in commands(ROOT / "README.md") if words[:1] == ["torchrun"]]
-    assert len(shown) == 2 and all(map(runs_here, shown))
-
-
 def refusals():
     """Return the rows of the errors page: overrides and message."""
     page = (ROOT / "docs" / "errors.md").read_text()

@@ -16,7 +16,7 @@ PASSES = {
     "forward_backward": "forward and backward",
     "replay": "forward and backward, replayed from a CUDA graph",
     "structure": "structure from COO, stable",
-    "structure_unstable": "structure from COO, any order inside a node",
+    "structure_unstable": "structure from COO, unstable",
 }
 ATTENTION, STRUCTURE = ("forward", "forward_backward"), ("structure", "structure_unstable")
 

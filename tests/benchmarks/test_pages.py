@@ -29,9 +29,10 @@ def numbers_in(text):
 def test_performance_holds_the_tables_of_its_results_files():
     page = (DOCS / "performance.md").read_text()
     files = re.findall(r"<!-- figures of (.*)\.json -->", page)
-    assert sorted(files) == sorted(path.stem for path in RESULTS.glob("*.json") if '"baselines": {' in path.read_text())
+    named = re.findall(r"(?:figures of|{results-tables}) (.*)\.json", page)
+    assert sorted(named) == sorted(path.stem for path in RESULTS.glob("*.json") if '"baselines": {' in path.read_text())
     for name in files:
-        expected = table.put_into(page, f"{name}.json", table.tables(load(name)))
+        expected = table.put_into(page, f"{name}.json", table.summary(load(name)))
         assert expected == page, f"run python benchmarks/report.py {name}.json --page docs/performance.md"
 
 
@@ -75,7 +76,7 @@ def test_performance_has_the_times_of_a_cpu():
     page = (DOCS / "performance.md").read_text()
     for line in load("cpu_attention")["results"]:
         for kind in ("forward", "forward_backward"):
-            time, title = line[kind], f"{kind.replace('_', ' and ')}, {line['channels']} channels a head"
+            time, title = line[kind], f"{kind.replace('_', ' and ')}, {line['channels']} channels per head"
             pyg = f"{time['pyg']:.0f} ({time['pyg_over_anemoi_gt']:.1f})"
             assert f"| {title} | {time['anemoi_gt']:.0f} | {pyg} |" in page
 
@@ -96,6 +97,7 @@ def test_readme_and_page_have_the_times_of_an_anemoi_step():
         figures = {
             f"{fastest['median_ms'] / step['median_ms']:.2f}",
             f"{100 * step['peak_gb'] / fastest['peak_gb']:.0f}",
+            *(f"{found[key]:.1f}" for found in (fastest, step) for key in ("median_ms", "peak_gb")),
         }
         assert figures <= numbers_in(words_of("README.md")) and figures <= numbers_in(page)
 
@@ -117,11 +119,18 @@ def test_the_page_of_pyg_has_the_times_of_its_models():
         ways = (model[way] for way in ("pyg", "new graph", "one graph"))
         cells = " | ".join(f"{way['median_ms']:.1f} ({way['peak_gb']:.1f})" for way in ways)
         assert f"| {cells} |" in (DOCS / "pyg.md").read_text()
+    for way in ("pyg", "one graph"):
+        times = [model[way]["median_ms"] for model in load("pyg_models_h200")["models"].values()]
+        assert f"| {min(times):.1f}-{max(times):.1f} ms |" in words_of("README.md")
 
 
 def test_the_page_of_layers_has_the_figures_of_inference_at_9_km():
     page = (DOCS / "layers.md").read_text()
-    for found in (found for found in load("inference_9km_h200")["runs"] if found["outcome"] == "right"):
+    right = [found for found in load("inference_9km_h200")["runs"] if found["outcome"] == "right"]
+    for name in ("anemoi_gt", "anemoi"):
+        seconds = (found["seconds"] for found in right if found["contender"] == name)
+        assert f"| {sum(seconds):.3f} s," in words_of("README.md")
+    for found in right:
         errors = f"{found['rms_error']:.4f}, {found['rms_error_of_plain']:.4f}"
         cells = f"{found['num_chunks']} | {found['seconds']:.3f} | {found['peak_gib']:.1f} | {errors}"
         assert re.search(rf"\| {found['part']} \| [^|]+ \| {re.escape(cells)} \|", page), found

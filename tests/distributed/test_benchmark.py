@@ -33,5 +33,5 @@ def test_the_page_holds_the_tables_of_the_results():
     page = (ROOT / "docs" / "distributed.md").read_text()
     files = re.search(r"^```\{sharding\} (.+)$", page, re.MULTILINE)[1].split()
     report = sharding.merged([json.loads((ROOT / "benchmarks" / "results" / name).read_text()) for name in files])
-    expected = put_into(page, files[0], sharding.tables(report))
+    expected = put_into(page, files[0], sharding.summary(report))
     assert expected == page, f"run python benchmarks/sharding.py --table {' '.join(files)} --page docs/distributed.md"
