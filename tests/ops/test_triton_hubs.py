@@ -12,7 +12,7 @@ from support.graphs import GRAPHS
 from support.oracle import make_problem
 from support.pairwise import pairwise
 from support.poison import poisoned_memory
-from support.run import attend, leaves_of, structure
+from support.run import attend, leaves_of, scheduled, structure
 from support.same_numbers import assert_same
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -25,7 +25,7 @@ SMALL = AttentionConfig("triton", tile="segment=4")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # numpy's, of the interpreter
 
 
-def crowd(num_src, num_dst, to=None, of=None, edges=70):
+def crowd(num_src, num_dst, to=None, of=None, edges=48):
     """Random edges, of which most lead `to` one destination and come `of` one source."""
     generator = torch.Generator().manual_seed(edges)
     ends = [torch.randint(nodes, (edges,), generator=generator) for nodes in (num_src, num_dst)]
@@ -62,7 +62,7 @@ def test_hubs_are_as_accurate_as_plain_pytorch(case, kernel_device):
             getattr(sample, name).mul_((LOSS_SCALE if dtype == torch.float16 else 1.0) * (name in arriving))
     names = ("edge_weight", "edge_bias", "edge_attr")
     samples, graph = share(samples, *(names if option == BATCHES[0] else names[:2])), structure(edges, kernel_device)
-    graph = graph.with_dst_schedule() if option == "dst_schedule" else graph
+    graph = scheduled(graph) if option == "dst_schedule" else graph
     with poisoned_memory():
         dropout_p = DROPOUT if option == "dropout" else 0.0
         judged = run_batch(samples, graph, SMALL, dropout_p=dropout_p, seed=5, arriving=arriving)
