@@ -64,12 +64,10 @@ def heeded_interrupts():
 
 @pytest.fixture
 def trainer(make_trainer):
-    """Make the trainer of one and the same run, for a folder."""
     return partial(make_trainer, **NUMBERS)
 
 
 def load(trainer):
-    """Continue from the last checkpoint; returns the trainer."""
     trainer.load_state_dict(load_checkpoint(trainer.folder / "last.pt"))
     return trainer
 
