@@ -7,13 +7,14 @@ import tomllib
 
 import pytest
 from hydra import compose, initialize_config_module
+from support import applications
 from support.pages import FILE, PAGES, ROOT, blocks, commands, name_of
 
 from anemoi_gt import __main__ as command_line
 from anemoi_gt import train
 
 SMALL = [
-    *("data.grid_name=O4", "data.train_size=8", "data.valid_size=2", "data.test_size=3", "graph.refinement=1"),
+    *applications.SMALL,
     *("model.num_layers=1", "training.steps=4", "training.warmup_steps=1"),
     *("training.batch_size=2", "training.device=cpu"),
 ]
@@ -23,7 +24,6 @@ WITH_COMMANDS = [page for page in PAGES if commands(page)]
 
 
 def runs_here(words):
-    """Return True if the command can be run for the test."""
     return not {word.removeprefix("anemoi_gt.") for word in words} & NOT_HERE
 
 
@@ -107,7 +107,6 @@ def test_the_torchrun_commands_of_the_readme_run():
 
 
 def refusals():
-    """Return the rows of the errors page: overrides and message."""
     page = (ROOT / "docs" / "errors.md").read_text()
     rows = re.findall(r"^\| `([^|`]+=[^|`]+)`[^|]*\| `(.+)` \|$", page, re.MULTILINE)
     assert rows
