@@ -193,7 +193,7 @@ def test_a_run_does_not_continue_from_a_partial_state(trainer):
         run.load_state_dict(state)
 
 
-def test_batches_follow_from_seed_and_step(splits):
+def test_batches_follow_from_seed_and_step_and_every_sample_comes_once_before_any_comes_twice(splits):
     def numbers(seed, since):
         """Indices of the samples in the batches, by their inputs."""
         known = torch.stack([splits.train.inputs(i) for i in range(len(splits.train))])
@@ -202,6 +202,8 @@ def test_batches_follow_from_seed_and_step(splits):
 
     whole = numbers(seed=1, since=0)
     assert len(whole) == 6 and {len(batch) for batch in whole} == {3}
+    order = [sample for batch in whole for sample in batch]
+    assert sorted(order[:8]) == sorted(order[8:16]) == list(range(8)) and list(range(8)) != order[:8] != order[8:16]
     for step in (1, 4, 6):
         assert numbers(seed=1, since=step) == whole[step:]
     assert numbers(seed=2, since=0) != whole

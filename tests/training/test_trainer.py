@@ -87,25 +87,6 @@ def test_two_runs_give_the_same_bits_and_another_seed_others(run):
     assert run("third", seed=4)[1][0]["loss"] != records[0]["loss"]
 
 
-def test_training_lowers_the_loss_on_samples_it_has_seen(run):
-    _, records = run(steps=60, learning_rate=0.02, valid_every=60)
-    losses = [record["loss"] for record in records if record["split"] == "train"]
-    assert sum(losses[-8:]) < 0.7 * sum(losses[:8])
-
-
-def test_every_sample_comes_once_before_any_comes_twice(run):
-    trainer, _ = run(steps=4, batch_size=2)
-    inputs = torch.cat([batch.inputs for batch in trainer.batches.since(0)])
-    expected = torch.stack([trainer.splits.train.inputs(i) for i in range(8)])
-    positions = [int((expected == sample).flatten(1).all(dim=1).nonzero()) for sample in inputs]
-    assert sorted(positions) == list(range(8)) and positions != list(range(8))
-
-
-def test_a_batch_that_data_ranks_cannot_share_is_refused():
-    with pytest.raises(ValueError, match="must be a multiple of the 4 ranks of the data axis, got 6"):
-        TrainingBatches(range(8), 6, 1, 0, CPU, rank=0, ranks=4)
-
-
 def test_validation_is_of_the_averaged_weights_in_evaluation_mode(run, splits):
     trainer, records = run(valid_every=6, average_decay=0.5)
     model, inputs, target = trainer.best_model(), *map(torch.stack, zip(*splits.valid, strict=True))
