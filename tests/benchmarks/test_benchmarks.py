@@ -3,7 +3,6 @@
 import itertools
 import json
 import shlex
-import subprocess
 import sys
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,6 +12,7 @@ import anemoi_curves
 import anemoi_step
 import check_gpu
 import cpu_attention
+import inference_9km
 import pyg_models
 import pytest
 import report
@@ -25,13 +25,15 @@ from suite import baselines, correctness, graphs, operands, problems
 from suite.baselines import compiled, eager
 from suite.inference import CONTENDERS, PARTS, Setting, build_graphs, checked_destinations, compare_with_plain
 from support.corpus import corpus
-from support.pages import ROOT
+from support.forked import FORKSERVER, start_server
 
 STEP = shlex.split("--grid O4 --refinement 1 --channels 8 --heads 2 --layers 2 --variables 3 --device cpu")
 ANEMOI = shlex.split("--grid O4 --refinement 1 --channels 16 --heads 2 --layers 1 --variables 4 --device cpu")
 
 
-def test_the_suite_measures_and_makes_tables_plots_and_a_page(tiny, tmp_path, capsys):
+def test_the_suite_measures_and_makes_tables_plots_and_a_page(tiny, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("multiprocessing.get_context", lambda _: FORKSERVER)  # its processes need no new imports
+    start_server()
     out, page = tmp_path / "r.json", tmp_path / "page.md"
     page.write_text("<!-- figures of r.json -->\n<!-- end of r.json -->\n")
     names = ["anemoi_gt", "pyg", "anemoi"]
@@ -159,11 +161,11 @@ def test_every_mapper_at_9_km_is_correct_in_small(tmp_path, part, contender):
     assert compare_with_plain(problem, result, checked_destinations(problem))["outcome"] == "wrong"
 
 
-def test_inference_at_9_km_reports_each_run(tmp_path):
+def test_inference_at_9_km_reports_each_run(tmp_path, monkeypatch):
     sizes = "--grid O4 --refinement 1 --channels 32 --heads 2 --fields 5 --dtype float32 --repeats 1"
-    options = "--device cpu --parts decoder --contenders anemoi_gt --chunks 1 2 --output"
-    command = [sys.executable, str(ROOT / "benchmarks" / "inference_9km.py"), *f"{sizes} {options}".split()]
-    subprocess.run([*command, str(tmp_path / "r.json")], check=True, capture_output=True, timeout=300)
+    options = f"--device cpu --parts decoder --contenders anemoi_gt --chunks 1 2 --output {tmp_path / 'r.json'}"
+    monkeypatch.setattr(sys, "argv", ["inference_9km.py", *shlex.split(f"{sizes} {options}")])
+    inference_9km.main()
     runs = json.loads((tmp_path / "r.json").read_text())["runs"]
     assert [(found["num_chunks"], found["outcome"]) for found in runs] == [(1, "right"), (2, "right")]
 

@@ -117,6 +117,8 @@ def test_data_sets_whose_names_share_an_identifier_have_distinct_dimensions():
 
 WRONG_MODEL = "model must be an EncoderProcessorDecoder, got Linear; for layers use TensorGraphLayer"
 OPS = torch.ops.anemoi_gt
+KERNELS = lambda _: decomposition_of(OPS.edge_attention_triton.default)  # noqa: E731
+INTERPRETED = [] if torch.cuda.is_available() else [(KERNELS, "Triton's interpreter: unset TRITON_INTERPRET")]
 
 
 @refused(
@@ -131,11 +133,7 @@ OPS = torch.ops.anemoi_gt
         lambda _: decomposition_of(OPS.edge_attention_torch_backward.default),
         "must not sort edges, but the module calls .*edge_attention_torch_backward",
     ),
-    pytest.param(
-        lambda _: decomposition_of(OPS.edge_attention_triton.default),
-        "Triton's interpreter: unset TRITON_INTERPRET",
-        marks=pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here"),
-    ),
+    *INTERPRETED,
 )
 def test_module_that_cannot_be_exported_raises(make_model, wrong, message):
     raises(lambda: wrong(make_model), message)
