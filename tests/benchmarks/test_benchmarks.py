@@ -20,6 +20,7 @@ import report
 import run
 import tiles
 import torch
+import train_9km
 import training_curves
 from gpu_checks import model
 from suite import baselines, correctness, graphs, operands, problems
@@ -184,8 +185,7 @@ def test_inference_at_9_km_reports_each_run(tmp_path, monkeypatch):
 def test_training_at_9_km_checks_and_times_steps(tmp_path):
     sizes = "--grid O4 --refinement 1 --check-grid O4 --check-refinement 1 --channels 32 --heads 2 --layers 2"
     options = "--fields 6 2 --device cpu --compiled 0 --steps 1 --chunks 1 3 --anemoi-chunks 1 2 --output"
-    command = [sys.executable, str(ROOT / "benchmarks" / "train_9km.py"), *f"{sizes} {options}".split()]
-    subprocess.run([*command, str(tmp_path / "r.json")], check=True, capture_output=True, timeout=300)
+    train_9km.main(shlex.split(f"{sizes} {options} {tmp_path / 'r.json'}"))
     runs = json.loads((tmp_path / "r.json").read_text())["runs"]
     assert [run["outcome"] for run in runs if "check" in run] == ["right"] * 7
     timed = [(run["contender"], run["num_chunks"]) for run in runs if run["outcome"] == "done"]
