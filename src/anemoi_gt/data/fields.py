@@ -14,7 +14,7 @@ samples.
 import copy
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import combinations
+from itertools import combinations, pairwise
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from anemoi_gt.data.datasets import ForecastDataset, Splits, Step
 from anemoi_gt.data.nodes import Nodes, area_weights
-from anemoi_gt.data.readers import READERS, Fields
+from anemoi_gt.data.readers import READERS
 from anemoi_gt.option_checks import check_integer
 
 CACHE_BYTES = 4 * 2**30  # of fields read from files
@@ -99,7 +99,7 @@ def split_times(times: np.ndarray, *periods: Sequence[str] | None) -> list[np.nd
     if all(period is None for period in periods):
         bounds = [0, *(round(share * len(times)) for share in SHARES), len(times)]
         place = np.arange(len(times))
-        return [(place >= first) & (place < end) for first, end in zip(bounds, bounds[1:], strict=False)]
+        return [(place >= first) & (place < end) for first, end in pairwise(bounds)]
     masks = []
     for name, period in zip(names, periods, strict=True):
         try:
@@ -145,7 +145,7 @@ class FieldDataset(ForecastDataset):
         self._dynamic = any(name not in fields.static for name in forcings)
         steps = [f" {-k * lead_time:g} h" if k else "" for k in range(input_steps - 1, -1, -1)]
         self.input_names = (
-            *(f"{self._names[column]}{step}" for step, used in zip(steps, self._inputs, strict=True) for column in used),
+            *(f"{self._names[c]}{step}" for step, used in zip(steps, self._inputs, strict=True) for c in used),
             *(f"{f} {x}" for x in ("latitude", "longitude", "local time", "day of the year") for f in ("sin", "cos")),
         )
         self._step = np.timedelta64(round(lead_time * 3_600_000), "ms")
@@ -182,7 +182,7 @@ class FieldDataset(ForecastDataset):
         return self._at(i, 1)[:, : len(self.variables)]
 
     def advance(self, i: int, forecasts: Sequence[Tensor]) -> Step:
-        """Return the step after these forecasts. Raises ValueError if the data end before the forcings that it needs."""
+        """Return the step after these forecasts. Raises ValueError if the data lack forcings for it."""
         reference = self._without_diagnostics(forecasts[-1] if forecasts else self.present(i))
         there = self._index(i, len(forecasts) + 1) is not None
         truth = self._at(i, len(forecasts) + 1)[:, : len(self.variables)] if there else None
@@ -208,8 +208,8 @@ class FieldDataset(ForecastDataset):
         complete = np.all([at[m] >= 0 for m in offsets], axis=0) & period & period[at[1]]
         if not complete.any():
             raise ValueError(
-                f"each split must have times {self.lead_time:g} h apart for {self.input_steps} input steps and the truth, "
-                f"got none among {period.sum()} times: change lead_time, input_steps, or the dates of the splits"
+                f"each split must have samples, {self.input_steps} inputs and a truth {self.lead_time:g} h apart, got none "
+                f"in {period.sum()} times: change lead_time, input_steps, or the dates of the splits"
             )
         return np.flatnonzero(complete)
 

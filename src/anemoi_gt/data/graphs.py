@@ -66,9 +66,7 @@ def icosphere_graph(nodes: Nodes, *, refinement: int, cutoff: float = 0.6, neare
     return encoder_processor_decoder(nodes, icosphere(refinement), cutoff=cutoff, nearest=nearest)
 
 
-def default_graph(
-    nodes: Nodes, *, refinement: int | None = None, cutoff: float = 0.6, nearest: int = 3
-) -> HeteroData:
+def default_graph(nodes: Nodes, *, refinement: int | None = None, cutoff: float = 0.6, nearest: int = 3) -> HeteroData:
     """Return the graph of any grid, global or regional, and the part of an icosphere over it.
 
     Raises ValueError if an option is out of range.
