@@ -208,8 +208,8 @@ class FieldDataset(ForecastDataset):
         complete = np.all([at[m] >= 0 for m in offsets], axis=0) & period & period[at[1]]
         if not complete.any():
             raise ValueError(
-                f"each split must have samples, {self.input_steps} inputs and a truth {self.lead_time:g} h apart, got none "
-                f"in {period.sum()} times: change lead_time, input_steps, or the dates of the splits"
+                f"each split must have {self.input_steps} inputs and a truth {self.lead_time:g} h apart, got none in "
+                f"{period.sum()} times: change lead_time, input_steps, or the dates of the splits"
             )
         return np.flatnonzero(complete)
 

@@ -93,15 +93,16 @@ def score_rollouts(model: nn.Module, dataset: ForecastDataset, steps: int) -> Ro
 def rollout_table(scores: list[Score]) -> str:
     """Return the RMSE of rollouts as a text table: a row per variable and lead time, a column per forecast."""
     names = list(dict.fromkeys(score.forecast for score in scores))
+    width = max(12, *map(len, names))
     cells = {(score.variable, score.lead_time, score.forecast): score for score in scores}
     lines = []
     for variable, units in dict.fromkeys((score.variable, score.units) for score in scores):
         heading = f"RMSE of {variable} [{units}]"
-        lines.append("".join([heading, *(f" {name:>12}" for name in names), f" {'samples':>8}"]))
+        lines.append("".join([heading, *(f" {name:>{width}}" for name in names), f" {'samples':>8}"]))
         for lead_time in dict.fromkeys(score.lead_time for score in scores):
             row = [cells[variable, lead_time, name] for name in names]
             label = f"{lead_time:g} h"
             lines.append(
-                "".join([f"{label:{len(heading)}}", *(f" {s.rmse:12.4f}" for s in row), f" {row[0].samples:8}"])
+                "".join([f"{label:{len(heading)}}", *(f" {s.rmse:{width}.4f}" for s in row), f" {row[0].samples:8}"])
             )
     return "\n".join(lines)
