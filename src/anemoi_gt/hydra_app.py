@@ -15,6 +15,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import make_dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, get_type_hints
 
 import torch
@@ -138,9 +139,11 @@ def check_folder(arguments: list[str]) -> Path:
         raise ValueError("hydra.run.dir must name a folder, got nothing: the run would write to the working directory")
     folder = Path(str(given or "outputs")).absolute()
     there = next(path for path in (folder, *folder.parents) if path.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK):
-        wrong = "is not writable" if there.is_dir() else "is not a folder"
-        raise ValueError(f"hydra.run.dir must be a folder that can be created, got {folder}: {there} {wrong}")
+    try:
+        TemporaryDirectory(dir=there).cleanup()
+    except OSError as error:
+        must = "hydra.run.dir must be a folder that can be created and written to"
+        raise ValueError(f"{must}, got {folder}: {there}: {error.strerror}") from error
     return there
 
 
@@ -331,6 +334,7 @@ def require_packages():
 def exit_with_error(module: str, error: Exception | str, status: int = 1) -> NoReturn:
     """Exit with one sentence on standard error; the traceback goes to the log at DEBUG level (`hydra.verbose=true`)."""
     log.debug("traceback", exc_info=error if isinstance(error, Exception) else None)
+    error = " ".join(str(error).split()) if isinstance(error, Exception) else error
     rank = f"[rank{os.environ['RANK']}]: " if "RANK" in os.environ else ""
     sys.stderr.write(f"{rank}{module}: {error}\n")  # in one call, so that lines of several ranks do not mix
     sys.exit(status)

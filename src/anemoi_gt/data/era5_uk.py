@@ -33,7 +33,7 @@ from torch import Tensor
 
 from anemoi_gt.data.datasets import ForecastDataset, Splits, Step
 from anemoi_gt.data.nodes import Nodes
-from anemoi_gt.data.readers import read_dataset, read_xarray
+from anemoi_gt.data.readers import import_cfgrib, read_dataset, read_xarray
 from anemoi_gt.extras import import_extra
 
 if TYPE_CHECKING:
@@ -283,7 +283,8 @@ def read_era5_uk(path: str | Path | None) -> HourlyField:
 
 def _download() -> "xarray.Dataset":
     """Return the data set of xarray's tutorial; raise OSError if it cannot be downloaded."""
-    xarray, _, _ = (import_extra(module, "era5") for module in ("xarray", "cfgrib", "pooch"))
+    import_cfgrib()
+    xarray, _ = (import_extra(module, "era5") for module in ("xarray", "pooch"))
     try:
         # no index file: the folder may be read-only
         return xarray.tutorial.open_dataset(TUTORIAL_NAME, engine="cfgrib", backend_kwargs={"indexpath": ""})

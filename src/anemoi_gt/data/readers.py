@@ -5,10 +5,13 @@ Files are opened once, and each field is read when it is needed.
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from glob import glob
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -132,13 +135,21 @@ def _open(file: str) -> list["xarray.Dataset"]:
         with open(file, "rb") as head:
             is_grib = head.read(4) == b"GRIB" or Path(file).suffix.startswith(".gr")
         if is_grib:  # no index file: the folder may be read-only
-            parts = import_extra("cfgrib", "era5").open_datasets(file, backend_kwargs={"indexpath": ""})
+            options = {"indexpath": "", "errors": "raise"}
+            parts = import_cfgrib().open_datasets(file, backend_kwargs=options)
             return [part.drop_vars([key for key, c in part.coords.items() if c.ndim == 0]) for part in parts]
-        return [xarray.open_dataset(file)]
+        return [xarray.open_dataset(file, engine="netcdf4")]
     except ImportError:
         raise
     except Exception as error:  # each format has its own
         raise _unreadable(file, "a NetCDF, zarr or GRIB file", error) from error
+
+
+def import_cfgrib() -> ModuleType:
+    """Import cfgrib, after pyproj if cartopy brought it: with wheels of both, the other order crashes the process."""
+    with suppress(ImportError):
+        import_module("pyproj")
+    return import_extra("cfgrib", "era5")
 
 
 def _unreadable(file: str, kind: str, error: Exception) -> ValueError:
