@@ -142,7 +142,7 @@ def check_folder(arguments: list[str]) -> Path:
     try:
         TemporaryDirectory(dir=there).cleanup()
     except OSError as error:
-        must = "hydra.run.dir must be a folder that can be created and written to"
+        must = "hydra.run.dir must be a folder that can be created"
         raise ValueError(f"{must}, got {folder}: {there}: {error.strerror}") from error
     return there
 

@@ -8,17 +8,27 @@ import torch
 from hydra import compose, initialize_config_dir, initialize_config_module
 from hydra.errors import ConfigCompositionException
 from hydra.utils import instantiate
+from support.own_data import weather_file
 
 from anemoi_gt import AttentionConfig
 from anemoi_gt.attention_config import BACKENDS, PRECISIONS
 from anemoi_gt.data import era5_uk
 from anemoi_gt.data.grids import regional
+from anemoi_gt.data.readers import READERS, read_dataset
 from anemoi_gt.hydra_app import GROUPS
 from anemoi_gt.nn import GraphTransformerBaseBlock
 from anemoi_gt.train import build
 
 CONFIGS = files("anemoi_gt.configs")
 TINY_SPHERE = ["data.grid_name=O4", "data.train_size=2", "data.valid_size=1", "data.test_size=1", "data.lead_time=12"]
+COARSE = {  # graphs that fit the tiny grid
+    "graph=icosphere": ["graph.refinement=1"],
+    "graph=n320": ["graph.refinement=1"],
+    "graph=era5_uk": ["graph.refinement=2"],
+    "graph=limited_area": ["graph.refinement=5"],
+    "graph=hierarchical": ["graph.refinements=[2,1]"],
+    "graph=stretched": ["graph.refinement=1", "graph.area_refinement=2"],
+}
 FOR_ANEMOI = "anemoi"  # groups for Anemoi's configs, not for this application's
 
 
@@ -54,9 +64,12 @@ def test_there_are_the_groups_that_the_documentation_names_and_every_backend_and
 
 
 @pytest.mark.parametrize("option", list(options()))
-def test_every_config_builds_its_object(option, weather):
+def test_every_config_builds_its_object(option, weather, monkeypatch):
     needed = ["data=era5_uk"] if "limited" in option else [] if "era5" in option else TINY_SPHERE
-    config = composed(*needed, option)
+    if option in ("data=xarray", "data=anemoi"):
+        needed = ["data.path=file"]
+        monkeypatch.setitem(READERS, option.partition("=")[2], lambda path: read_dataset(weather_file()))
+    config = composed(*needed, option, *COARSE.get(option, []))
     if option == "attention/backend=triton":
         assert instantiate(config.attention) == AttentionConfig(backend="triton")
         return
@@ -86,6 +99,16 @@ def test_graph_model_and_training_follow_the_data_unless_chosen():
     assert config.graph._target_.endswith("limited_area_graph")
     assert config.training == composed("data=era5_uk", "training=era5_uk").training != composed().training
     assert composed("data=era5_uk", "model=graph_transformer").model.channels == 128
+
+
+def test_data_of_ones_own_alone_take_the_default_graph_model_and_training(tmp_path):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "mine.yaml").write_text("_target_: my.splits\n")
+    config = composed("data=mine", f"hydra.searchpath=[{tmp_path}]")
+    default = composed("data=xarray")
+    assert config.data == {"_target_": "my.splits"}
+    assert all(config[group] == default[group] for group in ("graph", "model", "training"))
+    assert config.graph._target_.endswith("default_graph")
 
 
 def test_the_attention_config_reaches_every_layer():

@@ -73,8 +73,8 @@ def field_data(
     if not 0 < lead_time < np.inf:
         raise ValueError(f"lead_time must be positive and finite, in hours, got {lead_time}")
     fields = READERS[format](path)
-    forcings = sorted(fields.static) if forcings is None else list(forcings)
     diagnostics = list(diagnostics or [])
+    forcings = sorted(fields.static - {*(variables or []), *diagnostics}) if forcings is None else list(forcings)
     if variables is None:
         variables = [name for name in fields.readers if name not in {*fields.static, *forcings, *diagnostics}]
     names = [*variables, *diagnostics, *forcings]

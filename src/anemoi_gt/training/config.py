@@ -74,6 +74,9 @@ class TrainingConfig:
             check_integer(f"training.{name}", getattr(self, name))
         check_integer("training.warmup_steps", self.warmup_steps, least=0)
         check_integer("training.seed", self.seed, least=None)
+        for name in ("compile", "cuda_graph"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"training.{name} must be true or false, got {getattr(self, name)!r}")
         if self.threads is not None:
             check_integer("training.threads", self.threads, note=", or null")
         for name in ("learning_rate", "clip_norm"):
