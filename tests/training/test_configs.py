@@ -9,6 +9,7 @@ from hydra import compose, initialize_config_dir, initialize_config_module
 from hydra.errors import ConfigCompositionException
 from hydra.utils import instantiate
 from support.own_data import weather_file
+from support.pages import ROOT, blocks
 
 from anemoi_gt import AttentionConfig
 from anemoi_gt.attention_config import BACKENDS, PRECISIONS
@@ -109,6 +110,11 @@ def test_data_of_ones_own_alone_take_the_default_graph_model_and_training(tmp_pa
     assert config.data == {"_target_": "my.splits"}
     assert all(config[group] == default[group] for group in ("graph", "model", "training"))
     assert config.graph._target_.endswith("default_graph")
+    (text,) = [text for text in blocks(ROOT / "docs" / "own_data.md", "text") if text.startswith("defaults")]
+    (tmp_path / "data" / "mine.yaml").write_text(text)
+    config = composed("data=mine", f"hydra.searchpath=[{tmp_path}]")
+    assert config.data == {**composed("data=xarray", "data.path=a").data, "path": "weather.nc", "diagnostics": ["tp"]}
+    assert config.graph == composed("graph=icosphere").graph and config.model == default.model
 
 
 def test_the_attention_config_reaches_every_layer():

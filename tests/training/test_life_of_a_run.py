@@ -156,7 +156,7 @@ def test_a_folder_that_cannot_be_created_is_one_sentence(place, start, error_lin
     )
 
 
-def test_more_warmup_than_steps_is_taken_as_steps_with_a_note(begun, capsys):
+def test_more_warmup_than_steps_is_taken_as_steps_with_a_note(capsys, begun):
     assert "training.warmup_steps is 50, taken as training.steps=4" in capsys.readouterr().out
 
 
