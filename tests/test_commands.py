@@ -18,8 +18,10 @@ SMALL = [
     *("model.num_layers=1", "training.steps=4", "training.warmup_steps=1"),
     *("training.batch_size=2", "training.device=cpu"),
 ]
+OWN = ["model.num_layers=1", "model.channels=8", "training.steps=4", "training.device=cpu"]
 # Commands that need a file, a GPU, four cores, or a minute of a C++ compiler are only composed.
-NOT_HERE = {"data=era5_uk", "graph=o1280", "attention/backend=triton", "--nproc-per-node=4", "export"}
+NOT_HERE = {"data=era5_uk", "data=anemoi", "data.path=other.nc", "graph=o1280", "attention/backend=triton"}
+NOT_HERE |= {"--nproc-per-node=4", "export"}
 WITH_COMMANDS = [page for page in PAGES if commands(page)]
 
 
@@ -28,9 +30,10 @@ def runs_here(words):
 
 
 def overrides(words):
-    """Return application and overrides of `-m anemoi_gt.NAME` or `-m anemoi_gt NAME`, None for other commands."""
-    _, found, started = " ".join(words).partition("-m anemoi_gt")
-    name, *values = started[1:].split() if found else [""]
+    """Return application and overrides of `anemoi-gt NAME`, `-m anemoi_gt.NAME` or `-m anemoi_gt NAME`, else None."""
+    line = " ".join(words).removeprefix("anemoi-gt ")
+    started = line if words[0] == "anemoi-gt" else line.partition("-m anemoi_gt")[2][1:]
+    name, *values = started.split() or [""]
     return (name, values) if name in command_line.APPLICATIONS else None
 
 
@@ -38,9 +41,10 @@ def understand(application, values):
     """Compose the config of an application with its own overrides, and that of a run with the others."""
     with initialize_config_module("anemoi_gt.configs", version_base="1.3"):
         own = set(compose(application))
+        values = [value for value in values if "=" in value and value != "data=mine"]
         of_run = [value for value in values if re.split("[.=/]", value)[0] not in own]
         compose(application, [value for value in values if value not in of_run])
-        compose("train", of_run)
+        compose("train", of_run)  # a run that is continued has groups too
 
 
 @pytest.mark.parametrize("page", WITH_COMMANDS, ids=name_of)
@@ -74,7 +78,7 @@ def place(tmp_path, monkeypatch, logging_as_before):
 def start(words, place, monkeypatch):
     """Run a command with small sizes: applications in this process, torchrun and files in their own."""
     application, values = overrides(words) or ("", [])
-    small = SMALL if application == "train" else []
+    small = [] if application != "train" else OWN if {"data=xarray", "resume=true"} & {*words} else SMALL
     if words[0] == "torchrun" or words[1].endswith(".py"):
         program = ["-m", "torch.distributed.run", "--standalone"] if words[0] == "torchrun" else []
         status, _, error = Program(*program, *words[1:], *small, folder=place).finish(timeout=120)
@@ -90,7 +94,8 @@ def test_commands_run_in_the_order_of_the_page(page, place, monkeypatch, capsys)
         if file := FILE.match(code):
             (place / file[1]).write_text(code)
     for words in filter(None, commands(page)):
-        if words[0] in ("python", "torchrun") and not words[1].startswith("benchmarks/") and runs_here(words):
+        is_ours = words[0] in ("python", "torchrun", "anemoi-gt") and not words[1].startswith("benchmarks/")
+        if is_ours and runs_here(words):
             start(words, place, monkeypatch)
 
 

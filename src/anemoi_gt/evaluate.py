@@ -16,6 +16,7 @@ from anemoi_gt.distributed import is_launched
 from anemoi_gt.distributed.sharded_checkpoint import require_file
 from anemoi_gt.hydra_app import (
     Run,
+    argument_value,
     build,
     check_explain,
     exit_with_error,
@@ -97,32 +98,20 @@ def store_config(arguments: list[str]) -> None:
     """
     from hydra.core.config_store import ConfigStore
 
-    checkpoints = [argument for argument in arguments if argument.startswith("checkpoint=")]
-    if not checkpoints:
+    if not any(argument.startswith("checkpoint=") for argument in arguments):
         return  # --help needs none; otherwise Hydra reports it as missing
-    path = _checkpoint_path(checkpoints[-1])
+    value = argument_value(arguments, "checkpoint")
+    if not isinstance(value, str):
+        raise ValueError(
+            f"checkpoint must name one file, got {arguments}; quote names with spaces or special characters twice: "
+            "\"checkpoint='run (1)/best.pt'\""
+        )
+    path = Path(value)
     require_file(path)
     config = load_checkpoint(path).get("config")
     if not isinstance(config, dict):
         raise ValueError(f"a checkpoint must contain the config of its run, {path} does not")
     ConfigStore.instance().store("of_checkpoint", config, group="run", package="_global_")
-
-
-def _checkpoint_path(argument: str) -> Path:
-    """Return FILE of "checkpoint=FILE" as Hydra parses it; raise a ValueError if it is not a file name."""
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import HydraException
-
-    try:
-        value = OverridesParser.create().parse_override(argument).value()
-    except HydraException:
-        value = None
-    if not isinstance(value, str):
-        raise ValueError(
-            f"checkpoint must name one file, got {argument!r}; quote names with spaces or special characters twice: "
-            "\"checkpoint='run (1)/best.pt'\""
-        )
-    return Path(value)
 
 
 def main() -> None:

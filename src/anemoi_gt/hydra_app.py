@@ -7,21 +7,29 @@ import json
 import logging
 import os
 import re
+import shlex
+import shutil
+import signal
 import sys
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import make_dataclass
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Union, get_args, get_origin, get_type_hints
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, get_type_hints
 
 import torch
 from torch import nn
 
 from anemoi_gt.attention_config import AttentionConfig
+from anemoi_gt.command_help import options_help
 from anemoi_gt.data.datasets import ForecastDataset, Splits
+from anemoi_gt.data.graphs import check_fit
 from anemoi_gt.extras import import_extra
 from anemoi_gt.kernel_report import Explanation
 from anemoi_gt.ops.backends import BACKENDS, choose_backend
 from anemoi_gt.training import TrainingConfig
+from anemoi_gt.training.checkpoint import load_checkpoint, load_fitting_weights
 from anemoi_gt.training.cuda_graph import check_device_has_cuda_graphs
 from anemoi_gt.training.device import choose_device
 from anemoi_gt.training.memory import advice
@@ -34,9 +42,12 @@ log = logging.getLogger(__name__)
 
 NEEDED = ("hydra", "tqdm", "matplotlib", "scipy")  # imported at the start, not after an hour of training
 GROUPS = ("attention", "data", "graph", "model", "training")
-ERRORS_OF_PREPARATION = (ValueError, TypeError, ImportError, OSError)
+ERRORS_OF_PREPARATION = (ValueError, TypeError, ImportError, OSError, FloatingPointError)
 ERRORS_OF_JOB = (FloatingPointError, OSError)  # others are bugs, and keep their traceback
-PLAIN = {bool: "true or false", int: "an integer", float: "a number", str: "a string", NoneType: "null"}
+
+
+class Refused(Exception):
+    """A job found out that it cannot run as configured."""
 
 
 class Run(NamedTuple):
@@ -59,8 +70,7 @@ def build(config: "DictConfig") -> Run:
 def build_data(config: "DictConfig") -> tuple[Splits, TrainingConfig]:
     """Check a config and build its data set and training config, which every rank has. Raises as `build` does."""
     check_groups(config)
-    for group in GROUPS:
-        check_types(group, config[group])
+    check_types(config, *GROUPS)
     training = instantiate(config.training)
     check_backend(instantiate(config.attention), choose_device(training.device))
     return instantiate(config.data), training
@@ -69,17 +79,27 @@ def build_data(config: "DictConfig") -> tuple[Splits, TrainingConfig]:
 def build_model(config: "DictConfig", train: ForecastDataset) -> nn.Module:
     """Build the graph and the model for a data set, on the CPU. Raises as `build` does."""
     graph = instantiate(config.graph)(train.nodes)
+    check_fit(graph)
     torch.manual_seed(config.training.seed)
     make_model = instantiate(config.model)
-    return make_model(graph, train.in_channels, train.out_channels, config=instantiate(config.attention))
+    model = make_model(graph, train.in_channels, train.out_channels, config=instantiate(config.attention))
+    if (path := config.get("init_from")) is not None:
+        unfit = load_fitting_weights(model, load_checkpoint(Path(path)))
+        log.info("weights of %s; drawn anew, because they do not fit: %s", path, "; ".join(unfit) or "none")
+    return model
 
 
 def describe(config: "DictConfig") -> dict[str, Any]:
-    """Return the groups that `build` reads as plain values, for checkpoints."""
+    """Return the groups that `build` reads as plain values, for checkpoints; `data.path` is absolute."""
     from omegaconf import OmegaConf
 
     check_groups(config)
     described = OmegaConf.to_container(config, resolve=True)
+    if path := described["data"].get("path"):
+        absolute = [
+            one if "://" in one else str(Path(one).absolute()) for one in ([path] if isinstance(path, str) else path)
+        ]
+        described["data"]["path"] = absolute[0] if isinstance(path, str) else absolute
     return {group: described[group] for group in GROUPS}
 
 
@@ -101,45 +121,73 @@ def check_groups(config: "DictConfig") -> None:
         raise ValueError(f"the config must have the groups {', '.join(GROUPS)}, got no {', '.join(missing)}")
 
 
-def check_folder(arguments: list[str]) -> None:
-    """Raise a ValueError if the folder in `hydra.run.dir` cannot be created, for which Hydra prints a traceback."""
-    given = [argument.partition("=")[2] for argument in arguments if argument.startswith("hydra.run.dir=")]
-    if not given:
-        return
-    if not given[-1]:
-        raise ValueError("hydra.run.dir must name a folder, got nothing: the run would write to the working directory")
-    folder = Path(given[-1]).absolute()
-    there = next(path for path in (folder, *folder.parents) if path.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK):
-        wrong = "is not writable" if there.is_dir() else "is not a folder"
-        raise ValueError(f"hydra.run.dir must be a folder that can be created, got {folder}: {there} {wrong}")
+def argument_value(arguments: list[str], key: str) -> Any:
+    """Return the value of the last KEY=VALUE as Hydra parses it, None if there is none or it is no single value."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
 
-
-def check_types(group: str, config: "DictConfig") -> None:
-    """Raise a ValueError for a value whose type is not that of its target's signature; only plain types are checked."""
-    from hydra.utils import get_object
-
-    target = get_object(config["_target_"])
+    given = [argument for argument in arguments if argument.startswith(f"{key}=")]
     try:
-        hints = get_type_hints(target.__init__ if isinstance(target, type) else target)
-    except NameError:  # annotations for type checkers only
-        return
-    for name, value in config.items():
-        hint = hints.get(name)
-        kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-        if set(kinds) <= PLAIN.keys() and not fits(value, kinds):
-            expected = " or ".join(PLAIN[kind] for kind in kinds)
-            raise ValueError(f"{group}.{name} must be {expected}, got {value!r}")
+        return OverridesParser.create().parse_override(given[-1]).value() if given else None
+    except HydraException:
+        return None
 
 
-def fits(value: Any, kinds: tuple[type, ...]) -> bool:
-    """Return True if a value has one of some plain types; an integer is a number, a bool is not."""
-    return type(value) in kinds or (type(value) is int and float in kinds)
+def check_folder(arguments: list[str]) -> Path:
+    """Return the existing folder in which Hydra will create that of the run; raise a ValueError if it cannot."""
+    given = argument_value(arguments, "hydra.run.dir")
+    if given == "":
+        raise ValueError("hydra.run.dir must name a folder, got nothing: the run would write to the working directory")
+    folder = Path(str(given or "outputs")).absolute()
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    try:
+        TemporaryDirectory(dir=there).cleanup()
+    except OSError as error:
+        must = "hydra.run.dir must be a folder that can be created"
+        raise ValueError(f"{must}, got {folder}: {there}: {error.strerror}") from error
+    return there
+
+
+def remove_empty_run(there: Path) -> None:
+    """Remove the folder of a run that was refused, if it was created in `there` and holds nothing but Hydra's files."""
+    folder = output_folder()
+    contents = {path.name for path in folder.iterdir()} if there in folder.parents else {"not ours"}
+    if all(name == ".hydra" or name.endswith(".log") for name in contents):
+        shutil.rmtree(folder)
+        for parent in folder.parents[: folder.parents.index(there)]:
+            with suppress(OSError):  # another run is there
+                parent.rmdir()
+
+
+def check_types(config: "DictConfig", *groups: str) -> None:
+    """Convert the values of groups to the types in the signatures of their targets; raise ValueError for another type.
+
+    Types that structured configs do not know are not checked.
+    """
+    from hydra.utils import get_object
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException, ValidationError
+
+    for group in groups:
+        target = get_object(config[group]["_target_"])
+        try:
+            hints = get_type_hints(target.__init__ if isinstance(target, type) else target)
+        except NameError:  # annotations for type checkers only
+            continue
+        for name, value in config[group].items():
+            try:
+                schema = OmegaConf.structured(make_dataclass(group, [(name, hints.get(name, Any))]))
+            except OmegaConfBaseException:
+                continue
+            try:
+                config[group][name] = OmegaConf.merge(schema, {name: value})[name]
+            except ValidationError as error:
+                raise ValueError(f"{group}.{name}: {str(error).splitlines()[0]}") from None
 
 
 def check_device(config: "DictConfig") -> TrainingConfig:
     """Return the training config; raise a ValueError if its device does not support it."""
-    check_types("training", config.training)
+    check_types(config, "training")
     training = instantiate(config.training)
     if training.cuda_graph:
         check_device_has_cuda_graphs(choose_device(training.device))
@@ -187,26 +235,30 @@ def output_folder() -> Path:
     return Path(HydraConfig.get().runtime.output_dir)
 
 
-def launch(name: str, prepare: Callable[["DictConfig"], Callable[[], Any]]) -> None:
+def launch(name: str, prepare: Callable[["DictConfig"], Callable[[], Any]], config_name: str | None = None) -> None:
     """Run a Hydra application with the arguments of the command line.
 
     Errors that the user can fix end with one sentence on standard error and exit status 1, a signal with 128 and its
-    number.
+    number. A run that is refused leaves no folder.
 
     Parameters
     ----------
     name : str
-        Of the primary config in `anemoi_gt.configs`, and of the module of the application.
+        Of the module of the application.
     prepare : callable
         Returns the job for the composed config; its errors are reported as errors in the config.
+    config_name : str, optional
+        Of the primary config in `anemoi_gt.configs`; None is `name`.
     """
     module = f"anemoi_gt.{name}"
     try:
         hydra = require_packages()
-    except ImportError as error:
+        there = check_folder(sys.argv[1:])
+    except (ImportError, ValueError) as error:
         exit_with_error(module, error)
 
     from hydra.errors import HydraException
+    from omegaconf import OmegaConf
     from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
     composed = []
@@ -216,39 +268,66 @@ def launch(name: str, prepare: Callable[["DictConfig"], Callable[[], Any]]) -> N
         try:
             job = prepare(config)
         except MissingMandatoryValue as error:  # left at ???
-            exit_with_error(module, ValueError(f"{error.full_key} must be given, as {error.full_key}=VALUE"))
+            refused = ValueError(f"{error.full_key} must be given, as {error.full_key}=VALUE")
         except OmegaConfBaseException as error:
-            exit_with_error(module, ValueError(str(error).splitlines()[0]))
+            refused = ValueError(str(error).splitlines()[0])
         except HydraException as error:
-            exit_with_error(module, ValueError(" ".join(str(error).split())))
+            refused = ValueError(" ".join(str(error).split()))
         except torch.OutOfMemoryError:
-            exit_with_error(module, out_of_memory(config))
-        except ERRORS_OF_PREPARATION as error:
-            exit_with_error(module, error)
+            refused = out_of_memory(config)
+        except (*ERRORS_OF_PREPARATION, KeyboardInterrupt) as error:
+            refused = error
+        else:
+            return finish(job, config)
+        remove_empty_run(there)
+        if isinstance(refused, KeyboardInterrupt):
+            raise refused
+        exit_with_error(module, refused)
+
+    def finish(job, config):
         try:
             return job()
         except torch.OutOfMemoryError:
             exit_with_error(module, out_of_memory(config))
+        except Refused as error:
+            remove_empty_run(there)
+            exit_with_error(module, error)
         except ERRORS_OF_JOB as error:
             exit_with_error(module, error)
         except Stopped as stopped:
-            go_on = f"resume=true hydra.run.dir={output_folder()} continues from there"
-            exit_with_error(module, f"{stopped}: {go_on}", stopped.exit_status)
+            exit_with_error(module, f"{stopped}: {resume_command(output_folder())}", stopped.exit_status)
 
-    try:
-        check_folder(sys.argv[1:])
-    except ValueError as error:
-        exit_with_error(module, error)
     sys.argv[1:] = [quote_null(argument) for argument in sys.argv[1:]]
     logging.raiseExceptions = False  # a log file on a full disk must not add tracebacks
+    OmegaConf.register_new_resolver("anemoi_gt_options", options_help, replace=True)
+    interrupt = signal.getsignal(signal.SIGINT)
+    if interrupt == signal.SIG_DFL:  # while packages were imported
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        hydra.main(version_base="1.3", config_path="pkg://anemoi_gt.configs", config_name=name)(run)()
+        main = hydra.main(version_base="1.3", config_path="pkg://anemoi_gt.configs", config_name=config_name or name)
+        main(run)()
     except KeyboardInterrupt:
         exit_with_error(module, "interrupted", 130)
     except SystemExit as ended:
         if ended.code == 1 and not composed:  # Hydra has printed what it cannot read
             exit_with_error(module, f"nothing was started; python -m {module} --help lists all groups and options")
         raise
+    finally:
+        if interrupt == signal.SIG_DFL:
+            signal.signal(signal.SIGINT, interrupt)
+
+
+def resume_command(folder: Path) -> str:
+    """Return the command that continues a run, to be pasted into a shell."""
+    place = f"hydra.run.dir={folder}"
+    if not re.fullmatch(r"[\w./=-]+", place):  # quoted for Hydra, and for the shell
+        escaped = str(folder).replace("'", "\\'")
+        place = shlex.quote(f"hydra.run.dir='{escaped}'")
+    program = "anemoi-gt train"
+    if "RANK" in os.environ:
+        shared = " ".join(argument for argument in sys.argv[1:] if argument.startswith("sharding"))
+        program = f"torchrun --nproc-per-node={os.environ['LOCAL_WORLD_SIZE']} -m anemoi_gt.train {shared}".rstrip()
+    return f"{program} resume=true {place}"
 
 
 def out_of_memory(config: "DictConfig") -> str:
@@ -267,6 +346,7 @@ def require_packages():
 def exit_with_error(module: str, error: Exception | str, status: int = 1) -> NoReturn:
     """Exit with one sentence on standard error; the traceback goes to the log at DEBUG level (`hydra.verbose=true`)."""
     log.debug("traceback", exc_info=error if isinstance(error, Exception) else None)
+    error = " ".join(str(error).split()) if isinstance(error, Exception) else error
     rank = f"[rank{os.environ['RANK']}]: " if "RANK" in os.environ else ""
     sys.stderr.write(f"{rank}{module}: {error}\n")  # in one call, so that lines of several ranks do not mix
     sys.exit(status)

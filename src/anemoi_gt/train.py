@@ -20,9 +20,18 @@ from anemoi_gt.distributed import ShardingConfig, broadcast_from_rank0, init_dis
 from anemoi_gt.distributed.consensus import check_same
 from anemoi_gt.distributed.device_mesh import exit_without_finalization, local_device, make_cpu_group
 from anemoi_gt.distributed.model_shard import scatter_model
-from anemoi_gt.distributed.sharded_checkpoint import ONE_PROCESS, TORCHRUN, checkpoint_to_continue, load_values
+from anemoi_gt.distributed.sharded_checkpoint import (
+    ONE_PROCESS,
+    TORCHRUN,
+    checkpoint_to_continue,
+    find_run,
+    load_values,
+)
 from anemoi_gt.hydra_app import (
     ERRORS_OF_PREPARATION,
+    GROUPS,
+    Refused,
+    argument_value,
     build,
     build_data,
     build_model,
@@ -36,6 +45,7 @@ from anemoi_gt.hydra_app import (
     is_multirun,
     launch,
     output_folder,
+    require_packages,
     write_explanation,
 )
 from anemoi_gt.kernel_report import explain
@@ -68,7 +78,7 @@ RANKS_MAY_DIFFER = ("data.path", "training.device", "training.threads", "attenti
 
 def prepare(config: "DictConfig") -> Callable[[], float]:
     """Build what Hydra composed; return a function that trains it."""
-    check_types("sharding", config.sharding)
+    check_types(config, "sharding")
     check_explain(config.explain)
     if is_launched():
         if config.explain is not None:
@@ -126,7 +136,10 @@ def checkpoint_to_resume(folder: Path, resume: bool, description: dict) -> dict 
 
 
 def check_same_config(path: Path, before: dict, now: dict) -> None:
-    """Raise a ValueError unless a checkpoint's config is that of the run, but for `MAY_DIFFER`."""
+    """Raise a ValueError unless a checkpoint's config is that of the run, but for `MAY_DIFFER` and more steps."""
+    steps = [config.get("training", {}).get("steps") for config in (before, now)]
+    if None not in steps and steps[0] < steps[1]:  # a run may grow
+        now = now | {"training": now["training"] | {"steps": steps[0]}}
     if changes := list(differences(before, now)):
         raise ValueError(f"a run is continued with its own config, {path} was written with {'; '.join(changes)}")
 
@@ -167,7 +180,7 @@ def train_on_ranks(config: "DictConfig") -> float | None:
         # torchrun reports the first error that `record` has written
         return record(_train_on_ranks)(config, sharding, device_type)
     except ERRORS_OF_PREPARATION as error:
-        exit_with_error("anemoi_gt.train", error)
+        raise Refused(error) from error
 
 
 def _train_on_ranks(config: "DictConfig", sharding: ShardingConfig, device_type: str) -> float | None:
@@ -210,7 +223,7 @@ def _train_on_ranks(config: "DictConfig", sharding: ShardingConfig, device_type:
 
 def check_shares(config: "DictConfig", mesh: "DeviceMesh") -> None:
     """Raise a ValueError if the config alone shows that the ranks cannot share the run."""
-    check_types("model", config.model)
+    check_types(config, "model")
     share_of_batch(check_device(config).batch_size, mesh["data"].size())
     if (chunks := config.model.get("mapper_chunks", 1)) != 1:
         raise ValueError(f"model.mapper_chunks must be 1 under torchrun, got {chunks}: increase sharding.model instead")
@@ -243,15 +256,41 @@ def flatten(values: dict, key: str = "") -> Iterator[tuple[str, Any]]:
             yield path, value
 
 
+def primary_config(arguments: list[str]) -> str:
+    """Return the name of the primary config: `resume`, with the config of its checkpoint, for a run that continues.
+
+    A command that chooses options of groups composes its config, `train`, and must arrive at the same.
+    """
+    from hydra.core.config_store import ConfigStore
+
+    folder = argument_value(arguments, "hydra.run.dir")
+    chooses = any(argument.lstrip("+~").split("=")[0].split("@")[0] in GROUPS for argument in arguments)
+    if not folder or chooses or argument_value(arguments, "resume") is not True:
+        return "train"
+    found = find_run(Path(folder) / LAST)
+    if found is None:
+        return "train"
+    config = load_checkpoint(found).get("config") if found.is_file() else load_values(found, "config")
+    if not isinstance(config, dict):
+        raise ValueError(f"a checkpoint must contain the config of its run, {found} does not")
+    ConfigStore.instance().store("of_checkpoint", config, group="run", package="_global_")
+    return "resume"
+
+
 def main() -> None:
     """Run the application with the arguments of the command line."""
+    try:
+        require_packages()
+        config_name = primary_config(sys.argv[1:])
+    except (ImportError, OSError, ValueError) as error:
+        exit_with_error("anemoi_gt.train", error)
     if not is_launched():
-        return launch("train", prepare)
+        return launch("train", prepare, config_name)
     if int(os.environ["RANK"]) != 0:  # rank 0 has Hydra's folder and log
         sys.argv += ["hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=disabled"]
     status = 0
     try:
-        launch("train", prepare)
+        launch("train", prepare, config_name)
     except SystemExit as end:
         status = end.code or 0
     exit_without_finalization(status)

@@ -144,11 +144,22 @@ def test_null_path_downloads_with_xarrays_tutorial(era5_path, real, monkeypatch)
 
 
 def test_missing_file_or_package_raises_and_says_how_to_get_it(monkeypatch, tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"no\.grib.*null to download it"):
+    with pytest.raises(FileNotFoundError, match=r"no file .*no\.grib: give the data as data.path=FILE"):
         era5_uk(tmp_path / "no.grib")
-    monkeypatch.setitem(sys.modules, "xarray", None)  # as if not installed
-    with pytest.raises(ImportError, match=r"xarray is needed.*pip install 'anemoi-gt\[era5\]'"):
-        era5_uk("anything.grib")
+    monkeypatch.setitem(sys.modules, "cfgrib", None)  # as if not installed
+    with pytest.raises(ImportError, match=r"cfgrib is needed.*pip install 'anemoi-gt\[era5\]'"):
+        era5_uk()
+
+
+def test_without_a_network_the_message_asks_for_the_file(monkeypatch):
+    def refused(*_, **__):
+        raise ConnectionError("Name or service not known")
+
+    monkeypatch.setattr(xarray.tutorial, "open_dataset", refused)
+    with pytest.raises(
+        OSError, match=r"could not download era5-2mt-2019-03-uk.grib .*: give the file as data.path=FILE"
+    ):
+        era5_uk(None)
 
 
 TIMES, VALUES = FIRST_HOUR + np.arange(HOURS), 280 + draw(HOURS, 6, seed=0)

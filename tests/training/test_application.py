@@ -10,12 +10,13 @@ import torch
 from omegaconf import OmegaConf
 
 from anemoi_gt import train
-from anemoi_gt.hydra_app import check_types
+from anemoi_gt.hydra_app import GROUPS, check_types
 from anemoi_gt.ops import backends
 from anemoi_gt.training.checkpoint import save_checkpoint
 from anemoi_gt.training.step import TrainingStep
 
 from . import conftest
+from .test_configs import composed
 
 SMALL = [*conftest.SMALL, "training.steps=4", "training.batch_size=2"]
 
@@ -85,16 +86,23 @@ def test_a_backend_that_cannot_run_is_refused_with_its_reason_before_training(re
     [
         ("attention.backend=cuda", "backend must be one of auto, triton, torch, got 'cuda'"),
         ("training.steps=0", "training.steps must be at least 1, got 0"),
-        ("training.steps=many", "training.steps must be an integer, got 'many'"),
-        ("training.threads=1.5", "training.threads must be an integer or null, got 1.5"),
-        ("training.learning_rate=true", "training.learning_rate must be a number, got True"),
-        ("graph.refinement=abc", "graph.refinement must be an integer, got 'abc'"),
-        ("data.grid_name=4", "data.grid_name must be a string, got 4"),
+        ("training.steps=many", "training.steps: Value 'many' of type 'str' could not be converted to Integer"),
+        ("training.threads=1.5", "training.threads: Value '1.5' of type 'float' could not be converted to Integer"),
+        (
+            "training.learning_rate=true",
+            "training.learning_rate: Value 'True' of type 'bool' could not be converted to Float",
+        ),
+        ("graph.refinement=abc", "graph.refinement: Value 'abc' of type 'str' could not be converted to Integer"),
+        ("data.grid_name=[O4]", "data.grid_name: Cannot convert 'ListConfig' to string"),
         ("resume=maybe", "resume must be true or false, got 'maybe'"),
         ("training.seed=???", "training.seed must be given, as training.seed=VALUE"),
         ("model.channels=7", "num_heads must divide the attention channels, got 4 heads and 7 channels"),
         ("+model.width=7", "unexpected keyword argument 'width'"),
         ("data.grid_name=X3", "grid must be"),
+        ("training.batch_size=9", "training.batch_size must be at most 8, the number of training samples, got 9"),
+        ("graph.refinement=5", "the graph must fit the data, 9998 of its 10242 hidden nodes"),
+        ("init_from=nowhere.pt", "no checkpoint nowhere.pt"),
+        ("data=xarray", "data.path must be given, as data.path=VALUE"),
         ("data.flows=[shear]", "flows must be one or more of rotation, deformation, got ['shear']"),
         ("~model", "the config must have the groups attention, data, graph, model, training, got no model"),
         ("++data._target_=os.system", "Target 'os.system' is blocklisted"),
@@ -104,7 +112,8 @@ def test_a_backend_that_cannot_run_is_refused_with_its_reason_before_training(re
     ],
 )
 def test_a_wrong_value_is_one_sentence(refusal, argument, message):
-    sentence = refusal(*SMALL, *argument.split(" "))
+    options = argument.split(" ")
+    sentence = refusal(*(options if options[0].startswith("data=") else [*SMALL, *options]))
     assert sentence.startswith("anemoi_gt.train: ") and message in sentence
 
 
@@ -157,8 +166,10 @@ def test_a_run_continues_on_another_device_with_its_own_config(tmp_path):
     save_checkpoint(tmp_path / "last.pt", {"config": BEGUN})
     elsewhere = {"training": {"steps": 4, "device": "cpu"}, "data": {"path": "b"}, "attention": {"backend": "torch"}}
     assert train.checkpoint_to_resume(tmp_path, True, elsewhere) == {"config": BEGUN}
-    with pytest.raises(ValueError, match=r"its own config, .*last.pt was written with training.steps=4, not 5$"):
-        train.checkpoint_to_resume(tmp_path, True, BEGUN | {"training": {"steps": 5}})
+    longer, shorter = (BEGUN | {"training": BEGUN["training"] | {"steps": steps}} for steps in (5, 3))
+    assert train.checkpoint_to_resume(tmp_path, True, longer)
+    with pytest.raises(ValueError, match=r"its own config, .*last.pt was written with training.steps=4, not 3$"):
+        train.checkpoint_to_resume(tmp_path, True, shorter)
 
 
 @pytest.mark.parametrize("before", [{}, {"compile": False}, {"compile": True}])
@@ -209,18 +220,27 @@ def test_a_bare_null_is_a_choice_of_the_precision(application, without_pictures)
     assert "attention/precision: 'null'" in (folder / ".hydra" / "hydra.yaml").read_text()
 
 
-def test_help_lists_groups_and_values_on_the_command_line(start, capsys):
-    with pytest.raises(SystemExit, match="^0$"):
-        start(train, "--help")
-    text = capsys.readouterr().out
-    assert "attention/backend: auto, torch, triton" in text and "learning_rate: " in text
+def test_help_explains_every_option_in_a_line():
+    command = [sys.executable, "-m", "anemoi_gt.train", "--help"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    assert "attention/backend: auto, torch, triton" in result.stdout
+    explained = dict(re.findall(r"^([\w.]+)=.*?  +(\S.*)$", result.stdout, re.MULTILINE))
+    config = composed()
+    options = {f"{group}.{name}" for group in (*GROUPS, "sharding") for name in config[group] if name[0] != "_"}
+    assert set(explained) == options | {"resume", "init_from", "explain"}
+    assert explained["training.steps"] == "int: Optimiser steps"
 
 
-def fields_of(years: list[int], area: tuple[float, float] | None = None):
+def fields_of(years: list[int], area: tuple[float, float] | None = None, files: str | list[str] = ""):
     """Options of a data set."""
 
 
-def test_types_of_lists_are_not_checked(monkeypatch):
+def test_lists_are_checked_and_types_that_omegaconf_does_not_know_are_not(monkeypatch):
     monkeypatch.setattr(train, "fields_of", fields_of, raising=False)
-    config = {"_target_": "anemoi_gt.train.fields_of", "years": [1, 2], "area": [1.0, 2.0]}
-    check_types("data", OmegaConf.create(config))
+    values = {"_target_": "anemoi_gt.train.fields_of", "years": [1, "2"], "area": [1.0, 2.0], "files": ["a"]}
+    config, wrong = OmegaConf.create({"data": values}), OmegaConf.create({"data": values | {"years": ["two"]}})
+    check_types(config, "data")
+    assert config.data.years == [1, 2]
+    with pytest.raises(ValueError, match=r"data.years: Value 'two' of type 'str' could not be converted to Integer"):
+        check_types(wrong, "data")

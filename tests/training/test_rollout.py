@@ -47,7 +47,9 @@ def test_forecasts_and_scores_at_the_first_lead_time_are_those_of_training(datas
         assert torch.equal(first.forecast, model_forecast(model, dataset)(i))
         assert torch.equal(first.truth, dataset.truth(i))
     rollouts = [s for s in score_rollouts(model, dataset, 2).scores if s.lead_time == dataset.lead_time]
-    assert rollouts == score({"model": model_forecast(model, dataset), "persistence": dataset.present}, dataset)
+    named = dataset.baselines() | {"model": model_forecast(model, dataset)}
+    assert len(rollouts) == 1 + len(dataset.rollout_baselines())
+    assert rollouts == score({one.forecast: named[one.forecast] for one in rollouts}, dataset)
 
 
 def test_rollout_on_the_sphere_agrees_with_a_computation_by_hand(splits):

@@ -25,15 +25,19 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from anemoi_gt.data.datasets import ForecastDataset, Splits, Step
-from anemoi_gt.data.grids import regional
 from anemoi_gt.data.nodes import Nodes
+from anemoi_gt.data.readers import import_cfgrib, read_dataset, read_xarray
 from anemoi_gt.extras import import_extra
+
+if TYPE_CHECKING:
+    import xarray
 
 TUTORIAL_NAME = "era5-2mt-2019-03-uk.grib"
 HOURS_PER_DAY = 24
@@ -169,6 +173,14 @@ class Era5UkDataset(ForecastDataset):
         }
         return {**super().baselines(), "same hour yesterday": self.reference, **ridges}
 
+    def rollout_baselines(self):
+        """Return persistence, and the same hour of the last day before the start."""
+
+        def same_hour(i: int, step: int) -> Tensor:
+            return self._at(self.starts[i] + (step * self.lead_time - 1) % HOURS_PER_DAY + 1 - HOURS_PER_DAY)
+
+        return super().rollout_baselines() | {"same hour yesterday": same_hour}
+
     def _ridge_forecast(self, ridge, i):
         return ridge(ridge_predictors(self.field, self.starts[i]))[:, None]
 
@@ -262,20 +274,21 @@ def split(field: HourlyField, lead_time: int) -> Splits:
 
 def read_era5_uk(path: str | Path | None) -> HourlyField:
     """Read 2 m temperature from the GRIB file of `era5_uk`, with its `path`. Raises as `era5_uk` does."""
-    xarray = import_extra("xarray", "era5")
-    import_extra("cfgrib", "era5")
-    options = {"engine": "cfgrib", "backend_kwargs": {"indexpath": ""}}  # no index file: the folder may be read-only
-    if path is None:
-        import_extra("pooch", "era5")
-        source = xarray.tutorial.open_dataset(TUTORIAL_NAME, **options)
-    elif Path(path).is_file():
-        source = xarray.open_dataset(path, **options)
-    else:
-        raise FileNotFoundError(f"no file {path}: pass the path of {TUTORIAL_NAME}, or null to download it")
-    with source:
-        if "t2m" not in source:
-            raise ValueError(f"the file must contain 2 m temperature (t2m), got {sorted(source.data_vars)}")
-        field = source["t2m"].transpose("time", "latitude", "longitude")
-        nodes = regional(field.latitude.values, field.longitude.values)
-        values = torch.from_numpy(field.values.reshape(len(field), len(nodes)))
-        return HourlyField(nodes, field.time.values, values)
+    fields = read_dataset(_download()) if path is None else read_xarray(path)
+    if "t2m" not in fields.readers:
+        raise ValueError(f"the file must contain 2 m temperature (t2m), got {sorted(fields.readers)}")
+    values = np.stack([fields.readers["t2m"](t) for t in range(len(fields.times))])
+    return HourlyField(fields.nodes, fields.times, torch.from_numpy(values))
+
+
+def _download() -> "xarray.Dataset":
+    """Return the data set of xarray's tutorial; raise OSError if it cannot be downloaded."""
+    import_cfgrib()
+    xarray, _ = (import_extra(module, "era5") for module in ("xarray", "pooch"))
+    try:
+        # no index file: the folder may be read-only
+        return xarray.tutorial.open_dataset(TUTORIAL_NAME, engine="cfgrib", backend_kwargs={"indexpath": ""})
+    except (OSError, ValueError) as error:  # no network, a page in place of the file
+        raise OSError(
+            f"could not download {TUTORIAL_NAME} ({type(error).__name__}): give the file as data.path=FILE"
+        ) from error

@@ -1,0 +1,71 @@
+"""The rollout application, `python -m anemoi_gt.rollout checkpoint=FILE steps=8`: one long forecast as a NetCDF file.
+
+The config of the run is read from the checkpoint and can be overridden on the command line. `anemoi_gt.evaluate` scores
+rollouts.
+"""
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from anemoi_gt.evaluate import launch_on_checkpoint
+from anemoi_gt.extras import import_extra
+from anemoi_gt.hydra_app import Run, build, output_folder
+from anemoi_gt.option_checks import check_integer
+from anemoi_gt.training.atomic_write import annotate_oserror
+from anemoi_gt.training.checkpoint import load_checkpoint, load_weights
+from anemoi_gt.training.device import choose_device, cpu_threads
+from anemoi_gt.training.rollout import roll_out
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+log = logging.getLogger(__name__)
+
+
+def prepare(config: "DictConfig") -> Callable[[], None]:
+    """Build the checkpoint's model and data, and return the forecast as a function."""
+    check_integer("steps", config.steps)
+    check_integer("sample", config.sample, least=None)
+    import_extra("xarray", "xarray")
+    state, run = load_checkpoint(Path(config.checkpoint)), build(config)
+    load_weights(run.model, state)
+    samples = len(run.splits.test)
+    if not -samples <= config.sample < samples:
+        raise ValueError(f"sample must be one of the {samples} test samples, -1 the last, got {config.sample}")
+    run.splits.test.advance(0, [])  # raise if there are no rollouts
+    return partial(rollout, run, output_folder() / "rollout.nc", config.sample % samples, config.steps)
+
+
+def rollout(run: Run, path: Path, sample: int, steps: int) -> None:
+    """Write the forecasts of `steps` steps from a test sample to a NetCDF file, variables by lead time and node."""
+    test, model = run.splits.test, run.model.to(choose_device(run.training.device)).eval()
+    with cpu_threads(run.training.threads):
+        states = torch.stack([outcome.forecast for outcome in roll_out(model, test, sample, steps)]).numpy()
+    axes = {"latitude": test.nodes.lat, "longitude": test.nodes.lon}
+    xarray = import_extra("xarray", "xarray")
+    forecast = xarray.Dataset(
+        {
+            name: (("lead_time", "node"), states[..., v], {"units": units})
+            for v, (name, units) in enumerate(zip(test.variables, test.units, strict=True))
+        },
+        {"lead_time": ("lead_time", [(n + 1) * test.lead_time for n in range(steps)], {"long_name": "hours"})}
+        | {name: ("node", degrees) for name, degrees in axes.items()},
+        {"title": f"{test.title(sample)}, {steps} steps"},
+    )
+    with annotate_oserror(path):
+        forecast.to_netcdf(path)
+    log.info("%s, %d steps\nwritten: %s", test.title(sample), steps, path)
+
+
+def main() -> None:
+    """Run the application with the arguments of the command line."""
+    launch_on_checkpoint("rollout", prepare)
+
+
+if __name__ == "__main__":
+    main()
