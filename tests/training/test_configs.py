@@ -7,9 +7,9 @@ import pytest
 import torch
 from hydra import compose, initialize_config_dir, initialize_config_module
 from hydra.utils import instantiate
-from support.weather import hourly_field
 from support.own_data import weather_file
 from support.pages import ROOT, blocks
+from support.weather import hourly_field
 
 from anemoi_gt import AttentionConfig
 from anemoi_gt.attention_config import BACKENDS, PRECISIONS
