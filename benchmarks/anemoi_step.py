@@ -9,10 +9,11 @@ round takes them in random order, and after each switch some steps are left out.
 loss and gradients are compared with those of the untouched model; one that fails or differs is reported, and the others
 go on. Results are written after each part.
 
-Each variant is with or without `install`, eager, with processor and mapper blocks compiled one by one or processor and
-mappers compiled whole, the latter with Inductor's max-autotune too, with the activation checkpointing of the config,
-none or a selective one; launched, or replayed from a CUDA graph. Compilation is part of the warm-up. `--ensemble` takes
-Anemoi's ensemble model with that number of members, whose processor's layer norms are conditioned on noise.
+Each variant is with or without `install`, of whole blocks or of their attention alone, eager, with processor and mapper
+blocks compiled one by one or processor and mappers compiled whole, the latter with Inductor's max-autotune too,
+with the activation checkpointing of the config, none or a selective one; launched, or replayed from a CUDA graph.
+Compilation is part of the warm-up. `--ensemble` takes Anemoi's ensemble model with that number of members, whose
+processor's layer norms are conditioned on noise.
 """
 
 import argparse
@@ -46,7 +47,7 @@ WHOLE = ("GraphTransformerProcessor", "GraphTransformerForwardMapper", "GraphTra
 
 
 @contextmanager
-def variant(model, *, installed, compiled=(), mode="default", recompute=True, checkpointing=None):
+def variant(model, *, installed, blocks=None, compiled=(), mode="default", recompute=True, checkpointing=None):
     """Compute a step one way.
 
     Parameters
@@ -54,6 +55,8 @@ def variant(model, *, installed, compiled=(), mode="default", recompute=True, ch
     model : nn.Module
     installed : bool
         Under `install`.
+    blocks : {None, False}
+        Of `install`: whole blocks by one operator, or the attention alone.
     compiled : tuple of str
         Classes whose modules torch.compile compiles, one by one.
     mode : str
@@ -65,7 +68,8 @@ def variant(model, *, installed, compiled=(), mode="default", recompute=True, ch
     """
     modules = [module for module in model.modules() if type(module).__name__ in compiled]
     checkpointed = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
-    with integration.install(activation_checkpointing=checkpointing) if installed else nullcontext():
+    install = partial(integration.install, blocks=blocks, activation_checkpointing=checkpointing)
+    with install() if installed else nullcontext():
         for module in modules:
             module.compile(dynamic=False, mode=mode)
         for module in checkpointed:
@@ -81,6 +85,7 @@ def variant(model, *, installed, compiled=(), mode="default", recompute=True, ch
 
 
 VARIANTS = {"untouched": partial(variant, installed=False), "install": partial(variant, installed=True)}
+VARIANTS["install, attention alone"] = partial(variant, installed=True, blocks=False)
 for _name, _form in list(VARIANTS.items()):
     VARIANTS[f"{_name}, blocks compiled"] = partial(_form, compiled=BLOCKS)
     VARIANTS[f"{_name}, compiled whole"] = partial(_form, compiled=WHOLE)
@@ -92,7 +97,7 @@ for _name in ("install", "install, compiled whole"):
 CAPTURED = ", captured"  # ends the names of variants whose forward and backward are replayed from a CUDA graph
 for _name in [name for name in VARIANTS if name.startswith("install")]:
     VARIANTS[_name + CAPTURED] = VARIANTS[_name]
-VARIANTS["install, edges embedded"] = lambda model: integration.install(fuse_edges=False)
+VARIANTS["install, edges embedded"] = lambda model: integration.install(fuse_edges=False, blocks=False)
 
 
 @cache
@@ -224,12 +229,16 @@ def compare(training, results, variants, reference="untouched"):
     return list(found)
 
 
-def measure(training, name, options):
-    """Times of single steps in ms, peak memory in GB, and the scaler's last scale, of one variant in one round."""
+def measure(training, name, options, with_profile):
+    """Times of single steps in ms, peak memory in GB, the scaler's last scale, and a profile, of a variant in a round.
+
+    The profile has milliseconds a step by family of kernels, and the longest kernels.
+    """
     gc.collect()
+    on_gpu = training.device.type == "cuda"
     with training.computing(name):
         for number in range(options.warmup):
-            if training.device.type == "cuda" and number == (0 if training.captured else options.warmup - 1):
+            if on_gpu and number == (0 if training.captured else options.warmup - 1):
                 torch.cuda.reset_peak_memory_stats()  # a replay allocates nothing: its peak is that of the capture
             training.step()
         training.wait()
@@ -239,18 +248,12 @@ def measure(training, name, options):
             training.step()
             training.wait()
             times.append(1e3 * (time.perf_counter() - begin))
-        peak = torch.cuda.max_memory_allocated() / 1e9 if training.device.type == "cuda" else None
-    return times, peak, training.scaler.get_scale()  # a scale that fell tells of steps that were left out
-
-
-def profiled(training, name, options):
-    """Milliseconds a step by family, and the longest kernels, from a profile."""
-    steps = 3 if training.device.type == "cuda" else 1
-    with training.computing(name):
-        for _ in range(options.warmup):
-            training.step()
-        training.wait()
-        return profile_of(training.step, steps, training.wait, training.device.type)
+        peak = torch.cuda.max_memory_allocated() / 1e9 if on_gpu else None
+        scale = training.scaler.get_scale()  # one that fell tells of steps that were left out
+        found = (
+            profile_of(training.step, 3 if on_gpu else 1, training.wait, training.device.type) if with_profile else None
+        )
+    return times, peak, scale, found
 
 
 def make_parser(description):
@@ -300,24 +303,21 @@ def main(arguments=None):
         order = shuffle.sample(left, len(left))
         rounds.append(order)
         for name in order:
-            measured = results.run(f"round {number} of {name}", partial(measure, training, name, options))
+            call = partial(measure, training, name, options, with_profile=number == 0)
+            measured = results.run(f"round {number} of {name}", call)
             if measured is None:
                 left.remove(name)
             else:
                 record(variants.setdefault(name, {"rounds": [], "profile": None}), *measured)
-        if number == 0:  # what comes last is what a limit of time cuts off
-            for name in left:
-                variants[name]["profile"] = results.run(
-                    f"profile of {name}", partial(profiled, training, name, options)
-                )
     results.report["variants"] = {name: variants[name] for name in options.variants if name in variants}
     for name, found in results.report["variants"].items():
         show(name, found)
     return results.end()
 
 
-def record(found, times, peak, scale):
+def record(found, times, peak, scale, profile):
     """Add the figures of a round to those of a variant."""
+    found["profile"] = found["profile"] or profile
     found["rounds"].append({"ms": times, "peak_gb": peak, "scale": scale})
     every = [ms for each in found["rounds"] for ms in each["ms"]]
     peaks = [each["peak_gb"] for each in found["rounds"]]

@@ -7,6 +7,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 FAMILIES = {  # the first whose pattern is found in the name of a kernel
+    "norms and GELU, ours": r"anemoi_gt_(layer_norm|gelu)",
     "attention, ours": r"anemoi_gt|edge_attention|edge_attr",
     "fused by Inductor": r"^triton_(poi|red|per|tem|for|mm)_|^cpp_fused",
     "attention, Anemoi's": r"_gt_fwd|_gt_bwd|graph_transformer",

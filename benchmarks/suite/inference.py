@@ -154,18 +154,26 @@ def unsupported_reason(contender: str) -> str | None:
     return missing("anemoi.models", "anemoi-models") if contender == "anemoi" else None
 
 
-def checked_destinations(problem: Problem) -> Tensor:
-    """Destinations from the beginning, the middle and the end, and those that read the last sources."""
+def checked_destinations(problem: Problem, most: int = CHECKED) -> Tensor:
+    """Destinations from the beginning, the middle and the end, and those that read the last sources; `most` of each."""
     number = problem.x[1].shape[0]
-    count = min(CHECKED, number)
+    count = min(most, number)
     near = torch.arange(count, device=problem.edge_index.device)
     last = problem.edge_index[0].topk(min(count, problem.edge_index.shape[1])).indices
     kinds = (near, near + (number - count) // 2, near + number - count, problem.edge_index[1, last])
     return torch.cat(kinds).unique()
 
 
+@torch.no_grad()
 def plain(problem: Problem, destinations: Tensor, dtype: torch.dtype, device: torch.device | str) -> Tensor:
-    """Compute some destinations of a mapper from its weights by plain PyTorch: gather, softmax, scatter."""
+    """Compute some destinations of a mapper from its weights by plain PyTorch."""
+    return plain_mapper(problem, destinations, dtype, device)[0]
+
+
+def plain_mapper(
+    problem: Problem, destinations: Tensor, dtype: torch.dtype, device: torch.device | str
+) -> tuple[Tensor, nn.Module]:
+    """Compute some destinations by plain PyTorch: gather, softmax, scatter; return them with the mapper's copy used."""
     src, dst = problem.edge_index[0], problem.edge_index[1].contiguous()
     starts, ends = torch.searchsorted(dst, destinations), torch.searchsorted(dst, destinations, right=True)
     edges = torch.cat(
@@ -175,12 +183,11 @@ def plain(problem: Problem, destinations: Tensor, dtype: torch.dtype, device: to
     operands = (problem.x[0][sources], problem.x[1][destinations], problem.edge_attr[edges])
     x_src, x_dst, edge_attr = (operand.to(device, dtype) for operand in operands)
     mapper, heads = copy.deepcopy(problem.mapper).to(device, dtype), problem.setting.heads
-    with torch.no_grad():
-        x = mapper.emb_nodes_dst(x_dst)
-        degrees = (ends - starts).tolist()
-        x = x + _attend(mapper.proc, mapper.emb_nodes_src(x_src), x, edge_attr, origin.to(device), degrees, heads)
-        x = x + mapper.proc.node_dst_mlp(mapper.proc.layer_norm_mlp_dst(x))
-        return mapper.node_data_extractor(x) if problem.part == "decoder" else x
+    x = mapper.emb_nodes_dst(x_dst)
+    degrees = (ends - starts).tolist()
+    x = x + _attend(mapper.proc, mapper.emb_nodes_src(x_src), x, edge_attr, origin.to(device), degrees, heads)
+    x = x + mapper.proc.node_dst_mlp(mapper.proc.layer_norm_mlp_dst(x))
+    return (mapper.node_data_extractor(x) if problem.part == "decoder" else x), mapper
 
 
 def _attend(block: nn.Module, x_src, x_dst, edge_attr, origin: Tensor, degrees: list[int], heads: int) -> Tensor:

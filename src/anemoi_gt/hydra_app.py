@@ -24,6 +24,7 @@ from anemoi_gt.ops.backends import BACKENDS, choose_backend
 from anemoi_gt.training import TrainingConfig
 from anemoi_gt.training.cuda_graph import check_device_has_cuda_graphs
 from anemoi_gt.training.device import choose_device
+from anemoi_gt.training.memory import advice
 from anemoi_gt.training.signals import Stopped
 
 if TYPE_CHECKING:
@@ -220,10 +221,14 @@ def launch(name: str, prepare: Callable[["DictConfig"], Callable[[], Any]]) -> N
             exit_with_error(module, ValueError(str(error).splitlines()[0]))
         except HydraException as error:
             exit_with_error(module, ValueError(" ".join(str(error).split())))
+        except torch.OutOfMemoryError:
+            exit_with_error(module, out_of_memory(config))
         except ERRORS_OF_PREPARATION as error:
             exit_with_error(module, error)
         try:
             return job()
+        except torch.OutOfMemoryError:
+            exit_with_error(module, out_of_memory(config))
         except ERRORS_OF_JOB as error:
             exit_with_error(module, error)
         except Stopped as stopped:
@@ -244,6 +249,13 @@ def launch(name: str, prepare: Callable[["DictConfig"], Callable[[], Any]]) -> N
         if ended.code == 1 and not composed:  # Hydra has printed what it cannot read
             exit_with_error(module, f"nothing was started; python -m {module} --help lists all groups and options")
         raise
+
+
+def out_of_memory(config: "DictConfig") -> str:
+    """Return a sentence with advice for a run that does not fit into the memory of its GPU."""
+    properties = torch.cuda.get_device_properties() if torch.cuda.is_available() else None
+    size = "" if properties is None else f", {properties.total_memory / 1e9:.0f} GB of {properties.name}"
+    return f"out of GPU memory{size}: {advice(config.get('model', {}), config.get('training', {}))}"
 
 
 def require_packages():

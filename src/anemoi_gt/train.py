@@ -43,6 +43,7 @@ from anemoi_gt.training import Trainer
 from anemoi_gt.training.checkpoint import load_checkpoint, load_weights
 from anemoi_gt.training.data_loading import load, share_of_batch
 from anemoi_gt.training.device import choose_device, cpu_threads
+from anemoi_gt.training.memory import estimate_memory
 from anemoi_gt.training.metrics_log import MetricsFile
 from anemoi_gt.training.parallel.trainer import check_same_data, fit_sharded, make_sharded_trainer
 from anemoi_gt.training.report import write_report
@@ -144,6 +145,8 @@ def train(trainer: Trainer) -> float:
     splits, folder = trainer.splits, trainer.folder
     parameters = sum(parameter.numel() for parameter in trainer.step.model.parameters())
     log.info("%d parameters, %d nodes, %d training samples", parameters, len(splits.train.nodes), len(splits.train))
+    if (memory := estimate_memory(trainer.step.model, trainer.config)) is not None:
+        log.info("memory of a step: %s", memory)
     start = time.perf_counter()
     with MetricsFile(folder / "metrics.jsonl", until=trainer.step.global_step) as metrics:
         trainer.fit(metrics)

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import accuracy
 import anemoi_curves
+import anemoi_inference
 import check_gpu
 import cpu_attention
 import pyg_models
@@ -112,6 +113,16 @@ def test_loss_curves_of_an_anemoi_model_are_compared(tmp_path, monkeypatch):
     assert set(found["32"]["apart"]["install"]) == {0, 1} and found["32"]["within"] == {"install": True}
 
 
+def test_inference_of_an_anemoi_model_is_timed(tmp_path):
+    small = shlex.split(
+        "--grids O4 O4 --refinement 1 --channels 16 --heads 2 --layers 1 --device cpu --repeats 1 --output"
+    )
+    found = anemoi_inference.main([*small, str(tmp_path / "inference.json")])
+    assert {(line["chunks"], line["contender"]) for line in found["results"]} == {
+        *itertools.product((1, 4, 16), ("untouched", "install"))
+    }
+
+
 def test_loss_curves_of_the_application_are_compared(monkeypatch, capsys):
     """Without the eight runs of the application, which its own tests train."""
 
@@ -154,6 +165,17 @@ def test_inference_at_9_km_reports_each_run(tmp_path):
     subprocess.run([*command, str(tmp_path / "r.json")], check=True, capture_output=True, timeout=300)
     runs = json.loads((tmp_path / "r.json").read_text())["runs"]
     assert [(found["num_chunks"], found["outcome"]) for found in runs] == [(1, "right"), (2, "right")]
+
+
+def test_training_at_9_km_checks_and_times_steps(tmp_path):
+    sizes = "--grid O4 --refinement 1 --check-grid O4 --check-refinement 1 --channels 32 --heads 2 --layers 2"
+    options = "--fields 6 2 --device cpu --compiled 0 --steps 1 --chunks 1 3 --anemoi-chunks 1 2 --output"
+    command = [sys.executable, str(ROOT / "benchmarks" / "train_9km.py"), *f"{sizes} {options}".split()]
+    subprocess.run([*command, str(tmp_path / "r.json")], check=True, capture_output=True, timeout=300)
+    runs = json.loads((tmp_path / "r.json").read_text())["runs"]
+    assert [run["outcome"] for run in runs if "check" in run] == ["right"] * 7
+    timed = [(run["contender"], run["num_chunks"]) for run in runs if run["outcome"] == "done"]
+    assert timed == [("anemoi_gt", 1), ("anemoi_gt", 3), ("anemoi-models", 2), ("anemoi-models", 1)]
 
 
 def test_gpu_checks_run_in_small(tmp_path):

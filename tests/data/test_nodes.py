@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from anemoi_gt.data import nodes as nodes_module
 from anemoi_gt.data.grids import octahedral
 from anemoi_gt.data.meshes import icosphere
 from anemoi_gt.data.nodes import Nodes, area_weights
@@ -116,3 +117,12 @@ def test_area_of_a_gaussian_row_is_its_quadrature_weight():
     share = np.bincount(row, area_weights(nodes)) / len(nodes)
     np.testing.assert_allclose(share[1:-1], quadrature[1:-1] / 2, rtol=3e-2)  # Voronoi cells differ at the poles
     np.testing.assert_allclose(share.sum(), 1)
+
+
+def test_large_grids_in_rows_have_the_areas_of_bands_and_others_of_cells(monkeypatch):
+    grid, mesh = octahedral(48), icosphere(4).nodes
+    cells = [area_weights(nodes) for nodes in (grid, mesh)]
+    monkeypatch.setattr(nodes_module, "LARGE", 1000)
+    np.testing.assert_allclose(area_weights(grid), cells[0], rtol=7e-3)
+    assert len(np.unique(area_weights(grid))) <= 96 < len(np.unique(cells[0]))
+    np.testing.assert_array_equal(area_weights(mesh), cells[1])

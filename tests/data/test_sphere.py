@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from anemoi_gt.data import sphere_advection
 from anemoi_gt.data.grids import gaussian_latitudes, octahedral, reduced_gaussian
 from anemoi_gt.data.nodes import EARTH_RADIUS, Nodes, area_weights
 from anemoi_gt.data.sphere_advection import SECONDS_PER_HOUR, Case, Flow, Hills, draw_case, rotate, sphere
@@ -149,6 +150,13 @@ def test_samples_follow_from_seed_and_index_alone(splits):
             torch.testing.assert_close(part[i], same[i], rtol=0, atol=0)
     other = sphere("O12", **SIZES, seed=1)
     assert not torch.allclose(splits.train[0].inputs, other.train[0].inputs, atol=0.1)
+
+
+def test_samples_in_blocks_have_the_same_bits(splits, monkeypatch):
+    expected = splits.train[1]
+    monkeypatch.setattr(sphere_advection, "BLOCK", 100)
+    for one, other in zip(splits.train[1], expected, strict=True):
+        assert torch.equal(one, other)
 
 
 def test_no_two_samples_share_a_flow(splits):

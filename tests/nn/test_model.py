@@ -9,6 +9,7 @@ from omegaconf import OmegaConf
 from support.differentiate import randomise
 from support.refusals import raises, refused
 from support.weather import IN, KINDS, NODES, OUT, SAMPLES, weather_graph
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from anemoi_gt import AttentionConfig, EncoderProcessorDecoder, GraphStructure
 from anemoi_gt.nn.block import GraphTransformerBaseBlock
@@ -128,6 +129,22 @@ def test_checkpointing_keeps_less_for_backward(graph, x):
     models = (make_model(graph, checkpoint_groups=number, num_layers=4) for number in (None, 4, 1))
     everything, groups, all_in_one = map(kept, models)
     assert all_in_one < groups < 0.5 * everything
+
+
+def test_chunks_of_fields_are_embedded_one_at_a_time(graph, x):
+    class Widest(TorchDispatchMode):
+        widest = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            out = function(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor) and out.dim() == 3 and out.shape[1] == NODES["data"]:
+                self.widest = max(self.widest, out.shape[-1])
+            return out
+
+    for chunks, widest in ((1, 64), (2, 8)):  # hidden layers; trainable features, above fields and outputs
+        with Widest() as mode:
+            train_step(make_model(graph, mapper_chunks=chunks, checkpoint_groups=1), x)
+        assert mode.widest == widest
 
 
 def test_state_dict_goes_to_another_model_on_the_same_graph(graph, x):

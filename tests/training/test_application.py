@@ -8,12 +8,14 @@ import sys
 from functools import partial
 
 import pytest
+import torch
 from omegaconf import OmegaConf
 
 from anemoi_gt import train
 from anemoi_gt.hydra_app import check_types
 from anemoi_gt.ops import backends
 from anemoi_gt.training.checkpoint import save_checkpoint
+from anemoi_gt.training.step import TrainingStep
 
 from . import conftest
 
@@ -50,6 +52,26 @@ def test_a_run_leaves_checkpoints_metrics_scores_and_a_plot(application, capsys)
     assert re.search(rf"persistence +{scores[1]['rmse']:.4f}", output.out)
     assert f"written: {folder / 'forecast.png'}" in output.out
     assert "samples/s" in output.err and "loss=" in output.err
+
+
+TINY_9_KM = ["graph=o1280", "data=sphere", *SMALL, "graph.grid=O4", "model.channels=16", "model.num_layers=1"]
+TINY_9_KM += ["model.checkpoint_groups=1", "training.compile=false"]
+
+
+def test_the_recipe_of_9_km_trains_and_tells_the_memory_before(application):
+    folder = application(*TINY_9_KM)
+    log = (folder / "train.log").read_text()
+    assert re.search(r"memory of a step: about [\d.]+ GB: state .*, working set .*\n(.*\n)*trained", log)
+    assert (folder / "scores.json").exists()
+
+
+@pytest.mark.parametrize("phase", ["__init__", "training_step"])
+def test_a_gpu_that_is_too_small_ends_with_one_sentence_and_advice(refusal, monkeypatch, phase):
+    def fail(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 13.50 GiB.")
+
+    monkeypatch.setattr(TrainingStep, phase, fail)
+    assert refusal(*TINY_9_KM) == "anemoi_gt.train: out of GPU memory: set model.mapper_chunks=32"
 
 
 def test_a_backend_that_cannot_run_is_refused_with_its_reason_before_training(refusal, monkeypatch, tmp_path):

@@ -19,6 +19,7 @@ from anemoi_gt.train import build
 
 CONFIGS = files("anemoi_gt.configs")
 TINY_SPHERE = ["data.grid_name=O4", "data.train_size=2", "data.valid_size=1", "data.test_size=1", "data.lead_time=12"]
+TINY_MODEL = ["model.channels=16", "model.num_layers=1", "model.checkpoint_groups=1", "graph.refinement=1"]
 FOR_ANEMOI = "anemoi"  # groups for Anemoi's configs, not for this application's
 
 
@@ -56,6 +57,8 @@ def test_there_are_the_groups_that_the_documentation_names_and_every_backend_and
 @pytest.mark.parametrize("option", list(options()))
 def test_every_config_builds_its_object(option, weather):
     needed = ["data=era5_uk"] if "limited" in option else [] if "era5" in option else TINY_SPHERE
+    needed = [*needed, *TINY_MODEL] if "o1280" in option else needed
+    needed = [*needed, "graph.grid=O4"] if option in ("graph=n320", "graph=o1280") else needed
     config = composed(*needed, option)
     if option == "attention/backend=triton":
         assert instantiate(config.attention) == AttentionConfig(backend="triton")
@@ -86,6 +89,19 @@ def test_graph_model_and_training_follow_the_data_unless_chosen():
     assert config.graph._target_.endswith("limited_area_graph")
     assert config.training == composed("data=era5_uk", "training=era5_uk").training != composed().training
     assert composed("data=era5_uk", "model=graph_transformer").model.channels == 128
+
+
+def test_a_graph_for_a_grid_brings_the_data_onto_it_and_its_model_and_training_unless_chosen():
+    config = composed("graph=o1280")
+    assert (config.data.grid_name, config.model.channels, config.training.batch_size) == ("O1280", 1024, 1)
+    assert config.training == composed("training=o1280").training != composed("graph=n320").training
+    assert composed("graph=o1280", "model=sphere").model == composed().model
+    assert composed("graph=n320").data.grid_name == "N320" and composed().data.grid_name == "O16"
+
+
+def test_a_graph_for_another_grid_is_refused():
+    with pytest.raises(ValueError, match=r"the data must be on grid N320, .* of 542080 nodes, got 208 nodes"):
+        build(composed("graph=n320", *TINY_SPHERE))
 
 
 def test_the_attention_config_reaches_every_layer():

@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from torch_geometric.data import HeteroData
 
-from anemoi_gt.data import edges
+from anemoi_gt.data import edges, grids
 from anemoi_gt.data.edge_attributes import edge_direction, edge_length, unit_std
 from anemoi_gt.data.meshes import Mesh, icosphere, limited_area_icosphere, stretched_icosphere
 from anemoi_gt.data.nodes import Nodes, check_nodes
@@ -37,10 +37,12 @@ from anemoi_gt.option_checks import check_integer
 DATA, HIDDEN = "data", "hidden"
 
 
-def icosphere_graph(nodes: Nodes, *, refinement: int, cutoff: float = 0.6, nearest: int = 3) -> HeteroData:
+def icosphere_graph(
+    nodes: Nodes, *, refinement: int, cutoff: float = 0.6, nearest: int = 3, grid: str | None = None
+) -> HeteroData:
     """Return the graph of a global grid and a multi-scale icosphere.
 
-    Raises ValueError if refinement, cutoff or nearest is out of range.
+    Raises ValueError if refinement, cutoff or nearest is out of range, or the nodes are not those of `grid`.
 
     Parameters
     ----------
@@ -52,6 +54,8 @@ def icosphere_graph(nodes: Nodes, *, refinement: int, cutoff: float = 0.6, neare
         Encoder radius in units of the hidden mesh's spacing; a hidden node has at most 64 in-edges.
     nearest : int
         Decoder: number of nearest hidden nodes connected to each data node.
+    grid : str, optional
+        Name of the grid that the mesh was chosen for, see `grids.grid`: other nodes are refused. None takes any.
 
     Examples
     --------
@@ -61,6 +65,11 @@ def icosphere_graph(nodes: Nodes, *, refinement: int, cutoff: float = 0.6, neare
     ...  for (source, _, destination), edges in zip(graph.edge_types, graph.edge_stores)}
     {'data to hidden': 62980, 'hidden to hidden': 81840, 'hidden to data': 120960}
     """
+    if grid is not None and isinstance(nodes, Nodes) and len(nodes) != (expected := len(grids.grid(grid))):
+        raise ValueError(
+            f"the data must be on grid {grid}, which this graph is for, of {expected} nodes, got {len(nodes)} nodes: "
+            "take graph=icosphere with a graph.refinement for your grid"
+        )
     return encoder_processor_decoder(nodes, icosphere(refinement), cutoff=cutoff, nearest=nearest)
 
 

@@ -74,6 +74,7 @@ class Sizes(NamedTuple):
     tile: str = ""  # forced fields of the tiles of row kernels
     dst_segment: int = 0  # edges of a segment of a hub among the destinations; 0: there is none
     src_segment: int = 0
+    gradient_stride: int = 0  # elements between two nodes in grad_out, dquery, dkey and dvalue
 
     @property
     def attributes(self) -> int:
@@ -122,6 +123,7 @@ class Problem:
     operands: AttentionOperands
     index: IndexTensors
     options: Options
+    gradient_stride: int = 0  # elements between two rows of grad_out, dquery, dkey and dvalue; 0: they are contiguous
 
     @cached_property
     def sizes(self) -> Sizes:
@@ -143,6 +145,7 @@ class Problem:
             tile=self.options.tile,
             dst_segment=self.segments[0],
             src_segment=self.segments[1],
+            gradient_stride=self.gradient_stride or heads * channels,
         )  # fmt: skip
 
     @cached_property
@@ -192,6 +195,7 @@ class Problem:
         edge_dim = 0 if edge_weight is None else edge_weight.shape[1]
         columns = attribute_columns(edge_dim + (edge_bias is not None))
         per_edge, per_node = max(heads * (channels if self.embedded else 2), columns), heads * max(channels, columns)
+        per_node = max(per_node, self.gradient_stride)
         rows = [(self.index.row.shape[0], per_edge), (num_dst, per_node), (key.shape[-3], per_node)]
         rows += [(-(-self.index.row.shape[0] // segment), per_node) for segment in filter(None, self.segments)]
         return tuple(self.batch * number * width for number, width in rows)
