@@ -1,19 +1,20 @@
 """Commands of the README and the documentation: all exist and compose, and those that can run here run, in order."""
 
 import re
-import subprocess
 import sys
 import tomllib
 
 import pytest
 from hydra import compose, initialize_config_module
+from support import applications
+from support.forked import Program
 from support.pages import FILE, PAGES, ROOT, blocks, commands, name_of
 
 from anemoi_gt import __main__ as command_line
 from anemoi_gt import train
 
 SMALL = [
-    *("data.grid_name=O4", "data.train_size=8", "data.valid_size=2", "data.test_size=3", "graph.refinement=1"),
+    *applications.SMALL,
     *("model.num_layers=1", "training.steps=4", "training.warmup_steps=1"),
     *("training.batch_size=2", "training.device=cpu"),
 ]
@@ -23,7 +24,6 @@ WITH_COMMANDS = [page for page in PAGES if commands(page)]
 
 
 def runs_here(words):
-    """Return True if the command can be run for the test."""
     return not {word.removeprefix("anemoi_gt.") for word in words} & NOT_HERE
 
 
@@ -66,26 +66,19 @@ def test_every_command_exists(page):
 
 @pytest.fixture
 def place(tmp_path, monkeypatch, logging_as_before):
-    """A working directory from which commands import the package and its configs."""
-    site = tmp_path / "site" / "anemoi_gt"
-    site.mkdir(parents=True)
-    for part in (ROOT / "src" / "anemoi_gt").iterdir():
-        (site / part.name).symlink_to(part)
-    (site / "configs").symlink_to(ROOT / "configs")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    """The working directory of commands."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
-def start(words, monkeypatch):
+def start(words, place, monkeypatch):
     """Run a command with small sizes: applications in this process, torchrun and files in their own."""
     application, values = overrides(words) or ("", [])
     small = SMALL if application == "train" else []
     if words[0] == "torchrun" or words[1].endswith(".py"):
-        program = [sys.executable, *(["-m", "torch.distributed.run", "--standalone"] if words[0] == "torchrun" else [])]
-        ended = subprocess.run([*program, *words[1:], *small], capture_output=True, text=True, timeout=120, check=False)
-        assert ended.returncode == 0, ended.stderr
+        program = ["-m", "torch.distributed.run", "--standalone"] if words[0] == "torchrun" else []
+        status, _, error = Program(*program, *words[1:], *small, folder=place).finish(timeout=120)
+        assert status == 0, error
     else:
         monkeypatch.setattr(sys, "argv", sys.argv)  # an application's own while it runs
         command_line.main([application, *values, *small] if application else words[3:])
@@ -98,11 +91,10 @@ def test_commands_run_in_the_order_of_the_page(page, place, monkeypatch, capsys)
             (place / file[1]).write_text(code)
     for words in filter(None, commands(page)):
         if words[0] in ("python", "torchrun") and not words[1].startswith("benchmarks/") and runs_here(words):
-            start(words, monkeypatch)
+            start(words, place, monkeypatch)
 
 
 def refusals():
-    """Return the rows of the errors page: overrides and message."""
     page = (ROOT / "docs" / "errors.md").read_text()
     rows = re.findall(r"^\| `([^|`]+=[^|`]+)`[^|]*\| `(.+)` \|$", page, re.MULTILINE)
     assert rows

@@ -74,7 +74,6 @@ def test_yaml_composes_as_the_config_of_an_application(page, tmp_path):
 
 
 def groups_of(text):
-    """Return the groups that a defaults list names."""
     entries = [entry for entry in yaml.safe_load(text)["defaults"] if isinstance(entry, dict)]
     return [place.partition("@")[2] or place for entry in entries for place in entry]
 
@@ -96,7 +95,6 @@ def test_links_and_named_files_exist(page):
 
 
 def anchors(page):
-    """Return the anchors of a page's headings."""
     headings = re.findall(r"^#+ (.*)$", BLOCK.sub("", page.read_text()), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 

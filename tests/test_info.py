@@ -2,7 +2,7 @@
 
 import importlib.metadata
 import re
-import subprocess
+import runpy
 import sys
 import tomllib
 from pathlib import Path
@@ -24,16 +24,16 @@ RUN = "import runpy, sys\nsys.argv = ['anemoi_gt', 'info']\nrunpy.run_module('an
 
 
 def rows(section):
-    """Return the rows of a section by name."""
     block = next(block for block in info.describe().split("\n\n") if block.startswith(f"{section}\n"))
     return dict(re.fullmatch(r"  (.+?)  +(.+)", line).groups() for line in block.splitlines()[1:])
 
 
 @pytest.mark.parametrize("command", [["anemoi_gt", "info"], ["anemoi_gt.info"]])
-def test_the_command_prints_all_sections(command):
-    result = subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True, timeout=120)
-    assert result.returncode == 0, result.stderr
-    sections = [block.splitlines()[0] for block in result.stdout.strip().split("\n\n")]
+def test_the_command_prints_all_sections(command, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", command)
+    monkeypatch.delitem(sys.modules, "anemoi_gt.info")  # runpy warns of a module that runs twice
+    runpy.run_module(command[0], run_name="__main__")
+    sections = [block.splitlines()[0] for block in capsys.readouterr().out.strip().split("\n\n")]
     assert sections == ["versions", "packages", "devices", "attention backends", "anemoi-models"]
 
 

@@ -50,7 +50,6 @@ def make_model(**options):
 
 
 def one_model():
-    """All ranks on one model."""
     return mesh_of(1, dist.get_world_size())
 
 

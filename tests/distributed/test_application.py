@@ -49,7 +49,6 @@ ONE_HOST = Host(("--standalone",), {})
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """A folder from which the application starts."""
     return tmp_path_factory.mktemp("application")
 
 
@@ -66,7 +65,6 @@ def torchrun(place, ranks, *arguments, host=ONE_HOST, script=("-m", "anemoi_gt.t
 
 
 def finish(process):
-    """Exit status and output of a process."""
     status, output, error = process.finish(PATIENCE)
     return status, output + error
 
@@ -81,14 +79,12 @@ def two_hosts():
 
 
 def steps_in(folder):
-    """The steps of the training records in a run's folder."""
     path = folder / "metrics.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
     return [record["step"] for record in map(json.loads, lines) if record["split"] == "train"]
 
 
 def ranks_of(process):
-    """The processes that torchrun started."""
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     return sorted(map(int, children))
 
@@ -136,16 +132,14 @@ def test_the_progress_bar_is_of_one_rank_and_counts_the_samples_of_all(continued
     assert not re.findall(r"\d+/32 ", other), other
 
 
+SEEDS = "training.seed='${oc.decode:${oc.env:RANK}}'"
 CHUNKS = "sharding=edges sharding.model='${oc.decode:${oc.env:WORLD_SIZE}}' model.mapper_chunks=2"
 
 
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (
-            "training.seed='${oc.decode:${oc.env:RANK}}'",
-            "seed must be the same on all ranks, got 1 on rank 1 and 0 on rank 0",
-        ),
+        (SEEDS, "seed must be the same on all ranks, got 1 on rank 1 and 0 on rank 0"),
         ("training.batch_size=3", "batch_size must be a multiple of the 2 ranks of the data axis, got 3"),
         (CHUNKS, "mapper_chunks must be 1 under torchrun, got 2: increase sharding.model instead"),
     ],

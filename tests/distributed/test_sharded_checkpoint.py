@@ -41,7 +41,6 @@ def folder_with(tmp_path):
 
 @pytest.fixture
 def alone(tmp_path):
-    """A job of one rank."""
     dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
     yield dist.group.WORLD
     dist.destroy_process_group()
@@ -74,13 +73,6 @@ def test_a_run_of_the_other_form_is_refused_with_the_command_that_continues_it(f
 def test_incomplete_checkpoints_are_no_run(folder_with):
     for leftover in ("metrics.jsonl", "best.pt", "last.pt.partial", "last.partial/.metadata", "last/a"):
         assert find_run(folder_with(leftover)) is None, leftover
-
-
-@pytest.mark.parametrize("resume", [False, True])
-def test_one_process_refuses_the_folder_of_torchrun(folder_with, resume):
-    last = folder_with("last.former/.metadata")
-    with pytest.raises(ValueError, match="holds a run of torchrun, in last.former"):
-        train.checkpoint_to_resume(last.parent, resume, {})
 
 
 def test_a_run_interrupted_between_the_renames_keeps_its_checkpoint_until_the_next(alone, tmp_path, monkeypatch):

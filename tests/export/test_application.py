@@ -1,15 +1,16 @@
 """The export application: from a checkpoint to a package that runs in Python and C++, and its errors."""
 
 import json
-import logging
 import subprocess
 import sys
-from copy import copy
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from hydra import compose, initialize_config_module
+from support import applications
+from support.applications import last_error, logging_as_before
 
 from anemoi_gt import __main__ as command_line
 from anemoi_gt import hydra_app
@@ -18,18 +19,14 @@ from anemoi_gt.training.checkpoint import save_checkpoint
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "run_package"
 SMALL = [
-    *("data.grid_name=O4", "data.train_size=4", "data.valid_size=2", "data.test_size=3", "graph.refinement=1"),
+    *applications.SMALL,
     *("model.num_layers=1", "model.channels=16", "model.heads=2", "training.device=cpu", "attention.backend=torch"),
 ]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def restore_logging():
-    """Undo the application's changes to logging after all tests of this file."""
-    root = logging.getLogger()
-    with pytest.MonkeyPatch.context() as patch:
-        for place, name in ((root, "handlers"), (root, "level"), (logging, "raiseExceptions")):
-            patch.setattr(place, name, copy(getattr(place, name)))  # restored on exit
+    with logging_as_before():
         yield
 
 
@@ -111,16 +108,7 @@ def test_metadata_describes_inputs_outputs_and_origin(package, run):
 
 @pytest.fixture
 def error_line(started, capsys):
-    """Run the application with invalid arguments, and return the last line of standard error."""
-
-    def error_line(*arguments):
-        with pytest.raises(SystemExit, match="^1$"):
-            started(*arguments)
-        error = capsys.readouterr().err
-        assert "Traceback" not in error
-        return error.splitlines()[-1]
-
-    return error_line
+    return partial(last_error, capsys, started)
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,8 @@ def hub_graph(edges=400):
 def full_graph(edges):
     """The same with everything a structure may carry; of 90 edges, three at every destination."""
     perm, ids = torch.randperm(edges, dtype=torch.int32), torch.arange(edges)
-    return replace(bare_graph(edges), perm=perm, global_edge_id=ids).with_dst_schedule()
+    schedule = torch.arange(30, dtype=torch.int32).flip(0)
+    return replace(bare_graph(edges), perm=perm, global_edge_id=ids, dst_schedule=schedule)
 
 
 def run(call):
@@ -156,7 +157,6 @@ def resources(compiled):
 
 
 def recorded(*calls):
-    """Distinct launches of all calls."""
     return distinct([launched for call in calls for launched in record(lambda call=call: run(call))])
 
 
@@ -184,7 +184,6 @@ def every():
 
 
 def each():
-    """All kernels, once."""
     first = {}
     for kernel, *rest in every():
         first.setdefault(kernel, (kernel, *rest))

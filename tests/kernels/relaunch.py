@@ -54,7 +54,6 @@ class Driver:
 
 
 def twice(launch, **tensors):
-    """Launch, and launch again."""
     ONCE(launch, **tensors)
     ONCE(launch, **tensors)
 
@@ -80,13 +79,11 @@ def repeated():
 
 
 def public():
-    """As `repeated`, without the private parts."""
     with mock.patch.object(jit_launch, "repeating_device", lambda: None):
         repeated()
 
 
 def compilations():
-    """How many compiled forms of each kernel there are."""
     return {kernel.__name__: len(kernel.device_caches[0][0]) for kernel in KERNELS if kernel.device_caches[0][0]}
 
 

@@ -63,11 +63,6 @@ def test_norms_are_chunked_where_a_gpu_kernel_would_overflow_32_bits():
     assert not overflows(norm, on_cpu) and not overflows(torch.nn.Identity(), more)
 
 
-def test_one_row_of_a_condition_is_every_nodes():
-    norm, x, cond = randomise(ConditionalLayerNorm(8, condition_shape=3)), draw(2, 5, 8), draw(2, 1, 3)
-    torch.testing.assert_close(norm(x, cond=cond), norm(x, cond=cond.expand(2, 5, 3)))
-
-
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32))
 def test_norms_keep_the_dtype_of_their_input_under_autocast(dtype):
     x = draw(5, 8).to(dtype)

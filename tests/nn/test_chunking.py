@@ -11,8 +11,6 @@ from support.same_numbers import assert_same
 
 from anemoi_gt import AttentionConfig, GraphStructure, edge_attention, nn
 from anemoi_gt.nn import ConditionalLayerNorm, LayerKernels, StaticEdges, split_destinations
-from anemoi_gt.ops.operands import AttentionOperands
-from anemoi_gt.ops.triton_backend import op
 
 SRC, DST, EDGES, DIM = 13, 11, 50, 3
 BLOCK = {"in_channels": 12, "out_channels": 12, "hidden_dim": 20, "num_heads": 3, "edge_dim": DIM, "qk_norm": True}
@@ -173,20 +171,6 @@ def test_layers_without_gradients_keep_nothing_and_build_no_reverse(kind, backen
     with torch.autograd.graph.saved_tensors_hooks(kept.append, lambda tensor: tensor), torch.no_grad():
         run(layer, inputs, graph.to(kernel_device))
     assert kept == []
-
-
-def test_triton_keeps_no_exp_scores_without_gradients(kernel_device, monkeypatch):
-    graph, rows = make_graph(DST).to(kernel_device), draw(DST, 2, 16).float().to(kernel_device)
-    made, operator = [], op.edge_attention_triton
-
-    def spy(*operands):
-        made.extend(results := operator(*operands))
-        return results
-
-    monkeypatch.setattr(op, "_attend", spy)
-    with torch.no_grad():
-        op.attend(AttentionOperands(rows, rows, rows), graph, None, 0.25, 0.0)
-    assert [tensor.numel() for tensor in made[2:]] == [0, 0, 0]
 
 
 @pytest.mark.parametrize("number", (0, -1, 12))
