@@ -72,7 +72,7 @@ def _list_of_choices(group: str, names: list[str]) -> str:
 
 def _options_table(target: str, values: dict[str, dict]) -> str:
     described = meanings(target)
-    names = [name for name in next(iter(values.values())) if not name.startswith("_")]
+    names = list(dict.fromkeys(name for options in values.values() for name in options if not name.startswith("_")))
     missing = [name for name in names if name not in described]
     if missing:
         raise LookupError(f"the docstring of {target} does not list {missing}")
