@@ -112,21 +112,21 @@ class Bar(NullLogger):
 
     last = None
 
-    def __init__(self, samples, done):
-        self.samples, self.done = samples, done
+    def __init__(self, steps, done):
+        self.steps, self.done = steps, done
         Bar.last = self
 
-    def advance(self, samples):
-        self.done += samples
+    def advance(self):
+        self.done += 1
 
 
 @on_all_ranks
-def the_progress_bar_is_of_the_first_rank_and_counts_the_samples_of_all(group, verdict):
+def the_progress_bar_is_of_the_first_rank_and_counts_steps(group, verdict):
     with without_default_device():
         Bar.last = None
         parts = make_parts(shared_folder(group), steps=2)
         make_sharded(mesh_of(dist.get_world_size() // 2, 2), *parts, progress=Bar)[0].fit(Records())
-        verdict.same("bar", (Bar.last.done, Bar.last.samples) if Bar.last else None, (8, 8) if is_first() else None)
+        verdict.same("bar", (Bar.last.done, Bar.last.steps) if Bar.last else None, (2, 2) if is_first() else None)
 
 
 @on_all_ranks
