@@ -59,7 +59,7 @@ def test_with_only_torch_everything_else_is_reported_missing():
 def test_every_package_of_an_extra_is_listed_with_it():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     needed = {None: project["dependencies"], **project["optional-dependencies"]}
-    for extra in (None, "triton", "graphs", "hydra", "train", "era5"):
+    for extra in (None, "triton", "graphs", "hydra", "train", "xarray", "era5"):
         names = {re.match(r"[\w-]+", requirement)[0] for requirement in needed[extra]} - {"torch", "anemoi-gt"}
         assert names == {package for package, its_extra in info.PACKAGES.values() if its_extra == extra}, extra
 
@@ -101,7 +101,7 @@ def test_an_unknown_command_names_the_known_ones(arguments, capsys):
     with pytest.raises(SystemExit) as end:
         command_line.main(arguments)
     error = capsys.readouterr().err
-    assert end.value.code == 2 and "usage: python -m anemoi_gt" in error and "info" in error
+    assert end.value.code == 2 and "usage: anemoi-gt" in error and "info" in error
 
 
 def test_the_version_is_an_option_and_in_the_changelog(capsys):

@@ -98,12 +98,13 @@ def store_config(arguments: list[str]) -> None:
     """
     from hydra.core.config_store import ConfigStore
 
-    if not any(argument.startswith("checkpoint=") for argument in arguments):
+    given = [argument for argument in arguments if argument.startswith("checkpoint=")]
+    if not given:
         return  # --help needs none; otherwise Hydra reports it as missing
     value = argument_value(arguments, "checkpoint")
     if not isinstance(value, str):
         raise ValueError(
-            f"checkpoint must name one file, got {arguments}; quote names with spaces or special characters twice: "
+            f"checkpoint must name one file, got {given[-1]!r}; quote names with spaces or special characters twice: "
             "\"checkpoint='run (1)/best.pt'\""
         )
     path = Path(value)

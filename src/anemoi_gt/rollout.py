@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from anemoi_gt.evaluate import launch_on_checkpoint
@@ -46,15 +47,13 @@ def rollout(run: Run, path: Path, sample: int, steps: int) -> None:
     test, model = run.splits.test, run.model.to(choose_device(run.training.device)).eval()
     with cpu_threads(run.training.threads):
         states = torch.stack([outcome.forecast for outcome in roll_out(model, test, sample, steps)]).numpy()
-    axes = {"latitude": test.nodes.lat, "longitude": test.nodes.lon}
-    xarray = import_extra("xarray", "xarray")
-    forecast = xarray.Dataset(
-        {
-            name: (("lead_time", "node"), states[..., v], {"units": units})
-            for v, (name, units) in enumerate(zip(test.variables, test.units, strict=True))
-        },
-        {"lead_time": ("lead_time", [(n + 1) * test.lead_time for n in range(steps)], {"long_name": "hours"})}
-        | {name: ("node", degrees) for name, degrees in axes.items()},
+    fields = zip(test.variables, test.units, states.transpose(2, 0, 1), strict=True)
+    hours = np.arange(1, steps + 1) * test.lead_time
+    coords = {"lead_time": ("lead_time", hours, {"long_name": "hours"})}
+    coords |= {"latitude": ("node", test.nodes.lat), "longitude": ("node", test.nodes.lon)}
+    forecast = import_extra("xarray", "xarray").Dataset(
+        {name: (("lead_time", "node"), values, {"units": units}) for name, units, values in fields},
+        coords,
         {"title": f"{test.title(sample)}, {steps} steps"},
     )
     with annotate_oserror(path):

@@ -96,6 +96,8 @@ def prepare(config: "DictConfig") -> Callable[[], float]:
     folder, description = output_folder(), describe(config)
     check_device(config)
     state = checkpoint_to_resume(folder, config.resume, description)
+    if state is not None:
+        config.init_from = None  # weights are those of the checkpoint
     run = build(config)
     if run.training.compile:
         torch.compiler.reset()  # what earlier runs of a sweep compiled counts against PyTorch's limit
@@ -191,6 +193,8 @@ def _train_on_ranks(config: "DictConfig", sharding: ShardingConfig, device_type:
         check_shares(config, mesh)
         description, folder = describe(config), Path(broadcast_from_rank0(str(output_folder())))
         resume = run_on_rank0(partial(resumes_on_ranks, folder, config.resume, description))
+        if resume:
+            config.init_from = None
         splits, training = build_data(config)
         check_same_data(splits, folder)
         if mesh.get_rank() == 0:

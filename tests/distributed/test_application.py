@@ -113,7 +113,8 @@ def continued(place, stopped):
 def test_a_signal_to_one_rank_stops_all_with_one_message_that_names_the_folder(place, stopped):
     messages = re.findall(r"anemoi_gt.train: stopped by SIGTERM after step (\d+), (.*)$", stopped, re.MULTILINE)
     assert len(messages) == 1 and steps_in(place / "run")[-1] == int(messages[0][0]), stopped
-    assert messages[0][1] == f"which is saved: resume=true hydra.run.dir={place / 'run'} continues from there"
+    command = "torchrun --nproc-per-node=4 -m anemoi_gt.train sharding=edges sharding.model=4 resume=true"
+    assert messages[0][1] == f"which is saved: {command} hydra.run.dir={place / 'run'}"
     assert set(re.findall(r"exitcode *: (-?\d+)", stopped)) == {"143"}, stopped  # its status
 
 
@@ -126,10 +127,10 @@ def test_two_hosts_with_a_model_each_continue_what_one_model_on_four_ranks_began
     assert left == {"best", "last", "best.pt", "metrics.jsonl", "scores.json", "forecast.png", "train.log", ".hydra"}
 
 
-def test_the_progress_bar_is_of_one_rank_and_counts_the_samples_of_all(continued):
+def test_the_progress_bar_is_of_one_rank_and_counts_steps(continued):
     _, (first, other), _ = continued
-    assert re.findall(r"(\d+)/32 ", first)[-1] == "32", first
-    assert not re.findall(r"\d+/32 ", other), other
+    assert re.findall(r"(\d+)/16 ", first)[-1] == "16", first
+    assert not re.findall(r"\d+/16 ", other), other
 
 
 SEEDS = "training.seed='${oc.decode:${oc.env:RANK}}'"

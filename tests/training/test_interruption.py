@@ -70,7 +70,7 @@ def test_a_terminated_run_saves_and_prints_how_to_continue(terminated):
     assert VALID_EVERY + 5 <= step < STEPS
     assert step == max(record["step"] for record in records(folder))  # nothing that was done is lost
     assert status == 128 + signal.SIGTERM
-    go_on = f"resume=true hydra.run.dir={folder} continues from there"
+    go_on = f"anemoi-gt train resume=true hydra.run.dir={folder}"
     assert sentence == f"anemoi_gt.train: stopped by SIGTERM after step {step}, which is saved: {go_on}"
 
 

@@ -1,9 +1,12 @@
 """A run on one's own data: started, continued, grown, fine-tuned and evaluated by short commands."""
 
 import json
+import os
 import re
 import shlex
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +14,7 @@ import pytest
 import xarray
 from omegaconf import OmegaConf
 from support.own_data import weather_file
+from support.pages import ROOT
 
 from anemoi_gt import __main__ as command_line
 from anemoi_gt import evaluate, hydra_app, rollout, train
@@ -158,6 +162,26 @@ def test_a_folder_that_cannot_be_created_is_one_sentence(place, start, error_lin
 
 def test_more_warmup_than_steps_is_taken_as_steps_with_a_note(capsys, begun):
     assert "training.warmup_steps is 50, taken as training.steps=4" in capsys.readouterr().out
+
+
+INTERRUPTED = """
+import os, signal, sys
+
+class Interrupt:
+    def find_spec(self, name, *_):
+        if name == "torch":
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupt())
+from anemoi_gt_command import main
+main()
+"""
+
+
+def test_an_interrupt_while_packages_are_imported_prints_nothing():
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
+    ended = subprocess.run([sys.executable, "-c", INTERRUPTED], env=environment, capture_output=True, timeout=60)
+    assert ended.returncode == -signal.SIGINT and ended.stderr == b""
 
 
 def test_the_command_line_names_every_application(monkeypatch, capsys):

@@ -12,7 +12,7 @@ samples.
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from itertools import combinations, pairwise
 
@@ -78,13 +78,12 @@ def field_data(
     if variables is None:
         variables = [name for name in fields.readers if name not in {*fields.static, *forcings, *diagnostics}]
     names = [*variables, *diagnostics, *forcings]
-    missing = [name for name in names if name not in fields.readers]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    static = sorted(fields.static & {*variables, *diagnostics})
-    if missing or twice or static or not (variables or diagnostics):
-        wrong = f"{', '.join(missing)} missing" if missing else f"{', '.join(twice)} twice" if twice else "none"
-        wrong = f"{', '.join(static)} without time" if static and not (missing or twice) else wrong
-        raise ValueError(f"variables must be among {', '.join(fields.readers)}, in one role each, got {wrong}")
+    wrong = [f"{name} missing" for name in names if name not in fields.readers]
+    wrong += sorted({f"{name} twice" for name in names if names.count(name) > 1})
+    wrong += [f"{name} without time" for name in sorted(fields.static & {*variables, *diagnostics})]
+    if wrong or not (variables or diagnostics):
+        known, got = ", ".join(fields.readers), ", ".join(wrong) or "none"
+        raise ValueError(f"variables must be among {known}, in one role each, got {got}")
     periods = split_times(fields.times, train, valid, test)
     parts = FieldDataset(fields, (list(variables), diagnostics, forcings), lead_time, input_steps, periods[0])
     return Splits(parts, *(parts.within(period) for period in periods[1:]))
@@ -184,8 +183,8 @@ class FieldDataset(ForecastDataset):
     def advance(self, i: int, forecasts: Sequence[Tensor]) -> Step:
         """Return the step after these forecasts. Raises ValueError if the data lack forcings for it."""
         reference = self._without_diagnostics(forecasts[-1] if forecasts else self.present(i))
-        there = self._index(i, len(forecasts) + 1) is not None
-        truth = self._at(i, len(forecasts) + 1)[:, : len(self.variables)] if there else None
+        end = self._index(i, len(forecasts) + 1)
+        truth = None if end is None else self._read(end)[:, : len(self.variables)]
         return Step(self._channels(i, forecasts), reference, truth)
 
     def title(self, i: int) -> str:
@@ -259,43 +258,26 @@ class FieldDataset(ForecastDataset):
 
     def _estimate(self):
         """Estimate the normalisation, and the mean at each node, from samples of this data set."""
-        chosen = np.unique(np.linspace(0, len(self) - 1, STATISTICS_SAMPLES).round().astype(int))
-        fields, changes = Moments(self.weights), Moments(self.weights)
-        for i in chosen.tolist():
-            fields.add(self._at(i, 0))
-            changes.add(self.truth(i) - self.reference(i))
-        self._mean, self._std = fields.mean_and_std()
-        self._std = torch.where(self._std > 0, self._std, 1.0)
-        self.change_mean, self.change_std = changes.mean_and_std()
+        chosen = np.unique(np.linspace(0, len(self) - 1, STATISTICS_SAMPLES).round().astype(int)).tolist()
+        mean, self._mean, std = _moments((self._at(i, 0) for i in chosen), self.weights)
+        self._std = torch.where(std > 0, std, 1.0)
+        changes = (self.truth(i) - self.reference(i) for i in chosen)
+        _, self.change_mean, self.change_std = _moments(changes, self.weights)
+        self._climate = mean[:, : len(self.variables)]
         constant = [name for name, std in zip(self.variables, self.change_std, strict=True) if not std > 0]
         if constant:
             raise ValueError(f"variables must change within {self.lead_time:g} h, {', '.join(constant)} does not")
-        self._climate = fields.mean[:, : len(self.variables)].float()
 
 
-class Moments:
-    """Mean of fields [N, V] at each node, and their weighted mean and standard deviation over all nodes, in float64."""
-
-    def __init__(self, weights: Tensor):
-        self._weights, self._count = weights[:, None].double(), 0
-        self._sum, self._squares = 0.0, 0.0
-
-    def add(self, fields: Tensor) -> None:
-        """Add the fields of one time, [N, V]."""
-        fields = fields.double()
-        self._count += 1
-        self._sum, self._squares = self._sum + fields, self._squares + (fields.square() * self._weights).mean(dim=0)
-
-    @property
-    def mean(self) -> Tensor:
-        """The mean at each node, [N, V] float64."""
-        return self._sum / self._count
-
-    def mean_and_std(self) -> tuple[Tensor, Tensor]:
-        """Return weighted mean and standard deviation, [V] float32; rounding counts as no deviation."""
-        mean, square = (self.mean * self._weights).mean(dim=0), self._squares / self._count
-        variance = square - mean.square()
-        return mean.float(), torch.where(variance > 1e-12 * square, variance, 0.0).sqrt().float()
+def _moments(states: Iterable[Tensor], weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the mean of states [N, V] at each node, and weighted mean and deviation [V]; rounding is no deviation."""
+    count, total, squares, weights = 0, 0.0, 0.0, weights[:, None].double()
+    for state in states:
+        count, total, squares = count + 1, total + state.double(), squares + (state.double().square() * weights).mean(0)
+    mean, square = total / count, squares / count
+    overall = (mean * weights).mean(dim=0)
+    variance = square - overall.square()
+    return mean.float(), overall.float(), torch.where(variance > 1e-12 * square, variance, 0.0).sqrt().float()
 
 
 def cell_weights(nodes: Nodes) -> Tensor:

@@ -66,12 +66,16 @@ def read_xarray(path: str | Path | Sequence[str]) -> Fields:
     """
     patterns = [path] if isinstance(path, str | Path) else list(path)
     files = [file for pattern in patterns for file in _find(str(pattern))]
-    by_names: dict[tuple[str, ...], list[Fields]] = {}
-    for file in files:
-        for part in _open(file):
-            fields = read_dataset(part, file)
-            by_names.setdefault(tuple(sorted(fields.readers)), []).append(fields)
-    return _join([_concatenate(parts) for parts in by_names.values()])
+    parts = [read_dataset(part, file) for file in files for part in _open(file)]
+    if not parts:
+        raise ValueError(f"files must hold fields, found none in {', '.join(files)}")
+    nodes = parts[0].nodes
+    if not all(len(p.nodes) == len(nodes) and np.allclose(p.nodes.radians, nodes.radians, atol=1e-6) for p in parts):
+        raise ValueError(f"files must be on one grid, got grids of {', '.join(str(len(p.nodes)) for p in parts)} nodes")
+    by_names: dict[frozenset, list[Fields]] = {}
+    for fields in parts:
+        by_names.setdefault(frozenset(fields.readers), []).append(fields)
+    return _join([_concatenate(same) for same in by_names.values()])
 
 
 def read_dataset(source: "xarray.Dataset", name: str = "the data set") -> Fields:
@@ -183,19 +187,12 @@ def _values(array, dims, time, order, t):
     return field.transpose(*dims).values.reshape(-1).astype(np.float32)
 
 
-def _same_grid(parts: list[Fields]) -> None:
-    first = parts[0].nodes
-    if not all(len(p.nodes) == len(first) and np.allclose(p.nodes.radians, first.radians, atol=1e-6) for p in parts):
-        raise ValueError(f"files must be on one grid, got grids of {', '.join(str(len(p.nodes)) for p in parts)} nodes")
-
-
 def _concatenate(parts: list[Fields]) -> Fields:
     """Join files of the same variables in time."""
-    if len(parts) == 1:
-        return parts[0]
-    _same_grid(parts)
-    parts = sorted((p for p in parts if len(p.times)), key=lambda part: part.times[0]) or parts[:1]
-    times, first = np.concatenate([part.times for part in parts]), parts[0]
+    first, *others = parts = sorted(parts, key=lambda part: part.times[:1].tolist())
+    if not others or not len(first.times):  # static fields are the same in every file
+        return first
+    times = np.concatenate([part.times for part in parts])
     if (np.diff(times) <= np.timedelta64(0)).any():
         raise ValueError("files with the same variables must not overlap in time, got some times twice")
     begins = np.cumsum([0, *(len(part.times) for part in parts)]).tolist()
@@ -210,13 +207,11 @@ def _concatenate(parts: list[Fields]) -> Fields:
 
 def _join(parts: list[Fields]) -> Fields:
     """Join files of different variables at the same times."""
-    _same_grid(parts)
-    over_time = [part for part in parts if len(part.times)]
-    if not over_time:
+    times = next((part.times for part in parts if len(part.times)), None)
+    if times is None:
         raise ValueError("files must have a time coordinate of dates in the standard calendar, found none")
-    times = over_time[0].times
-    if not all(np.array_equal(part.times, times) for part in over_time):
-        counts = ", ".join(str(len(part.times)) for part in over_time)
+    if not all(np.array_equal(part.times, times) for part in parts if len(part.times)):
+        counts = ", ".join(str(len(part.times)) for part in parts)
         raise ValueError(f"files with different variables must have the same times, got {counts} times")
     units = {name: unit for part in parts for name, unit in part.units.items()}
     readers = {name: read for part in parts for name, read in part.readers.items()}
