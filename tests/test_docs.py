@@ -34,6 +34,7 @@ EXTERNAL = {  # every external link, so that new ones are reviewed; not accessed
     "https://github.com/ecmwf/anemoi-core",
     "https://github.com/ecmwf/anemoi-core/issues/1403",
     "https://github.com/ecmwf/anemoi-core/issues/1415",
+    "https://github.com/facebookexperimental/triton/pull/2767",
     "https://github.com/pytorch/pytorch/issues/181555",
     "https://keepachangelog.com/en/1.1.0/",
     "https://semver.org/spec/v2.0.0.html",

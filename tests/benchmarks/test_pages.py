@@ -82,7 +82,8 @@ def test_performance_has_the_times_of_a_cpu():
 
 
 def test_readme_and_page_have_the_times_of_an_anemoi_step():
-    variants, page = load("anemoi_step_h200")["variants"], (DOCS / "anemoi.md").read_text()
+    files, page = ("anemoi_step_blocks_compiled_h200", "anemoi_step_h200"), (DOCS / "anemoi.md").read_text()
+    variants = {name: found for file in files for name, found in load(file)["variants"].items()}
     for variant in variants.values():
         times = [variant["median_ms"], variant["peak_gb"]]
         if variant["profile"]:
@@ -93,7 +94,7 @@ def test_readme_and_page_have_the_times_of_an_anemoi_step():
     for suffix in ("", ", no recomputation"):
         upstream = [found for name, found in variants.items() if is_of(name, "untouched", suffix)]
         fastest = min(upstream, key=lambda found: found["median_ms"])
-        step = variants[f"install, compiled whole{suffix}"]
+        step = variants[f"install, compiled whole{suffix}, captured"]
         figures = {
             f"{fastest['median_ms'] / step['median_ms']:.2f}",
             f"{100 * step['peak_gb'] / fastest['peak_gb']:.0f}",
@@ -127,13 +128,38 @@ def test_the_page_of_pyg_has_the_times_of_its_models():
 def test_the_page_of_layers_has_the_figures_of_inference_at_9_km():
     page = (DOCS / "layers.md").read_text()
     right = [found for found in load("inference_9km_h200")["runs"] if found["outcome"] == "right"]
-    for name in ("anemoi_gt", "anemoi"):
-        seconds = (found["seconds"] for found in right if found["contender"] == name)
-        assert f"| {sum(seconds):.3f} s," in words_of("README.md")
     for found in right:
         errors = f"{found['rms_error']:.4f}, {found['rms_error_of_plain']:.4f}"
         cells = f"{found['num_chunks']} | {found['seconds']:.3f} | {found['peak_gib']:.1f} | {errors}"
         assert re.search(rf"\| {found['part']} \| [^|]+ \| {re.escape(cells)} \|", page), found
+
+
+def test_readme_and_page_have_the_figures_of_training_at_9_km():
+    runs = [found for name in ("", "_anemoi") for found in load(f"train_9km{name}_h200")["runs"]]
+    eager = {
+        found["contender"]: found for found in runs if found.get("num_chunks") == 8 and found.get("compiled") is False
+    }
+    cells = [
+        f"{eager[name]['seconds']:.2f} s, {eager[name]['peak_gb']:.1f} GB" for name in ("anemoi_gt", "anemoi-models")
+    ]
+    assert f"| {' | '.join(cells)} |" in words_of("README.md")
+    page = (DOCS / "training.md").read_text()
+    assert all(
+        f"{found['seconds']:.2f} s" in page
+        for found in runs
+        if found["outcome"] == "done" and found.get("num_chunks") == 8
+    )
+
+
+def test_readme_and_page_have_the_figures_of_inference_in_anemoi():
+    for name in ("anemoi_inference_h200", "anemoi_inference_0.9.3_h200"):
+        found = {(line["part"], line["chunks"], line["contender"]): line for line in load(name)["results"]}
+        shown = numbers_in(words_of("docs/anemoi.md"))
+        assert {f"{line['median_ms']:.1f}" for (_, chunks, _), line in found.items() if chunks != 4} <= shown
+        for part in {"forecast"} & {part for part, *_ in found}:
+            ours, theirs = found[part, 1, "install"], found[part, 1, "untouched"]
+            cells = [f"{line['median_ms']:.1f} ms, {line['peak_gib']:.1f} GiB" for line in (ours, theirs)]
+            assert f"| {' | '.join(cells)} |" in words_of("README.md")
 
 
 def test_pages_have_the_scores_of_era5_uk():
