@@ -81,7 +81,7 @@ def test_install_logs_one_line_and_tells_what_is_in_force(caplog):
     assert line.startswith(
         f"graph-transformer blocks of anemoi-models {version('anemoi-models')} compute with anemoi_gt"
     )
-    assert line.endswith("backend='torch', precision=None, fuse_edges=False, sharding=True; replaced 27 of 27 methods")
+    assert line.endswith("backend='torch', precision=None, fuse_edges=False, sharding=True; replaced 29 of 29 methods")
     with integration.install(precision="bf16") as inner:
         assert integration.installed() == Settings(AttentionConfig(precision="bf16"), fuse_edges=True, sharding=True)
         assert repr(inner) == "Installation(backend='auto', precision='bf16', fuse_edges=True, sharding=True; in force)"

@@ -18,6 +18,7 @@ KERNELS = (
     | GROUPING
     | {f"edge_attention_{n}" for n in ATTENTION}
 )
+NODE_ROWS = {"layer_norm_fwd", "layer_norm_bwd", "gelu_fwd", "gelu_bwd"}  # of whole blocks
 GROWING = {  # arguments whose size grows with nodes x channels or edges x heads
     "query", "key", "value", "edge_attr", "projected", "projected_grad", "grad_out", "out", "exp_scores", "attr_sums",
     "dscore_sums", "dquery", "dkey", "dvalue", "dedge_attr", "p_ds", "dp", "rows", "sums", "scores", "attr_dp",
@@ -38,7 +39,7 @@ LIKE_ANOTHER = ("cuda:100", "hip:gfx90a")  # of the same compiler and shared mem
 @pytest.mark.parametrize("target", SHARED)
 def test_every_kernel_compiles(target):
     compiled = compile_kernels("each" if target in LIKE_ANOTHER else "every", target)
-    assert {line["kernel"] for line in compiled} == KERNELS
+    assert {line["kernel"] for line in compiled} == KERNELS | NODE_ROWS
     assert all(line["binaries"] == [{"cuda": "cubin", "hip": "hsaco"}[target.split(":")[0]]] for line in compiled)
     assert max(line["shared"] for line in compiled) <= SHARED[target]
 

@@ -112,7 +112,8 @@ def check_rows(sizes: tuple[int, int, int], **rows: Tensor | tuple[Tensor, ...] 
         kind, number = kinds[name.rpartition("_")[2]]
         is_cond = name.startswith("cond")
         expected = f"{number} rows, one per {kind} of the whole graph{', or one for all' if is_cond else ''}"
-        tensor = tensor[0] if isinstance(tensor, tuple) else tensor  # columns of the same nodes
+        if isinstance(tensor, tuple) and name.startswith("x_"):
+            tensor = tensor[0]  # columns of the same nodes
         if tensor is None:
             continue
         if not isinstance(tensor, Tensor):
