@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 from anemoi.models.layers.block import GraphTransformerMapperBlock, GraphTransformerProcessorBlock
+from anemoi.models.layers.mlp import MLP
 from anemoi.models.triton.gt import graph_transformer_attention_conv
 from support import anemoi_model as small
 from support.anemoi_model import OwnLinear, block_inputs, differentiate_block, make_block
@@ -153,11 +154,24 @@ def with_part(name, make):
     return lambda block: block.set_submodule(name, make(block.get_submodule(name)))
 
 
+class OwnMLP(MLP):
+    """A feed-forward network of somebody's own."""
+
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
 class OwnStrategy(GraphTransformerProcessorBlock):
     """A block that shards by itself."""
 
     def _forward_edges_shard_strategy(self, *arguments):
         return 2 * super()._forward_edges_shard_strategy(*arguments)
+
+
+def double(owner, method):
+    """Replace a method of one instance by twice what it returns."""
+    upstream = getattr(owner, method)
+    setattr(owner, method, lambda *arguments: 2 * upstream(*arguments))
 
 
 UNSERVED = {
@@ -170,12 +184,19 @@ UNSERVED = {
     "its value lacks": with_part("lin_value", lambda _: nn.Linear(16, 16, bias=False)),
     "hooks watch a part of it": lambda block: block.node_dst_mlp.mlp[1].register_full_backward_hook(lambda *_: None),
     "OwnStrategy has a _forward_edges_": lambda block: setattr(block, "__class__", OwnStrategy),
+    "its feed-forward network is not a": lambda block: setattr(block.node_dst_mlp, "__class__", OwnMLP),
+    "its run_node_dst_mlp was replaced": lambda block: double(block, "run_node_dst_mlp"),
+    "hooks watch a part of it that": lambda block: double(block.lin_query, "forward"),
     "its attention drops": lambda block: setattr(block.conv, "dropout", 1.0),
 }
 
 
 @pytest.mark.parametrize(
-    ("reason", "is_compiled"), [*((each, False) for each in UNSERVED), (next(iter(UNSERVED)), True)]
+    ("reason", "is_compiled"),
+    [
+        *((each, False) for each in UNSERVED),
+        *((each, True) for each in UNSERVED if "network" in each or "run_" in each),
+    ],
 )
 def test_another_block_has_its_attention_alone_computed_and_that_is_said_once(reason, is_compiled, said, traced):
     compiler, _ = traced
@@ -200,6 +221,15 @@ def test_norms_of_queries_and_keys_compute_with_our_attention_alone(said):
     with integration.install(blocks=True):
         assert_same_numbers(differentiate_block(block, inputs), expected)
     assert "its queries and keys are normed" in said()[0]
+
+
+@pytest.mark.parametrize("name", ("lin_edge", "projection"))
+def test_a_forward_set_on_a_linear_map_is_called(name):
+    block, inputs = block_of("processor"), block_inputs()
+    double(block.get_submodule(name), "forward")
+    expected = differentiate_block(block, inputs)
+    with integration.install(blocks=True):
+        assert_same_numbers(differentiate_block(block, inputs), expected)
 
 
 def test_conditional_norms_compute_with_anemois_code(graph, said):

@@ -31,15 +31,11 @@ def make(kind, device, *, num_src=7, num_dst=9, edges=31, batch=1):
     for parameter in block.parameters():
         parameter.data += 0.2 * torch.randn_like(parameter)
     num_src = num_dst if kind == "processor" else num_src
-    edge_index = torch.stack(
-        [torch.randint(nodes, (edges,)) for nodes in (num_src, max(num_dst - 1, 1))]
-    )  # one isolated
+    ends = (num_src, max(num_dst - 1, 1))  # one destination is isolated
+    edge_index = torch.stack([torch.randint(nodes, (edges,)) for nodes in ends])
     graph = GraphStructure.from_edge_index(edge_index, (num_src, num_dst)).with_reverse()
-    x_dst, x_src, attr = (
-        torch.randn(batch * num_dst, 24),
-        torch.randn(batch * num_src, 24),
-        torch.randn(batch * edges, 3),
-    )
+    sizes = ((num_dst, 24), (num_src, 24), (edges, 3))
+    x_dst, x_src, attr = (torch.randn(batch * number, width) for number, width in sizes)
     nodes = (None if kind == "processor" else x_src.to(device), x_dst.to(device))
     return block.to(device), *nodes, attr.to(device), graph.to(device)
 

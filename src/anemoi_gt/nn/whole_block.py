@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from anemoi_gt.attention_config import AttentionConfig
 from anemoi_gt.graph import GraphStructure
 from anemoi_gt.nn.layer_kernels import hooks_of
+from anemoi_gt.nn.mlp import MLP
 from anemoi_gt.nn.norm import AutocastLayerNorm
 from anemoi_gt.ops.backends import BACKENDS, choose_backend
 from anemoi_gt.ops.dtypes import autocast_is_active
@@ -25,20 +26,20 @@ def is_proven(x: Tensor, config: AttentionConfig) -> bool:
     return halved and _attends_by_triton(x, config)
 
 
-def unsupported_reason(block: nn.Module, x: Tensor, config: AttentionConfig, norms: tuple = ()) -> str | None:
+def unsupported_reason(block: nn.Module, x: Tensor, config: AttentionConfig, known: tuple = ()) -> str | None:
     """Return why the operator cannot compute a block with features like `x`, None if it can.
 
-    `norms` are classes that compute what `torch.nn.LayerNorm` does.
+    `known` are classes that compute what `torch.nn.LayerNorm` or `anemoi_gt.nn.mlp.MLP` does.
     """
     mlp = block.node_dst_mlp
-    layers = list(mlp.mlp) if type(getattr(mlp, "mlp", None)) is nn.Sequential else []
+    layers = list(mlp.mlp) if type(mlp) in (MLP, *known) and type(mlp.mlp) is nn.Sequential else []
     is_served = [type(layer) for layer in layers] == [nn.Linear, nn.GELU, nn.Linear] and layers[1].approximate == "none"
     if not is_served or getattr(mlp, "layer_norm", None) is not None:
         return "its feed-forward network is not a linear map, an exact GELU and a linear map"
     modules = _modules(block)
     for name, module in modules.items():
         is_norm = "norm" in name
-        if type(module) not in ((nn.LayerNorm, AutocastLayerNorm, *norms) if is_norm else (nn.Linear,)):
+        if type(module) not in ((nn.LayerNorm, AutocastLayerNorm, *known) if is_norm else (nn.Linear,)):
             needed = "LayerNorm" if is_norm else "Linear"
             return f"its {name} is a {type(module).__name__}, and torch.nn.{needed} is needed"
         if module.weight is None or (module.bias is None and name != "self") or (is_norm and module.weight.dim() != 1):

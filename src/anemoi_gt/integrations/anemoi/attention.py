@@ -108,8 +108,8 @@ class Upstream:
         `GraphTransformerBaseBlock`.
     blocks : tuple of type
         The blocks of processors and of mappers.
-    norms : tuple of type
-        Layer norms that differ from PyTorch's in the dtype of their output.
+    parts : tuple of type
+        The layer norm that differs from PyTorch's in the dtype of its output, and the feed-forward network.
     conv : type
         `GraphTransformerConv`, the attention of `graph_attention_backend: pyg`.
     triton_conv : function, type or None
@@ -121,7 +121,7 @@ class Upstream:
 
     block: type | None = None
     blocks: tuple[type, ...] = ()
-    norms: tuple[type, ...] = ()
+    parts: tuple[type, ...] = ()
     conv: type | None = None
     triton_conv: object = None
     replaced: tuple = ()
@@ -134,7 +134,8 @@ def resolve_upstream(block: type, replaced: tuple) -> None:
     module = import_module(block.__module__)
     Upstream.blocks = (module.GraphTransformerProcessorBlock, module.GraphTransformerMapperBlock)
     with suppress(ImportError, AttributeError):  # an older version
-        Upstream.norms = (import_module("anemoi.models.layers.normalization").AutocastLayerNorm,)
+        names = {"normalization": "AutocastLayerNorm", "mlp": "MLP"}
+        Upstream.parts = tuple(getattr(import_module(f"anemoi.models.layers.{n}"), kind) for n, kind in names.items())
     with suppress(ImportError, ValueError):  # anemoi-models raises ValueError without Triton
         triton = import_module("anemoi.models.triton.gt")
         names = ("graph_transformer_attention_conv", "GraphTransformerFunction")

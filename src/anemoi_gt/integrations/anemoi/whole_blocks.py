@@ -87,16 +87,19 @@ def _unsupported_reason(block, x, group, cond, settings) -> str | None:
         return "its attention drops weights"
     if not settings.fuse_edges:
         return "its edges are embedded before the attention"
-    return _own_method(type(block)) or whole_block.unsupported_reason(block, x, settings.config, Upstream.norms)
+    reason, methods = _own_method(type(block))
+    own = [name for name in methods if name in block.__dict__]
+    reason = f"its {own[0]} was replaced on the instance" if own else reason
+    return reason or whole_block.unsupported_reason(block, x, settings.config, Upstream.parts)
 
 
 @torch.compiler.assume_constant_result
-def _own_method(kind: type) -> str | None:
-    """Return which method that `forward` calls a class of blocks overrides, None if none."""
+def _own_method(kind: type) -> tuple[str | None, tuple[str, ...]]:
+    """Return which method that `forward` calls a class of blocks overrides, None if none, and names of such methods."""
     upstream = next((each for each in Upstream.blocks if issubclass(kind, each)), None)
     if upstream is None:
-        return f"{kind.__qualname__} is not a block of Anemoi's processor or mapper"
+        return f"{kind.__qualname__} is not a block of Anemoi's processor or mapper", ()
     names = [name for base in (upstream, Upstream.block) for name in vars(base) if not name.startswith("__")]
-    methods = [name for name in names if name != "forward" and callable(getattr(upstream, name))]
+    methods = tuple(name for name in names if name != "forward" and callable(getattr(upstream, name)))
     own = [name for name in methods if getattr(kind, name) is not getattr(upstream, name)]
-    return f"{kind.__qualname__} has a {own[0]} of its own" if own else None
+    return f"{kind.__qualname__} has a {own[0]} of its own" if own else None, methods
