@@ -8,12 +8,7 @@ from support.differentiate import randomise
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import gelu, layer_norm, linear, relu, sigmoid, silu
 
-from anemoi_gt import (
-    GraphStructure,
-    GraphTransformerConv,
-    GraphTransformerMapperBlock,
-    GraphTransformerProcessorBlock,
-)
+from anemoi_gt import GraphStructure, GraphTransformerConv, GraphTransformerMapperBlock, GraphTransformerProcessorBlock
 from anemoi_gt.nn import AutocastLayerNorm, ConditionalLayerNorm, LayerKernels
 from anemoi_gt.nn.mlp import MLP, hidden_width
 from anemoi_gt.nn.norm import norm_in_chunks, overflows
