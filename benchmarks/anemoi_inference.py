@@ -11,26 +11,20 @@
 under autocast. Results of both are compared first; runs are made by turns.
 """
 
-import argparse
 import gc
 import statistics
-import sys
-import time
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from pathlib import Path
 
 import torch
+from suite.command_line import make_parser
+from suite.environment import describe
+from suite.results import Results
+from suite.timing import seconds_of
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / name) for name in ("benchmarks", "src", "tests")]
-
-from suite.environment import describe  # noqa: E402
-from suite.results import Results  # noqa: E402
-
-from anemoi_gt.data.edges import nearest  # noqa: E402
-from anemoi_gt.data.grids import grid  # noqa: E402
-from anemoi_gt.integrations import anemoi as integration  # noqa: E402
+from anemoi_gt.data.edges import nearest
+from anemoi_gt.data.grids import grid
+from anemoi_gt.integrations import anemoi as integration
 
 PACKAGES = {"torch", "triton", "torch-geometric", "anemoi-models"}
 FIELDS, VARIABLES, NEIGHBOURS = 200, 90, {"encoder": 22, "decoder": 3}
@@ -116,40 +110,24 @@ def difference(problem, device):
 
 def measure(problem, name, chunks, options):
     """Milliseconds of each pass, and the memory that one takes beside model and input in GiB."""
-    cuda = options.device == "cuda"
-    wait = torch.cuda.synchronize if cuda else lambda: None
+    on_gpu = options.device == "cuda"
     gc.collect()
     with contender(name, options.device):
         problem(chunks)
-        wait()
-        if cuda:
+        if on_gpu:
+            torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
-        times = []
-        for _ in range(options.repeats):
-            begin = time.perf_counter()
-            problem(chunks)
-            wait()
-            times.append(1e3 * (time.perf_counter() - begin))
-        return times, (torch.cuda.max_memory_allocated() - before) / 2**30 if cuda else None
+        times = [1e3 * each for each in seconds_of(partial(problem, chunks), options.repeats, options.device)]
+        return times, (torch.cuda.max_memory_allocated() - before) / 2**30 if on_gpu else None
 
 
 def main(arguments=None):
     """Compare, measure by turns, write and return the report."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    sizes = {"refinement": 6, "channels": 1024, "heads": 16, "layers": 16}
+    parser = make_parser(__doc__, seconds=300, repeats=3, **sizes)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=["forecast"])
-    parser.add_argument(
-        "--grids", nargs=2, default=["N320", "O96"], help="of the fields, and of the processor of 0.9.3"
-    )
-    parser.add_argument("--refinement", type=int, default=6, help="of the icosphere of the newest version")
-    parser.add_argument("--channels", type=int, default=1024)
-    parser.add_argument("--heads", type=int, default=16)
-    parser.add_argument("--layers", type=int, default=16)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=300, help="after which nothing more is begun")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--commit", help="what to record where git cannot tell")
-    parser.add_argument("--output", type=Path, help="JSON file")
+    parser.add_argument("--grids", nargs=2, default=["N320", "O96"], help="of fields, and of the processor of 0.9.3")
     options = parser.parse_args(arguments)
     report = {"environment": describe(options.device, PACKAGES, options.commit)}
     report |= {"options": vars(options) | {"output": None}, "difference": {}, "results": []}

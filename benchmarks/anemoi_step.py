@@ -16,32 +16,24 @@ Compilation is part of the warm-up. `--ensemble` takes Anemoi's ensemble model w
 processor's layer norms are conditioned on noise.
 """
 
-import argparse
 import gc
 import random
 import statistics
-import sys
-import time
 from contextlib import contextmanager, nullcontext
 from functools import cache, partial
-from pathlib import Path
 
 import torch
+from kernel_families import profile_of
+from suite import command_line
+from suite.environment import describe
+from suite.results import Results
+from suite.timing import CLOCKS, seconds_of
+from support.anemoi_model import build, draw, graph_of, make_ensemble_options, make_options
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / name) for name in ("benchmarks", "src", "tests")]
-
-from kernel_families import profile_of  # noqa: E402
-from suite.environment import describe  # noqa: E402
-from suite.results import Results  # noqa: E402
-from support.anemoi_model import build, draw, graph_of, make_ensemble_options, make_options  # noqa: E402
-
-from anemoi_gt.integrations import anemoi as integration  # noqa: E402
+from anemoi_gt.integrations import anemoi as integration
 
 PACKAGES = {"torch", "triton", "torch-geometric", "anemoi-models", "anemoi-utils"}
 PRECISIONS = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16, "32": None}
-
-
 BLOCKS = ("GraphTransformerProcessorBlock", "GraphTransformerMapperBlock")
 WHOLE = ("GraphTransformerProcessor", "GraphTransformerForwardMapper", "GraphTransformerBackwardMapper")
 
@@ -50,21 +42,8 @@ WHOLE = ("GraphTransformerProcessor", "GraphTransformerForwardMapper", "GraphTra
 def variant(model, *, installed, blocks=None, compiled=(), mode="default", recompute=True, checkpointing=None):
     """Compute a step one way.
 
-    Parameters
-    ----------
-    model : nn.Module
-    installed : bool
-        Under `install`.
-    blocks : {None, False}
-        Of `install`: whole blocks by one operator, or the attention alone.
-    compiled : tuple of str
-        Classes whose modules torch.compile compiles, one by one.
-    mode : str
-        Mode of torch.compile.
-    recompute : bool
-        Activation checkpointing as in the model's config, or none.
-    checkpointing : {None, "selective"}
-        Of `install`, instead.
+    `compiled` names the classes whose modules torch.compile compiles, one by one, in a `mode`; `recompute=False`
+    switches the model's activation checkpointing off, `blocks` and `checkpointing` are options of `install`.
     """
     modules = [module for module in model.modules() if type(module).__name__ in compiled]
     checkpointed = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
@@ -107,15 +86,7 @@ def load_graph(path, name, refinement):
 
 
 class Training:
-    """A model, its optimiser and one batch.
-
-    Parameters
-    ----------
-    options : argparse.Namespace
-        What the command line says.
-    seed : int
-        Of the parameters.
-    """
+    """A model with its optimiser and one batch; `seed` is that of the parameters."""
 
     def __init__(self, options, seed=0):
         self.device = torch.device(options.device)
@@ -160,8 +131,7 @@ class Training:
 
     def loss(self):
         """Forward pass under autocast."""
-        context = torch.autocast(self.device.type, self.dtype) if self.dtype else nullcontext()
-        with context:
+        with torch.autocast(self.device.type, self.dtype) if self.dtype else nullcontext():
             return (self.model(self.x, **self.call)["data"] - self.target).square().mean()
 
     def forward_backward(self, scale):
@@ -183,11 +153,6 @@ class Training:
         self.scaler.step(self.optimiser)
         self.scaler.update()
         return loss
-
-    def wait(self):
-        """Wait for the device."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
 
     def gradients(self):
         """Loss and gradient of every parameter, scaled into the range of float16."""
@@ -241,53 +206,33 @@ def measure(training, name, options, with_profile):
             if on_gpu and number == (0 if training.captured else options.warmup - 1):
                 torch.cuda.reset_peak_memory_stats()  # a replay allocates nothing: its peak is that of the capture
             training.step()
-        training.wait()
-        times = []
-        for _ in range(options.steps):
-            begin = time.perf_counter()
-            training.step()
-            training.wait()
-            times.append(1e3 * (time.perf_counter() - begin))
+        times = [1e3 * each for each in seconds_of(training.step, options.steps, training.device.type)]
         peak = torch.cuda.max_memory_allocated() / 1e9 if on_gpu else None
         scale = training.scaler.get_scale()  # one that fell tells of steps that were left out
-        found = (
-            profile_of(training.step, 3 if on_gpu else 1, training.wait, training.device.type) if with_profile else None
-        )
-    return times, peak, scale, found
+        wait = CLOCKS[training.device.type].synchronize
+        profiled = (training.step, 3 if on_gpu else 1, wait, training.device.type)
+        return times, peak, scale, profile_of(*profiled) if with_profile else None
 
 
 def make_parser(description):
-    """The command line of a benchmark of this model."""
-    parser = argparse.ArgumentParser(description=description.split("\n")[0])
+    """Return the command line of a benchmark of this model."""
+    sizes = {"grid": "N320", "refinement": 6, "channels": 512, "heads": 16, "layers": 16, "mapper_chunks": 2}
+    sizes |= {"variables": 100, "batch": 1, "rounds": 5}
+    parser = command_line.make_parser(description, seconds=540, **sizes)
     parser.add_argument("--graph", help="a HeteroData written by torch.save, instead of --grid and --refinement")
-    parser.add_argument("--commit", help="what to record where git cannot tell")
-    parser.add_argument("--grid", default="N320")
-    parser.add_argument("--refinement", type=int, default=6)
-    parser.add_argument("--channels", type=int, default=512)
-    parser.add_argument("--heads", type=int, default=16)
-    parser.add_argument("--layers", type=int, default=16)
-    parser.add_argument("--mapper-chunks", type=int, default=2)
-    parser.add_argument("--variables", type=int, default=100)
-    parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--ensemble", type=int, help="members of an ensemble; default: the deterministic model")
     parser.add_argument("--precision", choices=PRECISIONS, default="16-mixed")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=["untouched", "install"])
-    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=10, help="measured steps of a variant in a round")
     parser.add_argument("--warmup", type=int, default=4, help="steps left out after each switch")
     parser.add_argument("--seed", type=int, default=0, help="of the order of variants")
-    parser.add_argument("--seconds", type=float, default=540, help="after which nothing more is begun")
-    parser.add_argument("--output", type=Path, help="JSON file")
     return parser
 
 
 def start_report(options):
     """Return the beginning of every report of this model."""
-    return {
-        "environment": describe(torch.device(options.device).type, PACKAGES, options.commit),
-        "options": vars(options) | {"output": None},
-    }
+    facts = describe(options.device, PACKAGES, options.commit)
+    return {"environment": facts, "options": vars(options) | {"output": None}}
 
 
 def main(arguments=None):

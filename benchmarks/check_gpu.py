@@ -16,18 +16,8 @@ from pathlib import Path
 from gpu_checks import DEVICE, application, execution, large, many, model, names, package, sanitize
 from gpu_checks.report import Report
 
-NEED_GPU = (
-    "stream",
-    "sync",
-    "inference",
-    "training",
-    "waiting",
-    "compiled",
-    "names",
-    "package",
-    "application",
-    "sanitize",
-)
+NEED_GPU = {"stream", "sync", "inference", "training", "waiting", "compiled", "names", "package", "application"}
+NEED_GPU |= {"sanitize"}
 SIMPLE = {
     "repeat": (execution.repeat, "runs give the same bits 100 times"),
     "stream": (execution.stream, "a second stream"),

@@ -44,13 +44,8 @@ def profile_of(step, steps, wait, device_type):
     families = Counter()
     for kernel, ms in kernels.items():
         families[family_of(kernel)] += ms
-    return {
-        "total_ms": sum(kernels.values()),
-        "families_ms": dict(families.most_common()),
-        "kernels": [
-            {"name": name[:NAME], "ms": ms, "launches": launches[name]} for name, ms in kernels.most_common(LONGEST)
-        ],
-    }
+    longest = [{"name": name[:NAME], "ms": ms, "launches": launches[name]} for name, ms in kernels.most_common(LONGEST)]
+    return {"total_ms": sum(kernels.values()), "families_ms": dict(families.most_common()), "kernels": longest}
 
 
 def is_kernel(event):

@@ -27,14 +27,10 @@ import tempfile
 from pathlib import Path
 
 import torch
-
-ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT / name) for name in ("benchmarks", "src", "tests")]
-
-from suite import results  # noqa: E402
-from suite.environment import describe  # noqa: E402
-from suite.plot import BAR, WIDE, canvas, words, write  # noqa: E402
-from suite.table import EMPTY, markdown, put_into  # noqa: E402
+from suite import ROOT, results
+from suite.environment import describe
+from suite.plot import BAR, WIDE, canvas, words, write
+from suite.table import EMPTY, markdown, put_into
 
 PARTS = ("strong", "replay", "compiled", "anemoi", "sizes")
 PLOTTED = PARTS[:4]  # the large graph

@@ -22,14 +22,10 @@ from functools import partial
 from pathlib import Path
 
 import torch
-
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / name) for name in ("benchmarks", "src", "tests")]
-
-from suite.environment import describe  # noqa: E402
-from suite.inference import Part  # noqa: E402
-from suite.results import Results  # noqa: E402
-from suite.training import WORKERS  # noqa: E402
+from suite.command_line import make_parser
+from suite.environment import describe
+from suite.results import Results
+from suite.training import WORKERS
 
 PACKAGES = {"torch", "triton", "torch-geometric", "anemoi-models"}
 
@@ -46,8 +42,8 @@ def write_graphs(options: argparse.Namespace, folder: Path) -> dict:
     torch.save(graph, folder / "9km.graph")
     for part, ends in {"encoder": ("data", "hidden"), "decoder": ("hidden", "data")}.items():
         edges, sizes = graph[ends[0], "to", ends[1]], tuple(graph[end].num_nodes for end in ends)
-        whole = Part(edges.edge_index, torch.cat([edges.edge_length, edges.edge_dirs], dim=1), sizes)
-        torch.save(tuple(whole), folder / f"{part}.graph")
+        attributes = torch.cat([edges.edge_length, edges.edge_dirs], dim=1)
+        torch.save((edges.edge_index, attributes, sizes), folder / f"{part}.graph")
     sizes = {str(kind): graph[kind].num_edges for kind in graph.edge_types}
     return sizes | {name: graph[name].num_nodes for name in graph.node_types} | {"seconds": time.perf_counter() - begin}
 
@@ -84,45 +80,24 @@ def table(runs: list[dict]) -> str:
     return "\n".join(rows)
 
 
-COLUMNS = {
-    "seconds": "s",
-    "warmup_seconds": "s warm-up",
-    "peak_gb": "GB",
-    "estimated_gb": "GB estimated",
-    "total_ms": "ms of kernels",
-}
-COLUMNS |= {"off": "off", "off_of_plain": "off plain"}
+COLUMNS = {"seconds": "s", "warmup_seconds": "s warm-up", "peak_gb": "GB", "estimated_gb": "GB estimated"}
+COLUMNS |= {"total_ms": "ms of kernels", "off": "off", "off_of_plain": "off plain"}
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--grid", default="O1280")
-    parser.add_argument("--refinement", type=int, default=7)
-    parser.add_argument("--check-grid", default="O320")
-    parser.add_argument("--check-refinement", type=int, default=6)
-    parser.add_argument("--channels", type=int, default=1024)
-    parser.add_argument("--heads", type=int, default=16)
-    parser.add_argument("--layers", type=int, default=16)
+    sizes = {"grid": "O1280", "refinement": 7, "check_grid": "O320", "check_refinement": 6}
+    sizes |= {"channels": 1024, "heads": 16, "layers": 16, "precision": "bf16-mixed"}
+    parser = make_parser(__doc__, seconds=500, rounds=1, warmup=2, steps=3, **sizes)
     parser.add_argument("--fields", type=int, nargs=2, default=[200, 90], help="that come in and go out at a point")
-    parser.add_argument("--precision", default="bf16-mixed")
     parser.add_argument("--parts", nargs="+", choices=WORKERS, default=list(WORKERS))
     parser.add_argument("--chunks", type=int, nargs="+", default=[16, 8, 4], help="of anemoi_gt")
     parser.add_argument("--anemoi-chunks", type=int, nargs="+", default=[2, 4, 8, 16])
     parser.add_argument("--check-chunks", type=json.loads, default=[[2, 8], [5, 8]], help="of encoder and decoder")
     parser.add_argument("--compiled", type=int, nargs="+", default=[0, 1], help="0: eager, 1: blocks compiled")
-    parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--warmup", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=500, help="after which no part begins")
     parser.add_argument("--limit", type=float, default=240, help="seconds for one part")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--commit", help="to record if git is not available")
-    parser.add_argument("--output", type=Path, help="JSON file")
     parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
-    options = parser.parse_args(arguments)
-    options.arguments = arguments
-    return options
+    return parser.parse_args(arguments, argparse.Namespace(arguments=arguments))
 
 
 def main(arguments: list[str] | None = None) -> None:

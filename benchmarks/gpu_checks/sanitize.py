@@ -23,9 +23,7 @@ def check() -> str:
     """Run the work under memcheck and racecheck."""
     program = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
     if not Path(program).exists():
-        raise AssertionError(
-            "compute-sanitizer is not on the path: install the CUDA toolkit or its redistributable package"
-        )
+        raise AssertionError("compute-sanitizer must be on the path: install the CUDA toolkit or its package")
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     _work_alone(environment)  # kernels are compiled here, not under the tool
     for tool in TOOLS:

@@ -157,14 +157,9 @@ def points(results: dict, problems: dict, kind: str) -> list[tuple[str, str, flo
 
 def _times(results: dict, problem: str, kind: str) -> dict[str, float]:
     """Median milliseconds of each baseline that has some."""
-    found = {
-        line["baseline"]: line for line in results["results"] if (line["problem"], line["pass"]) == (problem, kind)
-    }
-    return {
-        baseline: found[baseline]["median_ms"]
-        for baseline in results["baselines"]
-        if "median_ms" in found.get(baseline, {})
-    }
+    lines = [line for line in results["results"] if (line["problem"], line["pass"]) == (problem, kind)]
+    found = {line["baseline"]: line["median_ms"] for line in lines if "median_ms" in line}
+    return {baseline: found[baseline] for baseline in results["baselines"] if baseline in found}
 
 
 def _roofline_panel(results: dict, problems: dict, kind: str) -> str:
@@ -208,9 +203,8 @@ def _bar(results: dict, baseline: str, top: float, scale: float, times: dict) ->
     if first in times and baseline != first:
         ratio = f" ({times[baseline] / times[first]:.1f}×)"  # noqa: RUF001  the sign
     length = scale * times[baseline]
-    bar = (
-        f'<rect class="peer{baselines.index(baseline)}" x="{NAMES}" y="{top}" width="{length:.1f}" height="{BAR - 2}"/>'
-    )
+    bar = f'<rect class="peer{baselines.index(baseline)}" x="{NAMES}" y="{top}" '
+    bar += f'width="{length:.1f}" height="{BAR - 2}"/>'
     return bar + words(NAMES + length + 7, top + BAR - 5, figure(times[baseline]) + ratio, size=14)
 
 

@@ -52,9 +52,7 @@ def put_into(page: str, name: str, text: str) -> str:
     begin, end = f"<!-- figures of {name} -->", f"<!-- end of {name} -->"
     found = re.search(f"{re.escape(begin)}\n.*?{re.escape(end)}", page, re.DOTALL)
     if not found:
-        raise ValueError(
-            f"the page must hold the lines {begin!r} and {end!r}, got neither: add them where figures belong"
-        )
+        raise ValueError(f"the page must hold the lines {begin!r} and {end!r}: add them where figures belong")
     return f"{page[: found.start()]}{begin}\n\n{text}\n\n{end}{page[found.end() :]}"
 
 
@@ -96,9 +94,7 @@ def _memory(results: dict, found: dict) -> str:
     """Peak memory of forward and backward above what is there before the call."""
     rows = []
     for name in results["problems"]:
-        peaks = [
-            found.get((name, "forward_backward", baseline), {}).get("peak_bytes") for baseline in results["baselines"]
-        ]
+        peaks = [found.get((name, "forward_backward", b), {}).get("peak_bytes") for b in results["baselines"]]
         if any(peaks):
             rows.append([f"`{name}`", *(EMPTY if peak is None else f"{peak / 1e9:.2f}" for peak in peaks)])
     return _without_empty_columns(["Peak memory, GB", *_titles(results)], rows) if rows else ""

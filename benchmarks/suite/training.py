@@ -4,6 +4,7 @@ import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -17,6 +18,7 @@ from anemoi_gt.training.config import TrainingConfig
 from anemoi_gt.training.memory import estimate_memory
 from anemoi_gt.training.step import AUTOCAST, TrainingStep
 from suite.inference import PARTS, Setting, checked_destinations, plain_mapper
+from suite.timing import CLOCKS, seconds_of
 
 CHECKED = 64  # destinations of each kind
 GRADIENT_FACTOR, OUTPUT_FACTOR = 3, 2  # times the error of plain PyTorch in the same dtype
@@ -26,21 +28,17 @@ FLOAT32_ERROR = 1e-4  # of all gradients together, relative
 
 def setting(options: Namespace) -> Setting:
     """Return the sizes of single mappers, which compute in the precision of the run from float32 operands."""
-    names = ("channels", "heads", "device")
-    return Setting(
-        options.grid, options.refinement, fields=options.fields[0], dtype="float32", repeats=1,
-        **{name: getattr(options, name) for name in names},
-    )  # fmt: skip
+    sizes = {name: getattr(options, name) for name in ("grid", "refinement", "channels", "heads", "device")}
+    return Setting(fields=options.fields[0], dtype="float32", repeats=1, **sizes)
 
 
 def make_model(graph, options: Namespace) -> EncoderProcessorDecoder:
     """Return the model, its graph sorted and checked on the device."""
     torch.manual_seed(0)
     sizes = {"channels": options.channels, "heads": options.heads, "num_layers": options.layers}
+    sizes["checkpoint_groups"] = options.layers
     with torch.device(options.device):
-        return EncoderProcessorDecoder(
-            graph.to(options.device), *options.fields, checkpoint_groups=options.layers, **sizes
-        )
+        return EncoderProcessorDecoder(graph.to(options.device), *options.fields, **sizes)
 
 
 def draw(nodes: int, options: Namespace) -> Sample:
@@ -71,31 +69,23 @@ def computing(
 
 def measure(step: Callable[[], Tensor], options: Namespace) -> dict:
     """Return seconds of single steps, after some that are not timed, their peak memory in GB, and the last loss."""
-    on_gpu, times, begin = options.device == "cuda", [], now(options.device)
+    on_gpu, last = options.device == "cuda", []
+
+    def keep_loss() -> None:
+        last[:] = [step()]
+
     if on_gpu:
         torch.cuda.empty_cache()
-    for _ in range(options.warmup):
-        step()
-    warmup = now(options.device) - begin
+    warmup = sum(seconds_of(step, options.warmup, options.device))
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
-    for _ in range(options.steps):
-        begin = now(options.device)
-        loss = step()
-        times.append(now(options.device) - begin)
-    found = {"outcome": "done", "seconds": sorted(times)[len(times) // 2], "all_seconds": times, "loss": loss.item()}
-    found["warmup_seconds"] = warmup
+    times = seconds_of(keep_loss, options.steps, options.device)
+    found = {"outcome": "done", "seconds": sorted(times)[len(times) // 2], "all_seconds": times}
+    found |= {"loss": last[0].item(), "warmup_seconds": warmup}
     if on_gpu:
         found["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
         found["reserved_gb"] = torch.cuda.max_memory_reserved() / 1e9
     return found
-
-
-def now(device: str) -> float:
-    """Return the time when the device has finished its work."""
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter()
 
 
 def ours(options: Namespace, folder: Path) -> Iterator[dict]:
@@ -103,37 +93,34 @@ def ours(options: Namespace, folder: Path) -> Iterator[dict]:
     from kernel_families import profile_of
 
     graph = torch.load(folder / "9km.graph", weights_only=False)
-    batch = draw(graph["data"].num_nodes, options)
-    begin = now(options.device)
+    wait = CLOCKS[options.device].synchronize
+    batch, begin = draw(graph["data"].num_nodes, options), time.perf_counter()
     model = make_model(graph, options)
     config = TrainingConfig(steps=1000, batch_size=1, precision=options.precision, device=options.device)
     step = TrainingStep(model, torch.ones(graph["data"].num_nodes), config, torch.device(options.device))
     sizes = {"parameters": sum(parameter.numel() for parameter in model.parameters())}
-    yield {"contender": "anemoi_gt", "outcome": "built", "seconds": now(options.device) - begin, **sizes}
+    wait()
+    yield {"contender": "anemoi_gt", "outcome": "built", "seconds": time.perf_counter() - begin, **sizes}
     del graph
-    variants = [(chunks, compiled) for compiled in options.compiled for chunks in options.chunks]
-    for round_ in range(options.rounds):
-        for chunks, compiled in variants:
-            name = {"contender": "anemoi_gt", "num_chunks": chunks, "compiled": bool(compiled), "round": round_}
-            with computing(model, chunks, bool(compiled), step.average.module):
-                name["estimated_gb"] = estimate_memory(model, config).total / 1e9
-                try:
-                    yield name | measure(lambda: step.training_step(batch), options)
-                except torch.OutOfMemoryError as error:
-                    yield name | {"outcome": "out of memory", "message": str(error).split(". ")[0]}
-            model.zero_grad()
+
+    def described(chunks: int, compiled: int) -> dict:
+        return {"contender": "anemoi_gt", "num_chunks": chunks, "compiled": bool(compiled)}
+
+    for round_, compiled, chunks in product(range(options.rounds), options.compiled, options.chunks):
+        found = described(chunks, compiled) | {"round": round_}
+        with computing(model, chunks, bool(compiled), step.average.module):
+            found["estimated_gb"] = estimate_memory(model, config).total / 1e9
+            try:
+                yield found | measure(lambda: step.training_step(batch), options)
+            except torch.OutOfMemoryError as error:
+                yield found | {"outcome": "out of memory", "message": str(error).split(". ")[0]}
+        model.zero_grad()
+    chunks = sorted(options.chunks)[len(options.chunks) // 2]
     for compiled in options.compiled:
-        chunks = sorted(options.chunks)[len(options.chunks) // 2]
         with computing(model, chunks, bool(compiled), step.average.module):
             step.training_step(batch)
-            found = profile_of(lambda: step.training_step(batch), 1, lambda: now(options.device), options.device)
-        yield {
-            "contender": "anemoi_gt",
-            "num_chunks": chunks,
-            "compiled": bool(compiled),
-            "outcome": "profile",
-            **found,
-        }
+            found = profile_of(lambda: step.training_step(batch), 1, wait, options.device)
+        yield described(chunks, compiled) | {"outcome": "profile"} | found
 
 
 def anemoi(options: Namespace, folder: Path) -> Iterator[dict]:
@@ -156,21 +143,21 @@ def anemoi(options: Namespace, folder: Path) -> Iterator[dict]:
     target = torch.randn(1, 1, 1, nodes, options.fields[1], generator=generator, device=device)
     mappers = [module for module in model.modules() if type(module).__name__.endswith("wardMapper")]
 
-    def step() -> Tensor:
-        optimiser.zero_grad()
-        with autocast(options.precision, device):
-            loss = (model({"data": x})["data"] - target).square().mean()
-        loss.backward()
-        optimiser.step()
-        return loss.detach()
-
-    def gradients() -> tuple[Tensor, dict[str, Tensor]]:
+    def loss_backward() -> Tensor:
         model.zero_grad()
         with autocast(options.precision, device):
             loss = (model({"data": x})["data"] - target).square().mean()
         loss.backward()
-        kept = {name: p.grad.float().cpu() for name, p in model.named_parameters() if p.dim() == 2 and "proc" in name}
-        return loss.detach().cpu(), kept
+        return loss.detach()
+
+    def step() -> Tensor:
+        loss = loss_backward()
+        optimiser.step()
+        return loss
+
+    def gradients() -> tuple[Tensor, dict[str, Tensor]]:
+        loss, named = loss_backward().cpu(), model.named_parameters()
+        return loss, {name: p.grad.float().cpu() for name, p in named if p.dim() == 2 and "proc" in name}
 
     start, expected = {name: tensor.to("cpu", copy=True) for name, tensor in model.state_dict().items()}, None
     for compiled in options.compiled:
@@ -256,44 +243,38 @@ def check_model(options: Namespace, folder: Path) -> Iterator[dict]:
 
 def check_mappers(options: Namespace, folder: Path) -> Iterator[dict]:
     """Yield comparisons of each mapper on the large grid with float64 at some destinations: rows and gradients."""
-    for part in PARTS:
-        problem = setting(options).problem(part, folder)
-        problem.mapper.train().gradient_checkpointing = True
-        destinations = checked_destinations(problem, CHECKED)
-        leaves = {"edge_attr": problem.edge_attr} | ({"x_src": problem.x[0]} if part == "decoder" else {})
-        for leaf in leaves.values():
-            leaf.requires_grad_()
+    for part, numbers in zip(PARTS, options.check_chunks, strict=True):
+        yield from check_mapper(part, numbers, options, folder)
 
-        def differentiate(
-            call: Callable[[], tuple[Tensor, nn.Module]], leaves=leaves, destinations=destinations
-        ) -> dict[str, Tensor]:
-            rows, mapper = call()
-            shape = (len(destinations), rows.shape[-1])
-            direction = torch.randn(shape, generator=torch.Generator().manual_seed(2)).bfloat16().to(rows)
-            rows.backward(direction)
-            found = {"out": rows.detach()} | {name: p.grad for name, p in mapper.named_parameters()}
-            found |= {name: leaf.grad for name, leaf in leaves.items()}
-            for tensor in (*leaves.values(), *mapper.parameters()):
-                tensor.grad = None
-            return {name: tensor.cpu() for name, tensor in found.items()}
 
-        def plain(dtype, device, problem=problem, destinations=destinations) -> tuple[Tensor, nn.Module]:
-            return plain_mapper(problem, destinations, dtype, device)
+def check_mapper(part: str, numbers: list[int], options: Namespace, folder: Path) -> Iterator[dict]:
+    """Yield comparisons of one mapper, for each number of chunks."""
+    problem = setting(options).problem(part, folder)
+    problem.mapper.train().gradient_checkpointing = True
+    destinations = checked_destinations(problem, CHECKED)
+    leaves = {"edge_attr": problem.edge_attr} | ({"x_src": problem.x[0]} if part == "decoder" else {})
+    for leaf in leaves.values():
+        leaf.requires_grad_()
 
-        exact = differentiate(lambda: plain(torch.float64, "cpu"))
+    def differentiate(rows: Tensor, mapper: nn.Module) -> dict[str, Tensor]:
+        shape = (len(destinations), rows.shape[-1])
+        direction = torch.randn(shape, generator=torch.Generator().manual_seed(2)).bfloat16().to(rows)
+        rows.backward(direction)
+        found = {"out": rows.detach()} | {name: p.grad for name, p in mapper.named_parameters()}
+        found |= {name: leaf.grad for name, leaf in leaves.items()}
+        for tensor in (*leaves.values(), *mapper.parameters()):
+            tensor.grad = None
+        return {name: tensor.cpu() for name, tensor in found.items()}
+
+    exact = differentiate(*plain_mapper(problem, destinations, torch.float64, "cpu"))
+    with autocast(options.precision, options.device):
+        baseline = differentiate(*plain_mapper(problem, destinations, torch.float32, options.device))
+    graph = GraphStructure.from_edge_index(problem.edge_index, tuple(side.shape[0] for side in problem.x))
+    for number in numbers:
         with autocast(options.precision, options.device):
-            baseline = differentiate(lambda: plain(torch.float32, options.device))
-        graph = GraphStructure.from_edge_index(problem.edge_index, tuple(side.shape[0] for side in problem.x))
-        for number in options.check_chunks[PARTS.index(part)]:
-            chunks = split_destinations(graph, number)
-
-            def call(problem=problem, chunks=chunks, destinations=destinations) -> tuple[Tensor, nn.Module]:
-                with autocast(options.precision, options.device):
-                    out = problem.mapper(problem.x, chunks, problem.edge_attr)
-                return out.index_select(0, destinations), problem.mapper
-
-            actual = differentiate(call)
-            yield {"check": part, "num_chunks": number} | judge(actual, exact, baseline, torch.bfloat16)
+            out = problem.mapper(problem.x, split_destinations(graph, number), problem.edge_attr)
+        actual = differentiate(out.index_select(0, destinations), problem.mapper)
+        yield {"check": part, "num_chunks": number} | judge(actual, exact, baseline, torch.bfloat16)
 
 
 WORKERS = {"check_model": check_model, "check_mappers": check_mappers, "ours": ours, "anemoi": anemoi}

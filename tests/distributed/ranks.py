@@ -104,6 +104,14 @@ def fitting(*shapes):
     return [shape for shape in shapes if shape[0] * shape[1] <= dist.get_world_size()]
 
 
+def meshes_with_this_rank(*shapes):
+    """Yield those shapes that fit, with their meshes, of which this rank is part."""
+    for shape in fitting(*shapes):
+        mesh = mesh_of(*shape)
+        if mesh.get_coordinate() is not None:
+            yield shape, mesh
+
+
 def device_type():
     """Device type of the run, also within `without_default_device`."""
     return "cuda" if dist.get_backend() == "nccl" else "cpu"

@@ -42,8 +42,7 @@ def test_a_process_is_launched_if_it_has_all_variables(monkeypatch):
 
 
 def test_init_distributed_needs_a_sharding_config():
-    with pytest.raises(ValueError, match="must be a ShardingConfig, got {'model': 2}"):
-        init_distributed({"model": 2}, "cpu").__enter__()
+    raises(lambda: init_distributed({"model": 2}, "cpu").__enter__(), "must be a ShardingConfig, got {'model': 2}")
 
 
 @pytest.mark.parametrize(("device_type", "device"), [("cpu", torch.device("cpu")), ("cuda", torch.device("cuda", 1))])
@@ -52,16 +51,13 @@ def test_a_rank_takes_the_gpu_of_its_local_rank_if_there_is_one_or_the_cpu(monke
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     assert local_device(device_type) == device
     monkeypatch.setenv("LOCAL_RANK", "2")
-    with pytest.raises(
-        ValueError, match="^every rank of a host must have a GPU of its own, got local rank 2 and 2 GPUs"
-    ):
-        local_device("cuda")
+    message = "^every rank of a host must have a GPU of its own, got local rank 2 and 2 GPUs"
+    raises(lambda: local_device("cuda"), message)
 
 
 @pytest.mark.parametrize("device_type", ["gpu", "cuda:0", torch.device("cuda", 0)])  # the last two: one GPU for all
 def test_other_types_of_device_are_refused(device_type):
-    with pytest.raises(ValueError, match="^device_type must be one of cuda, cpu, got "):
-        local_device(device_type)
+    raises(lambda: local_device(device_type), "^device_type must be one of cuda, cpu, got ")
 
 
 def test_threads_end_before_finalisation():

@@ -134,9 +134,7 @@ def test_invalid_arguments_end_with_one_sentence(arguments, message, checkpoint,
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled and run here")
-def test_kernels_that_cannot_run_or_are_interpreted_raise_before_exporting(
-    checkpoint, error_line, tmp_path, monkeypatch
-):
+def test_kernels_that_cannot_run_or_are_interpreted_raise_before_export(checkpoint, error_line, tmp_path, monkeypatch):
     arguments = (f"checkpoint={checkpoint}", f"out={tmp_path / 'm.pt2'}", "attention.backend=triton")
     assert "kernels cannot be exported under Triton's interpreter: unset TRITON_INTERPRET" in error_line(*arguments)
     monkeypatch.setattr("anemoi_gt.ops.triton_backend.device.interpreted", lambda: False)

@@ -30,9 +30,7 @@ def assert_same(program, inputs, expected):
     torch.testing.assert_close(program.module()(*inputs), expected)
 
 
-def test_a_program_takes_any_batch_size_and_holds_no_operator_of_this_library_and_no_reverse_structure(
-    make_model, fields
-):
+def test_a_program_takes_any_batch_size_and_holds_neither_our_operators_nor_a_reverse_structure(make_model, fields):
     model = make_model(dropout=0.5, checkpoint_groups=1).train()
     program = export_model(model, fields(1), max_batch=8)
     assert not {name for name in operator_names(program) if "anemoi_gt" in name}
@@ -91,9 +89,7 @@ def test_invalid_example_or_batch_size_raises(make_model, fields, wrong, message
     raises(lambda: export_model(make_model(), change(fields(1)), max_batch=max_batch), message)
 
 
-def test_a_compiled_autocast_model_gives_the_same_bits_and_is_left_unchanged_and_becomes_a_graph_input_model(
-    make_model, fields
-):
+def test_a_compiled_autocast_model_gives_the_same_bits_unchanged_and_becomes_a_graph_input_model(make_model, fields):
     model = make_model(dropout=0.5).train()
     compiled = torch.compile(model, backend="eager")
     program = export_model(Autocast(compiled, "cpu", torch.bfloat16), fields(1), max_batch=4)

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support.anemoi_model import build, draw, graph_of, make_options
+from support.refusals import raises
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules import module as torch_module
@@ -112,8 +113,7 @@ def test_a_bandwidth_that_is_not_a_positive_number_raises(conv, inputs, bandwidt
 
 
 def test_a_function_or_a_model_without_attention_raises(conv, inputs):
-    with pytest.raises(ValueError, match="model must be a torch.nn.Module, got function"):
-        explain(lambda *given: conv(*given), *inputs)
+    raises(lambda: explain(lambda *given: conv(*given), *inputs), "model must be a torch.nn.Module, got function")
     with pytest.raises(ValueError, match="an attention of anemoi_gt on these inputs, Linear computed none"):
         explain(nn.Linear(2, 2), torch.randn(1, 2))
 
@@ -136,8 +136,7 @@ def test_model_hooks_and_generator_are_left_unchanged_after_an_error_too(conv, i
     explain(conv, *inputs)
     assert torch.equal(torch.get_rng_state(), state)
     assert conv.__dict__.keys() == before.keys() and not conv._forward_hooks and not conv._forward_pre_hooks
-    with pytest.raises(ValueError, match="edge_attr must"):
-        explain(conv, *inputs[:2], torch.randn(1, 3))
+    raises(lambda: explain(conv, *inputs[:2], torch.randn(1, 3)), "edge_attr must")
     assert not torch_module._global_forward_hooks and not torch_module._global_forward_pre_hooks
 
 
@@ -244,8 +243,6 @@ def event(name, shapes, kernels, microseconds=50):
 
 
 SHAPES = [[3, 2, 16], [3, 2, 16], [3, 2, 16], [4, 3], [32, 3], [32], [4], [4]]
-
-
 OTHER_SHAPES = [[9, 2, 16], *SHAPES[1:]]
 
 
@@ -272,8 +269,7 @@ def test_kernels_get_their_mean_times_from_calls_of_their_sizes(explained):
 def test_a_profile_without_the_explained_calls_raises(explained, device, shapes, message):
     (layer,) = explained.layers
     seen = SimpleNamespace(events=lambda: [event(layer.passes[0].operator, shapes, {})])
-    with pytest.raises(ValueError, match=message):
-        replace(explained, layers=(replace(layer, device=device),)).with_profile(seen)
+    raises(lambda: replace(explained, layers=(replace(layer, device=device),)).with_profile(seen), message)
 
 
 def test_swapped_layers_of_pyg_are_listed():

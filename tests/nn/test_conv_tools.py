@@ -9,6 +9,7 @@ import warnings
 import pytest
 import torch
 from support.pyg_models import DIM, make_hetero
+from support.refusals import raises
 from torch_geometric.explain import AttentionExplainer, Explainer, GNNExplainer
 from torch_geometric.nn import HeteroConv, Sequential, TransformerConv, summary, to_hetero
 
@@ -116,12 +117,9 @@ def test_layer_warns_of_per_edge_messages_only_while_a_hook_is_active(data):
 def test_backend_triton_refuses_messages(data):
     conv = GraphTransformerConv(6, 4, heads=2, edge_dim=DIM, config=AttentionConfig("triton"))
     refusal = "attention backend must be 'auto' or 'torch' while a PyG explainer or message hook is active"
-    with pytest.raises(ValueError, match=refusal):
-        explain(conv, AttentionExplainer(), data, edge_mask_type="object")
-    hook = conv.register_message_forward_hook(lambda *_: None)
-    with pytest.raises(ValueError, match=refusal):
-        conv(*data)
-    hook.remove()
+    raises(lambda: explain(conv, AttentionExplainer(), data, edge_mask_type="object"), refusal)
+    conv.register_message_forward_hook(lambda *_: None)
+    raises(lambda: conv(*data), refusal)
 
 
 @pytest.mark.filterwarnings("ignore:GraphTransformerConv falls back to per-edge messages")
@@ -144,8 +142,7 @@ def test_layer_refuses_a_batch_while_a_hook_is_active(data):
     x, edge_index, edge_attr = data
     conv = GraphTransformerConv(6, 4, edge_dim=DIM)
     conv.register_message_forward_hook(lambda *_: None)
-    with pytest.raises(ValueError, match=r"x must have shape \[N, F\] while .* got a batch of 3"):
-        conv(x.expand(3, -1, -1), edge_index, edge_attr)
+    raises(lambda: conv(x.expand(3, -1, -1), edge_index, edge_attr), r"shape \[N, F\] while .* got a batch of 3")
 
 
 def test_copies_are_complete_and_independent(data):

@@ -50,7 +50,7 @@ def field_data(
     Parameters
     ----------
     path : str or list of str
-        A file, the folder of a zarr, a pattern such as "data/*.nc", or a list of these.
+        A file, the folder of a zarr, a pattern such as `data/*.nc`, or a list of these.
     format : {"xarray", "anemoi"}
         NetCDF, zarr and GRIB with coordinates, or a zarr of anemoi-datasets.
     variables : list of str, optional

@@ -62,7 +62,7 @@ def read_xarray(path: str | Path | Sequence[str]) -> Fields:
     Parameters
     ----------
     path : str, Path or sequence of str
-        A file, the folder of a zarr, a pattern such as "data/*.nc", or a list of these.
+        A file, the folder of a zarr, a pattern such as `data/*.nc`, or a list of these.
     """
     patterns = [path] if isinstance(path, str | Path) else list(path)
     files = [file for pattern in patterns for file in _find(str(pattern))]

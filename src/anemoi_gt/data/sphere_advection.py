@@ -313,7 +313,7 @@ def sphere(
     lead_time : float
         Hours from the present to the truth. The flows rotate once in 288 h.
     train_size, valid_size, test_size : int
-        Numbers of samples.
+        Number of samples of each split.
     seed : int
         Seed of the samples, at least 0.
 

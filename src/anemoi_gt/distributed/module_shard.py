@@ -88,7 +88,7 @@ def shard_module(
     Returns
     -------
     ModuleShard
-        What the layers take now in place of structures, features and attributes, and which parameters are shared.
+        Shards that replace structures, features and attributes, and the names of the shared parameters.
 
     Raises
     ------

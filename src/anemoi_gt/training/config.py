@@ -18,9 +18,9 @@ class TrainingConfig:
     steps : int
         Optimiser steps.
     batch_size : int
-        Of all ranks together.
+        Samples per step, over all ranks.
     learning_rate : float
-        The maximum, reached after `warmup_steps`.
+        Maximum learning rate, reached after `warmup_steps`.
     warmup_steps : int
         Steps of linear warm-up from 0, at most `steps`; then the learning rate decreases to 0 as half a cosine.
     weight_decay : float
