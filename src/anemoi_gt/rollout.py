@@ -1,4 +1,4 @@
-"""The rollout application, `python -m anemoi_gt.rollout checkpoint=FILE steps=8`: one long forecast as a NetCDF file.
+"""The rollout application, `anemoi-gt rollout checkpoint=FILE steps=8`: one long forecast as a NetCDF file.
 
 The config of the run is read from the checkpoint and can be overridden on the command line. `anemoi_gt.evaluate` scores
 rollouts.

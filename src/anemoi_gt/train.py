@@ -1,4 +1,4 @@
-"""The training application, `python -m anemoi_gt.train`, on one process or under torchrun.
+"""The training application, `anemoi-gt train`, on one process or under torchrun.
 
 `--help` lists the configs.
 """

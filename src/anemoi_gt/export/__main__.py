@@ -1,4 +1,4 @@
-"""The export application, `python -m anemoi_gt export checkpoint=FILE out=model.pt2`.
+"""The export application, `anemoi-gt export checkpoint=FILE out=model.pt2`.
 
 It writes a package that runs without this library. The config of the run is read from the checkpoint and can be
 overridden on the command line.
