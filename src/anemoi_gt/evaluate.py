@@ -24,8 +24,7 @@ from anemoi_gt.hydra_app import (
     store_config,
     write_explanation,
 )
-from anemoi_gt.kernel_report import explain
-from anemoi_gt.training.data_loading import load
+from anemoi_gt.training.checkpoint import load_checkpoint
 from anemoi_gt.training.device import choose_device, cpu_threads
 from anemoi_gt.training.metrics_log import read_metrics
 from anemoi_gt.training.report import write_report, write_rollout_report
@@ -47,7 +46,9 @@ def prepare(config: "DictConfig") -> Callable[[], None]:
         run.splits.test.advance(0, [])  # raise before scoring if there are no rollouts
     log.info("%s, after step %s", config.checkpoint, step)
     if config.explain is not None:
-        explain_forecast(run, config.explain, output_folder())
+        model = run.model.to(choose_device(run.training.device)).eval()
+        with torch.no_grad():
+            write_explanation(model, run.splits.test, run.training, config.explain)
     return partial(evaluate, run, Path(config.checkpoint), output_folder(), steps)
 
 
@@ -61,15 +62,6 @@ def evaluate(run: Run, checkpoint: Path, folder: Path, steps: int) -> None:
         write_report(folder, model, run.splits.test, read_metrics(checkpoint.parent / "metrics.jsonl"))
         if steps > 1:
             write_rollout_report(folder, model, run.splits.test, steps)
-
-
-def explain_forecast(run: Run, where: str, folder: Path) -> None:
-    """Write or log the kernels of each layer in a forecast."""
-    device = choose_device(run.training.device)
-    model = run.model.to(device).eval()
-    with cpu_threads(run.training.threads), torch.no_grad():
-        found = explain(model, next(load(run.splits.test, run.training.batch_size, device)).inputs)
-    write_explanation(found, where, folder)
 
 
 def launch_on_checkpoint(name: str, prepare: Callable[["DictConfig"], Callable[[], Any]]) -> None:
@@ -86,8 +78,9 @@ def launch_on_checkpoint(name: str, prepare: Callable[["DictConfig"], Callable[[
                     f"checkpoint must name one file, got {given[-1]!r}; quote names with spaces or special characters "
                     "twice: \"checkpoint='run (1)/best.pt'\""
                 )
-            require_file(Path(value))
-            store_config(Path(value))
+            path = Path(value)
+            require_file(path)
+            store_config(load_checkpoint(path).get("config"), path)
         return name
 
     launch(name, prepare, choose_config)

@@ -25,14 +25,14 @@ from anemoi_gt.attention_config import AttentionConfig
 from anemoi_gt.command_help import options_help
 from anemoi_gt.data.datasets import ForecastDataset, Splits
 from anemoi_gt.data.graphs import check_fit
-from anemoi_gt.distributed.sharded_checkpoint import load_values
 from anemoi_gt.extras import import_extra
-from anemoi_gt.kernel_report import Explanation
+from anemoi_gt.kernel_report import explain
 from anemoi_gt.ops.backends import BACKENDS, choose_backend
 from anemoi_gt.training import TrainingConfig
 from anemoi_gt.training.checkpoint import load_checkpoint, load_fitting_weights, load_weights
 from anemoi_gt.training.cuda_graph import check_device_has_cuda_graphs
-from anemoi_gt.training.device import choose_device
+from anemoi_gt.training.data_loading import load
+from anemoi_gt.training.device import choose_device, cpu_threads
 from anemoi_gt.training.memory import advice
 from anemoi_gt.training.signals import Stopped
 
@@ -96,15 +96,10 @@ def build_trained(config: "DictConfig") -> tuple[Run, int]:
     return run, state.get("step")
 
 
-def store_config(checkpoint: Path) -> None:
-    """Register the config in a checkpoint, a file or a folder, as Hydra's `run: of_checkpoint`.
-
-    Raises FileNotFoundError if there is no such file; ValueError if it is not a checkpoint of a run.
-    """
+def store_config(config: Any, checkpoint: Path) -> None:
+    """Register the config in a checkpoint as Hydra's `run: of_checkpoint`; raise a ValueError if it is none."""
     from hydra.core.config_store import ConfigStore
 
-    is_folder = (checkpoint / ".metadata").exists()  # of a sharded run
-    config = load_values(checkpoint, "config") if is_folder else load_checkpoint(checkpoint).get("config")
     if not isinstance(config, dict):
         raise ValueError(f"a checkpoint must contain the config of its run, {checkpoint} does not")
     ConfigStore.instance().store("of_checkpoint", config, group="run", package="_global_")
@@ -225,15 +220,18 @@ def check_explain(target: Any) -> None:
         raise ValueError(f"explain must be null, print or the name of a file, got {target!r}")
 
 
-def write_explanation(explanation: Explanation, target: str, folder: Path) -> None:
-    """Log which kernels serve a model (target "print"), or write it to a file.
+def write_explanation(model: nn.Module, dataset: ForecastDataset, training: TrainingConfig, target: str) -> None:
+    """Log which kernels serve a model on its device for the first batch (target "print"), or write it to a file.
 
     A target is below the folder of the run unless it is absolute: JSON if it ends in .json, else the table.
     """
+    batch = next(load(dataset, training.batch_size, next(model.parameters()).device))
+    with cpu_threads(training.threads):
+        explanation = explain(model, batch.inputs)
     if target == "print":
         log.info("%s", explanation)
         return
-    path = folder / target
+    path = output_folder() / target
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(explanation.to_dict(), indent=1) if path.suffix == ".json" else f"{explanation}\n")
     log.info("kernels of each layer: %s", path)

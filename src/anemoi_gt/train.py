@@ -47,10 +47,9 @@ from anemoi_gt.hydra_app import (
     store_config,
     write_explanation,
 )
-from anemoi_gt.kernel_report import explain
 from anemoi_gt.training import Trainer
 from anemoi_gt.training.checkpoint import load_checkpoint, load_weights
-from anemoi_gt.training.data_loading import load, share_of_batch
+from anemoi_gt.training.data_loading import share_of_batch
 from anemoi_gt.training.device import choose_device, cpu_threads
 from anemoi_gt.training.memory import estimate_memory
 from anemoi_gt.training.metrics_log import MetricsFile
@@ -104,20 +103,10 @@ def prepare(config: "DictConfig") -> Callable[[], float]:
         trainer.load_state_dict(state)
         log.info("continues after step %d", trainer.step.global_step)
     if config.explain is not None:
-        explain_step(trainer, config.explain)
+        dtype = AUTOCAST[run.training.precision]
+        with torch.autocast(trainer.device.type, dtype=dtype, enabled=dtype is not None):
+            write_explanation(trainer.step.model.train(), run.splits.train, run.training, config.explain)
     return partial(train, trainer)
-
-
-def explain_step(trainer: Trainer, target: str) -> None:
-    """Write which kernels serve the steps of a run, see `write_explanation`; the run does not change."""
-    samples = load(trainer.splits.train, trainer.config.batch_size, trainer.device)
-    model, dtype = trainer.step.model.train(), AUTOCAST[trainer.config.precision]
-    with (
-        cpu_threads(trainer.config.threads),
-        torch.autocast(trainer.device.type, dtype=dtype, enabled=dtype is not None),
-    ):
-        found = explain(model, next(samples).inputs)
-    write_explanation(found, target, trainer.folder)
 
 
 def checkpoint_to_resume(folder: Path, resume: bool, description: dict) -> dict | None:
@@ -268,7 +257,8 @@ def primary_config(arguments: list[str]) -> str:
     found = find_run(Path(folder) / LAST)
     if found is None:
         return "train"
-    store_config(found)
+    config = load_checkpoint(found).get("config") if found.is_file() else load_values(found, "config")
+    store_config(config, found)
     return "resume"
 
 

@@ -99,6 +99,7 @@ def test_a_backend_that_cannot_run_is_refused_with_its_reason_before_training(re
         ("training.batch_size=9", "training.batch_size must be at most 8, the number of training samples, got 9"),
         ("graph.refinement=5", "the graph must fit the data, 9998 of its 10242 hidden nodes"),
         ("init_from=nowhere.pt", "no checkpoint nowhere.pt"),
+        ("data=era5_uk data.path=nowhere.grib", "no file nowhere.grib: give the data as data.path=FILE"),
         ("data=xarray", "data.path must be given, as data.path=VALUE"),
         ("data=xarray data.path=5", "no file 5: give the data as data.path=FILE"),
         ("data=xarray data.path=a data.train=2020", "data.train must be list[str] | None, got 2020"),
@@ -114,10 +115,6 @@ def test_a_wrong_value_is_one_sentence(refusal, argument, message):
     options = argument.split(" ")
     sentence = refusal(*(options if options[0].startswith("data=") else [*SMALL, *options]))
     assert sentence.startswith("anemoi_gt.train: ") and message in sentence
-
-
-def test_a_missing_file_is_one_sentence(refusal):
-    assert refusal("data=era5_uk", "data.path=nowhere.grib").startswith("anemoi_gt.train: no file nowhere.grib: ")
 
 
 @pytest.mark.parametrize("argument", ["training.stpes=3", "training.steps", "model=resnet", "training=null"])
@@ -163,20 +160,16 @@ BEGUN = {"training": {"steps": 4, "device": "cuda"}, "data": {"path": "a"}, "att
 def test_a_run_continues_on_another_device_with_its_own_config(tmp_path):
     assert train.checkpoint_to_resume(tmp_path, True, BEGUN) is None  # begins in an empty folder
     save_checkpoint(tmp_path / "last.pt", {"config": BEGUN})
-    elsewhere = {"training": {"steps": 4, "device": "cpu"}, "data": {"path": "b"}, "attention": {"backend": "torch"}}
+    elsewhere = {
+        "training": {"steps": 4, "device": "cpu", "compile": True, "cuda_graph": True},
+        "data": {"path": "b"},
+        "attention": {"backend": "torch"},
+    }
     assert train.checkpoint_to_resume(tmp_path, True, elsewhere) == {"config": BEGUN}
     longer, shorter = (BEGUN | {"training": BEGUN["training"] | {"steps": steps}} for steps in (5, 3))
     assert train.checkpoint_to_resume(tmp_path, True, longer)
     with pytest.raises(ValueError, match=r"its own config, .*last.pt was written with training.steps=4, not 3$"):
         train.checkpoint_to_resume(tmp_path, True, shorter)
-
-
-@pytest.mark.parametrize("before", [{}, {"compile": False}, {"compile": True}])
-@pytest.mark.parametrize("now", [{"compile": True}, {"cuda_graph": True}, {"compile": False, "cuda_graph": False}])
-def test_a_run_continues_with_or_without_compilation_and_cuda_graph(tmp_path, before, now):
-    begun, resumed = (BEGUN | {"training": BEGUN["training"] | options} for options in (before, now))
-    save_checkpoint(tmp_path / "last.pt", {"config": begun})
-    assert train.checkpoint_to_resume(tmp_path, True, resumed)
 
 
 def test_a_cuda_graph_on_a_cpu_is_refused_before_anything_is_built(refusal, monkeypatch):
