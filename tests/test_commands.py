@@ -30,10 +30,8 @@ def runs_here(words):
 
 
 def overrides(words):
-    """Return application and overrides of `anemoi-gt NAME`, `-m anemoi_gt.NAME` or `-m anemoi_gt NAME`, else None."""
-    line = " ".join(words).removeprefix("anemoi-gt ")
-    started = line if words[0] == "anemoi-gt" else line.partition("-m anemoi_gt")[2][1:]
-    name, *values = started.split() or [""]
+    """Return application and overrides of `anemoi-gt NAME` or `-m anemoi_gt.NAME`, else None."""
+    name, *values = re.split(r"^anemoi-gt |-m anemoi_gt\.", " ".join(words))[-1].split()
     return (name, values) if name in command_line.APPLICATIONS else None
 
 
@@ -60,8 +58,8 @@ def test_every_command_exists(page):
             assert set(re.findall(r"\[(\w+)\]", line)) <= set(extras), line
         elif overrides(words):
             understand(*overrides(words))
-        elif words[:3] == ["python", "-m", "anemoi_gt"]:
-            assert words[3:], line  # run below
+        elif words[0] == "anemoi-gt":
+            assert words[1:] == ["info"], line  # run below
         elif words[1].startswith("benchmarks/"):
             assert (ROOT / words[1]).exists(), line  # their options: tests/benchmarks/test_report.py
         else:
@@ -85,7 +83,7 @@ def start(words, place, monkeypatch):
         assert status == 0, error
     else:
         monkeypatch.setattr(sys, "argv", sys.argv)  # an application's own while it runs
-        command_line.main([application, *values, *small] if application else words[3:])
+        command_line.main([application, *values, *small] if application else words[1:])
 
 
 @pytest.mark.parametrize("page", WITH_COMMANDS, ids=name_of)

@@ -1,4 +1,4 @@
-"""`python -m anemoi_gt info`: versions, devices and available backends."""
+"""`anemoi-gt info`: versions, devices and available backends."""
 
 import importlib.metadata
 import re

@@ -26,12 +26,13 @@ from anemoi_gt.command_help import options_help
 from anemoi_gt.data.datasets import ForecastDataset, Splits
 from anemoi_gt.data.graphs import check_fit
 from anemoi_gt.extras import import_extra
-from anemoi_gt.kernel_report import Explanation
+from anemoi_gt.kernel_report import explain
 from anemoi_gt.ops.backends import BACKENDS, choose_backend
 from anemoi_gt.training import TrainingConfig
-from anemoi_gt.training.checkpoint import load_checkpoint, load_fitting_weights
+from anemoi_gt.training.checkpoint import load_checkpoint, load_fitting_weights, load_weights
 from anemoi_gt.training.cuda_graph import check_device_has_cuda_graphs
-from anemoi_gt.training.device import choose_device
+from anemoi_gt.training.data_loading import load
+from anemoi_gt.training.device import choose_device, cpu_threads
 from anemoi_gt.training.memory import advice
 from anemoi_gt.training.signals import Stopped
 
@@ -69,7 +70,6 @@ def build(config: "DictConfig") -> Run:
 
 def build_data(config: "DictConfig") -> tuple[Splits, TrainingConfig]:
     """Check a config and build its data set and training config, which every rank has. Raises as `build` does."""
-    check_groups(config)
     check_types(config, *GROUPS)
     training = instantiate(config.training)
     check_backend(instantiate(config.attention), choose_device(training.device))
@@ -89,17 +89,35 @@ def build_model(config: "DictConfig", train: ForecastDataset) -> nn.Module:
     return model
 
 
+def build_trained(config: "DictConfig") -> tuple[Run, int]:
+    """Build what the config of a checkpoint describes, with its weights; return it and the step of the checkpoint."""
+    state, run = load_checkpoint(Path(config.checkpoint)), build(config)
+    load_weights(run.model, state)
+    return run, state.get("step")
+
+
+def store_config(config: Any, checkpoint: Path) -> None:
+    """Register the config in a checkpoint as Hydra's `run: of_checkpoint`; raise a ValueError if it is none."""
+    from hydra.core.config_store import ConfigStore
+
+    if not isinstance(config, dict):
+        raise ValueError(f"a checkpoint must contain the config of its run, {checkpoint} does not")
+    ConfigStore.instance().store("of_checkpoint", config, group="run", package="_global_")
+
+
 def describe(config: "DictConfig") -> dict[str, Any]:
-    """Return the groups that `build` reads as plain values, for checkpoints; `data.path` is absolute."""
+    """Check a config; return its `GROUPS` as plain values, for checkpoints, with an absolute `data.path`."""
     from omegaconf import OmegaConf
 
-    check_groups(config)
+    def absolute(path: Any) -> Any:
+        if isinstance(path, list):
+            return [absolute(one) for one in path]
+        return str(Path(path).absolute()) if isinstance(path, str) and "://" not in path else path
+
+    check_types(config, *GROUPS)
     described = OmegaConf.to_container(config, resolve=True)
-    if path := described["data"].get("path"):
-        absolute = [
-            one if "://" in one else str(Path(one).absolute()) for one in ([path] if isinstance(path, str) else path)
-        ]
-        described["data"]["path"] = absolute[0] if isinstance(path, str) else absolute
+    if "path" in described["data"]:
+        described["data"]["path"] = absolute(described["data"]["path"])
     return {group: described[group] for group in GROUPS}
 
 
@@ -112,13 +130,6 @@ def instantiate(config: "DictConfig"):
         return instantiate(config)
     except InstantiationException as error:
         raise (error.__cause__ or error) from None
-
-
-def check_groups(config: "DictConfig") -> None:
-    """Raise a ValueError if the command line has removed a group."""
-    missing = [group for group in GROUPS if group not in config]
-    if missing:
-        raise ValueError(f"the config must have the groups {', '.join(GROUPS)}, got no {', '.join(missing)}")
 
 
 def argument_value(arguments: list[str], key: str) -> Any:
@@ -160,14 +171,17 @@ def remove_empty_run(there: Path) -> None:
 
 
 def check_types(config: "DictConfig", *groups: str) -> None:
-    """Convert the values of groups to the types in the signatures of their targets; raise ValueError for another type.
+    """Convert the values of groups to the types in the signatures of their targets.
 
-    Types that structured configs do not know are not checked.
+    Types that structured configs do not know are not checked. Raises ValueError for another type, or if the command
+    line has removed a group.
     """
     from hydra.utils import get_object
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException, ValidationError
 
+    if missing := [group for group in groups if group not in config]:
+        raise ValueError(f"the config must have the groups {', '.join(groups)}, got no {', '.join(missing)}")
     for group in groups:
         target = get_object(config[group]["_target_"])
         try:
@@ -181,13 +195,13 @@ def check_types(config: "DictConfig", *groups: str) -> None:
                 continue
             try:
                 config[group][name] = OmegaConf.merge(schema, {name: value})[name]
-            except ValidationError as error:
-                raise ValueError(f"{group}.{name}: {str(error).splitlines()[0]}") from None
+            except ValidationError:
+                kind = hints[name].__name__ if isinstance(hints[name], type) else hints[name]
+                raise ValueError(f"{group}.{name} must be {kind}, got {value!r}") from None
 
 
 def check_device(config: "DictConfig") -> TrainingConfig:
     """Return the training config; raise a ValueError if its device does not support it."""
-    check_types(config, "training")
     training = instantiate(config.training)
     if training.cuda_graph:
         check_device_has_cuda_graphs(choose_device(training.device))
@@ -206,15 +220,18 @@ def check_explain(target: Any) -> None:
         raise ValueError(f"explain must be null, print or the name of a file, got {target!r}")
 
 
-def write_explanation(explanation: Explanation, target: str, folder: Path) -> None:
-    """Log which kernels serve a model (target "print"), or write it to a file.
+def write_explanation(model: nn.Module, dataset: ForecastDataset, training: TrainingConfig, target: str) -> None:
+    """Log which kernels serve a model on its device for the first batch (target "print"), or write it to a file.
 
     A target is below the folder of the run unless it is absolute: JSON if it ends in .json, else the table.
     """
+    batch = next(load(dataset, training.batch_size, next(model.parameters()).device))
+    with cpu_threads(training.threads):
+        explanation = explain(model, batch.inputs)
     if target == "print":
         log.info("%s", explanation)
         return
-    path = folder / target
+    path = output_folder() / target
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(explanation.to_dict(), indent=1) if path.suffix == ".json" else f"{explanation}\n")
     log.info("kernels of each layer: %s", path)
@@ -235,7 +252,9 @@ def output_folder() -> Path:
     return Path(HydraConfig.get().runtime.output_dir)
 
 
-def launch(name: str, prepare: Callable[["DictConfig"], Callable[[], Any]], config_name: str | None = None) -> None:
+def launch(
+    name: str, prepare: Callable[["DictConfig"], Callable[[], Any]], choose_config: Callable[[], str] | None = None
+) -> None:
     """Run a Hydra application with the arguments of the command line.
 
     Errors that the user can fix end with one sentence on standard error and exit status 1, a signal with 128 and its
@@ -247,55 +266,35 @@ def launch(name: str, prepare: Callable[["DictConfig"], Callable[[], Any]], conf
         Of the module of the application.
     prepare : callable
         Returns the job for the composed config; its errors are reported as errors in the config.
-    config_name : str, optional
-        Of the primary config in `anemoi_gt.configs`; None is `name`.
+    choose_config : callable, optional
+        Returns the name of the primary config in `anemoi_gt.configs`; None is `name`.
     """
     module = f"anemoi_gt.{name}"
     try:
         hydra = require_packages()
+        config_name = choose_config() if choose_config else name
         there = check_folder(sys.argv[1:])
-    except (ImportError, ValueError) as error:
+    except (ImportError, OSError, ValueError) as error:
         exit_with_error(module, error)
 
-    from hydra.errors import HydraException
     from omegaconf import OmegaConf
-    from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
     composed = []
 
     def run(config: "DictConfig"):
         composed.append(config)
         try:
-            job = prepare(config)
-        except MissingMandatoryValue as error:  # left at ???
-            refused = ValueError(f"{error.full_key} must be given, as {error.full_key}=VALUE")
-        except OmegaConfBaseException as error:
-            refused = ValueError(str(error).splitlines()[0])
-        except HydraException as error:
-            refused = ValueError(" ".join(str(error).split()))
-        except torch.OutOfMemoryError:
-            refused = out_of_memory(config)
-        except (*ERRORS_OF_PREPARATION, KeyboardInterrupt) as error:
-            refused = error
-        else:
-            return finish(job, config)
-        remove_empty_run(there)
-        if isinstance(refused, KeyboardInterrupt):
-            raise refused
-        exit_with_error(module, refused)
-
-    def finish(job, config):
-        try:
-            return job()
-        except torch.OutOfMemoryError:
-            exit_with_error(module, out_of_memory(config))
-        except Refused as error:
-            remove_empty_run(there)
-            exit_with_error(module, error)
-        except ERRORS_OF_JOB as error:
-            exit_with_error(module, error)
+            return prepare_job(prepare, config)()
         except Stopped as stopped:
             exit_with_error(module, f"{stopped}: {resume_command(output_folder())}", stopped.exit_status)
+        except torch.OutOfMemoryError:
+            error = out_of_memory(config)
+        except (Refused, KeyboardInterrupt, *ERRORS_OF_JOB) as caught:
+            error = caught
+        remove_empty_run(there)
+        if isinstance(error, KeyboardInterrupt):
+            raise error
+        exit_with_error(module, error)
 
     sys.argv[1:] = [quote_null(argument) for argument in sys.argv[1:]]
     logging.raiseExceptions = False  # a log file on a full disk must not add tracebacks
@@ -304,17 +303,31 @@ def launch(name: str, prepare: Callable[["DictConfig"], Callable[[], Any]], conf
     if interrupt == signal.SIG_DFL:  # while packages were imported
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        main = hydra.main(version_base="1.3", config_path="pkg://anemoi_gt.configs", config_name=config_name or name)
-        main(run)()
+        hydra.main(version_base="1.3", config_path="pkg://anemoi_gt.configs", config_name=config_name)(run)()
     except KeyboardInterrupt:
         exit_with_error(module, "interrupted", 130)
     except SystemExit as ended:
         if ended.code == 1 and not composed:  # Hydra has printed what it cannot read
-            exit_with_error(module, f"nothing was started; python -m {module} --help lists all groups and options")
+            exit_with_error(module, f"nothing was started; anemoi-gt {name} --help lists all groups and options")
         raise
     finally:
         if interrupt == signal.SIG_DFL:
             signal.signal(signal.SIGINT, interrupt)
+
+
+def prepare_job(prepare: Callable[["DictConfig"], Callable[[], Any]], config: "DictConfig") -> Callable[[], Any]:
+    """Return the job for a config; raise Refused, with one sentence, for what the user can fix."""
+    from hydra.errors import HydraException
+    from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+
+    try:
+        return prepare(config)
+    except MissingMandatoryValue as error:  # left at ???
+        raise Refused(f"{error.full_key} must be given, as {error.full_key}=VALUE") from error
+    except OmegaConfBaseException as error:
+        raise Refused(str(error).splitlines()[0]) from error
+    except (HydraException, *ERRORS_OF_PREPARATION) as error:
+        raise Refused(error) from error
 
 
 def resume_command(folder: Path) -> str:

@@ -1,4 +1,4 @@
-"""The output of `python -m anemoi_gt info`: versions, devices, available backends, Anemoi. Needs only torch."""
+"""The output of `anemoi-gt info`: versions, devices, available backends, Anemoi. Needs only torch."""
 
 import os
 import platform

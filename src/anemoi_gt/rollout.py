@@ -1,4 +1,4 @@
-"""The rollout application, `python -m anemoi_gt.rollout checkpoint=FILE steps=8`: one long forecast as a NetCDF file.
+"""The rollout application, `anemoi-gt rollout checkpoint=FILE steps=8`: one long forecast as a NetCDF file.
 
 The config of the run is read from the checkpoint and can be overridden on the command line. `anemoi_gt.evaluate` scores
 rollouts.
@@ -15,10 +15,9 @@ import torch
 
 from anemoi_gt.evaluate import launch_on_checkpoint
 from anemoi_gt.extras import import_extra
-from anemoi_gt.hydra_app import Run, build, output_folder
+from anemoi_gt.hydra_app import Run, build_trained, output_folder
 from anemoi_gt.option_checks import check_integer
 from anemoi_gt.training.atomic_write import annotate_oserror
-from anemoi_gt.training.checkpoint import load_checkpoint, load_weights
 from anemoi_gt.training.device import choose_device, cpu_threads
 from anemoi_gt.training.rollout import roll_out
 
@@ -33,8 +32,7 @@ def prepare(config: "DictConfig") -> Callable[[], None]:
     check_integer("steps", config.steps)
     check_integer("sample", config.sample, least=None)
     import_extra("xarray", "xarray")
-    state, run = load_checkpoint(Path(config.checkpoint)), build(config)
-    load_weights(run.model, state)
+    run, _ = build_trained(config)
     samples = len(run.splits.test)
     if not -samples <= config.sample < samples:
         raise ValueError(f"sample must be one of the {samples} test samples, -1 the last, got {config.sample}")

@@ -1,4 +1,4 @@
-"""The training application, `python -m anemoi_gt.train`, on one process or under torchrun.
+"""The training application, `anemoi-gt train`, on one process or under torchrun.
 
 `--help` lists the configs.
 """
@@ -40,18 +40,16 @@ from anemoi_gt.hydra_app import (
     check_explain,
     check_types,
     describe,
-    exit_with_error,
     instantiate,
     is_multirun,
     launch,
     output_folder,
-    require_packages,
+    store_config,
     write_explanation,
 )
-from anemoi_gt.kernel_report import explain
 from anemoi_gt.training import Trainer
 from anemoi_gt.training.checkpoint import load_checkpoint, load_weights
-from anemoi_gt.training.data_loading import load, share_of_batch
+from anemoi_gt.training.data_loading import share_of_batch
 from anemoi_gt.training.device import choose_device, cpu_threads
 from anemoi_gt.training.memory import estimate_memory
 from anemoi_gt.training.metrics_log import MetricsFile
@@ -72,7 +70,6 @@ MAY_DIFFER = (
     *("attention.", "data.path"),
     *("training.compile", "training.cuda_graph", "training.device", "training.threads"),
 )
-EMPTY = (None, {})  # a checkpoint of several ranks does not keep empty dicts
 RANKS_MAY_DIFFER = ("data.path", "training.device", "training.threads", "attention.backend")
 
 
@@ -106,20 +103,10 @@ def prepare(config: "DictConfig") -> Callable[[], float]:
         trainer.load_state_dict(state)
         log.info("continues after step %d", trainer.step.global_step)
     if config.explain is not None:
-        explain_step(trainer, config.explain)
+        dtype = AUTOCAST[run.training.precision]
+        with torch.autocast(trainer.device.type, dtype=dtype, enabled=dtype is not None):
+            write_explanation(trainer.step.model.train(), run.splits.train, run.training, config.explain)
     return partial(train, trainer)
-
-
-def explain_step(trainer: Trainer, target: str) -> None:
-    """Write which kernels serve the steps of a run, see `write_explanation`; the run does not change."""
-    samples = load(trainer.splits.train, trainer.config.batch_size, trainer.device)
-    model, dtype = trainer.step.model.train(), AUTOCAST[trainer.config.precision]
-    with (
-        cpu_threads(trainer.config.threads),
-        torch.autocast(trainer.device.type, dtype=dtype, enabled=dtype is not None),
-    ):
-        found = explain(model, next(samples).inputs)
-    write_explanation(found, target, trainer.folder)
 
 
 def checkpoint_to_resume(folder: Path, resume: bool, description: dict) -> dict | None:
@@ -146,13 +133,12 @@ def check_same_config(path: Path, before: dict, now: dict) -> None:
         raise ValueError(f"a run is continued with its own config, {path} was written with {'; '.join(changes)}")
 
 
-def differences(before: Any, now: Any, key: str = "") -> Iterator[str]:
+def differences(before: dict, now: dict) -> Iterator[str]:
     """Yield the differences between two configs as text, but for `MAY_DIFFER`."""
-    if isinstance(before, dict) and isinstance(now, dict):
-        for name in dict.fromkeys([*before, *now]):
-            yield from differences(before.get(name), now.get(name), f"{key}.{name}" if key else name)
-    elif before != now and not (before in EMPTY and now in EMPTY) and not key.startswith(MAY_DIFFER):
-        yield f"{key}={before}, not {now}"
+    before, now = dict(flatten(before)), dict(flatten(now))
+    for key in dict.fromkeys([*before, *now]):
+        if before.get(key) != now.get(key) and not key.startswith(MAY_DIFFER):
+            yield f"{key}={before.get(key)}, not {now.get(key)}"
 
 
 def train(trainer: Trainer) -> float:
@@ -227,7 +213,6 @@ def _train_on_ranks(config: "DictConfig", sharding: ShardingConfig, device_type:
 
 def check_shares(config: "DictConfig", mesh: "DeviceMesh") -> None:
     """Raise a ValueError if the config alone shows that the ranks cannot share the run."""
-    check_types(config, "model")
     share_of_batch(check_device(config).batch_size, mesh["data"].size())
     if (chunks := config.model.get("mapper_chunks", 1)) != 1:
         raise ValueError(f"model.mapper_chunks must be 1 under torchrun, got {chunks}: increase sharding.model instead")
@@ -251,7 +236,7 @@ def shared_config(config: "DictConfig", mesh: "DeviceMesh") -> dict[str, Any]:
 
 
 def flatten(values: dict, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the values of nested dicts by their path with dots."""
+    """Yield the values of nested dicts by their path with dots; nothing for an empty one."""
     for name, value in values.items():
         path = f"{key}.{name}" if key else name
         if isinstance(value, dict):
@@ -265,8 +250,6 @@ def primary_config(arguments: list[str]) -> str:
 
     A command that chooses options of groups composes its config, `train`, and must arrive at the same.
     """
-    from hydra.core.config_store import ConfigStore
-
     folder = argument_value(arguments, "hydra.run.dir")
     chooses = any(argument.lstrip("+~").split("=")[0].split("@")[0] in GROUPS for argument in arguments)
     if not folder or chooses or argument_value(arguments, "resume") is not True:
@@ -275,26 +258,20 @@ def primary_config(arguments: list[str]) -> str:
     if found is None:
         return "train"
     config = load_checkpoint(found).get("config") if found.is_file() else load_values(found, "config")
-    if not isinstance(config, dict):
-        raise ValueError(f"a checkpoint must contain the config of its run, {found} does not")
-    ConfigStore.instance().store("of_checkpoint", config, group="run", package="_global_")
+    store_config(config, found)
     return "resume"
 
 
 def main() -> None:
     """Run the application with the arguments of the command line."""
-    try:
-        require_packages()
-        config_name = primary_config(sys.argv[1:])
-    except (ImportError, OSError, ValueError) as error:
-        exit_with_error("anemoi_gt.train", error)
+    choose_config = partial(primary_config, sys.argv[1:])
     if not is_launched():
-        return launch("train", prepare, config_name)
+        return launch("train", prepare, choose_config)
     if int(os.environ["RANK"]) != 0:  # rank 0 has Hydra's folder and log
         sys.argv += ["hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=disabled"]
     status = 0
     try:
-        launch("train", prepare, config_name)
+        launch("train", prepare, choose_config)
     except SystemExit as end:
         status = end.code or 0
     exit_without_finalization(status)

@@ -47,7 +47,7 @@ def checkpoint(run, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def started(tmp_path_factory):
-    """Run `python -m anemoi_gt export` in this process, with a folder for its files."""
+    """Run `anemoi-gt export` in this process, with a folder for its files."""
 
     def started(*arguments):
         with pytest.MonkeyPatch.context() as patch:

@@ -86,14 +86,11 @@ def test_a_backend_that_cannot_run_is_refused_with_its_reason_before_training(re
     [
         ("attention.backend=cuda", "backend must be one of auto, triton, torch, got 'cuda'"),
         ("training.steps=0", "training.steps must be at least 1, got 0"),
-        ("training.steps=many", "training.steps: Value 'many' of type 'str' could not be converted to Integer"),
-        ("training.threads=1.5", "training.threads: Value '1.5' of type 'float' could not be converted to Integer"),
-        (
-            "training.learning_rate=true",
-            "training.learning_rate: Value 'True' of type 'bool' could not be converted to Float",
-        ),
-        ("graph.refinement=abc", "graph.refinement: Value 'abc' of type 'str' could not be converted to Integer"),
-        ("data.grid_name=[O4]", "data.grid_name: Cannot convert 'ListConfig' to string"),
+        ("training.steps=many", "training.steps must be int, got 'many'"),
+        ("training.threads=1.5", "training.threads must be int | None, got 1.5"),
+        ("training.learning_rate=true", "training.learning_rate must be float, got True"),
+        ("graph.refinement=abc", "graph.refinement must be int, got 'abc'"),
+        ("data.grid_name=[O4]", "data.grid_name must be str, got ['O4']"),
         ("resume=maybe", "resume must be true or false, got 'maybe'"),
         ("training.seed=???", "training.seed must be given, as training.seed=VALUE"),
         ("model.channels=7", "num_heads must divide the attention channels, got 4 heads and 7 channels"),
@@ -102,7 +99,10 @@ def test_a_backend_that_cannot_run_is_refused_with_its_reason_before_training(re
         ("training.batch_size=9", "training.batch_size must be at most 8, the number of training samples, got 9"),
         ("graph.refinement=5", "the graph must fit the data, 9998 of its 10242 hidden nodes"),
         ("init_from=nowhere.pt", "no checkpoint nowhere.pt"),
+        ("data=era5_uk data.path=nowhere.grib", "no file nowhere.grib: give the data as data.path=FILE"),
         ("data=xarray", "data.path must be given, as data.path=VALUE"),
+        ("data=xarray data.path=5", "no file 5: give the data as data.path=FILE"),
+        ("data=xarray data.path=a data.train=2020", "data.train must be list[str] | None, got 2020"),
         ("data.flows=[shear]", "flows must be one or more of rotation, deformation, got ['shear']"),
         ("~model", "the config must have the groups attention, data, graph, model, training, got no model"),
         ("++data._target_=os.system", "Target 'os.system' is blocklisted"),
@@ -117,15 +117,11 @@ def test_a_wrong_value_is_one_sentence(refusal, argument, message):
     assert sentence.startswith("anemoi_gt.train: ") and message in sentence
 
 
-def test_a_missing_file_is_one_sentence(refusal):
-    assert refusal("data=era5_uk", "data.path=nowhere.grib").startswith("anemoi_gt.train: no file nowhere.grib: ")
-
-
 @pytest.mark.parametrize("argument", ["training.stpes=3", "training.steps", "model=resnet", "training=null"])
 def test_an_error_of_hydra_is_followed_by_where_the_options_are(application, capsys, argument):
     with pytest.raises(SystemExit, match="^1$"):
         application(*SMALL, argument)
-    end = "anemoi_gt.train: nothing was started; python -m anemoi_gt.train --help lists all groups and options\n"
+    end = "anemoi_gt.train: nothing was started; anemoi-gt train --help lists all groups and options\n"
     assert capsys.readouterr().err.endswith(end)
 
 
@@ -164,20 +160,16 @@ BEGUN = {"training": {"steps": 4, "device": "cuda"}, "data": {"path": "a"}, "att
 def test_a_run_continues_on_another_device_with_its_own_config(tmp_path):
     assert train.checkpoint_to_resume(tmp_path, True, BEGUN) is None  # begins in an empty folder
     save_checkpoint(tmp_path / "last.pt", {"config": BEGUN})
-    elsewhere = {"training": {"steps": 4, "device": "cpu"}, "data": {"path": "b"}, "attention": {"backend": "torch"}}
+    elsewhere = {
+        "training": {"steps": 4, "device": "cpu", "compile": True, "cuda_graph": True},
+        "data": {"path": "b"},
+        "attention": {"backend": "torch"},
+    }
     assert train.checkpoint_to_resume(tmp_path, True, elsewhere) == {"config": BEGUN}
     longer, shorter = (BEGUN | {"training": BEGUN["training"] | {"steps": steps}} for steps in (5, 3))
     assert train.checkpoint_to_resume(tmp_path, True, longer)
     with pytest.raises(ValueError, match=r"its own config, .*last.pt was written with training.steps=4, not 3$"):
         train.checkpoint_to_resume(tmp_path, True, shorter)
-
-
-@pytest.mark.parametrize("before", [{}, {"compile": False}, {"compile": True}])
-@pytest.mark.parametrize("now", [{"compile": True}, {"cuda_graph": True}, {"compile": False, "cuda_graph": False}])
-def test_a_run_continues_with_or_without_compilation_and_cuda_graph(tmp_path, before, now):
-    begun, resumed = (BEGUN | {"training": BEGUN["training"] | options} for options in (before, now))
-    save_checkpoint(tmp_path / "last.pt", {"config": begun})
-    assert train.checkpoint_to_resume(tmp_path, True, resumed)
 
 
 def test_a_cuda_graph_on_a_cpu_is_refused_before_anything_is_built(refusal, monkeypatch):
@@ -242,5 +234,5 @@ def test_lists_are_checked_and_types_that_omegaconf_does_not_know_are_not(monkey
     config, wrong = OmegaConf.create({"data": values}), OmegaConf.create({"data": values | {"years": ["two"]}})
     check_types(config, "data")
     assert config.data.years == [1, 2]
-    with pytest.raises(ValueError, match=r"data.years: Value 'two' of type 'str' could not be converted to Integer"):
+    with pytest.raises(ValueError, match=r"data.years must be list\[int\], got \['two'\]"):
         check_types(wrong, "data")

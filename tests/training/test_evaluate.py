@@ -83,6 +83,7 @@ def test_rollout_writes_scores_by_lead_time_and_a_plot(trained, evaluated, witho
     ("arguments", "message"),
     [
         (["checkpoint=nowhere.pt"], "no checkpoint nowhere.pt: give the last.pt or best.pt"),
+        (["checkpoint={trained}"], "give the last.pt or best.pt that a run left in its folder"),
         ([], "checkpoint must be given, as checkpoint=VALUE"),
         (["checkpoint={trained}/scores.json"], "a checkpoint must be a whole file that training wrote, "),
         *(([f"checkpoint={name}"], f"checkpoint must name one file, got 'checkpoint={name}'") for name in NO_FILES),

@@ -184,9 +184,10 @@ def test_an_interrupt_while_packages_are_imported_prints_nothing():
     assert ended.returncode == -signal.SIGINT and ended.stderr == b""
 
 
-def test_the_command_line_names_every_application(monkeypatch, capsys):
+@pytest.mark.parametrize("arguments", [[], ["--help"]])
+def test_the_command_line_names_every_application(capsys, arguments):
     with pytest.raises(SystemExit, match="^0$"):
-        command_line.main(["--help"])
+        command_line.main(arguments)
     shown = capsys.readouterr().out
     assert shown.startswith("usage: anemoi-gt ")
     assert all(f"\n    {name} " in shown for name in ("train", "evaluate", "rollout", "export", "info"))

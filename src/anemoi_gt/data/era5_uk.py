@@ -20,9 +20,8 @@ Hersbach, H. et al. (2020), The ERA5 global reanalysis, Q. J. R. Meteorol. Soc. 
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -166,9 +165,7 @@ class Era5UkDataset(ForecastDataset):
         Unlike a network, the second regression is also fitted to the validation days.
         """
         ridges = {
-            f"ridge per point, {hours // HOURS_PER_DAY} days": partial(
-                self._ridge_forecast, fit_ridge(self.field, hours, self.lead_time)
-            )
+            f"ridge per point, {hours // HOURS_PER_DAY} days": self._ridge(hours)
             for hours in (FIRST_VALID_HOUR, FIRST_TEST_HOUR)
         }
         return {**super().baselines(), "same hour yesterday": self.reference, **ridges}
@@ -181,8 +178,18 @@ class Era5UkDataset(ForecastDataset):
 
         return super().rollout_baselines() | {"same hour yesterday": same_hour}
 
-    def _ridge_forecast(self, ridge, i):
-        return ridge(ridge_predictors(self.field, self.starts[i]))[:, None]
+    def _ridge(self, hours):
+        """Return the forecasts of a ridge regression fitted to the first `hours`, truths included."""
+
+        def predictors(start: int) -> Tensor:
+            """Return temperature (K) at `RIDGE_LAGS`, and the hour of day, [N, 8]."""
+            past = self.field.values[[start - lag for lag in RIDGE_LAGS]].T
+            return torch.cat([past, harmonics_of_day(start, 1).expand(len(past), 2)], dim=1)
+
+        starts = range(max(RIDGE_LAGS), hours - self.lead_time)
+        target = self.field.values[starts.start + self.lead_time : hours]
+        predict = fit_ridge(torch.stack([predictors(start) for start in starts]), target)
+        return lambda i: predict(predictors(self.starts[i]))[:, None]
 
     def _channels(self, values, hour):
         """Return the input channels at an hour from `values` [T, N] of the hours up to it."""
@@ -195,51 +202,26 @@ class Era5UkDataset(ForecastDataset):
         return self.field.values[hour][:, None]
 
 
-@dataclass(frozen=True, eq=False)
-class Ridge:
-    """Ridge regressions at N points, each independent of the others.
+def fit_ridge(predictors: Tensor, target: Tensor, penalty: float = 1.0) -> Callable[[Tensor], Tensor]:
+    """Fit a ridge regression at each of N points; return its prediction [N] float32 from predictors [N, F].
 
         prediction[n] = target_mean[n] + <predictors[n] - predictor_mean[n], slope[n]>
         slope[n]      = (X_n^T X_n + penalty I)^-1 X_n^T y_n            X_n, y_n centred, [S, F] and [S]
 
-    predictor_mean and slope are [N, F] float64, target_mean is [N] float64.
+    Predictors are [S, N, F], the target [S, N], the penalty in squared units of the predictors; computed in float64.
     """
-
-    predictor_mean: Tensor
-    slope: Tensor
-    target_mean: Tensor
-
-    @classmethod
-    def fit(cls, predictors: Tensor, target: Tensor, penalty: float = 1.0) -> "Ridge":
-        """Fit to predictors [S, N, F] and target [S, N], with a penalty in squared units of the predictors."""
-        x, y = predictors.double(), target.double()
-        x_mean, y_mean = x.mean(dim=0), y.mean(dim=0)
-        x, y = (x - x_mean).transpose(0, 1), (y - y_mean).T[..., None]  # [N, S, F], [N, S, 1]
-        gram = x.mT @ x + penalty * torch.eye(x.shape[-1], dtype=x.dtype)
-        return cls(x_mean, torch.linalg.solve(gram, x.mT @ y)[..., 0], y_mean)
-
-    def __call__(self, predictors: Tensor) -> Tensor:
-        """Predict from `predictors` [..., N, F]: [..., N] float32."""
-        return (self.target_mean + ((predictors.double() - self.predictor_mean) * self.slope).sum(dim=-1)).float()
+    x, y = predictors.double(), target.double()
+    x_mean, y_mean = x.mean(dim=0), y.mean(dim=0)
+    x, y = (x - x_mean).transpose(0, 1), (y - y_mean).T[..., None]  # [N, S, F], [N, S, 1]
+    gram = x.mT @ x + penalty * torch.eye(x.shape[-1], dtype=x.dtype)
+    slope = torch.linalg.solve(gram, x.mT @ y)[..., 0]
+    return lambda predictors: (y_mean + ((predictors.double() - x_mean) * slope).sum(dim=-1)).float()
 
 
 def harmonics_of_day(hour: int, count: int) -> Tensor:
     """Return sine and cosine of 1 to `count` times the hour of the day as an angle, [2 * count] float32."""
     angle = 2 * torch.pi * (hour % HOURS_PER_DAY) / HOURS_PER_DAY * torch.arange(1, count + 1)
     return torch.stack([angle.sin(), angle.cos()], dim=1).flatten()
-
-
-def ridge_predictors(field: HourlyField, start: int) -> Tensor:
-    """Return the predictors of the ridge regression: temperature (K) at `RIDGE_LAGS`, and the hour of day, [N, 8]."""
-    past = field.values[[start - lag for lag in RIDGE_LAGS]].T
-    return torch.cat([past, harmonics_of_day(start, 1).expand(len(past), 2)], dim=1)
-
-
-def fit_ridge(field: HourlyField, hours: int, lead_time: int) -> Ridge:
-    """Fit the ridge regression on the first `hours` of the field, including truths."""
-    starts = range(max(RIDGE_LAGS), hours - lead_time)
-    predictors = torch.stack([ridge_predictors(field, start) for start in starts])
-    return Ridge.fit(predictors, field.values[starts.start + lead_time : hours])
 
 
 def era5_uk(path: str | Path | None = None, lead_time: int = 6) -> Splits:

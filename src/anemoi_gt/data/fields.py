@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from anemoi_gt.data.datasets import ForecastDataset, Splits, Step
-from anemoi_gt.data.nodes import Nodes, area_weights
+from anemoi_gt.data.nodes import Nodes, area_weights, row_weights
 from anemoi_gt.data.readers import READERS
 from anemoi_gt.option_checks import check_integer
 
@@ -226,9 +226,8 @@ class FieldDataset(ForecastDataset):
         finite = np.isfinite(values).all(axis=0)
         if not finite.all():
             name = self._names[int(np.argmin(finite))]
-            raise FloatingPointError(
-                f"{name} must be finite, got NaN or infinity at {self.fields.times[t]}: fill it, or leave it out"
-            )
+            at = np.datetime_as_string(self.fields.times[t], unit="m")
+            raise FloatingPointError(f"{name} must be finite, got NaN or infinity at {at}: fill it, or leave it out")
         return torch.from_numpy(values)
 
     def _channels(self, i, forecasts):
@@ -286,14 +285,11 @@ def cell_weights(nodes: Nodes) -> Tensor:
     On a grid of latitude rows, regular or reduced, that is the area of a row's band, shared by its nodes; on other
     global grids the area of Voronoi cells; on other regional grids 1.
     """
-    rows, row, count = np.unique(nodes.lat.round(4), return_inverse=True, return_counts=True)
-    if 2 <= len(rows) <= len(nodes) / 2:
-        middle = (rows[1:] + rows[:-1]) / 2
-        bounds = [2 * rows[0] - middle[0], *middle, 2 * rows[-1] - middle[-1]]
-        areas = (np.diff(np.sin(np.deg2rad(np.clip(bounds, -90, 90)))) / count)[row]
+    if 2 <= len(np.unique(nodes.lat.round(4))) <= len(nodes) / 2:
+        weights = row_weights(nodes)
     else:
-        areas = area_weights(nodes) if np.ptp(nodes.lat) > 90 else np.ones(len(nodes))
-    return torch.from_numpy(areas / areas.mean()).float()
+        weights = area_weights(nodes) if np.ptp(nodes.lat) > 90 else np.ones(len(nodes))
+    return torch.from_numpy(weights).float()
 
 
 def _find_times(times: np.ndarray, wanted: np.ndarray) -> np.ndarray:

@@ -172,10 +172,15 @@ def area_weights(nodes: Nodes) -> np.ndarray:
 
 
 def row_weights(nodes: Nodes) -> np.ndarray:
-    """Return weights of mean 1, [N] float64, of a global grid in rows: the area of each row's band over its points."""
-    latitudes, row, points = np.unique(nodes.lat, return_inverse=True, return_counts=True)
-    edges = np.concatenate([[-90.0], (latitudes[1:] + latitudes[:-1]) / 2, [90.0]])
-    weights = (np.diff(np.sin(np.deg2rad(edges))) / points)[row]
+    """Return weights of mean 1, [N] float64, of a grid in rows: the area of each row's band over its points.
+
+    Bands end half-way to the next rows, and at a pole within one spacing of the rows.
+    """
+    rows, row, points = np.unique(nodes.lat.round(4), return_inverse=True, return_counts=True)
+    beyond = np.clip([2 * rows[0] - rows[1], 2 * rows[-1] - rows[-2]], -90, 90)
+    ends = np.where(np.abs(beyond) == 90, beyond, (beyond + rows[[0, -1]]) / 2)
+    bounds = np.concatenate([ends[:1], (rows[1:] + rows[:-1]) / 2, ends[1:]])
+    weights = (np.diff(np.sin(np.deg2rad(bounds))) / points)[row]
     return weights / weights.mean()
 
 

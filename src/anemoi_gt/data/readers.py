@@ -64,7 +64,7 @@ def read_xarray(path: str | Path | Sequence[str]) -> Fields:
     path : str, Path or sequence of str
         A file, the folder of a zarr, a pattern such as `data/*.nc`, or a list of these.
     """
-    patterns = [path] if isinstance(path, str | Path) else list(path)
+    patterns = path if isinstance(path, Sequence) and not isinstance(path, str) else [path]
     files = [file for pattern in patterns for file in _find(str(pattern))]
     parts = [read_dataset(part, file) for file in files for part in _open(file)]
     if not parts:

@@ -210,8 +210,11 @@ class SphereDataset(ForecastDataset):
         Hours.
     key : tuple of int
         Sample i is seeded with `key` and i.
-    statistics : Statistics or None
-        The normalisation; None computes it from the first samples of this data set.
+
+    Attributes
+    ----------
+    statistics : Statistics
+        The normalisation, from the first samples.
     """
 
     variables = ("tracer",)
@@ -222,16 +225,22 @@ class SphereDataset(ForecastDataset):
         *("sin latitude", "cos latitude", "sin longitude", "cos longitude"),
     )
 
-    def __init__(self, nodes, size, flows, lead_time, key, statistics=None):
+    def __init__(self, nodes, size, flows, lead_time, key):
         self.nodes, self.size, self.flows, self.lead_time, self.key = nodes, size, flows, lead_time, key
         self.weights = torch.from_numpy(area_weights(nodes)).float()
         self._xyz, self._frame = nodes.xyz, nodes.frame
         self._position = torch.from_numpy(np.stack([f(x) for x in nodes.radians.T for f in (np.sin, np.cos)], axis=-1))
         first = (self.case(i) for i in range(min(size, STATISTICS_SAMPLES)))
         some = self._xyz[:: -(-len(nodes) // STATISTICS_NODES)]
-        self.statistics = statistics or Statistics.of(list(first), some, lead_time)
+        self.statistics = Statistics.of(list(first), some, lead_time)
         self.change_mean = torch.zeros(1)
         self.change_std = torch.tensor([self.statistics.change_std], dtype=torch.float32)
+
+    def others(self, size: int, key: tuple[int, ...]) -> "SphereDataset":
+        """Return other samples on the same nodes, with the normalisation of these."""
+        other = copy.copy(self)
+        other.size, other.key = size, key
+        return other
 
     def __len__(self):
         return self.size
@@ -333,10 +342,5 @@ def sphere(
     check_number("lead_time", lead_time)
     if not 0 < lead_time < np.inf:
         raise ValueError(f"lead_time must be positive and finite, in hours, got {lead_time}")
-    nodes, flows = grid(grid_name), tuple(flows)
-    train = SphereDataset(nodes, train_size, flows, lead_time, key=(seed, 0))
-    held_out = (
-        SphereDataset(nodes, size, flows, lead_time, (seed, split), train.statistics)
-        for split, size in ((1, valid_size), (2, test_size))
-    )
-    return Splits(train, *held_out)
+    train = SphereDataset(grid(grid_name), train_size, tuple(flows), lead_time, key=(seed, 0))
+    return Splits(train, train.others(valid_size, (seed, 1)), train.others(test_size, (seed, 2)))

@@ -1,7 +1,7 @@
 """Hyperparameters of a training run, validated at construction."""
 
 from dataclasses import dataclass
-from math import isinf
+from math import inf
 
 from anemoi_gt.option_checks import check_integer
 
@@ -79,19 +79,14 @@ class TrainingConfig:
                 raise ValueError(f"training.{name} must be true or false, got {getattr(self, name)!r}")
         if self.threads is not None:
             check_integer("training.threads", self.threads, note=", or null")
-        for name in ("learning_rate", "clip_norm"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"training.{name} must be positive, got {getattr(self, name)}")
-        if not self.weight_decay >= 0:
-            raise ValueError(f"training.weight_decay must not be negative, got {self.weight_decay}")
-        for name in ("learning_rate", "weight_decay"):
-            if isinf(getattr(self, name)):
-                raise ValueError(f"training.{name} must be finite, got {getattr(self, name)}")
-        if not 0 <= self.seed < 2**64:
-            raise ValueError(f"training.seed must be 0 to 2^64 - 1, got {self.seed}")
-        if not 0 <= self.average_decay < 1:
-            raise ValueError(f"training.average_decay must be in [0, 1), got {self.average_decay}")
-        if self.device not in DEVICES:
-            raise ValueError(f"training.device must be one of {', '.join(DEVICES)}, got {self.device!r}")
-        if self.precision not in PRECISIONS:
-            raise ValueError(f"training.precision must be one of {', '.join(PRECISIONS)}, got {self.precision!r}")
+        for name, is_valid, must in (
+            ("learning_rate", 0 < self.learning_rate < inf, "positive and finite"),
+            ("clip_norm", self.clip_norm > 0, "positive"),
+            ("weight_decay", 0 <= self.weight_decay < inf, "finite and not negative"),
+            ("seed", 0 <= self.seed < 2**64, "0 to 2^64 - 1"),
+            ("average_decay", 0 <= self.average_decay < 1, "in [0, 1)"),
+            ("device", self.device in DEVICES, f"one of {', '.join(DEVICES)}"),
+            ("precision", self.precision in PRECISIONS, f"one of {', '.join(PRECISIONS)}"),
+        ):
+            if not is_valid:
+                raise ValueError(f"training.{name} must be {must}, got {getattr(self, name)!r}")
