@@ -74,6 +74,9 @@ class TrainingConfig:
             check_integer(f"training.{name}", getattr(self, name))
         check_integer("training.warmup_steps", self.warmup_steps, least=0)
         check_integer("training.seed", self.seed, least=None)
+        for name in ("learning_rate", "weight_decay", "clip_norm", "average_decay"):
+            if not isinstance(getattr(self, name), int | float):
+                raise ValueError(f"training.{name} must be a number, got {getattr(self, name)!r}")
         for name in ("compile", "cuda_graph"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"training.{name} must be true or false, got {getattr(self, name)!r}")
