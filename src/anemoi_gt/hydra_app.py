@@ -85,7 +85,7 @@ def build_model(config: "DictConfig", train: ForecastDataset) -> nn.Module:
     model = make_model(graph, train.in_channels, train.out_channels, config=instantiate(config.attention))
     if (path := config.get("init_from")) is not None:
         unfit = load_fitting_weights(model, load_checkpoint(Path(path)))
-        log.info("weights of %s; drawn anew, because they do not fit: %s", path, "; ".join(unfit) or "none")
+        log.info("weights loaded from %s; initialised, as they do not fit: %s", path, "; ".join(unfit) or "none")
     return model
 
 

@@ -83,7 +83,9 @@ def test_the_command_printed_at_a_stop_can_be_pasted(place, start, monkeypatch, 
 def test_fine_tuning_starts_from_weights_and_names_those_that_do_not_fit(begun, start, capsys):
     capsys.readouterr()
     start(train, *SMALL, "init_from=runs/a/best.pt", "hydra.run.dir=runs/b", "data.input_steps=1")
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("weights of runs/a/best.pt")]
+    (line,) = [
+        line for line in capsys.readouterr().out.splitlines() if line.startswith("weights loaded from runs/a/best.pt")
+    ]
     assert re.findall(r"([\w.]+) \[8, \d+\], \[8, \d+\] in the file", line) == [
         *("encoder.data.emb_nodes_src.weight", "decoder.data.emb_nodes_dst.weight"),
     ]

@@ -32,7 +32,6 @@ from anemoi_gt.data import edges, grids
 from anemoi_gt.data.edge_attributes import edge_direction, edge_length, unit_std
 from anemoi_gt.data.meshes import Mesh, icosphere, limited_area_icosphere, stretched_icosphere
 from anemoi_gt.data.nodes import EARTH_RADIUS, Nodes, check_nodes, unit_vectors
-from anemoi_gt.extras import import_extra
 from anemoi_gt.option_checks import check_integer
 
 DATA, HIDDEN = "data", "hidden"
@@ -97,7 +96,7 @@ def default_graph(nodes: Nodes, *, refinement: int | None = None, cutoff: float 
     """
     check_nodes(nodes=nodes)
     if refinement is None:
-        distance = _neighbour_distance(nodes.xyz)[:, 1]
+        distance = edges.nearest_distance(nodes.xyz)
         spacing = np.median(distance[distance > 0]) if (distance > 0).any() else 1.0
         refinement = int(np.clip(np.ceil(np.log2(ICOSAHEDRON_EDGE / (4 * spacing))), 1, 9))
     margin = EARTH_RADIUS / 1000 * ICOSAHEDRON_EDGE / 2**refinement
@@ -107,7 +106,7 @@ def default_graph(nodes: Nodes, *, refinement: int | None = None, cutoff: float 
 def check_fit(graph: HeteroData) -> None:
     """Raise ValueError unless most hidden nodes have a data node within 0.6 of the distance to their neighbour."""
     data, hidden = (unit_vectors(graph[name].x.double().numpy()) for name in (DATA, HIDDEN))
-    empty = _neighbour_distance(data, hidden, 1) > 0.6 * _neighbour_distance(hidden)[:, 1]
+    empty = edges.nearest_distance(hidden, data) > 0.6 * edges.nearest_distance(hidden)
     if empty.mean() > 0.5:
         raise ValueError(
             f"the graph must fit the data, {empty.sum()} of its {len(hidden)} hidden nodes have no data near them: "
@@ -281,12 +280,6 @@ def _edges_with_data(nodes: Nodes, mesh: Mesh, cutoff: float, nearest: int) -> d
         (HIDDEN, HIDDEN): mesh.edge_index,
         (HIDDEN, DATA): edges.nearest(mesh.nodes, nodes, nearest),
     }
-
-
-def _neighbour_distance(xyz: np.ndarray, to: np.ndarray | None = None, k: int = 2) -> np.ndarray:
-    """Return the distances of `to`, by default the points themselves, to the k nearest points of xyz [N, 3]."""
-    tree = import_extra("scipy.spatial", "graphs").cKDTree(xyz)
-    return tree.query(xyz if to is None else to, k=k)[0]
 
 
 def _connect(sets: dict[str, Nodes], edge_indices: dict[tuple[str, str], np.ndarray]) -> HeteroData:

@@ -157,7 +157,7 @@ def version_of(tensor: Tensor) -> int:
 
 @torch.compiler.assume_constant_result
 def is_exporting() -> bool:
-    """Return whether a program is exported; torch.compile before PyTorch 2.13 takes its own function for True."""
+    """Return whether a program is being exported; before PyTorch 2.13, torch.compile traces PyTorch's as True."""
     return torch.compiler.is_exporting()
 
 
