@@ -10,7 +10,7 @@ import pytorch_lightning as pl
 
 
 class RecordLosses(pl.Callback):
-    """Write them to a file at the end."""
+    """Write those of the first rank to a file at the end."""
 
     def __init__(self, path):
         self.path, self.report = Path(path), {"losses": [], "seconds": [], "attentions": 0, "exchanges": 0}
@@ -39,5 +39,6 @@ class RecordLosses(pl.Callback):
         self.report["seconds"].append(time.perf_counter() - self.started)
         self.report["losses"].append(float(outputs["loss"]))
 
-    def on_train_end(self, *_):
-        self.path.write_text(json.dumps(self.report))
+    def on_train_end(self, trainer, *_):
+        if trainer.is_global_zero:  # the ranks share the path
+            self.path.write_text(json.dumps(self.report))
