@@ -17,7 +17,7 @@ FOLDER := $(BIN)/python -m pip install --quiet --disable-pip-version-check --upg
 .PHONY: demo test test-anemoi bench lint format docs clean
 
 demo: $(INSTALLED)-train
-	$(BIN)/python -m anemoi_gt.train
+	$(BIN)/anemoi-gt train
 
 test: $(INSTALLED)-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(if $(ERA5_PATH),--era5-path=$(ERA5_PATH))

@@ -12,29 +12,17 @@ beyond the criterion of the tests raise, and nothing is written.
 import argparse
 import json
 import os
-import sys
 from pathlib import Path
 
 import torch
+from suite import environment, table
+from support.accuracy import Corpus
+from support.corpus import DTYPES, corpus
+from support.run import attend
 
-ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
-
-from suite import environment, table  # noqa: E402
-from support.accuracy import Corpus  # noqa: E402
-from support.corpus import DTYPES, corpus  # noqa: E402
-from support.run import attend  # noqa: E402
-
-TITLES = {
-    "out": "`out`",
-    "lse": "`lse`",
-    "dquery": "gradient of query",
-    "dkey": "gradient of key",
-    "dvalue": "gradient of value",
-    "dedge_attr": "gradient of attributes",
-    "dedge_weight": "gradient of weight",
-    "dedge_bias": "gradient of bias",
-}
+TITLES = {"out": "`out`", "lse": "`lse`"} | {f"d{name}": f"gradient of {name}" for name in ("query", "key", "value")}
+TITLES |= {"dedge_attr": "gradient of attributes", "dedge_weight": "gradient of weight"}
+TITLES |= {"dedge_bias": "gradient of bias"}
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -77,12 +65,12 @@ def as_table(measured: dict) -> str:
     facts, dtypes = measured["environment"], list(measured["errors"])
     versions = ", ".join(f"{name} {number}" for name, number in facts["versions"].items())
     backend = f"`{measured['backend']}`" + (" in Triton's interpreter" if measured["interpreted"] else "")
-    rows = [["", *dtypes], ["---"] * (1 + len(dtypes))]
+    rows = []
     for name, title in TITLES.items():
         cells = [measured["errors"][dtype][name] for dtype in dtypes]
         rows.append([title, *(f"{cell['relative']:.1e} ({cell['over_plain']:.2f})" for cell in cells)])
-    lines = "\n".join(f"| {' | '.join(row)} |" for row in rows)
-    return f"Backend {backend}, {facts['device']}, {facts['date']}, commit {facts['commit']}; {versions}.\n\n{lines}"
+    header = f"Backend {backend}, {facts['device']}, {facts['date'].split()[0]}; {versions}."
+    return f"{header}\n\n{table.markdown(['', *dtypes], rows)}"
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -9,63 +9,46 @@ round takes them in random order, and after each switch some steps are left out.
 loss and gradients are compared with those of the untouched model; one that fails or differs is reported, and the others
 go on. Results are written after each part.
 
-Each variant is with or without `install`, eager, with processor and mapper blocks compiled one by one or processor and
-mappers compiled whole, the latter with Inductor's max-autotune too, with the activation checkpointing of the config,
-none or a selective one; launched, or replayed from a CUDA graph. Compilation is part of the warm-up. `--ensemble` takes
-Anemoi's ensemble model with that number of members, whose processor's layer norms are conditioned on noise.
+Each variant is with or without `install`, of whole blocks or of their attention alone, eager, with processor and mapper
+blocks compiled one by one or processor and mappers compiled whole, the latter with Inductor's max-autotune too,
+with the activation checkpointing of the config, none or a selective one; launched, or replayed from a CUDA graph.
+Compilation is part of the warm-up. `--ensemble` takes Anemoi's ensemble model with that number of members, whose
+processor's layer norms are conditioned on noise.
 """
 
-import argparse
 import gc
 import random
 import statistics
-import sys
-import time
 from contextlib import contextmanager, nullcontext
 from functools import cache, partial
-from pathlib import Path
 
 import torch
+from kernel_families import profile_of
+from suite import command_line
+from suite.environment import describe
+from suite.results import Results
+from suite.timing import CLOCKS, seconds_of
+from support.anemoi_model import build, draw, graph_of, make_ensemble_options, make_options
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / name) for name in ("benchmarks", "src", "tests")]
-
-from kernel_families import profile_of  # noqa: E402
-from suite.environment import describe  # noqa: E402
-from suite.results import Results  # noqa: E402
-from support.anemoi_model import build, draw, graph_of, make_ensemble_options, make_options  # noqa: E402
-
-from anemoi_gt.integrations import anemoi as integration  # noqa: E402
+from anemoi_gt.integrations import anemoi as integration
 
 PACKAGES = {"torch", "triton", "torch-geometric", "anemoi-models", "anemoi-utils"}
 PRECISIONS = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16, "32": None}
-
-
 BLOCKS = ("GraphTransformerProcessorBlock", "GraphTransformerMapperBlock")
 WHOLE = ("GraphTransformerProcessor", "GraphTransformerForwardMapper", "GraphTransformerBackwardMapper")
 
 
 @contextmanager
-def variant(model, *, installed, compiled=(), mode="default", recompute=True, checkpointing=None):
+def variant(model, *, installed, blocks=None, compiled=(), mode="default", recompute=True, checkpointing=None):
     """Compute a step one way.
 
-    Parameters
-    ----------
-    model : nn.Module
-    installed : bool
-        Under `install`.
-    compiled : tuple of str
-        Classes whose modules torch.compile compiles, one by one.
-    mode : str
-        Mode of torch.compile.
-    recompute : bool
-        Activation checkpointing as in the model's config, or none.
-    checkpointing : {None, "selective"}
-        Of `install`, instead.
+    `compiled` names the classes whose modules torch.compile compiles, one by one, in a `mode`; `recompute=False`
+    switches the model's activation checkpointing off, `blocks` and `checkpointing` are options of `install`.
     """
     modules = [module for module in model.modules() if type(module).__name__ in compiled]
     checkpointed = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
-    with integration.install(activation_checkpointing=checkpointing) if installed else nullcontext():
+    install = partial(integration.install, blocks=blocks, activation_checkpointing=checkpointing)
+    with install() if installed else nullcontext():
         for module in modules:
             module.compile(dynamic=False, mode=mode)
         for module in checkpointed:
@@ -81,6 +64,7 @@ def variant(model, *, installed, compiled=(), mode="default", recompute=True, ch
 
 
 VARIANTS = {"untouched": partial(variant, installed=False), "install": partial(variant, installed=True)}
+VARIANTS["install, attention alone"] = partial(variant, installed=True, blocks=False)
 for _name, _form in list(VARIANTS.items()):
     VARIANTS[f"{_name}, blocks compiled"] = partial(_form, compiled=BLOCKS)
     VARIANTS[f"{_name}, compiled whole"] = partial(_form, compiled=WHOLE)
@@ -92,7 +76,7 @@ for _name in ("install", "install, compiled whole"):
 CAPTURED = ", captured"  # ends the names of variants whose forward and backward are replayed from a CUDA graph
 for _name in [name for name in VARIANTS if name.startswith("install")]:
     VARIANTS[_name + CAPTURED] = VARIANTS[_name]
-VARIANTS["install, edges embedded"] = lambda model: integration.install(fuse_edges=False)
+VARIANTS["install, edges embedded"] = lambda model: integration.install(fuse_edges=False, blocks=False)
 
 
 @cache
@@ -102,15 +86,7 @@ def load_graph(path, name, refinement):
 
 
 class Training:
-    """A model, its optimiser and one batch.
-
-    Parameters
-    ----------
-    options : argparse.Namespace
-        What the command line says.
-    seed : int
-        Of the parameters.
-    """
+    """A model with its optimiser and one batch; `seed` is that of the parameters."""
 
     def __init__(self, options, seed=0):
         self.device = torch.device(options.device)
@@ -155,8 +131,7 @@ class Training:
 
     def loss(self):
         """Forward pass under autocast."""
-        context = torch.autocast(self.device.type, self.dtype) if self.dtype else nullcontext()
-        with context:
+        with torch.autocast(self.device.type, self.dtype) if self.dtype else nullcontext():
             return (self.model(self.x, **self.call)["data"] - self.target).square().mean()
 
     def forward_backward(self, scale):
@@ -178,11 +153,6 @@ class Training:
         self.scaler.step(self.optimiser)
         self.scaler.update()
         return loss
-
-    def wait(self):
-        """Wait for the device."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
 
     def gradients(self):
         """Loss and gradient of every parameter, scaled into the range of float16."""
@@ -224,67 +194,45 @@ def compare(training, results, variants, reference="untouched"):
     return list(found)
 
 
-def measure(training, name, options):
-    """Times of single steps in ms, peak memory in GB, and the scaler's last scale, of one variant in one round."""
+def measure(training, name, options, with_profile):
+    """Times of single steps in ms, peak memory in GB, the scaler's last scale, and a profile, of a variant in a round.
+
+    The profile has milliseconds a step by family of kernels, and the longest kernels.
+    """
     gc.collect()
+    on_gpu = training.device.type == "cuda"
     with training.computing(name):
         for number in range(options.warmup):
-            if training.device.type == "cuda" and number == (0 if training.captured else options.warmup - 1):
+            if on_gpu and number == (0 if training.captured else options.warmup - 1):
                 torch.cuda.reset_peak_memory_stats()  # a replay allocates nothing: its peak is that of the capture
             training.step()
-        training.wait()
-        times = []
-        for _ in range(options.steps):
-            begin = time.perf_counter()
-            training.step()
-            training.wait()
-            times.append(1e3 * (time.perf_counter() - begin))
-        peak = torch.cuda.max_memory_allocated() / 1e9 if training.device.type == "cuda" else None
-    return times, peak, training.scaler.get_scale()  # a scale that fell tells of steps that were left out
-
-
-def profiled(training, name, options):
-    """Milliseconds a step by family, and the longest kernels, from a profile."""
-    steps = 3 if training.device.type == "cuda" else 1
-    with training.computing(name):
-        for _ in range(options.warmup):
-            training.step()
-        training.wait()
-        return profile_of(training.step, steps, training.wait, training.device.type)
+        times = [1e3 * each for each in seconds_of(training.step, options.steps, training.device.type)]
+        peak = torch.cuda.max_memory_allocated() / 1e9 if on_gpu else None
+        scale = training.scaler.get_scale()  # one that fell tells of steps that were left out
+        wait = CLOCKS[training.device.type].synchronize
+        profiled = (training.step, 3 if on_gpu else 1, wait, training.device.type)
+        return times, peak, scale, profile_of(*profiled) if with_profile else None
 
 
 def make_parser(description):
-    """The command line of a benchmark of this model."""
-    parser = argparse.ArgumentParser(description=description.split("\n")[0])
+    """Return the command line of a benchmark of this model."""
+    sizes = {"grid": "N320", "refinement": 6, "channels": 512, "heads": 16, "layers": 16, "mapper_chunks": 2}
+    sizes |= {"variables": 100, "batch": 1, "rounds": 5}
+    parser = command_line.make_parser(description, seconds=540, **sizes)
     parser.add_argument("--graph", help="a HeteroData written by torch.save, instead of --grid and --refinement")
-    parser.add_argument("--commit", help="what to record where git cannot tell")
-    parser.add_argument("--grid", default="N320")
-    parser.add_argument("--refinement", type=int, default=6)
-    parser.add_argument("--channels", type=int, default=512)
-    parser.add_argument("--heads", type=int, default=16)
-    parser.add_argument("--layers", type=int, default=16)
-    parser.add_argument("--mapper-chunks", type=int, default=2)
-    parser.add_argument("--variables", type=int, default=100)
-    parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--ensemble", type=int, help="members of an ensemble; default: the deterministic model")
     parser.add_argument("--precision", choices=PRECISIONS, default="16-mixed")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=["untouched", "install"])
-    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=10, help="measured steps of a variant in a round")
     parser.add_argument("--warmup", type=int, default=4, help="steps left out after each switch")
     parser.add_argument("--seed", type=int, default=0, help="of the order of variants")
-    parser.add_argument("--seconds", type=float, default=540, help="after which nothing more is begun")
-    parser.add_argument("--output", type=Path, help="JSON file")
     return parser
 
 
 def start_report(options):
     """Return the beginning of every report of this model."""
-    return {
-        "environment": describe(torch.device(options.device).type, PACKAGES, options.commit),
-        "options": vars(options) | {"output": None},
-    }
+    facts = describe(options.device, PACKAGES, options.commit)
+    return {"environment": facts, "options": vars(options) | {"output": None}}
 
 
 def main(arguments=None):
@@ -300,24 +248,21 @@ def main(arguments=None):
         order = shuffle.sample(left, len(left))
         rounds.append(order)
         for name in order:
-            measured = results.run(f"round {number} of {name}", partial(measure, training, name, options))
+            call = partial(measure, training, name, options, with_profile=number == 0)
+            measured = results.run(f"round {number} of {name}", call)
             if measured is None:
                 left.remove(name)
             else:
                 record(variants.setdefault(name, {"rounds": [], "profile": None}), *measured)
-        if number == 0:  # what comes last is what a limit of time cuts off
-            for name in left:
-                variants[name]["profile"] = results.run(
-                    f"profile of {name}", partial(profiled, training, name, options)
-                )
     results.report["variants"] = {name: variants[name] for name in options.variants if name in variants}
     for name, found in results.report["variants"].items():
         show(name, found)
     return results.end()
 
 
-def record(found, times, peak, scale):
+def record(found, times, peak, scale, profile):
     """Add the figures of a round to those of a variant."""
+    found["profile"] = found["profile"] or profile
     found["rounds"].append({"ms": times, "peak_gb": peak, "scale": scale})
     every = [ms for each in found["rounds"] for ms in each["ms"]]
     peaks = [each["peak_gb"] for each in found["rounds"]]

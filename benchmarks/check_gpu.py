@@ -16,18 +16,8 @@ from pathlib import Path
 from gpu_checks import DEVICE, application, execution, large, many, model, names, package, sanitize
 from gpu_checks.report import Report
 
-NEED_GPU = (
-    "stream",
-    "sync",
-    "inference",
-    "training",
-    "waiting",
-    "compiled",
-    "names",
-    "package",
-    "application",
-    "sanitize",
-)
+NEED_GPU = {"stream", "sync", "inference", "training", "waiting", "compiled", "names", "package", "application"}
+NEED_GPU |= {"sanitize"}
 SIMPLE = {
     "repeat": (execution.repeat, "runs give the same bits 100 times"),
     "stream": (execution.stream, "a second stream"),
@@ -38,7 +28,7 @@ SIMPLE = {
     "compiled": (model.compiled, "a model under torch.compile, modes default and reduce-overhead"),
     "names": (names.kernel_names, "kernels of a profile, eager and compiled, are those that explain names"),
     "package": (package.models_and_layers, "packages of models and layers in processes without this library"),
-    "application": (application.exported_and_loaded, "python -m anemoi_gt export, and the loaders of the example"),
+    "application": (application.exported_and_loaded, "anemoi-gt export, and the loaders of the example"),
     "big": (large.beyond_32_bits, "offsets beyond 2^31; takes about 80 GB"),
     "norms": (large.norm_beyond_32_bits, "norms of features beyond 2^32 elements; takes about 30 GB"),
     "sanitize": (sanitize.check, "compute-sanitizer memcheck and racecheck"),

@@ -21,7 +21,7 @@ from suite import environment
 from suite.timing import Cpu
 from torch_geometric.nn import TransformerConv
 
-from anemoi_gt import AttentionConfig, GraphStructure, GraphTransformerConv
+from anemoi_gt import GraphStructure, GraphTransformerConv
 from anemoi_gt.data.graphs import icosphere_graph
 from anemoi_gt.data.grids import octahedral
 
@@ -40,14 +40,26 @@ def median_ms(functions, repeats):
     return {name: statistics.median(times) for name, *times in zip(functions, *rounds, strict=True)}
 
 
-def layers(heads, channels):
+def layers(heads, channels, edge_dim, **options):
     """Return PyG's layer and that of anemoi_gt with the same parameters."""
-    width = heads * channels
-    options = {"heads": heads, "edge_dim": EDGE_DIM, "root_weight": False}
-    pyg = TransformerConv(width, channels, **options)
-    own = GraphTransformerConv(width, channels, **options, config=AttentionConfig(backend="torch"))
+    sizes = {"in_channels": heads * channels, "out_channels": channels, "heads": heads, "edge_dim": edge_dim}
+    pyg, own = TransformerConv(**sizes, **options), GraphTransformerConv(**sizes, **options)
     own.load_state_dict(pyg.state_dict())
     return pyg, own
+
+
+def times_of(calls, step, repeats):
+    """Return the times of calls without gradients and of steps with them, and those of PyG over the others."""
+
+    def forward(call):
+        with torch.no_grad():
+            call()
+
+    result = {}
+    for kind, function in (("forward", forward), ("forward_backward", step)):
+        times = median_ms({name: partial(function, call) for name, call in calls.items()}, repeats)
+        result[kind] = times | {f"pyg_over_{name}": times["pyg"] / times[name] for name in times if name != "pyg"}
+    return result
 
 
 def measure(refinement, heads, channels, repeats):
@@ -56,27 +68,18 @@ def measure(refinement, heads, channels, repeats):
     edge_index = icosphere_graph(octahedral(16), refinement=refinement)["hidden", "to", "hidden"].edge_index
     nodes = int(edge_index.max()) + 1
     graph = GraphStructure.from_edge_index(edge_index, nodes)
-    pyg, own = layers(heads, channels)
+    pyg, own = layers(heads, channels, EDGE_DIM, root_weight=False)
     x = torch.randn(nodes, heads * channels, requires_grad=True)
     edge_attr = torch.randn(edge_index.shape[1], EDGE_DIM, requires_grad=True)
-    calls = {"pyg": lambda: pyg(x, edge_index, edge_attr), "anemoi_gt": lambda: own(x, graph, edge_attr)}
-    outputs = [call() for call in calls.values()]
-    torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-4)
-
-    def forward(call):
-        with torch.no_grad():
-            return call()
+    calls = {"pyg": partial(pyg, x, edge_index, edge_attr), "anemoi_gt": partial(own, x, graph, edge_attr)}
+    torch.testing.assert_close(*(call() for call in calls.values()), rtol=1e-4, atol=1e-4)
 
     def step(call):
         call().sum().backward()
         x.grad = edge_attr.grad = None
 
     result = {"nodes": nodes, "edges": edge_index.shape[1], "heads": heads, "channels": channels, "edge_dim": EDGE_DIM}
-    for kind, function in (("forward", forward), ("forward_backward", step)):
-        bound = {name: (lambda call=call, function=function: function(call)) for name, call in calls.items()}
-        times = median_ms(bound, repeats)
-        result[kind] = {**times, "pyg_over_anemoi_gt": times["pyg"] / times["anemoi_gt"]}
-    return result
+    return result | times_of(calls, step, repeats)
 
 
 def batch_of(graphs, nodes, edges, edge_dim):
@@ -93,29 +96,21 @@ def measure_batch(name, repeats, heads=4, channels=16):
     torch.manual_seed(0)
     nodes, edge_index, edge_attr, edge_dim = batch_of(*BATCHES[name])
     graph = GraphStructure.from_edge_index(edge_index, nodes).with_reverse()
-    pyg = TransformerConv(heads * channels, channels, heads=heads, edge_dim=edge_dim)
-    own = GraphTransformerConv(heads * channels, channels, heads=heads, edge_dim=edge_dim)
-    own.load_state_dict(pyg.state_dict())
+    pyg, own = layers(heads, channels, edge_dim)
     x = torch.randn(nodes, heads * channels, requires_grad=True)
-    calls = {"pyg": (pyg, edge_index), "new graph": (own, edge_index), "one graph": (own, graph)}
-    expected, *outputs = (layer(x, edges, edge_attr) for layer, edges in calls.values())
+    kinds = {"pyg": (pyg, edge_index), "new graph": (own, edge_index), "one graph": (own, graph)}
+    calls = {kind: partial(layer, x, edges, edge_attr) for kind, (layer, edges) in kinds.items()}
+    expected, *outputs = (call() for call in calls.values())
     for out in outputs:
         torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
 
-    def forward(layer, edges):
-        with torch.no_grad():
-            layer(x, edges, edge_attr)
-
-    def step(layer, edges):
+    def step(call):
         x.grad = None
-        layer.zero_grad(set_to_none=True)
-        layer(x, edges, edge_attr).square().mean().backward()
+        call.func.zero_grad(set_to_none=True)
+        call().square().mean().backward()
 
     result = {"batch": name, "nodes": nodes, "edges": edge_index.shape[1], "heads": heads, "channels": channels}
-    for kind, run in (("forward", forward), ("forward_backward", step)):
-        times = median_ms({each: partial(run, *call) for each, call in calls.items()}, repeats)
-        result[kind] = times | {f"pyg_over_{each}": times["pyg"] / times[each] for each in ("new graph", "one graph")}
-    return result
+    return result | times_of(calls, step, repeats)
 
 
 def main():

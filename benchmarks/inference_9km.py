@@ -24,6 +24,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from suite.command_line import make_parser
 from suite.environment import describe
 from suite.inference import (
     CONTENDERS,
@@ -35,38 +36,36 @@ from suite.inference import (
     unsupported_reason,
 )
 from suite.results import Results
+from suite.timing import seconds_of
 
 PACKAGES = {"torch", "triton", "torch-geometric", "anemoi-models"}
+SIZES = {"grid": "O1280", "refinement": 7, "channels": 1024, "heads": 16}
+SIZES |= {"fields": 100, "dtype": "bfloat16", "repeats": 3}
 
 
 def run(setting: Setting, part: str, contender: str, num_chunks: int, folder: Path) -> dict:
     """Compute one part one way in this process."""
-    device = torch.device(setting.device)
+    on_gpu = setting.device == "cuda"
     problem = setting.problem(part, folder)
     try:
         call = CONTENDERS[contender](problem, num_chunks)
-        if device.type == "cuda":
+        if on_gpu:
             torch.cuda.reset_peak_memory_stats()
-        times, result = [], None
-        for _ in range(1 + setting.repeats):
-            del result  # as large as the fields of the grid
-            begin = _now(device)
-            result = call()
-            times.append(_now(device) - begin)
+        result = []
+
+        def compute() -> None:
+            result.clear()  # as large as the fields of the grid
+            result.append(call())
+
+        times = seconds_of(compute, 1 + setting.repeats, setting.device)
     except torch.OutOfMemoryError as error:
         return {"outcome": "out of memory", "message": str(error).split(". ")[0]}
     found = {"outcome": "right", "seconds": statistics.median(times[1:]), "first_seconds": times[0]}
-    if device.type == "cuda":
+    if on_gpu:
         found["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
         found["inputs_gib"] = problem.nbytes / 2**30
-    found |= compare_with_plain(problem, result, checked_destinations(problem))
+    found |= compare_with_plain(problem, *result, checked_destinations(problem))
     return found
-
-
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter()
 
 
 def start(part: str, contender: str, num_chunks: int, folder: Path, seconds: float) -> dict:
@@ -109,23 +108,12 @@ def measure(options: argparse.Namespace, results: Results, folder: Path) -> None
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--grid", default="O1280")
-    parser.add_argument("--refinement", type=int, default=7)
-    parser.add_argument("--channels", type=int, default=1024)
-    parser.add_argument("--heads", type=int, default=16)
-    parser.add_argument("--fields", type=int, default=100, help="that come in and go out at a point of the grid")
-    parser.add_argument("--dtype", default="bfloat16")
+    parser = make_parser(__doc__, seconds=500, **SIZES)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--contenders", nargs="+", choices=list(CONTENDERS), default=list(CONTENDERS))
     parser.add_argument("--chunks", type=int, nargs="+", default=[2, 8, 32], help="of anemoi_gt")
     parser.add_argument("--most-chunks", type=int, default=64, help="after which the others are given up")
-    parser.add_argument("--repeats", type=int, default=3, help="calls that are timed, after one that is not")
-    parser.add_argument("--seconds", type=float, default=500, help="after which no run begins")
     parser.add_argument("--limit", type=float, default=120, help="seconds for one run")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--commit", help="to record if git is not available")
-    parser.add_argument("--output", type=Path, help="JSON file")
     parser.add_argument("--worker", nargs=4, help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
 
@@ -133,16 +121,12 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> None:
     """Build the graphs, start the runs one after the other, write the report."""
     options = parse(arguments)
-    names = ("grid", "refinement", "channels", "heads", "fields", "dtype", "repeats", "device")
-    setting = Setting(**{name: getattr(options, name) for name in names})
+    setting = Setting(**{name: getattr(options, name) for name in (*SIZES, "device")})
     if options.worker:
         part, contender, number, folder = options.worker
         print(json.dumps(run(setting, part, contender, int(number), Path(folder))))
         return
-    report = {
-        "environment": describe(torch.device(options.device).type, PACKAGES, options.commit),
-        "setting": vars(setting),
-    }
+    report = {"environment": describe(options.device, PACKAGES, options.commit), "setting": vars(setting)}
     results = Results(report, options.output, options.seconds)
     with tempfile.TemporaryDirectory() as folder:
         begin = time.perf_counter()

@@ -9,25 +9,19 @@ swapped model a structure made once, `new graph` an edge list that it has to sor
 gradients are compared before anything is timed; results are written after each model.
 """
 
-import argparse
 import copy
 import statistics
-import sys
-import time
 from functools import partial
-from pathlib import Path
 
 import torch
+from suite.command_line import make_parser
+from suite.environment import describe
+from suite.results import Results
+from suite.timing import seconds_of
+from support.pyg_models import DIM, MODELS
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / name) for name in ("benchmarks", "src", "tests")]
-
-from suite.environment import describe  # noqa: E402
-from suite.results import Results  # noqa: E402
-from support.pyg_models import DIM, MODELS  # noqa: E402
-
-from anemoi_gt import GraphStructure  # noqa: E402
-from anemoi_gt.integrations.pyg import swap_layers  # noqa: E402
+from anemoi_gt import GraphStructure
+from anemoi_gt.integrations.pyg import swap_layers
 
 AGREE = 1e-3  # relative, of output and gradients; float32, sums over thousands of edges in another order
 
@@ -47,18 +41,14 @@ def measure(calls, device, repeats):
     for i in range(repeats + 2):  # two rounds to warm up
         for name, call in calls.items():
             if device.type == "cuda":
-                torch.cuda.synchronize()
                 torch.cuda.reset_peak_memory_stats()
-            begin = time.perf_counter()
-            call()
+            (seconds,) = seconds_of(call, 1, device.type)
             if device.type == "cuda":
-                torch.cuda.synchronize()
                 peaks[name].append(torch.cuda.max_memory_allocated() / 1e9)
             if i >= 2:
-                times[name].append(1e3 * (time.perf_counter() - begin))
-    return {
-        name: {"median_ms": statistics.median(times[name]), "peak_gb": max(peaks[name], default=None)} for name in calls
-    }
+                times[name].append(1e3 * seconds)
+    peaks = {name: max(found, default=None) for name, found in peaks.items()}
+    return {name: {"median_ms": statistics.median(times[name]), "peak_gb": peaks[name]} for name in calls}
 
 
 def compare(make, options, device):
@@ -99,24 +89,11 @@ def difference(outputs, models):
 
 def main(arguments=None):
     """Measure all models; write and return the report."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--nodes", type=int, default=169_343)
-    parser.add_argument("--edges", type=int, default=2_315_598)
-    parser.add_argument("--channels", type=int, default=128)
-    parser.add_argument("--hidden", type=int, default=64, help="channels of a head")
-    parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--repeats", type=int, default=10)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--seconds", type=float, default=300, help="after which nothing more is begun")
-    parser.add_argument("--output", type=Path, help="JSON file")
-    parser.add_argument("--commit", help="to record if git is not available")
-    options = parser.parse_args(arguments)
+    sizes = {"nodes": 169_343, "edges": 2_315_598, "channels": 128, "hidden": 64, "heads": 4, "repeats": 10}
+    options = make_parser(__doc__, seconds=300, **sizes).parse_args(arguments)
     device = torch.device(options.device)
-    report = {
-        "environment": describe(device.type, {"torch", "torch-geometric", "triton"}, options.commit),
-        "options": vars(options) | {"output": None},
-        "models": {},
-    }
+    report = {"environment": describe(device.type, {"torch", "torch-geometric", "triton"}, options.commit)}
+    report |= {"options": vars(options) | {"output": None}, "models": {}}
     results = Results(report, options.output, options.seconds)
     for make in MODELS:
         found = results.run(make.__name__, partial(compare, make, options, device))

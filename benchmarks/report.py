@@ -28,7 +28,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parse(arguments)
     results = json.loads(options.results.read_text())
     if options.page:
-        options.page.write_text(table.put_into(options.page.read_text(), options.results.name, table.tables(results)))
+        options.page.write_text(table.put_into(options.page.read_text(), options.results.name, table.summary(results)))
     if options.bars:
         plot.write(plot.bars(results), options.bars)
     if not (options.page or options.bars):

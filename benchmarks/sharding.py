@@ -27,14 +27,10 @@ import tempfile
 from pathlib import Path
 
 import torch
-
-ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT / name) for name in ("benchmarks", "src", "tests")]
-
-from suite import results  # noqa: E402
-from suite.environment import describe  # noqa: E402
-from suite.plot import BAR, WIDE, canvas, words, write  # noqa: E402
-from suite.table import EMPTY, markdown, put_into  # noqa: E402
+from suite import ROOT, results
+from suite.environment import describe
+from suite.plot import BAR, WIDE, canvas, words, write
+from suite.table import EMPTY, markdown, put_into
 
 PARTS = ("strong", "replay", "compiled", "anemoi", "sizes")
 PLOTTED = PARTS[:4]  # the large graph
@@ -154,24 +150,35 @@ def weak(report: dict) -> list[tuple[dict, dict]]:
 
 
 def tables(report: dict) -> str:
-    """Return times and efficiency, memory and halo, weak scaling in Markdown, behind the environment."""
-    facts, found = report["environment"], series(report)
-    ranks = sorted({n for records in found.values() for n in records})
-    several = [n for n in ranks if n > 1]
+    """Return all tables in Markdown."""
+    return f"{summary(report)}\n\n{details(report)}"
+
+
+def summary(report: dict) -> str:
+    """Return the environment, times and efficiency."""
+    facts, ranks = report["environment"], _ranks(report)
     versions = ", ".join(f"{name} {number}" for name, number in facts["versions"].items() if number)
-    where = f"{facts['device']}, {facts['dtype']}, {facts['date']}, commit {facts['commit']}; "
-    where += f"{versions}, NCCL {facts['nccl']}."
-    times, memory = [], []
-    for name, records in found.items():
-        row, held = [name], [name]
+    where = f"{facts['device']}, {facts['dtype']}, {facts['date'].split()[0]}; {versions}, NCCL {facts['nccl']}."
+    times = []
+    for name, records in series(report).items():
+        row = [name]
         for n in ranks:
             row += [_cell(records.get(n, {}).get("ms"), ".1f")] + [_cell(efficiency(records, n), ".3f")] * (n > 1)
+        times.append(row)
+    columns = [word for n in ranks for word in [f"{n} GPU{'s' * (n > 1)}"] + ["efficiency"] * (n > 1)]
+    return f"{where}\n\n{markdown(['Forward and backward, ms', *columns], times)}"
+
+
+def details(report: dict) -> str:
+    """Return memory, halo and weak scaling."""
+    ranks, memory, parts = _ranks(report), [], []
+    several = [n for n in ranks if n > 1]
+    for name, records in series(report).items():
+        held = [name]
+        for n in ranks:
             held += [_cell(records.get(n, {}).get("peak_gb"), ".1f")] + [_cell(share(records, n), ".2f")] * (n > 1)
         sent = [records.get(n, {}).get("halo_bytes") for n in several]
-        times.append(row)
         memory += [held + [_cell(size / 1e6 if size else None, ".1f") for size in sent]] * (held[1] != EMPTY)
-    columns = [word for n in ranks for word in [f"{n} GPU{'s' * (n > 1)}"] + ["efficiency"] * (n > 1)]
-    parts = [where, markdown(["Forward and backward, ms", *columns], times)]
     if memory:
         columns = [word for n in ranks for word in [f"GB on {n}"] + ["share"] * (n > 1)]
         parts.append(markdown(["Memory, halo", *columns, *(f"MB on {n}" for n in several)], memory))
@@ -181,8 +188,12 @@ def tables(report: dict) -> str:
         + [f"{one['ms'] / one['work'] / (other['ms'] / other['work']):.3f}"]
         for one, other in weak(report)
     ]
-    header = ["Weak scaling: on 1", "on n", "n", "10^6 edges on 1", "per rank on n", "ms on 1", "ms on n", "efficiency"]
-    return "\n\n".join(parts + [markdown(header, pairs)] * bool(pairs))
+    header = ["Weak scaling: graph on 1 GPU", "graph on n GPUs", "n", "10^6 edges", "per rank", "ms on 1", "ms on n"]
+    return "\n\n".join(parts + [markdown([*header, "efficiency"], pairs)] * bool(pairs))
+
+
+def _ranks(report: dict) -> list[int]:
+    return sorted({n for records in series(report).values() for n in records})
 
 
 def _cell(value: float | None, form: str) -> str:
@@ -202,10 +213,10 @@ def plot(report: dict) -> str:
         raise ValueError("results must hold times of one graph on one rank and on several: run the part strong")
     ranks = sorted({n for records in found.values() for n in records})
     scale = (WIDE - ENDS) / max(record["ms"] for records in found.values() for record in records.values())
-    shapes, y = [], 40
+    shapes, y = [words(0, 16, "Forward and backward, time in ms", size=15)], 66
     for place, n in enumerate(ranks):
-        shapes.append(f'<rect class="peer{place}" x="{110 * place}" y="7" width="13" height="13"/>')
-        shapes.append(words(110 * place + 19, 18, f"{n} rank{'s' * (n > 1)}", size=14))
+        shapes.append(f'<rect class="peer{place}" x="{110 * place}" y="31" width="13" height="13"/>')
+        shapes.append(words(110 * place + 19, 42, f"{n} rank{'s' * (n > 1)}", size=14))
     for name, records in found.items():
         shapes.append(words(0, y + 12, name, size=14))
         y += 20
@@ -217,7 +228,7 @@ def plot(report: dict) -> str:
         f"{name}: " + ", ".join(f"{record['ms']:.1f} ms on {n}" for n, record in records.items())
         for name, records in found.items()
     )
-    foot = words(0, y + 8, "ms; in brackets efficiency; line: ideal scaling", size=14)
+    foot = words(0, y + 8, "in brackets: efficiency; line: ideal scaling", size=14)
     return canvas(WIDE, y + 16, f"Time of forward and backward. {label}", "".join([*shapes, foot]))
 
 
@@ -271,7 +282,7 @@ def main(arguments: list[str] | None = None) -> int:
                 results.write(report, options.out)
     print(tables(report), *errors, sep="\n\n")
     if options.page:
-        options.page.write_text(put_into(options.page.read_text(), options.table[0].name, tables(report)))
+        options.page.write_text(put_into(options.page.read_text(), options.table[0].name, summary(report)))
     if options.plot:
         write(plot(report), options.plot)
     return int(bool(errors))

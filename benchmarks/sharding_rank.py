@@ -13,24 +13,21 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from suite.timing import CLOCKS
 from torch import Tensor, nn
 
-ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT / name) for name in ("benchmarks", "src", "tests")]
-
-from suite.timing import CLOCKS  # noqa: E402
-
-from anemoi_gt import EncoderProcessorDecoder  # noqa: E402
-from anemoi_gt.data.graphs import icosphere_graph  # noqa: E402
-from anemoi_gt.data.grids import grid  # noqa: E402
-from anemoi_gt.distributed import make_mesh  # noqa: E402
-from anemoi_gt.distributed.model_shard import shard_model  # noqa: E402
-from anemoi_gt.distributed.partition import NODE_COST  # noqa: E402
-from anemoi_gt.training.compilation import compile_blocks  # noqa: E402
+from anemoi_gt import EncoderProcessorDecoder
+from anemoi_gt.data.graphs import icosphere_graph
+from anemoi_gt.data.grids import grid
+from anemoi_gt.distributed import make_mesh
+from anemoi_gt.distributed.model_shard import shard_model
+from anemoi_gt.distributed.partition import NODE_COST
+from anemoi_gt.training.compilation import compile_blocks
 
 FIELDS = 100  # in and out of the data grid
 AGREE = {"cuda": 3e-2, "cpu": 1e-4}  # relative, of loss and gradients: bfloat16 on a GPU, float32 on a CPU
@@ -172,9 +169,8 @@ def run(task: dict, expected: list[float] | None, repeats: int, device: torch.de
             check(found, expected, AGREE[device.type])
         for _ in range(WARM_UP):
             step(part, device)
-        call = (
-            CLOCKS[device.type].record(lambda: step(part, device)) if task["replayed"] else lambda: step(part, device)
-        )
+        call = partial(step, part, device)
+        call = CLOCKS[device.type].record(call) if task["replayed"] else call
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         record = {"ms": statistics.median(times_of(call, repeats, device)), "signature": found}

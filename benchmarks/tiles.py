@@ -138,9 +138,7 @@ def assert_alike(found: tuple, expected: tuple, name: str) -> None:
         difference = (actual.float() - wanted.float()).square().mean().sqrt().item()
         allowed = 4 * unit * wanted.float().square().mean().sqrt().item()
         if not difference <= allowed:
-            raise AssertionError(
-                f"{name}: must be as with the chosen tile within {allowed:.2e}, differs by {difference:.2e}"
-            )
+            raise AssertionError(f"{name}: must agree with the chosen tile to {allowed:.2e}, got {difference:.2e}")
 
 
 def search(case: Case, kernel: str, most: int | None) -> dict:
@@ -184,9 +182,7 @@ def run(options: argparse.Namespace, results: Results, folder: Path) -> None:
         line = results.run(f"{problem.name} {kernel}", one)
         if line is not None:
             results.report["results"].append(line)
-            print(
-                f"{line['ratio']:.3f} {line['chosen_ms']:.4f} ms {problem.name} {kernel}", line["fastest"], flush=True
-            )
+            print(f"{line['ratio']:.3f} {line['chosen_ms']:.4f} {problem.name} {kernel}", line["fastest"], flush=True)
 
 
 def verdict(results: list[dict], missing: dict[str, str]) -> tuple[bool, str]:

@@ -46,6 +46,7 @@ html_theme = "furo"
 html_title = f"anemoi_gt {release}"
 html_static_path = ["_static"]
 html_css_files = ["anemoi_gt.css"]
+html_js_files = ["copy.js"]
 html_theme_options = {
     "light_css_variables": {"color-brand-primary": "#0072B2", "color-brand-content": "#0072B2"},
     "dark_css_variables": {"color-brand-primary": "#56B4E9", "color-brand-content": "#56B4E9"},

@@ -1,10 +1,10 @@
 """Options of the test run, the device of the kernels (a GPU if present, else Triton's interpreter), and logging."""
 
-import logging
 import os
 
 import pytest
 import torch
+from support.applications import logging_as_before
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read by triton at import, hence before any test module
@@ -43,17 +43,14 @@ def era5_path(request):
 
 @pytest.fixture(scope="session")
 def kernel_device():
-    """Device on which Triton kernels run here."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-@pytest.fixture
-def logging_as_before():
+@pytest.fixture(name="logging_as_before")
+def restore_logging():
     """Undo changes of an application to logging."""
-    root = logging.getLogger()
-    handlers, level, raises = root.handlers[:], root.level, logging.raiseExceptions
-    yield
-    root.handlers[:], root.level, logging.raiseExceptions = handlers, level, raises
+    with logging_as_before():
+        yield
 
 
 @pytest.fixture

@@ -1,36 +1,37 @@
 """Commands of the README and the documentation: all exist and compose, and those that can run here run, in order."""
 
 import re
-import subprocess
 import sys
 import tomllib
 
 import pytest
 from hydra import compose, initialize_config_module
+from support import applications
+from support.forked import Program
 from support.pages import FILE, PAGES, ROOT, blocks, commands, name_of
 
 from anemoi_gt import __main__ as command_line
 from anemoi_gt import train
 
 SMALL = [
-    *("data.grid_name=O4", "data.train_size=8", "data.valid_size=2", "data.test_size=3", "graph.refinement=1"),
+    *applications.SMALL,
     *("model.num_layers=1", "training.steps=4", "training.warmup_steps=1"),
     *("training.batch_size=2", "training.device=cpu"),
 ]
+OWN = ["model.num_layers=1", "model.channels=8", "training.steps=4", "training.device=cpu"]
 # Commands that need a file, a GPU, four cores, or a minute of a C++ compiler are only composed.
-NOT_HERE = {"data=era5_uk", "attention/backend=triton", "--nproc-per-node=4", "export"}
+NOT_HERE = {"data=era5_uk", "data=anemoi", "data.path=other.nc", "graph=o1280", "attention/backend=triton"}
+NOT_HERE |= {"--nproc-per-node=4", "export"}
 WITH_COMMANDS = [page for page in PAGES if commands(page)]
 
 
 def runs_here(words):
-    """Return True if the command can be run for the test."""
     return not {word.removeprefix("anemoi_gt.") for word in words} & NOT_HERE
 
 
 def overrides(words):
-    """Return application and overrides of `-m anemoi_gt.NAME` or `-m anemoi_gt NAME`, None for other commands."""
-    _, found, started = " ".join(words).partition("-m anemoi_gt")
-    name, *values = started[1:].split() if found else [""]
+    """Return application and overrides of `anemoi-gt NAME` or `-m anemoi_gt.NAME`, else None."""
+    name, *values = re.split(r"^anemoi-gt |-m anemoi_gt\.", " ".join(words))[-1].split()
     return (name, values) if name in command_line.APPLICATIONS else None
 
 
@@ -38,9 +39,10 @@ def understand(application, values):
     """Compose the config of an application with its own overrides, and that of a run with the others."""
     with initialize_config_module("anemoi_gt.configs", version_base="1.3"):
         own = set(compose(application))
+        values = [value for value in values if "=" in value and value != "data=mine"]
         of_run = [value for value in values if re.split("[.=/]", value)[0] not in own]
         compose(application, [value for value in values if value not in of_run])
-        compose("train", of_run)
+        compose("train", of_run)  # a run that is continued has groups too
 
 
 @pytest.mark.parametrize("page", WITH_COMMANDS, ids=name_of)
@@ -56,8 +58,8 @@ def test_every_command_exists(page):
             assert set(re.findall(r"\[(\w+)\]", line)) <= set(extras), line
         elif overrides(words):
             understand(*overrides(words))
-        elif words[:3] == ["python", "-m", "anemoi_gt"]:
-            assert words[3:], line  # run below
+        elif words[0] == "anemoi-gt":
+            assert words[1:] == ["info"], line  # run below
         elif words[1].startswith("benchmarks/"):
             assert (ROOT / words[1]).exists(), line  # their options: tests/benchmarks/test_report.py
         else:
@@ -66,29 +68,22 @@ def test_every_command_exists(page):
 
 @pytest.fixture
 def place(tmp_path, monkeypatch, logging_as_before):
-    """A working directory from which commands import the package and its configs."""
-    site = tmp_path / "site" / "anemoi_gt"
-    site.mkdir(parents=True)
-    for part in (ROOT / "src" / "anemoi_gt").iterdir():
-        (site / part.name).symlink_to(part)
-    (site / "configs").symlink_to(ROOT / "configs")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    """The working directory of commands."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
-def start(words, monkeypatch):
+def start(words, place, monkeypatch):
     """Run a command with small sizes: applications in this process, torchrun and files in their own."""
     application, values = overrides(words) or ("", [])
-    small = SMALL if application == "train" else []
+    small = [] if application != "train" else OWN if {"data=xarray", "resume=true"} & {*words} else SMALL
     if words[0] == "torchrun" or words[1].endswith(".py"):
-        program = [sys.executable, *(["-m", "torch.distributed.run", "--standalone"] if words[0] == "torchrun" else [])]
-        ended = subprocess.run([*program, *words[1:], *small], capture_output=True, text=True, timeout=120, check=False)
-        assert ended.returncode == 0, ended.stderr
+        program = ["-m", "torch.distributed.run", "--standalone"] if words[0] == "torchrun" else []
+        status, _, error = Program(*program, *words[1:], *small, folder=place).finish(timeout=120)
+        assert status == 0, error
     else:
         monkeypatch.setattr(sys, "argv", sys.argv)  # an application's own while it runs
-        command_line.main([application, *values, *small] if application else words[3:])
+        command_line.main([application, *values, *small] if application else words[1:])
 
 
 @pytest.mark.parametrize("page", WITH_COMMANDS, ids=name_of)
@@ -97,17 +92,12 @@ def test_commands_run_in_the_order_of_the_page(page, place, monkeypatch, capsys)
         if file := FILE.match(code):
             (place / file[1]).write_text(code)
     for words in filter(None, commands(page)):
-        if words[0] in ("python", "torchrun") and not words[1].startswith("benchmarks/") and runs_here(words):
-            start(words, monkeypatch)
-
-
-def test_the_torchrun_commands_of_the_readme_run():
-    shown = [words for words in commands(ROOT / "README.md") if words[:1] == ["torchrun"]]
-    assert len(shown) == 2 and all(map(runs_here, shown))
+        is_ours = words[0] in ("python", "torchrun", "anemoi-gt") and not words[1].startswith("benchmarks/")
+        if is_ours and runs_here(words):
+            start(words, place, monkeypatch)
 
 
 def refusals():
-    """Return the rows of the errors page: overrides and message."""
     page = (ROOT / "docs" / "errors.md").read_text()
     rows = re.findall(r"^\| `([^|`]+=[^|`]+)`[^|]*\| `(.+)` \|$", page, re.MULTILINE)
     assert rows

@@ -34,7 +34,6 @@ def attend(backend="torch"):
 
 
 def warned(call):
-    """Return the messages of our warnings in a call."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         call()

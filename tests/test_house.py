@@ -27,9 +27,11 @@ MAY_IMPORT = {  # package or module: the others that it may import
     "training": {"attention_config", "cuda_graph", "data", "distributed", "extras", "graph", "nn", "ops"}
     | {"option_checks", "rng"},
     "export": {"custom_ops", "graph", "nn", "ops", "data", "evaluate", "hydra_app", "training", "version"},
-    "hydra_app": {"attention_config", "data", "kernel_report", "extras", "ops", "training"},
+    "command_help": set(),
+    "hydra_app": {"attention_config", "command_help", "data", "kernel_report", "extras", "ops", "training"},
     "train": {"distributed", "kernel_report", "hydra_app", "training"},
     "evaluate": {"distributed", "kernel_report", "hydra_app", "training"},
+    "rollout": {"evaluate", "extras", "hydra_app", "option_checks", "training"},
     "info": {"compatibility", "integrations", "ops", "version"},
     "__main__": {"info", "version"},
 }

@@ -4,12 +4,13 @@ None ends in an error of another package either. What a package refuses by its o
 """
 
 import math
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from support.refusals import raises, refused
+from support.refusals import options, raises, refused
 
 from anemoi_gt import GraphStructure, GraphTransformerConv, attention_weights, edge_attention, explain, merge
 from anemoi_gt.data import edges, graphs
@@ -19,6 +20,7 @@ from anemoi_gt.data.meshes import icosphere, limited_area_icosphere, stretched_i
 from anemoi_gt.data.nodes import Nodes, area_weights
 from anemoi_gt.data.sphere_advection import Flow, sphere
 from anemoi_gt.distributed import Partition, ShardingConfig
+from anemoi_gt.option_checks import check_integer, check_number, check_probability
 from anemoi_gt.training import Trainer, TrainingConfig
 from anemoi_gt.training.step import weighted_mse
 
@@ -27,20 +29,33 @@ from_edge_index = GraphStructure.from_edge_index
 GRAPH = from_edge_index(EDGES, (4, 3))
 RING = torch.tensor([[0, 1, 2], [1, 2, 0]])
 QUERY, KEY, LSE = torch.ones(3, 2, 8), torch.ones(4, 2, 8), torch.ones(3, 2)
-POINTS, CONV = octahedral(4), GraphTransformerConv(8, 8)
+POINTS, CONV, AREA = octahedral(4), GraphTransformerConv(8, 8), (60, 0, 30, 30)
+
+
+def attend(**wrong):
+    return edge_attention(QUERY, KEY, KEY, GRAPH, **wrong)
+
+
+def with_ids(count):
+    return from_edge_index(EDGES, (4, 3), global_edge_id=torch.arange(count))
+
+
+def meshed(**wrong):
+    return graphs.icosphere_graph(POINTS, refinement=1, **wrong)
+
+
+def tracer(**wrong):
+    return sphere("O4", **{"train_size": 2, "valid_size": 1, "test_size": 1} | wrong).train
 
 
 @refused(
-    (lambda: attend(dropout_p="0.1"), "dropout_p must be a number, got '0.1'"),
-    (lambda: attend(dropout_p=None), "dropout_p must be a number, got None"),
-    (lambda: attend(scale=math.nan), "scale must be finite, or None for 1 / sqrt.channels., got nan"),
-    (lambda: attend(scale=math.inf), "scale must be finite, or None .*, got inf"),
-    (lambda: attend(scale="1"), "scale must be a number, got '1'"),
-    (lambda: attend(scale=torch.ones(2)), "scale must be a number, got tensor"),
-    (lambda: attend(config="torch"), "config must be an AttentionConfig, .*, got 'torch'"),
-    (lambda: attend(config=None), "config must be an AttentionConfig, .*, got None"),
-    (lambda: attention_weights(QUERY, KEY, GRAPH, config="torch"), "config must be an AttentionConfig"),
-    (lambda: attention_weights(QUERY, KEY, GRAPH, scale="1"), "scale must be a number, got '1'"),
+    *options(attend, "be a number", dropout_p="0.1", scale="1"),
+    *(
+        (lambda x=x: attend(scale=x), f"scale must be finite, or None for 1 / sqrt.*, got {x}")
+        for x in (math.nan, math.inf)
+    ),
+    *options(attend, "be an AttentionConfig", config=None),
+    *options(partial(attention_weights, QUERY, KEY, GRAPH), "be a", config="torch", scale="1"),
     (lambda: merge(QUERY, None, QUERY, LSE), "lse1 must be a tensor, got NoneType"),
     (lambda: merge(QUERY.int(), LSE, QUERY, LSE), "out1 must be floating point, got torch.int32"),
     (lambda: merge(QUERY, LSE, QUERY.to("meta"), LSE), "must be on one device, got out2 on meta and out1 on cpu"),
@@ -49,20 +64,14 @@ def test_the_operation_names_wrong_arguments(wrong, message):
     raises(wrong, message)
 
 
-def attend(**options):
-    return edge_attention(QUERY, KEY, KEY, GRAPH, **options)
-
-
 @refused(
-    (lambda: from_edge_index(EDGES, 4.0), "num_src must be a number of nodes >= 0, got 4.0"),
     (lambda: from_edge_index(EDGES, torch.tensor(4)), "num_src must be a number of nodes >= 0, got tensor"),
-    (lambda: with_ids(4), "global_edge_id must have 5 entries, one per edge, got 4"),
-    (lambda: with_ids(9), "global_edge_id must have 5 entries, one per edge, got 9"),
+    *((lambda n=n: with_ids(n), f"global_edge_id must have 5 entries, one per edge, got {n}") for n in (4, 9)),
     (lambda: GraphStructure.from_adj_t(None), "adj_t must be a torch.sparse tensor .* NoneType; use from_edge_index"),
     (lambda: GraphStructure.from_adj_t(np.eye(3)), "adj_t must be a torch.sparse tensor .*, got ndarray"),
     (lambda: GraphStructure.disjoint(GRAPH), "disjoint must get a sequence of GraphStructures, got GraphStructure"),
     (lambda: GraphStructure.disjoint([EDGES]), "disjoint must get a sequence of GraphStructures, got Tensor"),
-    (lambda: GRAPH.with_dst_schedule([[0.0]] * 3), r"positions must be a tensor \[3, 1 to 3\], got list"),
+    (lambda: GRAPH.with_dst_schedule([[0.0]] * 3), r"positions must be a tensor \[3, 1 to 3\], .*, got list"),
     (lambda: GraphStructure.from_state(None), "state must be a dict of tensors from state_dict.., got NoneType"),
     (lambda: GraphStructure.from_state({"row": EDGES[0]}), "state must hold .*, got no colptr, sources"),
     (lambda: GraphStructure(GRAPH.colptr, GRAPH.row, 4), r"sources must have shape \[num_src, 0\].*, got 4"),
@@ -71,30 +80,17 @@ def test_the_graph_names_wrong_arguments(wrong, message):
     raises(wrong, message)
 
 
-def with_ids(count):
-    return from_edge_index(EDGES, (4, 3), global_edge_id=torch.arange(count))
-
-
 def test_numpy_integers_are_sizes():
     graph = from_edge_index(EDGES, (np.int64(4), np.int64(3)))
     assert (graph.num_src, graph.num_dst) == (4, 3)
 
 
 @refused(
-    (lambda: TrainingConfig(steps="5"), "training.steps must be an integer, got '5'"),
-    (lambda: TrainingConfig(steps=2.5), "training.steps must be an integer, got 2.5"),
-    (lambda: TrainingConfig(batch_size=True), "training.batch_size must be an integer, got True"),
-    (lambda: TrainingConfig(learning_rate="1e-3"), "training.learning_rate must be a number, got '1e-3'"),
-    (lambda: TrainingConfig(seed=1.5), "training.seed must be an integer, got 1.5"),
-    (lambda: TrainingConfig(threads=1.5), "training.threads must be an integer, or null, got 1.5"),
+    *options(TrainingConfig, "be an integer", steps="5", batch_size=True, seed=1.5, threads=1.5),
+    *options(TrainingConfig, "be a number", learning_rate="1e-3"),
     (lambda: Trainer(torch.nn.Linear(1, 1), None, {}, Path(), {}), "config must be a TrainingConfig, got {}"),
-    (
-        lambda: weighted_mse(torch.ones(1, 3, 2), torch.ones(1, 3, 1), torch.ones(3)),
-        r"output must have the shape of target, \(1, 3, 1\), got \(1, 3, 2\)",
-    ),
-    (lambda: ShardingConfig("edges", model="2"), "sharding.model must be an integer, got '2'"),
-    (lambda: ShardingConfig("edges", model=1.5), "sharding.model must be an integer, got 1.5"),
-    (lambda: ShardingConfig(timeout="5"), "sharding.timeout must be a number, got '5'"),
+    (lambda: weighted_mse(QUERY, QUERY[:1], LSE), r"output must have the shape of target, .*, got \(3, 2, 8\)"),
+    *options(partial(ShardingConfig, "edges"), "be a", model=1.5, timeout="5"),
     (lambda: Partition.balanced([1, 1], 2), r"cost must be a tensor \[N\], got list"),
     (lambda: Partition.balanced(torch.ones(3).long(), 0), "num_ranks must be at least 1, got 0"),
     (lambda: explain(CONV, QUERY[:, 0], RING).with_profile(None), "profile must be a torch.profiler"),
@@ -104,6 +100,8 @@ def test_a_run_names_wrong_arguments(wrong, message):
 
 
 @refused(
+    *options(tracer, "be", lead_time=math.inf, seed=-1, train_size=1.5),
+    *options(partial(graphs.limited_area_graph, POINTS, refinement=1), "be a", margin="a", nearest="a"),
     (lambda: grid(None), 'grid must be "O" or "N" followed by a number of rows, .*, got None'),
     (lambda: octahedral("8"), "n must be an integer, .*, got '8'"),
     (lambda: icosphere(1.5), "refinement must be an integer, got 1.5"),
@@ -114,10 +112,7 @@ def test_a_run_names_wrong_arguments(wrong, message):
     (lambda: meshed(nearest=1.5), "k must be an integer, got 1.5"),
     (lambda: graphs.hierarchical_graph(POINTS, refinements=3), r"refinements must be two or more, .*, got \[3\]"),
     (lambda: graphs.hierarchical_graph(POINTS, refinements=("3", "2")), "refinement must be an integer, got '3'"),
-    (lambda: graphs.limited_area_graph(POINTS, refinement=1, margin="a"), "margin must be a number, got 'a'"),
     (lambda: edges.cutoff(3, POINTS, 1.0), "source must be Nodes, .*, got int"),
-    (lambda: sphere("O4", train_size=1.5, valid_size=1, test_size=1), "train_size must be an integer, got 1.5"),
-    (lambda: tracer(lead_time=math.inf), "lead_time must be positive and finite, in hours, got inf"),
     (lambda: Nodes("a", [0.0]), "lat must be a vector of numbers, in degrees, got 'a'"),
     (lambda: Nodes([0.0], [[1.0], [1.0, 2.0]]), "lon must be a vector of numbers, in degrees, got"),
     (lambda: classic("320"), "n must be an integer, the number of rows .*, got '320'"),
@@ -125,10 +120,9 @@ def test_a_run_names_wrong_arguments(wrong, message):
     (lambda: icosphere(2, levels=([1],)), "levels must be one or more of 0 to 2"),
     (lambda: limited_area_icosphere(2, None), "area must be Nodes, .*, got NoneType"),
     (lambda: graphs.limited_area_graph("O4", refinement=2), "nodes must be Nodes, .*, got str"),
-    (lambda: graphs.limited_area_graph(POINTS, refinement=1, nearest="a"), "nearest must be an integer, got 'a'"),
     (
-        lambda: graphs.stretched_graph(None, refinement=1, area_refinement=2, area=(60, 0, 30, 30)),
-        "nodes must be Nodes, .*, got NoneType",
+        lambda: graphs.stretched_graph(None, refinement=1, area_refinement=2, area=AREA),
+        "nodes must be Nodes, .*NoneType",
     ),
     (lambda: graphs.encoder_processor_decoder(POINTS, POINTS), r"mesh must be a Mesh, .* got Nodes"),
     (lambda: edges.grid_spacing("O4"), "nodes must be Nodes, .*, got str"),
@@ -142,21 +136,10 @@ def test_a_run_names_wrong_arguments(wrong, message):
     (lambda: tracer(flows="rotation"), r"flows must be a list of kinds, such as \[rotation, .*, got 'rotation'"),
     (lambda: tracer(flows=3), "flows must be a list of kinds, .*, got 3"),
     (lambda: tracer(flows=[["rotation"]]), "flows must be one or more of rotation, deformation, got"),
-    (lambda: tracer(seed=-1), "seed must be at least 0, got -1"),
-    (lambda: tracer(seed=None), "seed must be an integer, got None"),
     (lambda: tracer().forecast(0, np.zeros((208, 1))), r"output must be a tensor \(208, 1\), .* got ndarray"),
 )
 def test_data_names_wrong_arguments(wrong, message):
     raises(wrong, message)
-
-
-def meshed(**options):
-    return graphs.icosphere_graph(POINTS, refinement=1, **options)
-
-
-def tracer(**options):
-    """The training samples of a small data set."""
-    return sphere("O4", train_size=2, valid_size=1, test_size=1, **options).train
 
 
 @pytest.mark.parametrize("part", ["inputs", "present", "truth", "title"])
@@ -168,3 +151,25 @@ def test_a_sample_that_is_not_there_is_not_made(part):
 def test_flows_take_lists():
     flow = Flow([1, 0, 0], [0, 1, 0])
     assert np.isfinite(flow.wind(POINTS.xyz, 0.0)).all()
+
+
+@pytest.mark.parametrize("value", [2.0, "2", True, None, float("nan"), 0])
+def test_what_is_not_an_integer_in_range_is_refused(value):
+    expected = "be at least 1" if value == 0 else "be an integer"
+    raises(lambda: check_integer("heads", value, note=", or null"), f"^heads must {expected}, or null, got {value!r}$")
+
+
+@pytest.mark.parametrize("value", ["1", None, True, [1.0]])
+def test_what_is_not_a_number_is_refused(value):
+    raises(lambda: check_number("scale", value), "scale must be a number, got ")
+
+
+@pytest.mark.parametrize("value", [-0.1, 1.1, float("nan"), float("inf")])
+def test_what_is_not_a_probability_is_refused(value):
+    raises(lambda: check_probability("dropout", value), "dropout must be a probability in 0 .. 1, got ")
+
+
+def test_numpy_numbers_and_unbounded_integers_are_allowed():
+    check_integer("heads", np.int64(2))
+    check_integer("heads", -3, least=None)
+    check_probability("dropout", np.float32(0.5))

@@ -110,9 +110,8 @@ def beyond_32_bits() -> str:
     checked = check_rows(large, result, [0, 1, num_dst // 2, last - 1, last], [0, int(row[-1]), last])
     _check_bias(large, result["dedge_bias"])
     held = f"{torch.cuda.max_memory_allocated() / 1e9:.0f} GB, " if DEVICE.type == "cuda" else ""
-    return (
-        f"{held}{rows / LIMIT:.2f} x 2^31 numbers in rows, {pairs / LIMIT:.2f} in pairs; {checked} destinations checked"
-    )
+    sizes = f"{rows / LIMIT:.2f} x 2^31 elements in rows, {pairs / LIMIT:.2f} in pairs"
+    return f"{held}{sizes}; {checked} destinations checked"
 
 
 def _check_bias(large: Large, dedge_bias: torch.Tensor) -> None:

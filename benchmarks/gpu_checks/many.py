@@ -11,7 +11,7 @@ from support.batch import run_batch, share
 from support.cases import full_cases, judge, pairwise_cases, run
 from support.oracle import make_problem
 from support.poison import poisoned_memory
-from support.run import structure
+from support.run import scheduled, structure
 
 from anemoi_gt import AttentionConfig
 from gpu_checks import DEVICE
@@ -134,7 +134,7 @@ def _random_graph(
     samples = share(samples, "edge_weight", "edge_bias", *rng.choice(([], ["edge_attr"])))
     graph = structure(edges, DEVICE)
     if rng.random() < 0.3:
-        graph = graph.with_dst_schedule()
+        graph = scheduled(graph)
     return run_batch(samples, graph, config, dropout_p=dropout_p, seed=rng.getrandbits(40))
 
 

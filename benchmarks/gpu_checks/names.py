@@ -35,9 +35,7 @@ def kernel_names() -> str:
     operators = {event.name for event in compiled.events()} & {pass_.operator for pass_ in layer.passes}
     others = _kernels(compiled) - named
     if len(operators) != 2 or not any(name.startswith("triton_") for name in others):
-        raise AssertionError(
-            f"a compiled trace must hold two operators of anemoi_gt and kernels of Inductor, got {operators}, {others}"
-        )
+        raise AssertionError(f"a compiled trace needs two operators and kernels of Inductor, got {operators}, {others}")
     forward = timed.layers[0].passes[0]
     figures = f"forward {forward.achieved_ms:.3f} ms, lower bound {forward.lower_bound_ms:.3f}"
     return f"{len(named)} names, eager and compiled; {figures}"

@@ -33,9 +33,7 @@ def models() -> str:
     for dtype in (torch.float32, torch.bfloat16):
         for batch, error in _errors_of_model(dtype).items():
             if not error <= LIMITS[dtype]:
-                raise AssertionError(
-                    f"the package must give the numbers of the model within {LIMITS[dtype]}, got {error}"
-                )
+                raise AssertionError(f"the package must agree with the model within {LIMITS[dtype]}, got {error}")
             seen.append(f"{dtype} batch {batch} error {error:.1e}")
     return "; ".join(seen)
 

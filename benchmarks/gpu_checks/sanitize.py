@@ -23,9 +23,7 @@ def check() -> str:
     """Run the work under memcheck and racecheck."""
     program = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
     if not Path(program).exists():
-        raise AssertionError(
-            "compute-sanitizer is not on the path: install the CUDA toolkit or its redistributable package"
-        )
+        raise AssertionError("compute-sanitizer must be on the path: install the CUDA toolkit or its package")
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     _work_alone(environment)  # kernels are compiled here, not under the tool
     for tool in TOOLS:
@@ -48,7 +46,7 @@ def work() -> None:
     import torch
     from support.graphs import GRAPHS
     from support.oracle import make_problem
-    from support.run import attend
+    from support.run import attend, scheduled
 
     from anemoi_gt import GraphStructure
     from gpu_checks import DEVICE
@@ -57,7 +55,7 @@ def work() -> None:
         edge_index, sizes = GRAPHS[name]
         problem = make_problem(GRAPHS[name], *shape, form, dtype)
         graph = GraphStructure.from_edge_index(edge_index.to(DEVICE), sizes, stable=False)
-        attend(problem, graph.with_dst_schedule(), "triton", dropout_p=dropout_p)
+        attend(problem, scheduled(graph), "triton", dropout_p=dropout_p)
 
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
     for form, dtype in product(FORMS, dtypes if DEVICE.type == "cuda" else dtypes[1:2]):

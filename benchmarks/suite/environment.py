@@ -25,9 +25,8 @@ def current_commit() -> str:
     git = ["git", "-C", str(ROOT)]
     try:
         head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
-        changed = subprocess.run(
-            [*git, "status", "--porcelain", "src"], capture_output=True, text=True, check=True
-        ).stdout
+        status = [*git, "status", "--porcelain", "src"]
+        changed = subprocess.run(status, capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError):
         return "unknown: no git here, pass --commit"
     return f"{head} with changes in src" if changed.strip() else head

@@ -5,17 +5,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from anemoi_gt import GraphStructure
-from anemoi_gt.nn import (
-    GraphTransformerBackwardMapper,
-    GraphTransformerForwardMapper,
-    split_destinations,
-)
+from anemoi_gt.nn import GraphTransformerBackwardMapper, GraphTransformerForwardMapper, split_destinations
 from suite.baselines import missing
 
 PARTS = ("encoder", "decoder")
@@ -23,14 +18,6 @@ TRAINED = 8  # attributes of an edge beside its length and direction
 POSITION = 12  # features of a hidden node that come in: sines, cosines and trained numbers
 CHECKED = 16  # destinations of each kind
 LIMIT = 2**31
-
-
-class Part(NamedTuple):
-    """The edges of a part by destination, as files hold them."""
-
-    edge_index: Tensor  # [2, E] int64
-    edge_attr: Tensor  # [E, 3] float32
-    sizes: tuple[int, int]  # N_src, N_dst
 
 
 @dataclass(frozen=True)
@@ -47,19 +34,23 @@ class Setting:
     device: str
 
     def problem(self, part: str, folder: Path) -> "Problem":
-        """Mapper and operands of a part; the same numbers in every process on one kind of device."""
-        edges, device, dtype = Part(*torch.load(folder / f"{part}.graph")), self.device, getattr(torch, self.dtype)
+        """Mapper and operands of a part; the same numbers in every process on one kind of device.
+
+        The file holds edge_index [2, E] int64 by destination, edge_attr [E, 3] float32, and (N_src, N_dst).
+        """
+        edge_index, edge_attr, sizes = torch.load(folder / f"{part}.graph")
+        device, dtype = self.device, getattr(torch, self.dtype)
         torch.manual_seed(0)
         mapper = self._mapper(part).to(device, dtype).eval()
         generator = torch.Generator(device).manual_seed(1)
         widths = (mapper.in_channels_src, mapper.in_channels_dst)
-        trained = torch.randn(edges.edge_index.shape[1], TRAINED, generator=generator, device=device)
-        edge_attr = torch.cat([edges.edge_attr.to(device), trained], dim=1).to(dtype)
+        trained = torch.randn(edge_index.shape[1], TRAINED, generator=generator, device=device)
+        edge_attr = torch.cat([edge_attr.to(device), trained], dim=1).to(dtype)
         x = tuple(
             torch.randn(number, width, generator=generator, device=device, dtype=dtype)
-            for number, width in zip(edges.sizes, widths, strict=True)
+            for number, width in zip(sizes, widths, strict=True)
         )
-        return Problem(self, part, mapper, x, edges.edge_index.to(device), edge_attr)
+        return Problem(self, part, mapper, x, edge_index.to(device), edge_attr)
 
     def _mapper(self, part: str) -> nn.Module:
         options = {"num_channels": self.channels, "num_heads": self.heads, "edge_dim": 3 + TRAINED}
@@ -100,14 +91,13 @@ def build_graphs(setting: Setting, parts: list[str], folder: Path) -> dict:
     sizes = {}
     for part in parts:
         source, destination = (points, mesh) if part == "encoder" else (mesh, points)
-        edge_index = (
-            edges.cutoff(source, destination, 0.6) if part == "encoder" else edges.nearest(source, destination, 3)
-        )
+        find, reach = (edges.cutoff, 0.6) if part == "encoder" else (edges.nearest, 3)
+        edge_index = find(source, destination, reach)
         ends = source, destination, edge_index
         attributes = np.concatenate([unit_std(edge_length(*ends)), unit_std(edge_direction(*ends))], axis=1)
         numbers = len(source), len(destination)
-        whole = Part(torch.from_numpy(edge_index), torch.from_numpy(attributes).float(), numbers)
-        torch.save(tuple(whole), folder / f"{part}.graph")
+        tensors = torch.from_numpy(edge_index), torch.from_numpy(attributes).float()
+        torch.save((*tensors, numbers), folder / f"{part}.graph")
         beyond = max(numbers) * setting.channels / LIMIT
         sizes[part] = {"nodes": numbers, "edges": edge_index.shape[1], "features_over_2_31": beyond}
     return sizes
@@ -154,18 +144,20 @@ def unsupported_reason(contender: str) -> str | None:
     return missing("anemoi.models", "anemoi-models") if contender == "anemoi" else None
 
 
-def checked_destinations(problem: Problem) -> Tensor:
-    """Destinations from the beginning, the middle and the end, and those that read the last sources."""
+def checked_destinations(problem: Problem, most: int = CHECKED) -> Tensor:
+    """Destinations from the beginning, the middle and the end, and those that read the last sources; `most` of each."""
     number = problem.x[1].shape[0]
-    count = min(CHECKED, number)
+    count = min(most, number)
     near = torch.arange(count, device=problem.edge_index.device)
     last = problem.edge_index[0].topk(min(count, problem.edge_index.shape[1])).indices
     kinds = (near, near + (number - count) // 2, near + number - count, problem.edge_index[1, last])
     return torch.cat(kinds).unique()
 
 
-def plain(problem: Problem, destinations: Tensor, dtype: torch.dtype, device: torch.device | str) -> Tensor:
-    """Compute some destinations of a mapper from its weights by plain PyTorch: gather, softmax, scatter."""
+def plain_mapper(
+    problem: Problem, destinations: Tensor, dtype: torch.dtype, device: torch.device | str
+) -> tuple[Tensor, nn.Module]:
+    """Compute some destinations by plain PyTorch: gather, softmax, scatter; return them with the mapper's copy used."""
     src, dst = problem.edge_index[0], problem.edge_index[1].contiguous()
     starts, ends = torch.searchsorted(dst, destinations), torch.searchsorted(dst, destinations, right=True)
     edges = torch.cat(
@@ -175,12 +167,11 @@ def plain(problem: Problem, destinations: Tensor, dtype: torch.dtype, device: to
     operands = (problem.x[0][sources], problem.x[1][destinations], problem.edge_attr[edges])
     x_src, x_dst, edge_attr = (operand.to(device, dtype) for operand in operands)
     mapper, heads = copy.deepcopy(problem.mapper).to(device, dtype), problem.setting.heads
-    with torch.no_grad():
-        x = mapper.emb_nodes_dst(x_dst)
-        degrees = (ends - starts).tolist()
-        x = x + _attend(mapper.proc, mapper.emb_nodes_src(x_src), x, edge_attr, origin.to(device), degrees, heads)
-        x = x + mapper.proc.node_dst_mlp(mapper.proc.layer_norm_mlp_dst(x))
-        return mapper.node_data_extractor(x) if problem.part == "decoder" else x
+    x = mapper.emb_nodes_dst(x_dst)
+    degrees = (ends - starts).tolist()
+    x = x + _attend(mapper.proc, mapper.emb_nodes_src(x_src), x, edge_attr, origin.to(device), degrees, heads)
+    x = x + mapper.proc.node_dst_mlp(mapper.proc.layer_norm_mlp_dst(x))
+    return (mapper.node_data_extractor(x) if problem.part == "decoder" else x), mapper
 
 
 def _attend(block: nn.Module, x_src, x_dst, edge_attr, origin: Tensor, degrees: list[int], heads: int) -> Tensor:
@@ -194,13 +185,13 @@ def _attend(block: nn.Module, x_src, x_dst, edge_attr, origin: Tensor, degrees: 
     return block.projection(torch.stack(out).flatten(1) + block.lin_self(normed))
 
 
+@torch.no_grad()
 def compare_with_plain(problem: Problem, result: Tensor, destinations: Tensor) -> dict:
     """Return whether the error of a result is at most twice that of plain PyTorch in the dtype, plus rounding."""
     dtype, device = result.dtype, result.device
-    exact = plain(problem, destinations, torch.float64, "cpu")
-    rows, baseline = (
-        rows.double().cpu() for rows in (result[destinations], plain(problem, destinations, dtype, device))
-    )
+    exact, _ = plain_mapper(problem, destinations, torch.float64, "cpu")
+    computed = result[destinations], plain_mapper(problem, destinations, dtype, device)[0]
+    rows, baseline = (each.double().cpu() for each in computed)
     error, lost = ((other - exact).square().mean().sqrt().item() for other in (rows, baseline))
     allowed = 2 * lost + torch.finfo(dtype).eps * exact.square().mean().sqrt().item()
     outcome = "right" if error <= allowed else "wrong"  # wrong for what is not a number, too

@@ -17,10 +17,7 @@ from suite.table import figure, lower_bound_seconds
 
 LIGHT, DARK = "light", "dark"
 INK = {LIGHT: ("#1a1a1a", "#5a5a5a", "#c4c4c4"), DARK: ("#e6e6e6", "#a8a8a8", "#505050")}  # text, axes, grid
-COLOURS = {  # Okabe and Ito, the lighter ones on dark ground
-    LIGHT: ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000"),
-    DARK: ("#56B4E9", "#E69F00", "#009E73", "#CC79A7", "#0072B2", "#D55E00", "#FFFFFF"),
-}
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")  # Okabe and Ito; the same on both grounds
 MARKS = (  # around 0, one for each baseline
     "M-5,0a5,5 0 1,0 10,0a5,5 0 1,0 -10,0z",
     "M0,-6.5L6.5,0L0,6.5L-6.5,0z",
@@ -33,6 +30,7 @@ MARKS = (  # around 0, one for each baseline
 PANEL = (340, 270)  # of the roofline, in SVG units
 MARGIN = {"left": 46, "right": 10, "top": 30, "bottom": 42}
 BAR, GAP, NAMES, ENDS, WIDE = 18, 20, 86, 104, 460  # of bars: thickness, between groups, names, figures behind, all
+TOP = 64  # of the first bar, below title and legend
 
 
 @dataclass(frozen=True)
@@ -92,7 +90,7 @@ def bars(results: dict) -> str:
     group = BAR * len(results["baselines"]) + GAP
     shapes = []
     for row, name in enumerate(problems):
-        top = 40 + row * group
+        top = TOP + row * group
         shapes.append(words(NAMES - 8, top + (group - GAP) / 2 + 5, name.split("-")[0], "end", size=15))
         shapes += [_bar(results, baseline, top + n * BAR, scale, times[name]) for n, baseline in enumerate(times[name])]
         x = NAMES + scale * 1e3 * lower_bound_seconds(results, name, kind)
@@ -100,8 +98,9 @@ def bars(results: dict) -> str:
         shapes.append(
             f'<path class="floor" d="M{x:.1f},{top - 4}V{top + group - GAP + 2}"><title>{about}</title></path>'
         )
-    height = 40 + group * len(problems) + 20
-    legend = _legend(results, WIDE, 18) + words(NAMES, height - 8, "ms; line: lower bound (memory bandwidth)", size=14)
+    height = TOP + group * len(problems) + 20
+    legend = words(NAMES, 16, "Attention, forward and backward, time in ms", size=15) + _legend(results, WIDE, 42)
+    legend += words(NAMES, height - 8, "line: lower bound (memory bandwidth)", size=14)
     label = "; ".join(
         f"{name.split('-')[0]}: " + ", ".join(f"{results['baselines'][p]} {figure(t)} ms" for p, t in line.items())
         for name, line in times.items()
@@ -118,7 +117,7 @@ def write(svg: str, path: Path) -> None:
 def as_file(svg: str, theme: str) -> str:
     """Return a plot with the colours of a theme, as a file of its own."""
     text, dim, grid = INK[theme]
-    baselines = "".join(f".peer{i}{{fill:{colour}}}" for i, colour in enumerate(COLOURS[theme]))
+    baselines = "".join(f".peer{i}{{fill:{colour}}}" for i, colour in enumerate((*COLOURS, text)))
     style = (
         f"<style>svg{{font-family:system-ui,-apple-system,'Segoe UI',Arial,sans-serif}}text{{fill:{text}}}"
         f".dim{{fill:{dim}}}.grid{{stroke:{grid};fill:none}}"
@@ -158,14 +157,9 @@ def points(results: dict, problems: dict, kind: str) -> list[tuple[str, str, flo
 
 def _times(results: dict, problem: str, kind: str) -> dict[str, float]:
     """Median milliseconds of each baseline that has some."""
-    found = {
-        line["baseline"]: line for line in results["results"] if (line["problem"], line["pass"]) == (problem, kind)
-    }
-    return {
-        baseline: found[baseline]["median_ms"]
-        for baseline in results["baselines"]
-        if "median_ms" in found.get(baseline, {})
-    }
+    lines = [line for line in results["results"] if (line["problem"], line["pass"]) == (problem, kind)]
+    found = {line["baseline"]: line["median_ms"] for line in lines if "median_ms" in line}
+    return {baseline: found[baseline] for baseline in results["baselines"] if baseline in found}
 
 
 def _roofline_panel(results: dict, problems: dict, kind: str) -> str:
@@ -183,7 +177,7 @@ def _roofline_panel(results: dict, problems: dict, kind: str) -> str:
         shapes.append(f'<path class="grid" d="M{across:.1f},{roof:.1f}V{y.start}" stroke-dasharray="3 3"/>')
         shapes.append(words(across - 5, roof - 5, name.split("-")[0], "end", size=12))
     for baseline, name, at, speed in measured:
-        about = f"{results['baselines'][baseline]}, {name}: {speed / (copy * at):.0%} of the copy's speed"
+        about = f"{results['baselines'][baseline]}, {name}: {speed / (copy * at):.0%} of copy bandwidth"
         shapes.append(_mark(results, baseline, x(at), y(speed), about))
     title = f"{PASSES[kind]}, {next(iter(problems.values()))['channels']} channels"
     shapes.append(words(MARGIN["left"], 16, title, size=13))
@@ -209,9 +203,8 @@ def _bar(results: dict, baseline: str, top: float, scale: float, times: dict) ->
     if first in times and baseline != first:
         ratio = f" ({times[baseline] / times[first]:.1f}×)"  # noqa: RUF001  the sign
     length = scale * times[baseline]
-    bar = (
-        f'<rect class="peer{baselines.index(baseline)}" x="{NAMES}" y="{top}" width="{length:.1f}" height="{BAR - 2}"/>'
-    )
+    bar = f'<rect class="peer{baselines.index(baseline)}" x="{NAMES}" y="{top}" '
+    bar += f'width="{length:.1f}" height="{BAR - 2}"/>'
     return bar + words(NAMES + length + 7, top + BAR - 5, figure(times[baseline]) + ratio, size=14)
 
 

@@ -6,17 +6,14 @@ from dataclasses import dataclass, replace
 import torch
 
 GRADIENTS = ("query", "key", "value", "edge_attr", "edge_weight", "edge_bias")
-PARTS = {  # part of a model: (source, destination) node sets
-    "encoder": ("data", "hidden"),
-    "processor": ("hidden", "hidden"),
-    "decoder": ("hidden", "data"),
-}
+# part of a model: (source, destination) node sets
+PARTS = {"encoder": ("data", "hidden"), "processor": ("hidden", "hidden"), "decoder": ("hidden", "data")}
 PASSES = {
     "forward": "forward without gradients",
     "forward_backward": "forward and backward",
     "replay": "forward and backward, replayed from a CUDA graph",
     "structure": "structure from COO, stable",
-    "structure_unstable": "structure from COO, any order inside a node",
+    "structure_unstable": "structure from COO, unstable",
 }
 ATTENTION, STRUCTURE = ("forward", "forward_backward"), ("structure", "structure_unstable")
 
@@ -49,13 +46,7 @@ class Random:
 class Skewed:
     """Edges between uniformly drawn sources and destinations of which few have most edges.
 
-    Parameters
-    ----------
-    num_nodes, num_edges : int
-        Nodes of either side.
-    law : {"power", "zipf"}
-        Destination floor(u^exponent num_nodes) with uniform u, or one of rank k with probability k^-exponent.
-    exponent : float
+    Law "power": destination floor(u^exponent num_nodes) with uniform u; "zipf": rank k with probability k^-exponent.
     """
 
     num_nodes: int
@@ -69,36 +60,18 @@ class Skewed:
 
 @dataclass(frozen=True)
 class Problem:
-    """One line of the benchmark.
-
-    Parameters
-    ----------
-    name, group : str
-        What it is selected by on the command line.
-    graph : Weather, Random or Skewed
-        Its edges, sorted by destination.
-    heads, channels, edge_dim : int
-        H, C and D.
-    dtype : str
-        Of every operand, a name in torch.
-    batch : int
-        B, samples on the one graph, which share the edge attributes.
-    gradients : tuple of str
-        Operands that backward returns gradients of.
-    passes : tuple of str
-        Keys of `PASSES`.
-    """
+    """One line of the benchmark, selected by its name or group."""
 
     name: str
     group: str
-    graph: Weather | Random | Skewed
-    heads: int = 16
-    channels: int = 64
-    edge_dim: int = 11
-    dtype: str = "bfloat16"
-    batch: int = 1
-    gradients: tuple[str, ...] = GRADIENTS
-    passes: tuple[str, ...] = ATTENTION
+    graph: Weather | Random | Skewed  # its edges, sorted by destination
+    heads: int = 16  # H
+    channels: int = 64  # C
+    edge_dim: int = 11  # D
+    dtype: str = "bfloat16"  # of every operand, a name in torch
+    batch: int = 1  # B, on the one graph, with shared edge attributes
+    gradients: tuple[str, ...] = GRADIENTS  # operands whose gradients backward returns
+    passes: tuple[str, ...] = ATTENTION  # keys of PASSES
 
     @property
     def torch_dtype(self) -> torch.dtype:

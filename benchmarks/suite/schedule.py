@@ -111,7 +111,5 @@ def run(
         if device == "cuda":
             begin = time.perf_counter()
             right = warm(problems, names, device, folder, min(os.cpu_count() or 1, pairs))
-            print(
-                f"{len(right)} of {pairs} pairs checked side by side in {time.perf_counter() - begin:.0f} s", flush=True
-            )
+            print(f"{len(right)} of {pairs} pairs checked in {time.perf_counter() - begin:.0f} s", flush=True)
         Run(sizes, device, right).measure(problems, workers, save)

@@ -9,17 +9,35 @@ HEADINGS = {
     "forward": "Forward, no gradients",
     "forward_backward": "Forward and backward",
     "replay": "From a CUDA graph",
-    "structure": "Structure",
+    "structure": "Building the structure",
 }
 EMPTY = "–"  # noqa: RUF001  a dash, as printers set it
 
 
 def tables(results: dict) -> str:
-    """Return the environment, a table of times for each pass, one of memory, and the reasons of empty cells."""
-    found = {(line["problem"], line["pass"], line["baseline"]): line for line in results["results"]}
-    parts = [_where(results)]
-    parts += [_times(results, found, (kind,), HEADINGS[kind]) for kind in PASSES if kind not in STRUCTURE]
-    parts += [_times(results, found, STRUCTURE, HEADINGS["structure"]), _memory(results, found), _notes(results)]
+    """Return all tables in Markdown."""
+    return f"{summary(results)}\n\n{details(results)}"
+
+
+def summary(results: dict) -> str:
+    """Return the environment, times of forward and backward, memory, and the reasons of empty cells."""
+    found = _lines(results)
+    times = _times(results, found, ("forward_backward",), HEADINGS["forward_backward"])
+    return _joined(_where(results), times, _memory(results, found), _notes(results))
+
+
+def details(results: dict) -> str:
+    """Return times of forward alone, from a CUDA graph, and of structures."""
+    found = _lines(results)
+    times = [_times(results, found, (kind,), HEADINGS[kind]) for kind in ("forward", "replay")]
+    return _joined(*times, _times(results, found, STRUCTURE, HEADINGS["structure"]))
+
+
+def _lines(results: dict) -> dict:
+    return {(line["problem"], line["pass"], line["baseline"]): line for line in results["results"]}
+
+
+def _joined(*parts: str) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
@@ -34,9 +52,7 @@ def put_into(page: str, name: str, text: str) -> str:
     begin, end = f"<!-- figures of {name} -->", f"<!-- end of {name} -->"
     found = re.search(f"{re.escape(begin)}\n.*?{re.escape(end)}", page, re.DOTALL)
     if not found:
-        raise ValueError(
-            f"the page must hold the lines {begin!r} and {end!r}, got neither: add them where figures belong"
-        )
+        raise ValueError(f"the page must hold the lines {begin!r} and {end!r}: add them where figures belong")
     return f"{page[: found.start()]}{begin}\n\n{text}\n\n{end}{page[found.end() :]}"
 
 
@@ -49,8 +65,8 @@ def _where(results: dict) -> str:
     facts = results["environment"]
     versions = ", ".join(f"{name} {number}" for name, number in facts["versions"].items() if number)
     copy = max(facts["copy_bytes_per_second"]) / 1e9
-    where = f"{facts['device']}, {facts['date']}, commit {facts['commit']}; {versions}."
-    return f"{where} Copy in the same run: {copy:,.0f} GB/s."
+    where = f"{facts['device']}, {facts['date'].split()[0]}; {versions}."
+    return f"{where} Copy bandwidth in the same run: {copy:,.0f} GB/s."
 
 
 def _times(results: dict, found: dict, kinds: tuple[str, ...], heading: str) -> str:
@@ -69,8 +85,8 @@ def _times(results: dict, found: dict, kinds: tuple[str, ...], heading: str) -> 
             rows.append([label, figure(bound), _cell(lines[0]), share, *(_cell(line, mine) for line in lines[1:])])
     if not rows:
         return ""
-    titles = results["baselines"]
-    header = [heading, "lower bound", titles[first], "of the copy's speed", *(titles[other] for other in others)]
+    title, *other_titles = _titles(results)
+    header = [heading, "lower bound", title, "of copy bandwidth", *other_titles]
     return _without_empty_columns(header, rows)
 
 
@@ -78,26 +94,30 @@ def _memory(results: dict, found: dict) -> str:
     """Peak memory of forward and backward above what is there before the call."""
     rows = []
     for name in results["problems"]:
-        peaks = [
-            found.get((name, "forward_backward", baseline), {}).get("peak_bytes") for baseline in results["baselines"]
-        ]
+        peaks = [found.get((name, "forward_backward", b), {}).get("peak_bytes") for b in results["baselines"]]
         if any(peaks):
             rows.append([f"`{name}`", *(EMPTY if peak is None else f"{peak / 1e9:.2f}" for peak in peaks)])
-    return _without_empty_columns(["Peak memory, GB", *results["baselines"].values()], rows) if rows else ""
+    return _without_empty_columns(["Peak memory, GB", *_titles(results)], rows) if rows else ""
+
+
+def _titles(results: dict) -> list[str]:
+    """Names of the baselines without how they are called, which the page says."""
+    return [title.partition(", as ")[0] for title in results["baselines"].values()]
 
 
 def _notes(results: dict) -> str:
     """Units, spread, and the reasons of empty cells."""
     timed = [line for line in results["results"] if "median_ms" in line]
     spread = max((line["quartiles_ms"][1] - line["quartiles_ms"][0]) / line["median_ms"] for line in timed)
-    text = "Medians in ms; in brackets, multiples of the first column of times. "
+    text = "Medians in ms; in brackets, time relative to anemoi_gt. "
     text += f"The interquartile range is at most {spread:.0%} of the median."
-    reasons = {}
+    reasons, titles = {}, dict(zip(results["baselines"], _titles(results), strict=True))
     for line in results["results"]:
         if "reason" in line and line["pass"] not in STRUCTURE:  # most baselines have none, and then no column
-            reasons.setdefault((results["baselines"][line["baseline"]], line["reason"]), []).append(line["problem"])
+            failed = "fails the correctness check" if line["reason"].startswith("wrong: ") else line["reason"]
+            reasons.setdefault((titles[line["baseline"]], failed), []).append(line["problem"])
     for (baseline, reason), names in reasons.items():
-        text += f"\n- {baseline}, {reason}: {', '.join(f'`{name}`' for name in dict.fromkeys(names))}"
+        text += f"\n- {baseline} {reason}: {', '.join(f'`{name}`' for name in dict.fromkeys(names))}"
     return text.replace("\n-", "\n\n-", 1)
 
 

@@ -114,6 +114,18 @@ def measure(clock: type[Gpu] | type[Cpu], calls: Sequence[Callable]) -> list[flo
     return clock.times(list(islice(cycle(calls), min(max(fitting, clock.FEWEST), clock.MOST))))
 
 
+def seconds_of(call: Callable, repeats: int, device: str) -> list[float]:
+    """Seconds of calls, each of which the device finishes before the next begins."""
+    wait, times = CLOCKS[device].synchronize, []
+    wait()
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        call()
+        wait()
+        times.append(time.perf_counter() - begin)
+    return times
+
+
 def copy_speed(clock: type[Gpu] | type[Cpu], device: str) -> float:
     """Bytes per second of a copy on the device, bytes read and bytes written counted."""
     numbers = 2**30 if device == "cuda" else 2**24

@@ -1,16 +1,14 @@
 """Tables of the Hydra configs, from their YAML files and the docstrings of the functions and classes that they name."""
 
-import inspect
 import json
 import re
 from importlib.resources import files
-from itertools import pairwise
 
 from hydra import compose, initialize_config_module
-from hydra.utils import get_object
 from omegaconf import OmegaConf
 
 import anemoi_gt
+from anemoi_gt.command_help import meanings
 
 CONFIGS = files("anemoi_gt.configs")
 ABSENT = object()
@@ -61,22 +59,6 @@ def composed(group: str, choice: str) -> dict:
         return OmegaConf.to_container(compose("train", [f"{group}={choice}"])[group], resolve=True)
 
 
-def meanings(target: str) -> dict[str, str]:
-    """Return type and description of each parameter of a function or class, from its NumPy docstring."""
-    lines = inspect.getdoc(get_object(target)).splitlines()
-    described, names = {}, []
-    for line, below in pairwise([*lines[lines.index("Parameters") + 2 :], ""]):
-        if below.startswith("---"):  # the heading of the next section
-            break
-        if line and not line.startswith(" "):
-            name, _, kind = line.partition(" : ")
-            names = name.split(", ")
-            described |= dict.fromkeys(names, f"*{kind}.*".replace('"', "") if kind else "")
-        elif line:
-            described |= {name: f"{described[name]} {line.strip()}".strip() for name in names}
-    return described
-
-
 def _list_of_choices(group: str, names: list[str]) -> str:
     about = {name: (_parent(group, name), _heading_comment(group, name)) for name in names}
     if not any(parent or comment for parent, comment in about.values()):
@@ -90,7 +72,7 @@ def _list_of_choices(group: str, names: list[str]) -> str:
 
 def _options_table(target: str, values: dict[str, dict]) -> str:
     described = meanings(target)
-    names = [name for name in next(iter(values.values())) if not name.startswith("_")]
+    names = list(dict.fromkeys(name for options in values.values() for name in options if not name.startswith("_")))
     missing = [name for name in names if name not in described]
     if missing:
         raise LookupError(f"the docstring of {target} does not list {missing}")

@@ -1,4 +1,4 @@
-"""Sphinx extension: plots of results files, drawn when a page is built, in the colours of the theme.
+"""Sphinx extension: plots and tables of results files, made when a page is built, in the colours of the theme.
 
 ```{roofline} n320_h200.json
 ```
@@ -7,6 +7,9 @@
 ```
 
 ```{sharding} sharding_h200x4.json
+```
+
+```{results-tables} n320_variants_h200.json
 ```
 """
 
@@ -21,7 +24,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
 import sharding  # noqa: E402
-from suite import plot  # noqa: E402
+from suite import plot, table  # noqa: E402
 
 
 class ResultsFigure(SphinxDirective):
@@ -30,11 +33,37 @@ class ResultsFigure(SphinxDirective):
     required_arguments = 1
 
     def run(self):
-        """Put the plot in place of the directive; the page is built again when the files change."""
+        """Put the plot in place of the directive."""
+        return [nodes.raw("", self.html(*self.results()), format="html")]
+
+    def results(self) -> list[dict]:
+        """The contents of the files; the page is built again when they change."""
         paths = [BENCHMARKS / "results" / name for name in self.arguments]
         for path in paths:
             self.env.note_dependency(str(path))
-        return [nodes.raw("", self.html(*(json.loads(path.read_text()) for path in paths)), format="html")]
+        return [json.loads(path.read_text()) for path in paths]
+
+
+class Tables(ResultsFigure):
+    """`results-tables`: all tables of a results file."""
+
+    tables = staticmethod(table.tables)
+
+    def run(self):
+        """Put the tables in place of the directive."""
+        return self.parse_text_to_nodes(type(self).tables(*self.results()))
+
+
+class Details(Tables):
+    """`results-details`: the tables beside the summary that the page holds as text."""
+
+    tables = staticmethod(table.details)
+
+
+class ShardingDetails(Tables):
+    """`sharding-details`: memory, halo and weak scaling."""
+
+    tables = staticmethod(lambda *reports: sharding.details(sharding.merged(reports)))
 
 
 class Roofline(ResultsFigure):
@@ -81,4 +110,7 @@ def setup(app):
     app.add_directive("roofline", Roofline)
     app.add_directive("times", Times)
     app.add_directive("sharding", Sharding)
+    app.add_directive("results-tables", Tables)
+    app.add_directive("results-details", Details)
+    app.add_directive("sharding-details", ShardingDetails)
     return {"parallel_read_safe": True}

@@ -1,4 +1,4 @@
-"""Command line of the package, `python -m anemoi_gt`: installation info, and the applications by name."""
+"""Command line of the package, `anemoi-gt` or `python -m anemoi_gt`: installation info, and applications by name."""
 
 import argparse
 import sys
@@ -9,21 +9,22 @@ from anemoi_gt.version import __version__
 APPLICATIONS = {  # also python -m anemoi_gt.NAME
     "train": "train a model, or continue a run",
     "evaluate": "score a trained model and its rollouts",
+    "rollout": "write one forecast of many steps to a NetCDF file",
     "export": "export a trained model to a package that runs without this library",
 }
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Run a command with `arguments`, by default those of the command line."""
-    arguments = sys.argv[1:] if arguments is None else arguments
+    arguments = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if arguments and arguments[0] in APPLICATIONS:
         name, *rest = arguments
         sys.argv = [f"anemoi_gt.{name}", *rest]  # read by Hydra
         import_module("anemoi_gt.export.__main__" if name == "export" else f"anemoi_gt.{name}").main()
         return
     parser = argparse.ArgumentParser(
-        prog="python -m anemoi_gt",
-        epilog="train, evaluate and export are Hydra applications: add --help to see theirs.",
+        prog="anemoi-gt",
+        epilog="train, evaluate, rollout and export are Hydra applications: add --help to see their options.",
     )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True)

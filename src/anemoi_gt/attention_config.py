@@ -24,27 +24,27 @@ class AttentionConfig:
     Parameters
     ----------
     backend : {"auto", "triton", "torch"}
-        `triton` are the fused GPU kernels, `torch` the PyTorch reference. An explicit choice that cannot run raises
-        with the reason; `auto` takes the first backend that can, and logs its choice at DEBUG level.
+        `triton`: the fused GPU kernels; `torch`: the PyTorch reference. A named backend that cannot run raises with the
+        reason; `auto` selects the first backend that can, and logs its choice at DEBUG level.
     precision : {None, "fp32", "bf16", "fp16"}
-        The dtype of the rows that are read (query, key, value, edge attributes, weight, bias). None is the dtype of the
-        inputs: autocast's inside `torch.autocast`, otherwise that of query. With a precision the inputs are cast to it
-        and the output is cast back to the dtype of query. Sums and `lse` are float32 in any case.
+        Dtype in which query, key, value, edge attributes, weight and bias are read. None is the dtype of the inputs:
+        autocast's inside `torch.autocast`, otherwise that of query. With a precision, inputs are cast to it and the
+        output is cast back to the dtype of query. Sums and `lse` are float32 in any case.
     fixed_degree_kernels : bool
-        Whether backend `triton` uses its kernels for graphs in which all destinations have the same few in-edges. Turn
-        it off to find out whether a wrong or slow result comes from them.
+        Use the kernels of backend `triton` for a small fixed in-degree, the same for all destinations. Switch it off to
+        find out whether a wrong or slow result comes from them.
     tile : str, optional
-        Fields of the tile of backend `triton`'s row kernels to force, such as "unroll=1,num_warps=4", to find out
-        whether a wrong or slow result comes from the tile that was chosen. `heads` (of a program), `unroll` (edges in
+        Override fields of the tile of backend `triton`'s row kernels, such as "unroll=1,num_warps=4", to find out
+        whether a wrong or slow result comes from the selected tile. `heads` (of a program), `unroll` (edges in
         flight) and `num_warps` are powers of two or small integers; `nodes` (of a program) concerns the kernel over
         sources alone; `packed` is 1 to read 16-bit rows as packed pairs, 0 not to; nodes with more than twice `segment`
         edges are divided among programs (128 in a graph with hubs). A kernel ignores a field that it does not have:
         those for a fixed in-degree have `num_warps` and `packed`. None forces nothing.
     stable_sort : bool
-        How a call makes the structure that it is not given: a layer that gets a raw `edge_index`, an operation that
-        needs a missing reverse structure. True sorts stably, so results repeat bit by bit. False groups edges on a GPU
-        without sorting, for graphs that change every step: faster, and sums may differ in the last bit from run to run.
-        It has no effect on a CPU, under `torch.use_deterministic_algorithms(True)` and on a GraphStructure.
+        Sort stably where a call has to build a structure: in a layer that gets a raw `edge_index`, or for a missing
+        reverse structure. Results are then bitwise reproducible. False groups edges on a GPU without sorting, for
+        graphs that change every step: faster, but sums may differ in the last bit from run to run. It has no effect on
+        a CPU, under `torch.use_deterministic_algorithms(True)` and on a GraphStructure.
 
     Raises
     ------

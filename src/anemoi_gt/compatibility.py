@@ -17,7 +17,7 @@ TESTED = (("2.10", "3.6"), ("2.11", "3.6"), ("2.13", "3.7"), ("2.15", "3.9"))  #
 class UntestedVersionsWarning(UserWarning):
     """Warning that this package has not been tested with the installed releases of PyTorch and Triton.
 
-    Issued once per process and backend, when attention is first computed; `python -m anemoi_gt info` says it before.
+    Issued once per process and backend, when attention is first computed; `anemoi-gt info` says it before.
 
     Examples
     --------

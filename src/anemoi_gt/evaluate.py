@@ -1,4 +1,4 @@
-"""The evaluation application, `python -m anemoi_gt.evaluate checkpoint=FILE`: scores, plots and rollouts of a model.
+"""The evaluation application, `anemoi-gt evaluate checkpoint=FILE`: scores, plots and rollouts of a model.
 
 The config of the run is read from the checkpoint and can be overridden on the command line.
 """
@@ -16,17 +16,15 @@ from anemoi_gt.distributed import is_launched
 from anemoi_gt.distributed.sharded_checkpoint import require_file
 from anemoi_gt.hydra_app import (
     Run,
-    build,
+    argument_value,
+    build_trained,
     check_explain,
-    exit_with_error,
     launch,
     output_folder,
-    require_packages,
+    store_config,
     write_explanation,
 )
-from anemoi_gt.kernel_report import explain
-from anemoi_gt.training.checkpoint import load_checkpoint, load_weights
-from anemoi_gt.training.data_loading import load
+from anemoi_gt.training.checkpoint import load_checkpoint
 from anemoi_gt.training.device import choose_device, cpu_threads
 from anemoi_gt.training.metrics_log import read_metrics
 from anemoi_gt.training.report import write_report, write_rollout_report
@@ -43,15 +41,15 @@ def prepare(config: "DictConfig") -> Callable[[], None]:
     if type(steps) is not int or steps < 1:
         raise ValueError(f"rollout must be an integer, at least 1, got {steps!r}")
     check_explain(config.explain)
-    path = Path(config.checkpoint)
-    state, run = load_checkpoint(path), build(config)
-    load_weights(run.model, state)
+    run, step = build_trained(config)
     if steps > 1:
         run.splits.test.advance(0, [])  # raise before scoring if there are no rollouts
-    log.info("%s, after step %s", path, state.get("step"))
+    log.info("%s, after step %s", config.checkpoint, step)
     if config.explain is not None:
-        explain_forecast(run, config.explain, output_folder())
-    return partial(evaluate, run, path, output_folder(), steps)
+        model = run.model.to(choose_device(run.training.device)).eval()
+        with torch.no_grad():
+            write_explanation(model, run.splits.test, run.training, config.explain)
+    return partial(evaluate, run, Path(config.checkpoint), output_folder(), steps)
 
 
 def evaluate(run: Run, checkpoint: Path, folder: Path, steps: int) -> None:
@@ -66,63 +64,26 @@ def evaluate(run: Run, checkpoint: Path, folder: Path, steps: int) -> None:
             write_rollout_report(folder, model, run.splits.test, steps)
 
 
-def explain_forecast(run: Run, where: str, folder: Path) -> None:
-    """Write or log the kernels of each layer in a forecast."""
-    device = choose_device(run.training.device)
-    model = run.model.to(device).eval()
-    with cpu_threads(run.training.threads), torch.no_grad():
-        found = explain(model, next(load(run.splits.test, run.training.batch_size, device)).inputs)
-    write_explanation(found, where, folder)
-
-
 def launch_on_checkpoint(name: str, prepare: Callable[["DictConfig"], Callable[[], Any]]) -> None:
     """Run a Hydra application on the config of the checkpoint that the command line names."""
-    module = f"anemoi_gt.{name}"
-    if is_launched():
-        message = f"{name} runs in one process, without torchrun: python -m {module} ..."
-        exit_with_error(module, ValueError(message))
-    try:
-        require_packages()
-        store_config(sys.argv[1:])
-    except (ImportError, OSError, ValueError) as error:
-        exit_with_error(module, error)
-    launch(name, prepare)
 
+    def choose_config() -> str:
+        if is_launched():
+            raise ValueError(f"{name} runs in one process, without torchrun: anemoi-gt {name} ...")
+        given = [argument for argument in sys.argv if argument.startswith("checkpoint=")]
+        if given:  # --help needs none; otherwise Hydra reports it as missing
+            value = argument_value(given, "checkpoint")
+            if not isinstance(value, str):
+                raise ValueError(
+                    f"checkpoint must name one file, got {given[-1]!r}; quote names with spaces or special characters "
+                    "twice: \"checkpoint='run (1)/best.pt'\""
+                )
+            path = Path(value)
+            require_file(path)
+            store_config(load_checkpoint(path).get("config"), path)
+        return name
 
-def store_config(arguments: list[str]) -> None:
-    """Register the config of the checkpoint that the arguments name as Hydra's config `run: of_checkpoint`.
-
-    Raises FileNotFoundError if there is no such file; ValueError if it is not a checkpoint of a run, or the folder of a
-    sharded one.
-    """
-    from hydra.core.config_store import ConfigStore
-
-    checkpoints = [argument for argument in arguments if argument.startswith("checkpoint=")]
-    if not checkpoints:
-        return  # --help needs none; otherwise Hydra reports it as missing
-    path = _checkpoint_path(checkpoints[-1])
-    require_file(path)
-    config = load_checkpoint(path).get("config")
-    if not isinstance(config, dict):
-        raise ValueError(f"a checkpoint must contain the config of its run, {path} does not")
-    ConfigStore.instance().store("of_checkpoint", config, group="run", package="_global_")
-
-
-def _checkpoint_path(argument: str) -> Path:
-    """Return FILE of "checkpoint=FILE" as Hydra parses it; raise a ValueError if it is not a file name."""
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import HydraException
-
-    try:
-        value = OverridesParser.create().parse_override(argument).value()
-    except HydraException:
-        value = None
-    if not isinstance(value, str):
-        raise ValueError(
-            f"checkpoint must name one file, got {argument!r}; quote names with spaces or special characters twice: "
-            "\"checkpoint='run (1)/best.pt'\""
-        )
-    return Path(value)
+    launch(name, prepare, choose_config)
 
 
 def main() -> None:

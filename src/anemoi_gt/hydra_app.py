@@ -7,23 +7,33 @@ import json
 import logging
 import os
 import re
+import shlex
+import shutil
+import signal
 import sys
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import make_dataclass
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Union, get_args, get_origin, get_type_hints
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, get_type_hints
 
 import torch
 from torch import nn
 
 from anemoi_gt.attention_config import AttentionConfig
+from anemoi_gt.command_help import options_help
 from anemoi_gt.data.datasets import ForecastDataset, Splits
+from anemoi_gt.data.graphs import check_fit
 from anemoi_gt.extras import import_extra
-from anemoi_gt.kernel_report import Explanation
+from anemoi_gt.kernel_report import explain
 from anemoi_gt.ops.backends import BACKENDS, choose_backend
 from anemoi_gt.training import TrainingConfig
+from anemoi_gt.training.checkpoint import load_checkpoint, load_fitting_weights, load_weights
 from anemoi_gt.training.cuda_graph import check_device_has_cuda_graphs
-from anemoi_gt.training.device import choose_device
+from anemoi_gt.training.data_loading import load
+from anemoi_gt.training.device import choose_device, cpu_threads
+from anemoi_gt.training.memory import advice
 from anemoi_gt.training.signals import Stopped
 
 if TYPE_CHECKING:
@@ -33,9 +43,12 @@ log = logging.getLogger(__name__)
 
 NEEDED = ("hydra", "tqdm", "matplotlib", "scipy")  # imported at the start, not after an hour of training
 GROUPS = ("attention", "data", "graph", "model", "training")
-ERRORS_OF_PREPARATION = (ValueError, TypeError, ImportError, OSError)
+ERRORS_OF_PREPARATION = (ValueError, TypeError, ImportError, OSError, FloatingPointError)
 ERRORS_OF_JOB = (FloatingPointError, OSError)  # others are bugs, and keep their traceback
-PLAIN = {bool: "true or false", int: "an integer", float: "a number", str: "a string", NoneType: "null"}
+
+
+class Refused(Exception):
+    """A job found out that it cannot run as configured."""
 
 
 class Run(NamedTuple):
@@ -57,9 +70,7 @@ def build(config: "DictConfig") -> Run:
 
 def build_data(config: "DictConfig") -> tuple[Splits, TrainingConfig]:
     """Check a config and build its data set and training config, which every rank has. Raises as `build` does."""
-    check_groups(config)
-    for group in GROUPS:
-        check_types(group, config[group])
+    check_types(config, *GROUPS)
     training = instantiate(config.training)
     check_backend(instantiate(config.attention), choose_device(training.device))
     return instantiate(config.data), training
@@ -68,17 +79,45 @@ def build_data(config: "DictConfig") -> tuple[Splits, TrainingConfig]:
 def build_model(config: "DictConfig", train: ForecastDataset) -> nn.Module:
     """Build the graph and the model for a data set, on the CPU. Raises as `build` does."""
     graph = instantiate(config.graph)(train.nodes)
+    check_fit(graph)
     torch.manual_seed(config.training.seed)
     make_model = instantiate(config.model)
-    return make_model(graph, train.in_channels, train.out_channels, config=instantiate(config.attention))
+    model = make_model(graph, train.in_channels, train.out_channels, config=instantiate(config.attention))
+    if (path := config.get("init_from")) is not None:
+        unfit = load_fitting_weights(model, load_checkpoint(Path(path)))
+        log.info("weights loaded from %s; initialised, as they do not fit: %s", path, "; ".join(unfit) or "none")
+    return model
+
+
+def build_trained(config: "DictConfig") -> tuple[Run, int]:
+    """Build what the config of a checkpoint describes, with its weights; return it and the step of the checkpoint."""
+    state, run = load_checkpoint(Path(config.checkpoint)), build(config)
+    load_weights(run.model, state)
+    return run, state.get("step")
+
+
+def store_config(config: Any, checkpoint: Path) -> None:
+    """Register the config in a checkpoint as Hydra's `run: of_checkpoint`; raise a ValueError if it is none."""
+    from hydra.core.config_store import ConfigStore
+
+    if not isinstance(config, dict):
+        raise ValueError(f"a checkpoint must contain the config of its run, {checkpoint} does not")
+    ConfigStore.instance().store("of_checkpoint", config, group="run", package="_global_")
 
 
 def describe(config: "DictConfig") -> dict[str, Any]:
-    """Return the groups that `build` reads as plain values, for checkpoints."""
+    """Check a config; return its `GROUPS` as plain values, for checkpoints, with an absolute `data.path`."""
     from omegaconf import OmegaConf
 
-    check_groups(config)
+    def absolute(path: Any) -> Any:
+        if isinstance(path, list):
+            return [absolute(one) for one in path]
+        return str(Path(path).absolute()) if isinstance(path, str) and "://" not in path else path
+
+    check_types(config, *GROUPS)
     described = OmegaConf.to_container(config, resolve=True)
+    if "path" in described["data"]:
+        described["data"]["path"] = absolute(described["data"]["path"])
     return {group: described[group] for group in GROUPS}
 
 
@@ -93,52 +132,76 @@ def instantiate(config: "DictConfig"):
         raise (error.__cause__ or error) from None
 
 
-def check_groups(config: "DictConfig") -> None:
-    """Raise a ValueError if the command line has removed a group."""
-    missing = [group for group in GROUPS if group not in config]
-    if missing:
-        raise ValueError(f"the config must have the groups {', '.join(GROUPS)}, got no {', '.join(missing)}")
+def argument_value(arguments: list[str], key: str) -> Any:
+    """Return the value of the last KEY=VALUE as Hydra parses it, None if there is none or it is no single value."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
 
-
-def check_folder(arguments: list[str]) -> None:
-    """Raise a ValueError if the folder in `hydra.run.dir` cannot be created, for which Hydra prints a traceback."""
-    given = [argument.partition("=")[2] for argument in arguments if argument.startswith("hydra.run.dir=")]
-    if not given:
-        return
-    if not given[-1]:
-        raise ValueError("hydra.run.dir must name a folder, got nothing: the run would write to the working directory")
-    folder = Path(given[-1]).absolute()
-    there = next(path for path in (folder, *folder.parents) if path.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK):
-        wrong = "is not writable" if there.is_dir() else "is not a folder"
-        raise ValueError(f"hydra.run.dir must be a folder that can be created, got {folder}: {there} {wrong}")
-
-
-def check_types(group: str, config: "DictConfig") -> None:
-    """Raise a ValueError for a value whose type is not that of its target's signature; only plain types are checked."""
-    from hydra.utils import get_object
-
-    target = get_object(config["_target_"])
+    given = [argument for argument in arguments if argument.startswith(f"{key}=")]
     try:
-        hints = get_type_hints(target.__init__ if isinstance(target, type) else target)
-    except NameError:  # annotations for type checkers only
-        return
-    for name, value in config.items():
-        hint = hints.get(name)
-        kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-        if set(kinds) <= PLAIN.keys() and not fits(value, kinds):
-            expected = " or ".join(PLAIN[kind] for kind in kinds)
-            raise ValueError(f"{group}.{name} must be {expected}, got {value!r}")
+        return OverridesParser.create().parse_override(given[-1]).value() if given else None
+    except HydraException:
+        return None
 
 
-def fits(value: Any, kinds: tuple[type, ...]) -> bool:
-    """Return True if a value has one of some plain types; an integer is a number, a bool is not."""
-    return type(value) in kinds or (type(value) is int and float in kinds)
+def check_folder(arguments: list[str]) -> Path:
+    """Return the existing folder in which Hydra will create that of the run; raise a ValueError if it cannot."""
+    given = argument_value(arguments, "hydra.run.dir")
+    if given == "":
+        raise ValueError("hydra.run.dir must name a folder, got nothing: the run would write to the working directory")
+    folder = Path(str(given or "outputs")).absolute()
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    try:
+        TemporaryDirectory(dir=there).cleanup()
+    except OSError as error:
+        must = "hydra.run.dir must be a folder that can be created"
+        raise ValueError(f"{must}, got {folder}: {there}: {error.strerror}") from error
+    return there
+
+
+def remove_empty_run(there: Path) -> None:
+    """Remove the folder of a run that was refused, if it was created in `there` and holds nothing but Hydra's files."""
+    folder = output_folder()
+    contents = {path.name for path in folder.iterdir()} if there in folder.parents else {"not ours"}
+    if all(name == ".hydra" or name.endswith(".log") for name in contents):
+        shutil.rmtree(folder)
+        for parent in folder.parents[: folder.parents.index(there)]:
+            with suppress(OSError):  # another run is there
+                parent.rmdir()
+
+
+def check_types(config: "DictConfig", *groups: str) -> None:
+    """Convert the values of groups to the types in the signatures of their targets.
+
+    Types that structured configs do not know are not checked. Raises ValueError for another type, or if the command
+    line has removed a group.
+    """
+    from hydra.utils import get_object
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException, ValidationError
+
+    if missing := [group for group in groups if group not in config]:
+        raise ValueError(f"the config must have the groups {', '.join(groups)}, got no {', '.join(missing)}")
+    for group in groups:
+        target = get_object(config[group]["_target_"])
+        try:
+            hints = get_type_hints(target.__init__ if isinstance(target, type) else target)
+        except NameError:  # annotations for type checkers only
+            continue
+        for name, value in config[group].items():
+            try:
+                schema = OmegaConf.structured(make_dataclass(group, [(name, hints.get(name, Any))]))
+            except OmegaConfBaseException:
+                continue
+            try:
+                config[group][name] = OmegaConf.merge(schema, {name: value})[name]
+            except ValidationError:
+                kind = hints[name].__name__ if isinstance(hints[name], type) else hints[name]
+                raise ValueError(f"{group}.{name} must be {kind}, got {value!r}") from None
 
 
 def check_device(config: "DictConfig") -> TrainingConfig:
     """Return the training config; raise a ValueError if its device does not support it."""
-    check_types("training", config.training)
     training = instantiate(config.training)
     if training.cuda_graph:
         check_device_has_cuda_graphs(choose_device(training.device))
@@ -157,15 +220,18 @@ def check_explain(target: Any) -> None:
         raise ValueError(f"explain must be null, print or the name of a file, got {target!r}")
 
 
-def write_explanation(explanation: Explanation, target: str, folder: Path) -> None:
-    """Log which kernels serve a model (target "print"), or write it to a file.
+def write_explanation(model: nn.Module, dataset: ForecastDataset, training: TrainingConfig, target: str) -> None:
+    """Log which kernels serve a model on its device for the first batch (target "print"), or write it to a file.
 
     A target is below the folder of the run unless it is absolute: JSON if it ends in .json, else the table.
     """
+    batch = next(load(dataset, training.batch_size, next(model.parameters()).device))
+    with cpu_threads(training.threads):
+        explanation = explain(model, batch.inputs)
     if target == "print":
         log.info("%s", explanation)
         return
-    path = folder / target
+    path = output_folder() / target
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(explanation.to_dict(), indent=1) if path.suffix == ".json" else f"{explanation}\n")
     log.info("kernels of each layer: %s", path)
@@ -186,64 +252,102 @@ def output_folder() -> Path:
     return Path(HydraConfig.get().runtime.output_dir)
 
 
-def launch(name: str, prepare: Callable[["DictConfig"], Callable[[], Any]]) -> None:
+def launch(
+    name: str, prepare: Callable[["DictConfig"], Callable[[], Any]], choose_config: Callable[[], str] | None = None
+) -> None:
     """Run a Hydra application with the arguments of the command line.
 
     Errors that the user can fix end with one sentence on standard error and exit status 1, a signal with 128 and its
-    number.
+    number. A run that is refused leaves no folder.
 
     Parameters
     ----------
     name : str
-        Of the primary config in `anemoi_gt.configs`, and of the module of the application.
+        Of the module of the application.
     prepare : callable
         Returns the job for the composed config; its errors are reported as errors in the config.
+    choose_config : callable, optional
+        Returns the name of the primary config in `anemoi_gt.configs`; None is `name`.
     """
     module = f"anemoi_gt.{name}"
     try:
         hydra = require_packages()
-    except ImportError as error:
+        config_name = choose_config() if choose_config else name
+        there = check_folder(sys.argv[1:])
+    except (ImportError, OSError, ValueError) as error:
         exit_with_error(module, error)
 
-    from hydra.errors import HydraException
-    from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+    from omegaconf import OmegaConf
 
     composed = []
 
     def run(config: "DictConfig"):
         composed.append(config)
         try:
-            job = prepare(config)
-        except MissingMandatoryValue as error:  # left at ???
-            exit_with_error(module, ValueError(f"{error.full_key} must be given, as {error.full_key}=VALUE"))
-        except OmegaConfBaseException as error:
-            exit_with_error(module, ValueError(str(error).splitlines()[0]))
-        except HydraException as error:
-            exit_with_error(module, ValueError(" ".join(str(error).split())))
-        except ERRORS_OF_PREPARATION as error:
-            exit_with_error(module, error)
-        try:
-            return job()
-        except ERRORS_OF_JOB as error:
-            exit_with_error(module, error)
+            return prepare_job(prepare, config)()
         except Stopped as stopped:
-            go_on = f"resume=true hydra.run.dir={output_folder()} continues from there"
-            exit_with_error(module, f"{stopped}: {go_on}", stopped.exit_status)
-
-    try:
-        check_folder(sys.argv[1:])
-    except ValueError as error:
+            exit_with_error(module, f"{stopped}: {resume_command(output_folder())}", stopped.exit_status)
+        except torch.OutOfMemoryError:
+            error = out_of_memory(config)
+        except (Refused, KeyboardInterrupt, *ERRORS_OF_JOB) as caught:
+            error = caught
+        remove_empty_run(there)
+        if isinstance(error, KeyboardInterrupt):
+            raise error
         exit_with_error(module, error)
+
     sys.argv[1:] = [quote_null(argument) for argument in sys.argv[1:]]
     logging.raiseExceptions = False  # a log file on a full disk must not add tracebacks
+    OmegaConf.register_new_resolver("anemoi_gt_options", options_help, replace=True)
+    interrupt = signal.getsignal(signal.SIGINT)
+    if interrupt == signal.SIG_DFL:  # while packages were imported
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        hydra.main(version_base="1.3", config_path="pkg://anemoi_gt.configs", config_name=name)(run)()
+        hydra.main(version_base="1.3", config_path="pkg://anemoi_gt.configs", config_name=config_name)(run)()
     except KeyboardInterrupt:
         exit_with_error(module, "interrupted", 130)
     except SystemExit as ended:
         if ended.code == 1 and not composed:  # Hydra has printed what it cannot read
-            exit_with_error(module, f"nothing was started; python -m {module} --help lists all groups and options")
+            exit_with_error(module, f"nothing was started; anemoi-gt {name} --help lists all groups and options")
         raise
+    finally:
+        if interrupt == signal.SIG_DFL:
+            signal.signal(signal.SIGINT, interrupt)
+
+
+def prepare_job(prepare: Callable[["DictConfig"], Callable[[], Any]], config: "DictConfig") -> Callable[[], Any]:
+    """Return the job for a config; raise Refused, with one sentence, for what the user can fix."""
+    from hydra.errors import HydraException
+    from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+
+    try:
+        return prepare(config)
+    except MissingMandatoryValue as error:  # left at ???
+        raise Refused(f"{error.full_key} must be given, as {error.full_key}=VALUE") from error
+    except OmegaConfBaseException as error:
+        raise Refused(str(error).splitlines()[0]) from error
+    except (HydraException, *ERRORS_OF_PREPARATION) as error:
+        raise Refused(error) from error
+
+
+def resume_command(folder: Path) -> str:
+    """Return the command that continues a run, to be pasted into a shell."""
+    place = f"hydra.run.dir={folder}"
+    if not re.fullmatch(r"[\w./=-]+", place):  # quoted for Hydra, and for the shell
+        escaped = str(folder).replace("'", "\\'")
+        place = shlex.quote(f"hydra.run.dir='{escaped}'")
+    program = "anemoi-gt train"
+    if "RANK" in os.environ:
+        shared = " ".join(argument for argument in sys.argv[1:] if argument.startswith("sharding"))
+        program = f"torchrun --nproc-per-node={os.environ['LOCAL_WORLD_SIZE']} -m anemoi_gt.train {shared}".rstrip()
+    return f"{program} resume=true {place}"
+
+
+def out_of_memory(config: "DictConfig") -> str:
+    """Return a sentence with advice for a run that does not fit into the memory of its GPU."""
+    properties = torch.cuda.get_device_properties() if torch.cuda.is_available() else None
+    size = "" if properties is None else f", {properties.total_memory / 1e9:.0f} GB of {properties.name}"
+    return f"out of GPU memory{size}: {advice(config.get('model', {}), config.get('training', {}))}"
 
 
 def require_packages():
@@ -255,6 +359,7 @@ def require_packages():
 def exit_with_error(module: str, error: Exception | str, status: int = 1) -> NoReturn:
     """Exit with one sentence on standard error; the traceback goes to the log at DEBUG level (`hydra.verbose=true`)."""
     log.debug("traceback", exc_info=error if isinstance(error, Exception) else None)
+    error = " ".join(str(error).split()) if isinstance(error, Exception) else error
     rank = f"[rank{os.environ['RANK']}]: " if "RANK" in os.environ else ""
     sys.stderr.write(f"{rank}{module}: {error}\n")  # in one call, so that lines of several ranks do not mix
     sys.exit(status)

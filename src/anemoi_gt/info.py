@@ -1,4 +1,4 @@
-"""The output of `python -m anemoi_gt info`: versions, devices, available backends, Anemoi. Needs only torch."""
+"""The output of `anemoi-gt info`: versions, devices, available backends, Anemoi. Needs only torch."""
 
 import os
 import platform
@@ -21,7 +21,9 @@ PACKAGES = {  # module: its package, and the extra that installs it (None: a dep
     "hydra": ("hydra-core", "hydra"),
     "tqdm": ("tqdm", "train"),
     "matplotlib": ("matplotlib", "train"),
-    "xarray": ("xarray", "era5"),
+    "xarray": ("xarray", "xarray"),
+    "netCDF4": ("netCDF4", "xarray"),
+    "zarr": ("zarr", "xarray"),
     "cfgrib": ("cfgrib", "era5"),
     "eccodes": ("eccodes", "era5"),
     "pooch": ("pooch", "era5"),

@@ -1,4 +1,4 @@
-"""The training application, `python -m anemoi_gt.train`, on one process or under torchrun.
+"""The training application, `anemoi-gt train`, on one process or under torchrun.
 
 `--help` lists the configs.
 """
@@ -20,9 +20,18 @@ from anemoi_gt.distributed import ShardingConfig, broadcast_from_rank0, init_dis
 from anemoi_gt.distributed.consensus import check_same
 from anemoi_gt.distributed.device_mesh import exit_without_finalization, local_device, make_cpu_group
 from anemoi_gt.distributed.model_shard import scatter_model
-from anemoi_gt.distributed.sharded_checkpoint import ONE_PROCESS, TORCHRUN, checkpoint_to_continue, load_values
+from anemoi_gt.distributed.sharded_checkpoint import (
+    ONE_PROCESS,
+    TORCHRUN,
+    checkpoint_to_continue,
+    find_run,
+    load_values,
+)
 from anemoi_gt.hydra_app import (
     ERRORS_OF_PREPARATION,
+    GROUPS,
+    Refused,
+    argument_value,
     build,
     build_data,
     build_model,
@@ -31,18 +40,18 @@ from anemoi_gt.hydra_app import (
     check_explain,
     check_types,
     describe,
-    exit_with_error,
     instantiate,
     is_multirun,
     launch,
     output_folder,
+    store_config,
     write_explanation,
 )
-from anemoi_gt.kernel_report import explain
 from anemoi_gt.training import Trainer
 from anemoi_gt.training.checkpoint import load_checkpoint, load_weights
-from anemoi_gt.training.data_loading import load, share_of_batch
+from anemoi_gt.training.data_loading import share_of_batch
 from anemoi_gt.training.device import choose_device, cpu_threads
+from anemoi_gt.training.memory import estimate_memory
 from anemoi_gt.training.metrics_log import MetricsFile
 from anemoi_gt.training.parallel.trainer import check_same_data, fit_sharded, make_sharded_trainer
 from anemoi_gt.training.report import write_report
@@ -61,13 +70,12 @@ MAY_DIFFER = (
     *("attention.", "data.path"),
     *("training.compile", "training.cuda_graph", "training.device", "training.threads"),
 )
-EMPTY = (None, {})  # a checkpoint of several ranks does not keep empty dicts
 RANKS_MAY_DIFFER = ("data.path", "training.device", "training.threads", "attention.backend")
 
 
 def prepare(config: "DictConfig") -> Callable[[], float]:
     """Build what Hydra composed; return a function that trains it."""
-    check_types("sharding", config.sharding)
+    check_types(config, "sharding")
     check_explain(config.explain)
     if is_launched():
         if config.explain is not None:
@@ -85,6 +93,8 @@ def prepare(config: "DictConfig") -> Callable[[], float]:
     folder, description = output_folder(), describe(config)
     check_device(config)
     state = checkpoint_to_resume(folder, config.resume, description)
+    if state is not None:
+        config.init_from = None  # weights are those of the checkpoint
     run = build(config)
     if run.training.compile:
         torch.compiler.reset()  # what earlier runs of a sweep compiled counts against PyTorch's limit
@@ -93,20 +103,10 @@ def prepare(config: "DictConfig") -> Callable[[], float]:
         trainer.load_state_dict(state)
         log.info("continues after step %d", trainer.step.global_step)
     if config.explain is not None:
-        explain_step(trainer, config.explain)
+        dtype = AUTOCAST[run.training.precision]
+        with torch.autocast(trainer.device.type, dtype=dtype, enabled=dtype is not None):
+            write_explanation(trainer.step.model.train(), run.splits.train, run.training, config.explain)
     return partial(train, trainer)
-
-
-def explain_step(trainer: Trainer, target: str) -> None:
-    """Write which kernels serve the steps of a run, see `write_explanation`; the run does not change."""
-    samples = load(trainer.splits.train, trainer.config.batch_size, trainer.device)
-    model, dtype = trainer.step.model.train(), AUTOCAST[trainer.config.precision]
-    with (
-        cpu_threads(trainer.config.threads),
-        torch.autocast(trainer.device.type, dtype=dtype, enabled=dtype is not None),
-    ):
-        found = explain(model, next(samples).inputs)
-    write_explanation(found, target, trainer.folder)
 
 
 def checkpoint_to_resume(folder: Path, resume: bool, description: dict) -> dict | None:
@@ -125,18 +125,20 @@ def checkpoint_to_resume(folder: Path, resume: bool, description: dict) -> dict 
 
 
 def check_same_config(path: Path, before: dict, now: dict) -> None:
-    """Raise a ValueError unless a checkpoint's config is that of the run, but for `MAY_DIFFER`."""
+    """Raise a ValueError unless a checkpoint's config is that of the run, but for `MAY_DIFFER` and more steps."""
+    steps = [config.get("training", {}).get("steps") for config in (before, now)]
+    if None not in steps and steps[0] < steps[1]:  # a run may grow
+        now = now | {"training": now["training"] | {"steps": steps[0]}}
     if changes := list(differences(before, now)):
         raise ValueError(f"a run is continued with its own config, {path} was written with {'; '.join(changes)}")
 
 
-def differences(before: Any, now: Any, key: str = "") -> Iterator[str]:
+def differences(before: dict, now: dict) -> Iterator[str]:
     """Yield the differences between two configs as text, but for `MAY_DIFFER`."""
-    if isinstance(before, dict) and isinstance(now, dict):
-        for name in dict.fromkeys([*before, *now]):
-            yield from differences(before.get(name), now.get(name), f"{key}.{name}" if key else name)
-    elif before != now and not (before in EMPTY and now in EMPTY) and not key.startswith(MAY_DIFFER):
-        yield f"{key}={before}, not {now}"
+    before, now = dict(flatten(before)), dict(flatten(now))
+    for key in dict.fromkeys([*before, *now]):
+        if before.get(key) != now.get(key) and not key.startswith(MAY_DIFFER):
+            yield f"{key}={before.get(key)}, not {now.get(key)}"
 
 
 def train(trainer: Trainer) -> float:
@@ -144,6 +146,8 @@ def train(trainer: Trainer) -> float:
     splits, folder = trainer.splits, trainer.folder
     parameters = sum(parameter.numel() for parameter in trainer.step.model.parameters())
     log.info("%d parameters, %d nodes, %d training samples", parameters, len(splits.train.nodes), len(splits.train))
+    if (memory := estimate_memory(trainer.step.model, trainer.config)) is not None:
+        log.info("memory of a step: %s", memory)
     start = time.perf_counter()
     with MetricsFile(folder / "metrics.jsonl", until=trainer.step.global_step) as metrics:
         trainer.fit(metrics)
@@ -164,7 +168,7 @@ def train_on_ranks(config: "DictConfig") -> float | None:
         # torchrun reports the first error that `record` has written
         return record(_train_on_ranks)(config, sharding, device_type)
     except ERRORS_OF_PREPARATION as error:
-        exit_with_error("anemoi_gt.train", error)
+        raise Refused(error) from error
 
 
 def _train_on_ranks(config: "DictConfig", sharding: ShardingConfig, device_type: str) -> float | None:
@@ -175,6 +179,8 @@ def _train_on_ranks(config: "DictConfig", sharding: ShardingConfig, device_type:
         check_shares(config, mesh)
         description, folder = describe(config), Path(broadcast_from_rank0(str(output_folder())))
         resume = run_on_rank0(partial(resumes_on_ranks, folder, config.resume, description))
+        if resume:
+            config.init_from = None
         splits, training = build_data(config)
         check_same_data(splits, folder)
         if mesh.get_rank() == 0:
@@ -207,7 +213,6 @@ def _train_on_ranks(config: "DictConfig", sharding: ShardingConfig, device_type:
 
 def check_shares(config: "DictConfig", mesh: "DeviceMesh") -> None:
     """Raise a ValueError if the config alone shows that the ranks cannot share the run."""
-    check_types("model", config.model)
     share_of_batch(check_device(config).batch_size, mesh["data"].size())
     if (chunks := config.model.get("mapper_chunks", 1)) != 1:
         raise ValueError(f"model.mapper_chunks must be 1 under torchrun, got {chunks}: increase sharding.model instead")
@@ -231,7 +236,7 @@ def shared_config(config: "DictConfig", mesh: "DeviceMesh") -> dict[str, Any]:
 
 
 def flatten(values: dict, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the values of nested dicts by their path with dots."""
+    """Yield the values of nested dicts by their path with dots; nothing for an empty one."""
     for name, value in values.items():
         path = f"{key}.{name}" if key else name
         if isinstance(value, dict):
@@ -240,15 +245,33 @@ def flatten(values: dict, key: str = "") -> Iterator[tuple[str, Any]]:
             yield path, value
 
 
+def primary_config(arguments: list[str]) -> str:
+    """Return the name of the primary config: `resume`, with the config of its checkpoint, for a run that continues.
+
+    A command that chooses options of groups composes its config, `train`, and must arrive at the same.
+    """
+    folder = argument_value(arguments, "hydra.run.dir")
+    chooses = any(argument.lstrip("+~").split("=")[0].split("@")[0] in GROUPS for argument in arguments)
+    if not folder or chooses or argument_value(arguments, "resume") is not True:
+        return "train"
+    found = find_run(Path(folder) / LAST)
+    if found is None:
+        return "train"
+    config = load_checkpoint(found).get("config") if found.is_file() else load_values(found, "config")
+    store_config(config, found)
+    return "resume"
+
+
 def main() -> None:
     """Run the application with the arguments of the command line."""
+    choose_config = partial(primary_config, sys.argv[1:])
     if not is_launched():
-        return launch("train", prepare)
+        return launch("train", prepare, choose_config)
     if int(os.environ["RANK"]) != 0:  # rank 0 has Hydra's folder and log
         sys.argv += ["hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=disabled"]
     status = 0
     try:
-        launch("train", prepare)
+        launch("train", prepare, choose_config)
     except SystemExit as end:
         status = end.code or 0
     exit_without_finalization(status)

@@ -1,30 +1,36 @@
-"""A callback that writes what a training did: its losses, seconds of its batches, and how often we attended."""
+"""A callback that writes losses, seconds of batches, and numbers of attentions and halo exchanges of a training."""
 
 import json
 import sys
 import time
+from importlib import import_module
 from pathlib import Path
 
 import pytorch_lightning as pl
 
 
 class RecordLosses(pl.Callback):
-    """Write losses, seconds and number of attentions to a file at the end."""
+    """Write those of the first rank to a file at the end."""
 
     def __init__(self, path):
-        self.path, self.report = Path(path), {"losses": [], "seconds": [], "attentions": 0}
+        self.path, self.report = Path(path), {"losses": [], "seconds": [], "attentions": 0, "exchanges": 0}
 
     def on_train_start(self, trainer, module):
         ours = sys.modules.get("anemoi_gt.integrations.anemoi.attention")
         if ours is None:  # as untouched trainings have it
             return
-        attend = ours.edge_attention
+        ours.edge_attention = self.count("attentions", ours.edge_attention)
+        exchange = import_module("anemoi_gt.distributed").HaloExchange
+        exchange.start = self.count("exchanges", exchange.start)
 
-        def count(*operands, **options):
-            self.report["attentions"] += 1
-            return attend(*operands, **options)
+    def count(self, name, function):
+        """Return a function that counts its calls."""
 
-        ours.edge_attention = count
+        def counted(*operands, **options):
+            self.report[name] += 1
+            return function(*operands, **options)
+
+        return counted
 
     def on_train_batch_start(self, *_):
         self.started = time.perf_counter()
@@ -33,5 +39,6 @@ class RecordLosses(pl.Callback):
         self.report["seconds"].append(time.perf_counter() - self.started)
         self.report["losses"].append(float(outputs["loss"]))
 
-    def on_train_end(self, *_):
-        self.path.write_text(json.dumps(self.report))
+    def on_train_end(self, trainer, *_):
+        if trainer.is_global_zero:  # the ranks share the path
+            self.path.write_text(json.dumps(self.report))

@@ -48,12 +48,13 @@ def train(folder):
     """Train with one of the configs here and overrides, once; returns what it did and the id of its run."""
     done = {}
 
-    def start(config, *overrides):
-        key = (config, *overrides)
+    def start(config, *overrides, launcher=()):
+        key = (config, *overrides, *launcher)
         if key not in done:
             losses, before = folder / f"{len(done)}.json", set((folder / "out").glob("checkpoint/*"))
             arguments = (f"--config-dir={HERE}", f"--config-name={config}", *overrides)
-            run("anemoi-training", "train", *arguments, FOLDER=folder, LOSSES=losses)
+            command = (*launcher, COMMANDS / "anemoi-training", "train", *arguments)
+            run(*command, FOLDER=folder, LOSSES=losses)
             (new,) = set((folder / "out").glob("checkpoint/*")) - before
             done[key] = json.loads(losses.read_text()) | {"id": new.name}
         return done[key]
@@ -83,6 +84,24 @@ def test_trainings_go_on_from_a_checkpoint_in_either_direction(train):
     assert len(with_us["losses"]) == len(without["losses"]) == 10
     assert with_us["attentions"] > 0 and without["attentions"] == 0
     assert with_us["losses"] == pytest.approx(without["losses"], rel=RELATIVE)
+
+
+def test_compiled_code_is_not_taken_for_an_export():
+    import torch  # as anemoi-training resolves it: before 2.13 its own function is True in compiled code
+
+    from anemoi_gt.integrations.anemoi.cache import is_exporting
+
+    assert torch.compile(lambda x: x + is_exporting(), backend="eager")(torch.zeros(1)) == 0
+
+
+@pytest.mark.parametrize(
+    "launcher", ((), ("torchrun", "--nproc-per-node=2", "--no-python")), ids=("Lightning", "torchrun")
+)
+def test_two_ranks_of_one_model_exchange_halos_with_us_and_have_the_losses_of_one(train, launcher):
+    ranks = [f"system.hardware.num_gpus_per_{group}=2" for group in ("node", "model")]
+    two, one = train("with_us", *ranks, launcher=launcher), train("untouched")
+    assert two["exchanges"] >= 20 * (2 + 1 + 1)
+    assert two["losses"] == pytest.approx(one["losses"], rel=RELATIVE)
 
 
 def forecast(folder, checkpoint, name, *overrides):

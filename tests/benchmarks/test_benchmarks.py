@@ -3,33 +3,39 @@
 import itertools
 import json
 import shlex
-import subprocess
 import sys
+from contextlib import contextmanager
 from dataclasses import replace
 
 import accuracy
 import anemoi_curves
+import anemoi_inference
+import anemoi_step
 import check_gpu
 import cpu_attention
+import inference_9km
 import pyg_models
 import pytest
 import report
 import run
 import tiles
 import torch
+import train_9km
 import training_curves
 from gpu_checks import model
-from suite import baselines, correctness, graphs, lower_bound, operands, problems
+from suite import baselines, correctness, graphs, operands, problems
 from suite.baselines import compiled, eager
 from suite.inference import CONTENDERS, PARTS, Setting, build_graphs, checked_destinations, compare_with_plain
-from suite.problems import PROBLEMS
 from support.corpus import corpus
-from support.pages import ROOT
+from support.forked import FORKSERVER, start_server
 
+STEP = shlex.split("--grid O4 --refinement 1 --channels 8 --heads 2 --layers 2 --variables 3 --device cpu")
 ANEMOI = shlex.split("--grid O4 --refinement 1 --channels 16 --heads 2 --layers 1 --variables 4 --device cpu")
 
 
-def test_the_suite_measures_and_makes_tables_plots_and_a_page(tiny, tmp_path, capsys):
+def test_the_suite_measures_and_makes_tables_plots_and_a_page(tiny, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("multiprocessing.get_context", lambda _: FORKSERVER)  # its processes need no new imports
+    start_server()
     out, page = tmp_path / "r.json", tmp_path / "page.md"
     page.write_text("<!-- figures of r.json -->\n<!-- end of r.json -->\n")
     names = ["anemoi_gt", "pyg", "anemoi"]
@@ -38,7 +44,7 @@ def test_the_suite_measures_and_makes_tables_plots_and_a_page(tiny, tmp_path, ca
     timed = {(line["pass"], line["baseline"]) for line in found["results"] if "median_ms" in line}
     assert timed == {*itertools.product(tiny.passes[:2], names[:2]), *itertools.product(tiny.passes[2:], names[:1])}
     report.main([str(out), "--page", str(page), f"--bars={tmp_path / 'bars.svg'}"])
-    assert "commit abc" in page.read_text() and "| `encoder-tiny-c8` |" in page.read_text()
+    assert found["environment"]["commit"] == "abc" and "| `encoder-tiny-c8` |" in page.read_text()
     assert all((tmp_path / f"{name}.svg").stat().st_size > 500 for name in ("bars", "bars-dark"))
 
 
@@ -75,19 +81,6 @@ def test_a_wrong_result_fails_the_correctness_check(tiny, tmp_path):
         correctness.check_attention(tiny, drawn, lambda given: lambda: 1.01 * right(given)())
 
 
-@pytest.mark.parametrize(
-    ("part", "sizes", "milliseconds"),
-    [
-        ("encoder", (542_080, 40_962, 852_840), 1.68),
-        ("processor", (40_962, 40_962, 327_600), 0.224),
-        ("decoder", (40_962, 542_080, 1_626_240), 1.47),
-    ],
-)
-def test_lower_bounds_are_those_of_the_published_table(part, sizes, milliseconds):
-    nbytes = lower_bound.compulsory_bytes(PROBLEMS[f"{part}-n320-c64"], sizes, "forward_backward")
-    assert nbytes / 4.27e9 == pytest.approx(milliseconds, rel=0.02)
-
-
 def test_accuracy_measures_errors(monkeypatch, tmp_path):
     monkeypatch.setattr(accuracy, "DTYPES", (torch.float32,))
     monkeypatch.setattr(accuracy, "corpus", lambda *given: itertools.islice(corpus(*given), 40, 200, 13))
@@ -105,11 +98,41 @@ def test_tiles_are_searched(tiny, tmp_path, monkeypatch, capsys):
     assert found["verdict"] in capsys.readouterr().out
 
 
+@contextmanager
+def doubled(model):
+    """Stand in for a variant: another result."""
+    hook = model.processor.proc[0].lin_value.register_forward_hook(lambda module, inputs, out: 2 * out)
+    yield
+    hook.remove()
+
+
+def test_steps_of_an_anemoi_model_are_timed_and_profiled_where_they_are_right(tmp_path, monkeypatch):
+    monkeypatch.setitem(anemoi_step.VARIANTS, "wrong", doubled)
+    options = shlex.split("--rounds 2 --steps 2 --warmup 1 --precision bf16-mixed --variants untouched install wrong")
+    with pytest.raises(SystemExit, match="compare wrong: ValueError: nothing is timed that is not right"):
+        anemoi_step.main([*STEP, *options, "--output", str(tmp_path / "step.json")])
+    found = json.loads((tmp_path / "step.json").read_text())
+    assert list(found["variants"]) == ["untouched", "install"] and list(found["problems"]) == ["compare wrong"]
+    assert [sorted(order) for order in found["rounds"]] == [sorted(found["variants"])] * 2
+    assert {"commit", "device", "versions"} <= set(found["environment"]) and found["sizes"]["data"] == 208
+    for name, variant in found["variants"].items():
+        families = variant["profile"]["families_ms"]
+        assert variant["median_ms"] > 0 and sum(families.values()) == pytest.approx(variant["profile"]["total_ms"])
+        assert ("attention, ours" in families) == (name == "install")
+
+
 def test_loss_curves_of_an_anemoi_model_are_compared(tmp_path, monkeypatch):
     monkeypatch.setattr(anemoi_curves, "PRECISIONS", ("32",))
     found = anemoi_curves.main([*ANEMOI, "--training-steps", "2", "--output", str(tmp_path / "curves.json")])
     assert found["32"]["spread_of_seeds"] > 0 and len(found["32"]["losses"]) == 4
     assert set(found["32"]["apart"]["install"]) == {0, 1} and found["32"]["within"] == {"install": True}
+
+
+def test_inference_of_an_anemoi_model_is_timed(tmp_path):
+    small = shlex.split("--grids O4 O4 --refinement 1 --channels 16 --heads 2 --layers 1 --device cpu --repeats 1")
+    found = anemoi_inference.main([*small, "--output", str(tmp_path / "inference.json")])
+    timed = {(line["chunks"], line["contender"]) for line in found["results"]}
+    assert timed == {*itertools.product((1, 4, 16), ("untouched", "install"))}
 
 
 def test_loss_curves_of_the_application_are_compared(monkeypatch, capsys):
@@ -147,13 +170,23 @@ def test_every_mapper_at_9_km_is_correct_in_small(tmp_path, part, contender):
     assert compare_with_plain(problem, result, checked_destinations(problem))["outcome"] == "wrong"
 
 
-def test_inference_at_9_km_reports_each_run(tmp_path):
+def test_inference_at_9_km_reports_each_run(tmp_path, monkeypatch):
     sizes = "--grid O4 --refinement 1 --channels 32 --heads 2 --fields 5 --dtype float32 --repeats 1"
-    options = "--device cpu --parts decoder --contenders anemoi_gt --chunks 1 2 --output"
-    command = [sys.executable, str(ROOT / "benchmarks" / "inference_9km.py"), *f"{sizes} {options}".split()]
-    subprocess.run([*command, str(tmp_path / "r.json")], check=True, capture_output=True, timeout=300)
+    options = f"--device cpu --parts decoder --contenders anemoi_gt --chunks 1 2 --output {tmp_path / 'r.json'}"
+    monkeypatch.setattr(sys, "argv", ["inference_9km.py", *shlex.split(f"{sizes} {options}")])
+    inference_9km.main()
     runs = json.loads((tmp_path / "r.json").read_text())["runs"]
     assert [(found["num_chunks"], found["outcome"]) for found in runs] == [(1, "right"), (2, "right")]
+
+
+def test_training_at_9_km_checks_and_times_steps(tmp_path):
+    sizes = "--grid O4 --refinement 1 --check-grid O4 --check-refinement 1 --channels 32 --heads 2 --layers 2"
+    options = "--fields 6 2 --device cpu --compiled 0 --steps 1 --chunks 1 3 --anemoi-chunks 1 2 --output"
+    train_9km.main(shlex.split(f"{sizes} {options} {tmp_path / 'r.json'}"))
+    runs = json.loads((tmp_path / "r.json").read_text())["runs"]
+    assert [run["outcome"] for run in runs if "check" in run] == ["right"] * 7
+    timed = [(run["contender"], run["num_chunks"]) for run in runs if run["outcome"] == "done"]
+    assert timed == [("anemoi_gt", 1), ("anemoi_gt", 3), ("anemoi-models", 2), ("anemoi-models", 1)]
 
 
 def test_gpu_checks_run_in_small(tmp_path):

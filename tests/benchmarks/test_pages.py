@@ -29,9 +29,10 @@ def numbers_in(text):
 def test_performance_holds_the_tables_of_its_results_files():
     page = (DOCS / "performance.md").read_text()
     files = re.findall(r"<!-- figures of (.*)\.json -->", page)
-    assert sorted(files) == sorted(path.stem for path in RESULTS.glob("*.json") if '"baselines": {' in path.read_text())
+    named = re.findall(r"(?:figures of|{results-tables}) (.*)\.json", page)
+    assert sorted(named) == sorted(path.stem for path in RESULTS.glob("*.json") if '"baselines": {' in path.read_text())
     for name in files:
-        expected = table.put_into(page, f"{name}.json", table.tables(load(name)))
+        expected = table.put_into(page, f"{name}.json", table.summary(load(name)))
         assert expected == page, f"run python benchmarks/report.py {name}.json --page docs/performance.md"
 
 
@@ -75,13 +76,14 @@ def test_performance_has_the_times_of_a_cpu():
     page = (DOCS / "performance.md").read_text()
     for line in load("cpu_attention")["results"]:
         for kind in ("forward", "forward_backward"):
-            time, title = line[kind], f"{kind.replace('_', ' and ')}, {line['channels']} channels a head"
+            time, title = line[kind], f"{kind.replace('_', ' and ')}, {line['channels']} channels per head"
             pyg = f"{time['pyg']:.0f} ({time['pyg_over_anemoi_gt']:.1f})"
             assert f"| {title} | {time['anemoi_gt']:.0f} | {pyg} |" in page
 
 
 def test_readme_and_page_have_the_times_of_an_anemoi_step():
-    variants, page = load("anemoi_step_h200")["variants"], (DOCS / "anemoi.md").read_text()
+    files, page = ("anemoi_step_blocks_compiled_h200", "anemoi_step_h200"), (DOCS / "anemoi.md").read_text()
+    variants = {name: found for file in files for name, found in load(file)["variants"].items()}
     for variant in variants.values():
         times = [variant["median_ms"], variant["peak_gb"]]
         if variant["profile"]:
@@ -92,10 +94,11 @@ def test_readme_and_page_have_the_times_of_an_anemoi_step():
     for suffix in ("", ", no recomputation"):
         upstream = [found for name, found in variants.items() if is_of(name, "untouched", suffix)]
         fastest = min(upstream, key=lambda found: found["median_ms"])
-        step = variants[f"install, compiled whole{suffix}"]
+        step = variants[f"install, compiled whole{suffix}, captured"]
         figures = {
             f"{fastest['median_ms'] / step['median_ms']:.2f}",
             f"{100 * step['peak_gb'] / fastest['peak_gb']:.0f}",
+            *(f"{found[key]:.1f}" for found in (fastest, step) for key in ("median_ms", "peak_gb")),
         }
         assert figures <= numbers_in(words_of("README.md")) and figures <= numbers_in(page)
 
@@ -117,14 +120,38 @@ def test_the_page_of_pyg_has_the_times_of_its_models():
         ways = (model[way] for way in ("pyg", "new graph", "one graph"))
         cells = " | ".join(f"{way['median_ms']:.1f} ({way['peak_gb']:.1f})" for way in ways)
         assert f"| {cells} |" in (DOCS / "pyg.md").read_text()
+    for way in ("pyg", "one graph"):
+        times = [model[way]["median_ms"] for model in load("pyg_models_h200")["models"].values()]
+        assert f"| {min(times):.1f}-{max(times):.1f} ms |" in words_of("README.md")
 
 
 def test_the_page_of_layers_has_the_figures_of_inference_at_9_km():
     page = (DOCS / "layers.md").read_text()
-    for found in (found for found in load("inference_9km_h200")["runs"] if found["outcome"] == "right"):
+    right = [found for found in load("inference_9km_h200")["runs"] if found["outcome"] == "right"]
+    for found in right:
         errors = f"{found['rms_error']:.4f}, {found['rms_error_of_plain']:.4f}"
         cells = f"{found['num_chunks']} | {found['seconds']:.3f} | {found['peak_gib']:.1f} | {errors}"
         assert re.search(rf"\| {found['part']} \| [^|]+ \| {re.escape(cells)} \|", page), found
+
+
+def test_readme_and_page_have_the_figures_of_training_at_9_km():
+    runs = [found for name in ("", "_anemoi") for found in load(f"train_9km{name}_h200")["runs"]]
+    timed = [found for found in runs if found["outcome"] == "done" and found["num_chunks"] == 8]
+    eager = {found["contender"]: f"{found['seconds']:.2f} s, {found['peak_gb']:.1f} GB"
+             for found in timed if not found["compiled"]}  # fmt: skip
+    assert f"| {eager['anemoi_gt']} | {eager['anemoi-models']} |" in words_of("README.md")
+    assert {f"{found['seconds']:.2f}" for found in timed} <= numbers_in(words_of("docs/training.md"))
+
+
+def test_readme_and_page_have_the_figures_of_inference_in_anemoi():
+    for name in ("anemoi_inference_h200", "anemoi_inference_0.9.3_h200"):
+        found = {(line["part"], line["chunks"], line["contender"]): line for line in load(name)["results"]}
+        shown = numbers_in(words_of("docs/anemoi.md"))
+        assert {f"{line['median_ms']:.1f}" for (_, chunks, _), line in found.items() if chunks != 4} <= shown
+        for part in {"forecast"} & {part for part, *_ in found}:
+            ours, theirs = found[part, 1, "install"], found[part, 1, "untouched"]
+            cells = [f"{line['median_ms']:.1f} ms, {line['peak_gib']:.1f} GiB" for line in (ours, theirs)]
+            assert f"| {' | '.join(cells)} |" in words_of("README.md")
 
 
 def test_pages_have_the_scores_of_era5_uk():

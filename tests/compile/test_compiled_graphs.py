@@ -51,7 +51,6 @@ def draw_matrix(size, density=0.4, device="cpu"):
 
 
 def draw_mask(size):
-    """Return a mask with its edges, and tensors by name."""
     tensors = sample_for("conv", size).tensors
     tensors["weights"] = tensors.pop("attr")
     mask = torch.rand(size[2], generator=torch.Generator().manual_seed(1)) < 0.6

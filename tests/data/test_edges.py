@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from support.refusals import raises, refused
 
 from anemoi_gt.data.edges import cutoff, grid_spacing, nearest, within
 from anemoi_gt.data.grids import octahedral, regional
@@ -104,18 +105,15 @@ def test_within_holds_from_zero_distance_to_the_antipode_and_for_an_empty_refere
     assert not within(nodes[[]], nodes, margin).any()
 
 
-@pytest.mark.parametrize(
-    ("build", "options", "message"),
-    [
-        *((within, {"margin": x}, f"margin must not be negative, in kilometres, got {x}") for x in (-1.0, np.nan)),
-        *((nearest, {"k": k}, rf"k must be in \[1, 10\], the number of sources, got {k}") for k in (0, 11)),
-        *((cutoff, {"factor": factor}, "factor must be positive") for factor in (0.0, np.nan)),
-        (cutoff, {"factor": 1, "max_neighbours": 0}, "max_neighbours must be at least 1"),
-    ],
+@refused(
+    *((within, {"margin": x}, f"margin must not be negative, in kilometres, got {x}") for x in (-1.0, np.nan)),
+    *((nearest, {"k": k}, rf"k must be in \[1, 10\], the number of sources, got {k}") for k in (0, 11)),
+    *((cutoff, {"factor": factor}, "factor must be positive") for factor in (0.0, np.nan)),
+    (cutoff, {"factor": 1, "max_neighbours": 0}, "max_neighbours must be at least 1"),
 )
-def test_option_out_of_range_raises(build, options, message):
-    with pytest.raises(ValueError, match=message):
-        build(random_nodes(10, 0), random_nodes(5, 1), **options)
+def test_option_out_of_range_raises(wrong, message):
+    build, options = wrong
+    raises(lambda: build(random_nodes(10, 0), random_nodes(5, 1), **options), message)
 
 
 def test_too_few_nodes_raise():

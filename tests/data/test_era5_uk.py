@@ -8,29 +8,23 @@ import numpy as np
 import pytest
 import torch
 import xarray
+from support.refusals import raises, refused
+from support.weather import HOURS, POINTS, hourly_field
 
 from anemoi_gt.data.datasets import Splits
-from anemoi_gt.data.era5_uk import FIRST_TEST_HOUR, FIRST_VALID_HOUR, HourlyField, Ridge, era5_uk, split
-from anemoi_gt.data.grids import regional
+from anemoi_gt.data.era5_uk import FIRST_TEST_HOUR, FIRST_VALID_HOUR, HourlyField, era5_uk, fit_ridge, split
 
-HOURS, LEAD = 744, 6
+LEAD = 6
 FIRST_HOUR = np.datetime64("2019-03-01T00")
-POINTS = regional([58.0, 57.0], [-1.0, 0.0, 1.0])
 
 
 def draw(*shape, seed):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def random_field(hours=HOURS, changed_from=HOURS):
-    """Random hourly temperatures on six points; other ones from an hour on."""
-    values = torch.cat([draw(hours, 6, seed=0)[:changed_from], draw(hours, 6, seed=1)[changed_from:]])
-    return HourlyField(POINTS, FIRST_HOUR + np.arange(hours), 280 + 5 * values)
-
-
 @pytest.fixture(scope="module")
 def splits():
-    return split(random_field(), LEAD)
+    return split(hourly_field(), LEAD)
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +41,7 @@ def starts_and_truths(part):
 
 @pytest.mark.parametrize("lead_time", [1, 6, 24])
 def test_each_split_stays_within_its_days(lead_time):
-    for part, (first, end) in zip(split(random_field(), lead_time), [(0, 24), (24, 26), (26, 31)], strict=True):
+    for part, (first, end) in zip(split(hourly_field(), lead_time), [(0, 24), (24, 26), (26, 31)], strict=True):
         starts, truths = starts_and_truths(part)
         assert starts == list(range(max(24 * first, 24), 24 * end - lead_time))
         assert truths[-1] == 24 * end - 1  # the last hour is forecast
@@ -56,7 +50,7 @@ def test_each_split_stays_within_its_days(lead_time):
 def test_truth_is_the_field_after_the_lead_time_and_scores_are_unweighted(splits):
     starts, truths = starts_and_truths(splits.test)
     assert torch.equal(splits.test.weights, torch.ones(6))
-    values = random_field().values
+    values = hourly_field().values
     assert torch.equal(splits.test.truth(5)[:, 0], values[truths[5]])
     assert torch.equal(splits.test.present(5)[:, 0], values[starts[5]])
     assert torch.equal(splits.test.baselines()["same hour yesterday"](5)[:, 0], values[truths[5] - 24])
@@ -64,7 +58,7 @@ def test_truth_is_the_field_after_the_lead_time_and_scores_are_unweighted(splits
 
 @pytest.mark.parametrize(("hour", "earlier"), [(FIRST_VALID_HOUR, 1), (FIRST_TEST_HOUR, 2)])
 def test_later_days_change_nothing_in_earlier_splits(splits, hour, earlier):
-    changed = split(random_field(changed_from=hour), LEAD)
+    changed = split(hourly_field(changed_from=hour), LEAD)
     for part, same in zip(splits[:earlier], changed[:earlier], strict=True):
         for i in (0, len(part) - 1):
             torch.testing.assert_close(part[i], same[i], rtol=0, atol=0)
@@ -74,16 +68,16 @@ def test_later_days_change_nothing_in_earlier_splits(splits, hour, earlier):
 def test_inputs_reference_and_baselines_do_not_depend_on_the_future(splits):
     part, i = splits.test, 40
     start = starts_and_truths(part)[0][i]
-    blind = split(random_field(changed_from=start + 1), LEAD).test
+    blind = split(hourly_field(changed_from=start + 1), LEAD).test
     assert torch.equal(blind.inputs(i), part.inputs(i))
     assert torch.equal(blind.reference(i), part.reference(i))
     for name, forecast in part.baselines().items():
         assert torch.equal(blind.baselines()[name](i), forecast(i)), name
-    assert not torch.equal(split(random_field(changed_from=start), LEAD).test.inputs(i), part.inputs(i))
+    assert not torch.equal(split(hourly_field(changed_from=start), LEAD).test.inputs(i), part.inputs(i))
 
 
 def test_only_the_longer_ridge_regression_depends_on_the_validation_days(splits):
-    changed = split(random_field(changed_from=FIRST_VALID_HOUR), LEAD)
+    changed = split(hourly_field(changed_from=FIRST_VALID_HOUR), LEAD)
     before, after = (part.train.baselines() for part in (splits, changed))
     same = {name: torch.equal(before[name](3), after[name](3)) for name in before if name.startswith("ridge")}
     assert same == {"ridge per point, 24 days": True, "ridge per point, 26 days": False}
@@ -93,7 +87,7 @@ def test_only_the_longer_ridge_regression_depends_on_the_validation_days(splits)
 def test_ridge_minimises_squared_error_plus_penalty_at_each_point(penalty):
     examples, points, features = 40, 6, 3
     x, y = draw(examples, points, features, seed=0) + 5, draw(examples, points, seed=1) - 3
-    prediction = Ridge.fit(x, y, penalty)(x)
+    prediction = torch.stack(list(map(fit_ridge(x, y, penalty), x)))
     for n in range(points):
         a, b = x[:, n].double().numpy(), y[:, n].double().numpy()
         rows = np.concatenate([a - a.mean(0), np.sqrt(penalty) * np.eye(features)])
@@ -103,7 +97,7 @@ def test_ridge_minimises_squared_error_plus_penalty_at_each_point(penalty):
 
 @pytest.mark.parametrize("lead_time", [1, 5, 6, 24])
 def test_channels_are_named_and_normalised(lead_time):
-    train = split(random_field(), lead_time).train
+    train = split(hourly_field(), lead_time).train
     inputs, target = (torch.stack(fields) for fields in zip(*train, strict=True))
     assert inputs.shape[1:] == (6, len(train.input_names)) and len(set(train.input_names)) == train.in_channels
     std = inputs[..., :-6].flatten(0, 1).std(0)
@@ -114,13 +108,8 @@ def test_channels_are_named_and_normalised(lead_time):
 
 def test_real_field_is_the_month_of_hours_over_the_uk(real):
     assert [len(part) for part in real] == [546, 42, 114]
-    nodes = real.train.nodes
-    assert len(nodes) == 33 * 49 and (nodes.lat.max(), nodes.lat.min(), nodes.lon.min(), nodes.lon.max()) == (
-        58,
-        50,
-        -10,
-        2,
-    )
+    lat, lon = real.train.nodes.lat, real.train.nodes.lon
+    assert len(lat) == 33 * 49 and (lat.max(), lat.min(), lon.min(), lon.max()) == (58, 50, -10, 2)
     assert real.test.title(0) == "2019-03-27 00:00 UTC + 6 h"
     assert real.test.title(113) == "2019-03-31 17:00 UTC + 6 h"
     assert min(real.test.truth(i).min() for i in range(114)) > 250
@@ -155,27 +144,34 @@ def test_null_path_downloads_with_xarrays_tutorial(era5_path, real, monkeypatch)
 
 
 def test_missing_file_or_package_raises_and_says_how_to_get_it(monkeypatch, tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"no\.grib.*null to download it"):
+    with pytest.raises(FileNotFoundError, match=r"no file .*no\.grib: give the data as data.path=FILE"):
         era5_uk(tmp_path / "no.grib")
-    monkeypatch.setitem(sys.modules, "xarray", None)  # as if not installed
-    with pytest.raises(ImportError, match=r"xarray is needed.*pip install 'anemoi-gt\[era5\]'"):
-        era5_uk("anything.grib")
+    monkeypatch.setitem(sys.modules, "cfgrib", None)  # as if not installed
+    with pytest.raises(ImportError, match=r"cfgrib is needed.*pip install 'anemoi-gt\[era5\]'"):
+        era5_uk()
+
+
+def test_without_a_network_the_message_asks_for_the_file(monkeypatch):
+    def refused(*_, **__):
+        raise ConnectionError("Name or service not known")
+
+    monkeypatch.setattr(xarray.tutorial, "open_dataset", refused)
+    with pytest.raises(
+        OSError, match=r"could not download era5-2mt-2019-03-uk.grib .*: give the file as data.path=FILE"
+    ):
+        era5_uk(None)
 
 
 TIMES, VALUES = FIRST_HOUR + np.arange(HOURS), 280 + draw(HOURS, 6, seed=0)
 PRESENT = np.arange(HOURS) != 100
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        *((lambda hours=hours: split(random_field(), hours), f"1 to 24 hours, got {hours}") for hours in (0, 25)),
-        (lambda: split(random_field(hours=630), LEAD), "more than 630 hours, got 630"),
-        (lambda: HourlyField(POINTS, TIMES[PRESENT], VALUES[PRESENT]), "an hour apart"),
-        (lambda: HourlyField(POINTS, TIMES, VALUES.where(VALUES[3, 2] != VALUES, torch.nan)), "finite"),
-        (lambda: HourlyField(POINTS, TIMES, VALUES[:, :5]), r"\[744, 6\], times by nodes, got \(744, 5\)"),
-    ],
+@refused(
+    *((lambda hours=hours: split(hourly_field(), hours), f"1 to 24 hours, got {hours}") for hours in (0, 25)),
+    (lambda: split(hourly_field(hours=630), LEAD), "more than 630 hours, got 630"),
+    (lambda: HourlyField(POINTS, TIMES[PRESENT], VALUES[PRESENT]), "an hour apart"),
+    (lambda: HourlyField(POINTS, TIMES, VALUES.where(VALUES[3, 2] != VALUES, torch.nan)), "finite"),
+    (lambda: HourlyField(POINTS, TIMES, VALUES[:, :5]), r"\[744, 6\], times by nodes, got \(744, 5\)"),
 )
-def test_invalid_field_or_lead_time_raises(call, message):
-    with pytest.raises(ValueError, match=message):
-        call()
+def test_invalid_field_or_lead_time_raises(wrong, message):
+    raises(lambda: wrong(), message)

@@ -3,6 +3,7 @@
 import eccodes
 import numpy as np
 import pytest
+from support.refusals import raises, refused
 
 from anemoi_gt.data.grids import classic, gaussian_latitudes, grid, octahedral, reduced_gaussian, regional
 
@@ -62,16 +63,13 @@ def test_regional_grid_is_ordered_as_a_flattened_field():
     assert nodes.lat.tolist() == [58.0] * 3 + [57.75] * 3 and nodes.lon.tolist() == [-10.0, -9.75, -9.5] * 2
 
 
-@pytest.mark.parametrize(
-    ("make", "size", "message"),
-    [
-        *((grid, name, 'such as "O96" or "N320"') for name in ("96", "F320", "N", "O0", "o96", "O96 ", "O-8", "")),
-        *((classic, n, f"N{n} must be one of {', '.join(f'N{size}' for size in CLASSIC)}; for") for n in (0, 33, 321)),
-        *((make, 0, "n must be at least 1.*got 0") for make in (gaussian_latitudes, octahedral)),
-        *((reduced_gaussian, rows, "a vector of positive integers") for rows in ([], [4, 0], [[4, 4]], [4.5, 4.5])),
-        (lambda axis: regional(axis, np.zeros(3)), np.zeros((2, 2)), r"must be vectors.*\(2, 2\)"),
-    ],
+@refused(
+    *((grid, name, 'such as "O96" or "N320"') for name in ("96", "F320", "N", "O0", "o96", "O96 ", "O-8", "")),
+    *((classic, n, f"N{n} must be one of {', '.join(f'N{size}' for size in CLASSIC)}; for") for n in (0, 33, 321)),
+    *((make, 0, "n must be at least 1.*got 0") for make in (gaussian_latitudes, octahedral)),
+    *((reduced_gaussian, rows, "a vector of positive integers") for rows in ([], [4, 0], [[4, 4]], [4.5, 4.5])),
+    (lambda axis: regional(axis, np.zeros(3)), np.zeros((2, 2)), r"must be vectors.*\(2, 2\)"),
 )
-def test_grid_that_does_not_exist_raises(make, size, message):
-    with pytest.raises(ValueError, match=message):
-        make(size)
+def test_grid_that_does_not_exist_raises(wrong, message):
+    make, size = wrong
+    raises(lambda: make(size), message)

@@ -2,7 +2,9 @@
 
 import numpy as np
 import pytest
+from support.refusals import raises, refused
 
+from anemoi_gt.data import nodes as nodes_module
 from anemoi_gt.data.grids import octahedral
 from anemoi_gt.data.meshes import icosphere
 from anemoi_gt.data.nodes import Nodes, area_weights
@@ -81,23 +83,20 @@ FOUR_NUMBERS = "area must be four numbers, north, west, south and east"
 AREAS = (None, "europe", (60, 0, 40), (60, 0, np.nan, 10), [[60, 0], [40]])
 
 
-@pytest.mark.parametrize(
-    ("call", "options", "message"),
-    [
-        *((Nodes([50], [0]).inside, [area], f"{FOUR_NUMBERS} in degrees, got") for area in AREAS),
-        *((Nodes([50], [0]).inside, [(40, 0, north, 10)], "north above south, got") for north in (60, 40)),
-        (Nodes.from_xyz, [np.ones(3)], r"\[N, 3\].*\(3,\)"),
-        (Nodes.from_xyz, [np.zeros((2, 3))], "nonzero length"),
-        (Nodes, ([0.0, 1.0], [0.0]), r"equal length, got \(2,\) and \(1,\)"),
-        (Nodes, ([[0.0]], [[0.0]]), "vectors"),
-        *((Nodes, ends, "finite") for ends in (([np.nan], [0.0]), ([0.0], [np.inf]))),
-        (Nodes, ([90.5], [0.0]), r"\[-90, 90\].*90.5"),
-        (area_weights, [Nodes([0.0, 0, 90, -90, 0], [0.0, 90, 0, 0, 0])], "[Dd]uplicate"),
-    ],
+@refused(
+    *((Nodes([50], [0]).inside, [area], f"{FOUR_NUMBERS} in degrees, got") for area in AREAS),
+    *((Nodes([50], [0]).inside, [(40, 0, north, 10)], "north above south, got") for north in (60, 40)),
+    (Nodes.from_xyz, [np.ones(3)], r"\[N, 3\].*\(3,\)"),
+    (Nodes.from_xyz, [np.zeros((2, 3))], "nonzero length"),
+    (Nodes, ([0.0, 1.0], [0.0]), r"equal length, got \(2,\) and \(1,\)"),
+    (Nodes, ([[0.0]], [[0.0]]), "vectors"),
+    *((Nodes, ends, "finite") for ends in (([np.nan], [0.0]), ([0.0], [np.inf]))),
+    (Nodes, ([90.5], [0.0]), r"\[-90, 90\].*90.5"),
+    (area_weights, [Nodes([0.0, 0, 90, -90, 0], [0.0, 90, 0, 0, 0])], "[Dd]uplicate"),
 )
-def test_invalid_coordinates_and_areas_raise(call, options, message):
-    with pytest.raises(ValueError, match=message):
-        call(*options)
+def test_invalid_coordinates_and_areas_raise(wrong, message):
+    call, options = wrong
+    raises(lambda: call(*options), message)
 
 
 @pytest.mark.parametrize("nodes", [octahedral(32), icosphere(4).nodes], ids=["octahedral", "icosphere"])
@@ -116,3 +115,12 @@ def test_area_of_a_gaussian_row_is_its_quadrature_weight():
     share = np.bincount(row, area_weights(nodes)) / len(nodes)
     np.testing.assert_allclose(share[1:-1], quadrature[1:-1] / 2, rtol=3e-2)  # Voronoi cells differ at the poles
     np.testing.assert_allclose(share.sum(), 1)
+
+
+def test_large_grids_in_rows_have_the_areas_of_bands_and_others_of_cells(monkeypatch):
+    grid, mesh = octahedral(48), icosphere(4).nodes
+    cells = [area_weights(nodes) for nodes in (grid, mesh)]
+    monkeypatch.setattr(nodes_module, "LARGE", 1000)
+    np.testing.assert_allclose(area_weights(grid), cells[0], rtol=7e-3)
+    assert len(np.unique(area_weights(grid))) <= 96 < len(np.unique(cells[0]))
+    np.testing.assert_array_equal(area_weights(mesh), cells[1])

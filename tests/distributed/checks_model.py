@@ -12,7 +12,7 @@ from anemoi_gt.distributed import reduce_gradients, sum_loss
 from anemoi_gt.distributed.model_shard import edge_modules, scatter_model, shard_model
 from distributed.problems import CONFIG, data, nearest
 from distributed.problems import mesh as mesh_points
-from distributed.ranks import everywhere, fitting, mesh_of, on_all_ranks
+from distributed.ranks import everywhere, mesh_of, meshes_with_this_rank, on_all_ranks
 
 FIELDS = 3
 MESHES = ((1, 1), (1, 2), (1, 3), (1, 4), (2, 2))  # (data, model)
@@ -50,7 +50,6 @@ def make_model(**options):
 
 
 def one_model():
-    """All ranks on one model."""
     return mesh_of(1, dist.get_world_size())
 
 
@@ -97,10 +96,8 @@ def compare(verdict, label, make, mesh, **options):
 @on_all_ranks
 def outputs_loss_and_gradients_are_those_of_one_device(group, verdict):
     for options in ({}, {"checkpoint_groups": 2, "qk_norm": True}, {"dropout": 0.5}):
-        for shape in fitting(*MESHES):
-            mesh = mesh_of(*shape)
-            if mesh.get_coordinate() is not None:
-                compare(verdict, f"{shape} {options}", sharded, mesh, **options)
+        for shape, mesh in meshes_with_this_rank(*MESHES):
+            compare(verdict, f"{shape} {options}", sharded, mesh, **options)
 
 
 @on_all_ranks

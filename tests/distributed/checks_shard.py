@@ -199,12 +199,15 @@ def wrong_edges_of_any_rank_are_refused_on_all(group, verdict):
 
     strays = stray[:, : 2 - (rank > 0)] if rank < 2 else NO_EDGES
     refused("ranks 0, 1: every edge must end in a node of this rank, got one into 16, which rank 2 owns", strays)
-    refused("rank 0: sources must be in 0 .. 40, got 41", NO_EDGES if rank else beyond)
-    refused("edge_index must be int32 or int64", NO_EDGES.float())
-    refused("edge_index must have shape [2, E], got torch.int64 (0,)", NO_EDGES[0])
-    refused("rank 1: edge_index must have shape [2, E], got list", [[], []] if rank == 1 else NO_EDGES)
-    refused("rank 1: global_edge_id must be int64 [0], one", global_edge_id=torch.zeros(int(rank == 1)).long())
-    refused("global_edge_id must be int64 [0], one per edge, got list", global_edge_id=[])
+    refused(
+        "rank 0: sources must hold values in 0 .. 40, one for each of 41 nodes, got values from 41 to 41",
+        NO_EDGES if rank else beyond,
+    )
+    refused("edge_index must have dtype int32 or int64", NO_EDGES.float())
+    refused("edge_index must have shape [2, E] (sources, destinations), got (0,)", NO_EDGES[0])
+    refused("rank 1: edge_index must be a tensor [2, E], got list", [[], []] if rank == 1 else NO_EDGES)
+    refused("rank 1: global_edge_id must have 0 entries, one", global_edge_id=torch.zeros(int(rank == 1)).long())
+    refused("global_edge_id must be a tensor, got list", global_edge_id=[])
     ids = {"global_edge_id": NO_EDGES[0] if rank == 1 else None}
     refused("presence of global_edge_id must be the same on all ranks, got True on rank 1", **ids)
     refused("rank 1: sources and destinations must be Partitions", **({"sources": None} if rank == 1 else {}))

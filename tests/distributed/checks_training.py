@@ -13,7 +13,16 @@ from anemoi_gt.distributed.model_shard import shard_model
 from anemoi_gt.distributed.sharded_checkpoint import load_checkpoint, save_checkpoint
 from distributed.checks_model import FIELDS, make_model
 from distributed.problems import data
-from distributed.ranks import device_type, fitting, mesh_of, on_all_ranks, on_ranks, seeded, shared_folder
+from distributed.ranks import (
+    device_type,
+    fitting,
+    mesh_of,
+    meshes_with_this_rank,
+    on_all_ranks,
+    on_ranks,
+    seeded,
+    shared_folder,
+)
 
 STEPS, BATCH, MAX_NORM = 10, 4, 0.1
 MESHES = ((1, 1), (1, 2), (1, 3), (1, 4), (2, 2), (4, 1))  # (data, model)
@@ -58,10 +67,7 @@ def ten_steps_are_the_same_on_every_mesh(group, verdict):
     losses, norms = train(whole, *fields)
     verdict.that(bool((norms > MAX_NORM).any()), "some gradient must be clipped")
     verdict.that(bool(losses[-1] < losses[0]), "the loss must decrease")
-    for shape in fitting(*MESHES):
-        mesh = mesh_of(*shape)
-        if mesh.get_coordinate() is None:
-            continue
+    for shape, mesh in meshes_with_this_rank(*MESHES):
         model = model_to_train()
         shard = shard_model(model, mesh)
         batch = fields.chunk(mesh["data"].size(), dim=1)[mesh.get_local_rank("data")]

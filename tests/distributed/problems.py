@@ -55,7 +55,6 @@ GRAPHS = {  # name: (edge_index, (num_src, num_dst))
 
 
 def structure(name):
-    """The structure of a graph of `GRAPHS`."""
     return GraphStructure.from_edge_index(*GRAPHS[name])
 
 
@@ -81,7 +80,6 @@ class Layer(nn.Module):
 
 
 def attend_whole(graph, query, x_src, key_value, *edges, **options):
-    """Attention of a layer on one device."""
     return edge_attention(query, *key_value(x_src), graph, *edges, **{"config": CONFIG} | options)[0]
 
 
@@ -126,7 +124,6 @@ def run(problem, attend, num_dst):
 
 
 def run_whole(problem, **options):
-    """Results on one device, by name."""
     return run(problem, partial(attend_whole, problem.graph, **options), problem.graph.num_dst)
 
 

@@ -39,7 +39,6 @@ class Verdict:
         self.problems = []
 
     def that(self, holds, problem):
-        """Note a problem unless `holds`."""
         if not holds:
             self.problems.append(problem)
 
@@ -81,7 +80,6 @@ def checks_of(modules):
 
 
 def cases():
-    """All checks of this folder, as pytest's parameters."""
     return list(checks_of(sorted(path.stem for path in HERE.glob("checks_*.py"))))
 
 
@@ -106,6 +104,14 @@ def fitting(*shapes):
     return [shape for shape in shapes if shape[0] * shape[1] <= dist.get_world_size()]
 
 
+def meshes_with_this_rank(*shapes):
+    """Yield those shapes that fit, with their meshes, of which this rank is part."""
+    for shape in fitting(*shapes):
+        mesh = mesh_of(*shape)
+        if mesh.get_coordinate() is not None:
+            yield shape, mesh
+
+
 def device_type():
     """Device type of the run, also within `without_default_device`."""
     return "cuda" if dist.get_backend() == "nccl" else "cpu"
@@ -118,7 +124,6 @@ def mesh_of(data, model, axes=("data", "model")):
 
 
 def seeded(seed):
-    """A generator on the device of the run."""
     return torch.Generator(torch.get_default_device()).manual_seed(seed)
 
 
@@ -132,19 +137,16 @@ def without_default_device():
 
 
 def everywhere(value, group):
-    """What every rank has."""
     values = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
 
 
 def shared_folder(group):
-    """A new folder that all ranks of a check know."""
     return Path(everywhere(tempfile.mkdtemp() if dist.get_rank(group) == 0 else None, group)[0])
 
 
 def free_port():
-    """A port of this machine on which nobody listens."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return free.getsockname()[1]

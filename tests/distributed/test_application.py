@@ -49,7 +49,6 @@ ONE_HOST = Host(("--standalone",), {})
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """A folder from which the application starts."""
     return tmp_path_factory.mktemp("application")
 
 
@@ -66,7 +65,6 @@ def torchrun(place, ranks, *arguments, host=ONE_HOST, script=("-m", "anemoi_gt.t
 
 
 def finish(process):
-    """Exit status and output of a process."""
     status, output, error = process.finish(PATIENCE)
     return status, output + error
 
@@ -81,14 +79,12 @@ def two_hosts():
 
 
 def steps_in(folder):
-    """The steps of the training records in a run's folder."""
     path = folder / "metrics.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
     return [record["step"] for record in map(json.loads, lines) if record["split"] == "train"]
 
 
 def ranks_of(process):
-    """The processes that torchrun started."""
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     return sorted(map(int, children))
 
@@ -117,7 +113,8 @@ def continued(place, stopped):
 def test_a_signal_to_one_rank_stops_all_with_one_message_that_names_the_folder(place, stopped):
     messages = re.findall(r"anemoi_gt.train: stopped by SIGTERM after step (\d+), (.*)$", stopped, re.MULTILINE)
     assert len(messages) == 1 and steps_in(place / "run")[-1] == int(messages[0][0]), stopped
-    assert messages[0][1] == f"which is saved: resume=true hydra.run.dir={place / 'run'} continues from there"
+    command = "torchrun --nproc-per-node=4 -m anemoi_gt.train sharding=edges sharding.model=4 resume=true"
+    assert messages[0][1] == f"which is saved: {command} hydra.run.dir={place / 'run'}"
     assert set(re.findall(r"exitcode *: (-?\d+)", stopped)) == {"143"}, stopped  # its status
 
 
@@ -130,22 +127,20 @@ def test_two_hosts_with_a_model_each_continue_what_one_model_on_four_ranks_began
     assert left == {"best", "last", "best.pt", "metrics.jsonl", "scores.json", "forecast.png", "train.log", ".hydra"}
 
 
-def test_the_progress_bar_is_of_one_rank_and_counts_the_samples_of_all(continued):
+def test_the_progress_bar_is_of_one_rank_and_counts_steps(continued):
     _, (first, other), _ = continued
-    assert re.findall(r"(\d+)/32 ", first)[-1] == "32", first
-    assert not re.findall(r"\d+/32 ", other), other
+    assert re.findall(r"(\d+)/16 ", first)[-1] == "16", first
+    assert not re.findall(r"\d+/16 ", other), other
 
 
+SEEDS = "training.seed='${oc.decode:${oc.env:RANK}}'"
 CHUNKS = "sharding=edges sharding.model='${oc.decode:${oc.env:WORLD_SIZE}}' model.mapper_chunks=2"
 
 
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (
-            "training.seed='${oc.decode:${oc.env:RANK}}'",
-            "seed must be the same on all ranks, got 1 on rank 1 and 0 on rank 0",
-        ),
+        (SEEDS, "seed must be the same on all ranks, got 1 on rank 1 and 0 on rank 0"),
         ("training.batch_size=3", "batch_size must be a multiple of the 2 ranks of the data axis, got 3"),
         (CHUNKS, "mapper_chunks must be 1 under torchrun, got 2: increase sharding.model instead"),
     ],

@@ -1,14 +1,16 @@
 """Set-up of a job: options, devices, and what is refused; the runs of a job are in `test_application`."""
 
-import subprocess
-import sys
+import multiprocessing
+import threading
+import time
 
 import pytest
 import torch
 import yaml
+from support.refusals import raises, refused
 
 from anemoi_gt.distributed import ShardingConfig, init_distributed, is_launched
-from anemoi_gt.distributed.device_mesh import VARIABLES, local_device
+from anemoi_gt.distributed.device_mesh import VARIABLES, drain_threads, exit_without_finalization, local_device
 from distributed.ranks import ROOT
 
 INF = float("inf")
@@ -19,18 +21,14 @@ def test_the_config_file_has_the_defaults_of_the_class():
     assert ShardingConfig(**{name: value for name, value in options.items() if name != "_target_"}) == ShardingConfig()
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"strategy": "nodes"}, "sharding.strategy must be one of none, edges, got 'nodes'"),
-        ({"strategy": "edges", "model": 0}, "sharding.model must be at least 1, got 0"),
-        ({"model": 4}, "sharding.model must be 1 without sharding, got 4"),
-        *(({"timeout": s}, f"sharding.timeout must be positive and finite, in seconds, got {s}") for s in (0.0, INF)),
-    ],
+@refused(
+    ({"strategy": "nodes"}, "sharding.strategy must be one of none, edges, got 'nodes'"),
+    ({"strategy": "edges", "model": 0}, "sharding.model must be at least 1, got 0"),
+    ({"model": 4}, "sharding.model must be 1 without sharding, got 4"),
+    *(({"timeout": s}, f"sharding.timeout must be positive and finite, in seconds, got {s}") for s in (0.0, INF)),
 )
-def test_options_without_meaning_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        ShardingConfig(**options)
+def test_options_without_meaning_are_refused(wrong, message):
+    raises(lambda: ShardingConfig(**wrong), message)
 
 
 def test_a_process_is_launched_if_it_has_all_variables(monkeypatch):
@@ -44,8 +42,7 @@ def test_a_process_is_launched_if_it_has_all_variables(monkeypatch):
 
 
 def test_init_distributed_needs_a_sharding_config():
-    with pytest.raises(ValueError, match="must be a ShardingConfig, got {'model': 2}"):
-        init_distributed({"model": 2}, "cpu").__enter__()
+    raises(lambda: init_distributed({"model": 2}, "cpu").__enter__(), "must be a ShardingConfig, got {'model': 2}")
 
 
 @pytest.mark.parametrize(("device_type", "device"), [("cpu", torch.device("cpu")), ("cuda", torch.device("cuda", 1))])
@@ -54,39 +51,30 @@ def test_a_rank_takes_the_gpu_of_its_local_rank_if_there_is_one_or_the_cpu(monke
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     assert local_device(device_type) == device
     monkeypatch.setenv("LOCAL_RANK", "2")
-    with pytest.raises(
-        ValueError, match="^every rank of a host must have a GPU of its own, got local rank 2 and 2 GPUs"
-    ):
-        local_device("cuda")
+    message = "^every rank of a host must have a GPU of its own, got local rank 2 and 2 GPUs"
+    raises(lambda: local_device("cuda"), message)
 
 
 @pytest.mark.parametrize("device_type", ["gpu", "cuda:0", torch.device("cuda", 0)])  # the last two: one GPU for all
 def test_other_types_of_device_are_refused(device_type):
-    with pytest.raises(ValueError, match="^device_type must be one of cuda, cpu, got "):
-        local_device(device_type)
+    raises(lambda: local_device(device_type), "^device_type must be one of cuda, cpu, got ")
 
 
-LATE_THREAD = """
-import threading, time
-from anemoi_gt.distributed.device_mesh import {function}
-
-def late():
-    time.sleep(0.1)
-    print("late", flush=True)
-
-threading.Thread(target=late, daemon=True).start()
-{call}
-"""
+def test_threads_end_before_finalisation():
+    ended = []
+    threading.Timer(0.1, ended.append, ["late"]).start()
+    drain_threads()
+    assert ended == ["late"]
 
 
-@pytest.mark.parametrize(
-    ("function", "call", "output"),
-    [
-        ("drain_threads", "drain_threads()", "late\n"),
-        ("exit_without_finalization", "print('printed', end=''); exit_without_finalization(3)", "printed"),
-    ],
-)
-def test_threads_end_before_finalisation_or_do_not_keep_a_process(function, call, output):
-    code = LATE_THREAD.format(function=function, call=call)
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert (ended.stdout, ended.returncode) == (output, 3 if "exit" in function else 0), ended.stderr
+def end_with_a_thread():
+    threading.Thread(target=time.sleep, args=(60,)).start()
+    print("printed", end="")
+    exit_without_finalization(3)
+
+
+def test_an_exit_without_finalisation_waits_for_no_thread_and_leaves_what_was_printed(capfd):
+    process = multiprocessing.get_context("fork").Process(target=end_with_a_thread)
+    process.start()
+    process.join(30)
+    assert (process.exitcode, capfd.readouterr().out) == (3, "printed")

@@ -1,13 +1,12 @@
 """Rows of a sample that one rank computes or reads: those of the whole sample, and no others."""
 
-import numpy as np
 import pytest
 import torch
+from support.weather import hourly_field
 
 from anemoi_gt.data import sphere_advection as module
 from anemoi_gt.data.datasets import ForecastDataset
-from anemoi_gt.data.era5_uk import HourlyField, split
-from anemoi_gt.data.grids import regional
+from anemoi_gt.data.era5_uk import split
 from anemoi_gt.data.sphere_advection import sphere
 
 ROWS = torch.tensor([5, 0, 3])
@@ -15,11 +14,7 @@ ROWS = torch.tensor([5, 0, 3])
 
 @pytest.fixture(scope="module")
 def splits():
-    """Both data sets by name."""
-    values = 280 + 5 * torch.randn(744, 6, generator=torch.Generator().manual_seed(0))
-    times = np.datetime64("2019-03-01T00") + np.arange(744)
-    hourly = split(HourlyField(regional([58.0, 57.0], [-1.0, 0.0, 1.0]), times, values), 6)
-    return {"sphere": sphere("O4", train_size=3, valid_size=2, test_size=1), "era5_uk": hourly}
+    return {"sphere": sphere("O4", train_size=3, valid_size=2, test_size=1), "era5_uk": split(hourly_field(), 6)}
 
 
 @pytest.mark.parametrize("name", ["sphere", "era5_uk"])

@@ -36,8 +36,6 @@ def make_model():
 
 @pytest.fixture
 def fields():
-    """Draw random fields [B, N, IN]."""
-
     def fields(batch, nodes=NODES["data"]):
         return torch.randn(batch, nodes, IN, generator=torch.Generator().manual_seed(batch))
 

@@ -1,15 +1,16 @@
 """The export application: from a checkpoint to a package that runs in Python and C++, and its errors."""
 
 import json
-import logging
 import subprocess
 import sys
-from copy import copy
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from hydra import compose, initialize_config_module
+from support import applications
+from support.applications import last_error, logging_as_before
 
 from anemoi_gt import __main__ as command_line
 from anemoi_gt import hydra_app
@@ -18,18 +19,14 @@ from anemoi_gt.training.checkpoint import save_checkpoint
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "run_package"
 SMALL = [
-    *("data.grid_name=O4", "data.train_size=4", "data.valid_size=2", "data.test_size=3", "graph.refinement=1"),
+    *applications.SMALL,
     *("model.num_layers=1", "model.channels=16", "model.heads=2", "training.device=cpu", "attention.backend=torch"),
 ]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def restore_logging():
-    """Undo the application's changes to logging after all tests of this file."""
-    root = logging.getLogger()
-    with pytest.MonkeyPatch.context() as patch:
-        for place, name in ((root, "handlers"), (root, "level"), (logging, "raiseExceptions")):
-            patch.setattr(place, name, copy(getattr(place, name)))  # restored on exit
+    with logging_as_before():
         yield
 
 
@@ -50,7 +47,7 @@ def checkpoint(run, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def started(tmp_path_factory):
-    """Run `python -m anemoi_gt export` in this process, with a folder for its files."""
+    """Run `anemoi-gt export` in this process, with a folder for its files."""
 
     def started(*arguments):
         with pytest.MonkeyPatch.context() as patch:
@@ -111,16 +108,7 @@ def test_metadata_describes_inputs_outputs_and_origin(package, run):
 
 @pytest.fixture
 def error_line(started, capsys):
-    """Run the application with invalid arguments, and return the last line of standard error."""
-
-    def error_line(*arguments):
-        with pytest.raises(SystemExit, match="^1$"):
-            started(*arguments)
-        error = capsys.readouterr().err
-        assert "Traceback" not in error
-        return error.splitlines()[-1]
-
-    return error_line
+    return partial(last_error, capsys, started)
 
 
 @pytest.mark.parametrize(
@@ -146,9 +134,7 @@ def test_invalid_arguments_end_with_one_sentence(arguments, message, checkpoint,
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled and run here")
-def test_kernels_that_cannot_run_or_are_interpreted_raise_before_exporting(
-    checkpoint, error_line, tmp_path, monkeypatch
-):
+def test_kernels_that_cannot_run_or_are_interpreted_raise_before_export(checkpoint, error_line, tmp_path, monkeypatch):
     arguments = (f"checkpoint={checkpoint}", f"out={tmp_path / 'm.pt2'}", "attention.backend=triton")
     assert "kernels cannot be exported under Triton's interpreter: unset TRITON_INTERPRET" in error_line(*arguments)
     monkeypatch.setattr("anemoi_gt.ops.triton_backend.device.interpreted", lambda: False)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from support.differentiate import randomise
 from support.graphs import GRAPHS
+from support.refusals import raises
 from support.run import structure
 from torch.export import Dim
 
@@ -124,8 +125,7 @@ def test_missing_compiler_raises_and_says_what_to_install(monkeypatch):
         raise packages.InvalidCxxCompiler
 
     monkeypatch.setattr(packages, "get_cpp_compiler", missing)
-    with pytest.raises(ValueError, match="needs a C.. compiler, found none: install g"):
-        check_compiler()
+    raises(check_compiler, "needs a C.. compiler, found none: install g")
 
 
 @pytest.mark.parametrize(

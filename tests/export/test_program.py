@@ -7,6 +7,8 @@ import torch
 from support.compiling import lines_of
 from support.differentiate import randomise
 from support.graphs import GRAPHS
+from support.oracle import make_problem
+from support.refusals import raises, refused
 from support.run import structure
 from support.weather import weather_graph
 from torch.export import Dim
@@ -14,6 +16,8 @@ from torch.export import Dim
 from anemoi_gt import AttentionConfig, EncoderProcessorDecoder, GraphTransformerProcessorBlock
 from anemoi_gt.export import Autocast, GraphInputModel, TensorGraphLayer, export_model, export_program, graph_tensors
 from anemoi_gt.export.program import decomposition_of
+from anemoi_gt.ops.torch_backend.export_decomposition import decompose
+from anemoi_gt.ops.torch_backend.op import edge_attention_torch
 
 from .conftest import OTHER
 
@@ -26,9 +30,7 @@ def assert_same(program, inputs, expected):
     torch.testing.assert_close(program.module()(*inputs), expected)
 
 
-def test_a_program_takes_any_batch_size_and_holds_no_operator_of_this_library_and_no_reverse_structure(
-    make_model, fields
-):
+def test_a_program_takes_any_batch_size_and_holds_neither_our_operators_nor_a_reverse_structure(make_model, fields):
     model = make_model(dropout=0.5, checkpoint_groups=1).train()
     program = export_model(model, fields(1), max_batch=8)
     assert not {name for name in operator_names(program) if "anemoi_gt" in name}
@@ -76,23 +78,18 @@ def test_a_tensor_graph_layer_takes_any_nodes_and_edges():
 EXAMPLE = r"x must be an example \[B, N, channels\] with B at least 1, got"
 
 
-@pytest.mark.parametrize(
-    ("change", "max_batch", "message"),
-    [
-        *((lambda x: x, n, f"max_batch must be an integer, at least 1, got {n!r}") for n in (0, 2.5, "4", True)),
-        (lambda x: x[0], 4, rf"{EXAMPLE} \(30, 5\)"),
-        (lambda x: x[:0], 4, rf"{EXAMPLE} \(0, 30, 5\)"),
-        (lambda x: {"data": None}, 4, f"{EXAMPLE} NoneType"),
-    ],
+@refused(
+    *((lambda x: x, n, f"max_batch must be an integer, at least 1, got {n!r}") for n in (0, 2.5, "4", True)),
+    (lambda x: x[0], 4, rf"{EXAMPLE} \(30, 5\)"),
+    (lambda x: x[:0], 4, rf"{EXAMPLE} \(0, 30, 5\)"),
+    (lambda x: {"data": None}, 4, f"{EXAMPLE} NoneType"),
 )
-def test_invalid_example_or_batch_size_raises(make_model, fields, change, max_batch, message):
-    with pytest.raises(ValueError, match=message):
-        export_model(make_model(), change(fields(1)), max_batch=max_batch)
+def test_invalid_example_or_batch_size_raises(make_model, fields, wrong, message):
+    change, max_batch = wrong
+    raises(lambda: export_model(make_model(), change(fields(1)), max_batch=max_batch), message)
 
 
-def test_a_compiled_autocast_model_gives_the_same_bits_and_is_left_unchanged_and_becomes_a_graph_input_model(
-    make_model, fields
-):
+def test_a_compiled_autocast_model_gives_the_same_bits_unchanged_and_becomes_a_graph_input_model(make_model, fields):
     model = make_model(dropout=0.5).train()
     compiled = torch.compile(model, backend="eager")
     program = export_model(Autocast(compiled, "cpu", torch.bfloat16), fields(1), max_batch=4)
@@ -116,32 +113,26 @@ def test_data_sets_whose_names_share_an_identifier_have_distinct_dimensions():
 
 WRONG_MODEL = "model must be an EncoderProcessorDecoder, got Linear; for layers use TensorGraphLayer"
 OPS = torch.ops.anemoi_gt
+KERNELS = lambda _: decomposition_of(OPS.edge_attention_triton.default)  # noqa: E731
+INTERPRETED = [] if torch.cuda.is_available() else [(KERNELS, "Triton's interpreter: unset TRITON_INTERPRET")]
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda make_model: GraphInputModel(torch.nn.Linear(2, 2)), WRONG_MODEL),
-        (lambda make_model: graph_tensors(torch.nn.Linear(2, 2)), WRONG_MODEL),
-        (lambda make_model: GraphInputModel(make_model(mapper_chunks=3)), "must have mapper_chunks=1, got 3"),
-        (
-            lambda make_model: GraphInputModel(make_model())(None, graph_tensors(make_model()) | {"hidden.row": None}),
-            r"graph must have the keys of graph_tensors\(model\), missing \[\], got \['hidden.row'\]",
-        ),
-        (
-            lambda _: decomposition_of(OPS.edge_attention_torch_backward.default),
-            "must not sort edges, but the module calls .*edge_attention_torch_backward",
-        ),
-        pytest.param(
-            lambda _: decomposition_of(OPS.edge_attention_triton.default),
-            "Triton's interpreter: unset TRITON_INTERPRET",
-            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here"),
-        ),
-    ],
+@refused(
+    (lambda make_model: GraphInputModel(torch.nn.Linear(2, 2)), WRONG_MODEL),
+    (lambda make_model: graph_tensors(torch.nn.Linear(2, 2)), WRONG_MODEL),
+    (lambda make_model: GraphInputModel(make_model(mapper_chunks=3)), "must have mapper_chunks=1, got 3"),
+    (
+        lambda make_model: GraphInputModel(make_model())(None, graph_tensors(make_model()) | {"hidden.row": None}),
+        r"graph must have the keys of graph_tensors\(model\), missing \[\], got \['hidden.row'\]",
+    ),
+    (
+        lambda _: decomposition_of(OPS.edge_attention_torch_backward.default),
+        "must not sort edges, but the module calls .*edge_attention_torch_backward",
+    ),
+    *INTERPRETED,
 )
-def test_module_that_cannot_be_exported_raises(make_model, call, message):
-    with pytest.raises(ValueError, match=message):
-        call(make_model)
+def test_module_that_cannot_be_exported_raises(make_model, wrong, message):
+    raises(lambda: wrong(make_model), message)
 
 
 TRACED = Path(__file__).with_name("traced.py")
@@ -170,3 +161,39 @@ def test_exported_kernels_have_the_arguments_of_eager_ones():
     for line in lines:
         only_for_dropout = {"global_edge_id": None}
         assert line["exported"] | only_for_dropout == line["eager"] | only_for_dropout
+
+
+SHAPE = (3, 4, 2)  # heads, channels, attributes
+
+
+def arguments(name, form, dtype, batch, shared):
+    """Arguments of the operator and of its decomposition."""
+    problems = [make_problem(GRAPHS[name], *SHAPE, form, dtype, seed) for seed in range(batch)]
+
+    def stack(field):
+        found = [getattr(problem, field) for problem in problems]
+        return None if found[0] is None else torch.stack(found).detach()
+
+    attr, first = stack("edge_attr"), problems[0]
+    attr = attr[:1] if shared and attr is not None else attr
+    weight, bias = (None if tensor is None else tensor.detach() for tensor in (first.edge_weight, first.edge_bias))
+    graph = structure(GRAPHS[name], torch.device("cpu"))
+    sides = (graph.colptr, graph.row, graph.perm, graph.global_edge_id, None, None, None)
+    return (*map(stack, ("query", "key", "value")), attr, weight, bias, *sides, None, 0.3, 0.0, False)
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["shared attributes", "batched attributes"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("form", ["raw", "raw_without_bias", "embedded", "none"])
+@pytest.mark.parametrize("name", GRAPHS)
+def test_decomposition_agrees_with_the_operator(name, form, dtype, shared):
+    operands = arguments(name, form, dtype, 2, shared)
+    for expected, actual in zip(edge_attention_torch(*operands), decompose(*operands), strict=True):
+        assert (actual.dtype, actual.is_contiguous()) == (expected.dtype, True)
+        torch.testing.assert_close(actual, expected)
+
+
+def test_dropout_raises():
+    operands = arguments("shuffled", "raw", torch.float32, 1, True)
+    with pytest.raises(ValueError, match="exported for inference, got dropout_p=0.1; call model.eval"):
+        decompose(*operands[:-4], torch.tensor([1]), 0.3, 0.1, False)

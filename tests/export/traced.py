@@ -165,7 +165,6 @@ def operands_of(call):
 
 
 def compiled_in(kernel, args):
-    """Return the arguments of a kernel, tensors as dtypes."""
     values = {name: str(value.dtype) if torch.is_tensor(value) else value for name, value in args.items()}
     return {name: value for name, value in values.items() if name not in ("seed", "grid", "warmup")}
 

@@ -8,9 +8,9 @@ from anemoi.models.triton.gt import graph_transformer_attention_conv
 from functorch.compile import min_cut_rematerialization_partition
 from hydra.utils import instantiate
 from support.anemoi_model import build, differentiate, draw, graph_of, make_options
+from support.operators import Operators
 from support.same_numbers import assert_same_numbers
 from torch._dynamo.backends.common import aot_autograd
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from anemoi_gt.integrations import anemoi
 
@@ -43,24 +43,16 @@ def compiled(model, kinds, **options):
     return model
 
 
-class Calls(TorchDispatchMode):
-    """Counts the operators that run."""
-
-    def __init__(self):
-        super().__init__()
-        self.counts = Counter()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.counts[str(function)] += 1
-        return function(*args, **(kwargs or {}))
+def counted(operators):
+    return Counter(operators.names)
 
 
 @pytest.fixture
 def expected(graph):
     """Output and gradients without checkpointing, eager, and how often an operator runs."""
-    with anemoi.install(), Calls() as calls:
+    with anemoi.install(), Operators() as calls:
         numbers = differentiate(make_model(graph, checkpointing=False), draw(graph))
-    return numbers, calls.counts
+    return numbers, counted(calls)
 
 
 def flat(numbers):
@@ -72,13 +64,13 @@ def flat(numbers):
 @pytest.mark.parametrize("mode", MODES)
 def test_modes_have_the_same_bits_and_run_the_attention_once_unless_full(graph, expected, mode, conv):
     numbers, counts = expected
-    with anemoi.install(activation_checkpointing=mode), Calls() as calls:
+    with anemoi.install(activation_checkpointing=mode), Operators() as calls:
         found = differentiate(make_model(graph, conv), draw(graph))
     for name, value in flat(numbers).items():
         assert torch.equal(flat(found)[name], value), name
-    again = {name: calls.counts[name] / counts[name] for name in (ATTENTION, ACTIVATION)}
+    again = {name: counted(calls)[name] / counts[name] for name in (ATTENTION, ACTIVATION)}
     assert again == {ATTENTION: 2 if mode == "full" else 1, ACTIVATION: 1 if mode == "none" else 2}
-    assert (calls.counts[PRODUCT] > counts[PRODUCT]) == (mode == "full")
+    assert (counted(calls)[PRODUCT] > counts[PRODUCT]) == (mode == "full")
 
 
 @pytest.mark.parametrize("cached", [True, False])
@@ -96,11 +88,11 @@ def test_a_selective_checkpoint_under_autocast_casts_weights_anew_in_every_chunk
 @pytest.mark.parametrize("switch", [True, False])
 def test_components_without_a_mode_follow_their_switch(graph, expected, switch):
     _, counts = expected
-    with anemoi.install(activation_checkpointing={"processor": "none", "decoder": None}), Calls() as calls:
+    with anemoi.install(activation_checkpointing={"processor": "none", "decoder": None}), Operators() as calls:
         differentiate(make_model(graph, checkpointing=switch), draw(graph))
     layers, chunks = 2, 2 * 2  # of the processor; of both mappers
     assert counts[ATTENTION] == layers + chunks
-    assert calls.counts[ATTENTION] == layers + (2 if switch else 1) * chunks
+    assert counted(calls)[ATTENTION] == layers + (2 if switch else 1) * chunks
 
 
 @pytest.fixture
@@ -155,9 +147,9 @@ def test_compiled_blocks_beside_a_selective_checkpoint_are_right(graph, expected
 
 def test_a_config_chooses_modes(graph):
     config = {"_target_": "anemoi_gt.integrations.anemoi.install", "activation_checkpointing": {"processor": "none"}}
-    with instantiate(config), Calls() as calls:
+    with instantiate(config), Operators() as calls:
         differentiate(make_model(graph), draw(graph))
-    assert calls.counts[ATTENTION] == 2 + 2 * 4
+    assert counted(calls)[ATTENTION] == 2 + 2 * 4
 
 
 @pytest.mark.parametrize("choice", ["some", {"mapper": "full"}, {"encoder": "attention"}, True])

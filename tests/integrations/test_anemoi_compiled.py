@@ -7,7 +7,7 @@ import torch
 from anemoi.models.layers.block import GraphTransformerMapperBlock, GraphTransformerProcessorBlock
 from anemoi.models.triton.gt import graph_transformer_attention_conv
 from support import anemoi_model as small
-from support.anemoi_model import NODES, OwnConv, OwnLinear, block_inputs, differentiate_block, make_block
+from support.anemoi_model import NODES, block_inputs, differentiate_block, make_block
 from support.same_numbers import assert_same_numbers
 from torch.utils.checkpoint import checkpoint
 
@@ -117,16 +117,6 @@ def test_dropout_is_compiled_with_us(traced):
         assert_ours(names)
 
 
-def test_all_blocks_of_a_model_share_one_graph(traced):
-    backend, graphs = traced
-    with integration.install():
-        for block in (make_block(), make_block()):
-            expected = differentiate_block(block, block_inputs())
-            block.compile(fullgraph=True, backend=backend)
-            assert_same_numbers(differentiate_block(block, block_inputs()), expected)
-    assert len(graphs) == 1
-
-
 def test_install_and_uninstall_reach_compiled_blocks(traced):
     backend, graphs = traced
     block = torch.compile(make_block(), fullgraph=True, backend=backend)
@@ -137,53 +127,7 @@ def test_install_and_uninstall_reach_compiled_blocks(traced):
     assert ours == [False, True, False]
 
 
-def with_own_function(block):
-    conv = block._modules.pop("conv")
-    block.conv = lambda *operands: conv(*operands)
-
-
-UNSERVED = {
-    "its conv is .*OwnConv, which is not Anemoi's attention": lambda block: setattr(block, "conv", OwnConv(block.conv)),
-    "its conv is builtins.function, which is not Anemoi's attention": with_own_function,
-    "hooks watch its conv, which would not be called": lambda block: block.conv.register_forward_hook(lambda *_: None),
-}
-
-
-@pytest.mark.parametrize("reason", UNSERVED)
-def test_auto_warns_once_while_compiling_and_a_named_backend_raises(reason, traced, said):
-    backend, graphs = traced
-    block = make_block()
-    UNSERVED[reason](block)
-    expected = differentiate_block(block, block_inputs())
-    with integration.install():
-        for compiled in (torch.compile(block, backend=backend), block):
-            assert_same_numbers(differentiate_block(block, block_inputs(), compiled), expected)
-    assert not any("edge_attention" in name for names in graphs for name in names)
-    (message,) = said()
-    assert message.startswith("an Anemoi block runs Anemoi's own attention: ")
-    refused = f"backend 'torch' cannot serve this Anemoi block: {reason}"
-    for fullgraph in (True, False):
-        with integration.install(backend="torch"):
-            compiled = torch.compile(block, backend=backend, fullgraph=fullgraph)
-            with pytest.raises((ValueError, torch._dynamo.exc.Unsupported), match=refused):
-                compiled(*block_inputs())
-
-
-def test_a_compiled_block_that_embeds_its_edges_warns_once(traced, said):
-    backend, graphs = traced
-    block = make_block()
-    block.lin_edge.__class__ = OwnLinear
-    expected = differentiate_block(block, block_inputs())
-    with integration.install():
-        for compiled in (torch.compile(block, fullgraph=True, backend=backend), block):
-            assert_same_numbers(differentiate_block(block, block_inputs(), compiled), expected)
-    assert_ours(graphs[0])
-    (message,) = said()
-    assert message.startswith("an Anemoi block embeds its edges before the attention: its lin_edge is ")
-
-
 def compile_blocks(model, backend):
-    """Compile every block of a model by itself, in place."""
     for module in model.modules():
         if isinstance(module, tuple(KINDS.values())):
             module.compile(fullgraph=True, backend=backend)

@@ -3,8 +3,9 @@
 import math
 import os
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import hydra
 import pytest
@@ -14,12 +15,13 @@ from pytorch_lightning.plugins.precision import MixedPrecision
 from pytorch_lightning.strategies import DDPStrategy, FSDPStrategy
 from support.anemoi_model import build, draw, graph_of, make_options
 from support.capturing import capture_in_place
+from support.refusals import raises, refused
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from anemoi_gt.cuda_graph import checkpoints_without_generator
 from anemoi_gt.integrations import anemoi
-from anemoi_gt.integrations.anemoi.callback import _tensors_of_loss, check_capturable
+from anemoi_gt.integrations.anemoi.callback import check_capturable
 from anemoi_gt.integrations.anemoi.cuda_graph import held, indices_on_device
 
 PREDICTED = [0, 1, 2]  # variables of the model's output
@@ -39,6 +41,11 @@ def one_rank():
     with patch.dict(os.environ):
         yield
         torch.distributed.destroy_process_group()
+
+
+@pytest.fixture
+def capture():
+    return Mock(side_effect=capture_in_place)
 
 
 class Loss(nn.Module):
@@ -166,18 +173,12 @@ def test_a_fit_with_replays_has_the_bits_of_one_without(graph, name, accumulated
 
 
 @pytest.mark.parametrize("accumulated", [1, 2])
-def test_a_single_batch_of_another_shape_is_launched_and_two_in_a_row_are_captured(graph, accumulated, said):
+def test_a_single_batch_of_another_shape_is_launched_and_two_in_a_row_are_captured(graph, accumulated, said, capture):
     data = batches(graph, sizes=[2, 1, 2, 1, 1, 1])
-    captures = []
-
-    def capture(function):
-        captures.append(function)
-        return capture_in_place(function)
-
     options = {"data": data, "epochs": 1, "accumulate_grad_batches": accumulated}
     launched, replayed = fit(graph, **options), fit(graph, [anemoi.CUDAGraphCallback(capture)], **options)
     assert_same(replayed, launched)
-    assert len(captures) == 2 and said().count(UNCAPTURED) == 2
+    assert capture.call_count == 2 and said().count(UNCAPTURED) == 2
 
 
 @pytest.mark.parametrize("accumulated", [1, 2])
@@ -199,21 +200,15 @@ def test_a_replay_reads_what_a_loss_holds_from_one_place(graph):
     assert (len(replayed), len(launched)) == (1, 4)
 
 
-def test_a_step_is_captured_again_when_a_weight_has_moved(graph):
+def test_a_step_is_captured_again_when_a_weight_has_moved(graph, capture):
     class Moved(Callback):
         def on_train_batch_start(self, trainer, module, batch, batch_idx):
             if batch_idx == 2:
                 weight = next(module.parameters())
                 weight.data = weight.data.clone()
 
-    captures = []
-
-    def capture(function):
-        captures.append(function)
-        return capture_in_place(function)
-
     assert_same(fit(graph, [anemoi.CUDAGraphCallback(capture), Moved()], epochs=1), fit(graph, epochs=1))
-    assert len(captures) == 2
+    assert capture.call_count == 2
 
 
 class Failing(Callback):
@@ -225,7 +220,6 @@ def test_an_exception_puts_back_what_was_replaced(graph):
     replays = callback()
     with pytest.raises(RuntimeError, match="disk is full"):
         fit(graph, [replays, Failing()], epochs=1)
-    assert replays._step is None and replays._launch is None
     assert_same(fit(graph, [replays], epochs=1), fit(graph, epochs=1))
 
 
@@ -247,14 +241,12 @@ def test_what_cannot_be_captured_is_refused(graph, monkeypatch, change, options,
         fit(graph, [anemoi.CUDAGraphCallback() if change == "capture" else callback()], epochs=1, **options)
 
 
-@pytest.mark.parametrize(("strategy", "processes", "message"), [(DDPStrategy, 2, "one process, .* got 2 processes")])
-def test_strategies_that_reduce_gradients_in_hooks_are_refused(strategy, processes, message):
-    trainer = SimpleNamespace(strategy=strategy(), world_size=processes)
-    with pytest.raises(ValueError, match=message):
-        check_capturable(trainer, None, capture_in_place)
-    trainer = SimpleNamespace(strategy=FSDPStrategy(), world_size=1)
-    with pytest.raises(ValueError, match="strategy on one device or DDP, got FSDPStrategy: set training.strategy"):
-        check_capturable(trainer, None, capture_in_place)
+@refused(
+    ({"strategy": DDPStrategy(), "world_size": 2}, "one process, .* got 2 processes"),
+    ({"strategy": FSDPStrategy(), "world_size": 1}, "on one device or DDP, got FSDPStrategy: set training.strategy"),
+)
+def test_strategies_that_reduce_gradients_in_hooks_are_refused(wrong, message):
+    raises(lambda: check_capturable(SimpleNamespace(**wrong), None, capture_in_place), message)
 
 
 def test_the_callback_is_a_line_of_a_config():
@@ -286,15 +278,11 @@ def test_a_loop_of_ones_own_with_replays_has_the_bits_of_one_without(graph):
     runs = []
     for replays in (False, True):
         model = build(graph, make_options(**SMALL))
-        make = (
-            (lambda function, model=model: anemoi.capture_step(function, model, capture_in_place))
-            if replays
-            else (lambda function: function)
-        )
+        replayed = partial(anemoi.capture_step, module=model, capture=capture_in_place)
+        make = replayed if replays else lambda function: function
         runs.append(own_loop(model, batches(graph), torch.amp.GradScaler("cpu"), make))
     (launched, weights), (replayed, others) = runs
-    assert [each["loss"] for each in replayed] == [each["loss"] for each in launched]
-    assert [each["error"] for each in replayed] == [each["error"] for each in launched]
+    assert replayed == launched
     assert all(map(torch.equal, others, weights))
 
 
@@ -316,13 +304,6 @@ def test_indices_on_the_host_are_found_and_put_back(graph):
         assert model.data_indices["data"].data.input.full.device.type == "meta"
         assert module.loss.indices_by_layout["model_output"].device.type == "meta"
     assert [id(holder[key]) for (holder, key), _ in indices] == [id(value) for value in before]
-
-
-def test_the_tensors_of_a_loss_are_inputs_of_a_replay_unless_they_are_trained():
-    loss = Loss(3)
-    loss.factor = nn.Parameter(torch.ones(1))
-    assert sorted(key for _, key in _tensors_of_loss(SimpleNamespace(loss=loss))) == ["nan", "weights"]
-    assert _tensors_of_loss(SimpleNamespace(loss=print)) == []
 
 
 @pytest.mark.parametrize("place", ["before", "inside"])

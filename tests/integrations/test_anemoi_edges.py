@@ -7,16 +7,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from anemoi.models.distributed.khop_edges import build_graph_partition
 from support.anemoi_model import build, differentiate, draw, make_options
+from support.operators import Operators
 from support.same_numbers import assert_same_numbers
 from torch.library import opcheck
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from anemoi_gt import GraphStructure
 from anemoi_gt.integrations import anemoi as integration
 from anemoi_gt.integrations.anemoi import cache
-from anemoi_gt.integrations.anemoi.cache import cached_list, lookup, structure_of
+from anemoi_gt.integrations.anemoi.cache import cached_list, structure_of
 
 
 @pytest.fixture
@@ -64,18 +63,15 @@ def test_each_source_side_is_made_once_and_not_for_inference(graph, monkeypatch)
     assert len(made) == 3
 
 
-class Synchronisations(TorchDispatchMode):
-    """Operators that make a CPU wait for a GPU, or whose sizes depend on values."""
-
-    NAMES = ("aten._local_scalar_dense", "aten.nonzero", "aten._unique2", "aten.is_nonzero", "aten.equal", "aten.sort")
-
-    def __init__(self):
-        super().__init__()
-        self.found = []
-
-    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        self.found += [str(operator) for name in self.NAMES if str(operator).startswith(name)]
-        return operator(*args, **(kwargs or {}))
+# Operators that make a CPU wait for a GPU, or whose sizes depend on values.
+SYNCHRONISING = (
+    "aten._local_scalar_dense",
+    "aten.nonzero",
+    "aten._unique2",
+    "aten.is_nonzero",
+    "aten.equal",
+    "aten.sort",
+)
 
 
 @pytest.mark.parametrize("options", ({}, {"shard_strategy": "heads"}, {"mapper_chunks": 1, "qk_norm": True}), ids=str)
@@ -86,9 +82,9 @@ def test_a_step_after_the_first_does_not_synchronise_the_device(graph, options, 
 
     def synchronisations():
         lists.clear()
-        with Synchronisations() as mode:
+        with Operators() as operators:
             train(model, x, steps=1)
-        return mode.found + lists
+        return [name for name in operators.names if name.startswith(SYNCHRONISING)] + lists
 
     assert synchronisations()  # upstream
     with integration.install():
@@ -206,14 +202,6 @@ def test_an_unknown_list_is_sorted_once_while_it_lives(sorts, young):
     assert not cache._BY_TENSOR
 
 
-def test_a_cached_list_that_was_written_into_is_sorted_again():
-    edge_index = cached_list(torch.tensor([[0, 1], [0, 1]]), (3, 2))
-    structure_of(edge_index, (3, 2), reverse=False)
-    edge_index[0, 0] = 2
-    assert lookup(edge_index) is None
-    assert structure_of(edge_index, (3, 2), reverse=False)[0].row.tolist() == [2, 1]
-
-
 def test_lists_without_edges_work():
     edge_index = cached_list(torch.zeros(2, 0, dtype=torch.int64), (3, 2))
     assert structure_of(edge_index, (3, 2), reverse=True)[0].num_edges == 0
@@ -224,19 +212,6 @@ def test_side_by_side_graphs_are_folded_where_they_are_equal(sources, batch):
     edge_index = cached_list(torch.tensor([sources, [0, 1, 2, 3]]), (4, 4), 2)
     graph, found = structure_of(edge_index, (4, 4), reverse=False)
     assert found == batch and graph.num_dst == 4 // batch
-
-
-def test_a_chunk_holds_what_anemois_holds():
-    edge_index = torch.tensor([[5, 1, 4, 1, 0], [0, 0, 1, 2, 3]])
-    partition = build_graph_partition(edge_index, 2, (6, 4))
-    pair = (torch.arange(6.0).unsqueeze(1), torch.arange(4.0).unsqueeze(1))
-    edge_attr = torch.arange(5.0).unsqueeze(1)
-    expected = [partition.materialise(i, pair, edge_attr, edge_index, cond=pair) for i in range(2)]
-    cached_list(edge_index, (6, 4))
-    with integration.install():
-        for i, chunk in enumerate(expected):
-            for _ in range(2):
-                torch.testing.assert_close(partition.materialise(i, pair, edge_attr, edge_index, cond=pair), chunk)
 
 
 @pytest.mark.parametrize("reverse", (False, True))

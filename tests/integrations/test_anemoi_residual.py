@@ -65,11 +65,3 @@ def test_a_residual_of_another_number_of_steps_is_refused():
     x_out, skip = torch.zeros(GRID, TIME * 4), torch.zeros(1, TIME + 1, 1, GRID, 6)
     with integration.install(), pytest.raises(AssertionError, match="with 2 output steps, got"):
         AnemoiModelEncProcDec._assemble_output(MODEL, x_out, skip, 1, 1, torch.float32, "global")
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, to which indices are copied")
-def test_indices_are_copied_to_the_device_once():
-    from anemoi_gt.integrations.anemoi.residual import _on_device
-
-    index = MODEL._internal_output_idx["global"]
-    assert _on_device(index, torch.device("cuda:0")) is _on_device(index, torch.device("cuda:0"))

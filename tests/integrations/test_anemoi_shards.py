@@ -12,7 +12,8 @@ import torch.distributed as dist
 from anemoi.models.distributed.shapes import GraphShardInfo
 from support import anemoi_shards
 from support.anemoi_model import build, make_options
-from support.anemoi_shards import CASES, LAYERS
+from support.anemoi_shards import CASES, LAYERS, STRATEGIES, WORLDS
+from support.same_numbers import assert_same_numbers
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from anemoi_gt.integrations import anemoi as integration
@@ -45,62 +46,42 @@ def one_rank(name):
         logging.disable(logging.NOTSET)
 
 
-def assert_as_one_rank(folder, name):
+@pytest.mark.parametrize("name", [*CASES, "conditioned"])  # of meshes, ensembles, ranks without nodes, whole inputs, ..
+def test_loss_and_gradients_are_those_of_one_rank(folder, name):
     loss, gradients, _ = torch.load(folder / f"{name}.pt")
     expected, of_one = one_rank(name)
     assert abs(loss - expected) <= 1e-10 * abs(expected)
     largest = max(gradient.abs().max() for gradient in of_one.values())
     for parameter, gradient in of_one.items():
-        scale = max(
-            gradient.abs().max(), 1e-6 * largest
-        )  # gradients that are zero by nature have no scale of their own
+        scale = max(gradient.abs().max(), 1e-6 * largest)  # those that are zero by nature have no scale of their own
         error = (gradients[parameter] - gradient).abs().max()
         assert error <= 1e-10 * scale, f"{parameter}: off by {error:.1e} of {scale:.1e}"
 
 
-def cases(part):
-    return [name for name in CASES if name.startswith(part)]
+@pytest.fixture(scope="module")
+def unsharded():
+    """Output and gradients of Anemoi's model on one rank."""
+    return anemoi_shards.run_upstream(anemoi_shards.upstream_model("edges"), None)
 
 
-@pytest.mark.parametrize("name", cases("symmetric"))
-def test_symmetric_mesh_has_loss_and_gradients_of_one_rank(folder, name):
-    assert_as_one_rank(folder, name)
+SORTS = {
+    "edges": 2 + 2 + 2,  # two chunks of the encoder, two layers with halos of their own, two of the decoder
+    "heads": 3,  # gathered lists of encoder, processor and decoder, recompute included
+}
 
 
-@pytest.mark.parametrize("name", cases("asymmetric"))
-def test_mesh_of_nearest_neighbours_has_loss_and_gradients_of_one_rank(folder, name):
-    assert_as_one_rank(folder, name)
-
-
-@pytest.mark.parametrize("name", cases("ensemble"))
-def test_ensemble_has_loss_and_gradients_of_one_rank(folder, name):
-    assert_as_one_rank(folder, name)
-
-
-@pytest.mark.parametrize("name", cases("tiny"))
-def test_ranks_without_nodes_or_edges_take_part(folder, name):
-    assert_as_one_rank(folder, name)
-
-
-@pytest.mark.parametrize("name", cases("replicated"))
-def test_input_that_every_rank_holds_gives_loss_and_gradients_of_one_rank(folder, name):
-    assert_as_one_rank(folder, name)
-
-
-def test_gradients_do_not_depend_on_chunks_and_checkpointing(folder):
-    assert_as_one_rank(folder, "all activations kept")
-
-
-def test_embedded_edges_are_divided_too(folder):
-    assert_as_one_rank(folder, "edges embedded")
-
-
-def test_conditions_of_sources_are_exchanged_with_them(folder):
-    assert_as_one_rank(folder, "conditioned")
-
-
-def test_compiled_blocks_exchange_their_halo(folder):
-    assert_as_one_rank(folder, "compiled")
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("world", WORLDS)
+def test_with_anemois_sharding_numbers_are_those_on_ranks_and_on_one_and_lists_are_sorted_once(
+    folder, unsharded, world, strategy
+):
+    (out, gradients, sorts), (_, theirs, _) = (
+        torch.load(folder / f"{world}_{strategy}_{who}.pt") for who in ("ours", "theirs")
+    )
+    assert_same_numbers(out, unsharded[0])
+    assert_same_numbers(gradients, unsharded[1])
+    assert_same_numbers(gradients, theirs)
+    assert sorts == [SORTS[strategy], 0]
 
 
 @pytest.mark.parametrize("name", ["symmetric-3-batch1", "asymmetric-4-batch2"])

@@ -4,7 +4,6 @@ import copy
 import gc
 import logging
 import pickle
-import subprocess
 import sys
 from importlib.metadata import version
 
@@ -36,7 +35,6 @@ CHANGED += (NoiseConditioning, NamedNodesAttributes, target_features, *(sys.modu
 
 @pytest.fixture
 def inputs():
-    """What a processor block is called with."""
     return block_inputs()
 
 
@@ -83,7 +81,7 @@ def test_install_logs_one_line_and_tells_what_is_in_force(caplog):
     assert line.startswith(
         f"graph-transformer blocks of anemoi-models {version('anemoi-models')} compute with anemoi_gt"
     )
-    assert line.endswith("backend='torch', precision=None, fuse_edges=False, sharding=True; replaced 27 of 27 methods")
+    assert line.endswith("backend='torch', precision=None, fuse_edges=False, sharding=True; replaced 29 of 29 methods")
     with integration.install(precision="bf16") as inner:
         assert integration.installed() == Settings(AttentionConfig(precision="bf16"), fuse_edges=True, sharding=True)
         assert repr(inner) == "Installation(backend='auto', precision='bf16', fuse_edges=True, sharding=True; in force)"
@@ -151,10 +149,11 @@ def test_installation_pickles_as_an_empty_context():
         pass
 
 
-def test_missing_anemoi_is_named_with_the_command_that_installs_it():
-    code = "import sys; sys.modules['anemoi.models'] = None; import anemoi_gt.integrations.anemoi as a; a.install()"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert "pip install anemoi-models==0.19.0" in result.stderr
+def test_missing_anemoi_is_named_with_the_command_that_installs_it(monkeypatch):
+    for name in [name for name in sys.modules if name.startswith("anemoi.models")]:
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ImportError, match="pip install anemoi-models==0.19.0"):
+        integration.install()
 
 
 OTHER_VERSIONS = {  # of a method that stands for Anemoi's, with one parameter more
@@ -200,7 +199,13 @@ def changed(change):
     return block
 
 
+def with_own_function(block):
+    conv = block._modules.pop("conv")
+    block.conv = lambda *operands: conv(*operands)
+
+
 UNSERVED = {
+    "its conv is builtins.function, which is not Anemoi's attention": with_own_function,
     "its conv is .*OwnConv, which is not Anemoi's attention": lambda block: setattr(block, "conv", OwnConv(block.conv)),
     "hooks watch its conv, which would not be called": lambda block: block.conv.register_forward_hook(lambda *_: None),
     "hooks watch its conv, .* not be called": lambda block: block.conv.register_full_backward_pre_hook(lambda *_: None),
@@ -210,17 +215,21 @@ UNSERVED = {
 @pytest.mark.parametrize("reason", UNSERVED)
 @pytest.mark.parametrize("fuse_edges", (False, True))
 def test_what_we_cannot_serve_runs_anemois_code_and_says_so_once(inputs, attentions, said, reason, fuse_edges):
+    torch.compiler.reset()
     block = changed(UNSERVED[reason])
-    expected = run(block, inputs)
+    ways = (False, True) if fuse_edges else ()  # fullgraph
+    expected, compiled = run(block, inputs), [torch.compile(block, backend="eager", fullgraph=way) for way in ways]
     with integration.install(fuse_edges=fuse_edges):
-        for _ in range(2):
-            assert_same_numbers(run(block, inputs), expected)
+        for forward in (*compiled[:1], block, block):
+            assert_same_numbers(run(block, inputs, forward), expected)
     assert not attentions
     (message,) = said()
     assert message.startswith("an Anemoi block runs Anemoi's own attention: ")
     refused = f"backend 'torch' cannot serve this Anemoi block: {reason}; backend 'auto' runs"
-    with integration.install(backend="torch"), pytest.raises(ValueError, match=refused):
-        block(*inputs)
+    for forward in (block, *compiled):
+        errors = (ValueError, torch._dynamo.exc.Unsupported)
+        with integration.install(backend="torch"), pytest.raises(errors, match=refused):
+            forward(*inputs)
 
 
 def test_a_sparse_adjacency_is_named_as_the_reason(inputs):
@@ -255,11 +264,12 @@ UNFUSED = {
 
 @pytest.mark.parametrize("reason", UNFUSED)
 def test_edges_are_embedded_where_their_weight_is_not_all(inputs, attentions, said, reason):
+    torch.compiler.reset()
     block = changed(UNFUSED[reason])
-    expected = run(block, inputs)
+    expected, compiled = run(block, inputs), torch.compile(block, backend="eager")
     with integration.install():
-        for _ in range(2):
-            assert_same_numbers(run(block, inputs), expected)
+        for forward in (block, compiled, block):
+            assert_same_numbers(run(block, inputs, forward), expected)
     assert len(attentions[0]) == 5 and attentions[0][4].shape == (len(inputs[1]), 2, 8)
     (message,) = said()
     assert message.startswith(f"an Anemoi block embeds its edges before the attention: {reason}")

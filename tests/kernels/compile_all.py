@@ -29,6 +29,7 @@ from triton.runtime import JITFunction
 
 from anemoi_gt.graph import GraphStructure
 from anemoi_gt.graph.build import group_both_ends_unordered, group_edges_by_rank, group_edges_unordered
+from anemoi_gt.nn import GraphTransformerMapperBlock, whole_block
 from anemoi_gt.ops import triton_backend
 from anemoi_gt.ops.operands import AttentionOperands
 from anemoi_gt.ops.triton_backend import launch
@@ -68,7 +69,8 @@ def hub_graph(edges=400):
 def full_graph(edges):
     """The same with everything a structure may carry; of 90 edges, three at every destination."""
     perm, ids = torch.randperm(edges, dtype=torch.int32), torch.arange(edges)
-    return replace(bare_graph(edges), perm=perm, global_edge_id=ids).with_dst_schedule()
+    schedule = torch.arange(30, dtype=torch.int32).flip(0)
+    return replace(bare_graph(edges), perm=perm, global_edge_id=ids, dst_schedule=schedule)
 
 
 def run(call):
@@ -90,6 +92,15 @@ def run(call):
     operands = AttentionOperands(query, key, value, attr, weight, bias)
     out, lse = triton_backend.attend(operands, graph, seed, 0.125, call.dropout_p)
     (out.float().sum() + lse.sum()).backward()
+
+
+def run_block(dtype):
+    """Forward and backward of a whole block, from other sources."""
+    sizes = {"in_channels": 64, "hidden_dim": 80, "out_channels": 64, "num_heads": 4, "edge_dim": 3}
+    block, graph = GraphTransformerMapperBlock(**sizes), bare_graph()
+    nodes = (torch.zeros(number, 64, dtype=dtype, requires_grad=True) for number in (graph.num_src, graph.num_dst))
+    with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+        whole_block.run_block(block, *nodes, torch.zeros(graph.num_edges, 3), graph, 1).float().sum().backward()
 
 
 def record(work):
@@ -146,7 +157,6 @@ def resources(compiled):
 
 
 def recorded(*calls):
-    """Distinct launches of all calls."""
     return distinct([launched for call in calls for launched in record(lambda call=call: run(call))])
 
 
@@ -160,6 +170,8 @@ def every():
     calls += [replace(standard, graph=equal), replace(standard, form="none", graph=equal), replace(odd, graph=equal)]
     calls += [replace(call, graph=hub_graph()) for call in (odd, replace(standard, form="embedded"))]
     launches = list(recorded(*calls))
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        launches += distinct(record(lambda dtype=dtype: run_block(dtype)))
     for dtype in (torch.int32, torch.int64):
         edges = torch.zeros(2, 7, dtype=dtype)
         launches += record(lambda edges=edges: group_edges_unordered(edges, 3, edges.dtype))
@@ -173,7 +185,6 @@ def every():
 
 
 def each():
-    """All kernels, once."""
     first = {}
     for kernel, *rest in every():
         first.setdefault(kernel, (kernel, *rest))

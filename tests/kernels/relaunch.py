@@ -56,7 +56,6 @@ class Driver:
 
 
 def twice(launch, **tensors):
-    """Launch, and launch again."""
     ONCE(launch, **tensors)
     ONCE(launch, **tensors)
 
@@ -82,7 +81,6 @@ def repeated():
 
 
 def public():
-    """As `repeated`, without the private parts."""
     with mock.patch.object(jit_launch, "repeating_device", lambda: None):
         repeated()
 
@@ -116,7 +114,6 @@ def replayed():
 
 
 def compilations():
-    """How many compiled forms of each kernel there are."""
     return {kernel.__name__: len(kernel.device_caches[0][0]) for kernel in KERNELS if kernel.device_caches[0][0]}
 
 

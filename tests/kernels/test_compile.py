@@ -1,4 +1,7 @@
-"""The kernels as compilers see them, anywhere: they compile for every GPU, fit its registers, count far enough."""
+"""The kernels as compilers and drivers see them, anywhere: they compile for every GPU, fit its registers, count far enough.
+
+A kernel that is launched again goes past Triton's binder, and as Triton would have launched it.
+"""
 
 import re
 from functools import cache
@@ -15,6 +18,7 @@ KERNELS = (
     | GROUPING
     | {f"edge_attention_{n}" for n in ATTENTION}
 )
+NODE_ROWS = {"layer_norm_fwd", "layer_norm_bwd", "gelu_fwd", "gelu_bwd"}  # of whole blocks
 GROWING = {  # arguments whose size grows with nodes x channels or edges x heads
     "query", "key", "value", "edge_attr", "projected", "projected_grad", "grad_out", "out", "exp_scores", "attr_sums",
     "dscore_sums", "dquery", "dkey", "dvalue", "dedge_attr", "p_ds", "dp", "rows", "sums", "scores", "attr_dp",
@@ -24,7 +28,6 @@ GROWING = {  # arguments whose size grows with nodes x channels or edges x heads
 
 @cache
 def compile_kernels(what, *target):
-    """The lines that compile_all.py prints."""
     return lines_of(Path(__file__).with_name("compile_all.py"), what, *target)
 
 
@@ -36,7 +39,7 @@ LIKE_ANOTHER = ("cuda:100", "hip:gfx90a")  # of the same compiler and shared mem
 @pytest.mark.parametrize("target", SHARED)
 def test_every_kernel_compiles(target):
     compiled = compile_kernels("each" if target in LIKE_ANOTHER else "every", target)
-    assert {line["kernel"] for line in compiled} == KERNELS
+    assert {line["kernel"] for line in compiled} == KERNELS | NODE_ROWS
     assert all(line["binaries"] == [{"cuda": "cubin", "hip": "hsaco"}[target.split(":")[0]]] for line in compiled)
     assert max(line["shared"] for line in compiled) <= SHARED[target]
 
@@ -123,3 +126,48 @@ def test_a_profiler_is_told_bytes_and_flops_of_a_launch():
         ("edge_attention_bwd_src", "raw"): ((2 * 400 + 2 * 40) * row, flops),  # q, do; dk, dv
         ("edge_attention_bwd_src", "embedded"): ((2 * 400 + 2 * 40) * row, flops),
     }
+
+
+LAUNCHES, WITH_HUBS = 10, 16  # of a forward and a backward pass with raw attributes
+
+
+@cache
+def relaunch(what):
+    return lines_of(Path(__file__).with_name("relaunch.py"), what, timeout=300)
+
+
+@pytest.mark.parametrize(("what", "repeats"), [("repeated", True), ("public", False)])
+def test_a_second_launch_hands_the_driver_what_triton_hands_it(what, repeats):
+    lines = relaunch(what)
+    assert len(lines) == LAUNCHES + WITH_HUBS
+    for line in lines:
+        assert line["second"] == line["first"]
+        assert line["tensors"][0] == line["tensors"][1] if not repeats else line["tensors"][1] == 0
+    first_of_a_kernel = {line["first"][0]: line["tensors"][0] for line in reversed(lines)}
+    assert all(first_of_a_kernel.values())  # what is met for the first time goes through Triton's binder
+
+
+def test_a_kernel_is_compiled_once_for_all_sizes_of_a_graph():
+    (compilations,) = relaunch("sizes")
+    assert set(compilations.values()) == {1} and len(compilations) == 8, compilations
+
+
+def test_unaligned_operands_go_to_a_kernel_compiled_for_them():
+    lines = relaunch("unaligned")
+    assert len(lines) == 2 * LAUNCHES
+    assert all(line["odd"] or "sum_weight" in line["name"] for line in lines), lines  # which reads none of them
+
+
+def test_a_replayed_pass_hands_the_driver_what_triton_hands_it():
+    first, recorded, *replayed = relaunch("replayed")
+    assert len(first["launches"]) == LAUNCHES + WITH_HUBS
+    assert all(line["launches"] == first["launches"] for line in (recorded, *replayed))
+    assert [line["blocks"] for line in (first, recorded, *replayed)] == [0, 0, 4, 4]  # of scratch, one a pass
+
+
+def test_a_profiler_hears_of_every_launch_and_is_told_its_bytes():
+    lines = relaunch("watched")
+    assert len(lines) == 2 * LAUNCHES
+    told = {line["name"] for line in lines if line.get("bytes")}
+    expected = ("fwd_bf16_h2_c16_d3", "bwd_dst_bf16_h2_c16_d3", "bwd_src_bf16_h2_c16")
+    assert told == {f"edge_attention_{name}" for name in expected}

@@ -23,7 +23,6 @@ KINDS = {  # class, channels
     "backward from other channels": ("GraphTransformerBackwardMapper", {"in_channels_src": 8, "out_channels_dst": 3}),
 }
 THEIRS = {"layer_kernels": {}, "graph_attention_backend": "pyg", "gradient_checkpointing": False}
-every_kind = pytest.mark.parametrize("kind", KINDS)
 
 
 def make_edges(num_src):
@@ -74,36 +73,31 @@ def run_ours(mapper, inputs, num_chunks=1):
     return differentiate(mapper, inputs, call)
 
 
-@every_kind
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("conditional", (False, True))
 @pytest.mark.parametrize("num_chunks", (1, 3))
-def test_mapper_gives_their_output_and_all_their_gradients(kind, conditional, num_chunks):
+def test_mapper_gives_their_output_and_all_their_gradients_and_loads_both_ways(kind, conditional, num_chunks):
     theirs, ours = make_pair(kind, conditional, num_chunks)
     inputs = make_inputs(kind, conditional)
     assert_same(run_ours(ours, inputs, num_chunks), run_theirs(theirs, inputs))
+    assert_state_loads_back(theirs, ours)
 
 
-def make_processors():
-    theirs = TheirProcessor(num_layers=3, num_chunks=1, **SIZES, **THEIRS).double()
-    ours = nn.GraphTransformerProcessor(num_layers=3, **SIZES).double()
-    ours.load_state_dict(randomise(theirs).state_dict())
-    return theirs, ours
-
-
-@pytest.mark.parametrize("kind", [*KINDS, "processor"])
-def test_state_dict_loads_both_ways(kind):
-    theirs, ours = make_processors() if kind == "processor" else make_pair(kind)
+def assert_state_loads_back(theirs, ours):
     assert list(ours.state_dict()) == list(theirs.state_dict())
     theirs.load_state_dict(randomise(ours, seed=1).state_dict())
     assert_same(theirs.state_dict(), ours.state_dict(), 0)
 
 
-def test_processor_gives_their_output_and_all_their_gradients():
-    (theirs, ours), edge_index = make_processors(), make_edges(DST)
+def test_processor_gives_their_output_and_all_their_gradients_and_state_dicts_load_both_ways():
+    theirs = TheirProcessor(num_layers=3, num_chunks=1, **SIZES, **THEIRS).double()
+    ours, edge_index = nn.GraphTransformerProcessor(num_layers=3, **SIZES).double(), make_edges(DST)
+    ours.load_state_dict(randomise(theirs).state_dict())
     graph, shards = GraphStructure.from_edge_index(edge_index, DST), GraphShardInfo()
     inputs = {"x": draw(DST, 12), "edge_attr": draw(EDGES, DIM)}
     expected = differentiate(theirs, inputs, lambda t: theirs(t["x"], 1, shards, t["edge_attr"], edge_index))
     assert_same(differentiate(ours, inputs, lambda t: ours(t["x"], graph, t["edge_attr"])), expected)
+    assert_state_loads_back(theirs, ours)
 
 
 def test_edges_and_their_trainable_attributes_are_in_the_same_order():

@@ -154,15 +154,6 @@ def make_graphs(*sizes):
     return [Data(draw(n, 6), edge_index, draw(e, DIM)) for (n, e), edge_index in zip(sizes, edge_lists, strict=True)]
 
 
-def test_a_batch_on_one_graph_gives_what_pygs_block_diagonal_batch_gives():
-    conv = GraphTransformerConv(6, 8, heads=3, edge_dim=DIM).double()
-    (data,) = make_graphs((7, 20))
-    x = torch.randn(3, 7, 6, dtype=torch.float64)
-    batch = Batch.from_data_list([Data(x=x[b], edge_index=data.edge_index, edge_attr=data.edge_attr) for b in range(3)])
-    expected = conv(batch.x, batch.edge_index, batch.edge_attr)
-    assert_same(conv(x, data.edge_index, data.edge_attr).flatten(0, 1), expected)
-
-
 def test_a_pyg_batch_of_different_graphs_gives_what_each_gives_alone():
     conv = GraphTransformerConv(6, 8, heads=3, edge_dim=DIM).double()
     graphs = make_graphs((7, 20), (3, 1), (4, 0), (9, 40))
@@ -179,15 +170,6 @@ def test_a_graph_with_no_or_one_edge_works(conv, x, edges):
     edge_index = torch.zeros(2, edges, dtype=torch.int64)
     out = conv(x, edge_index, torch.randn(edges, DIM, dtype=torch.float64))
     assert_same(out[1:], conv.lin_skip(x[1])[1:])
-
-
-def test_autocast_computes_in_its_dtype_with_gradients_in_that_of_the_parameters(conv, x, edge_index, edge_attr):
-    conv, x = conv.float(), tuple(side.float() for side in x)
-    with torch.autocast("cpu", torch.bfloat16):
-        out = conv(x, edge_index, edge_attr.float())
-    out.float().sum().backward()
-    assert out.dtype == torch.bfloat16
-    assert all(parameter.grad.dtype == torch.float32 for parameter in conv.parameters())
 
 
 def test_wrong_inputs_are_refused(conv, x, edge_index, edge_attr):

@@ -117,12 +117,6 @@ def test_lazy_sizes_are_taken_from_the_first_input_as_in_pyg(bipartite):
     assert {name: tensor.shape for name, tensor in fresh.state_dict().items()} == shapes
 
 
-def test_flow_from_target_to_source_is_that_of_pyg():
-    x, edge_index, edge_attr = make_inputs(False, 5)
-    theirs, ours = make_pair(False, {"heads": 3, "edge_dim": 5, "flow": "target_to_source"})
-    assert_same(ours(x, edge_index, edge_attr), theirs(x, edge_index, edge_attr))
-
-
 @pytest.mark.parametrize("rate", (0.1, 0.5, 1.0))
 def test_dropout_drops_weights_at_its_rate_and_scales_the_others(rate):
     nodes, heads = 5000, 4

@@ -8,18 +8,16 @@ import warnings
 
 import pytest
 import torch
-from torch_geometric.data import HeteroData
+from support.pyg_models import DIM, make_hetero
+from support.refusals import raises
 from torch_geometric.explain import AttentionExplainer, Explainer, GNNExplainer
 from torch_geometric.nn import HeteroConv, Sequential, TransformerConv, summary, to_hetero
 
 from anemoi_gt import AttentionConfig, GraphStructure, GraphTransformerConv
 
-DIM = 3
-
 
 @pytest.fixture
 def data():
-    """x, edge_index, edge_attr of a small graph."""
     generator = torch.Generator().manual_seed(0)
     edge_index = torch.randint(8, (2, 25), generator=generator)
     return torch.randn(8, 6, generator=generator), edge_index, torch.randn(25, DIM, generator=generator)
@@ -47,20 +45,6 @@ def test_pygs_sequential_runs_it(data):
     expected = second(first(x, edge_index, edge_attr).relu(), edge_index, edge_attr)
     assert torch.equal(model(x, edge_index, edge_attr), expected)
     assert torch.equal(model(x, graph, edge_attr), expected)
-
-
-def make_hetero():
-    """Two kinds of nodes and three kinds of edges."""
-    generator = torch.Generator().manual_seed(2)
-    graph = HeteroData()
-    sizes = {"data": 9, "hidden": 5}
-    for name, size in sizes.items():
-        graph[name].x = torch.randn(size, 6, generator=generator)
-    for source, target in (("data", "hidden"), ("hidden", "hidden"), ("hidden", "data")):
-        ends = [torch.randint(sizes[name], (20,), generator=generator) for name in (source, target)]
-        graph[source, "to", target].edge_index = torch.stack(ends)
-        graph[source, "to", target].edge_attr = torch.randn(20, DIM, generator=generator)
-    return graph
 
 
 def test_to_hetero_makes_of_it_what_it_makes_of_pygs_layer():
@@ -133,12 +117,9 @@ def test_layer_warns_of_per_edge_messages_only_while_a_hook_is_active(data):
 def test_backend_triton_refuses_messages(data):
     conv = GraphTransformerConv(6, 4, heads=2, edge_dim=DIM, config=AttentionConfig("triton"))
     refusal = "attention backend must be 'auto' or 'torch' while a PyG explainer or message hook is active"
-    with pytest.raises(ValueError, match=refusal):
-        explain(conv, AttentionExplainer(), data, edge_mask_type="object")
-    hook = conv.register_message_forward_hook(lambda *_: None)
-    with pytest.raises(ValueError, match=refusal):
-        conv(*data)
-    hook.remove()
+    raises(lambda: explain(conv, AttentionExplainer(), data, edge_mask_type="object"), refusal)
+    conv.register_message_forward_hook(lambda *_: None)
+    raises(lambda: conv(*data), refusal)
 
 
 @pytest.mark.filterwarnings("ignore:GraphTransformerConv falls back to per-edge messages")
@@ -161,8 +142,7 @@ def test_layer_refuses_a_batch_while_a_hook_is_active(data):
     x, edge_index, edge_attr = data
     conv = GraphTransformerConv(6, 4, edge_dim=DIM)
     conv.register_message_forward_hook(lambda *_: None)
-    with pytest.raises(ValueError, match=r"x must have shape \[N, F\] while .* got a batch of 3"):
-        conv(x.expand(3, -1, -1), edge_index, edge_attr)
+    raises(lambda: conv(x.expand(3, -1, -1), edge_index, edge_attr), r"shape \[N, F\] while .* got a batch of 3")
 
 
 def test_copies_are_complete_and_independent(data):

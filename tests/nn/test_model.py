@@ -9,6 +9,7 @@ from omegaconf import OmegaConf
 from support.differentiate import randomise
 from support.refusals import raises, refused
 from support.weather import IN, KINDS, NODES, OUT, SAMPLES, weather_graph
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from anemoi_gt import AttentionConfig, EncoderProcessorDecoder, GraphStructure
 from anemoi_gt.nn.block import GraphTransformerBaseBlock
@@ -36,15 +37,6 @@ def train_step(model, x, seed=4):
     out = model(x)
     (out * torch.linspace(-1, 1, out.numel()).reshape(out.shape)).sum().backward()
     return out.detach(), {name: parameter.grad for name, parameter in model.named_parameters()}
-
-
-def test_gradient_reaches_every_parameter(graph, x):
-    model = randomise(make_model(graph).double())
-    _, gradients = train_step(model, x.double())
-    for name, gradient in gradients.items():
-        reached = gradient is not None and bool(gradient.abs().max() > 1e-6)
-        # A constant on all keys changes no softmax, so that bias never learns.
-        assert reached != name.endswith("lin_key.bias"), name
 
 
 def test_batch_elements_do_not_see_each_other(graph, x):
@@ -130,6 +122,22 @@ def test_checkpointing_keeps_less_for_backward(graph, x):
     assert all_in_one < groups < 0.5 * everything
 
 
+def test_chunks_of_fields_are_embedded_one_at_a_time(graph, x):
+    class Widest(TorchDispatchMode):
+        widest = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            out = function(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor) and out.dim() == 3 and out.shape[1] == NODES["data"]:
+                self.widest = max(self.widest, out.shape[-1])
+            return out
+
+    for chunks, widest in ((1, 64), (2, 8)):  # hidden layers; trainable features, above fields and outputs
+        with Widest() as mode:
+            train_step(make_model(graph, mapper_chunks=chunks, checkpoint_groups=1), x)
+        assert mode.widest == widest
+
+
 def test_state_dict_goes_to_another_model_on_the_same_graph(graph, x):
     model, other = randomise(make_model(graph)), make_model(graph, seed=5)
     file = io.BytesIO()
@@ -138,11 +146,6 @@ def test_state_dict_goes_to_another_model_on_the_same_graph(graph, x):
     assert not torch.equal(other(x), model(x))
     other.load_state_dict(torch.load(file, weights_only=True))
     assert torch.equal(other(x), model(x))
-
-
-def test_state_dict_holds_parameters_and_no_graph(graph):
-    model = make_model(graph)
-    assert set(model.state_dict()) == {name for name, _ in model.named_parameters(remove_duplicate=False)}
 
 
 def test_a_copy_is_complete_and_independent(graph, x):
@@ -168,13 +171,6 @@ def test_model_with_its_graph_moves_to_a_device(graph, chunks):
     assert {tensor.device.type for tensor in tensors} == {"meta"}
 
 
-def test_autocast_gives_gradients_in_the_dtype_of_the_parameters(graph, x):
-    with torch.autocast("cpu", torch.bfloat16):
-        out, gradients = train_step(make_model(graph), x)
-    assert bool(out.isfinite().all())
-    assert all(gradient.dtype == torch.float32 for gradient in gradients.values())
-
-
 def test_order_of_edges_in_the_graph_does_not_matter(graph, x):
     expected = make_model(graph)(x)
     for kind, edges in KINDS.items():
@@ -188,30 +184,6 @@ def test_order_of_edges_in_the_graph_does_not_matter(graph, x):
 def test_trainable_features_and_attributes_are_optional(graph, x, option):
     _, gradients = train_step(make_model(graph, **option), x)
     assert not any(gradient is None for gradient in gradients.values())
-
-
-def test_whole_model_compiles_into_one_graph(graph, x):
-    torch.compiler.reset()
-    options = {"qk_norm": True, "mlp_implementation": "swiglu", "edge_pre_mlp": True}
-    model = randomise(make_model(graph, num_layers=1, residual={0: 0}, **options))
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    expected, actual = train_step(model, x), train_step(compiled, x)
-    torch.testing.assert_close(actual[0], expected[0])
-    torch.testing.assert_close(actual[1], {f"_orig_mod.{name}": gradient for name, gradient in expected[1].items()})
-
-
-def test_model_learns_a_field(graph, x):
-    model = make_model(graph)
-    target = x[..., :OUT].flip(0).roll(1, dims=1)
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    losses = []
-    for _ in range(60):
-        optimizer.zero_grad()
-        loss = (model(x) - target).square().mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < 0.1 * losses[0]
 
 
 def change(graph, kind, **fields):

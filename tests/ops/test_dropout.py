@@ -1,4 +1,4 @@
-"""Dropout of edge attention: its mask, its rate and its seed."""
+"""Dropout of edge attention: its mask and its rate; seeds are in test_conv_parity.py."""
 
 import itertools
 
@@ -6,13 +6,10 @@ import pytest
 import torch
 from support.dropout import keep_of
 from support.oracle import oracle
-from support.run import attend, leaves_of
+from support.run import attend
 from support.same_numbers import assert_same
 
-from anemoi_gt import AttentionConfig, edge_attention
 from anemoi_gt.ops.dropout import keep_factor, philox
-
-TORCH = AttentionConfig(backend="torch")
 
 
 def keep(seed, ids, rate=0.5, batch=0, head=0):
@@ -50,13 +47,3 @@ def test_masks_of_seeds_batch_indices_heads_and_edges_beyond_32_bits_differ():
     masks = [keep(seed, ids, batch=b, head=h) for seed, b, h in itertools.product((0, 1, 2**40), (0, 1), (0, 1))]
     for left, right in itertools.combinations([*masks, keep(0, ids + 2**32)], 2):
         assert 0.4 < (left == right).double().mean() < 0.6
-
-
-def test_manual_seed_repeats_the_mask_and_lse_is_not_dropped(problem_and_graph):
-    problem, graph = problem_and_graph("shuffled", dtype=torch.float64)
-    operands, results = leaves_of(problem, graph), []
-    for seed in (1, 1, 2):
-        torch.manual_seed(seed)
-        results.append(edge_attention(**operands, graph=graph, dropout_p=0.5, config=TORCH))
-    assert torch.equal(results[0][0], results[1][0]) and not torch.equal(results[0][0], results[2][0])
-    assert torch.equal(results[0][1], edge_attention(**operands, graph=graph, config=TORCH)[1])

@@ -72,6 +72,12 @@ def test_shapes_beyond_one_tile_are_as_accurate(shape, kernel_device):
     assert_accurate(result, problem, torch.bfloat16)
 
 
+@pytest.mark.parametrize("edge_dim", [255, 256, 300])  # with the bias: all that a program holds, and more
+def test_any_number_of_attributes_is_served(edge_dim, kernel_device):
+    problem = make_problem(GRAPHS["many_to_few"], 2, 8, edge_dim, "raw", torch.float32)
+    assert_accurate(attend(problem, structure(GRAPHS["many_to_few"], kernel_device), "triton"), problem, torch.float32)
+
+
 @pytest.mark.parametrize("form", ["raw", "embedded"])
 def test_64_bit_offsets_and_indices_give_the_same_bits(form, kernel_device, monkeypatch):
     problem = make_problem(GRAPHS["isolated"], 3, 5, 4, form)

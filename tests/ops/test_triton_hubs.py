@@ -12,7 +12,7 @@ from support.graphs import GRAPHS
 from support.oracle import make_problem
 from support.pairwise import pairwise
 from support.poison import poisoned_memory
-from support.run import attend, leaves_of, structure
+from support.run import attend, leaves_of, scheduled, structure
 from support.same_numbers import assert_same
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -25,7 +25,7 @@ SMALL = AttentionConfig("triton", tile="segment=4")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # numpy's, of the interpreter
 
 
-def crowd(num_src, num_dst, to=None, of=None, edges=70):
+def crowd(num_src, num_dst, to=None, of=None, edges=48):
     """Random edges, of which most lead `to` one destination and come `of` one source."""
     generator = torch.Generator().manual_seed(edges)
     ends = [torch.randint(nodes, (edges,), generator=generator) for nodes in (num_src, num_dst)]
@@ -62,7 +62,7 @@ def test_hubs_are_as_accurate_as_plain_pytorch(case, kernel_device):
             getattr(sample, name).mul_((LOSS_SCALE if dtype == torch.float16 else 1.0) * (name in arriving))
     names = ("edge_weight", "edge_bias", "edge_attr")
     samples, graph = share(samples, *(names if option == BATCHES[0] else names[:2])), structure(edges, kernel_device)
-    graph = graph.with_dst_schedule() if option == "dst_schedule" else graph
+    graph = scheduled(graph) if option == "dst_schedule" else graph
     with poisoned_memory():
         dropout_p = DROPOUT if option == "dropout" else 0.0
         judged = run_batch(samples, graph, SMALL, dropout_p=dropout_p, seed=5, arriving=arriving)
@@ -142,7 +142,7 @@ def test_where_values_were_not_checked_the_launch_is_bounded_by_the_number_of_ed
 
 
 def test_a_hub_is_divided_without_being_asked_for(kernel_device):
-    edges = crowd(5, 6, to=3, of=2, edges=500)
+    edges = crowd(5, 6, to=3, of=2, edges=400)
     problem, graph = make_problem(edges, 1, 2, 2), structure(edges, kernel_device)
     assert graph.dst_hubs is not None and graph.src_hubs is not None
     assert_accurate(attend(problem, graph, "triton"), problem, torch.float32)
@@ -157,7 +157,7 @@ def test_compiled_attention_on_hubs_equals_eager_and_never_recompiles(kernel_dev
         return out.square().sum() + lse.sum()
 
     step = torch.compile(loss, fullgraph=True, dynamic=True, backend=counter)
-    for num_src, num_dst, edges in ((5, 3, 400), (4, 6, 900)):
+    for num_src, num_dst, edges in ((5, 3, 400), (4, 6, 560)):
         sizes = crowd(num_src, num_dst, to=1, of=2, edges=edges)
         graph, values = structure(sizes, kernel_device).with_reverse(), []
         for function in (step, loss):

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from importlib import import_module
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -10,12 +11,13 @@ from support.accuracy import assert_accurate, assert_within
 from support.batch import run_batch, share, stack
 from support.graphs import GRAPHS
 from support.oracle import make_problem
-from support.run import attend, leaves_of, scalar, structure
+from support.run import attend, leaves_of, scalar, scheduled, structure
 from support.same_numbers import assert_same
 
 from anemoi_gt import AttentionConfig, GraphStructure, edge_attention, explain_attention
 from anemoi_gt.ops.backends import unsupported_reason
 from anemoi_gt.ops.triton_backend import device
+from anemoi_gt.ops.triton_backend.device import H200_BANDWIDTH, copy_bandwidth
 from anemoi_gt.ops.triton_backend.tiles import MOST_ATTRIBUTES
 
 TRITON = AttentionConfig(backend="triton")
@@ -67,7 +69,7 @@ def test_rows_at_odd_addresses_equal_those_at_even_ones(problem_and_graph, name)
 
 def test_a_structure_of_strided_tensors_is_read_as_it_is(problem_and_graph):
     problem, graph = problem_and_graph("self_loops")
-    graph = graph.with_reverse().with_dst_schedule()
+    graph = scheduled(graph.with_reverse())
     state = {name: tensor for name, tensor in graph.state_dict().items() if tensor.dim() == 1}
     strided = {name: torch.stack([tensor, tensor + 2**30], 1)[:, 0] for name, tensor in state.items()}
     assert {"rowptr", "col", "csr_to_csc", "perm", "dst_schedule"} <= strided.keys()
@@ -187,3 +189,26 @@ class TestAvailability:
         monkeypatch.setattr(device, "interpreted", lambda: True)
         assert unsupported_reason("triton", self.query()) is None
         assert device.auto_unsupported_reason(self.query()).startswith("its kernels run on a GPU")
+
+
+@pytest.fixture
+def bandwidth_of(monkeypatch):
+    """Bandwidth of a GPU with the given properties, none for no GPU."""
+
+    def bandwidth_of(name, **properties):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(properties))
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(**properties))
+        copy_bandwidth.cache_clear()
+        return copy_bandwidth(torch.device(name))
+
+    yield bandwidth_of
+    copy_bandwidth.cache_clear()
+
+
+@pytest.mark.parametrize("name", ["cpu", "meta", "cuda:0"])
+def test_without_a_gpu_or_its_memory_clock_the_bandwidth_is_that_of_an_h200(name, bandwidth_of):
+    assert bandwidth_of(name) == bandwidth_of("cuda:0", memory_bus_width=5120) == H200_BANDWIDTH
+
+
+def test_the_bandwidth_follows_from_the_memory_bus(bandwidth_of):
+    assert bandwidth_of("cuda:0", memory_clock_rate=1_215_000, memory_bus_width=5120) == pytest.approx(0.87 * 1555.2e9)

@@ -7,9 +7,9 @@ import weakref
 import pytest
 import torch
 from support.accuracy import assert_accurate
+from support.operators import Operators
 from support.oracle import make_problem
-from support.run import attend, leaves_of, scalar, structure
-from torch.utils._python_dispatch import TorchDispatchMode
+from support.run import attend, leaves_of, scalar, scheduled, structure
 
 from anemoi_gt import AttentionConfig, GraphStructure, edge_attention
 from anemoi_gt.ops.triton_backend import launch
@@ -51,7 +51,7 @@ def test_forward_and_backward_operators_pass_opcheck(problem_and_graph, name, fo
     problem, graph = problem_and_graph(name, form, torch.float32, *shape)
     for operand in ("query", "key", "value"):
         setattr(problem, operand, head_major(getattr(problem, operand)))
-    arguments = operator_arguments(problem, graph.with_reverse().with_dst_schedule())
+    arguments = operator_arguments(problem, scheduled(graph.with_reverse()))
     grad_out = head_major(problem.grad_out).to(graph.device)[None]
     grad_lse = problem.grad_lse.T.contiguous().T.to(graph.device)[None]
     check_operators(arguments, grad_out, grad_lse)
@@ -135,15 +135,10 @@ def test_unused_outputs_get_no_zeros(problem_and_graph, monkeypatch):
 
 
 def test_a_dispatch_mode_sees_both_operators(problem_and_graph):
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            seen.append(str(function))
-            return function(*args, **(kwargs or {}))
-
-    (problem, graph), seen = problem_and_graph("one_edge"), []
-    with Watch():
+    problem, graph = problem_and_graph("one_edge")
+    with Operators() as operators:
         edge_attention(**leaves_of(problem, graph), graph=graph, config=TRITON)[0].sum().backward()
-    ours = [name for name in seen if name.startswith("anemoi_gt.")]
+    ours = [name for name in operators.names if name.startswith("anemoi_gt.")]
     assert ours == ["anemoi_gt.edge_attention_triton.default", "anemoi_gt.edge_attention_triton_backward.default"]
 
 

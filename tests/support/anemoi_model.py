@@ -48,10 +48,10 @@ def make_ensemble_options(**changes):
     return options
 
 
-def build(graph, options, variables=VARIABLES, seed=0):
-    """A model of these options, its parameters drawn with this seed."""
+def build(graph, options, variables=VARIABLES, seed=0, forcings=1):
+    """A model of these options, its parameters drawn with this seed; the last variables are forcings."""
     torch.manual_seed(seed)
-    kinds = DictConfig({"forcing": [variables[-1]], "diagnostic": [], "target": []})
+    kinds = DictConfig({"forcing": list(variables[-forcings:]), "diagnostic": [], "target": []})
     indices = IndexCollection(kinds, {name: i for i, name in enumerate(variables)})
     ones = {name: np.ones(len(variables)) for name in ("mean", "stdev", "minimum", "maximum")}
     model = AnemoiEnsModelEncProcDec if "noise_injector" in options else AnemoiModelEncProcDec

@@ -1,28 +1,33 @@
-"""Anemoi's models on several gloo ranks with our sharding, and on one rank: `python anemoi_shards.py FOLDER`.
+"""Anemoi's models on several gloo ranks, and on one rank: `python anemoi_shards.py FOLDER`.
 
-Four ranks are started once and run every case of `CASES`; rank 0 writes FOLDER/CASE.pt: the loss and what Anemoi's
-strategy makes of the gradients, or what the case counts. `one_rank(case)` is the same with Anemoi's own code.
+Four ranks are started once and run every case of `CASES` with our sharding; rank 0 writes FOLDER/CASE.pt: the loss and
+what Anemoi's strategy makes of the gradients, or what the case counts. `one_rank(case)` is the same with Anemoi's own
+code. Ranks with Anemoi's own sharding, on its code and on ours, write FOLDER/WORLD_STRATEGY_WHO.pt: the whole output,
+gradients summed over ranks, and how many edge lists each rank sorted in each of two passes.
 """
 
 import logging
 import sys
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from anemoi.models.distributed.graph import gather_tensor
 from anemoi.models.distributed.shapes import BipartiteGraphShardInfo, get_shard_sizes
 from torch_geometric.data import HeteroData
 
 from anemoi_gt import GraphStructure
 from anemoi_gt.distributed import HaloExchange
 from anemoi_gt.integrations import anemoi as integration
-from support.anemoi_model import build, graph_of, make_ensemble_options, make_options
+from support.anemoi_model import build, draw, graph_of, make_ensemble_options, make_options
 
 RANKS = 4
 LAYERS = 2
+STRATEGIES, WORLDS = ("edges", "heads"), (2, 3)  # of Anemoi's own sharding
 
 
 @dataclass(frozen=True)
@@ -222,6 +227,45 @@ def run_case(case, group, index, everyone):
     return loss / everyone.size(), gradients, counts
 
 
+def upstream_model(strategy):
+    """A model for Anemoi's sharding: 3 ranks have 3, 3 and 2 heads; with one head on a rank its exchange fails."""
+    return build(graph("symmetric"), make_options(qk_norm=True, heads=8, shard_strategy=strategy))
+
+
+def run_upstream(model, group):
+    """One pass on this rank's part of the grid, or on the whole without a group; the whole output, summed gradients."""
+    x = draw(graph("symmetric"))["data"]
+    sizes = None if group is None else get_shard_sizes(x, 3, group)
+    split = lambda rows: rows if group is None else rows.split(sizes, 3)[group.rank()]  # noqa: E731
+    model.zero_grad(set_to_none=True)
+    shards = {} if group is None else {"model_comm_group": group, "grid_shard_sizes": {"data": sizes}}
+    out = model({"data": split(x)}, **shards)["data"]
+    whole = out.detach() if group is None else gather_tensor(out.detach(), 3, sizes, group)
+    (out * split(torch.randn(whole.shape, generator=torch.Generator().manual_seed(3)))).sum().backward()
+    gradients = {}
+    for name, parameter in model.named_parameters():
+        gradients[name] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
+        if group is not None:
+            dist.all_reduce(gradients[name], group=group)
+            if "trainable" in name:  # cut after they are read: every rank has gathered their whole gradient
+                gradients[name] /= group.size()
+    return whole, gradients
+
+
+def work_upstream(group, folder):
+    """Write what a group computes with Anemoi's own sharding, on its code and on ours."""
+    for strategy in STRATEGIES:
+        for who, install in (("theirs", nullcontext), ("ours", partial(integration.install, "torch", sharding=False))):
+            model, sorts = upstream_model(strategy), []
+            with install():
+                for _ in range(2):
+                    with counting() as counts:
+                        whole, gradients = run_upstream(model, group)
+                    sorts.append(counts.get("from_edge_index", 0))
+            if group.rank() == 0:
+                torch.save((whole, gradients, sorts), folder / f"{group.size()}_{strategy}_{who}.pt")
+
+
 class counting:
     """Counts of sorted edge lists and of collectives while it is entered."""
 
@@ -267,6 +311,9 @@ def work(rank, folder):
             result = run_conditioned(groups[3])
         if rank == 0:
             torch.save(result, folder / "conditioned.pt")
+    for world in WORLDS:
+        if rank < world:
+            work_upstream(groups[world], folder)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -13,7 +13,7 @@ from support.batch import run_batch, share
 from support.graphs import GRAPHS, sort_edges
 from support.oracle import make_problem
 from support.pairwise import pairwise
-from support.run import structure
+from support.run import scheduled, structure
 
 BATCHES = ("batch_shares_attributes", "batch_of_attributes")
 GRADIENTS = {"only_out_has_a_gradient": ["grad_out"], "only_lse_has_a_gradient": ["grad_lse"]}  # that arrive
@@ -68,7 +68,7 @@ def run(case, backend, device):
     """Run a case and compute what it is judged by."""
     graph = structure(edges(case), device)
     if case.option == "dst_schedule":
-        graph = graph.with_dst_schedule()
+        graph = scheduled(graph)
     arriving = GRADIENTS.get(case.option, ["grad_out", "grad_lse"])
     dropout_p = DROPOUT if case.option == "dropout" else 0.0
     return run_batch(problems(case), graph, backend, seed=SEED, dropout_p=dropout_p, arriving=arriving)

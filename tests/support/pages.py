@@ -11,7 +11,7 @@ PAGES = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglo
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LANGUAGES = {"python", "pycon", "shell", "yaml", "text"}
 FILE = re.compile(r"# (\w+\.py)\n")  # the first line of a block that is a file, for a command to run
-PROGRAMS = ("make", "pip", "python", "torchrun")
+PROGRAMS = ("make", "pip", "python", "torchrun", "anemoi-gt")
 
 
 def name_of(page):

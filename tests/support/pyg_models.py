@@ -1,7 +1,8 @@
-"""Three models with PyG's `TransformerConv`, as in its examples; all take x, edge_index, edge_attr."""
+"""A heterogeneous graph, and three models with PyG's `TransformerConv`, as in its examples; all take x, edge_index, edge_attr."""
 
 import torch
 from torch import nn
+from torch_geometric.data import HeteroData
 from torch_geometric.nn import Linear, TransformerConv
 
 DIM = 3  # edge attributes
@@ -53,6 +54,19 @@ class TextGraphEncoder(nn.Module):
     def forward(self, x, edge_index, edge_attr):
         x = nn.functional.dropout(self.norm(self.first(x, edge_index, edge_attr)).relu(), 0.3, self.training)
         return self.second(x, edge_index, edge_attr)
+
+
+def make_hetero():
+    """A graph of two kinds of nodes and three of edges."""
+    generator = torch.Generator().manual_seed(2)
+    graph, sizes = HeteroData(), {"data": 9, "hidden": 5}
+    for name, size in sizes.items():
+        graph[name].x = torch.randn(size, 6, generator=generator)
+    for source, target in (("data", "hidden"), ("hidden", "hidden"), ("hidden", "data")):
+        ends = [torch.randint(sizes[name], (20,), generator=generator) for name in (source, target)]
+        graph[source, "to", target].edge_index = torch.stack(ends)
+        graph[source, "to", target].edge_attr = torch.randn(20, DIM, generator=generator)
+    return graph
 
 
 MODELS = (UnifiedMessagePassing, TemporalEmbedding, TextGraphEncoder)

@@ -11,6 +11,12 @@ def structure(graph, device="cpu", **options):
     return GraphStructure.from_edge_index(edge_index.to(device), sizes, **options)
 
 
+def scheduled(graph):
+    """Return a GraphStructure with a destination schedule, by positions drawn at random."""
+    positions = torch.rand(graph.num_dst, 2, generator=torch.Generator().manual_seed(graph.num_dst))
+    return graph.with_dst_schedule(positions.to(graph.device))
+
+
 def attend(problem, graph, backend, **options):
     """Return out, lse and the gradients of every operand by name, on the CPU; computed on the device of `graph`.
 

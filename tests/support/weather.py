@@ -1,7 +1,11 @@
-"""A weather graph of random nodes and edges in the layout of anemoi-graphs."""
+"""A weather graph of random nodes and edges in the layout of anemoi-graphs, and a month of temperatures."""
 
+import numpy as np
 import torch
 from torch_geometric.data import HeteroData
+
+from anemoi_gt.data.era5_uk import HourlyField
+from anemoi_gt.data.grids import regional
 
 NODES = {"data": 30, "hidden": 11}
 KINDS = {("data", "to", "hidden"): 60, ("hidden", "to", "hidden"): 50, ("hidden", "to", "data"): 90}
@@ -20,3 +24,14 @@ def weather_graph(nodes=NODES, kinds=KINDS):
         graph[kind].edge_length = torch.rand(edges, 1, generator=generator)
         graph[kind].edge_dirs = torch.randn(edges, 2, generator=generator)
     return graph
+
+
+HOURS, POINTS = 744, regional([58.0, 57.0], [-1.0, 0.0, 1.0])
+
+
+def hourly_field(changed_from=HOURS, hours=HOURS, nodes=POINTS):
+    """Return a month of random temperatures on some points; other ones from an hour on."""
+    size, generators = (HOURS, len(nodes)), [torch.Generator().manual_seed(seed) for seed in (0, 1)]
+    before, after = (280 + 5 * torch.randn(size, generator=generator) for generator in generators)
+    times = np.datetime64("2019-03-01T00") + np.arange(hours)
+    return HourlyField(nodes, times, torch.cat([before[:changed_from], after[changed_from:]])[:hours])

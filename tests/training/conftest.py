@@ -1,9 +1,11 @@
 """The smallest runs that are still runs."""
 
 import sys
+from functools import partial
 
 import pytest
 import torch
+from support import applications
 
 from anemoi_gt import EncoderProcessorDecoder
 from anemoi_gt.data.datasets import Splits
@@ -13,14 +15,10 @@ from anemoi_gt.training import Trainer, TrainingConfig
 from anemoi_gt.training.metrics_log import MetricsFile
 
 NUMBERS = {"steps": 6, "batch_size": 2, "warmup_steps": 2, "valid_every": 2, "log_every": 1, "device": "cpu"}
-SMALL = [  # options of the application
-    *("data.grid_name=O4", "data.train_size=8", "data.valid_size=2", "data.test_size=3", "graph.refinement=1"),
-    *("training.warmup_steps=1", "training.device=cpu"),
-]
+SMALL = [*applications.SMALL, "training.warmup_steps=1", "training.device=cpu"]  # options of the application
 
 
 def fit(trainer):
-    """Train, or continue to train; return the records of the metrics."""
     with MetricsFile(trainer.folder / "metrics.jsonl", until=trainer.step.global_step) as metrics:
         trainer.fit(metrics)
     return metrics.records
@@ -46,7 +44,6 @@ def assert_same(actual, expected, name="state"):
 
 @pytest.fixture(scope="session")
 def splits():
-    """Advection on a grid of 208 points."""
     return sphere("O4", train_size=8, valid_size=3, test_size=3)
 
 
@@ -88,8 +85,6 @@ def run(make_trainer):
 
 @pytest.fixture
 def start(monkeypatch, logging_as_before):
-    """Run an application, `anemoi_gt.train` or `anemoi_gt.evaluate`, with arguments."""
-
     def start(application, *arguments):
         monkeypatch.setattr(sys, "argv", [application.__name__, *arguments])
         application.main()
@@ -99,16 +94,7 @@ def start(monkeypatch, logging_as_before):
 
 @pytest.fixture
 def error_line(capsys):
-    """Call what must exit with status 1; return the last line of standard error."""
-
-    def error_line(function, *arguments):
-        with pytest.raises(SystemExit, match="^1$"):
-            function(*arguments)
-        error = capsys.readouterr().err
-        assert "Traceback" not in error
-        return error.splitlines()[-1]
-
-    return error_line
+    return partial(applications.last_error, capsys)
 
 
 @pytest.fixture

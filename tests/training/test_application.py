@@ -1,21 +1,22 @@
 """The application on the command line: what a run leaves, and its errors."""
 
 import json
-import os
 import re
-import subprocess
 import sys
 from functools import partial
 
 import pytest
+import torch
 from omegaconf import OmegaConf
 
 from anemoi_gt import train
-from anemoi_gt.hydra_app import check_types
+from anemoi_gt.hydra_app import GROUPS, check_types
 from anemoi_gt.ops import backends
 from anemoi_gt.training.checkpoint import save_checkpoint
+from anemoi_gt.training.step import TrainingStep
 
 from . import conftest
+from .test_configs import composed
 
 SMALL = [*conftest.SMALL, "training.steps=4", "training.batch_size=2"]
 
@@ -35,7 +36,6 @@ def application(monkeypatch, start, tmp_path):
 
 @pytest.fixture
 def refusal(application, error_line):
-    """Run the application with arguments that it refuses; return the last line of standard error."""
     return partial(error_line, application)
 
 
@@ -52,6 +52,26 @@ def test_a_run_leaves_checkpoints_metrics_scores_and_a_plot(application, capsys)
     assert "samples/s" in output.err and "loss=" in output.err
 
 
+TINY_9_KM = ["graph=o1280", "data=sphere", *SMALL, "graph.grid=O4", "model.channels=16", "model.num_layers=1"]
+TINY_9_KM += ["model.checkpoint_groups=1", "training.compile=false"]
+
+
+def test_the_recipe_of_9_km_trains_and_tells_the_memory_before(application):
+    folder = application(*TINY_9_KM)
+    log = (folder / "train.log").read_text()
+    assert re.search(r"memory of a step: about [\d.]+ GB: state .*, working set .*\n(.*\n)*trained", log)
+    assert (folder / "scores.json").exists()
+
+
+@pytest.mark.parametrize("phase", ["__init__", "training_step"])
+def test_a_gpu_that_is_too_small_ends_with_one_sentence_and_advice(refusal, monkeypatch, phase):
+    def fail(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 13.50 GiB.")
+
+    monkeypatch.setattr(TrainingStep, phase, fail)
+    assert refusal(*TINY_9_KM) == "anemoi_gt.train: out of GPU memory: set model.mapper_chunks=32"
+
+
 def test_a_backend_that_cannot_run_is_refused_with_its_reason_before_training(refusal, monkeypatch, tmp_path):
     unable = backends.BACKENDS["triton"]._replace(unsupported_reason=lambda query: "no reason")
     monkeypatch.setitem(backends.BACKENDS, "triton", unable)
@@ -61,57 +81,47 @@ def test_a_backend_that_cannot_run_is_refused_with_its_reason_before_training(re
     assert not list(tmp_path.rglob("metrics.jsonl"))
 
 
-def test_without_a_gpu_the_triton_backend_is_refused_with_its_reason(tmp_path):
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    # since torch 2.15 torch-geometric's use of torch.jit.script warns
-    environment |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore::FutureWarning"}
-    command = [sys.executable, "-m", "anemoi_gt.train", *SMALL, "attention/backend=triton"]
-    options = {"capture_output": True, "text": True, "timeout": 120}
-    result = subprocess.run(command, env=environment, cwd=tmp_path, **options)
-    assert result.returncode == 1
-    assert re.fullmatch(r"anemoi_gt.train: attention backend 'triton' cannot run here: [^\n]+\n", result.stderr)
-
-
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
         ("attention.backend=cuda", "backend must be one of auto, triton, torch, got 'cuda'"),
         ("training.steps=0", "training.steps must be at least 1, got 0"),
-        ("training.steps=many", "training.steps must be an integer, got 'many'"),
-        ("training.threads=1.5", "training.threads must be an integer or null, got 1.5"),
-        ("training.learning_rate=true", "training.learning_rate must be a number, got True"),
-        ("graph.refinement=abc", "graph.refinement must be an integer, got 'abc'"),
-        ("data.grid_name=4", "data.grid_name must be a string, got 4"),
+        ("training.steps=many", "training.steps must be int, got 'many'"),
+        ("training.threads=1.5", "training.threads must be int | None, got 1.5"),
+        ("training.learning_rate=true", "training.learning_rate must be float, got True"),
+        ("graph.refinement=abc", "graph.refinement must be int, got 'abc'"),
+        ("data.grid_name=[O4]", "data.grid_name must be str, got ['O4']"),
         ("resume=maybe", "resume must be true or false, got 'maybe'"),
         ("training.seed=???", "training.seed must be given, as training.seed=VALUE"),
         ("model.channels=7", "num_heads must divide the attention channels, got 4 heads and 7 channels"),
         ("+model.width=7", "unexpected keyword argument 'width'"),
         ("data.grid_name=X3", "grid must be"),
+        ("training.batch_size=9", "training.batch_size must be at most 8, the number of training samples, got 9"),
+        ("graph.refinement=5", "the graph must fit the data, 9998 of its 10242 hidden nodes"),
+        ("init_from=nowhere.pt", "no checkpoint nowhere.pt"),
+        ("data=era5_uk data.path=nowhere.grib", "no file nowhere.grib: give the data as data.path=FILE"),
+        ("data=xarray", "data.path must be given, as data.path=VALUE"),
+        ("data=xarray data.path=5", "no file 5: give the data as data.path=FILE"),
+        ("data=xarray data.path=a data.train=2020", "data.train must be list[str] | None, got 2020"),
         ("data.flows=[shear]", "flows must be one or more of rotation, deformation, got ['shear']"),
         ("~model", "the config must have the groups attention, data, graph, model, training, got no model"),
         ("++data._target_=os.system", "Target 'os.system' is blocklisted"),
         ("hydra.run.dir=", "hydra.run.dir must name a folder, got nothing"),
         ("hydra.run.dir=/dev/null/a", "hydra.run.dir must be a folder that can be created, got /dev/null/a: /dev/null"),
-        (
-            "training.learning_rate=1e30 training.steps=50 training.log_every=50",
-            "loss must stay finite, got nan at step",
-        ),
+        ("training.learning_rate=1e30 training.steps=50 training.log_every=50", "loss must stay finite, got nan at"),
     ],
 )
 def test_a_wrong_value_is_one_sentence(refusal, argument, message):
-    sentence = refusal(*SMALL, *argument.split(" "))
+    options = argument.split(" ")
+    sentence = refusal(*(options if options[0].startswith("data=") else [*SMALL, *options]))
     assert sentence.startswith("anemoi_gt.train: ") and message in sentence
-
-
-def test_a_missing_file_is_one_sentence(refusal):
-    assert refusal("data=era5_uk", "data.path=nowhere.grib").startswith("anemoi_gt.train: no file nowhere.grib: ")
 
 
 @pytest.mark.parametrize("argument", ["training.stpes=3", "training.steps", "model=resnet", "training=null"])
 def test_an_error_of_hydra_is_followed_by_where_the_options_are(application, capsys, argument):
     with pytest.raises(SystemExit, match="^1$"):
         application(*SMALL, argument)
-    end = "anemoi_gt.train: nothing was started; python -m anemoi_gt.train --help lists all groups and options\n"
+    end = "anemoi_gt.train: nothing was started; anemoi-gt train --help lists all groups and options\n"
     assert capsys.readouterr().err.endswith(end)
 
 
@@ -150,18 +160,16 @@ BEGUN = {"training": {"steps": 4, "device": "cuda"}, "data": {"path": "a"}, "att
 def test_a_run_continues_on_another_device_with_its_own_config(tmp_path):
     assert train.checkpoint_to_resume(tmp_path, True, BEGUN) is None  # begins in an empty folder
     save_checkpoint(tmp_path / "last.pt", {"config": BEGUN})
-    elsewhere = {"training": {"steps": 4, "device": "cpu"}, "data": {"path": "b"}, "attention": {"backend": "torch"}}
+    elsewhere = {
+        "training": {"steps": 4, "device": "cpu", "compile": True, "cuda_graph": True},
+        "data": {"path": "b"},
+        "attention": {"backend": "torch"},
+    }
     assert train.checkpoint_to_resume(tmp_path, True, elsewhere) == {"config": BEGUN}
-    with pytest.raises(ValueError, match=r"its own config, .*last.pt was written with training.steps=4, not 5$"):
-        train.checkpoint_to_resume(tmp_path, True, BEGUN | {"training": {"steps": 5}})
-
-
-@pytest.mark.parametrize("before", [{}, {"compile": False}, {"compile": True}])
-@pytest.mark.parametrize("now", [{"compile": True}, {"cuda_graph": True}, {"compile": False, "cuda_graph": False}])
-def test_a_run_continues_with_or_without_compilation_and_cuda_graph(tmp_path, before, now):
-    begun, resumed = (BEGUN | {"training": BEGUN["training"] | options} for options in (before, now))
-    save_checkpoint(tmp_path / "last.pt", {"config": begun})
-    assert train.checkpoint_to_resume(tmp_path, True, resumed)
+    longer, shorter = (BEGUN | {"training": BEGUN["training"] | {"steps": steps}} for steps in (5, 3))
+    assert train.checkpoint_to_resume(tmp_path, True, longer)
+    with pytest.raises(ValueError, match=r"its own config, .*last.pt was written with training.steps=4, not 3$"):
+        train.checkpoint_to_resume(tmp_path, True, shorter)
 
 
 def test_a_cuda_graph_on_a_cpu_is_refused_before_anything_is_built(refusal, monkeypatch):
@@ -204,18 +212,27 @@ def test_a_bare_null_is_a_choice_of_the_precision(application, without_pictures)
     assert "attention/precision: 'null'" in (folder / ".hydra" / "hydra.yaml").read_text()
 
 
-def test_help_lists_groups_and_values_on_the_command_line():
-    command = [sys.executable, "-m", "anemoi_gt.train", "--help"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert result.returncode == 0, result.stderr
-    assert "attention/backend: auto, torch, triton" in result.stdout and "learning_rate: " in result.stdout
+def test_help_explains_every_option_in_a_line(start, capsys):
+    with pytest.raises(SystemExit, match="^0$"):
+        start(train, "--help")
+    text = capsys.readouterr().out
+    assert "attention/backend: auto, torch, triton" in text
+    explained = dict(re.findall(r"^([\w.]+)=.*?  +(\S.*)$", text, re.MULTILINE))
+    config = composed()
+    options = {f"{group}.{name}" for group in (*GROUPS, "sharding") for name in config[group] if name[0] != "_"}
+    assert set(explained) == options | {"resume", "init_from", "explain"}
+    assert explained["training.steps"] == "int: Optimiser steps"
 
 
-def fields_of(years: list[int], area: tuple[float, float] | None = None):
+def fields_of(years: list[int], area: tuple[float, float] | None = None, files: str | list[str] = ""):
     """Options of a data set."""
 
 
-def test_types_of_lists_are_not_checked(monkeypatch):
+def test_lists_are_checked_and_types_that_omegaconf_does_not_know_are_not(monkeypatch):
     monkeypatch.setattr(train, "fields_of", fields_of, raising=False)
-    config = {"_target_": "anemoi_gt.train.fields_of", "years": [1, 2], "area": [1.0, 2.0]}
-    check_types("data", OmegaConf.create(config))
+    values = {"_target_": "anemoi_gt.train.fields_of", "years": [1, "2"], "area": [1.0, 2.0], "files": ["a"]}
+    config, wrong = OmegaConf.create({"data": values}), OmegaConf.create({"data": values | {"years": ["two"]}})
+    check_types(config, "data")
+    assert config.data.years == [1, 2]
+    with pytest.raises(ValueError, match=r"data.years must be list\[int\], got \['two'\]"):
+        check_types(wrong, "data")

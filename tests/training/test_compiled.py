@@ -71,10 +71,11 @@ def compiled_parts(model):
     return [module for module in model.modules() if module._compiled_call_impl is not None]
 
 
-def test_every_block_is_compiled_and_nothing_else(make_step):
+def test_every_block_and_the_end_of_the_decoder_are_compiled_and_nothing_else(make_step):
     model = make_step(compile=True).model
-    assert compiled_parts(model) == [part for part in model.modules() if isinstance(part, GraphTransformerBaseBlock)]
-    assert len(compiled_parts(model)) == 3 and not compiled_parts(make_step().model)
+    blocks = [part for part in model.modules() if isinstance(part, GraphTransformerBaseBlock)]
+    assert compiled_parts(model) == [*blocks, model.decoder["data"].node_data_extractor]
+    assert len(compiled_parts(model)) == 4 and not compiled_parts(make_step().model)
 
 
 def test_copies_are_not_compiled_and_names_stay(make_step):
@@ -87,7 +88,7 @@ def test_copies_are_not_compiled_and_names_stay(make_step):
 
 def test_validation_and_the_best_model_are_not_compiled(run, compiled_graphs):
     trainer, _ = run(compile=True)
-    assert compiled_graphs() == 3  # each kind of block in training, none without gradients
+    assert compiled_graphs() == 4  # each kind of block and the decoder's end in training, none without gradients
     best = trainer.best_model()
     assert not compiled_parts(best) and compiled_parts(trainer.step.model)
     assert_same(best.state_dict(), load_checkpoint(trainer.folder / "best.pt")["average"])
@@ -108,7 +109,7 @@ def test_blocks_are_compiled_with_overlapped_messages_by_options_that_inductor_h
     monkeypatch.setattr(nn.Module, "compile", lambda module, **options: calls.append(options))
     compile_blocks(make_model())
     moved = {MOVES: True, f"{MOVES}_passes": ["sink_waits", "raise_comms"]}
-    assert calls == [{"dynamic": False, "options": moved}] * 3
+    assert calls == [{"dynamic": False, "options": moved}] * 4
 
 
 def test_a_state_goes_from_a_compiled_step_to_another_and_back(make_step, trained):
@@ -121,9 +122,17 @@ def test_a_state_goes_from_a_compiled_step_to_another_and_back(make_step, traine
 
 
 def test_layers_of_a_kind_share_what_was_compiled(make_step, splits, compiled_graphs):
-    for layers, graphs in ((3, 3), (5, 0)):  # of the encoder, the processor and the decoder, then none
+    for layers, graphs in ((3, 4), (5, 0)):  # of the encoder, the processor, the decoder and its end, then none
         make_step(compile=True, num_layers=layers, dropout=0.0).training_step(next(batches_of(splits)))
         assert compiled_graphs() == graphs
+
+
+def test_chunks_of_a_mapper_share_what_was_compiled(make_step, splits, compiled_graphs):
+    options = {"num_layers": 2, "checkpoint_groups": 2, "dropout": 0.0}
+    steps = [make_step(compile=way, mapper_chunks=7, **options) for way in (True, False)]
+    losses = [step.training_step(next(batches_of(splits))) for step in steps]
+    assert compiled_graphs() == 4
+    torch.testing.assert_close(*losses)
 
 
 def test_captured_compiled_steps_have_the_bits_of_compiled_ones(make_step, trained):

@@ -6,19 +6,32 @@ import numpy as np
 import pytest
 import torch
 from hydra import compose, initialize_config_dir, initialize_config_module
-from hydra.errors import ConfigCompositionException
 from hydra.utils import instantiate
+from support.own_data import weather_file
+from support.pages import ROOT, blocks
+from support.weather import hourly_field
 
 from anemoi_gt import AttentionConfig
 from anemoi_gt.attention_config import BACKENDS, PRECISIONS
 from anemoi_gt.data import era5_uk
 from anemoi_gt.data.grids import regional
+from anemoi_gt.data.readers import READERS, read_dataset
 from anemoi_gt.hydra_app import GROUPS
 from anemoi_gt.nn import GraphTransformerBaseBlock
 from anemoi_gt.train import build
 
 CONFIGS = files("anemoi_gt.configs")
 TINY_SPHERE = ["data.grid_name=O4", "data.train_size=2", "data.valid_size=1", "data.test_size=1", "data.lead_time=12"]
+COARSE = {  # graphs that fit the tiny grid
+    "graph=icosphere": ["graph.refinement=1"],
+    "graph=n320": ["graph.refinement=1", "graph.grid=O4"],
+    "graph=o1280": ["graph.refinement=1", "graph.grid=O4"],
+    "graph=era5_uk": ["graph.refinement=2"],
+    "graph=limited_area": ["graph.refinement=5"],
+    "graph=hierarchical": ["graph.refinements=[2,1]"],
+    "graph=stretched": ["graph.refinement=1", "graph.area_refinement=2"],
+}
+SMALL_MODEL = ["model.channels=16", "model.num_layers=1", "model.checkpoint_groups=1"]
 FOR_ANEMOI = "anemoi"  # groups for Anemoi's configs, not for this application's
 
 
@@ -39,10 +52,7 @@ def options(folder=CONFIGS, group=""):
 @pytest.fixture
 def weather(monkeypatch):
     """A month of made-up temperatures in place of the file, on every fourth point of the region."""
-    times = np.datetime64("2019-03-01T00", "h") + np.arange(744)
-    nodes = regional(np.arange(58.0, 49, -1), np.arange(-10.0, 3))
-    values = 280 + 5 * torch.randn(744, len(nodes), generator=torch.Generator().manual_seed(0))
-    field = era5_uk.HourlyField(nodes, times, values)
+    field = hourly_field(nodes=regional(np.arange(58.0, 49, -1), np.arange(-10.0, 3)))
     monkeypatch.setattr(era5_uk, "read_era5_uk", lambda path: field)
 
 
@@ -54,9 +64,13 @@ def test_there_are_the_groups_that_the_documentation_names_and_every_backend_and
 
 
 @pytest.mark.parametrize("option", list(options()))
-def test_every_config_builds_its_object(option, weather):
+def test_every_config_builds_its_object(option, weather, monkeypatch):
     needed = ["data=era5_uk"] if "limited" in option else [] if "era5" in option else TINY_SPHERE
-    config = composed(*needed, option)
+    if option in ("data=xarray", "data=anemoi"):
+        needed = ["data.path=file"]
+        monkeypatch.setitem(READERS, option.partition("=")[2], lambda path: read_dataset(weather_file()))
+    needed = [*needed, *SMALL_MODEL] if "o1280" in option else needed
+    config = composed(*needed, option, *COARSE.get(option, []))
     if option == "attention/backend=triton":
         assert instantiate(config.attention) == AttentionConfig(backend="triton")
         return
@@ -88,6 +102,34 @@ def test_graph_model_and_training_follow_the_data_unless_chosen():
     assert composed("data=era5_uk", "model=graph_transformer").model.channels == 128
 
 
+def test_a_graph_for_a_grid_brings_the_data_onto_it_and_its_model_and_training_unless_chosen():
+    config = composed("graph=o1280")
+    assert (config.data.grid_name, config.model.channels, config.training.batch_size) == ("O1280", 1024, 1)
+    assert config.training == composed("training=o1280").training != composed("graph=n320").training
+    assert composed("graph=o1280", "model=sphere").model == composed().model
+    assert composed("graph=n320").data.grid_name == "N320" and composed().data.grid_name == "O16"
+
+
+def test_a_graph_for_another_grid_is_refused():
+    with pytest.raises(ValueError, match=r"the data must be on grid N320, .* of 542080 nodes, got 208 nodes"):
+        build(composed("graph=n320", *TINY_SPHERE))
+
+
+def test_data_of_ones_own_alone_take_the_default_graph_model_and_training(tmp_path):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "mine.yaml").write_text("_target_: my.splits\n")
+    config = composed("data=mine", f"hydra.searchpath=[{tmp_path}]")
+    default = composed("data=xarray")
+    assert config.data == {"_target_": "my.splits"}
+    assert all(config[group] == default[group] for group in ("graph", "model", "training"))
+    assert config.graph._target_.endswith("default_graph")
+    (text,) = [text for text in blocks(ROOT / "docs" / "own_data.md", "text") if text.startswith("defaults")]
+    (tmp_path / "data" / "mine.yaml").write_text(text)
+    config = composed("data=mine", f"hydra.searchpath=[{tmp_path}]")
+    assert config.data == {**composed("data=xarray", "data.path=a").data, "path": "weather.nc", "diagnostics": ["tp"]}
+    assert config.graph == composed("graph=icosphere").graph and config.model == default.model
+
+
 def test_the_attention_config_reaches_every_layer():
     model = build(composed(*TINY_SPHERE, "attention/backend=torch", "attention/precision=bf16")).model
     blocks = [module for module in model.modules() if isinstance(module, GraphTransformerBaseBlock)]
@@ -104,11 +146,6 @@ def test_the_seed_draws_the_weights():
 def test_compilation_and_a_cuda_graph_are_values(option):
     training = [instantiate(composed(*overrides).training) for overrides in ([], [f"training.{option}=true"])]
     assert [getattr(config, option) for config in training] == [False, True]
-
-
-def test_a_value_that_is_not_there_is_refused():
-    with pytest.raises(ConfigCompositionException, match="Could not override 'model.chanels'"):
-        composed("model.chanels=3")
 
 
 FOREIGN = """

@@ -1,13 +1,12 @@
 """Evaluation: the scores of the end of training, from the checkpoint alone."""
 
 import json
-import logging
 import sys
-from copy import copy
 from functools import partial
 
 import pytest
 import torch
+from support.applications import logging_as_before
 
 from anemoi_gt import evaluate, train
 from anemoi_gt.data.datasets import ForecastDataset
@@ -16,23 +15,15 @@ from anemoi_gt.training.checkpoint import load_checkpoint, save_checkpoint
 
 from . import conftest
 
-SMALL = [
-    *conftest.SMALL,
-    "model.num_layers=1",
-    "training.steps=6",
-    "training.valid_every=2",
-    "training.learning_rate=0.1",
-]
+RUN = ("training.steps=6", "training.valid_every=2", "training.learning_rate=0.1")
+SMALL = [*conftest.SMALL, "model.num_layers=1", *RUN]
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """Train a small run, and return its folder."""
     folder = tmp_path_factory.mktemp("trained")
-    root = logging.getLogger()
-    with pytest.MonkeyPatch.context() as patch:
-        for place, name in ((root, "handlers"), (root, "level"), (logging, "raiseExceptions")):
-            patch.setattr(place, name, copy(getattr(place, name)))  # restored on exit
+    with logging_as_before(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["anemoi_gt.train", *SMALL, f"hydra.run.dir={folder}"])
         train.main()
     return folder
@@ -40,13 +31,11 @@ def trained(tmp_path_factory):
 
 @pytest.fixture
 def evaluated(start, tmp_path):
-    """Evaluate with arguments, and return the folder of the results."""
     return lambda *arguments: start(evaluate, *arguments, f"hydra.run.dir={tmp_path}") or tmp_path
 
 
 @pytest.fixture
 def refusal(evaluated, error_line):
-    """Evaluate with invalid arguments, and return the last line of standard error."""
     return partial(error_line, evaluated)
 
 
@@ -65,7 +54,9 @@ def test_scores_and_plot_of_the_best_checkpoint_are_those_of_the_end_of_training
     assert not (folder / "rollout.json").exists()
 
 
-def test_weights_are_the_averaged_ones_of_the_given_checkpoint(trained, evaluated, without_pictures, tmp_path):
+def test_weights_are_the_averaged_ones_of_a_checkpoint_that_needs_no_other_file(
+    trained, evaluated, without_pictures, tmp_path
+):
     state = load_checkpoint(trained / "best.pt")
     for part, value in (("model", float("nan")), ("average", 0.0)):
         for weights in state[part].values():
@@ -73,14 +64,6 @@ def test_weights_are_the_averaged_ones_of_the_given_checkpoint(trained, evaluate
     save_checkpoint(tmp_path / "zero.pt", state)
     model, persistence = scores(evaluated(f"checkpoint={tmp_path / 'zero.pt'}"))
     assert model["rmse"] == persistence["rmse"]  # a forecast of no change
-
-
-def test_checkpoint_alone_is_sufficient(trained, evaluated, tmp_path):
-    checkpoint = tmp_path / "elsewhere" / "model.pt"
-    checkpoint.parent.mkdir()
-    checkpoint.write_bytes((trained / "best.pt").read_bytes())
-    folder = evaluated(f"checkpoint={checkpoint}")
-    assert scores(folder) == scores(trained) and (folder / "forecast.png").stat().st_size > 10_000
 
 
 def test_command_line_overrides_the_config_of_the_run(trained, evaluated, without_pictures):
@@ -100,6 +83,7 @@ def test_rollout_writes_scores_by_lead_time_and_a_plot(trained, evaluated, witho
     ("arguments", "message"),
     [
         (["checkpoint=nowhere.pt"], "no checkpoint nowhere.pt: give the last.pt or best.pt"),
+        (["checkpoint={trained}"], "give the last.pt or best.pt that a run left in its folder"),
         ([], "checkpoint must be given, as checkpoint=VALUE"),
         (["checkpoint={trained}/scores.json"], "a checkpoint must be a whole file that training wrote, "),
         *(([f"checkpoint={name}"], f"checkpoint must name one file, got 'checkpoint={name}'") for name in NO_FILES),

@@ -56,14 +56,6 @@ def assert_same_run(folder, other):
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    """The folder of a run that nothing interrupts."""
-    folder = tmp_path_factory.mktemp("whole") / "run"
-    assert finish(start(folder))[0] == 0
-    return folder
-
-
-@pytest.fixture(scope="module")
 def terminated(tmp_path_factory):
     """The folder of a run that got SIGTERM, its exit status and last line."""
     folder = tmp_path_factory.mktemp("terminated") / "run"
@@ -78,18 +70,13 @@ def test_a_terminated_run_saves_and_prints_how_to_continue(terminated):
     assert VALID_EVERY + 5 <= step < STEPS
     assert step == max(record["step"] for record in records(folder))  # nothing that was done is lost
     assert status == 128 + signal.SIGTERM
-    go_on = f"resume=true hydra.run.dir={folder} continues from there"
+    go_on = f"anemoi-gt train resume=true hydra.run.dir={folder}"
     assert sentence == f"anemoi_gt.train: stopped by SIGTERM after step {step}, which is saved: {go_on}"
 
 
-def test_a_terminated_run_continues_to_the_same_bits(terminated, whole, tmp_path):
-    folder = shutil.copytree(terminated[0], tmp_path / "run")
-    assert finish(start(folder))[0] == 0
-    assert_same_run(folder, whole)
-
-
-def test_a_killed_run_continues_from_the_last_checkpoint_to_the_same_bits(whole, tmp_path):
-    folder = tmp_path / "run"
+def test_a_killed_run_continues_from_the_last_checkpoint_to_the_same_bits(tmp_path):
+    folder, whole = tmp_path / "run", tmp_path / "whole"
+    assert finish(start(whole))[0] == 0
     process = start(folder)
     send(process, signal.SIGKILL, folder, after=VALID_EVERY + 5)
     assert process.finish(DEADLINE)[0] == -signal.SIGKILL

@@ -64,12 +64,10 @@ def heeded_interrupts():
 
 @pytest.fixture
 def trainer(make_trainer):
-    """Make the trainer of one and the same run, for a folder."""
     return partial(make_trainer, **NUMBERS)
 
 
 def load(trainer):
-    """Continue from the last checkpoint; returns the trainer."""
     trainer.load_state_dict(load_checkpoint(trainer.folder / "last.pt"))
     return trainer
 
@@ -195,7 +193,7 @@ def test_a_run_does_not_continue_from_a_partial_state(trainer):
         run.load_state_dict(state)
 
 
-def test_batches_follow_from_seed_and_step(splits):
+def test_batches_follow_from_seed_and_step_and_every_sample_comes_once_before_any_comes_twice(splits):
     def numbers(seed, since):
         """Indices of the samples in the batches, by their inputs."""
         known = torch.stack([splits.train.inputs(i) for i in range(len(splits.train))])
@@ -204,6 +202,8 @@ def test_batches_follow_from_seed_and_step(splits):
 
     whole = numbers(seed=1, since=0)
     assert len(whole) == 6 and {len(batch) for batch in whole} == {3}
+    order = [sample for batch in whole for sample in batch]
+    assert sorted(order[:8]) == sorted(order[8:16]) == list(range(8)) and list(range(8)) != order[:8] != order[8:16]
     for step in (1, 4, 6):
         assert numbers(seed=1, since=step) == whole[step:]
     assert numbers(seed=2, since=0) != whole

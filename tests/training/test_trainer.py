@@ -38,12 +38,6 @@ def test_the_rate_is_a_linear_warm_up_and_half_a_cosine(warmup_steps, steps, rat
     assert {step: warmup_cosine(step, warmup_steps, steps) for step in rates} == pytest.approx(rates)
 
 
-def test_the_trainer_follows_the_schedule(run):
-    _, records = run(steps=6, warmup_steps=2, learning_rate=0.01)
-    rates = [record["learning_rate"] for record in records if record["split"] == "train"]
-    assert rates == pytest.approx([0.01 * warmup_cosine(step, 2, 6) for step in range(6)])
-
-
 def plain_steps(model, batches, weights, config):
     """Losses, weights and their average after the steps of a plain PyTorch loop, whose loss scale nothing overflows."""
     groups = [[p for p in model.parameters() if (p.dim() > 1) == is_matrix] for is_matrix in (True, False)]
@@ -91,25 +85,6 @@ def test_two_runs_give_the_same_bits_and_another_seed_others(run):
     assert without_speed(repeated) == without_speed(records)
     assert_same(second.step.average.state_dict(), first.step.average.state_dict())
     assert run("third", seed=4)[1][0]["loss"] != records[0]["loss"]
-
-
-def test_training_lowers_the_loss_on_samples_it_has_seen(run):
-    _, records = run(steps=60, learning_rate=0.02, valid_every=60)
-    losses = [record["loss"] for record in records if record["split"] == "train"]
-    assert sum(losses[-8:]) < 0.7 * sum(losses[:8])
-
-
-def test_every_sample_comes_once_before_any_comes_twice(run):
-    trainer, _ = run(steps=4, batch_size=2)
-    inputs = torch.cat([batch.inputs for batch in trainer.batches.since(0)])
-    expected = torch.stack([trainer.splits.train.inputs(i) for i in range(8)])
-    positions = [int((expected == sample).flatten(1).all(dim=1).nonzero()) for sample in inputs]
-    assert sorted(positions) == list(range(8)) and positions != list(range(8))
-
-
-def test_a_batch_that_data_ranks_cannot_share_is_refused():
-    with pytest.raises(ValueError, match="must be a multiple of the 4 ranks of the data axis, got 6"):
-        TrainingBatches(range(8), 6, 1, 0, CPU, rank=0, ranks=4)
 
 
 def test_validation_is_of_the_averaged_weights_in_evaluation_mode(run, splits):

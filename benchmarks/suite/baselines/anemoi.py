@@ -16,7 +16,7 @@ from suite.graphs import Coo
 from suite.operands import Operands
 from suite.problems import Problem
 
-TITLE = "anemoi-models, as its block calls it"
+TITLE = "anemoi-models"
 PACKAGES = ("anemoi-models", "torch", "triton", "torch-geometric")
 
 

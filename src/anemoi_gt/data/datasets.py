@@ -163,6 +163,10 @@ class ForecastDataset(Dataset, ABC):
         """Return baseline forecasts by name, each a function from sample index to [N, V] in physical units."""
         return {"persistence": self.present}
 
+    def rollout_baselines(self) -> dict[str, Callable[[int, int], Tensor]]:
+        """Return the baselines that exist at any lead time, each a function from sample index and step, 1 the first."""
+        return {"persistence": lambda i, step: self.present(i)}
+
 
 class NodeSubset(Dataset):
     """The samples of `dataset` at the nodes `index` [n] int64."""

@@ -85,8 +85,13 @@ def grid_spacing(nodes: Nodes) -> float:
     check_nodes(nodes=nodes)
     if len(nodes) < 2:
         raise ValueError(f"nodes must be at least two to have a spacing, got {len(nodes)}")
-    distance, _ = _tree(nodes).query(_points(nodes), k=[2], workers=-1)
-    return float(distance.max())
+    return float(nearest_distance(_points(nodes)).max())
+
+
+def nearest_distance(points: np.ndarray, others: np.ndarray | None = None) -> np.ndarray:
+    """Return the distance of each point [N, 3] to the nearest of `others` [M, 3], or of the other points, [N]."""
+    tree = import_extra("scipy.spatial", "graphs").KDTree(points if others is None else others)
+    return tree.query(points, k=[2 if others is None else 1], workers=-1)[0][:, 0]
 
 
 def within(reference: Nodes, nodes: Nodes, margin: float) -> np.ndarray:

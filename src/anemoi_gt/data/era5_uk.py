@@ -20,20 +20,23 @@ Hersbach, H. et al. (2020), The ERA5 global reanalysis, Q. J. R. Meteorol. Soc. 
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from anemoi_gt.data.datasets import ForecastDataset, Splits, Step
-from anemoi_gt.data.grids import regional
 from anemoi_gt.data.nodes import Nodes
+from anemoi_gt.data.readers import import_cfgrib, read_dataset, read_xarray
 from anemoi_gt.extras import import_extra
+
+if TYPE_CHECKING:
+    import xarray
 
 TUTORIAL_NAME = "era5-2mt-2019-03-uk.grib"
 HOURS_PER_DAY = 24
@@ -162,15 +165,31 @@ class Era5UkDataset(ForecastDataset):
         Unlike a network, the second regression is also fitted to the validation days.
         """
         ridges = {
-            f"ridge per point, {hours // HOURS_PER_DAY} days": partial(
-                self._ridge_forecast, fit_ridge(self.field, hours, self.lead_time)
-            )
+            f"ridge per point, {hours // HOURS_PER_DAY} days": self._ridge(hours)
             for hours in (FIRST_VALID_HOUR, FIRST_TEST_HOUR)
         }
         return {**super().baselines(), "same hour yesterday": self.reference, **ridges}
 
-    def _ridge_forecast(self, ridge, i):
-        return ridge(ridge_predictors(self.field, self.starts[i]))[:, None]
+    def rollout_baselines(self):
+        """Return persistence, and the same hour of the last day before the start."""
+
+        def same_hour(i: int, step: int) -> Tensor:
+            return self._at(self.starts[i] + (step * self.lead_time - 1) % HOURS_PER_DAY + 1 - HOURS_PER_DAY)
+
+        return super().rollout_baselines() | {"same hour yesterday": same_hour}
+
+    def _ridge(self, hours):
+        """Return the forecasts of a ridge regression fitted to the first `hours`, truths included."""
+
+        def predictors(start: int) -> Tensor:
+            """Return temperature (K) at `RIDGE_LAGS`, and the hour of day, [N, 8]."""
+            past = self.field.values[[start - lag for lag in RIDGE_LAGS]].T
+            return torch.cat([past, harmonics_of_day(start, 1).expand(len(past), 2)], dim=1)
+
+        starts = range(max(RIDGE_LAGS), hours - self.lead_time)
+        target = self.field.values[starts.start + self.lead_time : hours]
+        predict = fit_ridge(torch.stack([predictors(start) for start in starts]), target)
+        return lambda i: predict(predictors(self.starts[i]))[:, None]
 
     def _channels(self, values, hour):
         """Return the input channels at an hour from `values` [T, N] of the hours up to it."""
@@ -183,51 +202,26 @@ class Era5UkDataset(ForecastDataset):
         return self.field.values[hour][:, None]
 
 
-@dataclass(frozen=True, eq=False)
-class Ridge:
-    """Ridge regressions at N points, each independent of the others.
+def fit_ridge(predictors: Tensor, target: Tensor, penalty: float = 1.0) -> Callable[[Tensor], Tensor]:
+    """Fit a ridge regression at each of N points; return its prediction [N] float32 from predictors [N, F].
 
         prediction[n] = target_mean[n] + <predictors[n] - predictor_mean[n], slope[n]>
         slope[n]      = (X_n^T X_n + penalty I)^-1 X_n^T y_n            X_n, y_n centred, [S, F] and [S]
 
-    predictor_mean and slope are [N, F] float64, target_mean is [N] float64.
+    Predictors are [S, N, F], the target [S, N], the penalty in squared units of the predictors; computed in float64.
     """
-
-    predictor_mean: Tensor
-    slope: Tensor
-    target_mean: Tensor
-
-    @classmethod
-    def fit(cls, predictors: Tensor, target: Tensor, penalty: float = 1.0) -> "Ridge":
-        """Fit to predictors [S, N, F] and target [S, N], with a penalty in squared units of the predictors."""
-        x, y = predictors.double(), target.double()
-        x_mean, y_mean = x.mean(dim=0), y.mean(dim=0)
-        x, y = (x - x_mean).transpose(0, 1), (y - y_mean).T[..., None]  # [N, S, F], [N, S, 1]
-        gram = x.mT @ x + penalty * torch.eye(x.shape[-1], dtype=x.dtype)
-        return cls(x_mean, torch.linalg.solve(gram, x.mT @ y)[..., 0], y_mean)
-
-    def __call__(self, predictors: Tensor) -> Tensor:
-        """Predict from `predictors` [..., N, F]: [..., N] float32."""
-        return (self.target_mean + ((predictors.double() - self.predictor_mean) * self.slope).sum(dim=-1)).float()
+    x, y = predictors.double(), target.double()
+    x_mean, y_mean = x.mean(dim=0), y.mean(dim=0)
+    x, y = (x - x_mean).transpose(0, 1), (y - y_mean).T[..., None]  # [N, S, F], [N, S, 1]
+    gram = x.mT @ x + penalty * torch.eye(x.shape[-1], dtype=x.dtype)
+    slope = torch.linalg.solve(gram, x.mT @ y)[..., 0]
+    return lambda predictors: (y_mean + ((predictors.double() - x_mean) * slope).sum(dim=-1)).float()
 
 
 def harmonics_of_day(hour: int, count: int) -> Tensor:
     """Return sine and cosine of 1 to `count` times the hour of the day as an angle, [2 * count] float32."""
     angle = 2 * torch.pi * (hour % HOURS_PER_DAY) / HOURS_PER_DAY * torch.arange(1, count + 1)
     return torch.stack([angle.sin(), angle.cos()], dim=1).flatten()
-
-
-def ridge_predictors(field: HourlyField, start: int) -> Tensor:
-    """Return the predictors of the ridge regression: temperature (K) at `RIDGE_LAGS`, and the hour of day, [N, 8]."""
-    past = field.values[[start - lag for lag in RIDGE_LAGS]].T
-    return torch.cat([past, harmonics_of_day(start, 1).expand(len(past), 2)], dim=1)
-
-
-def fit_ridge(field: HourlyField, hours: int, lead_time: int) -> Ridge:
-    """Fit the ridge regression on the first `hours` of the field, including truths."""
-    starts = range(max(RIDGE_LAGS), hours - lead_time)
-    predictors = torch.stack([ridge_predictors(field, start) for start in starts])
-    return Ridge.fit(predictors, field.values[starts.start + lead_time : hours])
 
 
 def era5_uk(path: str | Path | None = None, lead_time: int = 6) -> Splits:
@@ -262,20 +256,21 @@ def split(field: HourlyField, lead_time: int) -> Splits:
 
 def read_era5_uk(path: str | Path | None) -> HourlyField:
     """Read 2 m temperature from the GRIB file of `era5_uk`, with its `path`. Raises as `era5_uk` does."""
-    xarray = import_extra("xarray", "era5")
-    import_extra("cfgrib", "era5")
-    options = {"engine": "cfgrib", "backend_kwargs": {"indexpath": ""}}  # no index file: the folder may be read-only
-    if path is None:
-        import_extra("pooch", "era5")
-        source = xarray.tutorial.open_dataset(TUTORIAL_NAME, **options)
-    elif Path(path).is_file():
-        source = xarray.open_dataset(path, **options)
-    else:
-        raise FileNotFoundError(f"no file {path}: pass the path of {TUTORIAL_NAME}, or null to download it")
-    with source:
-        if "t2m" not in source:
-            raise ValueError(f"the file must contain 2 m temperature (t2m), got {sorted(source.data_vars)}")
-        field = source["t2m"].transpose("time", "latitude", "longitude")
-        nodes = regional(field.latitude.values, field.longitude.values)
-        values = torch.from_numpy(field.values.reshape(len(field), len(nodes)))
-        return HourlyField(nodes, field.time.values, values)
+    fields = read_dataset(_download()) if path is None else read_xarray(path)
+    if "t2m" not in fields.readers:
+        raise ValueError(f"the file must contain 2 m temperature (t2m), got {sorted(fields.readers)}")
+    values = np.stack([fields.readers["t2m"](t) for t in range(len(fields.times))])
+    return HourlyField(fields.nodes, fields.times, torch.from_numpy(values))
+
+
+def _download() -> "xarray.Dataset":
+    """Return the data set of xarray's tutorial; raise OSError if it cannot be downloaded."""
+    import_cfgrib()
+    xarray, _ = (import_extra(module, "era5") for module in ("xarray", "pooch"))
+    try:
+        # no index file: the folder may be read-only
+        return xarray.tutorial.open_dataset(TUTORIAL_NAME, engine="cfgrib", backend_kwargs={"indexpath": ""})
+    except (OSError, ValueError) as error:  # no network, a page in place of the file
+        raise OSError(
+            f"could not download {TUTORIAL_NAME} ({type(error).__name__}): give the file as data.path=FILE"
+        ) from error

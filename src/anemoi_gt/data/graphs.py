@@ -28,19 +28,22 @@ import numpy as np
 import torch
 from torch_geometric.data import HeteroData
 
-from anemoi_gt.data import edges
+from anemoi_gt.data import edges, grids
 from anemoi_gt.data.edge_attributes import edge_direction, edge_length, unit_std
 from anemoi_gt.data.meshes import Mesh, icosphere, limited_area_icosphere, stretched_icosphere
-from anemoi_gt.data.nodes import Nodes, check_nodes
+from anemoi_gt.data.nodes import EARTH_RADIUS, Nodes, check_nodes, unit_vectors
 from anemoi_gt.option_checks import check_integer
 
 DATA, HIDDEN = "data", "hidden"
+ICOSAHEDRON_EDGE = 1.107  # radians
 
 
-def icosphere_graph(nodes: Nodes, *, refinement: int, cutoff: float = 0.6, nearest: int = 3) -> HeteroData:
+def icosphere_graph(
+    nodes: Nodes, *, refinement: int, cutoff: float = 0.6, nearest: int = 3, grid: str | None = None
+) -> HeteroData:
     """Return the graph of a global grid and a multi-scale icosphere.
 
-    Raises ValueError if refinement, cutoff or nearest is out of range.
+    Raises ValueError if refinement, cutoff or nearest is out of range, or the nodes are not those of `grid`.
 
     Parameters
     ----------
@@ -52,6 +55,8 @@ def icosphere_graph(nodes: Nodes, *, refinement: int, cutoff: float = 0.6, neare
         Encoder radius in units of the hidden mesh's spacing; a hidden node has at most 64 in-edges.
     nearest : int
         Decoder: number of nearest hidden nodes connected to each data node.
+    grid : str, optional
+        Name of the grid that the mesh was chosen for, see `grids.grid`: other nodes are refused. None takes any.
 
     Examples
     --------
@@ -61,7 +66,52 @@ def icosphere_graph(nodes: Nodes, *, refinement: int, cutoff: float = 0.6, neare
     ...  for (source, _, destination), edges in zip(graph.edge_types, graph.edge_stores)}
     {'data to hidden': 62980, 'hidden to hidden': 81840, 'hidden to data': 120960}
     """
+    if grid is not None and isinstance(nodes, Nodes) and len(nodes) != (expected := len(grids.grid(grid))):
+        raise ValueError(
+            f"the data must be on grid {grid}, which this graph is for, of {expected} nodes, got {len(nodes)} nodes: "
+            "take graph=icosphere with a graph.refinement for your grid"
+        )
     return encoder_processor_decoder(nodes, icosphere(refinement), cutoff=cutoff, nearest=nearest)
+
+
+def default_graph(nodes: Nodes, *, refinement: int | None = None, cutoff: float = 0.6, nearest: int = 3) -> HeteroData:
+    """Return the graph of any grid, global or regional, and the part of an icosphere over it.
+
+    Raises ValueError if an option is out of range.
+
+    Parameters
+    ----------
+    nodes : Nodes
+        The data nodes.
+    refinement : int, optional
+        Refinement of the icosphere. None: the coarsest one whose spacing is at most four times that of the data nodes.
+    cutoff, nearest
+        As for `icosphere_graph`.
+
+    Examples
+    --------
+    >>> from anemoi_gt.data.grids import octahedral
+    >>> len(default_graph(octahedral(96))["hidden"].x)
+    10242
+    """
+    check_nodes(nodes=nodes)
+    if refinement is None:
+        distance = edges.nearest_distance(nodes.xyz)
+        spacing = np.median(distance[distance > 0]) if (distance > 0).any() else 1.0
+        refinement = int(np.clip(np.ceil(np.log2(ICOSAHEDRON_EDGE / (4 * spacing))), 1, 9))
+    margin = EARTH_RADIUS / 1000 * ICOSAHEDRON_EDGE / 2**refinement
+    return limited_area_graph(nodes, refinement=refinement, margin=margin, cutoff=cutoff, nearest=nearest)
+
+
+def check_fit(graph: HeteroData) -> None:
+    """Raise ValueError unless most hidden nodes have a data node within 0.6 of the distance to their neighbour."""
+    data, hidden = (unit_vectors(graph[name].x.double().numpy()) for name in (DATA, HIDDEN))
+    empty = edges.nearest_distance(hidden, data) > 0.6 * edges.nearest_distance(hidden)
+    if empty.mean() > 0.5:
+        raise ValueError(
+            f"the graph must fit the data, {empty.sum()} of its {len(hidden)} hidden nodes have no data near them: "
+            "take graph=default, graph=limited_area for a region, or a lower graph.refinement"
+        )
 
 
 def limited_area_graph(

@@ -60,9 +60,7 @@ def reduced_gaussian(lengths: ArrayLike) -> Nodes:
     """
     lengths = np.asarray(lengths)
     if lengths.ndim != 1 or len(lengths) == 0 or lengths.dtype.kind not in "iu" or lengths.min() < 1:
-        raise ValueError(
-            f"lengths must be a vector of positive integers, the number of points in each row, got {lengths}"
-        )
+        raise ValueError(f"lengths must be a vector of positive integers, the points in each row, got {lengths}")
     row_starts = np.repeat(np.cumsum(lengths) - lengths, lengths)
     position = np.arange(lengths.sum()) - row_starts
     return Nodes(np.repeat(gaussian_latitudes(len(lengths)), lengths), 360 * position / np.repeat(lengths, lengths))

@@ -134,15 +134,9 @@ def _over(area: Nodes, nodes: Nodes, margin: float) -> np.ndarray:
 def _refine(refinement: int, levels: Sequence[int]) -> tuple[Mesh, np.ndarray]:
     """Return the icosphere, and each vertex's index in the order of splitting: level l has the first 10 * 4^l + 2."""
     check_integer("refinement", refinement)
-    if (
-        not isinstance(levels, Sequence)
-        or len(levels) == 0
-        or any(level not in range(refinement + 1) for level in levels)
-    ):
-        raise ValueError(
-            f"levels must be one or more of 0 to {refinement}, the refinement, such as (1, 2), got {levels!r}"
-        )
-
+    if not isinstance(levels, Sequence) or not levels or any(level not in range(refinement + 1) for level in levels):
+        got = f"the refinement, such as (1, 2), got {levels!r}"
+        raise ValueError(f"levels must be one or more of 0 to {refinement}, {got}")
     xyz, faces = _icosahedron()
     sides = [_sides(faces)[0]]
     for _ in range(refinement):
@@ -150,7 +144,8 @@ def _refine(refinement: int, levels: Sequence[int]) -> tuple[Mesh, np.ndarray]:
         sides.append(_sides(faces)[0])
 
     nodes = Nodes.from_xyz(xyz)
-    order = _north_to_south(nodes)
+    lat, lon = nodes.stored.T  # vertices of one parallel differ in the last bits of a float64
+    order = np.lexsort((lon, lat))[::-1]  # north to south, then east to west
     rank = np.empty_like(order)
     rank[order] = np.arange(len(order))
     one_way = rank[np.concatenate([sides[level] for level in set(levels)])].T
@@ -185,9 +180,3 @@ def _split(xyz: np.ndarray, faces: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     a, b, c = faces.T
     quarters = [(a, ab, ca), (ab, b, bc), (ca, bc, c), (ab, bc, ca)]
     return np.concatenate([xyz, middle]), np.concatenate([np.stack(quarter, axis=1) for quarter in quarters])
-
-
-def _north_to_south(nodes: Nodes) -> np.ndarray:
-    """Return the order by decreasing latitude, then decreasing longitude."""
-    lat, lon = nodes.stored.T  # vertices of one parallel differ in the last bits of a float64
-    return np.lexsort((lon, lat))[::-1]

@@ -12,6 +12,7 @@ from numpy.typing import ArrayLike
 from anemoi_gt.extras import import_extra
 
 EARTH_RADIUS = 6.371e6  # m, mean radius
+LARGE = 2**20  # points
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,8 +154,13 @@ def area_weights(nodes: Nodes) -> np.ndarray:
     """Return the areas of the nodes' Voronoi cells on the sphere, scaled to mean 1, [N] float64.
 
     Raises ValueError if two nodes coincide, or there are fewer than four, or all lie on one circle.
+
+    Of a global grid of more than a million points in rows, cells would take minutes: each point has its share of the
+    band that ends half-way to the next rows. Its area differs from the cell's by at most 0.7% on octahedral grids.
     """
     check_nodes(nodes=nodes)
+    if len(nodes) > LARGE and len(np.unique(nodes.lat)) < len(nodes) / 100:
+        return row_weights(nodes)
     voronoi = import_extra("scipy.spatial", "graphs").SphericalVoronoi
     try:
         areas = voronoi(nodes.xyz).calculate_areas()
@@ -163,6 +169,19 @@ def area_weights(nodes: Nodes) -> np.ndarray:
             f"nodes must be at least four, spread over the globe, all at distinct positions, got {len(nodes)}: {error}"
         ) from error
     return areas / areas.mean()
+
+
+def row_weights(nodes: Nodes) -> np.ndarray:
+    """Return weights of mean 1, [N] float64, of a grid in rows: the area of each row's band over its points.
+
+    Bands end half-way to the next rows, and at a pole within one spacing of the rows.
+    """
+    rows, row, points = np.unique(nodes.lat.round(4), return_inverse=True, return_counts=True)
+    beyond = np.clip([2 * rows[0] - rows[1], 2 * rows[-1] - rows[-2]], -90, 90)
+    ends = np.where(np.abs(beyond) == 90, beyond, (beyond + rows[[0, -1]]) / 2)
+    bounds = np.concatenate([ends[:1], (rows[1:] + rows[:-1]) / 2, ends[1:]])
+    weights = (np.diff(np.sin(np.deg2rad(bounds))) / points)[row]
+    return weights / weights.mean()
 
 
 def check_nodes(**sets: object) -> None:

@@ -30,7 +30,8 @@ Model Dev. 5, 887-901, section 2: the same with dimensions, T = 12 days and k T 
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -44,7 +45,17 @@ from anemoi_gt.option_checks import check_integer, check_number
 
 SECONDS_PER_HOUR = 3600.0
 DEFORMATION = {"rotation": 0.0, "deformation": 10.0}
-STATISTICS_SAMPLES = 64  # training samples that the normalisation is estimated from
+STATISTICS_SAMPLES, STATISTICS_NODES = 64, 2**16  # training samples and nodes that the normalisation is estimated from
+BLOCK = 2**16  # nodes whose arrays fit into a cache
+
+
+def in_blocks(function: Callable[..., np.ndarray], *arrays: np.ndarray) -> np.ndarray:
+    """Return `function(*arrays)` for arrays with a row for each node, in blocks of rows, several threads at a time."""
+    if len(arrays[0]) <= BLOCK:
+        return function(*arrays)
+    blocks = [slice(start, start + BLOCK) for start in range(0, len(arrays[0]), BLOCK)]
+    with ThreadPoolExecutor() as pool:
+        return np.concatenate(list(pool.map(lambda rows: function(*(array[rows] for array in arrays)), blocks)))
 
 
 def rotate(x: np.ndarray, axis: np.ndarray, angle: float | np.ndarray) -> np.ndarray:
@@ -199,8 +210,11 @@ class SphereDataset(ForecastDataset):
         Hours.
     key : tuple of int
         Sample i is seeded with `key` and i.
-    statistics : Statistics or None
-        The normalisation; None computes it from the first samples of this data set.
+
+    Attributes
+    ----------
+    statistics : Statistics
+        The normalisation, from the first samples.
     """
 
     variables = ("tracer",)
@@ -211,15 +225,22 @@ class SphereDataset(ForecastDataset):
         *("sin latitude", "cos latitude", "sin longitude", "cos longitude"),
     )
 
-    def __init__(self, nodes, size, flows, lead_time, key, statistics=None):
+    def __init__(self, nodes, size, flows, lead_time, key):
         self.nodes, self.size, self.flows, self.lead_time, self.key = nodes, size, flows, lead_time, key
         self.weights = torch.from_numpy(area_weights(nodes)).float()
         self._xyz, self._frame = nodes.xyz, nodes.frame
         self._position = torch.from_numpy(np.stack([f(x) for x in nodes.radians.T for f in (np.sin, np.cos)], axis=-1))
         first = (self.case(i) for i in range(min(size, STATISTICS_SAMPLES)))
-        self.statistics = statistics or Statistics.of(list(first), self._xyz, lead_time)
+        some = self._xyz[:: -(-len(nodes) // STATISTICS_NODES)]
+        self.statistics = Statistics.of(list(first), some, lead_time)
         self.change_mean = torch.zeros(1)
         self.change_std = torch.tensor([self.statistics.change_std], dtype=torch.float32)
+
+    def others(self, size: int, key: tuple[int, ...]) -> "SphereDataset":
+        """Return other samples on the same nodes, with the normalisation of these."""
+        other = copy.copy(self)
+        other.size, other.key = size, key
+        return other
 
     def __len__(self):
         return self.size
@@ -232,7 +253,7 @@ class SphereDataset(ForecastDataset):
     def inputs(self, i: int) -> Tensor:
         """Return the normalised input channels of sample i, [N, 9] float32."""
         case = self.case(i)
-        return self._channels(case, case.tracer(self._xyz, 0), hours=0)
+        return self._channels(case, in_blocks(lambda xyz: case.tracer(xyz, 0), self._xyz), hours=0)
 
     def present(self, i: int) -> Tensor:
         """Return the tracer at the start, [N, 1] in kg/kg."""
@@ -265,13 +286,18 @@ class SphereDataset(ForecastDataset):
     def _channels(self, case, tracer, hours):
         """Return the input channels for a tracer [N], `hours` after the start of a case."""
         tracer = (tracer - self.statistics.tracer_mean) / self.statistics.tracer_std
-        winds = [case.flow.wind(self._xyz, case.start + at) for at in (hours, hours + self.lead_time)]
-        components = [np.einsum("nid,nd->ni", self._frame, wind) / self.statistics.wind_std for wind in winds]
-        changing = np.concatenate([tracer[:, None], *components], axis=1)
+
+        def components(xyz, frame):
+            winds = [case.flow.wind(xyz, case.start + at) for at in (hours, hours + self.lead_time)]
+            return np.concatenate([np.einsum("nid,nd->ni", frame, wind) for wind in winds], axis=1)
+
+        winds = in_blocks(components, self._xyz, self._frame) / self.statistics.wind_std
+        changing = np.concatenate([tracer[:, None], winds], axis=1)
         return torch.cat([torch.from_numpy(changing), self._position], dim=1).float()
 
     def _tracer(self, i, hours):
-        return torch.from_numpy(self.case(i).tracer(self._xyz, hours)).float()[:, None]
+        case = self.case(i)
+        return torch.from_numpy(in_blocks(lambda xyz: case.tracer(xyz, hours), self._xyz)).float()[:, None]
 
 
 def sphere(
@@ -296,7 +322,7 @@ def sphere(
     lead_time : float
         Hours from the present to the truth. The flows rotate once in 288 h.
     train_size, valid_size, test_size : int
-        Numbers of samples.
+        Number of samples of each split.
     seed : int
         Seed of the samples, at least 0.
 
@@ -316,10 +342,5 @@ def sphere(
     check_number("lead_time", lead_time)
     if not 0 < lead_time < np.inf:
         raise ValueError(f"lead_time must be positive and finite, in hours, got {lead_time}")
-    nodes, flows = grid(grid_name), tuple(flows)
-    train = SphereDataset(nodes, train_size, flows, lead_time, key=(seed, 0))
-    held_out = (
-        SphereDataset(nodes, size, flows, lead_time, (seed, split), train.statistics)
-        for split, size in ((1, valid_size), (2, test_size))
-    )
-    return Splits(train, *held_out)
+    train = SphereDataset(grid(grid_name), train_size, tuple(flows), lead_time, key=(seed, 0))
+    return Splits(train, train.others(valid_size, (seed, 1)), train.others(test_size, (seed, 2)))

@@ -2,7 +2,7 @@
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -41,21 +41,14 @@ def check_same(values: Mapping[str, Any], group: dist.ProcessGroup) -> None:
     """
     of_ranks = [None] * dist.get_world_size(group)
     dist.all_gather_object(of_ranks, dict(values), group=group)
-    problem = difference(of_ranks)
-    if problem is not None:
-        raise ValueError(problem)
-
-
-def difference(of_ranks: Sequence[Mapping[str, Any]]) -> str | None:
-    """Return an error message for the first value that differs between ranks, or None when all are the same."""
     for name in dict.fromkeys(name for values in of_ranks for name in values):
         # Compared as text: 1 is not 1.0, and NaN is NaN.
         first, *others = (repr(values[name]) if name in values else "no such value" for values in of_ranks)
         wrong = [rank for rank, other in enumerate(others, 1) if other != first]
         if wrong:
             other = others[wrong[0] - 1]
-            return f"{name} must be the same on all ranks, got {other} on {_ranks(wrong)} and {first} on rank 0"
-    return None
+            got = f"{other} on {_ranks(wrong)} and {first} on rank 0"
+            raise ValueError(f"{name} must be the same on all ranks, got {got}")
 
 
 def check_finite(loss: Tensor, step: int, group: dist.ProcessGroup) -> None:

@@ -76,7 +76,8 @@ def clip_gradients(shared: Iterable[Parameter], own: Iterable[Parameter], max_no
     shared, own = list(shared), list(own)
     squares = _squares(own, mesh)
     dist.all_reduce(squares, group=mesh.get_group("model"))
-    norm = (squares + _squares(shared, mesh)).sqrt().to(_widest(shared + own))
+    widest = reduce(torch.promote_types, [p.dtype for p in shared + own] or [torch.float32])
+    norm = (squares + _squares(shared, mesh)).sqrt().to(widest)
     norm = torch.where(norm.isfinite(), norm, torch.nan)  # infinity would zero the finite gradients
     clip_grads_with_norm_(shared + own, max_norm, norm)
     return norm
@@ -122,7 +123,7 @@ def _reduce(parameters: list[Parameter], mesh: DeviceMesh, axis: str, factor: fl
     if mesh[axis].size() == 1:
         return
     for bucket in _buckets(parameters):
-        flat = torch.cat([_gradient(parameter).flatten() for parameter in bucket])
+        flat = torch.cat([torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten() for p in bucket])
         dist.all_reduce(flat, group=mesh.get_group(axis))
         parts = flat.mul_(factor).split([parameter.numel() for parameter in bucket])
         for parameter, part in zip(bucket, parts, strict=True):
@@ -131,20 +132,8 @@ def _reduce(parameters: list[Parameter], mesh: DeviceMesh, axis: str, factor: fl
 
 def _squares(parameters: list[Parameter], mesh: DeviceMesh) -> Tensor:
     """Return the sum of squares of gradients, float64 on the mesh's device, also on ranks without any."""
-    return get_total_norm(_gradients(parameters)).to(mesh.device_type, torch.float64).square()
-
-
-def _widest(parameters: list[Parameter]) -> torch.dtype:
-    dtypes = [parameter.dtype for parameter in parameters]
-    return reduce(torch.promote_types, dtypes) if dtypes else torch.float32
-
-
-def _gradients(parameters: list[Parameter]) -> list[Tensor]:
-    return [parameter.grad for parameter in parameters if parameter.grad is not None]
-
-
-def _gradient(parameter: Parameter) -> Tensor:
-    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    return get_total_norm(gradients).to(mesh.device_type, torch.float64).square()
 
 
 def _buckets(parameters: list[Parameter]) -> Iterable[list[Parameter]]:

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from anemoi_gt.distributed.consensus import check_same, consensus, fingerprint
 from anemoi_gt.distributed.halo import HaloExchange, PendingExchange
-from anemoi_gt.distributed.partition import Partition, Ranges, describe_tensor, destination_cost
+from anemoi_gt.distributed.partition import Partition, Ranges, destination_cost
 from anemoi_gt.graph import GraphStructure
-from anemoi_gt.graph.validation import INDEX_DTYPES
+from anemoi_gt.graph.validation import check_edge_index, check_index, check_range
 from anemoi_gt.nn.input_validation import check_structure
 from anemoi_gt.ops.dtypes import cast_for_autocast
 
@@ -179,7 +179,11 @@ def shard_edges(
     _check_partitions(sources, destinations, (sources.size, destinations.size), num_ranks)
     with consensus(group):
         _check_own_edges(edge_index, sources, destinations, rank)
-        _check_global_edge_id(global_edge_id, edge_index.shape[1])
+        if global_edge_id is not None:
+            check_index("global_edge_id", global_edge_id, like=edge_index, dtypes=(torch.int64,))
+            if len(global_edge_id) != edge_index.shape[1]:
+                got = f"one per edge, got {len(global_edge_id)}"
+                raise ValueError(f"global_edge_id must have {edge_index.shape[1]} entries, {got}")
     if global_edge_id is None:
         counts = [0] * num_ranks
         dist.all_gather_object(counts, edge_index.shape[1], group=group)
@@ -238,22 +242,11 @@ def _check_partitions(sources: Partition, destinations: Partition, sizes: tuple[
 
 def _check_own_edges(edge_index: Tensor, sources: Partition, destinations: Partition, rank: int) -> None:
     """Raise unless `edge_index` [2, E] holds edges between existing nodes that all end in nodes of `rank`."""
-    if not isinstance(edge_index, Tensor) or edge_index.dim() != 2 or edge_index.shape[0] != 2:
-        raise ValueError(f"edge_index must have shape [2, E], got {describe_tensor(edge_index)}")
-    if edge_index.dtype not in INDEX_DTYPES:
-        raise ValueError(f"edge_index must be int32 or int64, got {edge_index.dtype}")
-    sizes = sources.size, destinations.size
-    for name, index, size in zip(("sources", "destinations"), edge_index, sizes, strict=True):
-        if index.shape[0] and not 0 <= int(index.min()) <= int(index.max()) < size:
-            raise ValueError(f"{name} must be in 0 .. {size - 1}, got {int(index.min())} to {int(index.max())}")
+    check_edge_index(edge_index)
+    for index, (name, nodes) in zip(edge_index, (("sources", sources), ("destinations", destinations)), strict=True):
+        check_range(name, index, nodes.size)
     owner = destinations.ranges.owner(destinations.positions(edge_index[1]))
     stray = (owner != rank).nonzero()
     if stray.shape[0]:
         node, other = int(edge_index[1, stray[0, 0]]), int(owner[stray[0, 0]])
         raise ValueError(f"every edge must end in a node of this rank, got one into {node}, which rank {other} owns")
-
-
-def _check_global_edge_id(ids: Tensor | None, num_edges: int) -> None:
-    is_tensor = isinstance(ids, Tensor)
-    if ids is not None and not (is_tensor and tuple(ids.shape) == (num_edges,) and ids.dtype == torch.int64):
-        raise ValueError(f"global_edge_id must be int64 [{num_edges}], one per edge, got {describe_tensor(ids)}")

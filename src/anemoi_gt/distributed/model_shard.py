@@ -9,23 +9,27 @@ all graphs that end in it.
 """
 
 import copy
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._pytree import tree_map
 
 from anemoi_gt.distributed.consensus import check_same, consensus, fingerprint
 from anemoi_gt.distributed.grad_sync import AXES, check_mesh
 from anemoi_gt.distributed.graph_shard import GraphShard, shard_edges
 from anemoi_gt.distributed.partition import Partition, destination_cost
 from anemoi_gt.distributed.sharded_checkpoint import ShardedTable
+from anemoi_gt.graph import GraphStructure
 from anemoi_gt.graph.ordering import morton_order
 from anemoi_gt.nn import EncoderProcessorDecoder, GraphTransformerBaseBlock
+from anemoi_gt.nn.static_graph import HIDDEN
 
-HIDDEN = "hidden"
 NODE_ROWS, EDGE_ROWS = ("sin_cos_lat_lon", "trainable"), ("edge_attr", "trainable")
 
 
@@ -164,7 +168,8 @@ class ModelRows:
 
     def to(self, device: torch.device) -> "ModelRows":
         """Return these rows on `device`."""
-        return ModelRows(self.partitions, _to(self.nodes, device), _to(self.edges, device))
+        move = partial(tree_map, lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf)
+        return ModelRows(self.partitions, move(self.nodes), move(self.edges))
 
 
 class ShardPlan:
@@ -178,7 +183,11 @@ class ShardPlan:
         chunks = max((len(getattr(module, "chunks", ())) for module, _, _ in self.edges.values()), default=1)
         if chunks > 1:
             raise ValueError(f"mapper_chunks must be 1 when sharded, got {chunks}: each shard is a chunk already")
-        self.partitions = _partition_nodes(model, num_ranks)
+        layers = {"processor_edges": len(model.processor.proc)}
+        graphs = [(module.structure(), dst, layers.get(path, 1)) for path, (module, _, dst) in self.edges.items()]
+        positions = {name: _unit_vectors(nodes.sin_cos_lat_lon.cpu()) for name, nodes in model.nodes.items()}
+        sizes = {name: len(points) for name, points in positions.items()}
+        self.partitions = partition_nodes(sizes, graphs, positions, num_ranks)
         self._edge_ids = {path: self._by_owner(module, dst) for path, (module, _, dst) in self.edges.items()}
 
     def rows(self, rank: int) -> ModelRows:
@@ -270,30 +279,24 @@ def _emptied(tensor: Tensor) -> Tensor:
     return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
 
 
-def _partition_nodes(model: EncoderProcessorDecoder, num_ranks: int) -> dict[str, Partition]:
-    """Split every set of nodes by the cost of its nodes; the processor's graph counts once per layer."""
-    costs = {name: torch.ones(len(nodes), dtype=torch.int64, device="cpu") for name, nodes in model.nodes.items()}
-    for path, (module, _, destination) in edge_modules(model).items():
-        times = len(model.processor.proc) if path == "processor_edges" else 1
-        costs[destination] = costs[destination] + times * destination_cost(module.structure().colptr.diff().cpu())
-    return {
-        name: Partition.balanced(costs[name], num_ranks, morton_order(_unit_vectors(nodes.sin_cos_lat_lon.cpu())))
-        for name, nodes in model.nodes.items()
-    }
+def partition_nodes(
+    sizes: dict[str, int],
+    graphs: Iterable[tuple[GraphStructure, str, int]],
+    positions: Mapping[str, Tensor],
+    num_ranks: int,
+) -> dict[str, Partition]:
+    """Split every set of nodes by the cost of its nodes, along a Morton curve through its positions, if it has any.
+
+    `graphs` are structures, the sets that they end in, and how many layers read them.
+    """
+    costs = {name: torch.ones(size, dtype=torch.int64, device="cpu") for name, size in sizes.items()}
+    for structure, destination, times in graphs:
+        costs[destination] = costs[destination] + times * destination_cost(structure.colptr.diff().cpu())
+    orders = {name: morton_order(points.cpu()) for name, points in positions.items()}
+    return {name: Partition.balanced(cost, num_ranks, orders.get(name)) for name, cost in costs.items()}
 
 
 def _unit_vectors(sin_cos_lat_lon: Tensor) -> Tensor:
     """Return points [N, 3] on the unit sphere from sines and cosines of latitude and longitude."""
     sin_lat, sin_lon, cos_lat, cos_lon = sin_cos_lat_lon.unbind(1)
     return torch.stack([cos_lat * cos_lon, cos_lat * sin_lon, sin_lat], dim=1)
-
-
-def _to(value: Any, device: torch.device) -> Any:
-    """Return nested dicts and named tuples with all tensors on a device."""
-    if isinstance(value, Tensor):
-        return value.to(device)
-    if isinstance(value, dict):
-        return {name: _to(part, device) for name, part in value.items()}
-    if isinstance(value, tuple):
-        return type(value)(*(_to(part, device) for part in value))
-    return value

@@ -10,43 +10,33 @@ A set of nodes has one partition in all graphs, balanced by the cost of its node
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from anemoi_gt.distributed.consensus import check_same, consensus, fingerprint
 from anemoi_gt.distributed.grad_sync import AXES, check_mesh
 from anemoi_gt.distributed.graph_shard import GraphShard, shard_graph
-from anemoi_gt.distributed.model_shard import EDGE_ROWS, FixedGraph, set_rows
-from anemoi_gt.distributed.partition import Partition, destination_cost
+from anemoi_gt.distributed.model_shard import EDGE_ROWS, FixedGraph, ModelShard, partition_nodes, set_rows
 from anemoi_gt.distributed.sharded_checkpoint import ShardedTable
 from anemoi_gt.graph import GraphStructure
-from anemoi_gt.graph.ordering import morton_order
 from anemoi_gt.nn import StaticEdges
 
 Kind = tuple[str, str]  # sets of sources and of destinations
 
 
 @dataclass(frozen=True)
-class ModuleShard:
+class ModuleShard(ModelShard):
     """Sharding of a module, as one rank sees it; printed, it says what this rank holds.
 
     Attributes
     ----------
-    rank : int
-        This rank among those that share the module.
-    partitions : dict of str to Partition
-        Owners of the nodes, by the name of their set.
+    partitions, rank, tables
+        As of a `ModelShard`.
     graphs : dict of (str, str) to GraphShard
         By the names of the sets of sources and destinations; layers take them in place of structures.
-    tables : dict of str to ShardedTable
-        Rows of the whole table that this rank trains, by the name of the parameter. All other parameters are shared.
     """
 
-    rank: int
-    partitions: dict[str, Partition]
     graphs: dict[Kind, GraphShard]
-    tables: dict[str, ShardedTable]
 
     def nodes(self, name: str, rows: Tensor) -> Tensor:
         """Return this rank's nodes [.., n, F] of rows [.., N, F] of a set of nodes."""
@@ -55,12 +45,6 @@ class ModuleShard:
     def edges(self, kind: Kind, rows: Tensor) -> Tensor:
         """Return the edges [.., E_own, D] of rows [.., E, D] of a graph that this rank's shard reads, in its order."""
         return rows.index_select(-2, self.graphs[kind].edges.to(rows.device))
-
-    def parameters(self, module: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-        """Return the parameters that all ranks share, and those of which each rank owns some rows."""
-        named = list(module.named_parameters())
-        own = [parameter for name, parameter in named if name in self.tables]
-        return [parameter for name, parameter in named if name not in self.tables], own
 
     def __str__(self) -> str:
         ranks = next(iter(self.partitions.values())).ranges.num_ranks
@@ -104,7 +88,7 @@ def shard_module(
     Returns
     -------
     ModuleShard
-        What the layers take now in place of structures, features and attributes, and which parameters are shared.
+        Shards that replace structures, features and attributes, and the names of the shared parameters.
 
     Raises
     ------
@@ -126,12 +110,11 @@ def shard_module(
     for axis in AXES:
         check_same(same, mesh.get_group(axis))
 
-    partitions = _partition(sizes, structures, positions, mesh["model"].size())
+    edges = [(structure, destination, 1) for (_, destination), structure in structures.items()]
+    partitions = partition_nodes(sizes, edges, positions, mesh["model"].size())
     shards = {
-        (source, destination): shard_graph(
-            structure, group, sources=partitions[source], destinations=partitions[destination]
-        )
-        for (source, destination), structure in structures.items()
+        (src, dst): shard_graph(structure, group, sources=partitions[src], destinations=partitions[dst])
+        for (src, dst), structure in structures.items()
     }
     found = {}
     for name, of in tables.items():
@@ -145,7 +128,7 @@ def shard_module(
     for kind, edges in graphs.items():
         if isinstance(edges, StaticEdges):
             edges.structure = FixedGraph(shards[kind])
-    return ModuleShard(rank, partitions, shards, found)
+    return ModuleShard(partitions, rank, found, shards)
 
 
 def _structure(kind: Kind, edges: GraphStructure | StaticEdges) -> GraphStructure:
@@ -199,14 +182,3 @@ def _check_table(
     size = sizes[of] if of in sizes else structures[of].num_edges
     if tensors[name].dim() < 1 or tensors[name].shape[0] != size:
         raise ValueError(f"{name} must have one row for each of the {size} of {of}, got {tuple(tensors[name].shape)}")
-
-
-def _partition(
-    sizes: dict[str, int], structures: Mapping[Kind, GraphStructure], positions: dict[str, Tensor], num_ranks: int
-) -> dict[str, Partition]:
-    """Split every set of nodes by the cost of its nodes, summed over all graphs that end in it."""
-    costs = {name: torch.ones(size, dtype=torch.int64, device="cpu") for name, size in sizes.items()}
-    for (_, destination), structure in structures.items():
-        costs[destination] = costs[destination] + destination_cost(structure.colptr.diff().cpu())
-    orders = {name: morton_order(points.cpu()) for name, points in positions.items()}
-    return {name: Partition.balanced(cost, num_ranks, orders.get(name)) for name, cost in costs.items()}

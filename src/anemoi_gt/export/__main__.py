@@ -1,4 +1,4 @@
-"""The export application, `python -m anemoi_gt export checkpoint=FILE out=model.pt2`.
+"""The export application, `anemoi-gt export checkpoint=FILE out=model.pt2`.
 
 It writes a package that runs without this library. The config of the run is read from the checkpoint and can be
 overridden on the command line.
@@ -20,8 +20,7 @@ from anemoi_gt.evaluate import launch_on_checkpoint
 from anemoi_gt.export import Autocast, PackageReport, export_model, verify_package, write_package
 from anemoi_gt.export.package import check_compiler, check_path, check_toolkit
 from anemoi_gt.export.program import check_kernels, check_max_batch
-from anemoi_gt.hydra_app import Run, build, check_backend, instantiate
-from anemoi_gt.training.checkpoint import load_checkpoint, load_weights
+from anemoi_gt.hydra_app import Run, build_trained, check_backend, instantiate
 from anemoi_gt.training.device import choose_device, cpu_threads
 from anemoi_gt.training.step import AUTOCAST
 from anemoi_gt.version import __version__
@@ -55,13 +54,11 @@ def prepare(config: "DictConfig") -> Callable[[], PackageReport]:
         raise ValueError(f"out must be a file name, such as model.pt2, got {config.out!r}")
     options = ExportOptions(Path(config.out), config.max_batch, config.precision)
     options.check()
-    checkpoint = Path(config.checkpoint)
-    state, run = load_checkpoint(checkpoint), build(config)
-    load_weights(run.model, state)
+    run, step = build_trained(config)
     device = choose_device(run.training.device)
     check_compiler()
     check_toolkit(device)
-    origin = {"checkpoint": str(checkpoint), "step": str(state.get("step")), "precision": options.precision}
+    origin = {"checkpoint": str(config.checkpoint), "step": str(step), "precision": options.precision}
     origin["backend"] = check_backend(instantiate(config.attention), device)
     if origin["backend"] == "triton":
         check_kernels()

@@ -97,7 +97,10 @@ class GraphInputModel(nn.Module):
         shapes = {}
         for name in self.model.nodes:
             shapes |= _each(self.model, f"nodes.{name}", nodes[name])
-        for number, (path, src, dst) in enumerate(self._edge_types()):  # numbered: identifiers of names may coincide
+        kinds = [(f"encoder_edges.{name}", name, HIDDEN) for name in self.model.encoder_edges]
+        kinds += [(f"decoder_edges.{name}", HIDDEN, name) for name in self.model.decoder_edges]
+        kinds.append(("processor_edges", HIDDEN, HIDDEN))
+        for number, (path, src, dst) in enumerate(kinds):  # numbered: identifiers of names may coincide
             edges = Dim(f"edges_{number}_{_identifier(src)}_to_{_identifier(dst)}")
             shapes |= _each(self.model, path, edges)
             sizes = {"colptr": nodes[dst] + 1, "sources": nodes[src], "dst_schedule": nodes[dst]}
@@ -107,12 +110,6 @@ class GraphInputModel(nn.Module):
         fields = {name: {0: batch, 1: nodes[name]} for name in self.model.in_channels}
         x = next(iter(fields.values())) if self.model.has_one_data_set else fields
         return x, shapes
-
-    def _edge_types(self) -> list[tuple[str, str, str]]:
-        """Return (submodule path, source, destination) of all edges."""
-        types = [(f"encoder_edges.{name}", name, HIDDEN) for name in self.model.encoder_edges]
-        types += [(f"decoder_edges.{name}", HIDDEN, name) for name in self.model.decoder_edges]
-        return [*types, ("processor_edges", HIDDEN, HIDDEN)]
 
 
 def graph_tensors(model: EncoderProcessorDecoder) -> dict[str, Tensor]:

@@ -1,11 +1,9 @@
 """Packages: programs compiled by AOTInductor into one file, which PyTorch loads from Python or C++."""
 
-import statistics
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,12 +14,13 @@ from torch._inductor.cpp_builder import get_cpp_compiler
 from torch._inductor.exc import InvalidCxxCompiler
 from torch.export import ExportedProgram
 from torch.utils import cpp_extension
+from torch.utils.benchmark import Timer
 
 SUFFIX = ".pt2"
 PROBE = "#include <locale>\nstd::locale probe() { return std::locale(); }\n"
 COPY = b"_S_create_c_locale name not valid"  # a string in every binary that contains libstdc++'s locale
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 5e-3}  # relative error: about 80, 4 and 5 eps
-REPEATS = 11
+TIMED = 0.1  # s, of calls of a package and of its model
 
 
 def write_package(program: ExportedProgram, path: str | Path, metadata: Mapping[str, str]) -> None:
@@ -145,7 +144,9 @@ def verify_package(path: str | Path, model: nn.Module, batches: list[Tensor], dt
             raise FloatingPointError(
                 f"the package must agree with the model within {LIMITS[dtype]:g}, its relative error is {error:.2g}"
             )
-        package_ms, model_ms = (_milliseconds(call, batches[0]) for call in (package, model))
+        calls = ({"call": call, "x": batches[0]} for call in (package, model))
+        timers = [Timer("call(x)", globals=names, num_threads=torch.get_num_threads()) for names in calls]
+        package_ms, model_ms = (1e3 * timer.blocked_autorange(min_run_time=TIMED).median for timer in timers)
     return PackageReport(error, Path(path).stat().st_size, package_ms, model_ms)
 
 
@@ -154,20 +155,3 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
     actual, expected = actual.double(), expected.double()
     difference = (actual - expected).square().mean()
     return 0.0 if difference == 0 else (difference / expected.square().mean()).sqrt().item()
-
-
-def _milliseconds(call: Callable[[Tensor], Tensor], batch: Tensor) -> float:
-    """Return the median time of a call, with the device synchronised before and after each."""
-    times = []
-    for _ in range(REPEATS):
-        _synchronize(batch)
-        begin = time.perf_counter()
-        call(batch)
-        _synchronize(batch)
-        times.append(1e3 * (time.perf_counter() - begin))
-    return statistics.median(times)
-
-
-def _synchronize(tensor: Tensor) -> None:
-    if tensor.is_cuda:
-        torch.cuda.synchronize(tensor.device)

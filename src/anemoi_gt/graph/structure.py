@@ -28,8 +28,8 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 from torch.utils._pytree import MappingKey, register_pytree_node, tree_map
 
-from anemoi_gt.graph import ordering
 from anemoi_gt.graph.build import GroupedEdges, can_rank, group_coo, group_edges, pointers, rank_edges
+from anemoi_gt.graph.ordering import morton_order
 from anemoi_gt.graph.validation import (
     HUB_DEGREE,
     INDEX_DTYPES,
@@ -324,19 +324,20 @@ class GraphStructure:
         ValueError
             For another layout or other dimensions, and as in `from_csc` and `from_edge_index`.
         """
+        csr = None
         if hasattr(adj_t, "sparse_sizes"):  # torch_sparse.SparseTensor; torch_sparse is not a dependency
-            rowptr, col, _ = adj_t.csr()
-            graph = cls.from_csc(rowptr, col, adj_t.sparse_size(1), validate=validate, reverse=False)
-            return graph.with_reverse(stable=stable) if reverse else graph
-        if not isinstance(adj_t, Tensor):
+            csr = (*adj_t.csr()[:2], adj_t.sparse_size(1))
+        elif not isinstance(adj_t, Tensor):
             raise ValueError(
                 "adj_t must be a torch.sparse tensor or a torch_sparse.SparseTensor [N_dst, N_src], got "
                 f"{type(adj_t).__name__}; use from_edge_index or from_csc for others"
             )
-        check_adjacency(adj_t)
-        if adj_t.layout == torch.sparse_csr:
-            pointers, indices = adj_t.crow_indices(), adj_t.col_indices()
-            graph = cls.from_csc(pointers, indices, adj_t.shape[1], validate=validate, reverse=False)
+        else:
+            check_adjacency(adj_t)
+            if adj_t.layout == torch.sparse_csr:
+                csr = adj_t.crow_indices(), adj_t.col_indices(), adj_t.shape[1]
+        if csr is not None:
+            graph = cls.from_csc(*csr, validate=validate, reverse=False)
             return graph.with_reverse(stable=stable) if reverse else graph
         num_dst, num_src = adj_t.shape[:2]  # dense dimensions of the values may follow
         if adj_t.layout == torch.sparse_csc:
@@ -380,32 +381,28 @@ class GraphStructure:
             raise ValueError(f"graphs must be on one device, got {[str(graph.device) for graph in graphs]}")
         if any(graph.global_edge_id is not None for graph in graphs):
             raise ValueError("graphs must be whole, got one with global_edge_id: merge its shards or chunks first")
-        src_begin = _offsets(graph.num_src for graph in graphs)
-        dst_begin = _offsets(graph.num_dst for graph in graphs)
-        edge_begin = _offsets(graph.num_edges for graph in graphs)
+        sizes = zip(*((graph.num_src, graph.num_dst, graph.num_edges) for graph in graphs), strict=True)
+        src_begin, dst_begin, edge_begin = ([0, *accumulate(each)] for each in sizes)
         dtype = _index_dtype(src_begin[-1], dst_begin[-1], edge_begin[-1])
-        perm = dst_schedule = None
-        reverse = {}
-        if all(graph.has_reverse for graph in graphs):
-            reverse["rowptr"] = _concatenate_pointers([graph.rowptr for graph in graphs], edge_begin, dtype)
-            reverse["col"] = _concatenate([graph.col for graph in graphs], dst_begin, dtype)
-            reverse["csr_to_csc"] = _concatenate([graph.csr_to_csc for graph in graphs], edge_begin, dtype)
+        kept = {"row": ([graph.row for graph in graphs], src_begin)}
         if any(graph.perm is not None for graph in graphs):
-            perm = _concatenate([graph.edge_order() for graph in graphs], edge_begin, dtype)
+            kept["perm"] = [graph.edge_order() for graph in graphs], edge_begin
         if any(graph.dst_schedule is not None for graph in graphs):
-            dst_schedule = _concatenate([graph._schedule() for graph in graphs], dst_begin, dtype)
+            kept["dst_schedule"] = [graph._schedule() for graph in graphs], dst_begin
+        pointers = ["colptr"]
+        if all(graph.has_reverse for graph in graphs):
+            kept["col"] = [graph.col for graph in graphs], dst_begin
+            kept["csr_to_csc"] = [graph.csr_to_csc for graph in graphs], edge_begin
+            pointers.append("rowptr")
+        joined = {name: _concatenate(indices, offsets, dtype) for name, (indices, offsets) in kept.items()}
+        for name in pointers:  # which number the edges of all graphs
+            begins = _concatenate([getattr(graph, name)[:-1] for graph in graphs], edge_begin, dtype)
+            joined[name] = torch.cat([begins, begins.new_full((1,), edge_begin[-1])])
+        for name in HUBS:
+            joined[name] = next((hubs for graph in graphs if (hubs := getattr(graph, name)) is not None), None)
         degrees = {None if graph.fixed_in_degree is None else graph.fixed_in_degree.shape[0] for graph in graphs}
-        hubs = {name: next(filter(torch.is_tensor, (getattr(graph, name) for graph in graphs)), None) for name in HUBS}
-        return cls(
-            colptr=_concatenate_pointers([graph.colptr for graph in graphs], edge_begin, dtype),
-            row=_concatenate([graph.row for graph in graphs], src_begin, dtype),
-            sources=torch.empty(src_begin[-1], 0, device=graphs[0].device),
-            perm=perm,
-            **reverse,
-            dst_schedule=dst_schedule,
-            fixed_in_degree=graphs[0].fixed_in_degree if len(degrees) == 1 else None,
-            **hubs,
-        )
+        joined["fixed_in_degree"] = graphs[0].fixed_in_degree if len(degrees) == 1 else None
+        return cls(**joined, sources=torch.empty(src_begin[-1], 0, device=graphs[0].device))
 
     def with_reverse(self, *, stable: bool = True) -> "GraphStructure":
         """Return this structure with the reverse (CSR) structure, which gradients of key and value need.
@@ -417,30 +414,18 @@ class GraphStructure:
         rowptr, csr_to_csc, col = group_edges(self.row, self.dst, self.num_src, stable=stable)
         return replace(self, rowptr=rowptr, col=col, csr_to_csc=csr_to_csc)
 
-    def with_dst_schedule(self, positions: Tensor | None = None) -> "GraphStructure":
+    def with_dst_schedule(self, positions: Tensor) -> "GraphStructure":
         """Return this structure with a destination schedule along a Morton curve, for cache locality.
 
-        Nearby destinations share sources, so programs that run at the same time share rows in the cache.
-
-        Parameters
-        ----------
-        positions : Tensor [N_dst, 1 to 3], optional
-            Coordinates of the destinations in any unit. None: derived from the edges (distances to landmarks).
-
-        Raises
-        ------
-        ValueError
-            When `positions` is not a tensor of this shape.
+        Nearby destinations share sources, so programs that run at the same time share rows in the cache. `positions`
+        [N_dst, 1 to 3] are coordinates of the destinations in any unit. Raise ValueError for another shape.
         """
-        if positions is None:
-            positions = ordering.landmark_distances(self.row.long(), self.dst.long(), self.num_src, self.num_dst)
-        if not isinstance(positions, Tensor):
-            raise ValueError(f"positions must be a tensor [{self.num_dst}, 1 to 3], got {type(positions).__name__}")
-        if positions.dim() != 2 or positions.shape[0] != self.num_dst or not 1 <= positions.shape[1] <= 3:
-            wanted, shape = f"[{self.num_dst}, 1 to 3], one row per destination", tuple(positions.shape)
-            raise ValueError(f"positions must have shape {wanted}, got {shape}")
-        morton = ordering.morton_order(positions)
-        return replace(self, dst_schedule=morton.to(device=self.device, dtype=self.colptr.dtype))
+        is_tensor = isinstance(positions, Tensor)
+        shape = tuple(positions.shape) if is_tensor else ()
+        if len(shape) != 2 or shape[0] != self.num_dst or not 1 <= shape[1] <= 3:
+            got = shape if is_tensor else type(positions).__name__
+            raise ValueError(f"positions must be a tensor [{self.num_dst}, 1 to 3], one row per destination, got {got}")
+        return replace(self, dst_schedule=morton_order(positions).to(device=self.device, dtype=self.colptr.dtype))
 
     @property
     def dst(self) -> Tensor:
@@ -577,20 +562,9 @@ def _concatenate(indices: Sequence[Tensor], offsets: Sequence[int], dtype: torch
     return torch.cat([index.to(dtype) + first for index, first in zip(indices, offsets[:-1], strict=True)])
 
 
-def _concatenate_pointers(pointers: Sequence[Tensor], offsets: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Concatenate the pointers of several graphs, which number the edges of all of them."""
-    begins = _concatenate([each[:-1] for each in pointers], offsets, dtype)
-    return torch.cat([begins, begins.new_full((1,), offsets[-1])])
-
-
 def _copy(index: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a contiguous copy: the caller may write into `index`."""
     return index.to(dtype, copy=True, memory_format=torch.contiguous_format)
-
-
-def _offsets(sizes: Iterable[int]) -> list[int]:
-    """Return the running sums from 0 to the total."""
-    return [0, *accumulate(sizes)]
 
 
 def _flatten(graph: GraphStructure) -> tuple[list[Tensor], tuple[str, ...]]:

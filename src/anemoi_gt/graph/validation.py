@@ -107,9 +107,7 @@ def check_pointers(name: str, pointers: Tensor, num_edges: int) -> None:
 
 def check_fixed_in_degree(degree: Tensor, num_dst: int, num_edges: int) -> None:
     """Raise ValueError unless `degree` is a tensor [K, 0] with K in-edges for each of `num_dst` destinations."""
-    if not isinstance(degree, Tensor) or degree.dim() != 2 or degree.shape[1] != 0:
-        got = tuple(degree.shape) if isinstance(degree, Tensor) else type(degree).__name__
-        raise ValueError(f"fixed_in_degree must be a tensor [K, 0], K the in-edges of every destination, got {got}")
+    check_empty("fixed_in_degree", degree, "[K, 0], K the in-edges of every destination,")
     if not torch.compiler.is_compiling() and degree.shape[0] * num_dst != num_edges:
         raise ValueError(
             f"fixed_in_degree must have shape [K, 0] with K * {num_dst} destinations = {num_edges} edges, "
@@ -119,11 +117,14 @@ def check_fixed_in_degree(degree: Tensor, num_dst: int, num_edges: int) -> None:
 
 def check_hubs(name: str, hubs: Tensor) -> None:
     """Raise ValueError unless `hubs` is a tensor [257, 0]; the size is not looked at, so that it may be a symbol."""
-    if not isinstance(hubs, Tensor) or hubs.dim() != 2 or hubs.shape[1] != 0:
-        got = tuple(hubs.shape) if isinstance(hubs, Tensor) else type(hubs).__name__
-        raise ValueError(
-            f"{name} must be a tensor [{HUB_DEGREE + 1}, 0]: some node may have that many edges, got {got}"
-        )
+    check_empty(name, hubs, f"[{HUB_DEGREE + 1}, 0]: some node may have that many edges,")
+
+
+def check_empty(name: str, value: object, wanted: str) -> None:
+    """Raise ValueError unless `value` is a tensor [size, 0], which carries a size that torch.compile may trace."""
+    if not isinstance(value, Tensor) or value.dim() != 2 or value.shape[1] != 0:
+        got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        raise ValueError(f"{name} must be a tensor {wanted} got {got}")
 
 
 def max_degree(pointers: Tensor) -> int:

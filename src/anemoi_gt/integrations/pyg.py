@@ -17,16 +17,8 @@ from anemoi_gt.nn.layer_kernels import hooks_of
 
 log = logging.getLogger(__name__)
 
-COMPUTING = (
-    "__call__",
-    "forward",
-    "propagate",
-    "message",
-    "aggregate",
-    "message_and_aggregate",
-    "update",
-    "edge_update",
-)
+COMPUTING = "__call__", "forward", "propagate", "message", "message_and_aggregate", "aggregate", "update", "edge_update"
+SAME_OPTIONS = ("heads", "concat", "beta", "dropout", "edge_dim", "root_weight", "aggr", "flow", "decomposed_layers")
 
 
 def swap_layers(
@@ -235,21 +227,8 @@ def _unsupported_reason(upstream: TransformerConv, subclasses: tuple[type, ...])
 
 def _with_parameters_of(upstream: TransformerConv, config: AttentionConfig) -> GraphTransformerConv:
     with torch.device("meta"):  # parameters that are replaced at once: neither memory nor random numbers
-        ours = GraphTransformerConv(
-            upstream.in_channels,
-            upstream.out_channels,
-            heads=upstream.heads,
-            concat=upstream.concat,
-            beta=upstream.beta,
-            dropout=upstream.dropout,
-            edge_dim=upstream.edge_dim,
-            bias=upstream.lin_key.bias is not None,
-            root_weight=upstream.root_weight,
-            config=config,
-            aggr=upstream.aggr,
-            flow=upstream.flow,
-            decomposed_layers=upstream.decomposed_layers,
-        )
+        options = {name: getattr(upstream, name) for name in SAME_OPTIONS} | {"bias": upstream.lin_key.bias is not None}
+        ours = GraphTransformerConv(upstream.in_channels, upstream.out_channels, **options, config=config)
     added = [name for name in vars(upstream) if "_hooks" in name or not hasattr(ours, name)]
     _move(upstream, ours, added)
     ours._upstream = (upstream, added)  # in a tuple, so that it is no submodule

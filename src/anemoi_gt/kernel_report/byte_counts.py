@@ -50,16 +50,13 @@ def bandwidth_of(call) -> float | None:
 
 def passes_of(call, bandwidth: float | None) -> tuple[Pass, ...]:
     """Return the forward pass, and the backward pass if some operand gets a gradient."""
-    needs = {name: call.grad_enabled and _requires_grad(call.arguments[name]) for name in OPERANDS}
+    operands = {name: call.arguments[name] for name in OPERANDS}
+    needs = {n: call.grad_enabled and operand is not None and operand.requires_grad for n, operand in operands.items()}
     forward, backward = _kernels(call, needs) if call.backend == "triton" else ((), ())
     passes = [_pass("forward", call.operator, _forward_bytes(call), forward, bandwidth)]
     if any(needs.values()):
         passes.append(_pass("backward", f"{call.operator}_backward", _backward_bytes(call, needs), backward, bandwidth))
     return tuple(passes)
-
-
-def _requires_grad(operand) -> bool:
-    return operand is not None and operand.requires_grad
 
 
 def _pass(name: str, operator: str, moved: int, launches: Iterable, bandwidth: float | None) -> Pass:

@@ -83,6 +83,7 @@ def edge_attention_bwd_dst(
     H: tl.constexpr, C: tl.constexpr, D: tl.constexpr, BIAS: tl.constexpr, EMBEDDED: tl.constexpr, HEADS: tl.constexpr,
     CHANNELS: tl.constexpr, ATTRIBUTES: tl.constexpr, PACKED: tl.constexpr, UNROLL: tl.constexpr, EDGES: tl.constexpr,
     PRECISION: tl.constexpr, INT64: tl.constexpr, SEGMENT: tl.constexpr,
+    STRIDE: tl.constexpr,  # elements between two rows of grad_out, and of dquery
 ):  # fmt: skip
     """Grid (B * N_dst, ceil(H / HEADS)): a program owns HEADS heads of one destination of a batch entry.
 
@@ -103,6 +104,7 @@ def edge_attention_bwd_dst(
     heads = (h, None if H % HEADS == 0 else h < H)
     layout = raw_offsets(head, H, C, HEADS, CHANNELS, PACKED)
     WIDTH: tl.constexpr = H * C // 2 if PACKED is not None else H * C
+    GRADIENT: tl.constexpr = STRIDE // 2 if PACKED is not None else STRIDE
     if D > 0:
         project_edges(
             attr_dp, 1.0, projected_grad, edge_attr, perm, node, first_edge, first_attr, begin, end, head,
@@ -113,7 +115,7 @@ def edge_attention_bwd_dst(
     source = (row, b * num_src, edge_attr if EMBEDDED else None, perm, first_attr)
     edges = ((perm, global_edge_id, seed, b, h, drop_below, survivor), source, layout, heads, first_edge)
     main_end = end - (end - begin) % UNROLL
-    do = load_unpacked(grad_out, node * WIDTH, layout, PACKED)
+    do = load_unpacked(grad_out, node * GRADIENT, layout, PACKED)
     inverse = load_heads(inv_denominator, node, heads, H)
     p_sum = tl.zeros((HEADS,), tl.float32)
     delta = tl.zeros((HEADS,), tl.float32)
@@ -135,7 +137,7 @@ def edge_attention_bwd_dst(
     dq = _differentiate_scores(dq, begin, main_end, *scores, *edges, H, WIDTH, PACKED, UNROLL)
     dq = _differentiate_scores(dq, main_end, end, *scores, *edges, H, WIDTH, PACKED, 1)
     if dquery is not None:
-        store_unpacked(dquery, node * WIDTH, layout, dq, PACKED)
+        store_unpacked(dquery, node * GRADIENT, layout, dq, PACKED)
 
 
 @triton.jit(repr=row_kernel_name("edge_attention_bwd_dst_hub", "key"), do_not_specialize=SIZES)
@@ -268,6 +270,7 @@ def edge_attention_bwd_src(
     num_dst, num_src, num_edges,
     H: tl.constexpr, C: tl.constexpr, HEADS: tl.constexpr, CHANNELS: tl.constexpr, NODES: tl.constexpr,
     UNROLL: tl.constexpr, INT64: tl.constexpr, SEGMENT: tl.constexpr,
+    STRIDE: tl.constexpr,  # elements between two rows of grad_out, and of dkey and dvalue
 ):  # fmt: skip
     """Grid (B * ceil(N_src / NODES), ceil(H / HEADS)): a program owns HEADS heads of NODES sources of a batch entry.
 
@@ -288,7 +291,7 @@ def edge_attention_bwd_src(
         block = as_index(tl.program_id(0) % programs, INT64)
         if block < blocks:
             _, begin, end, _, _ = hub_segment(rowptr, block, num_src, SEGMENT)
-            sums = _sum_over_edges(dkey, dvalue, begin, end, *operands, H, C, HEADS, CHANNELS, UNROLL)
+            sums = _sum_over_edges(dkey, dvalue, begin, end, *operands, H, C, HEADS, CHANNELS, UNROLL, STRIDE)
             _store_rows(segment_dkey, segment_dvalue, (b * blocks + block) * (H * C), offsets, mask, sums)
             return
         first -= blocks * NODES
@@ -298,14 +301,15 @@ def edge_attention_bwd_src(
             begin, end = tl.load(rowptr + j), tl.load(rowptr + j + 1)
             if SEGMENT > 0:
                 end = tl.where(end - begin > 2 * SEGMENT, begin, end)
-            sums = _sum_over_edges(dkey, dvalue, begin, end, *operands, H, C, HEADS, CHANNELS, UNROLL)
-            _store_rows(dkey, dvalue, (b * num_src + j) * (H * C), offsets, mask, sums)
+            sums = _sum_over_edges(dkey, dvalue, begin, end, *operands, H, C, HEADS, CHANNELS, UNROLL, STRIDE)
+            _store_rows(dkey, dvalue, (b * num_src + j) * STRIDE, offsets, mask, sums)
 
 
 @triton.jit
 def _sum_over_edges(
     dkey, dvalue, begin, end, query, grad_out, p_ds, col, csr_to_csc, b, num_dst, num_edges, h, offsets, mask,
     H: tl.constexpr, C: tl.constexpr, HEADS: tl.constexpr, CHANNELS: tl.constexpr, UNROLL: tl.constexpr,
+    STRIDE: tl.constexpr,
 ):  # fmt: skip
     """Return the sums of ds q, for dkey, and of m p do, for dvalue, over the edges begin .. end - 1 in CSR order."""
     dk = tl.zeros((HEADS, CHANNELS), tl.float32)
@@ -315,7 +319,7 @@ def _sum_over_edges(
         pair = p_ds + (b * num_edges + tl.load(csr_to_csc + x)) * (2 * H) + h
         if dvalue is not None:
             w = tl.load(pair, mask=h < H, other=0.0).to(tl.float32)
-            dv += w[:, None] * load_row(grad_out, i, offsets, mask, H * C)
+            dv += w[:, None] * load_row(grad_out, i, offsets, mask, STRIDE)
         if dkey is not None:
             ds = tl.load(pair + H, mask=h < H, other=0.0).to(tl.float32)
             dk += ds[:, None] * load_row(query, i, offsets, mask, H * C)

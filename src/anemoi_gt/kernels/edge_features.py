@@ -50,10 +50,15 @@ def _load_weight(
 
 
 @triton.jit
-def _tile_offsets(node, head, column, num_nodes, H: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return offsets and mask of [nodes, columns] of one head in a tensor [N, H, WIDTH], from column `column` on."""
+def _tile_offsets(
+    node, head, column, num_nodes, H: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, STRIDE: tl.constexpr = 0
+):
+    """Return offsets and mask of [nodes, columns] of one head in a tensor [N, H, WIDTH], from column `column` on.
+
+    STRIDE elements lie between the rows of two nodes, H * WIDTH where it is 0.
+    """
     x = column + tl.arange(0, COLUMNS)
-    offsets = (node * H + head)[:, None] * WIDTH + x[None, :]
+    offsets = (node * (STRIDE or H * WIDTH) + head * WIDTH)[:, None] + x[None, :]
     return offsets, (node < num_nodes)[:, None] & (x < WIDTH)[None, :]
 
 
@@ -66,6 +71,7 @@ def project(
     num_nodes,
     H: tl.constexpr, C: tl.constexpr, D: tl.constexpr, BIAS: tl.constexpr, CHANNELS: tl.constexpr,
     ATTRIBUTES: tl.constexpr, NODES: tl.constexpr, TILES: tl.constexpr, PRECISION: tl.constexpr, INT64: tl.constexpr,
+    STRIDE: tl.constexpr,
 ):  # fmt: skip
     """Grid (ceil(N / (NODES * TILES)) * H,): a program owns one head of TILES tiles of NODES nodes.
 
@@ -79,7 +85,7 @@ def project(
         node = first + tile * NODES + tl.arange(0, NODES)
         u = tl.zeros((NODES, ATTRIBUTES), tl.float32)
         for channel in tl.static_range(0, C, CHANNELS):
-            offsets, mask = _tile_offsets(node, head, channel, num_nodes, H, C, CHANNELS)
+            offsets, mask = _tile_offsets(node, head, channel, num_nodes, H, C, CHANNELS, STRIDE)
             x = tl.load(rows + offsets, mask=mask, other=0.0)  # [NODES, CHANNELS]
             if CHANNELS < C:
                 w = _load_weight(edge_weight, edge_bias, head, channel, H, C, D, CHANNELS, ATTRIBUTES)
@@ -93,14 +99,16 @@ def embed(
     sums,  # [N, H, ATTRIBUTES], N nodes of the whole batch
     edge_weight,  # [H * C, D]
     edge_bias,  # [H * C] or None
+    skip,  # [N, H, C] or None, added too
     rows,  # [N, H, C], read and written
     num_nodes,
     H: tl.constexpr, C: tl.constexpr, D: tl.constexpr, BIAS: tl.constexpr, CHANNELS: tl.constexpr,
     ATTRIBUTES: tl.constexpr, NODES: tl.constexpr, TILES: tl.constexpr, PRECISION: tl.constexpr, INT64: tl.constexpr,
+    STRIDE: tl.constexpr,
 ):  # fmt: skip
     """Grid (ceil(N / (NODES * TILES)) * H,): a program owns one head of TILES tiles of NODES nodes.
 
-    Adds W sums to their rows. Heads are the fast axis, so that programs side by side touch whole rows.
+    Adds W sums, and skip, to their rows. Heads are the fast axis, so that programs side by side touch whole rows.
     """
     head = tl.program_id(0) % H
     first = as_index(tl.program_id(0) // H, INT64) * (NODES * TILES)
@@ -113,8 +121,10 @@ def embed(
         for channel in tl.static_range(0, C, CHANNELS):
             if CHANNELS < C:
                 w = _load_weight(edge_weight, edge_bias, head, channel, H, C, D, CHANNELS, ATTRIBUTES)
-            offsets, mask = _tile_offsets(node, head, channel, num_nodes, H, C, CHANNELS)
+            offsets, mask = _tile_offsets(node, head, channel, num_nodes, H, C, CHANNELS, STRIDE)
             x = tl.load(rows + offsets, mask=mask, other=0.0).to(tl.float32)
+            if skip is not None:
+                x += tl.load(skip + offsets, mask=mask, other=0.0).to(tl.float32)
             x = product(s, tl.trans(w), x, PRECISION)
             tl.store(rows + offsets, x.to(rows.dtype.element_ty), mask=mask)
 
@@ -194,6 +204,7 @@ def weight_bwd(
     num_nodes,
     H: tl.constexpr, C: tl.constexpr, D: tl.constexpr, BIAS: tl.constexpr, CHANNELS: tl.constexpr,
     ATTRIBUTES: tl.constexpr, NODES: tl.constexpr, PRECISION: tl.constexpr, INT64: tl.constexpr,
+    STRIDE: tl.constexpr,  # elements between two rows of grad_out, 0 for H * C
 ):  # fmt: skip
     """Grid (P * H, ceil(C / CHANNELS)): a program sums every P-th tile of NODES nodes for one head.
 
@@ -207,7 +218,8 @@ def weight_bwd(
         node = as_index(first, INT64) + tl.arange(0, NODES)
         offsets, mask = _tile_offsets(node, head, channel, num_nodes, H, C, CHANNELS)
         q = tl.load(query + offsets, mask=mask, other=0.0)  # [NODES, CHANNELS]
-        do = tl.load(grad_out + offsets, mask=mask, other=0.0)
+        do_offsets, mask = _tile_offsets(node, head, channel, num_nodes, H, C, CHANNELS, STRIDE)
+        do = tl.load(grad_out + do_offsets, mask=mask, other=0.0)
         at, inside = _tile_offsets(node, head, 0, num_nodes, H, ATTRIBUTES, ATTRIBUTES)
         value_sums = tl.load(attr_sums + at, mask=inside, other=0.0)
         score_sums = tl.load(dscore_sums + at, mask=inside, other=0.0)

@@ -180,6 +180,7 @@ def edge_attention_fixed_degree_bwd_dst(
     num_dst, num_src, num_edges, attr_stride, scale, drop_below, survivor,
     K: tl.constexpr, H: tl.constexpr, C: tl.constexpr, D: tl.constexpr, BIAS: tl.constexpr, HEADS: tl.constexpr,
     CHANNELS: tl.constexpr, ATTRIBUTES: tl.constexpr, PACKED: tl.constexpr, INT64: tl.constexpr,
+    STRIDE: tl.constexpr,  # elements between two rows of grad_out, and of dquery
 ):  # fmt: skip
     """Grid (B * N_dst,): a program owns a destination of a batch entry, all heads.
 
@@ -193,9 +194,10 @@ def edge_attention_fixed_degree_bwd_dst(
     heads = (h, None if H % HEADS == 0 else h < H)
     layout = raw_offsets(0, H, C, HEADS, CHANNELS, PACKED)
     WIDTH: tl.constexpr = H * C // 2 if PACKED is not None else H * C
+    GRADIENT: tl.constexpr = STRIDE // 2 if PACKED is not None else STRIDE
     source = (row, b * num_src, edge_attr, perm, b * attr_stride)
     starts, v, a = _gather(value, first, source, layout, K, D, BIAS, ATTRIBUTES, WIDTH, PACKED)
-    do = load_unpacked(grad_out, node * WIDTH, layout, PACKED)
+    do = load_unpacked(grad_out, node * GRADIENT, layout, PACKED)
     inverse = load_heads(inv_denominator, node, heads, H)
     if D > 0:
         sums_at, known = row_offsets(0, H, ATTRIBUTES, HEADS, ATTRIBUTES)
@@ -243,7 +245,7 @@ def edge_attention_fixed_degree_bwd_dst(
             at = (b * num_edges + caller_edge(perm, first + j)) * D
             tl.store(dedge_attr + at + d, da.to(dedge_attr.dtype.element_ty), mask=d < D)
     if dquery is not None:
-        store_unpacked(dquery, node * WIDTH, layout, dq, PACKED)
+        store_unpacked(dquery, node * GRADIENT, layout, dq, PACKED)
     if D > 0:
         at = node * (H * ATTRIBUTES) + sums_at
         tl.store(attr_sums + at, value_sums.to(attr_sums.dtype.element_ty), mask=known)

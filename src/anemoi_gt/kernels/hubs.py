@@ -38,6 +38,7 @@ def join_segments(
     num_nodes, num_edges,
     H: tl.constexpr, WIDTH: tl.constexpr, OTHERS: tl.constexpr, COLUMNS: tl.constexpr, SEGMENTS: tl.constexpr,
     INT64: tl.constexpr, SEGMENT: tl.constexpr,
+    STRIDE: tl.constexpr,  # elements between two nodes in rows, and in others if they are as wide
 ):  # fmt: skip
     """Grid (B * blocks,): the programs of a hub's segments divide its heads among them.
 
@@ -47,7 +48,8 @@ def join_segments(
     if begin == end:
         return
     for head in range(slot - first, H, count):
-        at = (b * num_nodes + i) * H + head
+        node = b * num_nodes + i
+        at = node * H + head
         factor = 1.0
         if segment_denominator is not None:
             row_max = -float("inf")
@@ -62,9 +64,11 @@ def join_segments(
             factor = 1.0 / tl.where(denominator == 0.0, 1.0, denominator)
             tl.store(lse + at, (row_max + tl.log2(denominator)) * LN_2)
             tl.store(inv_denominator + at, tl.where(denominator == 0.0, 0.0, factor))
-        _join(segment_rows, rows, at, first, count, head, factor, H, WIDTH, COLUMNS, SEGMENTS)
+        _join(segment_rows, rows, node * STRIDE + head * WIDTH, first, count, head, factor, H, WIDTH, COLUMNS, SEGMENTS)
         if segment_others is not None:
-            _join(segment_others, others, at, first, count, head, factor, H, OTHERS, COLUMNS, SEGMENTS)
+            ROW: tl.constexpr = STRIDE if OTHERS == WIDTH else H * OTHERS
+            other = node * ROW + head * OTHERS
+            _join(segment_others, others, other, first, count, head, factor, H, OTHERS, COLUMNS, SEGMENTS)
 
 
 @triton.jit
@@ -72,7 +76,7 @@ def _join(
     segment_rows, rows, at, first, count, head, factor,
     H: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, SEGMENTS: tl.constexpr,
 ):  # fmt: skip
-    """Write rows[at] = factor * sum of segment_rows[n, head] over the `count` segments from `first` on."""
+    """Write rows[at ..] = factor * sum of segment_rows[n, head] over the `count` segments from `first` on."""
     for column in range(0, WIDTH, COLUMNS):
         c = column + tl.arange(0, COLUMNS)
         total = tl.zeros((COLUMNS,), tl.float32)
@@ -81,4 +85,4 @@ def _join(
             part = ((first + n) * H + head)[:, None] * WIDTH + c[None, :]
             inside = (n < count)[:, None] & (c < WIDTH)[None, :]
             total += tl.sum(tl.load(segment_rows + part, mask=inside, other=0.0), axis=0)
-        tl.store(rows + at * WIDTH + c, (total * factor).to(rows.dtype.element_ty), mask=c < WIDTH)
+        tl.store(rows + at + c, (total * factor).to(rows.dtype.element_ty), mask=c < WIDTH)

@@ -6,7 +6,8 @@ these; a layer computes the chunks one after the other, and the results are conc
     y = cat_c layer((x_src[src_c], x_dst[dst_c]), graph_c, edge_attr[edges_c])
 
 The memory for features and hidden layers decreases with the number of chunks: in inference (`torch.no_grad`), and in
-training with activation checkpointing. The structures follow from the graph alone and are made once.
+training with activation checkpointing. Fields and node features that a layer concatenates are concatenated by chunks,
+too. The structures follow from the graph alone and are made once.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +21,8 @@ from anemoi_gt.graph import GraphStructure
 from anemoi_gt.nn.input_validation import check_rows, check_structure
 from anemoi_gt.option_checks import check_integer
 
-Pair = tuple[Tensor | None, Tensor | None]  # of sources, of destinations
+Rows = Tensor | tuple[Tensor, ...] | None  # several tensors are columns of one, concatenated in each chunk
+Pair = tuple[Rows, Rows]  # of sources, of destinations
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,7 +63,7 @@ class Chunk:
 
     def apply(self, layer: Callable[..., Tensor], x: Pair, edge_attr: Tensor | None, cond: Pair) -> Tensor:
         """Return `layer(x, graph, edge_attr, cond)` on the chunk, from what belongs to the whole graph."""
-        x = self.sources(x[0]), self.destinations(x[1])
+        x = _select(x[0], self.sources), _select(x[1], self.destinations)
         cond = _select_cond(cond[0], self.sources), _select_cond(cond[1], self.destinations)
         return layer(x, self.graph, self.attributes(edge_attr), cond)
 
@@ -121,7 +123,8 @@ def map_chunks(
         Takes (x_src, x_dst), graph, edge_attr, (cond_src, cond_dst) to features of the destinations [..., N_dst, F].
     graph : GraphStructure, or its chunks from `split_destinations`
     x, edge_attr, cond
-        Of the whole graph; a condition has a row per node, or one for all nodes.
+        Of the whole graph; a condition has a row per node, or one for all nodes. A side of x may be a tuple of tensors:
+        the layer gets a tuple with the rows of its chunk.
     call : callable, optional
         Called as call(function, *inputs) instead of function(*inputs), for each chunk: activation checkpointing.
 
@@ -183,6 +186,11 @@ def _check_chunks(chunks: Sequence[Chunk]) -> None:
             "graph must hold all chunks of one split_destinations, in order, "
             f"got destinations {bounds} of graphs with sources, destinations and edges {[c.sizes for c in chunks]}"
         )
+
+
+def _select(rows: Rows, select: Callable[[Tensor], Tensor]) -> Rows:
+    """Return a chunk's rows of a tensor, or of each of a tuple of tensors."""
+    return tuple(map(select, rows)) if isinstance(rows, tuple) else select(rows)
 
 
 def _select_cond(cond: Tensor | None, select: Callable[[Tensor], Tensor]) -> Tensor | None:

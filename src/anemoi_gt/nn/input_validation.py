@@ -28,12 +28,26 @@ def check_dtype(name: str, features: Tensor, like: Tensor) -> None:
         )
 
 
-def check_sides(x: tuple[Tensor, Tensor], channels: tuple[int, int], like: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (x_src, x_dst) as a tuple; raise unless they are two tensors with these channels."""
+def check_sides(x: tuple, channels: tuple[int, int], like: Tensor) -> tuple:
+    """Return (x_src, x_dst) as a tuple; raise unless each, a tensor or a tuple of its columns, has these channels."""
     _check_pair("x must be a pair of tensors (x_src, x_dst)", x)
     for name, features, expected in zip(("x_src", "x_dst"), x, channels, strict=True):
-        check_features(name, features, expected, like)
+        if isinstance(features, tuple):
+            _check_columns(name, features, expected, like)
+        else:
+            check_features(name, features, expected, like)
     return tuple(x)
+
+
+def _check_columns(name: str, columns: tuple[Tensor, ...], channels: int, like: Tensor) -> None:
+    """Raise unless `columns` are tensors [N, F] or [B, N, F] of the same nodes with `channels` features in all."""
+    shapes = [tuple(part.shape) if isinstance(part, Tensor) else type(part).__name__ for part in columns]
+    fit = all(isinstance(part, Tensor) and part.dim() in (2, 3) for part in columns)
+    fit = fit and all(shape[:-1] == shapes[0][:-1] for shape in shapes)  # sizes may be symbols, which have no hash
+    if not fit or sum(shape[-1] for shape in shapes) != channels:
+        raise ValueError(f"{name} must be tensors of the same nodes with {channels} features in all, got {shapes}")
+    for part in columns:
+        check_dtype(name, part, like)
 
 
 def check_nodes(graph: object, x_src: Tensor, x_dst: Tensor) -> None:
@@ -87,7 +101,7 @@ def check_structure(graph: object) -> None:
         )
 
 
-def check_rows(sizes: tuple[int, int, int], **rows: Tensor | None) -> None:
+def check_rows(sizes: tuple[int, int, int], **rows: Tensor | tuple[Tensor, ...] | None) -> None:
     """Raise unless x_src, x_dst, edge_attr have the rows of a graph in chunks; cond_src, cond_dst these, or one.
 
     PyTorch slices and gathers from tensors with too many rows silently, which would drop the others. `sizes` are the
@@ -98,6 +112,8 @@ def check_rows(sizes: tuple[int, int, int], **rows: Tensor | None) -> None:
         kind, number = kinds[name.rpartition("_")[2]]
         is_cond = name.startswith("cond")
         expected = f"{number} rows, one per {kind} of the whole graph{', or one for all' if is_cond else ''}"
+        if isinstance(tensor, tuple) and name.startswith("x_"):
+            tensor = tensor[0]  # columns of the same nodes
         if tensor is None:
             continue
         if not isinstance(tensor, Tensor):

@@ -53,8 +53,12 @@ def cast_for_projections(x: Tensor, *projections: nn.Module) -> Tensor:
 
 
 def hooks_of(module: nn.Module) -> list:
-    """Return the hooks that a call of the module would run; PyTorch's spectral norm and pruning are such hooks, too."""
-    return [hook for name in HOOKS for hook in getattr(module, name).values()]
+    """Return what a call of the module would run beside its class: hooks, or a `forward` set on the instance.
+
+    PyTorch's spectral norm and pruning are such hooks, offloading and quantisation of other libraries such a `forward`.
+    """
+    hooks = [hook for name in HOOKS for hook in getattr(module, name).values()]
+    return [*hooks, module.forward] if "forward" in module.__dict__ else hooks
 
 
 def must_be_called(linear: nn.Module, kind: type[nn.Module]) -> bool:

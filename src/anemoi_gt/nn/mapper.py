@@ -8,12 +8,13 @@ y              = node_data_extractor(proc((x_src', x_dst'), edges))    backward:
 from collections.abc import Sequence
 from functools import partial
 
+import torch
 from torch import Tensor, nn
 
 from anemoi_gt.graph import GraphStructure
 from anemoi_gt.nn.activation_checkpointing import checkpoint_activations
 from anemoi_gt.nn.block import GraphTransformerMapperBlock
-from anemoi_gt.nn.chunking import Chunk, Pair, map_chunks
+from anemoi_gt.nn.chunking import Chunk, Pair, Rows, map_chunks
 from anemoi_gt.nn.input_validation import check_conditions, check_sides
 from anemoi_gt.nn.mlp import hidden_width
 from anemoi_gt.nn.norm import apply_norm
@@ -83,7 +84,8 @@ class GraphTransformerBaseMapper(nn.Module):
         Parameters
         ----------
         x : (Tensor, Tensor)
-            (x_src, x_dst), [N_src, in_channels_src] and [N_dst, in_channels_dst], or [B, ...] both.
+            (x_src, x_dst), [N_src, in_channels_src] and [N_dst, in_channels_dst], or [B, ...] both. A side may be a
+            tuple of tensors with the columns, which each chunk concatenates: no tensor of all nodes is made.
         graph : GraphStructure, or its chunks from `split_destinations`
             Chunks need less memory for the same result, up to the rounding of matrix products with fewer rows; each
             chunk draws a dropout mask of its own.
@@ -106,12 +108,12 @@ class GraphTransformerBaseMapper(nn.Module):
         call = None
         if self.gradient_checkpointing:
             draws = self.training and self.proc.dropout > 0
-            call = partial(checkpoint_activations, device=x[0].device, draws=draws)
+            call = partial(checkpoint_activations, device=edge_attr.device, draws=draws)
         return map_chunks(self.map_nodes, graph, x, edge_attr, check_conditions(cond), call=call)
 
     def map_nodes(self, x: Pair, graph: GraphStructure, edge_attr: Tensor, cond: Pair) -> Tensor:
         """Return features of the destinations [..., N_dst, num_channels] of a graph or of one chunk."""
-        x = self.emb_nodes_src(x[0]), self.emb_nodes_dst(x[1])
+        x = self.emb_nodes_src(_concatenate(x[0])), self.emb_nodes_dst(_concatenate(x[1]))
         return self.proc(x, graph, edge_attr, cond=cond)[1]
 
 
@@ -132,6 +134,14 @@ class GraphTransformerForwardMapper(GraphTransformerBaseMapper):
     def __init__(self, **options):
         super().__init__(**options)
         self.emb_nodes_src = self.proc.layer_kernels.Linear(self.in_channels_src, self.proc.channels)
+
+
+class FieldExtractor(nn.Sequential):
+    """Norm and linear map from features to fields; a class of its own, because torch.compile skips PyTorch's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map `x` [..., num_channels] to [..., out_channels_dst]."""
+        return super().forward(x)
 
 
 class GraphTransformerBackwardMapper(GraphTransformerBaseMapper):
@@ -161,9 +171,14 @@ class GraphTransformerBackwardMapper(GraphTransformerBaseMapper):
         channels = self.proc.channels
         embed = nn.Identity if self.in_channels_src == channels else self.proc.layer_kernels.Linear
         self.emb_nodes_src = embed(self.in_channels_src, channels)
-        self.node_data_extractor = nn.Sequential(nn.LayerNorm(channels), nn.Linear(channels, out_channels_dst))
+        self.node_data_extractor = FieldExtractor(nn.LayerNorm(channels), nn.Linear(channels, out_channels_dst))
 
     def map_nodes(self, x: Pair, graph: GraphStructure, edge_attr: Tensor, cond: Pair) -> Tensor:
         """Return fields of the destinations [..., N_dst, out_channels_dst] of a graph or of one chunk."""
         x_dst = super().map_nodes(x, graph, edge_attr, cond)
         return apply_norm(self.node_data_extractor, x_dst)  # which begins with a norm
+
+
+def _concatenate(rows: Rows) -> Tensor:
+    """Return features [..., N, F] from their columns."""
+    return torch.cat(rows, dim=-1) if isinstance(rows, tuple) else rows

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from functools import reduce
 from operator import add
 
-import torch
 from torch import Tensor, nn
 from torch_geometric.data import HeteroData
 
@@ -151,16 +150,16 @@ class EncoderProcessorDecoder(nn.Module):
         fields = {DATA: x} if self.has_one_data_set else x
         self._check_input(fields)
         batch = next(iter(fields.values())).shape[0]
-        data = {name: nodes().expand(batch, -1, -1) for name, nodes in self.nodes.items()}
-        mesh = data.pop(HIDDEN)
-        data |= {name: torch.cat([fields[name], data[name]], dim=-1) for name in fields}
+        columns = {name: [part.expand(batch, -1, -1) for part in nodes.columns()] for name, nodes in self.nodes.items()}
+        mesh = tuple(columns.pop(HIDDEN))
+        data = {name: (fields[name], *parts) if name in fields else tuple(parts) for name, parts in columns.items()}
 
         encoded = (encoder((data[name], mesh), *self.encoder_edges[name]()) for name, encoder in self.encoder.items())
         hidden = self.processor(reduce(add, encoded), *self.processor_edges())
         out = {name: self._decode(name, hidden, data[name], fields) for name in self.decoder}
         return out[DATA] if self.has_one_data_set else out
 
-    def _decode(self, name: str, hidden: Tensor, data: Tensor, fields: Mapping[str, Tensor]) -> Tensor:
+    def _decode(self, name: str, hidden: Tensor, data: tuple[Tensor, ...], fields: Mapping[str, Tensor]) -> Tensor:
         """Return the fields of one data set in the dtype of the input: 16 bits are too few for a residual."""
         out = self.decoder[name]((hidden, data), *self.decoder_edges[name]())
         out = out.to(next(iter(fields.values())).dtype)

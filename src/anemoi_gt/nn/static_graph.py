@@ -82,8 +82,11 @@ class StaticNodes(nn.Module):
 
     def forward(self) -> Tensor:
         """Return the features [N, channels]: sin lat, sin lon, cos lat, cos lon, trainable features."""
-        fixed, trainable = self.sin_cos_lat_lon, self.trainable
-        return fixed if trainable is None else torch.cat([fixed, trainable], dim=-1)
+        return torch.cat(self.columns(), dim=-1)
+
+    def columns(self) -> tuple[Tensor, ...]:
+        """Return fixed and trainable features, [N, F] each, which `forward` concatenates."""
+        return (self.sin_cos_lat_lon,) if self.trainable is None else (self.sin_cos_lat_lon, self.trainable)
 
 
 class StaticStructure(nn.Module):
@@ -162,10 +165,8 @@ class StaticEdges(nn.Module):
             raise ValueError("edge_attr must be finite, got NaN or infinity")
         check_integer("trainable", trainable, least=0, note=", the number of trainable attributes of an edge")
         edge_attr = edge_attr[graph.edge_order().long()].to(torch.get_default_dtype())
-        graph = replace(graph, perm=None)
-        chunks = split_destinations(graph, num_chunks)
-        self.structure = StaticStructure(graph)
-        self.chunks = nn.ModuleList(_StaticChunk(chunk) for chunk in chunks if num_chunks > 1)
+        self.structure = StaticStructure(replace(graph, perm=None))
+        self.split(num_chunks)
         self.register_buffer("edge_attr", edge_attr, persistent=False)
         self.trainable = nn.Parameter(torch.zeros(graph.num_edges, trainable)) if trainable else None
 
@@ -173,6 +174,11 @@ class StaticEdges(nn.Module):
     def edge_dim(self) -> int:
         """Number of attributes of each edge, fixed and trainable."""
         return self.edge_attr.shape[1] + (0 if self.trainable is None else self.trainable.shape[1])
+
+    def split(self, num_chunks: int) -> None:
+        """Split the graph into another number of chunks of destinations; 1 is the whole graph."""
+        chunks = split_destinations(self.structure(), num_chunks)
+        self.chunks = nn.ModuleList(_StaticChunk(chunk) for chunk in chunks if num_chunks > 1)
 
     def attributes(self) -> Tensor:
         """Return the attributes [E, edge_dim], sorted by destination."""

@@ -53,6 +53,25 @@ def load_weights(model: nn.Module, state: dict[str, Any], part: str = "average")
         ) from error
 
 
+def load_fitting_weights(model: nn.Module, state: dict[str, Any]) -> list[str]:
+    """Load the averaged weights of a checkpoint that fit a model; return those of the model that stay as they are.
+
+    Raises ValueError if the checkpoint has no weights, or none fit.
+    """
+    if "average" not in state:
+        raise ValueError(f"the checkpoint must hold 'average', got {', '.join(map(str, state)) or 'nothing'}")
+    own, given = model.state_dict(), state["average"]
+    fitting = {name: given[name] for name in own if name in given and given[name].shape == own[name].shape}
+    if not fitting:
+        raise ValueError("the checkpoint must have weights of the configured model, none fits by name and shape")
+    model.load_state_dict(fitting, strict=False)
+    return [
+        f"{name} {list(own[name].shape)}, {list(given[name].shape) if name in given else 'absent'} in the file"
+        for name in own
+        if name not in fitting
+    ]
+
+
 def _one_line(error: Exception, length: int = 300) -> str:
     line = " ".join(str(error).split())
     return line if len(line) <= length else f"{line[:length]} ..."

@@ -1,9 +1,9 @@
 """Hyperparameters of a training run, validated at construction."""
 
 from dataclasses import dataclass
-from math import isinf
+from math import inf
 
-from anemoi_gt.option_checks import check_integer, check_number
+from anemoi_gt.option_checks import check_integer
 
 DEVICES = ("auto", "cpu", "cuda")
 PRECISIONS = ("32-true", "bf16-mixed", "16-mixed")
@@ -11,18 +11,18 @@ PRECISIONS = ("32-true", "bf16-mixed", "16-mixed")
 
 @dataclass(frozen=True)
 class TrainingConfig:
-    """Hyperparameters of a training run. Raises ValueError for a value of the wrong type, or out of range.
+    """Hyperparameters of a training run. Raises ValueError or TypeError for a value out of range.
 
     Parameters
     ----------
     steps : int
         Optimiser steps.
     batch_size : int
-        Of all ranks together.
+        Samples per step, over all ranks.
     learning_rate : float
-        The maximum, reached after `warmup_steps`.
+        Maximum learning rate, reached after `warmup_steps`.
     warmup_steps : int
-        Steps of linear warm-up from 0; then the learning rate decreases to 0 as half a cosine.
+        Steps of linear warm-up from 0, at most `steps`; then the learning rate decreases to 0 as half a cosine.
     weight_decay : float
         Of AdamW, on matrices; vectors (biases, norms) do not decay.
     clip_norm : float
@@ -72,30 +72,24 @@ class TrainingConfig:
     def __post_init__(self):
         for name in ("steps", "batch_size", "valid_every", "log_every"):
             check_integer(f"training.{name}", getattr(self, name))
-        for name in ("warmup_steps", "seed"):
-            check_integer(f"training.{name}", getattr(self, name), least=None)
+        check_integer("training.warmup_steps", self.warmup_steps, least=0)
+        check_integer("training.seed", self.seed, least=None)
         for name in ("learning_rate", "weight_decay", "clip_norm", "average_decay"):
-            check_number(f"training.{name}", getattr(self, name))
+            if not isinstance(getattr(self, name), int | float):
+                raise ValueError(f"training.{name} must be a number, got {getattr(self, name)!r}")
         for name in ("compile", "cuda_graph"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"training.{name} must be true or false, got {getattr(self, name)!r}")
         if self.threads is not None:
             check_integer("training.threads", self.threads, note=", or null")
-        for name in ("learning_rate", "clip_norm"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"training.{name} must be positive, got {getattr(self, name)}")
-        if not self.weight_decay >= 0:
-            raise ValueError(f"training.weight_decay must not be negative, got {self.weight_decay}")
-        for name in ("learning_rate", "weight_decay"):
-            if isinf(getattr(self, name)):
-                raise ValueError(f"training.{name} must be finite, got {getattr(self, name)}")
-        if not 0 <= self.seed < 2**64:
-            raise ValueError(f"training.seed must be 0 to 2^64 - 1, got {self.seed}")
-        if not 0 <= self.warmup_steps <= self.steps:
-            raise ValueError(f"training.warmup_steps must be 0 to steps ({self.steps}), got {self.warmup_steps}")
-        if not 0 <= self.average_decay < 1:
-            raise ValueError(f"training.average_decay must be in [0, 1), got {self.average_decay}")
-        if self.device not in DEVICES:
-            raise ValueError(f"training.device must be one of {', '.join(DEVICES)}, got {self.device!r}")
-        if self.precision not in PRECISIONS:
-            raise ValueError(f"training.precision must be one of {', '.join(PRECISIONS)}, got {self.precision!r}")
+        for name, is_valid, must in (
+            ("learning_rate", 0 < self.learning_rate < inf, "positive and finite"),
+            ("clip_norm", self.clip_norm > 0, "positive"),
+            ("weight_decay", 0 <= self.weight_decay < inf, "finite and not negative"),
+            ("seed", 0 <= self.seed < 2**64, "0 to 2^64 - 1"),
+            ("average_decay", 0 <= self.average_decay < 1, "in [0, 1)"),
+            ("device", self.device in DEVICES, f"one of {', '.join(DEVICES)}"),
+            ("precision", self.precision in PRECISIONS, f"one of {', '.join(PRECISIONS)}"),
+        ):
+            if not is_valid:
+                raise ValueError(f"training.{name} must be {must}, got {getattr(self, name)!r}")

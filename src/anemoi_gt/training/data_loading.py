@@ -13,7 +13,7 @@ class TrainingBatches:
     """Batches of a run, or the share of one data rank in them: the training samples in one random order after another.
 
     The batch of a step depends on seed and step alone, so a run can continue from any step, on any number of ranks.
-    Raises ValueError when the batch cannot be split evenly.
+    Raises ValueError when the batch cannot be split evenly, or is larger than the data set.
 
     Parameters
     ----------
@@ -43,6 +43,9 @@ class TrainingBatches:
     ):
         self.dataset, self.batch_size, self.steps, self.seed, self.device = dataset, batch_size, steps, seed, device
         self.rank, self.own_size = rank, share_of_batch(batch_size, ranks)
+        if batch_size > len(dataset):
+            must = f"must be at most {len(dataset)}, the number of training samples"
+            raise ValueError(f"training.batch_size {must}, got {batch_size}")
 
     def since(self, step: int) -> Iterator[Sample]:
         """Yield the batches after the first `step` ones; each is loaded when it is requested."""

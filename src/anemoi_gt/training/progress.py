@@ -12,16 +12,16 @@ SECONDS_BETWEEN_LINES = 15  # if the bar cannot be redrawn in place, as in a log
 
 
 class ProgressBar:
-    """A progress bar over the samples of a run, on standard error.
+    """A progress bar over the steps of a run, on standard error.
 
-    `samples` is their number, `done` that before a resumed run continues. Raises ImportError if tqdm is missing.
+    `steps` is their number, `done` that before a resumed run continues. Raises ImportError if tqdm is missing.
     """
 
-    def __init__(self, samples: int, done: int = 0):
+    def __init__(self, steps: int, done: int = 0):
         tqdm = import_extra("tqdm", "train").tqdm
         interval = 0.1 if sys.stderr.isatty() else SECONDS_BETWEEN_LINES
         intervals = {"mininterval": interval, "maxinterval": interval}
-        self._bar = tqdm(total=samples, initial=done, unit=" samples", desc="training", **intervals)
+        self._bar = tqdm(total=steps, initial=done, unit=" steps", desc="training", **intervals)
         self._shown: dict[str, str] = {}
 
     def __enter__(self):
@@ -30,13 +30,13 @@ class ProgressBar:
     def __exit__(self, *_):
         self._bar.close()
 
-    def advance(self, samples: int) -> None:
-        """Add samples to the count."""
-        self._bar.update(samples)
+    def advance(self) -> None:
+        """Count a step."""
+        self._bar.update()
 
     def show(self, **numbers: float) -> None:
         """Show or update named numbers beside the bar."""
-        self._shown |= {name: f"{number:.4f}" for name, number in numbers.items()}
+        self._shown |= {name: f"{number:.4g}" for name, number in numbers.items()}
         self._bar.set_postfix(self._shown, refresh=False)
 
 

@@ -40,7 +40,7 @@ def write_rollout_report(folder: Path, model: nn.Module, test: ForecastDataset, 
     scores, sample = score_rollouts(model, test, steps)
     write_scores(folder / "rollout.json", scores)
     log.info("rollouts of %d steps from %d test samples:\n%s", steps, len(test), rollout_table(scores))
-    outcomes = [outcome for outcome in roll_out(model, test, sample, steps) if outcome.truth is not None]
+    outcomes = roll_out(model, test, sample, len({score.lead_time for score in scores}))
     draw_rollout_plot(folder / "rollout.png", test, sample, outcomes, scores)
     _log_files(folder, "rollout.png", "rollout.json")
     return scores

@@ -7,6 +7,7 @@ training scores.
 """
 
 import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -30,7 +31,7 @@ class RolloutScores(NamedTuple):
     Attributes
     ----------
     scores : list of Score
-        By lead time, of the model and of persistence; `samples` is the number of rollouts with a truth at that lead
+        By lead time, of the model and of the baselines; `samples` is the number of rollouts with a truth at that lead
         time. Lead times without any truth are left out.
     median_sample : int
         The sample of median error at the last of these lead times.
@@ -40,7 +41,6 @@ class RolloutScores(NamedTuple):
     median_sample: int
 
 
-@torch.no_grad()
 def roll_out(model: nn.Module, dataset: ForecastDataset, i: int, steps: int) -> list[Outcome]:
     """Roll out a model in evaluation mode from sample i of a data set; return one outcome per step, on the CPU.
 
@@ -49,29 +49,36 @@ def roll_out(model: nn.Module, dataset: ForecastDataset, i: int, steps: int) -> 
     check_integer("steps", steps)
     if not 0 <= i < len(dataset):
         raise ValueError(f"i must be a sample index in [0, {len(dataset)}), got {i}")
-    device, outcomes = next(model.parameters()).device, []
+    return list(_outcomes(model, dataset, i, steps))
+
+
+def _outcomes(model: nn.Module, dataset: ForecastDataset, i: int, steps: int) -> Iterator[Outcome]:
+    device, forecasts = next(model.parameters()).device, []
     for _ in range(steps):
-        step = dataset.advance(i, [outcome.forecast for outcome in outcomes])
-        output = model(step.inputs.unsqueeze(0).to(device)).squeeze(0).cpu()
-        outcomes.append(Outcome(dataset.add_change(step.reference, output), step.truth))
-    return outcomes
+        step = dataset.advance(i, forecasts)
+        with torch.no_grad():
+            output = model(step.inputs.unsqueeze(0).to(device)).squeeze(0).cpu()
+        forecasts.append(dataset.add_change(step.reference, output))
+        yield Outcome(forecasts[-1], step.truth)
 
 
 def score_rollouts(model: nn.Module, dataset: ForecastDataset, steps: int) -> RolloutScores:
-    """Roll out from every sample as `roll_out` does, and score the model and persistence wherever there is a truth.
+    """Roll out from every sample as `roll_out` does, and score the model and the baselines until the truth ends.
 
     Raises ValueError if the data set does not support rollouts; FloatingPointError if forecasts become infinite or NaN.
     """
     check_integer("steps", steps)
     errors = [Errors(dataset) for _ in range(steps)]
     with_truth: list[list[int]] = [[] for _ in range(steps)]
+    baselines = dataset.rollout_baselines()
     for i in range(len(dataset)):
-        present = dataset.present(i)
-        for n, (forecast, truth) in enumerate(roll_out(model, dataset, i, steps)):
-            if truth is not None:
-                errors[n].add("model", forecast, truth)
-                errors[n].add("persistence", present, truth)
-                with_truth[n].append(i)
+        for n, (forecast, truth) in enumerate(_outcomes(model, dataset, i, steps)):
+            if truth is None:
+                break
+            errors[n].add("model", forecast, truth)
+            for name, baseline in baselines.items():
+                errors[n].add(name, baseline(i, n + 1), truth)
+            with_truth[n].append(i)
     scored = sum(bool(samples) for samples in with_truth)
     scores = [score for n in range(scored) for score in errors[n].scores((n + 1) * dataset.lead_time)]
     diverged = next((score for score in scores if not math.isfinite(score.rmse)), None)
@@ -86,15 +93,16 @@ def score_rollouts(model: nn.Module, dataset: ForecastDataset, steps: int) -> Ro
 def rollout_table(scores: list[Score]) -> str:
     """Return the RMSE of rollouts as a text table: a row per variable and lead time, a column per forecast."""
     names = list(dict.fromkeys(score.forecast for score in scores))
+    width = max(12, *map(len, names))
     cells = {(score.variable, score.lead_time, score.forecast): score for score in scores}
     lines = []
     for variable, units in dict.fromkeys((score.variable, score.units) for score in scores):
         heading = f"RMSE of {variable} [{units}]"
-        lines.append("".join([heading, *(f" {name:>12}" for name in names), f" {'samples':>8}"]))
+        lines.append("".join([heading, *(f" {name:>{width}}" for name in names), f" {'samples':>8}"]))
         for lead_time in dict.fromkeys(score.lead_time for score in scores):
             row = [cells[variable, lead_time, name] for name in names]
             label = f"{lead_time:g} h"
             lines.append(
-                "".join([f"{label:{len(heading)}}", *(f" {s.rmse:12.4f}" for s in row), f" {row[0].samples:8}"])
+                "".join([f"{label:{len(heading)}}", *(f" {s.rmse:{width}.4f}" for s in row), f" {row[0].samples:8}"])
             )
     return "\n".join(lines)

@@ -121,13 +121,12 @@ def as_table(scores: list[Score]) -> str:
     model                0.0100      0.0000
     persistence          0.1000     -0.0020
     """
-    width = max(len(score.forecast) for score in scores)
+    width = max(len(name) for score in scores for name in (score.forecast, f"{score.variable} [{score.units}]"))
     lines, variable = [], None
     for score in scores:
         if score.variable != variable:
             variable = score.variable
             heading = f"{variable} [{score.units}]"
-            width = max(width, len(heading))
             lines.append(f"{heading:{width}} {'RMSE':>12} {'bias':>11}")
         lines.append(f"{score.forecast:{width}} {score.rmse:12.4f} {score.bias:11.4f}")
     return "\n".join(lines)

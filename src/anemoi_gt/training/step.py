@@ -6,6 +6,7 @@ weights   = AdamW(weights, g, learning rate of the step)
 average   = d average + (1 - d) weights,  d = average_decay; the first average is the weights themselves
 """
 
+import logging
 import math
 
 import torch
@@ -18,6 +19,8 @@ from anemoi_gt.training.checkpoint import load_weights
 from anemoi_gt.training.compilation import compile_blocks
 from anemoi_gt.training.config import TrainingConfig
 from anemoi_gt.training.cuda_graph import REMEDY, check_capturable
+
+log = logging.getLogger(__name__)
 
 LOSS_SCALE = 2.0**10  # where float16 begins; losses are about 1, and the scaler raises it
 LOWEST_SCALE = 2.0**-14  # a gradient that overflows float16 even here is above 2**30, and no scale helps
@@ -53,6 +56,8 @@ class TrainingStep:
 
     def __init__(self, model: nn.Module, weights: Tensor, config: TrainingConfig, device: torch.device):
         self.config, self.device = config, device
+        if config.warmup_steps > config.steps:
+            log.warning("training.warmup_steps is %d, taken as training.steps=%d", config.warmup_steps, config.steps)
         self.model, self.weights = model.to(device), weights.to(device)
         self.average = AveragedModel(self.model, multi_avg_fn=get_ema_multi_avg_fn(config.average_decay))
         share_buffers(self.average.module, self.model)
@@ -148,6 +153,8 @@ class TrainingStep:
         load_weights(self.average.module, state, "average")
         for name in STATEFUL:
             getattr(self, name).load_state_dict(state[name])
+        for group, rate in zip(self.optimizer.param_groups, self.schedule.base_lrs, strict=True):
+            group["lr"] = rate * self._relative_rate(state["step"])  # of the schedule of this config, if steps grew
         self.global_step = state["step"]
         self.average.n_averaged.fill_(self.global_step)  # 0 would make the next step overwrite the average
 
@@ -157,7 +164,7 @@ class TrainingStep:
         return loss.detach()
 
     def _relative_rate(self, step: int) -> float:
-        return warmup_cosine(step, self.config.warmup_steps, self.config.steps)
+        return warmup_cosine(step, min(self.config.warmup_steps, self.config.steps), self.config.steps)
 
 
 def share_buffers(copied: nn.Module, model: nn.Module) -> None:

@@ -49,7 +49,7 @@ class Trainer:
     save : callable
         Writes a checkpoint, called as `save_checkpoint(path, state)`.
     progress : callable
-        Makes what shows the progress, called as `ProgressBar(samples, done)`.
+        Makes what shows the progress, called as `ProgressBar(steps, done)`.
     stop_request : callable
         Makes what decides after each step whether to stop, called as `StopRequest()`.
 
@@ -99,19 +99,18 @@ class Trainer:
         self._start_generators()
         self._meter.start()
         samples = self.config.batch_size  # of a step, in all processes; a batch here may be a part of them
-        total, done = self.config.steps * samples, self.step.global_step * samples
         with (
             cpu_threads(self.config.threads),
             closing(self.step),
-            self._progress(total, done) as bar,
+            self._progress(self.config.steps, self.step.global_step) as bar,
             self._stop_request() as stop,
         ):
             for batch in self.batches.since(self.step.global_step):
                 self._rate = self.step.learning_rate()
                 self._meter.add(self.step.training_step(batch), samples)
-                bar.advance(samples)
+                bar.advance()
                 if self._is_due(self.config.log_every):
-                    bar.show(loss=self._record_training(metrics))
+                    bar.show(**self._record_training(metrics))
                 if self._is_due(self.config.valid_every):
                     bar.show(valid=self._validate(metrics))
                 if (received := stop.should_stop()) is not None:
@@ -155,14 +154,14 @@ class Trainer:
     def _is_due(self, every: int) -> bool:
         return self.step.global_step % every == 0 or self.step.global_step == self.config.steps
 
-    def _record_training(self, metrics: MetricsFile) -> float:
+    def _record_training(self, metrics: MetricsFile) -> dict[str, float]:
         self.step.wait_for_ranks()
         loss, speed = self._meter.read()
         self._check_finite(loss)
         metrics.write(
             split="train", step=self.step.global_step, loss=loss, learning_rate=self._rate, samples_per_second=speed
         )
-        return loss
+        return {"loss": loss, "samples/s": speed}
 
     def _validate(self, metrics: MetricsFile) -> float:
         """Measure the averaged weights on the validation samples and write the checkpoints."""

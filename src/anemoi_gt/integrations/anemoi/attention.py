@@ -42,6 +42,8 @@ class Settings:
         Backend and precision of the attention.
     fuse_edges : bool
         Hand raw edge attributes and the weight of `lin_edge` to the attention, so that no edge is embedded.
+    blocks : bool or None
+        Compute whole blocks by one operator; None: under 16-bit autocast on a GPU.
     sharding : bool
         Exchange halo rows in place of Anemoi's own sharding, with shard strategy "edges".
     checkpointing : Checkpointing or None
@@ -50,6 +52,7 @@ class Settings:
 
     config: AttentionConfig
     fuse_edges: bool
+    blocks: bool | None = None
     sharding: bool = False
     checkpointing: "Checkpointing | None" = None
 
@@ -103,6 +106,10 @@ class Upstream:
     ----------
     block : type
         `GraphTransformerBaseBlock`.
+    blocks : tuple of type
+        The blocks of processors and of mappers.
+    parts : tuple of type
+        The layer norm that differs from PyTorch's in the dtype of its output, and the feed-forward network.
     conv : type
         `GraphTransformerConv`, the attention of `graph_attention_backend: pyg`.
     triton_conv : function, type or None
@@ -113,6 +120,8 @@ class Upstream:
     """
 
     block: type | None = None
+    blocks: tuple[type, ...] = ()
+    parts: tuple[type, ...] = ()
     conv: type | None = None
     triton_conv: object = None
     replaced: tuple = ()
@@ -122,6 +131,11 @@ def resolve_upstream(block: type, replaced: tuple) -> None:
     """Import the attentions that blocks of anemoi-models may have."""
     Upstream.block, Upstream.replaced = block, replaced
     Upstream.conv = import_module("anemoi.models.layers.conv").GraphTransformerConv
+    module = import_module(block.__module__)
+    Upstream.blocks = (module.GraphTransformerProcessorBlock, module.GraphTransformerMapperBlock)
+    with suppress(ImportError, AttributeError):  # an older version
+        names = {"normalization": "AutocastLayerNorm", "mlp": "MLP"}
+        Upstream.parts = tuple(getattr(import_module(f"anemoi.models.layers.{n}"), kind) for n, kind in names.items())
     with suppress(ImportError, ValueError):  # anemoi-models raises ValueError without Triton
         triton = import_module("anemoi.models.triton.gt")
         names = ("graph_transformer_attention_conv", "GraphTransformerFunction")
@@ -215,7 +229,7 @@ def _attend(block, query: Tensor, key: Tensor, value: Tensor, edges: Tensor, edg
     embedding = (block.lin_edge.weight, block.lin_edge.bias) if edges.dim() == 2 else ()
     if batch > 1:
         query, key, value, edges = (rows.unflatten(0, (batch, -1)) for rows in (query, key, value, edges))
-    options = {"dropout_p": _dropout(block.conv), "config": SETTINGS.of(block).config}
+    options = {"dropout_p": dropout_of(block.conv), "config": SETTINGS.of(block).config}
     out, _ = edge_attention(query, key, value, graph, edges, *embedding, **options)
     return out if batch == 1 else out.flatten(0, 1)
 
@@ -225,7 +239,7 @@ def _serves(block, edge_index) -> bool:
     settings = SETTINGS.of(block)
     if settings is None:
         return False
-    reason = _unsupported_reason(block, edge_index)
+    reason = unsupported_reason(block, edge_index)
     if reason is None:
         return True
     if settings.config.backend != "auto":
@@ -237,7 +251,7 @@ def _serves(block, edge_index) -> bool:
     return False
 
 
-def _unsupported_reason(block, edge_index) -> str | None:
+def unsupported_reason(block, edge_index) -> str | None:
     """Return why we cannot compute the attention of a block, or None if we can."""
     if not isinstance(edge_index, Tensor) or edge_index.layout != torch.strided:
         return "its edges came as a sparse adjacency, and an edge_index [2, E] is needed"
@@ -310,5 +324,6 @@ def _embedded(block, edges: Tensor) -> Tensor:
     return _split_heads(block, block.lin_edge(edges)) if edges.dim() == 2 else edges
 
 
-def _dropout(conv) -> float:
+def dropout_of(conv) -> float:
+    """Return the probability with which the attention drops weights now."""
     return conv.dropout if isinstance(conv, nn.Module) and conv.training else 0.0

@@ -155,12 +155,18 @@ def version_of(tensor: Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
 
 
+@torch.compiler.assume_constant_result
+def is_exporting() -> bool:
+    """Return whether a program is being exported; before PyTorch 2.13, torch.compile traces PyTorch's as True."""
+    return torch.compiler.is_exporting()
+
+
 def patch_get_edges(upstream):
     """Return `StaticGraphProvider._get_edges_impl` that hands out cached lists and does not synchronise the device."""
 
     @wraps(upstream)
     def _get_edges_impl(self, batch_size, shard_edges, model_comm_group):
-        if torch.compiler.is_exporting():
+        if is_exporting():
             return upstream(self, batch_size, shard_edges, model_comm_group)
         edge_index, num_nodes = _expanded_list(self, batch_size)
         edge_attr = self.trainable(self.edge_attr, batch_size)

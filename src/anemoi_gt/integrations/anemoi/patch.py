@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from anemoi_gt.attention_config import AttentionConfig
-from anemoi_gt.integrations.anemoi import attention, cache, checkpointing, residual, sharding
+from anemoi_gt.integrations.anemoi import attention, cache, checkpointing, residual, sharding, whole_blocks
 from anemoi_gt.integrations.anemoi.attention import SETTINGS, Settings
 
 log = logging.getLogger(__name__)
@@ -34,11 +34,15 @@ ENSEMBLE = ("anemoi.models.models.ens_encoder_processor_decoder", "AnemoiEnsMode
 TARGETS = ("anemoi.models.layers.target_features",)
 NODES = ("anemoi.models.layers.graph", "NamedNodesAttributes")
 NOISE = ("anemoi.models.layers.ensemble", "NoiseConditioning")
+PROCESSOR_BLOCK = (BLOCK[0], "GraphTransformerProcessorBlock")
+MAPPER_BLOCK = (BLOCK[0], "GraphTransformerMapperBlock")
 PATCHES = {  # (class, or module that holds a function, name of the method or function): what makes its replacement
     (BLOCK, "apply_gt"): attention.patch_apply_gt,
     (BLOCK, "attention_block"): attention.patch_attention_block,
     (BLOCK, "get_qkve"): attention.patch_get_qkve,
     (BLOCK, "prepare_qkve_edge_sharding"): attention.patch_prepare_qkve,
+    (PROCESSOR_BLOCK, "forward"): whole_blocks.patch_processor_block,
+    (MAPPER_BLOCK, "forward"): whole_blocks.patch_mapper_block,
     (PROVIDER, "_get_edges_impl"): cache.patch_get_edges,
     (MAPPER, "prepare_edge_sharding_wrapper"): cache.patch_prepare_edge_sharding,
     (PROCESSOR, "forward"): cache.patch_processor_forward,
@@ -53,7 +57,6 @@ PATCHES = {  # (class, or module that holds a function, name of the method or fu
     (MODEL, "_assemble_output"): residual.patch_assemble_output,
     (ENSEMBLE, "_assemble_output"): residual.patch_assemble_ensemble_output,
 }
-PROCESSOR_BLOCK = (BLOCK[0], "GraphTransformerProcessorBlock")
 SHARDING = {  # replaced, above the replacements of `PATCHES`, all or none of them
     (PROVIDER, "_get_edges_impl"): sharding.patch_get_edges,
     (PROCESSOR_BLOCK, "_forward_edges_shard_strategy"): sharding.patch_edges_strategy,
@@ -65,7 +68,6 @@ SHARDING = {  # replaced, above the replacements of `PATCHES`, all or none of th
     (NODES, "forward"): sharding.patch_node_attributes,
     (NOISE, "forward"): sharding.patch_noise,
 }
-MAPPER_BLOCK = (BLOCK[0], "GraphTransformerMapperBlock")
 # The same as in `PATCHES` in older versions: other parameters, or another class.
 OLDER = {
     (BLOCK, "apply_gt"): [(BLOCK, attention.patch_apply_gt_0_15)],
@@ -108,6 +110,7 @@ def install(
     backend: str = "auto",
     precision: str | None = None,
     fuse_edges: bool = True,
+    blocks: bool | None = None,
     sharding: bool = True,
     activation_checkpointing: str | Mapping[str, str | None] | None = None,
 ) -> Installation:
@@ -123,6 +126,11 @@ def install(
     fuse_edges : bool
         Hand raw edge attributes to the attention, which then makes no tensor of edges x heads x channels. False embeds
         every edge as Anemoi does.
+    blocks : {None, True, False}
+        Compute the whole forward of a block by one operator: norms, projections, attention and feed-forward network.
+        None does so where it was measured to be faster, under 16-bit autocast on a GPU with backend "triton"; True in
+        float32 too. A block with conditional norms, another activation, dropout, hooks or the like has its attention
+        alone computed, which is logged once; with True and a named backend it raises.
     sharding : bool
         Where Anemoi shards a model over several ranks with strategy "edges", exchange halo rows only, for graphs of any
         symmetry, batches and ensembles. False keeps Anemoi's own sharding, as does a version whose methods differ,
@@ -151,7 +159,7 @@ def install(
     The first installation and the end of the last one call `torch.compiler.reset`: compiled code would go on with the
     methods it was made from. It is compiled again when it is called.
     """
-    settings = _switch_on(AttentionConfig(backend=backend, precision=precision), fuse_edges, sharding)
+    settings = _switch_on(AttentionConfig(backend=backend, precision=precision), fuse_edges, blocks, sharding)
     if activation_checkpointing is not None:
         settings = replace(settings, checkpointing=checkpointing.Checkpointing.of(activation_checkpointing))
     installation = Installation(settings, before=SETTINGS.everywhere)
@@ -190,6 +198,7 @@ def swap_layers(
     backend: str = "auto",
     precision: str | None = None,
     fuse_edges: bool = True,
+    blocks: bool | None = None,
     sharding: bool = True,
 ) -> nn.Module:
     """Let the graph-transformer blocks of one model compute their attention with anemoi_gt.
@@ -198,7 +207,7 @@ def swap_layers(
     ----------
     model : torch.nn.Module
         It is not changed: its blocks are registered. A copy or an unpickled model has to be swapped again.
-    backend, precision, fuse_edges, sharding
+    backend, precision, fuse_edges, blocks, sharding
         As for `install`; they take precedence over those of `install`.
 
     Returns
@@ -216,11 +225,11 @@ def swap_layers(
     config = AttentionConfig(backend=backend, precision=precision)
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be a torch.nn.Module, got {model!r}")
-    blocks = [module for module in model.modules() if isinstance(module, _find(*BLOCK))]
-    if not blocks:
+    found = [module for module in model.modules() if isinstance(module, _find(*BLOCK))]
+    if not found:
         raise ValueError(f"model must have a graph-transformer block of Anemoi, got {type(model).__name__} without one")
-    settings = _switch_on(config, fuse_edges, sharding)
-    for each in blocks:
+    settings = _switch_on(config, fuse_edges, blocks, sharding)
+    for each in found:
         SETTINGS.choose(each, settings)
     return model
 
@@ -270,15 +279,19 @@ def graph_transformer_backward_mapper(
     return swap_layers(_find(MAPPER[0], "GraphTransformerBackwardMapper")(**options), backend, precision, fuse_edges)
 
 
-def _switch_on(config: AttentionConfig, fuse_edges: bool, sharding: bool) -> Settings:
+def _switch_on(config: AttentionConfig, fuse_edges: bool, blocks: bool | None, sharding: bool) -> Settings:
     """Apply the patches; edges can be fused where all methods of the block were replaced, and shards if all were."""
+    if blocks is not None and not isinstance(blocks, bool):
+        raise ValueError(f"blocks must be True, False or None, got {blocks!r}")
     for name, value in {"fuse_edges": fuse_edges, "sharding": sharding}.items():
         if not isinstance(value, bool):
             raise ValueError(f"{name} must be True or False, got {value!r}")
     _apply_patches()
     replaced = {name for _, name in _upstream}
     fuse_edges = fuse_edges and replaced.issuperset(name for place, name in _wanted() if place == BLOCK)
-    return Settings(config, fuse_edges, sharding and replaced.issuperset(name for _, name in SHARDING))
+    if not {(_find(*place), "forward") for place in (PROCESSOR_BLOCK, MAPPER_BLOCK)} <= set(_upstream):
+        blocks = False  # of another version, which was logged
+    return Settings(config, fuse_edges, blocks, sharding and replaced.issuperset(name for _, name in SHARDING))
 
 
 def _find(module: str, *name: str) -> type | ModuleType:

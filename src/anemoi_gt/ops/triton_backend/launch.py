@@ -122,6 +122,8 @@ def _row_launch(kernel, sizes: Sizes, tile: RowTile, scale: dict[str, float]) ->
     scalars |= {"drop_below": drop_threshold(sizes.dropout_p), "survivor": survivor}
     constants = _constants(sizes, HEADS=tile.heads, CHANNELS=tile.channels, num_warps=tile.num_warps)
     constants["PACKED"] = PACKED_DTYPES[sizes.dtype] if tile.pairs else None
+    if "STRIDE" in kernel.arg_names:  # of the backward pass
+        constants["STRIDE"] = sizes.gradient_stride
     if has_fixed_degree(sizes):
         del constants["PRECISION"]
         return Launch(kernel, (sizes.destinations,), scalars, constants | {"K": tile.unroll})
@@ -148,11 +150,12 @@ def _segment_rows(sizes: Sizes, segment: int, like: Tensor | None, width: int, h
 
 
 @lru_cache(KEPT)
-def join_launch(sizes: Sizes, segment: int, num_nodes: int, width: int, others: int = 0) -> Launch:
+def join_launch(sizes: Sizes, segment: int, num_nodes: int, width: int, others: int = 0, stride: int = 0) -> Launch:
     """Return the launch of `join` for rows [H, width] of `num_nodes` nodes, and rows [H, others] if any."""
     scalars = {"num_nodes": num_nodes, "num_edges": sizes.num_edges}
     constants = {"H": sizes.heads, "WIDTH": width, "OTHERS": others, "COLUMNS": min(tiles.next_power_of_two(width), 64)}
     constants |= {"SEGMENTS": tiles.JOINED, "INT64": sizes.needs_int64, "SEGMENT": segment, "num_warps": 4}
+    constants["STRIDE"] = stride or sizes.heads * width
     return Launch(hubs.join_segments, (sizes.batch * sizes.blocks(segment),), scalars, constants)
 
 
@@ -171,7 +174,7 @@ def join(
     (part, rows), (other_part, others) = (*found, (None, None))[:2]
     widths = (part.shape[-1], 0 if other_part is None else other_part.shape[-1])
     absent = dict.fromkeys(("segment_max", "segment_denominator", "lse", "inv_denominator"))
-    problem.launch(join_launch, segment, pointers.shape[0] - 1, *widths)(
+    problem.launch(join_launch, segment, pointers.shape[0] - 1, *widths, *_stride(rows))(
         segment_rows=part, segment_others=other_part, pointers=pointers, rows=rows, others=others,
         **(statistics or absent),
     )  # fmt: skip
@@ -183,37 +186,47 @@ def _contraction_launch(kernel, sizes: Sizes, tile: ContractionTile, grid: tuple
     return Launch(kernel, grid, {"num_nodes": sizes.destinations}, constants | {"num_stages": tile.num_stages})
 
 
-def _node_map_launch(kernel, sizes: Sizes, tile: ContractionTile) -> Launch:
+def _node_map_launch(kernel, sizes: Sizes, tile: ContractionTile, stride: int) -> Launch:
     """Return the launch of a contraction that maps the rows of each node."""
     grid = (-(-sizes.destinations // (tile.nodes * tile.tiles)) * sizes.heads,)
-    return _contraction_launch(kernel, sizes, tile, grid, TILES=tile.tiles)
+    return _contraction_launch(kernel, sizes, tile, grid, TILES=tile.tiles, STRIDE=stride)
+
+
+def _stride(rows: Tensor) -> tuple[int, ...]:
+    """Return the elements between rows [.., H, C] of two nodes if they do not follow each other."""
+    return () if rows.is_contiguous() else (rows.stride(-3),)
 
 
 @lru_cache(KEPT)
-def project_launch(sizes: Sizes, tile: ContractionTile | None = None) -> Launch:
+def project_launch(sizes: Sizes, tile: ContractionTile | None = None, stride: int = 0) -> Launch:
     """Return the launch of `project`."""
-    return _node_map_launch(edge_features.project, sizes, tile or tiles.project_tile(sizes.channels, sizes.attributes))
+    tile = tile or tiles.project_tile(sizes.channels, sizes.attributes)
+    return _node_map_launch(edge_features.project, sizes, tile, stride)
 
 
 def project(problem: Problem, rows: Tensor, tile: ContractionTile | None = None) -> Tensor:
     """Return W^T of rows [B, N_dst, H, C]: [B, N_dst, H, columns]."""
     projected = rows.new_empty((*rows.shape[:-1], problem.sizes.columns), dtype=scratch_dtype(rows.dtype))
     _, _, _, _, edge_weight, edge_bias = problem.operands
-    launch = problem.launch(project_launch, tile)
+    launch = problem.launch(project_launch, tile, *_stride(rows))
     launch(rows=rows, edge_weight=edge_weight, edge_bias=edge_bias, projected=projected)
     return projected
 
 
 @lru_cache(KEPT)
-def embed_launch(sizes: Sizes, tile: ContractionTile | None = None) -> Launch:
+def embed_launch(sizes: Sizes, tile: ContractionTile | None = None, stride: int = 0) -> Launch:
     """Return the launch of `embed`."""
-    return _node_map_launch(edge_features.embed, sizes, tile or tiles.embed_tile(sizes.channels, sizes.attributes))
+    tile = tile or tiles.embed_tile(sizes.channels, sizes.attributes)
+    return _node_map_launch(edge_features.embed, sizes, tile, stride)
 
 
-def embed(problem: Problem, sums: Tensor, rows: Tensor, tile: ContractionTile | None = None) -> None:
-    """Add W sums [B, N_dst, H, columns] to rows [B, N_dst, H, C]."""
+def embed(
+    problem: Problem, sums: Tensor, rows: Tensor, tile: ContractionTile | None = None, skip: Tensor | None = None
+) -> None:
+    """Add W sums [B, N_dst, H, columns], and `skip` like rows, to rows [B, N_dst, H, C]."""
     _, _, _, _, edge_weight, edge_bias = problem.operands
-    problem.launch(embed_launch, tile)(sums=sums, edge_weight=edge_weight, edge_bias=edge_bias, rows=rows)
+    launch = problem.launch(embed_launch, tile, *_stride(rows))
+    launch(sums=sums, edge_weight=edge_weight, edge_bias=edge_bias, skip=skip, rows=rows)
 
 
 @lru_cache(KEPT)
@@ -333,7 +346,7 @@ def source_launch(sizes: Sizes, tile: RowTile | None = None) -> Launch:
     scalars = {"num_dst": sizes.num_dst, "num_src": sizes.num_src, "num_edges": sizes.num_edges}
     constants = {"H": sizes.heads, "C": sizes.channels, "HEADS": tile.heads, "CHANNELS": tile.channels}
     constants |= {"NODES": tile.nodes, "UNROLL": tile.unroll, "INT64": sizes.needs_int64, "num_warps": tile.num_warps}
-    constants["SEGMENT"] = sizes.src_segment
+    constants |= {"SEGMENT": sizes.src_segment, "STRIDE": sizes.gradient_stride}
     return Launch(backward.edge_attention_bwd_src, grid, scalars, constants)
 
 
@@ -384,7 +397,7 @@ def weight_launch(sizes: Sizes, tile: ContractionTile | None = None) -> Launch:
     tile = tile or tiles.weight_tile(sizes.channels, sizes.attributes)
     partials = max(1, min(-(-PROGRAMS // sizes.heads), -(-sizes.destinations // tile.nodes)))
     grid = (partials * sizes.heads, -(-sizes.channels // tile.channels))
-    return _contraction_launch(edge_features.weight_bwd, sizes, tile, grid)
+    return _contraction_launch(edge_features.weight_bwd, sizes, tile, grid, STRIDE=sizes.gradient_stride)
 
 
 def partial_sums(sizes: Sizes) -> int:
@@ -403,9 +416,10 @@ def weight_sum_launch(sizes: Sizes, partials: int) -> Launch:
 
 
 def differentiate_weight(
-    problem: Problem, grad_out: Tensor, attr_sums: Tensor, dscore_sums: Tensor, needs: tuple[bool, bool]
-) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients of W [H * C, D] and of the bias [H * C] that `needs` asks for."""
+    problem: Problem, grad_out: Tensor, attr_sums: Tensor, dscore_sums: Tensor, needs: tuple[bool, bool],
+    dtype: torch.dtype | None = None,
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    """Return the gradients of W [H * C, D] and of the bias [H * C] that `needs` asks for, in their dtype or `dtype`."""
     sizes, (query, _, _, _, edge_weight, edge_bias) = problem.sizes, problem.operands
     partials = partial_sums(sizes)
     shape = (partials, sizes.heads * sizes.channels, sizes.attributes)
@@ -414,7 +428,8 @@ def differentiate_weight(
         query=query, grad_out=grad_out, attr_sums=attr_sums, dscore_sums=dscore_sums, partial=partial
     )
     dweight, dbias = (
-        torch.empty_like(each) if need else None for each, need in zip((edge_weight, edge_bias), needs, strict=True)
+        torch.empty_like(each, dtype=dtype) if need else None
+        for each, need in zip((edge_weight, edge_bias), needs, strict=True)
     )
     problem.launch(weight_sum_launch, partials)(partial=partial, dweight=dweight, dbias=dbias)
     return dweight, dbias

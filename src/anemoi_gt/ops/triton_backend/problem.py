@@ -74,6 +74,7 @@ class Sizes(NamedTuple):
     tile: str = ""  # forced fields of the tiles of row kernels
     dst_segment: int = 0  # edges of a segment of a hub among the destinations; 0: there is none
     src_segment: int = 0
+    gradient_stride: int = 0  # elements between two nodes in grad_out, dquery, dkey and dvalue
 
     @property
     def attributes(self) -> int:
@@ -122,6 +123,7 @@ class Problem:
     operands: AttentionOperands
     index: IndexTensors
     options: Options
+    gradient_stride: int = 0  # elements between two rows of grad_out, dquery, dkey and dvalue; 0: they are contiguous
 
     @cached_property
     def sizes(self) -> Sizes:
@@ -130,14 +132,20 @@ class Problem:
         batch, (num_dst, heads, channels), num_edges = self.batch, query.shape[-3:], self.index.row.shape[0]
         degree, options = self.index.fixed_in_degree, self.options
         return Sizes(
-            batch, num_dst, key.shape[-3], num_edges, heads, channels,
-            0 if edge_weight is None else edge_weight.shape[1],
-            int(edge_bias is not None),
-            self.embedded,
-            0 if edge_attr is None or batch == 1 or self.shares_attributes else num_edges,
-            query.dtype, self.needs_int64(), options.scale, options.dropout_p,
-            degree.shape[0] if degree is not None and options.fixed_degree_kernels else 0,
-            options.tile, *self.segments,
+            self.batch, num_dst, self.operands.key.shape[-3], num_edges, heads, channels,
+            edge_dim=0 if edge_weight is None else edge_weight.shape[1],
+            bias=int(edge_bias is not None),
+            embedded=self.embedded,
+            attr_stride=0 if edge_attr is None or self.batch == 1 or self.shares_attributes else num_edges,
+            dtype=self.operands.query.dtype,
+            needs_int64=self.needs_int64(),
+            scale=self.options.scale,
+            dropout_p=self.options.dropout_p,
+            fixed_in_degree=degree.shape[0] if degree is not None and self.options.fixed_degree_kernels else 0,
+            tile=self.options.tile,
+            dst_segment=self.segments[0],
+            src_segment=self.segments[1],
+            gradient_stride=self.gradient_stride or heads * channels,
         )  # fmt: skip
 
     @cached_property
@@ -189,6 +197,7 @@ class Problem:
         edge_dim = 0 if edge_weight is None else edge_weight.shape[1]
         columns = attribute_columns(edge_dim + (edge_bias is not None))
         per_edge, per_node = max(heads * (channels if self.embedded else 2), columns), heads * max(channels, columns)
+        per_node = max(per_node, self.gradient_stride)
         batch, num_edges = self.batch, self.index.row.shape[0]
         offsets = batch * num_edges * per_edge, batch * num_dst * per_node, batch * key.shape[-3] * per_node
         blocks = (-(-num_edges // segment) for segment in self.segments if segment)

@@ -1,10 +1,15 @@
 """Maps of values on nodes: projection, and interpolation of scattered nodes to an image."""
 
+import logging
+
 import numpy as np
 
 from anemoi_gt.data.nodes import Nodes
 from anemoi_gt.extras import import_extra
 
+log = logging.getLogger(__name__)
+
+COAST_STYLE = {"colors": "black", "linewidths": 0.6, "alpha": 0.7}
 IMAGE_ROWS = 240
 NEIGHBOURS = 3  # nodes interpolated to a pixel, with inverse squared distance weights
 
@@ -34,6 +39,9 @@ class MapImage:
         distance, self._node = tree.query(Nodes(lat.ravel(), lon.ravel()).xyz, k=NEIGHBOURS)
         weight = 1 / (distance**2 + 1e-12)  # a pixel at a node has its value
         self._weight = weight / weight.sum(axis=1, keepdims=True)
+        lines = coastlines("110m" if self._is_global else "50m")
+        turns = (0,) if self._is_global else (-360, 0, 360)  # a region may lie beyond the date line
+        self._coastlines = [line + np.array([turn, 0]) for line in lines for turn in turns]
 
     def draw(self, axes, values: np.ndarray, **style):
         """Draw values [N] on axes of this projection by `pcolormesh(**style)`, and return the mesh."""
@@ -48,7 +56,29 @@ class MapImage:
             axes.set_xlabel("longitude [degrees east]")
             axes.set_ylabel("latitude [degrees north]")
             lon, lat = self._lon, self._lat
+        lines = [np.deg2rad(line) if self._is_global else line for line in self._coastlines]
+        axes.add_collection(import_extra("matplotlib.collections", "train").LineCollection(lines, **COAST_STYLE))
+        if not self._is_global:
+            axes.set(xlim=(lon[0], lon[-1]), ylim=(lat[0], lat[-1]))
         return axes.pcolormesh(lon, lat, image, shading="nearest", rasterized=True, **style)
+
+
+def coastlines(resolution: str) -> list[np.ndarray]:
+    """Return the coastlines of Natural Earth as lines [P, 2] of longitude and latitude; none without cartopy.
+
+    `resolution` is "110m", "50m" or "10m". Cartopy downloads them once; without a network there are none. A line ends
+    where it crosses the date line.
+    """
+    try:
+        from cartopy.io import shapereader
+
+        path = shapereader.natural_earth(resolution, "physical", "coastline")
+        shapes = [part for shape in shapereader.Reader(path).geometries() for part in getattr(shape, "geoms", [shape])]
+    except (ImportError, OSError) as error:
+        log.debug("no coastlines: %s", error)
+        return []
+    lines = (np.array(shape.coords)[:, :2] for shape in shapes)
+    return [part for line in lines for part in np.split(line, np.flatnonzero(abs(np.diff(line[:, 0])) > 180) + 1)]
 
 
 def _pixels(nodes: Nodes, is_global: bool) -> tuple[np.ndarray, np.ndarray]:
@@ -57,4 +87,7 @@ def _pixels(nodes: Nodes, is_global: bool) -> tuple[np.ndarray, np.ndarray]:
         step = 180 / IMAGE_ROWS
         return np.arange(-90 + step / 2, 90, step), np.arange(-180 + step / 2, 180, step)
     step = np.ptp(nodes.lat) / IMAGE_ROWS
-    return tuple(np.arange(axis.min(), axis.max() + step / 2, step) for axis in (nodes.lat, nodes.lon))
+    lon = np.unique(nodes.lon % 360)
+    west = lon[np.argmax(np.diff(lon, prepend=lon[-1] - 360))]  # east of the widest gap
+    lon = (nodes.lon - west) % 360 + (west if west <= 180 else west - 360)
+    return tuple(np.arange(axis.min(), axis.max() + step / 2, step) for axis in (nodes.lat, lon))

@@ -1,5 +1,6 @@
 """Plot of a rollout: truth, forecast and error at several lead times, and RMSE by lead time."""
 
+from itertools import cycle
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,8 @@ from anemoi_gt.training.rollout import Outcome
 from anemoi_gt.training.scores import Score
 
 COLUMNS = 4  # lead times with maps
-COLUMN_SIZE = {"mollweide": (3.3, 1.9), "rectilinear": (3.0, 3.0)}  # inches
+COLUMN_SIZE = {"mollweide": (3.5, 2.1), "rectilinear": (3.4, 3.3)}  # inches
+LINES = ("-", "--", ":", "-.")
 
 
 def draw_rollout_plot(
@@ -36,7 +38,7 @@ def draw_rollout_plot(
     _draw_maps(rows, image, dataset, {n: outcomes[n - 1] for n in steps})
     _draw_growth(figure.add_subplot(grid[:, -1]), dataset, scores)
     start = f"{dataset.variables[0]}, {dataset.title(sample)}"
-    figure.suptitle(f"Rollout: {start}, continued (test sample of median error at the last lead time)")
+    figure.suptitle(f"Rollout: {start}, continued (test sample of median error at the last lead time)", fontsize=13)
     with atomic_write(path) as file:
         figure.savefig(file, format="png")
 
@@ -57,18 +59,20 @@ def _draw_maps(rows, image, dataset, outcomes):
         error_mesh = image.draw(axes[2], errors[column], cmap=ERROR_MAP, vmin=-error_limit, vmax=error_limit)
         lead_time = f"{n * dataset.lead_time:g} h"
         for ax, title in zip(axes, ("truth", "forecast", "error"), strict=True):
-            ax.set_title(f"{title}, {lead_time}", fontsize=9)
-            ax.set(xlabel="", ylabel="")
+            ax.set_title(f"{title}, {lead_time}")
+            ax.label_outer()
     colour_bar(truth_mesh, [*rows[0], *rows[1]], dataset)
     colour_bar(error_mesh, rows[2], dataset)
 
 
 def _draw_growth(axes, dataset, scores):
-    for name in ("model", "persistence"):
+    names = dict.fromkeys(score.forecast for score in scores)
+    for name, line in zip(names, cycle(LINES)):
         selected = [score for score in scores if (score.forecast, score.variable) == (name, dataset.variables[0])]
         lead_times, errors = [score.lead_time for score in selected], [score.rmse for score in selected]
-        axes.plot(lead_times, errors, color=COLOURS[name], marker="o", markersize=3, label=name)
+        color = COLOURS["model" if name == "model" else "persistence"]
+        axes.plot(lead_times, errors, color=color, linestyle=line, marker="o", markersize=4, label=name)
     axes.set_ylim(bottom=0)
-    axes.set(xlabel="lead time [h]", ylabel=dataset.units[0])
-    axes.set_title("RMSE of all test samples", fontsize=10)
-    axes.legend(frameon=False, fontsize=8)
+    axes.set(xlabel="lead time [h]", ylabel=f"RMSE [{dataset.units[0]}]")
+    axes.set_title("all test samples")
+    axes.legend(frameon=False)

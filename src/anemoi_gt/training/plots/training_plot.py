@@ -14,7 +14,7 @@ from anemoi_gt.training.scores import Forecast, Score, median_index, sample_rmse
 
 COLOURS = {"training": "#0072B2", "model": "#D55E00", "persistence": "#888888"}  # Okabe and Ito, colour-blind safe
 FIELD_MAP, ERROR_MAP = "viridis", "RdBu_r"
-FIGURE_SIZE = {"mollweide": (13, 6.4), "rectilinear": (11.6, 7.4)}  # inches
+FIGURE_SIZE = {"mollweide": (14, 7.2), "rectilinear": (13, 8.4)}  # inches
 
 
 def draw_training_plot(
@@ -39,7 +39,7 @@ def draw_training_plot(
     _draw_loss(figure.add_subplot(corner[0]), records)
     _draw_scores(figure.add_subplot(corner[1]), [score for score in scores if score.variable == dataset.variables[0]])
     name = dataset.variables[0]
-    figure.suptitle(f"{name[0].upper()}{name[1:]}, {dataset.title(sample)} (test sample of median error)")
+    figure.suptitle(f"{name[0].upper()}{name[1:]}, {dataset.title(sample)} (test sample of median error)", fontsize=13)
     with atomic_write(path) as file:
         figure.savefig(file, format="png")
 
@@ -88,17 +88,16 @@ def _draw_loss(axes, records):
     axes.plot(*curve(records, "train"), color=COLOURS["training"], alpha=0.6, linewidth=0.8, label="training")
     axes.plot(*curve(records, "valid"), color=COLOURS["model"], marker="o", markersize=3, label="validation")
     axes.set(yscale="log", xlabel="step", ylabel="normalised")
-    axes.set_title("loss: mean squared error", fontsize=10)
+    axes.set_title("loss: mean squared error")
     axes.yaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_minor_formatter(lambda loss, _: f"{loss:g}" if f"{loss:e}"[0] in "25" else "")
-    axes.legend(frameon=False, fontsize=8)
+    axes.legend(frameon=False)
 
 
 def _draw_scores(axes, scores):
     names, values = [score.forecast for score in scores], [score.rmse for score in scores]
     bars = axes.barh(names, values, color=[COLOURS["model"]] + [COLOURS["persistence"]] * (len(scores) - 1))
-    axes.bar_label(bars, fmt=" %.3g", fontsize=8)
+    axes.bar_label(bars, fmt=" %.3g")
     axes.invert_yaxis()  # the model on top
     axes.margins(x=0.2)
-    axes.tick_params(axis="y", labelsize=8)
-    axes.set_title(f"RMSE of all test samples [{scores[0].units}]", fontsize=10)
+    axes.set_title(f"RMSE of all test samples [{scores[0].units}]")

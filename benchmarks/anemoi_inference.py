@@ -1,0 +1,157 @@
+"""Inference of Anemoi's models, untouched and under `install`: time and peak memory with one and with many chunks.
+
+    python benchmarks/anemoi_inference.py --output benchmarks/results/anemoi_inference_h200.json
+    PYTHONPATH=FOLDER python benchmarks/anemoi_inference.py --parts encoder decoder
+    python benchmarks/anemoi_inference.py --grids O8 O4 --refinement 2 --channels 32 --heads 4 --layers 1 --device cpu
+
+`encoder` and `decoder` are the mappers of AIFS Single between N320 and O96 (22 and 3 nearest nodes, 1024 channels,
+16 heads, D = 11), of anemoi-models 0.9.3, which must be first on the path, in a FOLDER of `pip install --target`.
+`forecast` is one step of a model of the newest version, N320 and an icosphere, its mappers and processor in chunks as
+`ANEMOI_INFERENCE_NUM_CHUNKS` sets them; that is what a runner of anemoi-inference computes at each step. Float16
+under autocast. Results of both are compared first; runs are made by turns.
+"""
+
+import gc
+import statistics
+from contextlib import contextmanager, nullcontext
+from functools import partial
+
+import torch
+from suite.command_line import make_parser
+from suite.environment import describe
+from suite.results import Results
+from suite.timing import seconds_of
+
+from anemoi_gt.data.edges import nearest
+from anemoi_gt.data.grids import grid
+from anemoi_gt.integrations import anemoi as integration
+
+PACKAGES = {"torch", "triton", "torch-geometric", "anemoi-models"}
+FIELDS, VARIABLES, NEIGHBOURS = 200, 90, {"encoder": 22, "decoder": 3}
+CHUNKS = (16, 4, 1)
+CONTENDERS = {"untouched": nullcontext, "install": integration.install}
+
+
+class Mapper:
+    """Encoder or decoder of anemoi-models 0.9.3 and its input."""
+
+    def __init__(self, part, options):
+        from anemoi.models.layers import mapper
+        from torch_geometric.data import HeteroData
+
+        encodes = part == "encoder"
+        source, target = map(grid, options.grids if encodes else reversed(options.grids))
+        self.sizes = len(source.lat), len(target.lat)
+        edges = HeteroData()["source", "to", "target"]
+        edges.edge_index = torch.as_tensor(nearest(source, target, NEIGHBOURS[part]))
+        torch.manual_seed(0)
+        edges.edge_attr = torch.randn(edges.edge_index.shape[1], 3)
+        widths = (FIELDS, 12) if encodes else (options.channels, FIELDS)
+        kind = mapper.GraphTransformerForwardMapper if encodes else mapper.GraphTransformerBackwardMapper
+        self.model = kind(
+            in_channels_src=widths[0], in_channels_dst=widths[1], hidden_dim=options.channels, trainable_size=8,
+            num_chunks=1, num_heads=options.heads, mlp_hidden_ratio=4, sub_graph=edges, layer_kernels={},
+            sub_graph_edge_attributes=["edge_attr"], src_grid_size=self.sizes[0], dst_grid_size=self.sizes[1],
+            **({} if encodes else {"out_channels_dst": VARIABLES}),
+        ).to(options.device).eval()  # fmt: skip
+        self.x = tuple(torch.randn(*shape, device=options.device) for shape in zip(self.sizes, widths, strict=True))
+
+    def __call__(self, chunks):
+        """Output at the destinations."""
+        self.model.num_chunks = chunks
+        shapes = tuple([list(x.shape)] for x in self.x)
+        out = self.model(self.x, batch_size=1, shard_shapes=shapes)
+        return out[1] if isinstance(out, tuple) else out
+
+
+class Forecast:
+    """A model of the newest anemoi-models and its input."""
+
+    def __init__(self, part, options):
+        from support.anemoi_model import build, draw, graph_of, make_options
+
+        graph = graph_of(options.grids[0], options.refinement)
+        names = tuple(f"field_{i}" for i in range(VARIABLES))
+        changes = {"channels": options.channels, "heads": options.heads, "layers": options.layers, "layer_chunks": 1}
+        changes |= {"mapper_chunks": 1, "graph_attention_backend": "triton" if options.device == "cuda" else "pyg"}
+        self.model = build(graph, make_options(**changes), names).to(options.device).eval()
+        self.x = {"data": draw(graph, variables=names)["data"].to(options.device)}
+
+    def __call__(self, chunks):
+        """State after one step."""
+        from anemoi.models.layers import block, mapper
+
+        block.NUM_CHUNKS_INFERENCE_PROCESSOR = mapper.NUM_CHUNKS_INFERENCE_MAPPER = chunks
+        return self.model(self.x)["data"]
+
+
+PARTS = {"encoder": Mapper, "decoder": Mapper, "forecast": Forecast}
+
+
+@contextmanager
+def contender(name, device):
+    """Compute without gradients, under autocast, without us or with us."""
+    dtype = torch.float16 if device == "cuda" else torch.bfloat16
+    with torch.inference_mode(), torch.autocast(device, dtype), CONTENDERS[name]():
+        yield
+
+
+def difference(problem, device):
+    """Relative difference of the outputs of both contenders."""
+    outputs = []
+    for name in CONTENDERS:
+        with contender(name, device):
+            outputs.append(problem(max(CHUNKS)).double())
+    off = ((outputs[1] - outputs[0]).norm() / outputs[0].norm()).item()
+    if not off < 1e-2:
+        raise ValueError(f"nothing is timed that is not right; allowed 1e-2, got {off}")
+    return off
+
+
+def measure(problem, name, chunks, options):
+    """Milliseconds of each pass, and the memory that one takes beside model and input in GiB."""
+    on_gpu = options.device == "cuda"
+    gc.collect()
+    with contender(name, options.device):
+        problem(chunks)
+        if on_gpu:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+        times = [1e3 * each for each in seconds_of(partial(problem, chunks), options.repeats, options.device)]
+        return times, (torch.cuda.max_memory_allocated() - before) / 2**30 if on_gpu else None
+
+
+def main(arguments=None):
+    """Compare, measure by turns, write and return the report."""
+    sizes = {"refinement": 6, "channels": 1024, "heads": 16, "layers": 16}
+    parser = make_parser(__doc__, seconds=300, repeats=3, **sizes)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=["forecast"])
+    parser.add_argument("--grids", nargs=2, default=["N320", "O96"], help="of fields, and of the processor of 0.9.3")
+    options = parser.parse_args(arguments)
+    report = {"environment": describe(options.device, PACKAGES, options.commit)}
+    report |= {"options": vars(options) | {"output": None}, "difference": {}, "results": []}
+    results = Results(report, options.output, options.seconds)
+    for part in options.parts:
+        problem = results.run(f"build {part}", partial(PARTS[part], part, options))
+        off = problem and results.run(f"compare {part}", partial(difference, problem, options.device))
+        if off is None:
+            continue
+        report["difference"][part] = off
+        for chunks in CHUNKS:
+            found = {name: [] for name in CONTENDERS}
+            for name in [*CONTENDERS, *reversed(CONTENDERS)]:
+                call = partial(measure, problem, name, chunks, options)
+                found[name].append(results.run(f"{part} in {chunks} chunks, {name}", call))
+            for name, runs in found.items():
+                if None not in runs:
+                    median, peak = statistics.median(ms for times, _ in runs for ms in times), runs[-1][1]
+                    line = {"part": part, "chunks": chunks, "contender": name, "median_ms": median, "peak_gib": peak}
+                    report["results"].append(line)
+                    print(*line.values(), flush=True)
+        del problem
+    return results.end()
+
+
+if __name__ == "__main__":
+    main()

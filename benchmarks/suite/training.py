@@ -1,0 +1,280 @@
+"""A training step of an encoder-processor-decoder model on one grid: ours and Anemoi's, and the checks of ours."""
+
+import time
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import product
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from anemoi_gt import AttentionConfig, EncoderProcessorDecoder, GraphStructure
+from anemoi_gt.data.datasets import Sample
+from anemoi_gt.nn import GraphTransformerBaseBlock, split_destinations
+from anemoi_gt.training.compilation import compile_blocks
+from anemoi_gt.training.config import TrainingConfig
+from anemoi_gt.training.memory import estimate_memory
+from anemoi_gt.training.step import AUTOCAST, TrainingStep
+from suite.inference import PARTS, Setting, checked_destinations, plain_mapper
+from suite.timing import CLOCKS, seconds_of
+
+CHECKED = 64  # destinations of each kind
+GRADIENT_FACTOR, OUTPUT_FACTOR = 3, 2  # times the error of plain PyTorch in the same dtype
+NO_GRADIENT = "lin_key.bias"  # a constant on all keys changes no softmax: what is left is rounding
+FLOAT32_ERROR = 1e-4  # of all gradients together, relative
+
+
+def setting(options: Namespace) -> Setting:
+    """Return the sizes of single mappers, which compute in the precision of the run from float32 operands."""
+    sizes = {name: getattr(options, name) for name in ("grid", "refinement", "channels", "heads", "device")}
+    return Setting(fields=options.fields[0], dtype="float32", repeats=1, **sizes)
+
+
+def make_model(graph, options: Namespace) -> EncoderProcessorDecoder:
+    """Return the model, its graph sorted and checked on the device."""
+    torch.manual_seed(0)
+    sizes = {"channels": options.channels, "heads": options.heads, "num_layers": options.layers}
+    sizes["checkpoint_groups"] = options.layers
+    with torch.device(options.device):
+        return EncoderProcessorDecoder(graph.to(options.device), *options.fields, **sizes)
+
+
+def draw(nodes: int, options: Namespace) -> Sample:
+    """Return one random sample [1, N, fields] float32, and a target of the same kind."""
+    generator = torch.Generator(options.device).manual_seed(1)
+    sides = (torch.randn(1, nodes, fields, generator=generator, device=options.device) for fields in options.fields)
+    return Sample(*sides)
+
+
+@contextmanager
+def computing(
+    model: nn.Module, chunks: int, compiled: bool = False, average: nn.Module | None = None
+) -> Iterator[None]:
+    """Compute mappers in a number of chunks, blocks compiled or not; an averaged model shares the chunks."""
+    for name in ("encoder_edges", "decoder_edges"):
+        for data_set, edges in getattr(model, name).items():
+            edges.split(chunks)
+            if average is not None:
+                getattr(average, name)[data_set].chunks = edges.chunks
+    if compiled:
+        compile_blocks(model)
+    try:
+        yield
+    finally:
+        for module in model.modules():
+            module._compiled_call_impl = None
+
+
+def measure(step: Callable[[], Tensor], options: Namespace) -> dict:
+    """Return seconds of single steps, after some that are not timed, their peak memory in GB, and the last loss."""
+    on_gpu, last = options.device == "cuda", []
+
+    def keep_loss() -> None:
+        last[:] = [step()]
+
+    if on_gpu:
+        torch.cuda.empty_cache()
+    warmup = sum(seconds_of(step, options.warmup, options.device))
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    times = seconds_of(keep_loss, options.steps, options.device)
+    found = {"outcome": "done", "seconds": sorted(times)[len(times) // 2], "all_seconds": times}
+    found |= {"loss": last[0].item(), "warmup_seconds": warmup}
+    if on_gpu:
+        found["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
+        found["reserved_gb"] = torch.cuda.max_memory_reserved() / 1e9
+    return found
+
+
+def ours(options: Namespace, folder: Path) -> Iterator[dict]:
+    """Yield time and memory of steps of the application, for each number of chunks, by turns; then the kernels."""
+    from kernel_families import profile_of
+
+    graph = torch.load(folder / "9km.graph", weights_only=False)
+    wait = CLOCKS[options.device].synchronize
+    batch, begin = draw(graph["data"].num_nodes, options), time.perf_counter()
+    model = make_model(graph, options)
+    config = TrainingConfig(steps=1000, batch_size=1, precision=options.precision, device=options.device)
+    step = TrainingStep(model, torch.ones(graph["data"].num_nodes), config, torch.device(options.device))
+    sizes = {"parameters": sum(parameter.numel() for parameter in model.parameters())}
+    wait()
+    yield {"contender": "anemoi_gt", "outcome": "built", "seconds": time.perf_counter() - begin, **sizes}
+    del graph
+
+    def described(chunks: int, compiled: int) -> dict:
+        return {"contender": "anemoi_gt", "num_chunks": chunks, "compiled": bool(compiled)}
+
+    for round_, compiled, chunks in product(range(options.rounds), options.compiled, options.chunks):
+        found = described(chunks, compiled) | {"round": round_}
+        with computing(model, chunks, bool(compiled), step.average.module):
+            found["estimated_gb"] = estimate_memory(model, config).total / 1e9
+            try:
+                yield found | measure(lambda: step.training_step(batch), options)
+            except torch.OutOfMemoryError as error:
+                yield found | {"outcome": "out of memory", "message": str(error).split(". ")[0]}
+        model.zero_grad()
+    chunks = sorted(options.chunks)[len(options.chunks) // 2]
+    for compiled in options.compiled:
+        with computing(model, chunks, bool(compiled), step.average.module):
+            step.training_step(batch)
+            found = profile_of(lambda: step.training_step(batch), 1, wait, options.device)
+        yield described(chunks, compiled) | {"outcome": "profile"} | found
+
+
+def anemoi(options: Namespace, folder: Path) -> Iterator[dict]:
+    """Yield time and memory of steps of Anemoi's own model, from the most chunks to the fewest.
+
+    Loss and gradients are compared with those of the most chunks, the compiled model's too: one that is off by more
+    than 5% computes nonsense.
+    """
+    from support.anemoi_model import build, make_options
+
+    device, half = options.device, options.fields[0] // 2
+    graph = torch.load(folder / "9km.graph", weights_only=False)
+    changes = {"channels": options.channels, "heads": options.heads, "layers": options.layers}
+    changes |= {"layer_chunks": options.layers, "graph_attention_backend": "triton" if device == "cuda" else "pyg"}
+    names, nodes = tuple(f"field_{i}" for i in range(half)), graph["data"].num_nodes
+    model = build(graph, make_options(**changes), names, forcings=half - options.fields[1]).to(device)
+    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    generator = torch.Generator(device).manual_seed(1)
+    x = torch.randn(1, 2, 1, nodes, half, generator=generator, device=device)
+    target = torch.randn(1, 1, 1, nodes, options.fields[1], generator=generator, device=device)
+    mappers = [module for module in model.modules() if type(module).__name__.endswith("wardMapper")]
+
+    def loss_backward() -> Tensor:
+        model.zero_grad()
+        with autocast(options.precision, device):
+            loss = (model({"data": x})["data"] - target).square().mean()
+        loss.backward()
+        return loss.detach()
+
+    def step() -> Tensor:
+        loss = loss_backward()
+        optimiser.step()
+        return loss
+
+    def gradients() -> tuple[Tensor, dict[str, Tensor]]:
+        loss, named = loss_backward().cpu(), model.named_parameters()
+        return loss, {name: p.grad.float().cpu() for name, p in named if p.dim() == 2 and "proc" in name}
+
+    start, expected = {name: tensor.to("cpu", copy=True) for name, tensor in model.state_dict().items()}, None
+    for compiled in options.compiled:
+        for chunks in sorted(options.anemoi_chunks, reverse=True):
+            found = {"contender": "anemoi-models", "num_chunks": chunks, "compiled": bool(compiled)}
+            model.load_state_dict(start)
+            for mapper in mappers:
+                mapper.num_chunks = chunks
+            for module in model.modules():
+                is_block = type(module).__name__ in ("GraphTransformerProcessorBlock", "GraphTransformerMapperBlock")
+                if is_block and compiled:
+                    module.compile()
+            try:
+                loss, actual = gradients()
+                expected = expected or (loss, actual)
+                found |= difference(actual, expected[1]) | measure(step, options)
+                right = found["off"] < 5e-2 and abs(loss - expected[0]) < 5e-2 * abs(expected[0])
+                yield found | {"outcome": "done" if right else "nonsense", "first_loss": loss.item()}
+            except torch.OutOfMemoryError as error:
+                yield found | {"outcome": "out of memory", "message": str(error).split(". ")[0]}
+                model.zero_grad()
+                break
+            except Exception as error:  # the record of how it fails
+                yield found | {"outcome": "failed", "message": f"{type(error).__name__}: {str(error)[-500:]}"}
+                break
+
+
+def autocast(precision: str, device: str) -> torch.autocast:
+    """Return the context of a precision."""
+    return torch.autocast(device, AUTOCAST[precision], enabled=AUTOCAST[precision] is not None)
+
+
+def difference(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> dict:
+    """Return the relative difference of gradients, all together and the worst of a parameter."""
+    off = {name: (actual[name].double() - each).norm() for name, each in expected.items() if NO_GRADIENT not in name}
+    norms = {name: expected[name].double().norm() for name in off}
+    total = torch.stack(list(off.values())).norm() / torch.stack(list(norms.values())).norm()
+    worst = max(off, key=lambda name: (off[name] / norms[name]).nan_to_num(float("inf")))
+    return {"off": total.item(), "worst": (off[worst] / norms[worst]).item(), "worst_of": worst}
+
+
+def judge(actual: dict, exact: dict, baseline: dict, dtype: torch.dtype) -> dict:
+    """Return "right" if no tensor is further from the exact one than the criterion allows, else the worst.
+
+    The error of an output may be twice, that of a gradient three times that of plain PyTorch in the dtype, plus
+    rounding of the tensor itself.
+    """
+    wrong = []
+    for name, each in exact.items():
+        error, lost = ((other[name].double() - each.double()).norm() for other in (actual, baseline))
+        factor = OUTPUT_FACTOR if name == "out" else GRADIENT_FACTOR
+        if NO_GRADIENT not in name and not error <= factor * lost + torch.finfo(dtype).eps * each.double().norm():
+            wrong.append(f"{name}: {error / each.norm():.2e}, plain PyTorch {lost / each.norm():.2e}")
+    found = {"outcome": "wrong" if wrong else "right", "tensors": len(exact), "wrong": wrong[:5]}
+    return found | difference(actual, exact) | {"off_of_plain": difference(baseline, exact)["off"]}
+
+
+def check_model(options: Namespace, folder: Path) -> Iterator[dict]:
+    """Yield comparisons of loss and all gradients on the small grid with those of float32 in many chunks."""
+    graph = torch.load(folder / "check.graph", weights_only=False)
+    batch, model = draw(graph["data"].num_nodes, options), make_model(graph, options)
+    blocks = [module for module in model.modules() if isinstance(module, GraphTransformerBaseBlock)]
+    many, few = max(options.chunks), min(options.chunks)
+
+    def gradients(backend: str, precision: str, chunks: int, compiled: bool = False) -> dict[str, Tensor]:
+        for block in blocks:
+            block.config = AttentionConfig(backend=backend)
+        model.zero_grad()
+        with computing(model, chunks, compiled), autocast(precision, options.device):
+            loss = (model(batch.inputs) - batch.target).square().mean()
+            loss.backward()
+        return {"out": loss.detach()[None]} | {name: p.grad.clone() for name, p in model.named_parameters()}
+
+    exact = gradients("torch", "32-true", many)
+    found = difference(gradients("auto", "32-true", many), exact)
+    yield {"check": "model, 32-true", "outcome": "right" if found["off"] < FLOAT32_ERROR else "wrong", **found}
+    baseline = gradients("torch", options.precision, many)
+    for chunks, compiled in [(few, False), *((many, compiled) for compiled in options.compiled)]:
+        actual = gradients("auto", options.precision, chunks, bool(compiled))
+        name = {"check": f"model, {options.precision}", "num_chunks": chunks, "compiled": bool(compiled)}
+        yield name | judge(actual, exact, baseline, torch.bfloat16)
+
+
+def check_mappers(options: Namespace, folder: Path) -> Iterator[dict]:
+    """Yield comparisons of each mapper on the large grid with float64 at some destinations: rows and gradients."""
+    for part, numbers in zip(PARTS, options.check_chunks, strict=True):
+        yield from check_mapper(part, numbers, options, folder)
+
+
+def check_mapper(part: str, numbers: list[int], options: Namespace, folder: Path) -> Iterator[dict]:
+    """Yield comparisons of one mapper, for each number of chunks."""
+    problem = setting(options).problem(part, folder)
+    problem.mapper.train().gradient_checkpointing = True
+    destinations = checked_destinations(problem, CHECKED)
+    leaves = {"edge_attr": problem.edge_attr} | ({"x_src": problem.x[0]} if part == "decoder" else {})
+    for leaf in leaves.values():
+        leaf.requires_grad_()
+
+    def differentiate(rows: Tensor, mapper: nn.Module) -> dict[str, Tensor]:
+        shape = (len(destinations), rows.shape[-1])
+        direction = torch.randn(shape, generator=torch.Generator().manual_seed(2)).bfloat16().to(rows)
+        rows.backward(direction)
+        found = {"out": rows.detach()} | {name: p.grad for name, p in mapper.named_parameters()}
+        found |= {name: leaf.grad for name, leaf in leaves.items()}
+        for tensor in (*leaves.values(), *mapper.parameters()):
+            tensor.grad = None
+        return {name: tensor.cpu() for name, tensor in found.items()}
+
+    exact = differentiate(*plain_mapper(problem, destinations, torch.float64, "cpu"))
+    with autocast(options.precision, options.device):
+        baseline = differentiate(*plain_mapper(problem, destinations, torch.float32, options.device))
+    graph = GraphStructure.from_edge_index(problem.edge_index, tuple(side.shape[0] for side in problem.x))
+    for number in numbers:
+        with autocast(options.precision, options.device):
+            out = problem.mapper(problem.x, split_destinations(graph, number), problem.edge_attr)
+        actual = differentiate(out.index_select(0, destinations), problem.mapper)
+        yield {"check": part, "num_chunks": number} | judge(actual, exact, baseline, torch.bfloat16)
+
+
+WORKERS = {"check_model": check_model, "check_mappers": check_mappers, "ours": ours, "anemoi": anemoi}

@@ -1,0 +1,57 @@
+"""Explanations of the options of the applications, from docstrings and from the comments of primary configs."""
+
+import inspect
+import json
+import re
+from importlib.resources import files
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+
+def meanings(target: str) -> dict[str, str]:
+    """Return type and description of each parameter of a function or class, from its NumPy docstring."""
+    from hydra.utils import get_object
+
+    lines = (inspect.getdoc(get_object(target)) or "").splitlines()
+    begin = lines.index("Parameters") + 2 if "Parameters" in lines else len(lines)
+    described, names = {}, []
+    for line, below in pairwise([*lines[begin:], ""]):
+        if below.startswith("---"):  # the heading of the next section
+            break
+        if line and not line.startswith(" "):
+            name, _, kind = line.partition(" : ")
+            names = name.split(", ")
+            described |= dict.fromkeys(names, f"*{kind}.*".replace('"', "") if kind else "")
+        elif line:
+            described |= {name: f"{described[name]} {line.strip()}".strip() for name in names}
+    return described
+
+
+def options_help(*, _root_: "DictConfig") -> str:
+    """Return a line for each option of a composed config: name, value, and the first sentence of its description."""
+    from omegaconf import OmegaConf
+
+    name = _root_.hydra.job.name
+    text = files("anemoi_gt.configs").joinpath(f"{name}.yaml").read_text()
+    rows = re.findall(r"^(\w+: \S+)  # (.*)$", text, re.MULTILINE)
+    rows = [(option.replace(": ", "=", 1), meaning) for option, meaning in rows]
+    for group, values in OmegaConf.to_container(_root_, resolve=False).items():
+        if group == "hydra" or not isinstance(values, dict) or "_target_" not in values:
+            continue
+        described = meanings(values["_target_"])
+        for option, value in values.items():
+            if not option.startswith("_"):
+                meaning = re.sub(r"[*`]", "", described.get(option, ""))
+                value = value if isinstance(value, str) else json.dumps(value)
+                rows.append((f"{group}.{option}={value}", _first_sentences(meaning)))
+    width = min(45, max(len(option) for option, _ in rows))
+    return "\n".join(f"{option:{width}}  {meaning}" for option, meaning in rows).replace("$", "$$")
+
+
+def _first_sentences(meaning: str) -> str:
+    """Return type and first sentence."""
+    kind, _, rest = meaning.partition(". ")
+    return f"{kind}: {re.split(r'(?<=[a-z0-9)])[.;] ', rest)[0].rstrip('.')}" if rest else kind

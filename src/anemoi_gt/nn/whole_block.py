@@ -1,0 +1,95 @@
+"""A block by one operator, `anemoi_gt.ops.triton_backend.block`: which blocks it computes, and their tensors.
+
+Blocks of this library and of Anemoi have submodules of the same names; both are read here.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from anemoi_gt.attention_config import AttentionConfig
+from anemoi_gt.graph import GraphStructure
+from anemoi_gt.nn.layer_kernels import hooks_of
+from anemoi_gt.nn.mlp import MLP
+from anemoi_gt.nn.norm import AutocastLayerNorm
+from anemoi_gt.ops.backends import BACKENDS, choose_backend
+from anemoi_gt.ops.dtypes import autocast_is_active
+from anemoi_gt.ops.triton_backend.block import BlockOptions, BlockTensors, transform_nodes
+from anemoi_gt.ops.triton_backend.tiles import MOST_ATTRIBUTES
+
+WIDEST = 1024  # features of a node: kernels hold a row in registers, and that for the gradient of a norm would spill
+LINEAR = ("query", "key", "value", "self", "edge")
+
+
+def is_proven(x: Tensor, config: AttentionConfig) -> bool:
+    """Return whether blocks are faster by the operator: under 16-bit autocast, where backend `triton` attends."""
+    halved = autocast_is_active(x.device.type) and dtype_of(x) in (torch.float16, torch.bfloat16)
+    return halved and _attends_by_triton(x, config)
+
+
+def unsupported_reason(block: nn.Module, x: Tensor, config: AttentionConfig, known: tuple = ()) -> str | None:
+    """Return why the operator cannot compute a block with features like `x`, None if it can.
+
+    `known` are classes that compute what `torch.nn.LayerNorm` or `anemoi_gt.nn.mlp.MLP` does.
+    """
+    mlp = block.node_dst_mlp
+    layers = list(mlp.mlp) if type(mlp) in (MLP, *known) and type(mlp.mlp) is nn.Sequential else []
+    is_served = [type(layer) for layer in layers] == [nn.Linear, nn.GELU, nn.Linear] and layers[1].approximate == "none"
+    if not is_served or getattr(mlp, "layer_norm", None) is not None:
+        return "its feed-forward network is not a linear map, an exact GELU and a linear map"
+    modules = _modules(block)
+    for name, module in modules.items():
+        is_norm = "norm" in name
+        if type(module) not in ((nn.LayerNorm, AutocastLayerNorm, *known) if is_norm else (nn.Linear,)):
+            needed = "LayerNorm" if is_norm else "Linear"
+            return f"its {name} is a {type(module).__name__}, and torch.nn.{needed} is needed"
+        if module.weight is None or (module.bias is None and name != "self") or (is_norm and module.weight.dim() != 1):
+            return f"its {name} lacks a weight or a bias, or is over several dimensions"
+    if any(hooks_of(module) for module in (*modules.values(), mlp, mlp.mlp, layers[1])):
+        return "hooks watch a part of it that would not be called"
+    if max(modules["query"].weight.shape) > WIDEST:
+        return f"it has more than {WIDEST} features"
+    if modules["edge"].in_features >= MOST_ATTRIBUTES:
+        return f"its edges have {MOST_ATTRIBUTES} attributes or more"
+    if config.precision is not None or config.tile is not None or not config.fixed_degree_kernels:
+        return "the precision or the kernels of its attention are set"
+    if x.dtype != modules["query"].weight.dtype and not autocast_is_active(x.device.type):
+        return f"its features are {x.dtype} and its parameters {modules['query'].weight.dtype}, without autocast"
+    return None if _attends_by_triton(x, config) else "another backend than triton computes its attention"
+
+
+def run_block(
+    block: nn.Module, x_src: Tensor | None, x_dst: Tensor, edge_attr: Tensor, graph: GraphStructure, batch: int
+) -> Tensor:
+    """Return destinations [B * N_dst, F] after a block for which there is no `unsupported_reason`.
+
+    `x_src` [B * N_src, F] is None where the sources are the destinations; `edge_attr` is [E, D] or [B, E, D], after
+    `edge_pre_mlp`; `graph` is that of one batch entry.
+    """
+    modules = _modules(block)
+    parts = {"x_src": x_src, "x_dst": x_dst, "edge_attr": edge_attr}
+    parts |= {
+        f"{name}_{kind}": getattr(module, kind) for name, module in modules.items() for kind in ("weight", "bias")
+    }
+    tensors = BlockTensors(*[parts.get(name) for name in BlockTensors._fields])
+    eps = [modules[name].eps if name in modules else 0.0 for name in ("norm_src", "norm", "mlp_norm")]
+    return transform_nodes(tensors, graph, BlockOptions(block.num_heads, batch, *eps, dtype_of(x_dst)))
+
+
+def dtype_of(x: Tensor) -> torch.dtype:
+    """Return the dtype of matrix products of features like `x`."""
+    cast = autocast_is_active(x.device.type) and x.dtype != torch.float64
+    return torch.get_autocast_dtype(x.device.type) if cast else x.dtype
+
+
+def _modules(block: nn.Module) -> dict[str, nn.Module]:
+    """Return the submodules that the operator computes, by the names of their tensors in `BlockTensors`."""
+    modules = {name: getattr(block, f"lin_{name}") for name in LINEAR}
+    modules |= {"norm": block.layer_norm_attention, "mlp_norm": block.layer_norm_mlp_dst}
+    if hasattr(block, "layer_norm_attention_src"):
+        modules |= {"norm_src": block.layer_norm_attention_src, "norm": block.layer_norm_attention_dest}
+    hidden, _, out = block.node_dst_mlp.mlp
+    return modules | {"projection": block.projection, "in": hidden, "out": out}
+
+
+def _attends_by_triton(x: Tensor, config: AttentionConfig) -> bool:
+    return choose_backend(config.backend, x.new_empty(0, dtype=dtype_of(x))) is BACKENDS["triton"]

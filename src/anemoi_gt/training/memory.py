@@ -1,0 +1,119 @@
+"""Estimate of the memory of a training step, and advice for a GPU that is too small.
+
+    state          20 bytes a parameter: weight, gradient, two moments of AdamW, average
+    graph          buffers of the model
+    fields         input and target, float32, and output, error and gradient at the loss
+    kept           inputs of the checkpointed groups of processor layers, or what all layers keep for the backward pass
+    working set    what the largest chunk of a mapper or group of layers keeps, and its largest gradients
+
+A destination keeps two inputs of norms, two normed copies, query, result of the attention and input of its projection,
+and both sides of the activation in the feed-forward network. A source keeps its input, a normed copy, key and value.
+Norms keep float32. Edges keep little beside that. Compiled blocks need less.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+from torch import nn
+
+from anemoi_gt.nn import EncoderProcessorDecoder, GraphTransformerBackwardMapper, GraphTransformerBaseBlock
+from anemoi_gt.training.config import TrainingConfig
+
+STATE = 20
+FLOAT32 = 4
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes of a training step by purpose; printed, in GB."""
+
+    state: int
+    graph: int
+    fields: int
+    kept: int
+    working_set: int
+
+    @property
+    def total(self) -> int:
+        """All of them: purposes that peak at different times are not many bytes apart."""
+        return sum(getattr(self, field.name) for field in fields(self))
+
+    def __str__(self) -> str:
+        parts = {field.name.replace("_", " "): getattr(self, field.name) for field in fields(self)}
+        return f"about {self.total / 1e9:.3g} GB: " + ", ".join(f"{n} {size / 1e9:.2g}" for n, size in parts.items())
+
+
+def estimate_memory(model: nn.Module, config: TrainingConfig) -> MemoryEstimate | None:
+    """Return an estimate of a training step on one device with eager blocks; None for a model of another class."""
+    if not isinstance(model, EncoderProcessorDecoder):
+        return None
+    batch, size = config.batch_size, FLOAT32 if config.precision == "32-true" else 2
+    widths = [(name, model.in_channels.get(name, 0), model.out_channels.get(name, 0)) for name in model.nodes]
+    points = {name: model.nodes[name].num_nodes for name in model.nodes}
+    layers, hidden = model.processor.proc, points["hidden"]
+    checkpointed = model.processor.checkpoint_groups is not None
+    groups = model.processor.checkpoint_groups or 1
+    group_layers = -(-len(layers) // groups)
+    group = hidden * (group_layers * _destination(layers[0], size) + _gradients(layers[0], size))
+    group += hidden * group_layers * _source(layers[0], size)
+    mappers = [*_mappers(model.encoder, model.encoder_edges, size), *_mappers(model.decoder, model.decoder_edges, size)]
+    if checkpointed:
+        kept, working = groups * hidden * layers[0].channels * size, max(group, *(chunk for _, chunk in mappers))
+    else:
+        kept, working = group + sum(everything for everything, _ in mappers), 0
+    at_loss = sum(points[name] * (FLOAT32 * inputs + (3 * FLOAT32 + 2) * outputs) for name, inputs, outputs in widths)
+    return MemoryEstimate(
+        state=STATE * sum(parameter.numel() for parameter in model.parameters()),
+        graph=sum(buffer.nbytes for buffer in model.buffers()),
+        fields=batch * at_loss,
+        kept=batch * kept,
+        working_set=batch * working,
+    )
+
+
+def advice(model: Mapping, training: Mapping) -> str:
+    """Return what to change in the configs `model` and `training` of a run that ran out of memory."""
+    layers, chunks = model.get("num_layers"), model.get("mapper_chunks", 1)
+    if layers is not None and model.get("checkpoint_groups") is None:
+        return f"set model.checkpoint_groups={layers} and model.mapper_chunks={2 * chunks}"
+    if layers is not None and model["checkpoint_groups"] < layers:
+        return f"set model.checkpoint_groups={layers}"
+    if training.get("precision") == "32-true":
+        return "set training.precision=bf16-mixed"
+    if chunks < 64:
+        return f"set model.mapper_chunks={4 * chunks}"
+    return "lower training.batch_size or model.channels, or share the model among GPUs by torchrun"
+
+
+def _mappers(mappers: nn.ModuleDict, edges: nn.ModuleDict, size: int) -> list[tuple[int, int]]:
+    """Return the bytes that each mapper keeps in all, and those of its largest chunk with its gradients."""
+    found = []
+    for name, mapper in mappers.items():
+        graphs = [chunk.structure() for chunk in edges[name].chunks] or [edges[name].structure()]
+        end = (size + FLOAT32) * mapper.proc.channels * isinstance(mapper, GraphTransformerBackwardMapper)
+        inputs = [(FLOAT32 + size) * channels for channels in (mapper.in_channels_src, mapper.in_channels_dst)]
+        source, destination = _source(mapper.proc, size) + inputs[0], _destination(mapper.proc, size) + inputs[1] + end
+        chunks = [graph.num_src * source + graph.num_dst * destination for graph in graphs]
+        gradients = [
+            max(graph.num_dst * _gradients(mapper.proc, size), graph.num_src * 3 * size * mapper.proc.channels)
+            for graph in graphs
+        ]
+        found.append((sum(chunks), max(map(sum, zip(chunks, gradients, strict=True)))))
+    return found
+
+
+def _destination(block: GraphTransformerBaseBlock, size: int) -> int:
+    """Return the bytes that a destination keeps for the backward pass."""
+    width = block.lin_query.out_features
+    hidden = (2 if block.mlp_implementation == "mlp" else 4) * block.hidden_dim
+    return 2 * FLOAT32 * block.channels + size * (2 * block.channels + 3 * width + hidden)
+
+
+def _source(block: GraphTransformerBaseBlock, size: int) -> int:
+    """Return the bytes that a source keeps: its norm is not that of a destination in mappers."""
+    return size * 2 * block.lin_key.out_features + (FLOAT32 + size) * block.channels
+
+
+def _gradients(block: GraphTransformerBaseBlock, size: int) -> int:
+    """Return the bytes of a destination's gradients where they are largest, at the activation."""
+    return size * (2 * block.hidden_dim + block.channels)

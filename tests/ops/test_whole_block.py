@@ -1,0 +1,124 @@
+"""Whole blocks as one operator: against blocks of separate operators, and as PyTorch sees it."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from support.same_numbers import assert_same_numbers
+
+from anemoi_gt import AttentionConfig, GraphStructure
+from anemoi_gt.nn import GraphTransformerMapperBlock, GraphTransformerProcessorBlock
+from anemoi_gt.nn.whole_block import run_block, unsupported_reason
+from anemoi_gt.ops.triton_backend import block as whole
+from anemoi_gt.ops.triton_backend import node_rows
+from anemoi_gt.ops.triton_backend import problem as launches
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # numpy's, of the interpreter
+SIZES = {"in_channels": 24, "hidden_dim": 40, "out_channels": 24, "num_heads": 2, "edge_dim": 3}
+
+
+@pytest.fixture(autouse=True)
+def few_programs(monkeypatch):
+    """Few programs share the sums over nodes, so that each has several tiles, and the interpreter few programs."""
+    monkeypatch.setattr(node_rows, "PROGRAMS", 3)
+
+
+def make(kind, device, *, num_src=7, num_dst=9, edges=31, batch=1):
+    """A block with parameters of all sizes, nodes of a batch one after another, edges, and a structure."""
+    torch.manual_seed(0)
+    block = (GraphTransformerProcessorBlock if kind == "processor" else GraphTransformerMapperBlock)(**SIZES)
+    for parameter in block.parameters():
+        parameter.data += 0.2 * torch.randn_like(parameter)
+    num_src = num_dst if kind == "processor" else num_src
+    ends = (num_src, max(num_dst - 1, 1))  # one destination is isolated
+    edge_index = torch.stack([torch.randint(nodes, (edges,)) for nodes in ends])
+    graph = GraphStructure.from_edge_index(edge_index, (num_src, num_dst)).with_reverse()
+    sizes = ((num_dst, 24), (num_src, 24), (edges, 3))
+    x_dst, x_src, attr = (torch.randn(batch * number, width) for number, width in sizes)
+    nodes = (None if kind == "processor" else x_src.to(device), x_dst.to(device))
+    return block.to(device), *nodes, attr.to(device), graph.to(device)
+
+
+def separate(block, x_src, x_dst, attr, graph, batch):
+    """The destinations after a block of separate operators, in float64."""
+    split = partial(torch.unflatten, dim=0, sizes=(batch, -1))
+    if x_src is None:
+        return block(split(x_dst), graph, split(attr)).flatten(0, 1)
+    return block((split(x_src), split(x_dst)), graph, split(attr))[1].flatten(0, 1)
+
+
+def differentiated(forward, block, x_src, x_dst, attr, graph, batch, dtype):
+    """Output and gradients by name, of a loss that weights all elements apart."""
+    leaves = {"x_src": x_src, "x_dst": x_dst, "attr": attr}
+    leaves = {n: None if x is None else x.detach().to(dtype).requires_grad_() for n, x in leaves.items()}
+    out = forward(block, *leaves.values(), graph, batch)
+    wanted = {name: leaf for name, leaf in leaves.items() if leaf is not None} | dict(block.named_parameters())
+    weight = torch.linspace(-1, 1, out.numel(), device=out.device, dtype=torch.float64).reshape(out.shape)
+    gradients = torch.autograd.grad(out.double().mul(weight).sum(), wanted.values(), allow_unused=True)
+    return {"result": out.detach()} | dict(zip(wanted, gradients, strict=True))
+
+
+def by_operator(block, x_src, x_dst, attr, graph, batch):
+    """The same by one operator."""
+    assert unsupported_reason(block, x_dst, AttentionConfig(backend="triton")) is None
+    attr = attr if batch == 1 else attr.unflatten(0, (batch, -1))
+    return run_block(block, x_src, x_dst, attr, graph, batch)
+
+
+@pytest.mark.parametrize("kind", ("processor", "mapper"))
+@pytest.mark.parametrize(("batch", "hubs"), ((1, False), (2, False), (2, True)))
+def test_float32_is_as_float64_of_separate_operators(kind, batch, hubs, kernel_device, monkeypatch):
+    *problem, graph = make(kind, kernel_device, batch=batch)
+    if hubs:  # of more than four edges
+        monkeypatch.setattr(launches, "SEGMENT", 2)
+        graph = replace(graph, **dict.fromkeys(("dst_hubs", "src_hubs"), graph.row.new_empty(257, 0)))
+    problem.append(graph)
+    ours = differentiated(by_operator, *problem, batch, torch.float32)
+    exact = differentiated(separate, problem[0].double(), *problem[1:], batch, torch.float64)
+    assert_same_numbers(ours, exact, torch.float32)
+
+
+def test_chunks_of_the_feed_forward_network_change_rounding_alone(kernel_device, monkeypatch):
+    problem = make("mapper", kernel_device)
+    results = []
+    for chunk in (100, 4):
+        monkeypatch.setattr(whole, "CHUNK", chunk)
+        results.append(differentiated(by_operator, *problem, 1, torch.float32))
+    assert_same_numbers(*results)
+
+
+def test_results_repeat_bit_by_bit(kernel_device):
+    problem = make("processor", kernel_device)
+    first, second = (differentiated(by_operator, *problem, 1, torch.float32) for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize("kind", ("processor", "mapper"))
+def test_forward_and_backward_operators_pass_opcheck(kind, kernel_device, monkeypatch):
+    block, *operands = make(kind, kernel_device)
+    calls, call = [], whole.transformer_block
+    monkeypatch.setattr(whole, "_transform", lambda *a: calls.append(a) or call(*a))
+    out = by_operator(block, *operands, 1)
+    (arguments,) = calls
+    torch.library.opcheck(call, arguments)
+    detached = [argument.detach() if torch.is_tensor(argument) else argument for argument in arguments[:-1]]
+    _, *kept = call(*detached, True)
+    torch.library.opcheck(whole.transformer_block_backward, [torch.ones_like(out), *detached, *kept, True])
+
+
+def test_gradients_that_are_not_needed_are_not_returned(kernel_device):
+    block, _, x, attr, graph = make("processor", kernel_device)
+    block.requires_grad_(False)
+    x.requires_grad_()
+    out = by_operator(block, None, x, attr, graph, 1)
+    out.sum().backward()
+    assert x.grad is not None and attr.grad is None and block.lin_query.weight.grad is None
+
+
+def test_a_second_derivative_is_refused(kernel_device):
+    block, _, x, attr, graph = make("processor", kernel_device)
+    out = by_operator(block, None, x.requires_grad_(), attr, graph, 1)
+    (gradient,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="double backward is not supported"):
+        gradient.sum().backward()

@@ -1,0 +1,26 @@
+"""What tests of the applications share: the smallest data and graph, logging as before, and errors of one line."""
+
+import logging
+from contextlib import contextmanager
+
+import pytest
+
+SMALL = ["data.grid_name=O4", "data.train_size=8", "data.valid_size=2", "data.test_size=3", "graph.refinement=1"]
+
+
+@contextmanager
+def logging_as_before():
+    """Undo changes of an application to logging."""
+    root = logging.getLogger()
+    handlers, level, raises = root.handlers[:], root.level, logging.raiseExceptions
+    yield
+    root.handlers[:], root.level, logging.raiseExceptions = handlers, level, raises
+
+
+def last_error(capsys, function, *arguments):
+    """Call what must exit with status 1; return the last line of standard error."""
+    with pytest.raises(SystemExit, match="^1$"):
+        function(*arguments)
+    error = capsys.readouterr().err
+    assert "Traceback" not in error
+    return error.splitlines()[-1]
