@@ -9,7 +9,7 @@ from support.weather import HOURS, hourly_field
 
 from anemoi_gt.data.datasets import ForecastDataset
 from anemoi_gt.data.era5_uk import FIRST_TEST_HOUR, HourlyField, split
-from anemoi_gt.training.plots.rollout_plot import drawn_steps
+from anemoi_gt.training.plots import drawn_steps
 from anemoi_gt.training.report import write_rollout_report
 from anemoi_gt.training.rollout import roll_out, rollout_table, score_rollouts
 from anemoi_gt.training.scores import model_forecast, score

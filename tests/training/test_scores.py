@@ -1,5 +1,6 @@
 """Scores in physical units."""
 
+import json
 import math
 
 import pytest
@@ -7,7 +8,8 @@ import torch
 
 from anemoi_gt.data.datasets import ForecastDataset
 from anemoi_gt.data.nodes import Nodes
-from anemoi_gt.training.scores import as_records, as_table, model_forecast, sample_rmse, score
+from anemoi_gt.training.report import write_scores
+from anemoi_gt.training.scores import as_table, measure, model_forecast, score
 
 
 class TwoNodes(ForecastDataset):
@@ -34,13 +36,16 @@ class TwoNodes(ForecastDataset):
     title = str
 
 
+class FiveSamples(TwoNodes):
+    def __len__(self):
+        return 5
+
+
 def test_scores_of_persistence_agree_with_a_computation_by_hand():
     temperature, wind = score({"persistence": TwoNodes().present}, TwoNodes())
     assert temperature.rmse == pytest.approx(math.sqrt((0.75 * 1 + 0.25 * 4 + 0.75 * 4 + 0.25 * 16) / 2))
     assert temperature.bias == pytest.approx(-(0.75 * 1 + 0.25 * 2 + 0.75 * 2 + 0.25 * 4) / 2)
     assert wind.rmse == pytest.approx(math.sqrt((0.25 * 16 + 0.25 * 64) / 2))
-    by_sample = sample_rmse(TwoNodes().present, TwoNodes())  # of the first variable
-    assert by_sample.tolist() == pytest.approx([math.sqrt(1.75), math.sqrt(7.0)])
 
 
 def test_scores_are_ordered_by_variable_then_forecast():
@@ -70,7 +75,15 @@ def test_table_has_every_forecast_variable_and_unit():
     assert len({len(line) for line in table.splitlines()}) == 1
 
 
-def test_records_are_plain_values():
-    (first, *_) = as_records(score({"persistence": TwoNodes().present}, TwoNodes()))
+def test_median_sample_is_that_of_median_error_of_the_first_variable():
+    dataset = FiveSamples()
+    errors = [3.0, -1.0, 0.0, 4.0, 2.0]  # and the opposite order in the second variable
+    forecasts = {"model": lambda i: dataset.truth(i) + torch.tensor([errors[i], 9 - errors[i]])}
+    assert measure(forecasts, dataset).median_sample("model") == errors.index(2.0)
+
+
+def test_scores_are_written_as_records_of_plain_values(tmp_path):
+    write_scores(tmp_path / "scores.json", score({"persistence": TwoNodes().present}, TwoNodes()))
+    (first, *_) = json.loads((tmp_path / "scores.json").read_text())
     assert list(first) == ["forecast", "variable", "units", "lead_time", "samples", "rmse", "bias"]
     assert [type(value) for value in first.values()] == [str, str, str, float, int, float, float]
