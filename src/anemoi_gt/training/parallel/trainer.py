@@ -3,11 +3,11 @@
 step            loss of own nodes, gradients reduced over the mesh, one norm of all gradients: `ShardedTrainingStep`
 batches         of each batch the share of this data rank, of each sample the rows of this model rank: `ShardedBatches`
 save            torch.distributed.checkpoint, one folder for all ranks
-progress        on rank 0; `NullLogger` on the others
 stop_request    one decision of all ranks: `SharedStopRequest`
 """
 
 import signal
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -26,7 +26,6 @@ from anemoi_gt.training.atomic_write import atomic_write
 from anemoi_gt.training.data_loading import TrainingBatches
 from anemoi_gt.training.metrics_log import MetricsFile
 from anemoi_gt.training.parallel.step import ShardedTrainingStep
-from anemoi_gt.training.progress import ProgressBar
 from anemoi_gt.training.signals import StopRequest
 from anemoi_gt.training.trainer import BEST, LAST
 
@@ -43,7 +42,6 @@ def make_sharded_trainer(
     *,
     mesh: DeviceMesh,
     group: dist.ProcessGroup,
-    progress: type = ProgressBar,
 ) -> Trainer:
     """Return a trainer that trains a sharded model on all ranks.
 
@@ -63,8 +61,6 @@ def make_sharded_trainer(
         With axes (data, model), over all ranks.
     group : ProcessGroup
         All ranks, communicating from the CPU: `make_cpu_group`.
-    progress : callable
-        Shows progress on rank 0.
     """
     rows = shard.partitions[DATA].nodes(shard.rank, "cpu")
     num_nodes = len(splits.train.weights)
@@ -77,7 +73,6 @@ def make_sharded_trainer(
         make_step=partial(ShardedTrainingStep, num_nodes=num_nodes, shard=shard, mesh=mesh, group=group),
         make_batches=partial(TrainingBatches, rank=mesh.get_local_rank("data"), ranks=mesh["data"].size()),
         save=partial(_save, shard),
-        progress=progress if dist.get_rank() == 0 else NullLogger,
         stop_request=partial(SharedStopRequest, group),
     )
 
@@ -94,7 +89,7 @@ def fit_sharded(trainer: Trainer, shard: ModelShard, *, resume: bool) -> list[di
         load_last(trainer, shard)
     is_first = dist.get_rank() == 0
     path = trainer.folder / "metrics.jsonl"
-    with MetricsFile(path, until=trainer.step.global_step) if is_first else NullLogger() as metrics:
+    with MetricsFile(path, until=trainer.step.global_step) if is_first else nullcontext() as metrics:
         trainer.fit(metrics)
     if not is_first:
         return None
@@ -176,21 +171,3 @@ class SharedStopRequest(StopRequest):
         self._vote.wait()
         self._vote = None
         return int(self._highest)
-
-
-class NullLogger:
-    """A progress bar or metrics file that writes nothing, on ranks other than the first."""
-
-    def __init__(self, *_: int):
-        pass
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        pass
-
-    def ignore(self, *_: int, **__: float | str) -> None:
-        """Write nothing."""
-
-    advance = show = write = sync = ignore
