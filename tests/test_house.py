@@ -26,11 +26,12 @@ MAY_IMPORT = {  # package or module: the others that it may import
     "distributed": {"graph", "nn", "ops", "option_checks"},
     "training": {"attention_config", "cuda_graph", "data", "distributed", "extras", "graph", "nn", "ops"}
     | {"option_checks", "rng"},
-    "export": {"custom_ops", "graph", "nn", "ops", "data", "evaluate", "hydra_app", "training", "version"},
+    "export": {"custom_ops", "graph", "nn", "ops", "data", "evaluate", "hydra_app", "option_checks", "training"}
+    | {"version"},
     "command_help": set(),
     "hydra_app": {"attention_config", "command_help", "data", "kernel_report", "extras", "ops", "training"},
-    "train": {"distributed", "kernel_report", "hydra_app", "training"},
-    "evaluate": {"distributed", "kernel_report", "hydra_app", "training"},
+    "train": {"distributed", "hydra_app", "training"},
+    "evaluate": {"distributed", "hydra_app", "option_checks", "training"},
     "rollout": {"evaluate", "extras", "hydra_app", "option_checks", "training"},
     "info": {"compatibility", "integrations", "ops", "version"},
     "__main__": {"info", "version"},

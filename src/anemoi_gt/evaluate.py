@@ -24,8 +24,9 @@ from anemoi_gt.hydra_app import (
     store_config,
     write_explanation,
 )
+from anemoi_gt.option_checks import check_integer
 from anemoi_gt.training.checkpoint import load_checkpoint
-from anemoi_gt.training.device import choose_device, cpu_threads
+from anemoi_gt.training.device import cpu_threads
 from anemoi_gt.training.metrics_log import read_metrics
 from anemoi_gt.training.report import write_report, write_rollout_report
 
@@ -37,31 +38,27 @@ log = logging.getLogger(__name__)
 
 def prepare(config: "DictConfig") -> Callable[[], None]:
     """Build the checkpoint's model and data, and return the evaluation as a function."""
-    steps = config.rollout
-    if type(steps) is not int or steps < 1:
-        raise ValueError(f"rollout must be an integer, at least 1, got {steps!r}")
+    check_integer("rollout", config.rollout)
     check_explain(config.explain)
     run, step = build_trained(config)
-    if steps > 1:
+    if config.rollout > 1:
         run.splits.test.advance(0, [])  # raise before scoring if there are no rollouts
     log.info("%s, after step %s", config.checkpoint, step)
     if config.explain is not None:
-        model = run.model.to(choose_device(run.training.device)).eval()
         with torch.no_grad():
-            write_explanation(model, run.splits.test, run.training, config.explain)
-    return partial(evaluate, run, Path(config.checkpoint), output_folder(), steps)
+            write_explanation(run.model, run.splits.test, run.training, config.explain)
+    return partial(evaluate, run, Path(config.checkpoint), output_folder(), config.rollout)
 
 
 def evaluate(run: Run, checkpoint: Path, folder: Path, steps: int) -> None:
     """Write scores and plots, also of the metrics beside the checkpoint, to an existing folder.
 
-    The run is from `build`, with the model's weights from the checkpoint. Rollouts have `steps` steps; 1 disables them.
+    The run is from `build_trained`. Rollouts have `steps` steps; 1 disables them.
     """
-    model = run.model.to(choose_device(run.training.device)).eval()
     with cpu_threads(run.training.threads):
-        write_report(folder, model, run.splits.test, read_metrics(checkpoint.parent / "metrics.jsonl"))
+        write_report(folder, run.model, run.splits.test, read_metrics(checkpoint.parent / "metrics.jsonl"))
         if steps > 1:
-            write_rollout_report(folder, model, run.splits.test, steps)
+            write_rollout_report(folder, run.model, run.splits.test, steps)
 
 
 def launch_on_checkpoint(name: str, prepare: Callable[["DictConfig"], Callable[[], Any]]) -> None:

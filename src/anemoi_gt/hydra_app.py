@@ -90,9 +90,13 @@ def build_model(config: "DictConfig", train: ForecastDataset) -> nn.Module:
 
 
 def build_trained(config: "DictConfig") -> tuple[Run, int]:
-    """Build what the config of a checkpoint describes, with its weights; return it and the step of the checkpoint."""
+    """Build what the config of a checkpoint describes, with its weights, to be evaluated on the device of the config.
+
+    Returns it and the step of the checkpoint.
+    """
     state, run = load_checkpoint(Path(config.checkpoint)), build(config)
     load_weights(run.model, state)
+    run.model.to(choose_device(run.training.device)).eval()
     return run, state.get("step")
 
 

@@ -18,7 +18,7 @@ from anemoi_gt.extras import import_extra
 from anemoi_gt.hydra_app import Run, build_trained, output_folder
 from anemoi_gt.option_checks import check_integer
 from anemoi_gt.training.atomic_write import annotate_oserror
-from anemoi_gt.training.device import choose_device, cpu_threads
+from anemoi_gt.training.device import cpu_threads
 from anemoi_gt.training.rollout import roll_out
 
 if TYPE_CHECKING:
@@ -42,9 +42,9 @@ def prepare(config: "DictConfig") -> Callable[[], None]:
 
 def rollout(run: Run, path: Path, sample: int, steps: int) -> None:
     """Write the forecasts of `steps` steps from a test sample to a NetCDF file, variables by lead time and node."""
-    test, model = run.splits.test, run.model.to(choose_device(run.training.device)).eval()
+    test = run.splits.test
     with cpu_threads(run.training.threads):
-        states = torch.stack([outcome.forecast for outcome in roll_out(model, test, sample, steps)]).numpy()
+        states = torch.stack([outcome.forecast for outcome in roll_out(run.model, test, sample, steps)]).numpy()
     fields = zip(test.variables, test.units, states.transpose(2, 0, 1), strict=True)
     hours = np.arange(1, steps + 1) * test.lead_time
     coords = {"lead_time": ("lead_time", hours, {"long_name": "hours"})}
