@@ -19,7 +19,6 @@ References
 Hersbach, H. et al. (2020), The ERA5 global reanalysis, Q. J. R. Meteorol. Soc. 146, 1999-2049.
 """
 
-import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -66,10 +65,6 @@ class HourlyField:
             raise ValueError(f"times must be an hour apart, got steps of {np.unique(steps)}")
         if not torch.isfinite(self.values).all():
             raise ValueError("2 m temperature must be finite everywhere, got NaN or infinity")
-
-    def select_nodes(self, index: Tensor) -> "HourlyField":
-        """Return a copy of the values at the nodes `index` [n] int64."""
-        return HourlyField(self.nodes[index.numpy()], self.times, self.values[:, index])
 
 
 class Era5UkDataset(ForecastDataset):
@@ -146,13 +141,6 @@ class Era5UkDataset(ForecastDataset):
         present = start + len(forecasts)
         truth = self._at(present + 1) if present + 1 < len(self.field.times) else None
         return Step(self._channels(values, present), values[-HOURS_PER_DAY][:, None], truth)
-
-    def select_nodes(self, index: Tensor) -> "Era5UkDataset":
-        """Return the same samples on a field of only the nodes `index` [n] int64."""
-        subset = copy.copy(self)
-        subset.field, subset.weights = self.field.select_nodes(index), self.weights[index]
-        subset.nodes, subset._mean, subset._position = subset.field.nodes, self._mean[index], self._position[index]
-        return subset
 
     def title(self, i: int) -> str:
         """Return the start of the forecast and its lead time."""
