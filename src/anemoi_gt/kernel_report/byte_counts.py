@@ -53,10 +53,22 @@ def passes_of(call, bandwidth: float | None) -> tuple[Pass, ...]:
     operands = {name: call.arguments[name] for name in OPERANDS}
     needs = {n: call.grad_enabled and operand is not None and operand.requires_grad for n, operand in operands.items()}
     forward, backward = _kernels(call, needs) if call.backend == "triton" else ((), ())
-    passes = [_pass("forward", call.operator, _forward_bytes(call), forward, bandwidth)]
+    moved = _moved(call, needs)
+    passes = [_pass("forward", call.operator, moved[0], forward, bandwidth)]
     if any(needs.values()):
-        passes.append(_pass("backward", f"{call.operator}_backward", _backward_bytes(call, needs), backward, bandwidth))
+        passes.append(_pass("backward", f"{call.operator}_backward", moved[1], backward, bandwidth))
     return tuple(passes)
+
+
+def _moved(call, needs: dict[str, bool]) -> tuple[int, int]:
+    """Return the bytes of the two passes by the formulas above, with the gradients that are needed."""
+    batch, num_src, num_dst, num_edges, heads, channels, _ = sizes_of(call).values()
+    row = call.arguments["query"].element_size() * heads * channels
+    attributes = 0 if call.arguments["edge_attr"] is None else call.arguments["edge_attr"].nbytes
+    forward = row * (2 * num_dst + 2 * num_src) + 4 * heads * num_dst
+    gradients = needs["query"] * num_dst + (needs["key"] + needs["value"]) * num_src
+    backward = row * (2 * num_dst + 2 * num_src + gradients) + 8 * heads * num_dst
+    return batch * forward + attributes + 4 * num_edges, batch * backward + attributes + 8 * num_edges
 
 
 def _pass(name: str, operator: str, moved: int, launches: Iterable, bandwidth: float | None) -> Pass:
@@ -78,27 +90,3 @@ def _kernels(call, needs: dict[str, bool]) -> tuple[tuple, tuple]:
     sizes = Problem(*(group(*(call.arguments[name] for name in group._fields)) for group in groups)).sizes
     backward = launched_kernels.backward_kernels(sizes, launched_kernels.Needs(**needs))
     return tuple(launched_kernels.forward_kernels(sizes)), tuple(backward)
-
-
-def _forward_bytes(call) -> int:
-    sizes, row = sizes_of(call), _row_bytes(call)
-    nodes = row * (2 * sizes["destinations"] + 2 * sizes["sources"]) + 4 * sizes["heads"] * sizes["destinations"]
-    return sizes["batch"] * nodes + _attribute_bytes(call) + 4 * sizes["edges"]
-
-
-def _backward_bytes(call, needs: dict[str, bool]) -> int:
-    sizes, row = sizes_of(call), _row_bytes(call)
-    destinations = (2 + needs["query"]) * sizes["destinations"]
-    sources = (2 + needs["key"] + needs["value"]) * sizes["sources"]
-    nodes = row * (destinations + sources) + 8 * sizes["heads"] * sizes["destinations"]
-    return sizes["batch"] * nodes + _attribute_bytes(call) + 8 * sizes["edges"]
-
-
-def _row_bytes(call) -> int:
-    query = call.arguments["query"]
-    return query.element_size() * query.shape[-2] * query.shape[-1]
-
-
-def _attribute_bytes(call) -> int:
-    attributes = call.arguments["edge_attr"]
-    return 0 if attributes is None else attributes.numel() * attributes.element_size()

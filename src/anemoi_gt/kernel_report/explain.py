@@ -4,8 +4,7 @@ Modules get no hooks of their own: Anemoi's blocks compute differently while one
 """
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from math import isfinite
 from typing import Any, NamedTuple
 
@@ -100,7 +99,7 @@ def _explain(compute: Callable, names: dict, bandwidth: float | None, gpus: list
         known.add(attained)
         layers.append(_layer(call, names, attained))
 
-    with torch.random.fork_rng(gpus), _recording(record):
+    with torch.random.fork_rng(gpus), _Recorder(record):
         compute()
     return Explanation(tuple(layers), min(known - {None}, default=None))
 
@@ -130,6 +129,18 @@ class _Recorder(TorchDispatchMode):
         self._thread = threading.get_ident()
         self._inside: list[tuple[nn.Module | None, bool]] = [(None, torch.is_grad_enabled())]
 
+    def __enter__(self):
+        self._hooks = [
+            register_module_forward_pre_hook(self._enter_module),
+            register_module_forward_hook(self._leave_module, always_call=True),
+        ]
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        super().__exit__(*error)
+        for hook in self._hooks:
+            hook.remove()
+
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         name = operator.name().partition(".")[0]
         if name in ATTENTIONS:
@@ -139,28 +150,14 @@ class _Recorder(TorchDispatchMode):
             self._record(Call(module, name, ATTENTIONS[name], arguments, grad_enabled))
         return operator(*args, **(kwargs or {}))
 
-    def enter(self, module: nn.Module, inputs) -> None:
+    def _enter_module(self, module: nn.Module, inputs) -> None:
         """Note the module that begins, and the grad mode: inside of an operator gradients are always off."""
         if threading.get_ident() == self._thread:
             self._inside.append((module, torch.is_grad_enabled()))
 
-    def leave(self, module: nn.Module, inputs, output) -> None:
-        """Note that a module ends, also by an exception."""
+    def _leave_module(self, module: nn.Module, inputs, output) -> None:
         if threading.get_ident() == self._thread:
             self._inside.pop()
-
-
-@contextmanager
-def _recording(record: Callable[[Call], None]) -> Iterator[None]:
-    """Call `record` with each attention that is computed inside."""
-    mode = _Recorder(record)
-    hooks = [register_module_forward_pre_hook(mode.enter), register_module_forward_hook(mode.leave, always_call=True)]
-    try:
-        with mode:
-            yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _layer(call: Call, names: dict, bandwidth: float | None) -> Layer:

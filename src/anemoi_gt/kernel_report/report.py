@@ -24,7 +24,7 @@ class _Timed:
     @property
     def achieved_bandwidth(self) -> float | None:
         """Bytes per second; None without a profile."""
-        return None if self.achieved_ms is None else 1e3 * self.bytes / self.achieved_ms
+        return _bandwidth(self.bytes, self.achieved_ms)
 
 
 @dataclass(frozen=True)
@@ -131,13 +131,7 @@ class Explanation:
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as dicts, lists, numbers and strings, for JSON."""
-        described = asdict(self)
-        for layer, own in zip(described["layers"], self.layers, strict=True):
-            for pass_, own_pass in zip(layer["passes"], own.passes, strict=True):
-                pass_["achieved_bandwidth"] = own_pass.achieved_bandwidth
-                for kernel, own_kernel in zip(pass_["kernels"], own_pass.kernels, strict=True):
-                    kernel["achieved_bandwidth"] = own_kernel.achieved_bandwidth
-        return described
+        return asdict(self, dict_factory=_with_bandwidth)
 
     def with_profile(self, profile) -> "Explanation":
         """Return the same with the achieved times and bandwidths of a profile.
@@ -165,6 +159,18 @@ class Explanation:
         if self.bandwidth is not None:
             lines.append(f"lower bound: bytes over {_scaled(self.bandwidth, 'B/s')}")
         return "\n".join(lines)
+
+
+def _bandwidth(moved: int, milliseconds: float | None) -> float | None:
+    return None if milliseconds is None else 1e3 * moved / milliseconds
+
+
+def _with_bandwidth(fields: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the fields of a pass, of a kernel or of another value as a dict."""
+    values = dict(fields)
+    if "achieved_ms" in values:
+        values["achieved_bandwidth"] = _bandwidth(values["bytes"], values["achieved_ms"])
+    return values
 
 
 class _Times(NamedTuple):
