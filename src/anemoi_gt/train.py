@@ -53,10 +53,10 @@ from anemoi_gt.training.data_loading import share_of_batch
 from anemoi_gt.training.device import choose_device, cpu_threads
 from anemoi_gt.training.memory import estimate_memory
 from anemoi_gt.training.metrics_log import MetricsFile
-from anemoi_gt.training.parallel.trainer import check_same_data, fit_sharded, make_sharded_trainer
 from anemoi_gt.training.report import write_report
+from anemoi_gt.training.sharded import check_same_data, fit_sharded, make_sharded_trainer
 from anemoi_gt.training.signals import Stopped
-from anemoi_gt.training.step import AUTOCAST
+from anemoi_gt.training.step import autocast
 from anemoi_gt.training.trainer import BEST, LAST
 
 if TYPE_CHECKING:
@@ -103,8 +103,7 @@ def prepare(config: "DictConfig") -> Callable[[], float]:
         trainer.load_state_dict(state)
         log.info("continues after step %d", trainer.step.global_step)
     if config.explain is not None:
-        dtype = AUTOCAST[run.training.precision]
-        with torch.autocast(trainer.device.type, dtype=dtype, enabled=dtype is not None):
+        with autocast(run.training.precision, trainer.device):
             write_explanation(trainer.step.model.train(), run.splits.train, run.training, config.explain)
     return partial(train, trainer)
 

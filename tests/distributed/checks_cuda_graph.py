@@ -8,7 +8,7 @@ from support.aot_eager import without_inductor
 from support.capturing import capture_in_place
 
 from anemoi_gt import AttentionConfig
-from anemoi_gt.training.parallel.step import check_messages_capturable
+from anemoi_gt.training.sharded import check_messages_capturable
 from distributed.checks_trainer import Records, make_parts, make_sharded, same_losses
 from distributed.ranks import device_type, mesh_of, on_all_ranks, shared_folder, without_default_device
 

@@ -21,7 +21,7 @@ from anemoi_gt.distributed.sharded_checkpoint import (
     load_values,
 )
 from anemoi_gt.training.checkpoint import load_checkpoint as load_file
-from anemoi_gt.training.parallel.trainer import write_as_file
+from anemoi_gt.training.sharded import write_as_file
 
 FORMS = {"last.pt": ONE_PROCESS, "last/.metadata": TORCHRUN, "last.former/.metadata": TORCHRUN}
 OTHERS = [(form, writer) for form, former in FORMS.items() for writer in (ONE_PROCESS, TORCHRUN) if writer != former]

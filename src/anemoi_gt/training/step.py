@@ -122,8 +122,7 @@ class TrainingStep:
 
     def loss(self, model: nn.Module, batch: Sample) -> Tensor:
         """Return the loss of a model on a batch, a scalar, in the precision of the run."""
-        dtype = AUTOCAST[self.config.precision]
-        with torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None):
+        with autocast(self.config.precision, self.device):
             return weighted_mse(model(batch.inputs), batch.target, self.weights)
 
     def learning_rate(self) -> float:
@@ -165,6 +164,12 @@ class TrainingStep:
 
     def _relative_rate(self, step: int) -> float:
         return warmup_cosine(step, min(self.config.warmup_steps, self.config.steps), self.config.steps)
+
+
+def autocast(precision: str, device: torch.device) -> torch.autocast:
+    """Return the context that computes in a precision of `TrainingConfig` on a device."""
+    dtype = AUTOCAST[precision]
+    return torch.autocast(device.type, dtype=dtype, enabled=dtype is not None)
 
 
 def share_buffers(copied: nn.Module, model: nn.Module) -> None:
