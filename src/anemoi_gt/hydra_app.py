@@ -30,7 +30,7 @@ from anemoi_gt.kernel_report import explain
 from anemoi_gt.ops.backends import BACKENDS, choose_backend
 from anemoi_gt.training import TrainingConfig
 from anemoi_gt.training.checkpoint import load_checkpoint, load_fitting_weights, load_weights
-from anemoi_gt.training.cuda_graph import check_device_has_cuda_graphs
+from anemoi_gt.training.compilation import check_device_has_cuda_graphs
 from anemoi_gt.training.data_loading import load
 from anemoi_gt.training.device import choose_device, cpu_threads
 from anemoi_gt.training.memory import advice

@@ -11,7 +11,7 @@ from torch import nn
 
 from anemoi_gt.cuda_graph import WARM_UP, CUDAGraphedStep, capture_cuda_graph
 from anemoi_gt.data.datasets import Sample
-from anemoi_gt.training.cuda_graph import REMEDY, check_capturable
+from anemoi_gt.training.compilation import REMEDY, check_capturable
 from anemoi_gt.training.step import AUTOCAST
 
 from .conftest import assert_same, fit, without_speed

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from math import inf
 
-from anemoi_gt.option_checks import check_integer
+from anemoi_gt.option_checks import check_integer, check_number
 
 DEVICES = ("auto", "cpu", "cuda")
 PRECISIONS = ("32-true", "bf16-mixed", "16-mixed")
@@ -75,8 +75,7 @@ class TrainingConfig:
         check_integer("training.warmup_steps", self.warmup_steps, least=0)
         check_integer("training.seed", self.seed, least=None)
         for name in ("learning_rate", "weight_decay", "clip_norm", "average_decay"):
-            if not isinstance(getattr(self, name), int | float):
-                raise ValueError(f"training.{name} must be a number, got {getattr(self, name)!r}")
+            check_number(f"training.{name}", getattr(self, name))
         for name in ("compile", "cuda_graph"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"training.{name} must be true or false, got {getattr(self, name)!r}")
