@@ -12,18 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from anemoi_gt import hydra_app
 from anemoi_gt.distributed import is_launched
 from anemoi_gt.distributed.sharded_checkpoint import require_file
-from anemoi_gt.hydra_app import (
-    Run,
-    argument_value,
-    build_trained,
-    check_explain,
-    launch,
-    output_folder,
-    store_config,
-    write_explanation,
-)
 from anemoi_gt.option_checks import check_integer
 from anemoi_gt.training.checkpoint import load_checkpoint
 from anemoi_gt.training.device import cpu_threads
@@ -39,18 +30,18 @@ log = logging.getLogger(__name__)
 def prepare(config: "DictConfig") -> Callable[[], None]:
     """Build the checkpoint's model and data, and return the evaluation as a function."""
     check_integer("rollout", config.rollout)
-    check_explain(config.explain)
-    run, step = build_trained(config)
+    hydra_app.check_explain(config.explain)
+    run, step = hydra_app.build_trained(config)
     if config.rollout > 1:
         run.splits.test.advance(0, [])  # raise before scoring if there are no rollouts
     log.info("%s, after step %s", config.checkpoint, step)
     if config.explain is not None:
         with torch.no_grad():
-            write_explanation(run.model, run.splits.test, run.training, config.explain)
-    return partial(evaluate, run, Path(config.checkpoint), output_folder(), config.rollout)
+            hydra_app.write_explanation(run.model, run.splits.test, run.training, config.explain)
+    return partial(evaluate, run, Path(config.checkpoint), hydra_app.output_folder(), config.rollout)
 
 
-def evaluate(run: Run, checkpoint: Path, folder: Path, steps: int) -> None:
+def evaluate(run: hydra_app.Run, checkpoint: Path, folder: Path, steps: int) -> None:
     """Write scores and plots, also of the metrics beside the checkpoint, to an existing folder.
 
     The run is from `build_trained`. Rollouts have `steps` steps; 1 disables them.
@@ -69,7 +60,7 @@ def launch_on_checkpoint(name: str, prepare: Callable[["DictConfig"], Callable[[
             raise ValueError(f"{name} runs in one process, without torchrun: anemoi-gt {name} ...")
         given = [argument for argument in sys.argv if argument.startswith("checkpoint=")]
         if given:  # --help needs none; otherwise Hydra reports it as missing
-            value = argument_value(given, "checkpoint")
+            value = hydra_app.argument_value(given, "checkpoint")
             if not isinstance(value, str):
                 raise ValueError(
                     f"checkpoint must name one file, got {given[-1]!r}; quote names with spaces or special characters "
@@ -77,10 +68,10 @@ def launch_on_checkpoint(name: str, prepare: Callable[["DictConfig"], Callable[[
                 )
             path = Path(value)
             require_file(path)
-            store_config(load_checkpoint(path).get("config"), path)
+            hydra_app.store_config(load_checkpoint(path).get("config"), path)
         return name
 
-    launch(name, prepare, choose_config)
+    hydra_app.launch(name, prepare, choose_config)
 
 
 def main() -> None:

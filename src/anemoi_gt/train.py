@@ -4,6 +4,7 @@
 """
 
 import logging
+import math
 import os
 import signal
 import sys
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.elastic.multiprocessing.errors import record
 
+from anemoi_gt import hydra_app
 from anemoi_gt.distributed import ShardingConfig, broadcast_from_rank0, init_distributed, is_launched, run_on_rank0
 from anemoi_gt.distributed.consensus import check_same
 from anemoi_gt.distributed.device_mesh import exit_without_finalization, local_device, make_cpu_group
@@ -26,26 +28,6 @@ from anemoi_gt.distributed.sharded_checkpoint import (
     checkpoint_to_continue,
     find_run,
     load_values,
-)
-from anemoi_gt.hydra_app import (
-    ERRORS_OF_PREPARATION,
-    GROUPS,
-    Refused,
-    argument_value,
-    build,
-    build_data,
-    build_model,
-    check_backend,
-    check_device,
-    check_explain,
-    check_types,
-    describe,
-    instantiate,
-    is_multirun,
-    launch,
-    output_folder,
-    store_config,
-    write_explanation,
 )
 from anemoi_gt.training import Trainer
 from anemoi_gt.training.checkpoint import load_checkpoint, load_weights
@@ -75,27 +57,27 @@ RANKS_MAY_DIFFER = ("data.path", "training.device", "training.threads", "attenti
 
 def prepare(config: "DictConfig") -> Callable[[], float]:
     """Build what Hydra composed; return a function that trains it."""
-    check_types(config, "sharding")
-    check_explain(config.explain)
+    hydra_app.check_types(config, "sharding")
+    hydra_app.check_explain(config.explain)
     if is_launched():
         if config.explain is not None:
             raise ValueError("explain must be null under torchrun: one process explains the layers of the whole graph")
-        if is_multirun():
+        if hydra_app.is_multirun():
             raise ValueError(
                 "--multirun must be left out under torchrun, which trains one run: start torchrun for each"
             )
         return partial(train_on_ranks, config)
-    if instantiate(config.sharding).strategy != "none":
+    if hydra_app.instantiate(config.sharding).strategy != "none":
         raise ValueError(
             f"sharding={config.sharding.strategy} must be started on several ranks: "
             "torchrun --nproc-per-node=NUMBER -m anemoi_gt.train ..."
         )
-    folder, description = output_folder(), describe(config)
-    check_device(config)
+    folder, description = hydra_app.output_folder(), hydra_app.describe(config)
+    hydra_app.check_device(config)
     state = checkpoint_to_resume(folder, config.resume, description)
     if state is not None:
         config.init_from = None  # weights are those of the checkpoint
-    run = build(config)
+    run = hydra_app.build(config)
     if run.training.compile:
         torch.compiler.reset()  # what earlier runs of a sweep compiled counts against PyTorch's limit
     trainer = Trainer(run.model, run.splits, run.training, folder, description)
@@ -104,7 +86,7 @@ def prepare(config: "DictConfig") -> Callable[[], float]:
         log.info("continues after step %d", trainer.step.global_step)
     if config.explain is not None:
         with autocast(run.training.precision, trainer.device):
-            write_explanation(trainer.step.model.train(), run.splits.train, run.training, config.explain)
+            hydra_app.write_explanation(trainer.step.model.train(), run.splits.train, run.training, config.explain)
     return partial(train, trainer)
 
 
@@ -125,19 +107,13 @@ def checkpoint_to_resume(folder: Path, resume: bool, description: dict) -> dict 
 
 def check_same_config(path: Path, before: dict, now: dict) -> None:
     """Raise a ValueError unless a checkpoint's config is that of the run, but for `MAY_DIFFER` and more steps."""
-    steps = [config.get("training", {}).get("steps") for config in (before, now)]
-    if None not in steps and steps[0] < steps[1]:  # a run may grow
-        now = now | {"training": now["training"] | {"steps": steps[0]}}
-    if changes := list(differences(before, now)):
-        raise ValueError(f"a run is continued with its own config, {path} was written with {'; '.join(changes)}")
-
-
-def differences(before: dict, now: dict) -> Iterator[str]:
-    """Yield the differences between two configs as text, but for `MAY_DIFFER`."""
     before, now = dict(flatten(before)), dict(flatten(now))
-    for key in dict.fromkeys([*before, *now]):
-        if before.get(key) != now.get(key) and not key.startswith(MAY_DIFFER):
-            yield f"{key}={before.get(key)}, not {now.get(key)}"
+    if before.get("training.steps", math.inf) < now.get("training.steps", 0):  # a run may grow
+        now["training.steps"] = before["training.steps"]
+    changed = (key for key in dict.fromkeys([*before, *now]) if before.get(key) != now.get(key))
+    changes = [f"{k}={before.get(k)}, not {now.get(k)}" for k in changed if not k.startswith(MAY_DIFFER)]
+    if changes:
+        raise ValueError(f"a run is continued with its own config, {path} was written with {'; '.join(changes)}")
 
 
 def train(trainer: Trainer) -> float:
@@ -163,11 +139,11 @@ def train_on_ranks(config: "DictConfig") -> float | None:
     on the others. Raises Stopped on rank 0, when one rank received a signal; the others exit with its status.
     """
     try:
-        sharding, device_type = instantiate(config.sharding), choose_device(config.training.device).type
+        sharding, device_type = hydra_app.instantiate(config.sharding), choose_device(config.training.device).type
         # torchrun reports the first error that `record` has written
         return record(_train_on_ranks)(config, sharding, device_type)
-    except ERRORS_OF_PREPARATION as error:
-        raise Refused(error) from error
+    except hydra_app.ERRORS_OF_PREPARATION as error:
+        raise hydra_app.Refused(error) from error
 
 
 def _train_on_ranks(config: "DictConfig", sharding: ShardingConfig, device_type: str) -> float | None:
@@ -176,14 +152,14 @@ def _train_on_ranks(config: "DictConfig", sharding: ShardingConfig, device_type:
         group = make_cpu_group(sharding)
         check_same(shared_config(config, mesh), group)
         check_shares(config, mesh)
-        description, folder = describe(config), Path(broadcast_from_rank0(str(output_folder())))
+        description, folder = hydra_app.describe(config), Path(broadcast_from_rank0(str(hydra_app.output_folder())))
         resume = run_on_rank0(partial(resumes_on_ranks, folder, config.resume, description))
         if resume:
             config.init_from = None
-        splits, training = build_data(config)
+        splits, training = hydra_app.build_data(config)
         check_same_data(splits, folder)
         if mesh.get_rank() == 0:
-            whole = build_model(config, splits.train)
+            whole = hydra_app.build_model(config, splits.train)
         model, shard = scatter_model(whole, mesh, group)
         options = {"mesh": mesh, "group": group}
         trainer = make_sharded_trainer(model, shard, splits, training, folder, description, **options)
@@ -212,7 +188,7 @@ def _train_on_ranks(config: "DictConfig", sharding: ShardingConfig, device_type:
 
 def check_shares(config: "DictConfig", mesh: "DeviceMesh") -> None:
     """Raise a ValueError if the config alone shows that the ranks cannot share the run."""
-    share_of_batch(check_device(config).batch_size, mesh["data"].size())
+    share_of_batch(hydra_app.check_device(config).batch_size, mesh["data"].size())
     if (chunks := config.model.get("mapper_chunks", 1)) != 1:
         raise ValueError(f"model.mapper_chunks must be 1 under torchrun, got {chunks}: increase sharding.model instead")
 
@@ -228,9 +204,9 @@ def resumes_on_ranks(folder: Path, resume: bool, description: dict) -> bool:
 
 def shared_config(config: "DictConfig", mesh: "DeviceMesh") -> dict[str, Any]:
     """Return what must be the same on all ranks, by name: config values, attention backend and PyTorch's version."""
-    values = dict(flatten(describe(config) | {"resume": config.resume}))
+    values = dict(flatten(hydra_app.describe(config) | {"resume": config.resume}))
     values = {key: value for key, value in values.items() if key not in RANKS_MAY_DIFFER}
-    backend = check_backend(instantiate(config.attention), local_device(mesh.device_type))
+    backend = hydra_app.check_backend(hydra_app.instantiate(config.attention), local_device(mesh.device_type))
     return values | {"the attention backend": backend, "the version of torch": torch.__version__}
 
 
@@ -249,15 +225,15 @@ def primary_config(arguments: list[str]) -> str:
 
     A command that chooses options of groups composes its config, `train`, and must arrive at the same.
     """
-    folder = argument_value(arguments, "hydra.run.dir")
-    chooses = any(argument.lstrip("+~").split("=")[0].split("@")[0] in GROUPS for argument in arguments)
-    if not folder or chooses or argument_value(arguments, "resume") is not True:
+    folder = hydra_app.argument_value(arguments, "hydra.run.dir")
+    chooses = any(argument.lstrip("+~").split("=")[0].split("@")[0] in hydra_app.GROUPS for argument in arguments)
+    if not folder or chooses or hydra_app.argument_value(arguments, "resume") is not True:
         return "train"
     found = find_run(Path(folder) / LAST)
     if found is None:
         return "train"
     config = load_checkpoint(found).get("config") if found.is_file() else load_values(found, "config")
-    store_config(config, found)
+    hydra_app.store_config(config, found)
     return "resume"
 
 
@@ -265,12 +241,12 @@ def main() -> None:
     """Run the application with the arguments of the command line."""
     choose_config = partial(primary_config, sys.argv[1:])
     if not is_launched():
-        return launch("train", prepare, choose_config)
+        return hydra_app.launch("train", prepare, choose_config)
     if int(os.environ["RANK"]) != 0:  # rank 0 has Hydra's folder and log
         sys.argv += ["hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=disabled"]
     status = 0
     try:
-        launch("train", prepare, choose_config)
+        hydra_app.launch("train", prepare, choose_config)
     except SystemExit as end:
         status = end.code or 0
     exit_without_finalization(status)

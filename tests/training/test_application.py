@@ -138,7 +138,7 @@ def test_an_interrupt_before_training_is_one_sentence(application, monkeypatch, 
     def interrupted(config):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(train, "build", interrupted)
+    monkeypatch.setattr("anemoi_gt.hydra_app.build", interrupted)
     with pytest.raises(SystemExit, match="^130$"):
         application(*SMALL)
     assert capsys.readouterr().err == "anemoi_gt.train: interrupted\n"
