@@ -16,9 +16,8 @@ from anemoi_gt.attention_config import BACKENDS, PRECISIONS
 from anemoi_gt.data import era5_uk
 from anemoi_gt.data.grids import regional
 from anemoi_gt.data.readers import READERS, read_dataset
-from anemoi_gt.hydra_app import GROUPS
+from anemoi_gt.hydra_app import GROUPS, build
 from anemoi_gt.nn import GraphTransformerBaseBlock
-from anemoi_gt.train import build
 
 CONFIGS = files("anemoi_gt.configs")
 TINY_SPHERE = ["data.grid_name=O4", "data.train_size=2", "data.valid_size=1", "data.test_size=1", "data.lead_time=12"]
