@@ -121,7 +121,7 @@ def test_data_of_ones_own_alone_take_the_default_graph_model_and_training(tmp_pa
     default = composed("data=xarray")
     assert config.data == {"_target_": "my.splits"}
     assert all(config[group] == default[group] for group in ("graph", "model", "training"))
-    assert config.graph._target_.endswith("default_graph")
+    assert config.graph._target_.endswith("limited_area_graph") and config.graph.refinement is None
     (text,) = [text for text in blocks(ROOT / "docs" / "own_data.md", "text") if text.startswith("defaults")]
     (tmp_path / "data" / "mine.yaml").write_text(text)
     config = composed("data=mine", f"hydra.searchpath=[{tmp_path}]")
