@@ -173,7 +173,7 @@ def test_a_run_continues_on_another_device_with_its_own_config(tmp_path):
 
 
 def test_a_cuda_graph_on_a_cpu_is_refused_before_anything_is_built(refusal, monkeypatch):
-    monkeypatch.delattr(train, "build")
+    monkeypatch.delattr("anemoi_gt.hydra_app.build")
     assert "training.cuda_graph must be false on device cpu" in refusal(*SMALL, "training.cuda_graph=true")
 
 
