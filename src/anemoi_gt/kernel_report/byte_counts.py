@@ -11,9 +11,35 @@ time is these bytes over the memory bandwidth.
 
 from collections.abc import Iterable
 
+from torch import Tensor
+
 from anemoi_gt.kernel_report.report import Kernel, Pass
 
 OPERANDS = ("query", "key", "value", "edge_attr", "edge_weight", "edge_bias")
+
+
+def attention_in_block(arguments: dict) -> dict:
+    """Return the arguments of the attention in a block, from those of the block's operator; their rows have no memory.
+
+    It differentiates query, key, value, weight and bias as soon as the block has any gradient.
+    """
+    heads, batch, dtype, save = (arguments[name] for name in ("heads", "batch", "dtype", "save"))
+    width = arguments["query_weight"].shape[0]
+
+    def rows(x: Tensor, *shape: int, needs_grad: bool = save) -> Tensor:
+        return x.detach().new_empty((), dtype=dtype).expand(shape).requires_grad_(needs_grad)
+
+    def split_heads(x: Tensor) -> Tensor:
+        return rows(x, *((batch,) if batch > 1 else ()), x.shape[0] // batch, heads, width // heads)
+
+    x_dst, attr, weight = (arguments[name] for name in ("x_dst", "edge_attr", "edge_weight"))
+    x_src = x_dst if arguments["x_src"] is None else arguments["x_src"]
+    attention = {"query": split_heads(x_dst), "key": split_heads(x_src), "value": split_heads(x_src)}
+    attention["edge_attr"] = rows(attr, *attr.shape, needs_grad=attr.requires_grad)
+    attention |= {"edge_weight": rows(weight, *weight.shape), "edge_bias": rows(weight, width)}
+    options = {"seed": None, "scale": (width // heads) ** -0.5, "dropout_p": 0.0}
+    options |= {"fixed_degree_kernels": True, "tile": "", "embedded_first": False}
+    return arguments | attention | options
 
 
 def sizes_of(call) -> dict[str, int]:

@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from anemoi_gt.graph import GraphStructure
-from anemoi_gt.kernel_report.byte_counts import bandwidth_of, features_of, passes_of, sizes_of
-from anemoi_gt.kernel_report.report import ATTENTIONS, Explanation, Layer
+from anemoi_gt.kernel_report.byte_counts import attention_in_block, bandwidth_of, features_of, passes_of, sizes_of
+from anemoi_gt.kernel_report.report import BLOCK, OPERATORS, Explanation, Layer
 from anemoi_gt.ops import edge_attention
 from anemoi_gt.ops.backends import rejected
 
@@ -143,11 +143,12 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         name = operator.name().partition(".")[0]
-        if name in ATTENTIONS:
+        if name in OPERATORS:
             names = [argument.name for argument in operator._schema.arguments]
             arguments = dict(zip(names, args, strict=False)) | (kwargs or {})
+            arguments = attention_in_block(arguments) if name == BLOCK else arguments
             module, grad_enabled = self._inside[-1]
-            self._record(Call(module, name, ATTENTIONS[name], arguments, grad_enabled))
+            self._record(Call(module, name, OPERATORS[name], arguments, grad_enabled))
         return operator(*args, **(kwargs or {}))
 
     def _enter_module(self, module: nn.Module, inputs) -> None:

@@ -7,12 +7,14 @@ from itertools import groupby
 from statistics import fmean
 from typing import Any, NamedTuple
 
+import torch
+
 from anemoi_gt.custom_ops import NAMESPACE
 
 ATTENTIONS = {f"{NAMESPACE}::edge_attention_{backend}": backend for backend in ("torch", "triton")}
+BLOCK = f"{NAMESPACE}::transformer_block"  # a whole block, whose attention is that of backend triton
+OPERATORS = ATTENTIONS | {BLOCK: "triton"}
 BACKWARD = "_backward"
-FIRST_OPERAND = {"": 0, BACKWARD: 2}  # position of query among the operator's arguments, behind grad_out and grad_lse
-SHAPED_OPERANDS = 8  # query, key, value, edge_attr, edge_weight, edge_bias, colptr, row
 
 
 class _Timed:
@@ -60,7 +62,8 @@ class Pass(_Timed):
     ----------
     name : {"forward", "backward"}
     operator : str
-        As a profiler shows it, in eager and in compiled runs.
+        As a profiler shows it, in eager and in compiled runs. `anemoi_gt::transformer_block` computes a whole block;
+        bytes and kernels are those of the attention in it, the achieved time is that of the block.
     bytes : int
         That no implementation can avoid: operands, results and indices, each once.
     lower_bound_ms : float or None
@@ -188,21 +191,34 @@ def _times_of(profile) -> dict[tuple[str, tuple[int, ...]], _Times]:
     seen = defaultdict(list)
     for event in profile.events():
         operator = event.name.removesuffix(BACKWARD)
-        if operator in ATTENTIONS and event.input_shapes:
-            first = FIRST_OPERAND[event.name.removeprefix(operator)]
-            seen[event.name, _sizes(event.input_shapes[first : first + SHAPED_OPERANDS])].append(event)
+        if operator in OPERATORS and event.input_shapes:
+            schema = getattr(torch.ops.anemoi_gt, event.name.removeprefix(f"{NAMESPACE}::")).default._schema
+            shapes = dict(zip([argument.name for argument in schema.arguments], event.input_shapes, strict=False))
+            seen[event.name, _sizes(shapes)].append(event)
     if not seen:
         raise ValueError(
-            f"profile must hold calls of {' or '.join(ATTENTIONS)} with their shapes, got none; record it with "
+            f"profile must hold calls of {' or '.join(OPERATORS)} with their shapes, got none; record it with "
             "profile(activities=[...], record_shapes=True) around the model, and end it first"
         )
     return {call: _mean_times(events) for call, events in seen.items()}
 
 
-def _sizes(shapes: list) -> tuple[int, ...]:
-    """Sizes of a call, from the shapes of its operands."""
-    query, key, _, _, weight, _, _, row = shapes
-    return (query[0] if len(query) == 4 else 1, key[-3], query[-3], row[0], *query[-2:], weight[1] if weight else 0)
+def _sizes(shapes: dict[str, list]) -> tuple[int, ...]:
+    """Sizes of a call, as `_told_apart_by` returns them, from the shapes of its operands by name."""
+    edges, weight = shapes["row"][0], shapes["edge_weight"]
+    if "x_dst" in shapes:
+        destinations, width = shapes["x_dst"][0], shapes["query_weight"][0]
+        return (shapes["x_src"] or shapes["x_dst"])[0], destinations, edges, width, weight[1]
+    query, key = shapes["query"], shapes["key"]
+    return query[0] if len(query) == 4 else 1, key[-3], query[-3], edges, *query[-2:], weight[1] if weight else 0
+
+
+def _told_apart_by(layer: Layer, operator: str) -> tuple[int, ...]:
+    """Sizes of a layer by which a profile tells its calls of an operator from those of other layers."""
+    batch, sources, destinations, edges, heads, channels, attributes = layer.sizes.values()
+    if operator.startswith(BLOCK):  # the number of heads is no size of a tensor
+        return batch * sources, batch * destinations, edges, heads * channels, attributes
+    return tuple(layer.sizes.values())
 
 
 def _mean_times(events: list) -> _Times:
@@ -223,7 +239,7 @@ def _launched(event) -> list:
 
 def _timed(layer: Layer, pass_: Pass, times_of: dict[tuple, _Times]) -> Pass:
     """A pass with the times of its operator on the layer's sizes; unchanged without any."""
-    times = times_of.get((pass_.operator, tuple(layer.sizes.values())))
+    times = times_of.get((pass_.operator, _told_apart_by(layer, pass_.operator)))
     if times is None:
         return pass_
     achieved = times.host if times.device is None and layer.device.startswith("cpu") else times.device
