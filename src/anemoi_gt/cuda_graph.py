@@ -57,12 +57,12 @@ class CUDAGraphedStep:
     parameters : iterable of Parameter
         Those that may get a gradient.
     device : torch.device
-        Whose random generator the function draws from.
+        Device whose random generator the function draws from.
     capture : callable
         Takes a function without arguments, which it may call more than once. Returns what the last call returned, and a
         replay of that call on the same memory: `capture_cuda_graph`.
     remedy : str
-        How to do without a CUDA graph, for messages: "set training.cuda_graph=false".
+        For messages, the way to do without a CUDA graph: "set training.cuda_graph=false".
     """
 
     def __init__(

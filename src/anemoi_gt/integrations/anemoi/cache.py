@@ -16,14 +16,13 @@ an input of the compiled code. Lists belong to their provider, which is known we
 cut from: all are freed with the provider. A list of unknown origin gets no attribute; its structure is kept as long
 as the tensor lives. No list is identified by its sizes.
 
-Every `patch_*` function takes the upstream function and returns its replacement, which calls upstream for lists
-without cache.
+Replacements call upstream for lists without cache.
 """
 
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial, wraps
+from functools import partial
 from importlib import import_module
 
 import torch
@@ -33,6 +32,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from anemoi_gt.custom_ops import define_operator
 from anemoi_gt.distributed import HaloExchange
 from anemoi_gt.graph import GraphStructure
+from anemoi_gt.integrations.anemoi.upstream import replaces
 
 _ATTRIBUTE = "_anemoi_gt_cache"
 _BY_PROVIDER: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # {provider: {batch size: (bases, edge_index)}}
@@ -161,25 +161,21 @@ def is_exporting() -> bool:
     return torch.compiler.is_exporting()
 
 
-def patch_get_edges(upstream):
-    """Return `StaticGraphProvider._get_edges_impl` that hands out cached lists and does not synchronise the device."""
-
-    @wraps(upstream)
-    def _get_edges_impl(self, batch_size, shard_edges, model_comm_group):
-        if is_exporting():
-            return upstream(self, batch_size, shard_edges, model_comm_group)
-        edge_index, num_nodes = _expanded_list(self, batch_size)
-        edge_attr = self.trainable(self.edge_attr, batch_size)
-        if not shard_edges:
-            return edge_attr, edge_index, None
-        shard_edges_1hop = import_module(type(self).__module__).shard_edges_1hop
-        edge_attr, shard, sizes = shard_edges_1hop(edge_attr, edge_index, *num_nodes, model_comm_group)
-        if sizes is not None:
-            name = Derived.name("shard", model_comm_group.rank(), *sizes)
-            shard = derived_list(edge_index, name, lambda: cached_list(shard, num_nodes, whole=weakref.ref(edge_index)))
-        return edge_attr, shard, sizes
-
-    return _get_edges_impl
+@replaces("self batch_size shard_edges model_comm_group")
+def get_edges(upstream, self, batch_size, shard_edges, model_comm_group):
+    """Hand out cached lists of a `StaticGraphProvider` without synchronising the device."""
+    if is_exporting():
+        return upstream(self, batch_size, shard_edges, model_comm_group)
+    edge_index, num_nodes = _expanded_list(self, batch_size)
+    edge_attr = self.trainable(self.edge_attr, batch_size)
+    if not shard_edges:
+        return edge_attr, edge_index, None
+    shard_edges_1hop = import_module(type(self).__module__).shard_edges_1hop
+    edge_attr, shard, sizes = shard_edges_1hop(edge_attr, edge_index, *num_nodes, model_comm_group)
+    if sizes is not None:
+        name = Derived.name("shard", model_comm_group.rank(), *sizes)
+        shard = derived_list(edge_index, name, lambda: cached_list(shard, num_nodes, whole=weakref.ref(edge_index)))
+    return edge_attr, shard, sizes
 
 
 @torch.compiler.disable
@@ -197,136 +193,89 @@ def _expanded_list(provider, batch_size: int) -> tuple[Tensor, tuple[int, int]]:
     return edge_index, lookup(edge_index).num_nodes
 
 
-def patch_shard_tensor(upstream):
-    """Return `shard_tensor` that, on one rank, returns a cached list and not a view without cache."""
-
-    @wraps(upstream)
-    def shard_tensor(input_, dim, sizes, mgroup, gather_in_backward=True):
-        if (mgroup is None or mgroup.size() == 1) and lookup(input_) is not None:
-            return input_
-        return upstream(input_, dim, sizes, mgroup, gather_in_backward)
-
-    return shard_tensor
+@replaces("input_ dim sizes mgroup gather_in_backward")
+def shard_tensor(upstream, input_, dim, sizes, mgroup, *rest, **named):
+    """Return, on one rank, a cached list and not a view without cache."""
+    if (mgroup is None or mgroup.size() == 1) and lookup(input_) is not None:
+        return input_
+    return upstream(input_, dim, sizes, mgroup, *rest, **named)
 
 
-def patch_gather_tensor(upstream):
-    """Return `gather_tensor` that returns the list from which the shards were cut instead of a copy of it.
+@replaces("input_ dim sizes mgroup")
+def gather_tensor(upstream, input_, dim, sizes, mgroup):
+    """Return the list from which the shards were cut instead of a copy of it.
 
     The shards are exchanged all the same: if one rank left out the collective and another did not know its shard, it
     would hang.
     """
-
-    @wraps(upstream)
-    def gather_tensor(input_, dim, sizes, mgroup):
-        cache = lookup(input_)
-        if cache is None:
-            return upstream(input_, dim, sizes, mgroup)
-        gathered = input_ if not mgroup else upstream(input_, dim, sizes, mgroup)
-        if mgroup and not torch.compiler.is_compiling():
-            whole = cache.whole()
-            is_whole = whole is not None and lookup(whole) is not None and dim == 1 and whole.shape == gathered.shape
-            gathered = whole if is_whole else gathered
-        prepare_structure(gathered)
-        return gathered
-
-    return gather_tensor
+    cache = lookup(input_)
+    if cache is None:
+        return upstream(input_, dim, sizes, mgroup)
+    gathered = input_ if not mgroup else upstream(input_, dim, sizes, mgroup)
+    if mgroup and not torch.compiler.is_compiling():
+        whole = cache.whole()
+        is_whole = whole is not None and lookup(whole) is not None and dim == 1 and whole.shape == gathered.shape
+        gathered = whole if is_whole else gathered
+    prepare_structure(gathered)
+    return gathered
 
 
-def patch_processor_forward(upstream):
-    """Return `GraphTransformerProcessor.forward` that makes the structure before the first block."""
-
-    @wraps(upstream)
-    def forward(
-        self,
-        x,
-        batch_size,
-        shard_info,
-        edge_attr,
-        edge_index,
-        model_comm_group=None,
-        edges_are_dst_sorted=True,
-        *args,
-        **kwargs,
-    ):
-        if model_comm_group is None or model_comm_group.size() == 1:
-            prepare_structure(edge_index)
-        given = (x, batch_size, shard_info, edge_attr, edge_index, model_comm_group, edges_are_dst_sorted)
-        return upstream(self, *given, *args, **kwargs)
-
-    return forward
+@replaces("self x batch_size shard_info edge_attr edge_index model_comm_group edges_are_dst_sorted args kwargs")
+def processor_forward(
+    upstream, self, x, batch_size, shard_info, edge_attr, edge_index, model_comm_group=None, *rest, **named
+):
+    """Make the structure before the first block."""
+    if model_comm_group is None or model_comm_group.size() == 1:
+        prepare_structure(edge_index)
+    return upstream(self, x, batch_size, shard_info, edge_attr, edge_index, model_comm_group, *rest, **named)
 
 
-def patch_prepare_edge_sharding(upstream):
-    """Return `prepare_edge_sharding_wrapper` of mappers whose renumbered lists of this rank are cached."""
-
-    @wraps(upstream)
-    def prepare_edge_sharding_wrapper(
-        self,
-        x,
-        shard_info,
-        batch_size,
-        edge_attr,
-        edge_index,
-        model_comm_group=None,
-        cond=None,
-        edges_are_dst_sorted=True,
-    ):
-        given = (x, shard_info, batch_size, edge_attr, edge_index, model_comm_group, cond, edges_are_dst_sorted)
-        x_src, x_dst, edge_attr, local, *rest = upstream(self, *given)
-        if not torch.compiler.is_compiling() and lookup(edge_index) is not None and lookup(local) is None:
-            sizes = (shard_info.src_nodes, shard_info.dst_nodes, shard_info.edges)
-            rank, world = (model_comm_group.rank(), model_comm_group.size()) if model_comm_group else (0, 1)
-            name = Derived.name("local", rank, world, edges_are_dst_sorted, x[0].shape[0], x[1].shape[0], *sizes)
-            num_nodes = (x_src.shape[0], x_dst.shape[0])
-            local = derived_list(edge_index, name, lambda: cached_list(local, num_nodes))
-        return x_src, x_dst, edge_attr, local, *rest
-
-    return prepare_edge_sharding_wrapper
+@replaces("self x shard_info batch_size edge_attr edge_index model_comm_group cond edges_are_dst_sorted")
+def prepare_edge_sharding(
+    upstream, self, x, shard_info, batch_size, edge_attr, edge_index, model_comm_group=None, cond=None,
+    edges_are_dst_sorted=True,
+):  # fmt: skip
+    """Cache the renumbered list of this rank of a mapper."""
+    given = (x, shard_info, batch_size, edge_attr, edge_index, model_comm_group, cond, edges_are_dst_sorted)
+    x_src, x_dst, edge_attr, local, *rest = upstream(self, *given)
+    if not torch.compiler.is_compiling() and lookup(edge_index) is not None and lookup(local) is None:
+        sizes = (shard_info.src_nodes, shard_info.dst_nodes, shard_info.edges)
+        rank, world = (model_comm_group.rank(), model_comm_group.size()) if model_comm_group else (0, 1)
+        name = Derived.name("local", rank, world, edges_are_dst_sorted, x[0].shape[0], x[1].shape[0], *sizes)
+        num_nodes = (x_src.shape[0], x_dst.shape[0])
+        local = derived_list(edge_index, name, lambda: cached_list(local, num_nodes))
+    return x_src, x_dst, edge_attr, local, *rest
 
 
-def patch_build_partition(upstream):
-    """Return `build_graph_partition` that counts the edges of a cached list once: later steps do not synchronise."""
-
-    @torch.compiler.assume_constant_result
-    def count(edge_index, num_parts):
-        cache = getattr(edge_index, _ATTRIBUTE)
-        name = Derived.name("partition", num_parts)
-        if not hasattr(cache.derived, name):
-            setattr(cache.derived, name, upstream(edge_index, num_parts, cache.num_nodes))
-
-    @wraps(upstream)
-    def build_graph_partition(edge_index, num_parts, num_nodes):
-        cache = lookup(edge_index)
-        if cache is None or tuple(num_nodes) != cache.num_nodes:
-            return upstream(edge_index, num_parts, num_nodes)
-        count(edge_index, num_parts)
-        return getattr(cache.derived, Derived.name("partition", num_parts))
-
-    return build_graph_partition
+@replaces("edge_index num_parts num_nodes")
+def build_graph_partition(upstream, edge_index, num_parts, num_nodes):
+    """Count the edges of a cached list once: later steps do not synchronise."""
+    cache = lookup(edge_index)
+    if cache is None or tuple(num_nodes) != cache.num_nodes:
+        return upstream(edge_index, num_parts, num_nodes)
+    name = Derived.name("partition", num_parts)
+    _count_parts(upstream, edge_index, num_parts, name)
+    return getattr(cache.derived, name)
 
 
-def patch_materialise(upstream):
-    """Return `GraphPartition.materialise` that renumbers the sources of a cached list once."""
+@replaces("self partition_id x edge_attr edge_index cond")
+def materialise(upstream, self, partition_id, x, edge_attr, edge_index, cond=None):
+    """Renumber the sources of a cached list once for each chunk."""
+    cache = lookup(edge_index)
+    if cache is None:
+        return upstream(self, partition_id, x, edge_attr, edge_index, cond=cond)
+    edges, destinations = self._get_edge_range(partition_id), self._get_dst_range(partition_id)
+    key = (edges.start, edges.stop, destinations.start, destinations.stop, self.num_parts)
+    _make_chunk(edge_index, key, torch.is_grad_enabled())
+    chunk = getattr(cache.derived, Derived.name("chunk", *key))
+    sources = getattr(chunk, _ATTRIBUTE).sources
 
-    @wraps(upstream)
-    def materialise(self, partition_id, x, edge_attr, edge_index, cond=None):
-        cache = lookup(edge_index)
-        if cache is None:
-            return upstream(self, partition_id, x, edge_attr, edge_index, cond=cond)
-        edges, destinations = self._get_edge_range(partition_id), self._get_dst_range(partition_id)
-        key = (edges.start, edges.stop, destinations.start, destinations.stop, self.num_parts)
-        _make_chunk(edge_index, key, torch.is_grad_enabled())
-        chunk = getattr(cache.derived, Derived.name("chunk", *key))
-        sources = getattr(chunk, _ATTRIBUTE).sources
+    def share(pair):
+        x_src, x_dst = pair
+        is_whole = sources.shape[0] == x_src.shape[0]
+        return x_src if is_whole else x_src.index_select(0, sources), x_dst[destinations]
 
-        def share(pair):
-            x_src, x_dst = pair
-            is_whole = sources.shape[0] == x_src.shape[0]
-            return x_src if is_whole else x_src.index_select(0, sources), x_dst[destinations]
-
-        return share(x), edge_attr[edges], chunk, None if cond is None else share(cond)
-
-    return materialise
+    return share(x), edge_attr[edges], chunk, None if cond is None else share(cond)
 
 
 # Dynamo calls a function that is assumed constant while it traces, with the real list, and reads the result off the
@@ -341,6 +290,14 @@ def _make_structure(edge_index: Tensor, reverse: bool) -> bool:
         return False
     _fill(cache, edge_index, reverse)
     return True
+
+
+@torch.compiler.assume_constant_result
+def _count_parts(count: Callable, edge_index: Tensor, num_parts: int, name: str) -> None:
+    """Count the edges of the parts of a list as Anemoi does."""
+    cache = getattr(edge_index, _ATTRIBUTE)
+    if not hasattr(cache.derived, name):
+        setattr(cache.derived, name, count(edge_index, num_parts, cache.num_nodes))
 
 
 @torch.compiler.assume_constant_result

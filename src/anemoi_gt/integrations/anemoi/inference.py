@@ -11,6 +11,7 @@ from importlib import import_module
 from torch import nn
 
 from anemoi_gt.integrations.anemoi.patch import BLOCK, install
+from anemoi_gt.integrations.anemoi.upstream import find
 
 log = logging.getLogger(__name__)
 
@@ -64,8 +65,7 @@ def runner(
 
 def _log_blocks(model: nn.Module) -> None:
     """Log how many blocks of a model compute with us."""
-    block = getattr(import_module(BLOCK[0]), BLOCK[1])
-    blocks = sum(isinstance(module, block) for module in model.modules())
+    blocks = sum(isinstance(module, find(*BLOCK)) for module in model.modules())
     if not blocks:
         raise ValueError(
             f"the model of runner 'anemoi-gt' must have a graph-transformer block, got {type(model).__name__} without "
