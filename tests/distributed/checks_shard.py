@@ -217,7 +217,7 @@ def wrong_edges_of_any_rank_are_refused_on_all(group, verdict):
 def rows_of_other_ranks_are_refused_before_anything_is_sent(group, verdict):
     shard = shard_graph(structure("asymmetric"), group)
     own = len(shard.sources.nodes(shard.rank))
-    said = f"x_src must have one row for each of the {own} sources of this rank, got ({own + 1}, 2)"
+    said = f"x_src must have shape [.., {own}, F], one row for each source of this rank, got ({own + 1}, 2)"
     verdict.raises(ValueError, said, lambda: shard.start_exchange(torch.ones(own + 1, 2)))
     verdict.raises(ValueError, "x_src must be a tensor, got NoneType", lambda: shard.start_exchange(None))
 

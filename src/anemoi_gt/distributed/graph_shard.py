@@ -16,7 +16,7 @@ from anemoi_gt.distributed.consensus import check_same, consensus, fingerprint
 from anemoi_gt.distributed.halo import HaloExchange, PendingExchange
 from anemoi_gt.distributed.partition import Partition, Ranges, destination_cost
 from anemoi_gt.graph import GraphStructure
-from anemoi_gt.graph.validation import check_edge_index, check_index, check_range
+from anemoi_gt.graph.validation import check_edge_ids, check_edge_index, check_range, check_shape
 from anemoi_gt.nn.input_validation import check_structure
 from anemoi_gt.ops.dtypes import cast_for_autocast
 
@@ -55,11 +55,8 @@ class GraphShard:
         [B, n_src, F].
         """
         count = self.sources.ranges.counts[self.rank]
-        if not isinstance(x_src, Tensor):
-            raise ValueError(f"x_src must be a tensor, got {type(x_src).__name__}")
-        if x_src.dim() < 2 or x_src.shape[-2] != count:
-            got = tuple(x_src.shape)
-            raise ValueError(f"x_src must have one row for each of the {count} sources of this rank, got {got}")
+        wanted = f"[.., {count}, F], one row for each source of this rank"
+        check_shape("x_src", x_src, wanted, lambda x: x.dim() >= 2 and x.shape[-2] == count)
         if self.sources.ranges.num_ranks == 1:
             return LocalRows(x_src)
         return self.halo.start(cast_for_autocast(x_src))
@@ -180,10 +177,7 @@ def shard_edges(
     with consensus(group):
         _check_own_edges(edge_index, sources, destinations, rank)
         if global_edge_id is not None:
-            check_index("global_edge_id", global_edge_id, like=edge_index, dtypes=(torch.int64,))
-            if len(global_edge_id) != edge_index.shape[1]:
-                got = f"one per edge, got {len(global_edge_id)}"
-                raise ValueError(f"global_edge_id must have {edge_index.shape[1]} entries, {got}")
+            check_edge_ids(global_edge_id, edge_index)
     if global_edge_id is None:
         counts = [0] * num_ranks
         dist.all_gather_object(counts, edge_index.shape[1], group=group)
