@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from anemoi_gt.attention_config import AttentionConfig
 from anemoi_gt.graph import GraphStructure
-from anemoi_gt.nn.layer_kernels import hooks_of
+from anemoi_gt.nn.layer_kernels import has_global_hooks, has_wrapped_weights, hooks_of
 from anemoi_gt.nn.mlp import MLP
 from anemoi_gt.nn.norm import AutocastLayerNorm
 from anemoi_gt.ops.backends import BACKENDS, choose_backend
@@ -44,6 +44,10 @@ def unsupported_reason(block: nn.Module, x: Tensor, config: AttentionConfig, kno
             return f"its {name} is a {type(module).__name__}, and torch.nn.{needed} is needed"
         if module.weight is None or (module.bias is None and name != "self") or (is_norm and module.weight.dim() != 1):
             return f"its {name} lacks a weight or a bias, or is over several dimensions"
+        if has_wrapped_weights(module):
+            return f"its {name} has weights that are a tensor subclass, as of DTensor or a quantisation"
+    if has_global_hooks():
+        return "hooks watch all modules, and those of its parts would not be called"
     if any(hooks_of(module) for module in (*modules.values(), mlp, mlp.mlp, layers[1])):
         return "hooks watch a part of it that would not be called"
     if max(modules["query"].weight.shape) > WIDEST:

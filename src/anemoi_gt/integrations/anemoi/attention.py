@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from anemoi_gt.attention_config import AttentionConfig
 from anemoi_gt.integrations.anemoi.cache import structure_of
 from anemoi_gt.integrations.anemoi.upstream import Upstream, replaces
-from anemoi_gt.nn.layer_kernels import cast_for_projections, hooks_of
+from anemoi_gt.nn.layer_kernels import cast_for_projections, has_wrapped_weights, hooks_of
 from anemoi_gt.ops import edge_attention
 
 if TYPE_CHECKING:
@@ -206,6 +206,8 @@ def reads_raw_edges(block) -> bool:
         reason = _describe_embedding(type(block.lin_edge))
     if reason is None and hooks_of(block.lin_edge):
         reason = "hooks watch its lin_edge, which would not be called"
+    if reason is None and has_wrapped_weights(block.lin_edge):
+        reason = "its lin_edge has weights that are a tensor subclass"
     if reason is not None:
         warn_once(f"an Anemoi block embeds its edges before the attention: {reason}")
     return reason is None
