@@ -1,10 +1,11 @@
 """Residual: the connection from the input fields of a model to its output fields."""
 
 from collections.abc import Mapping
-from numbers import Integral
 
 import torch
 from torch import Tensor, nn
+
+from anemoi_gt.option_checks import is_integer
 
 
 class Residual(nn.Module):
@@ -33,7 +34,7 @@ class Residual(nn.Module):
 
     def __init__(self, channels: Mapping[int, int], in_channels: int, out_channels: int):
         super().__init__()
-        if not isinstance(channels, Mapping) or not all(map(_is_integer, [*channels.keys(), *channels.values()])):
+        if not isinstance(channels, Mapping) or not all(map(is_integer, [*channels.keys(), *channels.values()])):
             raise ValueError(
                 f"residual must map output channels to input channels, both integers, as in {{0: 2}}, got {channels!r}"
             )
@@ -50,8 +51,3 @@ class Residual(nn.Module):
     def forward(self, y: Tensor, x: Tensor) -> Tensor:
         """Return `y` [..., out_channels] with the channels of `x` [..., in_channels] added."""
         return y.index_add(-1, self.outputs, x.index_select(-1, self.inputs).to(y.dtype))
-
-
-def _is_integer(number: object) -> bool:
-    """Tell whether it is an integer of Python or NumPy, and not a bool."""
-    return isinstance(number, Integral) and not isinstance(number, bool)

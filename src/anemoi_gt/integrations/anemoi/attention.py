@@ -176,13 +176,13 @@ def unsupported_reason(block, edge_index) -> str | None:
     if Upstream.triton_conv is not None and Upstream.triton_conv in (conv, getattr(conv, "__self__", None)):
         return None
     if type(conv) is not Upstream.conv:
-        return _describe(type(conv))
+        return f"its conv is {_name_of(type(conv))}, which is not Anemoi's attention"
     return "hooks watch its conv, which would not be called" if hooks_of(conv) else None
 
 
 @torch.compiler.assume_constant_result
-def _describe(kind: type) -> str:
-    return f"its conv is {kind.__module__}.{kind.__qualname__}, which is not Anemoi's attention"
+def _name_of(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 @torch.compiler.assume_constant_result
@@ -203,7 +203,7 @@ def reads_raw_edges(block) -> bool:
         return False  # by heads, Anemoi exchanges embedded edges between ranks
     reason = _own_method(type(block))
     if reason is None and type(block.lin_edge) is not nn.Linear:
-        reason = _describe_embedding(type(block.lin_edge))
+        reason = f"its lin_edge is {_name_of(type(block.lin_edge))}, and torch.nn.Linear is needed"
     if reason is None and hooks_of(block.lin_edge):
         reason = "hooks watch its lin_edge, which would not be called"
     if reason is None and has_wrapped_weights(block.lin_edge):
@@ -227,11 +227,6 @@ def _own_method(kind: type) -> str | None:
         if method is not getattr(Upstream.block, name, None) and method not in Upstream.replaced:
             return f"{kind.__qualname__} has a {name} of its own"
     return None
-
-
-@torch.compiler.assume_constant_result
-def _describe_embedding(kind: type) -> str:
-    return f"its lin_edge is {kind.__module__}.{kind.__qualname__}, and torch.nn.Linear is needed"
 
 
 def _split_heads(block, rows: Tensor) -> Tensor:

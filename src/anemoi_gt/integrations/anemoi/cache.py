@@ -50,40 +50,17 @@ class Derived:
 
 @dataclass(eq=False)
 class EdgeCache:
-    """The cache of one edge list.
+    """The cache of one edge list."""
 
-    Parameters
-    ----------
-    num_nodes : (int, int)
-        Sources and destinations of the list.
-    version : int
-        Version of the tensor; another one means that somebody has written into it.
-    batch : int
-        Number of copies of one graph, side by side, that the list holds. Checked, and set to 1 where they differ,
-        before `graph` is made.
-    validate : bool
-        Check the values of the list when it is sorted, which synchronises the device.
-    sources : Tensor [N_src], int64, or None
-        For a chunk, the sources of the whole list that remain.
-    exchange : HaloExchange or None
-        For the edges of a rank that are numbered by its nodes and its halo, what delivers the halo.
-    whole : callable
-        For a shard, returns the list whose shards, gathered from all ranks, it is one of; None once that is freed.
-    graph : GraphStructure or None
-        Structure of one of the `batch` copies; made at first use.
-    derived : Derived
-        Anemoi's `GraphPartition` by number of parts, and the lists that were cut from this one.
-    """
-
-    num_nodes: tuple[int, int]
-    version: int
-    batch: int = 1
-    validate: bool = True
-    sources: Tensor | None = None
-    exchange: HaloExchange | None = None
-    whole: Callable[[], Tensor | None] = lambda: None
-    graph: GraphStructure | None = None
-    derived: "Derived" = field(default_factory=lambda: Derived())
+    num_nodes: tuple[int, int]  # sources and destinations of the list
+    version: int  # of the tensor; another one means that somebody has written into it
+    batch: int = 1  # copies of one graph, side by side; set to 1 where they differ, before `graph` is made
+    validate: bool = True  # check the values when the list is sorted, which synchronises the device
+    sources: Tensor | None = None  # [N_src] int64, for a chunk: the sources of the whole list that remain
+    exchange: HaloExchange | None = None  # for a rank's edges, numbered by its nodes and its halo
+    whole: Callable[[], Tensor | None] = lambda: None  # for a shard: the list that it was cut from, until that is freed
+    graph: GraphStructure | None = None  # structure of one of the `batch` copies; made at first use
+    derived: Derived = field(default_factory=Derived)  # GraphPartitions, and the lists that were cut from this one
 
 
 def cached_list(edge_index: Tensor, num_nodes: tuple[int, int], batch: int = 1, **attributes) -> Tensor:

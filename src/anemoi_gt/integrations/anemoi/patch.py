@@ -66,6 +66,8 @@ SHARDING = {  # replaced, above the replacements of `PATCHES`, all or none of th
     (NODES, "forward"): sharding.node_attributes,
     (NOISE, "forward"): sharding.noise,
 }
+# Functions that sharding calls, which must be as in the versions we know.
+CALLED = ((MAPPER[:1], "build_graph_partition"), (PARTITION[:1], "shard_tensor"), (MAPPER[:1], "gather_tensor"))
 OLDER = {(BLOCK, "prepare_qkve_edge_sharding"): MAPPER_BLOCK}  # the class that had the method before 0.17
 _upstream: dict[tuple[type | ModuleType, str], object] = {}  # what was replaced
 
@@ -247,12 +249,7 @@ def graph_transformer_forward_mapper(
 ) -> nn.Module:
     """Build Anemoi's `GraphTransformerForwardMapper`, the encoder, with a swapped block; a target, too.
 
-    Parameters
-    ----------
-    backend, precision, fuse_edges
-        As for `install`.
-    **options
-        Of `anemoi.models.layers.mapper.GraphTransformerForwardMapper`.
+    Parameters are those of `graph_transformer_processor`, with the options of Anemoi's class.
     """
     return swap_layers(find(MAPPER[0], "GraphTransformerForwardMapper")(**options), backend, precision, fuse_edges)
 
@@ -262,12 +259,7 @@ def graph_transformer_backward_mapper(
 ) -> nn.Module:
     """Build Anemoi's `GraphTransformerBackwardMapper`, the decoder, with a swapped block; a target, too.
 
-    Parameters
-    ----------
-    backend, precision, fuse_edges
-        As for `install`.
-    **options
-        Of `anemoi.models.layers.mapper.GraphTransformerBackwardMapper`.
+    Parameters are those of `graph_transformer_processor`, with the options of Anemoi's class.
     """
     return swap_layers(find(MAPPER[0], "GraphTransformerBackwardMapper")(**options), backend, precision, fuse_edges)
 
@@ -305,7 +297,7 @@ def _apply_patches() -> None:
     if matches[PARTITION, "materialise"].reason is not None:  # before 0.16, what leaves a provider is sorted afterwards
         del matches[PROVIDER, "_get_edges_impl"]
     found = {(match.owner, seam[1]): match for seam, match in matches.items() if match.reason is None}
-    found = _with_sharding(found)
+    found = _with_sharding(found, [f"{place[0]}.{name}" for place, name in CALLED if matches[place, name].reason])
     resolve_upstream(tuple(match.replacement for match in found.values()))
     for (owner, name), match in found.items():
         _upstream[owner, name] = match.upstream
@@ -345,9 +337,12 @@ def _match(seam: tuple) -> Match:
     return Match(None, None, None, reason)
 
 
-def _with_sharding(found: dict[tuple, Match]) -> dict[tuple, Match]:
-    """Return what was found with the replacements of `SHARDING` above it, or without, if one of them does not fit."""
-    above, differing = dict(found), []
+def _with_sharding(found: dict[tuple, Match], differing: list[str]) -> dict[tuple, Match]:
+    """Return what was found with the replacements of `SHARDING` above it, or without, if one of them does not fit.
+
+    `differing` names functions that they call and that are not as in the versions we know.
+    """
+    above = dict(found)
     for (place, name), patch in SHARDING.items():
         try:
             owner = find(*place)
@@ -359,7 +354,6 @@ def _with_sharding(found: dict[tuple, Match]) -> dict[tuple, Match]:
             differing.append(f"{place[-1]}.{name}")
         else:
             above[owner, name] = match._replace(replacement=patch.of(match.replacement))
-    differing += sharding.differing_functions()
     if differing:
         log.warning("this anemoi-models has another %s: its own sharding is kept", ", ".join(differing))
         return found

@@ -22,26 +22,11 @@ from torch import Tensor, nn
 from anemoi_gt.distributed import HaloExchange, Ranges
 from anemoi_gt.integrations.anemoi.attention import SETTINGS, reads_raw_edges, warn_once
 from anemoi_gt.integrations.anemoi.cache import Derived, cached_list, derived_list, lookup
-from anemoi_gt.integrations.anemoi.upstream import Upstream, parameters_of, replaces
+from anemoi_gt.integrations.anemoi.upstream import Upstream, replaces
 from anemoi_gt.nn.layer_kernels import cast_for_projections
 
 _COPIES = "_anemoi_gt_copies"  # attribute of node attributes: how often the nodes are repeated
 _MODELS = ("anemoi.models.models.encoder_processor_decoder", "anemoi.models.models.ens_encoder_processor_decoder")
-_CALLED = {  # functions of anemoi-models that the replacements call: their parameters
-    ("anemoi.models.layers.mapper", "build_graph_partition"): "edge_index num_parts num_nodes",
-    ("anemoi.models.distributed.graph", "shard_tensor"): "input_ dim sizes mgroup gather_in_backward",
-    ("anemoi.models.distributed.graph", "gather_tensor"): "input_ dim sizes mgroup",
-}
-
-
-def differing_functions() -> list[str]:
-    """Return the functions of anemoi-models that are not as the replacements call them."""
-    functions = {key: getattr(import_module(key[0]), key[1], None) for key in _CALLED}
-    return [
-        ".".join(key)
-        for key, function in functions.items()
-        if function is None or parameters_of(function) != _CALLED[key].split()
-    ]
 
 
 @replaces("self batch_size shard_edges model_comm_group")
@@ -116,7 +101,7 @@ def mapper_forward(
         return upstream(self, *given, keep_x_dst_sharded, *rest, **named)
     own = upstream(self, *given, True, *rest, **named)
     rows = own.unflatten(0, (batch_size, -1))
-    return Upstream.graph.gather_tensor(rows, 1, sizes[1], model_comm_group).flatten(0, 1)
+    return Upstream.mapper.gather_tensor(rows, 1, sizes[1], model_comm_group).flatten(0, 1)
 
 
 @replaces("input_ dim sizes mgroup gather_in_backward")
@@ -224,7 +209,7 @@ def _by_copy(rows: Tensor, copies: int, sizes: list[int], group) -> Tensor:
 def _own_rows(rows: Tensor, sizes: list[int], copies: int, group) -> Tensor:
     """Return this rank's rows of each copy of nodes that all ranks hold; their gradients are gathered."""
     rows = rows.unflatten(0, (copies, -1))
-    return Upstream.graph.shard_tensor(rows, 1, sizes, group).flatten(0, 1)
+    return Upstream.partition.shard_tensor(rows, 1, sizes, group).flatten(0, 1)
 
 
 def _project(block, pending, edge_attr: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -19,36 +19,17 @@ from types import ModuleType
 
 
 class Upstream:
-    """Modules and classes of anemoi-models that replacements read, resolved once by `resolve_upstream`.
+    """Modules and classes of anemoi-models that replacements read, resolved once by `resolve_upstream`."""
 
-    Attributes
-    ----------
-    mapper, processor, graph : module
-        `layers.mapper`, `layers.processor` and, since 0.16, `distributed.graph`.
-    block : type
-        `GraphTransformerBaseBlock`.
-    blocks : tuple of type
-        The blocks of processors and of mappers.
-    parts : tuple of type
-        The layer norm that differs from PyTorch's in the dtype of its output, and the feed-forward network.
-    conv : type
-        `GraphTransformerConv`, the attention of `graph_attention_backend: pyg`.
-    triton_conv : function, type or None
-        The attention of `graph_attention_backend: triton`: `graph_transformer_attention_conv`, before 0.18.0 `apply` of
-        `GraphTransformerFunction`, of which this is the class; None without Triton, and before 0.11.
-    replaced : tuple of functions
-        Our replacements of methods, wherever they are.
-    """
-
-    mapper: ModuleType | None = None
-    processor: ModuleType | None = None
-    graph: ModuleType | None = None
-    block: type | None = None
-    blocks: tuple[type, ...] = ()
-    parts: tuple[type, ...] = ()
-    conv: type | None = None
-    triton_conv: object = None
-    replaced: tuple = ()
+    mapper: ModuleType | None = None  # layers.mapper
+    processor: ModuleType | None = None  # layers.processor
+    partition: ModuleType | None = None  # distributed.khop_edges, since 0.16
+    block: type | None = None  # GraphTransformerBaseBlock
+    blocks: tuple[type, ...] = ()  # of processors and of mappers
+    parts: tuple[type, ...] = ()  # its layer norm, which keeps the dtype, and its feed-forward network
+    conv: type | None = None  # the attention of graph_attention_backend: pyg
+    triton_conv: object = None  # that of `triton`; before 0.18.0 the class whose `apply` it is; None before 0.11
+    replaced: tuple = ()  # our replacements of methods, wherever they are
 
 
 def resolve_upstream(replaced: tuple) -> None:
@@ -62,7 +43,7 @@ def resolve_upstream(replaced: tuple) -> None:
     with suppress(ImportError, AttributeError):  # an older version
         names = {"normalization": "AutocastLayerNorm", "mlp": "MLP"}
         Upstream.parts = tuple(getattr(import_module(f"anemoi.models.layers.{n}"), kind) for n, kind in names.items())
-        Upstream.graph = import_module("anemoi.models.distributed.graph")
+        Upstream.partition = import_module("anemoi.models.distributed.khop_edges")
     with suppress(ImportError, ValueError):  # anemoi-models raises ValueError without Triton
         triton = import_module("anemoi.models.triton.gt")
         names = ("graph_transformer_attention_conv", "GraphTransformerFunction")
