@@ -538,8 +538,8 @@ def _flatten(graph: GraphStructure) -> tuple[list[Tensor], tuple[str, ...]]:
 
 
 def _flatten_with_keys(graph: GraphStructure) -> tuple[list[tuple[MappingKey, Tensor]], tuple[str, ...]]:
-    state = graph.state_dict()
-    return [(MappingKey(name), tensor) for name, tensor in state.items()], tuple(state)
+    leaves, names = _flatten(graph)
+    return list(zip(map(MappingKey, names), leaves, strict=True)), names
 
 
 def _unflatten(leaves: Iterable, names: tuple[str, ...]) -> GraphStructure:

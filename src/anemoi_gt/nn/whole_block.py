@@ -12,7 +12,7 @@ from anemoi_gt.nn.layer_kernels import has_global_hooks, has_wrapped_weights, ho
 from anemoi_gt.nn.mlp import MLP
 from anemoi_gt.nn.norm import AutocastLayerNorm
 from anemoi_gt.ops.backends import BACKENDS, choose_backend
-from anemoi_gt.ops.dtypes import autocast_is_active
+from anemoi_gt.ops.dtypes import autocast_dtype, autocast_is_active
 from anemoi_gt.ops.triton_backend.block import BlockOptions, BlockTensors, transform_nodes
 from anemoi_gt.ops.triton_backend.tiles import MOST_ATTRIBUTES
 
@@ -22,7 +22,7 @@ LINEAR = ("query", "key", "value", "self", "edge")
 
 def is_proven(x: Tensor, config: AttentionConfig) -> bool:
     """Return whether blocks are faster by the operator: under 16-bit autocast, where backend `triton` attends."""
-    halved = autocast_is_active(x.device.type) and dtype_of(x) in (torch.float16, torch.bfloat16)
+    halved = autocast_is_active(x.device.type) and autocast_dtype(x) in (torch.float16, torch.bfloat16)
     return halved and _attends_by_triton(x, config)
 
 
@@ -76,13 +76,7 @@ def run_block(
     }
     tensors = BlockTensors(*[parts.get(name) for name in BlockTensors._fields])
     eps = [modules[name].eps if name in modules else 0.0 for name in ("norm_src", "norm", "mlp_norm")]
-    return transform_nodes(tensors, graph, BlockOptions(block.num_heads, batch, *eps, dtype_of(x_dst)))
-
-
-def dtype_of(x: Tensor) -> torch.dtype:
-    """Return the dtype of matrix products of features like `x`."""
-    cast = autocast_is_active(x.device.type) and x.dtype != torch.float64
-    return torch.get_autocast_dtype(x.device.type) if cast else x.dtype
+    return transform_nodes(tensors, graph, BlockOptions(block.num_heads, batch, *eps, autocast_dtype(x_dst)))
 
 
 def _modules(block: nn.Module) -> dict[str, nn.Module]:
@@ -96,4 +90,4 @@ def _modules(block: nn.Module) -> dict[str, nn.Module]:
 
 
 def _attends_by_triton(x: Tensor, config: AttentionConfig) -> bool:
-    return choose_backend(config.backend, x.new_empty(0, dtype=dtype_of(x))) is BACKENDS["triton"]
+    return choose_backend(config.backend, x.new_empty(0, dtype=autocast_dtype(x))) is BACKENDS["triton"]
