@@ -125,14 +125,13 @@ def shard_graph(
     sources = sources or _default_sources(graph.num_src, destinations)
     _check_partitions(sources, destinations, (graph.num_src, graph.num_dst), num_ranks)
     own, dst = destinations.ranges.of(rank), destinations.positions(graph.dst)
-    is_own = (dst >= own.start) & (dst < own.stop)
+    is_own = destinations.ranges.owns(rank, dst)
     src, global_edge_id = sources.positions(graph.row[is_own]), graph.global_edge_ids()[is_own]
     shard = _shard(src, dst[is_own] - own.start, global_edge_id, (sources, destinations), group)
     schedule = None
     if graph.dst_schedule is not None:
         schedule = destinations.positions(graph.dst_schedule)
-        schedule = schedule[(schedule >= own.start) & (schedule < own.stop)] - own.start
-        schedule = schedule.to(graph.colptr.dtype)
+        schedule = (schedule[destinations.ranges.owns(rank, schedule)] - own.start).to(graph.colptr.dtype)
     edges = graph.edge_order().long()[is_own][shard.edges]
     return replace(shard, edges=edges, structure=replace(shard.structure, dst_schedule=schedule))
 
@@ -191,10 +190,9 @@ def _shard(
 ) -> GraphShard:
     """Return the shard of this rank's edges, from source positions `src` [E_own] to local destination rows `dst`."""
     rank, (sources, destinations) = dist.get_rank(group), partitions
-    own, num_src = sources.ranges.of(rank), sources.ranges.counts[rank]
-    is_local = (src >= own.start) & (src < own.stop)
+    num_src, is_local = sources.ranges.counts[rank], sources.ranges.owns(rank, src)
     halo, halo_row = torch.unique(src[~is_local], return_inverse=True)
-    row = src - own.start
+    row = src - sources.ranges.of(rank).start
     row[~is_local] = num_src + halo_row
     sizes = num_src + halo.shape[0], destinations.ranges.counts[rank]
     graph = GraphStructure.from_edge_index(torch.stack([row, dst]), sizes, global_edge_id=global_edge_id)

@@ -105,6 +105,11 @@ class Ranges:
         """Return the positions that `rank` owns."""
         return slice(self.bounds[rank], self.bounds[rank + 1])
 
+    def owns(self, rank: int, index: Tensor) -> Tensor:
+        """Return whether `rank` owns each position of `index` [n], bool."""
+        own = self.of(rank)
+        return (index >= own.start) & (index < own.stop)
+
     def owner(self, index: Tensor) -> Tensor:
         """Return the rank that owns each position of `index` [n], int64."""
         ends = torch.tensor(self.bounds[1:], device=index.device)

@@ -31,27 +31,13 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of a block.
-
-    Parameters
-    ----------
-    config : AttentionConfig
-        Backend and precision of the attention.
-    fuse_edges : bool
-        Hand raw edge attributes and the weight of `lin_edge` to the attention, so that no edge is embedded.
-    blocks : bool or None
-        Compute whole blocks by one operator; None: under 16-bit autocast on a GPU.
-    sharding : bool
-        Exchange halo rows in place of Anemoi's own sharding, with shard strategy "edges".
-    checkpointing : Checkpointing or None
-        Activation checkpointing of the components; of `install` alone.
-    """
+    """Settings of a block, as `install` describes them."""
 
     config: AttentionConfig
     fuse_edges: bool
     blocks: bool | None = None
     sharding: bool = False
-    checkpointing: "Checkpointing | None" = None
+    checkpointing: "Checkpointing | None" = None  # of `install` alone
 
 
 class SettingsRegistry:

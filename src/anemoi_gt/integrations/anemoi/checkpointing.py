@@ -39,17 +39,11 @@ _COMPILED = "_functorch/_aot_autograd"  # the part of PyTorch that runs compiled
 
 @dataclass(frozen=True)
 class Checkpointing:
-    """The mode of each component, None for its own switch.
+    """The mode of each component, one of `MODES`, or None for its own switch."""
 
-    Parameters
-    ----------
-    encoder, processor, decoder : {None, "none", "selective", "full"}
-        Of forward mappers, processors and backward mappers.
-    """
-
-    encoder: str | None = None
+    encoder: str | None = None  # forward mappers
     processor: str | None = None
-    decoder: str | None = None
+    decoder: str | None = None  # backward mappers
 
     @classmethod
     def of(cls, choice: str | Mapping[str, str | None] | None) -> "Checkpointing":

@@ -15,6 +15,7 @@ for edge lists of unknown origin.
 """
 
 from importlib import import_module
+from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
@@ -244,7 +245,8 @@ def _make_local_edges(
     whole = lookup(edge_index).whole()
     if whole is None or lookup(whole) is None:
         return False
-    derived_list(edge_index, name, lambda: _number_locally(whole, _ranges(src), _ranges(dst), rank, group_name, copies))
+    sources, destinations = (Ranges((0, *accumulate(sizes))) for sizes in (src, dst))
+    derived_list(edge_index, name, lambda: _number_locally(whole, sources, destinations, rank, group_name, copies))
     return True
 
 
@@ -257,11 +259,11 @@ def _number_locally(
         bounds = torch.tensor(destinations.bounds, device=edge_index.device)
         counts = torch.searchsorted(edge_index[1].contiguous(), bounds).diff().tolist()
         by_rank = edge_index.split(counts, 1)
-        wanted = [_beyond(part[0].unique(), sources.of(p)) for p, part in enumerate(by_rank)]
+        read = [part[0].unique() for part in by_rank]
+        wanted = [nodes[~sources.owns(p, nodes)] for p, nodes in enumerate(read)]
         exchange = HaloExchange.of_all_requests(wanted, sources, rank, group_name)
         (src, dst), own, num_own = by_rank[rank], sources.of(rank), sources.counts[rank]
-        is_own = (src >= own.start) & (src < own.stop)
-        src = torch.where(is_own, src - own.start, num_own + torch.searchsorted(wanted[rank], src))
+        src = torch.where(sources.owns(rank, src), src - own.start, num_own + torch.searchsorted(wanted[rank], src))
         local = torch.stack([src, dst - destinations.of(rank).start])
         num_nodes = num_own + exchange.num_received, destinations.counts[rank]
         step = local.new_tensor(num_nodes).unsqueeze(1)
@@ -283,11 +285,3 @@ def _check_division(edge_index: Tensor, sources: Ranges, destinations: Ranges) -
             f"with sharding, destinations must be divided evenly, as Anemoi divides the edges, got "
             f"{destinations.counts}; install(sharding=False) keeps Anemoi's own division"
         )
-
-
-def _ranges(sizes: tuple[int, ...]) -> Ranges:
-    return Ranges(tuple(sum(sizes[:rank]) for rank in range(len(sizes) + 1)))
-
-
-def _beyond(nodes: Tensor, own: slice) -> Tensor:
-    return nodes[(nodes < own.start) | (nodes >= own.stop)]

@@ -62,18 +62,10 @@ def find(module: str, *name: str) -> type | ModuleType:
 
 @dataclass(frozen=True)
 class Replacement:
-    """A function that takes the place of a method or function of anemoi-models.
+    """A function that takes the place of a method or function of anemoi-models."""
 
-    Parameters
-    ----------
-    function : callable
-        Takes the upstream method, and what that takes.
-    known : tuple of str
-        Parameters of the upstream method by name, in each version that we know.
-    """
-
-    function: Callable
-    known: tuple[str, ...]
+    function: Callable  # takes the upstream method, and what that takes
+    known: tuple[str, ...]  # parameters of the upstream method by name, in each version that we know
 
     def of(self, upstream: Callable) -> Callable:
         """Return what is to be set in place of `upstream`."""
