@@ -134,7 +134,7 @@ def test_structures_are_freed_when_a_model_is_moved_and_by_uninstall(graph, youn
         assert not cached()
         model.float()(draw(graph))
         assert cached()
-    assert not cached() and not cache._BY_PROVIDER
+    assert not cached() and not cache._BY_BASE
 
 
 @pytest.mark.parametrize("in_place", (False, True), ids=("another tensor", "written into"))

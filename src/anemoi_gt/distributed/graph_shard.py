@@ -122,7 +122,9 @@ def shard_graph(
     check_same({"graph": fingerprint(*graph.state_dict().values())} | found, group)
     rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
     destinations = destinations or Partition.balanced(destination_cost(graph.colptr.diff()), num_ranks)
-    sources = sources or _default_sources(graph.num_src, destinations)
+    if sources is None:
+        is_one_set = graph.num_src == destinations.size
+        sources = destinations if is_one_set else Partition(Ranges.even(graph.num_src, num_ranks))
     _check_partitions(sources, destinations, (graph.num_src, graph.num_dst), num_ranks)
     own, dst = destinations.ranges.of(rank), destinations.positions(graph.dst)
     is_own = destinations.ranges.owns(rank, dst)
@@ -199,12 +201,6 @@ def _shard(
     edges, structure = graph.edge_order().long(), replace(graph, perm=None)
     exchange = HaloExchange.of_requests(halo, sources.ranges, group)
     return GraphShard(rank, sources, destinations, edges, structure, exchange)
-
-
-def _default_sources(num_src: int, destinations: Partition) -> Partition:
-    if num_src == destinations.size:
-        return destinations
-    return Partition(Ranges.even(num_src, destinations.ranges.num_ranks))
 
 
 def _signature(partition: Partition) -> str:

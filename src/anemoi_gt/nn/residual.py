@@ -13,18 +13,9 @@ class Residual(nn.Module):
 
         y[..., o] = y[..., o] + x[..., i]          for each pair o: i
 
-    Parameters
-    ----------
-    channels : mapping of int to int
-        Output channel to the input channel that is added to it: the positions of each prognostic variable, in the input
-        at the initial time of the forecast.
-    in_channels, out_channels : int
-        Number of input and output fields.
-
-    Raises
-    ------
-    ValueError
-        For a channel out of range, or when `channels` is not a mapping of integers.
+    `channels` maps output channels to the input channels that are added to them: the positions of prognostic variables,
+    in the input at the initial time of the forecast. Raise ValueError for a channel that is not one of `in_channels` or
+    `out_channels` fields, or when `channels` is not a mapping of integers.
 
     Examples
     --------

@@ -213,11 +213,6 @@ def edges_of(graph: HeteroData, source: str, destination: str, trainable: int, n
 
     Raise ValueError when the graph does not have these edges, or a field is missing or has the wrong shape.
     """
-    return StaticEdges(*_fields(graph, source, destination), trainable, num_chunks=num_chunks)
-
-
-def _fields(graph: HeteroData, source: str, destination: str) -> tuple[Tensor, Tensor, tuple[int, int]]:
-    """Return edge_index, fixed attributes and numbers of nodes."""
     kind = (source, "to", destination)
     if kind not in graph.edge_types:
         raise ValueError(f"graph must have edges {kind}, got edges {graph.edge_types}")
@@ -232,4 +227,5 @@ def _fields(graph: HeteroData, source: str, destination: str) -> tuple[Tensor, T
         wanted = f"[{num_edges}, features], one row per edge"
         check_shape(f"{name} of edges {kind}", edges[name], wanted, lambda x: x.dim() == 2 and len(x) == num_edges)
     edge_attr = torch.cat([edges[name] for name in EDGE_ATTRIBUTES], dim=-1)
-    return edges.edge_index, edge_attr, (graph[source].x.shape[0], graph[destination].x.shape[0])
+    sizes = graph[source].x.shape[0], graph[destination].x.shape[0]
+    return StaticEdges(edges.edge_index, edge_attr, sizes, trainable, num_chunks=num_chunks)

@@ -12,9 +12,9 @@ that follows from the graph alone is cached:
     shard, group, its sizes   -> the list of this rank and its halo             sharding
 
 The cache of a list is an attribute of the tensor, so torch.compile reads it, guards on it and takes the structure as
-an input of the compiled code. Lists belong to their provider, which is known weakly, or to the list that they were
-cut from: all are freed with the provider. A list of unknown origin gets no attribute; its structure is kept as long
-as the tensor lives. No list is identified by its sizes.
+an input of the compiled code. Lists belong to the edges of their provider, which are known weakly, or to the list that
+they were cut from: all are freed with these edges, as when a model is moved to another device. A list of unknown origin
+gets no attribute; its structure is kept as long as the tensor lives. No list is identified by its sizes.
 
 Replacements call upstream for lists without cache.
 """
@@ -22,7 +22,6 @@ Replacements call upstream for lists without cache.
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from importlib import import_module
 
 import torch
@@ -35,7 +34,7 @@ from anemoi_gt.graph import GraphStructure
 from anemoi_gt.integrations.anemoi.upstream import replaces
 
 _ATTRIBUTE = "_anemoi_gt_cache"
-_BY_PROVIDER: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # {provider: {batch size: (bases, edge_index)}}
+_BY_BASE = WeakTensorKeyDictionary()  # {edges of a provider: {batch size: ((edge_inc, versions), expanded list)}}
 _BY_TENSOR = WeakTensorKeyDictionary()  # caches of lists of unknown origin
 
 
@@ -123,7 +122,7 @@ def _(edge_index, num_src, num_dst, reverse):
 
 def clear_cache() -> None:
     """Free all cached lists."""
-    _BY_PROVIDER.clear()
+    _BY_BASE.clear()
     _BY_TENSOR.clear()
 
 
@@ -158,15 +157,15 @@ def get_edges(upstream, self, batch_size, shard_edges, model_comm_group):
 @torch.compiler.disable
 def _expanded_list(provider, batch_size: int) -> tuple[Tensor, tuple[int, int]]:
     """Return the edges of a provider, repeated for a batch, and the number of nodes on both sides."""
-    bases = (provider.edge_index_base, provider.edge_inc)
-    expanded = _BY_PROVIDER.setdefault(provider, {})
-    made_from, edge_index = expanded.get(batch_size, ((), None))
-    if edge_index is None or lookup(edge_index) is None or not _is_made_from(bases, made_from):
+    base, inc = provider.edge_index_base, provider.edge_inc
+    expanded, versions = _BY_BASE.setdefault(base, {}), (version_of(base), version_of(inc))
+    made_from, edge_index = expanded.get(batch_size, (None, None))
+    is_fresh = made_from is not None and made_from[0] is inc and made_from[1] == versions
+    if not is_fresh or lookup(edge_index) is None:
         with torch.inference_mode(False):
-            edge_index = provider._expand_edges(*bases, batch_size)
-        num_nodes = tuple(nodes * batch_size for nodes in provider.edge_inc[:, 0].tolist())
-        cached_list(edge_index, num_nodes, batch_size)
-        expanded[batch_size] = (_made_from(bases, on_death=partial(expanded.pop, batch_size, None)), edge_index)
+            edge_index = provider._expand_edges(base, inc, batch_size)
+        num_nodes = tuple(nodes * batch_size for nodes in inc[:, 0].tolist())
+        expanded[batch_size] = ((inc, versions), cached_list(edge_index, num_nodes, batch_size))
     return edge_index, lookup(edge_index).num_nodes
 
 
@@ -336,14 +335,3 @@ def _is_replicated(edge_index: Tensor, num_nodes: tuple[int, int], batch: int) -
     copies = edge_index.unflatten(1, (batch, -1))
     shifts = torch.arange(batch, device=edge_index.device).view(1, batch, 1) * stride
     return bool((copies == copies[:, :1] + shifts).all())
-
-
-def _made_from(bases: tuple[Tensor, ...], on_death: Callable[[], object]) -> tuple:
-    """Identify tensors; `on_death` is called when one is freed, as when its model is moved to another device."""
-    return tuple((weakref.ref(base, lambda _: on_death()), version_of(base)) for base in bases)
-
-
-def _is_made_from(bases: tuple[Tensor, ...], made_from: tuple) -> bool:
-    return all(
-        ref() is base and version == version_of(base) for base, (ref, version) in zip(bases, made_from, strict=True)
-    )

@@ -27,27 +27,9 @@ def runner(
 ):
     """Call `install` and build a runner of anemoi-inference, which logs how many blocks compute with us.
 
-    Parameters
-    ----------
-    config : anemoi.inference.config.run.RunConfiguration
-        The config of the run.
-    runner : str
-        Name of the runner to build; `auto` is the one of the checkpoint's task.
-    backend, precision, fuse_edges
-        As for `anemoi_gt.integrations.anemoi.install`.
-    **options
-        Of that runner.
-
-    Returns
-    -------
-    anemoi.inference.runner.Runner
-
-    Raises
-    ------
-    ValueError
-        For another backend or precision; at the first step, if the model has no graph-transformer block.
-    ImportError
-        As for `install`.
+    `config` is the RunConfiguration, `runner` the name of the runner to build (`auto`: the one of the checkpoint's
+    task), and `options` are those of that runner; the others are as for `install`, which may raise. Raise ValueError at
+    the first step if the model has no graph-transformer block.
     """
     install(backend, precision, fuse_edges)
     made = import_module("anemoi.inference.runners").runner_registry.from_config({runner: options}, config)

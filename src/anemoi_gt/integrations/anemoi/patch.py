@@ -372,7 +372,6 @@ def _remove_patches_unless_used() -> None:
             setattr(owner, name, method)
         _upstream.clear()
         cache.clear_cache()
-        residual.clear_indices()
         _reset_compiled()
 
 

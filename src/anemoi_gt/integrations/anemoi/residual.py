@@ -66,8 +66,3 @@ def _on_device(index: Tensor | list[int], device: torch.device) -> Tensor:
             held.clear()
             held[key] = index.to(device)
     return held[key]
-
-
-def clear_indices() -> None:
-    """Free the indices on devices."""
-    _ON_DEVICE.clear()
