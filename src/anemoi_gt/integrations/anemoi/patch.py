@@ -18,7 +18,7 @@ from torch import nn
 from anemoi_gt.attention_config import AttentionConfig
 from anemoi_gt.integrations.anemoi import attention, cache, checkpointing, residual, sharding, whole_blocks
 from anemoi_gt.integrations.anemoi.attention import SETTINGS, Settings
-from anemoi_gt.integrations.anemoi.upstream import find, parameters_of, resolve_upstream
+from anemoi_gt.integrations.anemoi.upstream import Replacement, find, parameters_of, resolve_upstream
 
 log = logging.getLogger(__name__)
 
@@ -179,7 +179,7 @@ def plan() -> dict[str, str | None]:
 
     Raise ImportError without anemoi-models. Nothing is replaced.
     """
-    return {f"{seam[0][-1]}.{seam[1]}": _match(seam).reason for seam in _wanted()}
+    return {f"{seam[0][-1]}.{seam[1]}": _match(seam, PATCHES[seam]).reason for seam in _wanted()}
 
 
 def uninstall() -> None:
@@ -283,7 +283,7 @@ def _apply_patches() -> None:
     if _upstream:
         return
     wanted = _wanted()
-    matches = {seam: _match(seam) for seam in wanted}
+    matches = {seam: _match(seam, PATCHES[seam]) for seam in wanted}
     attends = next(seam for seam in wanted if seam[0] == BLOCK)
     if matches[attends].reason is not None:
         raise ImportError(
@@ -322,7 +322,7 @@ class Match(NamedTuple):
     reason: str | None
 
 
-def _match(seam: tuple) -> Match:
+def _match(seam: tuple, patch: Replacement) -> Match:
     """Find the method of a seam with the parameters of some version that we know."""
     reason, name = f"this anemoi-models has no {'.'.join(seam[0])}", seam[1]
     for place in filter(None, (seam[0], OLDER.get(seam))):
@@ -331,9 +331,9 @@ def _match(seam: tuple) -> Match:
         except ImportError:
             continue
         upstream = _upstream.get((owner, name), vars(owner).get(name))
-        reason = f"it has no {name}" if upstream is None else PATCHES[seam].misfit(upstream)
+        reason = f"it has no {name}" if upstream is None else patch.misfit(upstream)
         if reason is None:
-            return Match(owner, upstream, PATCHES[seam].of(upstream), None)
+            return Match(owner, upstream, patch.of(upstream), None)
     return Match(None, None, None, reason)
 
 
@@ -344,16 +344,13 @@ def _with_sharding(found: dict[tuple, Match], differing: list[str]) -> dict[tupl
     """
     above = dict(found)
     for (place, name), patch in SHARDING.items():
-        try:
-            owner = find(*place)
-        except ImportError:
-            owner = None
-        upstream = vars(owner).get(name) if owner is not None else None
-        match = found.get((owner, name), Match(owner, upstream, upstream, None))
-        if match.upstream is None or patch.misfit(match.upstream) is not None:
+        match = _match((place, name), patch)
+        if match.reason is not None:
             differing.append(f"{place[-1]}.{name}")
-        else:
-            above[owner, name] = match._replace(replacement=patch.of(match.replacement))
+            continue
+        key = match.owner, name
+        below = found[key].replacement if key in found else match.upstream
+        above[key] = match._replace(replacement=patch.of(below))
     if differing:
         log.warning("this anemoi-models has another %s: its own sharding is kept", ", ".join(differing))
         return found
