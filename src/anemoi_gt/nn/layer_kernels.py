@@ -69,7 +69,7 @@ def has_global_hooks() -> bool:
 
 def has_wrapped_weights(module: nn.Module) -> bool:
     """Return whether weight or bias is a tensor subclass that computes for itself: distributed, quantised."""
-    return any(hasattr(tensor, "__tensor_flatten__") for tensor in (module.weight, module.bias))
+    return hasattr(module.weight, "__tensor_flatten__") or hasattr(module.bias, "__tensor_flatten__")
 
 
 def must_be_called(linear: nn.Module, kind: type[nn.Module]) -> bool:

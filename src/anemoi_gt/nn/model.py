@@ -7,6 +7,7 @@ from operator import add
 from torch import Tensor, nn
 from torch_geometric.data import HeteroData
 
+from anemoi_gt.attention_config import AttentionConfig
 from anemoi_gt.graph.validation import check_shape
 from anemoi_gt.nn.input_validation import check_dtype
 from anemoi_gt.nn.mapper import GraphTransformerBackwardMapper, GraphTransformerForwardMapper
@@ -43,6 +44,16 @@ class EncoderProcessorDecoder(nn.Module):
         Number of trainable features of each node and attributes of each edge.
     mlp_ratio : float
         Width of the hidden layers of the feed-forward networks over `channels`.
+    attn_channels : int, optional
+        Features of query, key and value, all heads together; a multiple of `heads`. None is `channels`.
+    qk_norm : bool
+        Norm query and key per head.
+    mlp_implementation : {"mlp", "glu", "swiglu", "geglu", "reglu"}
+        Plain or gated feed-forward networks.
+    edge_pre_mlp : bool
+        Mix the attributes of an edge before they are embedded.
+    dropout : float
+        Probability of dropping an attention weight in training.
     residual : mapping, optional
         Output channel to the input channel that is added to it, for prognostic variables: {0: 2}. For several data sets
         a mapping of data set to such a mapping. None adds nothing, as for a network that predicts tendencies.
@@ -51,9 +62,8 @@ class EncoderProcessorDecoder(nn.Module):
     checkpoint_groups : int, optional
         Activation checkpointing: number of groups of processor layers; only the input of each group and of each mapper
         chunk is kept for the backward pass. Less memory, the same gradients. None keeps all activations.
-    **block_options
-        Of the blocks, `GraphTransformerBaseBlock`: attn_channels, bias, qk_norm, mlp_implementation, edge_pre_mlp,
-        layer_kernels, dropout and config.
+    config : AttentionConfig
+        Backend and precision of the attention.
 
     Raises
     ------
@@ -90,10 +100,15 @@ class EncoderProcessorDecoder(nn.Module):
         trainable_nodes: int = 8,
         trainable_edges: int = 8,
         mlp_ratio: float = 4,
+        attn_channels: int | None = None,
+        qk_norm: bool = False,
+        mlp_implementation: str = "mlp",
+        edge_pre_mlp: bool = False,
+        dropout: float = 0.0,
         residual: Mapping | None = None,
         mapper_chunks: int = 1,
         checkpoint_groups: int | None = None,
-        **block_options,
+        config: AttentionConfig = AttentionConfig(),  # noqa: B008  frozen, hence one value for all models
     ):
         super().__init__()
         self.has_one_data_set = not isinstance(in_channels, Mapping)
@@ -105,7 +120,9 @@ class EncoderProcessorDecoder(nn.Module):
         self.processor_edges = edges_of(graph, HIDDEN, HIDDEN, trainable_edges)
         self.decoder_edges = nn.ModuleDict({d: edges_of(graph, HIDDEN, d, *sizes) for d in self.out_channels})
 
-        options = {"num_channels": channels, "num_heads": heads, "mlp_hidden_ratio": mlp_ratio, **block_options}
+        options = {"num_channels": channels, "num_heads": heads, "mlp_hidden_ratio": mlp_ratio}
+        options |= {"attn_channels": attn_channels, "qk_norm": qk_norm, "mlp_implementation": mlp_implementation}
+        options |= {"edge_pre_mlp": edge_pre_mlp, "dropout": dropout, "config": config}
         layers = {"num_layers": num_layers, "checkpoint_groups": checkpoint_groups}
         self.processor = GraphTransformerProcessor(edge_dim=self.processor_edges.edge_dim, **layers, **options)
         options["gradient_checkpointing"] = checkpoint_groups is not None
