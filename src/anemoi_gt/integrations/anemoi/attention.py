@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from anemoi_gt.integrations.anemoi.checkpointing import Checkpointing
 
 log = logging.getLogger(__name__)
+METHODS = ("get_qkve", "prepare_qkve_edge_sharding", "_forward_edges_sharded_attention", "attention_block", "apply_gt")
 
 
 @dataclass(frozen=True)
@@ -202,13 +203,7 @@ def reads_raw_edges(block) -> bool:
 @torch.compiler.assume_constant_result
 def _own_method(kind: type) -> str | None:
     """Return which method between projection and attention a class of blocks overrides, None if none."""
-    for name in (
-        "get_qkve",
-        "prepare_qkve_edge_sharding",
-        "_forward_edges_sharded_attention",
-        "attention_block",
-        "apply_gt",
-    ):
+    for name in METHODS:
         method = getattr(kind, name, None)
         if method is not getattr(Upstream.block, name, None) and method not in Upstream.replaced:
             return f"{kind.__qualname__} has a {name} of its own"
