@@ -14,6 +14,7 @@ from torch.fx.experimental.symbolic_shapes import guard_or_true
 from anemoi_gt.custom_ops import assert_async
 
 INDEX_DTYPES = (torch.int32, torch.int64)
+TO_CHECK = "build it with validate=True, outside compiled code"
 HUB_DEGREE = 256  # a node with more edges is a hub, which GPU kernels divide among programs
 
 
@@ -96,13 +97,13 @@ def check_range(name: str, index: Tensor, size: int) -> None:
 def assert_range(name: str, index: Tensor, size: int) -> None:
     """Have the device assert that every value is in 0 .. size - 1, before memory is read with it: RuntimeError."""
     inside = ((index >= 0) & (index < size)).all()
-    assert_async(inside, f"{name} must hold values from 0 to below the number of nodes; build it with validate=True")
+    assert_async(inside, f"{name} must hold values from 0 to below the number of nodes; {TO_CHECK}")
 
 
 def assert_pointers(name: str, pointers: Tensor, num_edges: int) -> None:
     """Have the device assert that `pointers` increase from 0 to `num_edges`: RuntimeError."""
     valid = (pointers[0] == 0) & (pointers[-1] == num_edges) & ~(pointers.diff() < 0).any()
-    assert_async(valid, f"{name} must increase from 0 to the number of edges; build it with validate=True")
+    assert_async(valid, f"{name} must increase from 0 to the number of edges; {TO_CHECK}")
 
 
 def check_pointers(name: str, pointers: Tensor, num_edges: int) -> None:
