@@ -74,7 +74,7 @@ def test_the_operation_names_wrong_arguments(wrong, message):
     (lambda: GRAPH.with_dst_schedule([[0.0]] * 3), r"positions must be a tensor \[3, 1 to 3\], .*, got list"),
     (lambda: GraphStructure.from_state(None), "state must be a dict of tensors from state_dict.., got NoneType"),
     (lambda: GraphStructure.from_state({"row": EDGES[0]}), "state must hold .*, got no colptr, sources"),
-    (lambda: GraphStructure(GRAPH.colptr, GRAPH.row, 4), r"sources must have shape \[num_src, 0\].*, got 4"),
+    (lambda: GraphStructure(GRAPH.colptr, GRAPH.row, 4), r"sources must be a tensor \[num_src, 0\].*, got int"),
 )
 def test_the_graph_names_wrong_arguments(wrong, message):
     raises(wrong, message)

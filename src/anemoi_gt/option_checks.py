@@ -3,12 +3,17 @@
 from numbers import Integral, Real
 
 
+def is_integer(value: object) -> bool:
+    """Return whether it is an integer of Python or NumPy, and not a bool."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
 def check_integer(name: str, value: object, least: int | None = 1, note: str = "") -> None:
     """Raise ValueError unless `value` is an integer of Python or NumPy and at least `least` if that is set.
 
     A bool is not an integer. `note` extends the message: the meaning, or what else is allowed, as in ", or null".
     """
-    if isinstance(value, bool) or not isinstance(value, Integral):
+    if not is_integer(value):
         raise ValueError(f"{name} must be an integer{note}, got {value!r}")
     if least is not None and value < least:
         raise ValueError(f"{name} must be at least {least}{note}, got {value}")

@@ -255,7 +255,7 @@ CSC_ENDS = "colptr must start at 0 and end at the number of edges 3, got "
     (lambda: disjoint(changed(global_edge_id=torch.arange(4))), "graphs must be whole, got .* global_edge_id"),
     (lambda: GRAPH.to(torch.float16), "device must be a device, got torch.float16"),
     *(
-        (lambda s=s: GRAPH.with_dst_schedule(torch.zeros(s)), r"positions must be .*\[3, 1 to 3\]")
+        (lambda s=s: GRAPH.with_dst_schedule(torch.zeros(s)), r"positions must have shape \[3, 1 to 3\]")
         for s in ((2, 2), (3,), (3, 4))
     ),
     (lambda: GraphStructure.from_state({"rows": EXAMPLE}), r"only fields of a GraphStructure, got also \['rows'\]"),
@@ -266,7 +266,7 @@ CSC_ENDS = "colptr must start at 0 and end at the number of edges 3, got "
     (lambda: changed(perm=ints(0, 0, 1, 2)).validate(), "perm must be a permutation of 0 .. 3, got 1 values missing"),
     (lambda: changed(REVERSE, col=REVERSE.col.roll(1)).validate(), "rowptr, col must hold the edges of colptr, row"),
     (lambda: replace(NEAREST, fixed_in_degree=torch.empty(2, 0)), r"K \* 13 destinations = 39 edges, got K = 2"),
-    (lambda: replace(NEAREST, fixed_in_degree=torch.empty(3)), r"degree must be a tensor \[K, 0\].*got \(3,\)"),
+    (lambda: replace(NEAREST, fixed_in_degree=torch.empty(3)), r"degree must have shape \[K, 0\].*got \(3,\)"),
     (lambda: replace(NEAREST, fixed_in_degree=3), r"degree must be a tensor \[K, 0\].*got int"),
     (
         lambda: replace(from_coo([[0, 1, 0, 1], [0, 0, 0, 1]], 2), fixed_in_degree=torch.empty(2, 0)).validate(),

@@ -134,7 +134,7 @@ def test_structures_are_freed_when_a_model_is_moved_and_by_uninstall(graph, youn
         assert not cached()
         model.float()(draw(graph))
         assert cached()
-    assert not cached() and not cache._BY_PROVIDER
+    assert not cached() and not cache._BY_BASE
 
 
 @pytest.mark.parametrize("in_place", (False, True), ids=("another tensor", "written into"))
@@ -232,5 +232,5 @@ def test_model_groups_of_other_sizes_have_lists_of_their_own():
 
     for size in (2, 4):
         group = SimpleNamespace(rank=lambda: 0, size=lambda size=size: size)
-        *_, local = cache.patch_prepare_edge_sharding(cut)(None, x, shard_info, 1, None, whole, group)
+        *_, local = cache.prepare_edge_sharding.of(cut)(None, x, shard_info, 1, None, whole, group)
         assert local.shape == (2, 4 // size)

@@ -22,6 +22,7 @@ from anemoi.models.triton.gt import graph_transformer_attention_conv
 from support.anemoi_model import NODES, OwnConv, OwnLinear, block_inputs, make_block
 from support.anemoi_model import differentiate_block as run
 from support.same_numbers import assert_same_numbers
+from torch.testing._internal.two_tensor import TwoTensor
 
 from anemoi_gt import AttentionConfig
 from anemoi_gt.integrations import anemoi as integration
@@ -257,6 +258,9 @@ class OwnProjection(blocks.GraphTransformerProcessorBlock):
 UNFUSED = {
     "its lin_edge is": lambda block: setattr(block.lin_edge, "__class__", OwnLinear),
     "hooks watch its lin_edge": lambda block: block.lin_edge.register_forward_hook(lambda *_: None),
+    "its lin_edge has weights that are a tensor subclass": lambda block: setattr(
+        block.lin_edge, "weight", torch.nn.Parameter(TwoTensor(*[block.lin_edge.weight.detach()] * 2))
+    ),
     "OwnSplit has a prepare_qkve_edge_sharding of its own": OwnSplit,
     "OwnProjection has a get_qkve of its own": OwnProjection,
 }

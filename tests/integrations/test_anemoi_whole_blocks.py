@@ -12,9 +12,11 @@ from support import anemoi_model as small
 from support.anemoi_model import OwnLinear, block_inputs, differentiate_block, make_block
 from support.same_numbers import assert_same_numbers
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
 from anemoi_gt.integrations import anemoi as integration
+from anemoi_gt.kernel_report.explain import _recording as explain_hooks
 from anemoi_gt.nn import whole_block
 from anemoi_gt.ops.triton_backend import launch, node_rows
 
@@ -188,6 +190,9 @@ UNSERVED = {
     "its run_node_dst_mlp was replaced": lambda block: double(block, "run_node_dst_mlp"),
     "hooks watch a part of it that": lambda block: double(block.lin_query, "forward"),
     "its attention drops": lambda block: setattr(block.conv, "dropout", 1.0),
+    "its query has weights that are a tensor subclass": lambda block: setattr(
+        block.lin_query, "weight", nn.Parameter(TwoTensor(*[block.lin_query.weight.detach()] * 2))
+    ),
 }
 
 
@@ -213,6 +218,25 @@ def test_another_block_has_its_attention_alone_computed_and_that_is_said_once(re
     refused = f"blocks=True with backend 'triton' cannot compute this Anemoi block: {reason}"
     with BLOCKS(), pytest.raises(ValueError, match=refused):
         forward(*inputs)
+
+
+@pytest.mark.parametrize("is_compiled", (False, True))
+def test_hooks_of_all_modules_see_the_parts_of_a_block(is_compiled, said, traced):
+    block, inputs = block_of("processor"), block_inputs()
+    forward = torch.compile(block, backend=traced[0]) if is_compiled else block
+    double_activations = lambda module, _, out: 2 * out if isinstance(module, nn.GELU) else out  # noqa: E731
+    hook = nn.modules.module.register_module_forward_hook(double_activations)
+    try:
+        expected = differentiate_block(block, inputs)
+        with integration.install(blocks=True):
+            assert_same_numbers(differentiate_block(block, inputs, forward), expected)
+        with BLOCKS(), pytest.raises(ValueError, match="this Anemoi block: hooks watch all modules"):
+            block(*inputs)
+    finally:
+        hook.remove()
+    assert "hooks watch all modules, and those of its parts would not be called" in said()[0]
+    with BLOCKS(), explain_hooks(lambda _: None):
+        block(*inputs)  # whole: what `explain` registers only watches
 
 
 def test_norms_of_queries_and_keys_compute_with_our_attention_alone(said):

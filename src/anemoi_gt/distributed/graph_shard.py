@@ -16,7 +16,7 @@ from anemoi_gt.distributed.consensus import check_same, consensus, fingerprint
 from anemoi_gt.distributed.halo import HaloExchange, PendingExchange
 from anemoi_gt.distributed.partition import Partition, Ranges, destination_cost
 from anemoi_gt.graph import GraphStructure
-from anemoi_gt.graph.validation import check_edge_index, check_index, check_range
+from anemoi_gt.graph.validation import check_edge_ids, check_edge_index, check_range, check_shape
 from anemoi_gt.nn.input_validation import check_structure
 from anemoi_gt.ops.dtypes import cast_for_autocast
 
@@ -55,11 +55,8 @@ class GraphShard:
         [B, n_src, F].
         """
         count = self.sources.ranges.counts[self.rank]
-        if not isinstance(x_src, Tensor):
-            raise ValueError(f"x_src must be a tensor, got {type(x_src).__name__}")
-        if x_src.dim() < 2 or x_src.shape[-2] != count:
-            got = tuple(x_src.shape)
-            raise ValueError(f"x_src must have one row for each of the {count} sources of this rank, got {got}")
+        wanted = f"[.., {count}, F], one row for each source of this rank"
+        check_shape("x_src", x_src, wanted, lambda x: x.dim() >= 2 and x.shape[-2] == count)
         if self.sources.ranges.num_ranks == 1:
             return LocalRows(x_src)
         return self.halo.start(cast_for_autocast(x_src))
@@ -125,17 +122,18 @@ def shard_graph(
     check_same({"graph": fingerprint(*graph.state_dict().values())} | found, group)
     rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
     destinations = destinations or Partition.balanced(destination_cost(graph.colptr.diff()), num_ranks)
-    sources = sources or _default_sources(graph.num_src, destinations)
+    if sources is None:
+        is_one_set = graph.num_src == destinations.size
+        sources = destinations if is_one_set else Partition(Ranges.even(graph.num_src, num_ranks))
     _check_partitions(sources, destinations, (graph.num_src, graph.num_dst), num_ranks)
     own, dst = destinations.ranges.of(rank), destinations.positions(graph.dst)
-    is_own = (dst >= own.start) & (dst < own.stop)
+    is_own = destinations.ranges.owns(rank, dst)
     src, global_edge_id = sources.positions(graph.row[is_own]), graph.global_edge_ids()[is_own]
     shard = _shard(src, dst[is_own] - own.start, global_edge_id, (sources, destinations), group)
     schedule = None
     if graph.dst_schedule is not None:
         schedule = destinations.positions(graph.dst_schedule)
-        schedule = schedule[(schedule >= own.start) & (schedule < own.stop)] - own.start
-        schedule = schedule.to(graph.colptr.dtype)
+        schedule = (schedule[destinations.ranges.owns(rank, schedule)] - own.start).to(graph.colptr.dtype)
     edges = graph.edge_order().long()[is_own][shard.edges]
     return replace(shard, edges=edges, structure=replace(shard.structure, dst_schedule=schedule))
 
@@ -180,10 +178,7 @@ def shard_edges(
     with consensus(group):
         _check_own_edges(edge_index, sources, destinations, rank)
         if global_edge_id is not None:
-            check_index("global_edge_id", global_edge_id, like=edge_index, dtypes=(torch.int64,))
-            if len(global_edge_id) != edge_index.shape[1]:
-                got = f"one per edge, got {len(global_edge_id)}"
-                raise ValueError(f"global_edge_id must have {edge_index.shape[1]} entries, {got}")
+            check_edge_ids(global_edge_id, edge_index)
     if global_edge_id is None:
         counts = [0] * num_ranks
         dist.all_gather_object(counts, edge_index.shape[1], group=group)
@@ -197,22 +192,15 @@ def _shard(
 ) -> GraphShard:
     """Return the shard of this rank's edges, from source positions `src` [E_own] to local destination rows `dst`."""
     rank, (sources, destinations) = dist.get_rank(group), partitions
-    own, num_src = sources.ranges.of(rank), sources.ranges.counts[rank]
-    is_local = (src >= own.start) & (src < own.stop)
+    num_src, is_local = sources.ranges.counts[rank], sources.ranges.owns(rank, src)
     halo, halo_row = torch.unique(src[~is_local], return_inverse=True)
-    row = src - own.start
+    row = src - sources.ranges.of(rank).start
     row[~is_local] = num_src + halo_row
     sizes = num_src + halo.shape[0], destinations.ranges.counts[rank]
     graph = GraphStructure.from_edge_index(torch.stack([row, dst]), sizes, global_edge_id=global_edge_id)
     edges, structure = graph.edge_order().long(), replace(graph, perm=None)
     exchange = HaloExchange.of_requests(halo, sources.ranges, group)
     return GraphShard(rank, sources, destinations, edges, structure, exchange)
-
-
-def _default_sources(num_src: int, destinations: Partition) -> Partition:
-    if num_src == destinations.size:
-        return destinations
-    return Partition(Ranges.even(num_src, destinations.ranges.num_ranks))
 
 
 def _signature(partition: Partition) -> str:

@@ -180,7 +180,7 @@ class GraphTransformerConv(MessagePassing):
             edges = (graph, *self._edge_operands(edge_attr))
             dropout_p = self.dropout if self.training else 0.0
             out, _ = edge_attention(query, key, value, *edges, dropout_p=dropout_p, config=self.config)
-        out = self._add_skip(self._join_heads(out), x_dst)
+        out = self._add_skip(out.flatten(-2) if self.concat else out.mean(dim=-2), x_dst)
 
         if return_attention_weights is None:
             return out
@@ -277,11 +277,6 @@ class GraphTransformerConv(MessagePassing):
 
     def _split_heads(self, features: Tensor) -> Tensor:
         return features.view(*features.shape[:-1], self.heads, self.out_channels)
-
-    def _join_heads(self, out: Tensor) -> Tensor:
-        if self.concat:
-            return out.flatten(-2)
-        return out.mean(dim=-2)
 
     def _add_skip(self, out: Tensor, x_dst: Tensor) -> Tensor:
         if not self.root_weight:

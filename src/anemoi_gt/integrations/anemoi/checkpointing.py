@@ -12,8 +12,7 @@ raises. Compiled around the checkpoint, as where a whole processor or mapper is 
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from functools import partial, wraps
-from importlib import import_module
+from functools import partial
 
 import torch
 from torch import nn
@@ -22,6 +21,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from anemoi_gt.custom_ops import NAMESPACE
 from anemoi_gt.integrations.anemoi.attention import SETTINGS
 from anemoi_gt.integrations.anemoi.cache import edge_structure
+from anemoi_gt.integrations.anemoi.upstream import Upstream, replaces
 
 try:
     from torch._subclasses.fake_tensor import is_fake
@@ -39,17 +39,11 @@ _COMPILED = "_functorch/_aot_autograd"  # the part of PyTorch that runs compiled
 
 @dataclass(frozen=True)
 class Checkpointing:
-    """The mode of each component, None for its own switch.
+    """The mode of each component, one of `MODES`, or None for its own switch."""
 
-    Parameters
-    ----------
-    encoder, processor, decoder : {None, "none", "selective", "full"}
-        Of forward mappers, processors and backward mappers.
-    """
-
-    encoder: str | None = None
+    encoder: str | None = None  # forward mappers
     processor: str | None = None
-    decoder: str | None = None
+    decoder: str | None = None  # backward mappers
 
     @classmethod
     def of(cls, choice: str | Mapping[str, str | None] | None) -> "Checkpointing":
@@ -64,34 +58,30 @@ class Checkpointing:
         return cls(**modes)
 
 
-def patch_maybe_checkpoint(upstream: Callable) -> Callable:
-    """Return `maybe_checkpoint` that takes the mode of the component whose chunk it is."""
-    mapper, processor = (import_module(f"anemoi.models.layers.{name}") for name in ("mapper", "processor"))
-    kinds = {
-        "encoder": mapper.GraphTransformerForwardMapper,
-        "processor": processor.GraphTransformerProcessor,
-        "decoder": mapper.GraphTransformerBackwardMapper,
-    }
+@replaces("func enabled args kwargs")
+def maybe_checkpoint(upstream, func, enabled, *args, **kwargs):
+    """Checkpoint in the mode of the component whose chunk it is."""
+    mode = _mode_of(func.__self__)  # not getattr with a default, which Dynamo would return
+    if mode is None:
+        return upstream(func, enabled, *args, **kwargs)
+    if mode == "none":
+        return func(*args, **kwargs)
+    if mode == "full" or func.__name__ == "prepare_edge_sharding_wrapper":  # which has neither
+        return checkpoint(func, *args, use_reentrant=False, **kwargs)
+    run = func if torch.compiler.is_compiling() else _without_cast_cache(func)
+    return checkpoint(run, *args, use_reentrant=False, context_fn=_selective, **kwargs)
 
-    def mode_of(component: nn.Module | None) -> str | None:
-        modes = SETTINGS.everywhere and SETTINGS.everywhere.checkpointing
-        if modes is None:
-            return None
-        return next((getattr(modes, name) for name, kind in kinds.items() if isinstance(component, kind)), None)
 
-    @wraps(upstream)
-    def maybe_checkpoint(func, enabled, *args, **kwargs):
-        mode = mode_of(func.__self__)  # not getattr with a default, which Dynamo would return
-        if mode is None:
-            return upstream(func, enabled, *args, **kwargs)
-        if mode == "none":
-            return func(*args, **kwargs)
-        if mode == "full" or func.__name__ == "prepare_edge_sharding_wrapper":  # which has neither
-            return checkpoint(func, *args, use_reentrant=False, **kwargs)
-        run = func if torch.compiler.is_compiling() else _without_cast_cache(func)
-        return checkpoint(run, *args, use_reentrant=False, context_fn=_selective, **kwargs)
-
-    return maybe_checkpoint
+def _mode_of(component: nn.Module | None) -> str | None:
+    """Return the mode of `install` for a component, None for its own switch."""
+    modes = SETTINGS.everywhere and SETTINGS.everywhere.checkpointing
+    if modes is None:
+        return None
+    if isinstance(component, Upstream.mapper.GraphTransformerForwardMapper):
+        return modes.encoder
+    if isinstance(component, Upstream.processor.GraphTransformerProcessor):
+        return modes.processor
+    return modes.decoder if isinstance(component, Upstream.mapper.GraphTransformerBackwardMapper) else None
 
 
 def _without_cast_cache(func: Callable) -> Callable:
@@ -124,7 +114,7 @@ def _policy(ctx, operator, *args, **kwargs) -> CheckpointPolicy:
 def _runs_compiled() -> bool:
     """Return True if an operator that is called here was called by code of torch.compile."""
     frame = sys._getframe()
-    while frame is not None and frame.f_code.co_name != patch_maybe_checkpoint.__name__.removeprefix("patch_"):
+    while frame is not None and frame.f_code.co_name != maybe_checkpoint.function.__name__:
         if _COMPILED in frame.f_code.co_filename:
             return True
         frame = frame.f_back
