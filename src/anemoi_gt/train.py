@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -165,6 +166,8 @@ def _train_on_ranks(config: "DictConfig", sharding: ShardingConfig, device_type:
         trainer = make_sharded_trainer(model, shard, splits, training, folder, description, **options)
         nodes = len(splits.train.nodes)
         log.info("%d ranks, %d of them for a model; %d nodes", mesh.size(), mesh["model"].size(), nodes)
+        share = replace(training, batch_size=training.batch_size // mesh["data"].size())
+        log.info("memory of a step on the first rank: %s", estimate_memory(model, share))
         test = splits.test if whole is not None else None
         del splits, model  # keep this rank's shard alone
         stopped = None
@@ -189,8 +192,6 @@ def _train_on_ranks(config: "DictConfig", sharding: ShardingConfig, device_type:
 def check_shares(config: "DictConfig", mesh: "DeviceMesh") -> None:
     """Raise a ValueError if the config alone shows that the ranks cannot share the run."""
     share_of_batch(hydra_app.check_device(config).batch_size, mesh["data"].size())
-    if (chunks := config.model.get("mapper_chunks", 1)) != 1:
-        raise ValueError(f"model.mapper_chunks must be 1 under torchrun, got {chunks}: increase sharding.model instead")
 
 
 def resumes_on_ranks(folder: Path, resume: bool, description: dict) -> bool:

@@ -182,11 +182,14 @@ def test_inference_at_9_km_reports_each_run(tmp_path, monkeypatch):
 def test_training_at_9_km_checks_and_times_steps(tmp_path):
     sizes = "--grid O4 --refinement 1 --check-grid O4 --check-refinement 1 --channels 32 --heads 2 --layers 2"
     options = "--fields 6 2 --device cpu --compiled 0 --steps 1 --chunks 1 3 --anemoi-chunks 1 2 --output"
-    train_9km.main(shlex.split(f"{sizes} {options} {tmp_path / 'r.json'}"))
+    parts = "--parts check_model check_mappers ours anemoi install sharded"
+    train_9km.main(shlex.split(f"{sizes} {parts} {options} {tmp_path / 'r.json'}"))
     runs = json.loads((tmp_path / "r.json").read_text())["runs"]
-    assert [run["outcome"] for run in runs if "check" in run] == ["right"] * 7
+    assert [run["outcome"] for run in runs if "check" in run] == ["right"] * 8
     timed = [(run["contender"], run["num_chunks"]) for run in runs if run["outcome"] == "done"]
-    assert timed == [("anemoi_gt", 1), ("anemoi_gt", 3), ("anemoi-models", 2), ("anemoi-models", 1)]
+    anemoi = [(name, chunks) for name in ("anemoi-models", "anemoi-models, install") for chunks in (2, 1)]
+    ours = [("anemoi_gt", 1), ("anemoi_gt", 3)]
+    assert timed == [*ours, *anemoi, *ours] and [run.get("ranks") for run in runs][-3:] == [2, 2, 2]
 
 
 def test_gpu_checks_run_in_small(tmp_path):

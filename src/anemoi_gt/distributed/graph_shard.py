@@ -17,8 +17,10 @@ from anemoi_gt.distributed.halo import HaloExchange, PendingExchange
 from anemoi_gt.distributed.partition import Partition, Ranges, destination_cost
 from anemoi_gt.graph import GraphStructure
 from anemoi_gt.graph.validation import check_edge_ids, check_edge_index, check_range, check_shape
+from anemoi_gt.nn.chunking import Chunk, RowsWithHalo, make_chunks
 from anemoi_gt.nn.input_validation import check_structure
 from anemoi_gt.ops.dtypes import cast_for_autocast
+from anemoi_gt.option_checks import check_integer
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,6 +39,8 @@ class GraphShard:
         Edges from local and halo sources to local destinations, with their reverse structure.
     halo : HaloExchange
         Delivers the halo.
+    chunks : tuple of Chunk
+        Of `structure`, from `split`; layers compute one after the other. Empty: the structure is not split.
     """
 
     rank: int
@@ -45,6 +49,24 @@ class GraphShard:
     edges: Tensor
     structure: GraphStructure
     halo: HaloExchange
+    chunks: tuple[Chunk, ...] = ()
+
+    def split(self, num_chunks: int) -> "GraphShard":
+        """Return this shard in the same number of chunks on every rank; layers exchange the halo before the first.
+
+        Of a rank with fewer destinations some chunks are empty. Raise ValueError unless num_chunks is at least 1.
+        """
+        check_integer("num_chunks", num_chunks)
+        num_local = self.sources.ranges.counts[self.rank]
+        return replace(self, chunks=make_chunks(self.structure, num_chunks, num_local) if num_chunks > 1 else ())
+
+    def exchange(self, x_src: Tensor) -> Tensor | RowsWithHalo:
+        """Return rows of local sources and the halo, sent uncast, or on one rank the rows. As `start_exchange`."""
+        self._check_sources(x_src)
+        if self.sources.ranges.num_ranks == 1:
+            return x_src
+        pending = self.halo.start(x_src)
+        return RowsWithHalo(pending.own, pending.wait_halo())
 
     def start_exchange(self, x_src: Tensor) -> "PendingExchange | LocalRows":
         """Send rows of local sources, cast for autocast, and return immediately. Collective, and so is its backward.
@@ -54,12 +76,15 @@ class GraphShard:
         inside the checkpointed function. Raise ValueError, before anything is sent, unless `x_src` is [n_src, F] or
         [B, n_src, F].
         """
-        count = self.sources.ranges.counts[self.rank]
-        wanted = f"[.., {count}, F], one row for each source of this rank"
-        check_shape("x_src", x_src, wanted, lambda x: x.dim() >= 2 and x.shape[-2] == count)
+        self._check_sources(x_src)
         if self.sources.ranges.num_ranks == 1:
             return LocalRows(x_src)
         return self.halo.start(cast_for_autocast(x_src))
+
+    def _check_sources(self, x_src: Tensor) -> None:
+        count = self.sources.ranges.counts[self.rank]
+        wanted = f"[.., {count}, F], one row for each source of this rank"
+        check_shape("x_src", x_src, wanted, lambda x: x.dim() >= 2 and x.shape[-2] == count)
 
     def __deepcopy__(self, memo: dict) -> "GraphShard":
         return self  # immutable: copies of a model share it

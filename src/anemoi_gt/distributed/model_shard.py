@@ -27,7 +27,7 @@ from anemoi_gt.distributed.partition import Partition, destination_cost
 from anemoi_gt.distributed.sharded_checkpoint import ShardedTable
 from anemoi_gt.graph import GraphStructure
 from anemoi_gt.graph.ordering import morton_order
-from anemoi_gt.nn import EncoderProcessorDecoder, GraphTransformerBaseBlock
+from anemoi_gt.nn import Chunk, EncoderProcessorDecoder, GraphTransformerBaseBlock, StaticEdges
 from anemoi_gt.nn.static_graph import HIDDEN
 
 NODE_ROWS, EDGE_ROWS = ("sin_cos_lat_lon", "trainable"), ("edge_attr", "trainable")
@@ -175,14 +175,11 @@ class ModelRows:
 class ShardPlan:
     """Shard plan of a whole model: owners of all nodes and edges, made in one process without communication.
 
-    The model is left unchanged. Raise ValueError when its mappers work in chunks.
+    The model is left unchanged.
     """
 
     def __init__(self, model: EncoderProcessorDecoder, num_ranks: int):
         self.model, self.edges = model, edge_modules(model)
-        chunks = max((len(getattr(module, "chunks", ())) for module, _, _ in self.edges.values()), default=1)
-        if chunks > 1:
-            raise ValueError(f"mapper_chunks must be 1 when sharded, got {chunks}: each shard is a chunk already")
         layers = {"processor_edges": len(model.processor.proc)}
         graphs = [(module.structure(), dst, layers.get(path, 1)) for path, (module, _, dst) in self.edges.items()]
         positions = {name: _unit_vectors(nodes.sin_cos_lat_lon.cpu()) for name, nodes in model.nodes.items()}
@@ -244,8 +241,7 @@ def _apply_shard(model: EncoderProcessorDecoder, shard: ModelRows, mesh: DeviceM
         if module.trainable is not None:
             tables[f"{path}.trainable"] = ShardedTable(ids[graph.edges], edges.size, mesh)
         set_rows(module, {name: None if rows is None else rows[graph.edges] for name, rows in edges.rows.items()})
-        for edge_module in (module, *getattr(module, "chunks", ())):
-            edge_module.structure = FixedGraph(graph)
+        set_graph(module, graph)
     return ModelShard(shard.partitions, rank, tables)
 
 
@@ -256,8 +252,18 @@ class FixedGraph(nn.Module):
         super().__init__()
         self.graph = graph
 
+    @property
+    def chunks(self) -> tuple[Chunk, ...]:
+        """Chunks in which mappers compute; empty if there is one."""
+        return self.graph.chunks
+
     def forward(self) -> GraphShard:
         return self.graph
+
+
+def set_graph(edges: StaticEdges, graph: GraphShard) -> None:
+    """Replace the structure of edges by a shard, in the same number of chunks."""
+    edges.structure, edges.chunks = FixedGraph(graph.split(max(1, len(edges.chunks)))), nn.ModuleList()
 
 
 def set_rows(module: nn.Module, rows: dict[str, Tensor | None]) -> None:

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from anemoi_gt.distributed.consensus import check_same, consensus, fingerprint
 from anemoi_gt.distributed.grad_sync import AXES, check_mesh
 from anemoi_gt.distributed.graph_shard import GraphShard, shard_graph
-from anemoi_gt.distributed.model_shard import EDGE_ROWS, FixedGraph, ModelShard, partition_nodes, set_rows
+from anemoi_gt.distributed.model_shard import EDGE_ROWS, ModelShard, partition_nodes, set_graph, set_rows
 from anemoi_gt.distributed.sharded_checkpoint import ShardedTable
 from anemoi_gt.graph import GraphStructure
 from anemoi_gt.nn import StaticEdges
@@ -127,7 +127,7 @@ def shard_module(
         set_rows(owner, {attribute: tensor.detach()[own]})
     for kind, edges in graphs.items():
         if isinstance(edges, StaticEdges):
-            edges.structure = FixedGraph(shards[kind])
+            set_graph(edges, shards[kind])
     return ModuleShard(partitions, rank, found, shards)
 
 
@@ -136,10 +136,6 @@ def _structure(kind: Kind, edges: GraphStructure | StaticEdges) -> GraphStructur
     if not isinstance(kind, tuple) or len(kind) != 2 or not all(isinstance(name, str) for name in kind):
         raise ValueError(f"graphs must have keys (sources, destinations), names of sets of nodes, got {kind!r}")
     if isinstance(edges, StaticEdges):
-        if len(edges.chunks) > 1:
-            raise ValueError(
-                f"num_chunks must be 1 when sharded, got {len(edges.chunks)}: each shard is a chunk already"
-            )
         edges = edges.structure()
     if not isinstance(edges, GraphStructure):
         raise ValueError(f"graphs must be GraphStructures or StaticEdges, got {type(edges).__name__} for {kind}")

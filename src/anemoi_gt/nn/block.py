@@ -46,6 +46,8 @@ class PendingRows(Protocol):
 class ShardedGraph(Protocol):
     """One rank's shard of a graph, which layers take in place of a `GraphStructure`; see `anemoi_gt.distributed`.
 
+    Where it has `chunks` of its structure, from `GraphShard.split`, layers call its `exchange` before the first.
+
     Attributes
     ----------
     structure : GraphStructure
