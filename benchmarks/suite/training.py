@@ -22,7 +22,7 @@ from anemoi_gt.nn import GraphTransformerBaseBlock, split_destinations
 from anemoi_gt.training.compilation import compile_blocks
 from anemoi_gt.training.config import TrainingConfig
 from anemoi_gt.training.memory import estimate_memory
-from anemoi_gt.training.parallel.step import ShardedTrainingStep
+from anemoi_gt.training.sharded import ShardedTrainingStep
 from anemoi_gt.training.step import AUTOCAST, TrainingStep
 from suite.inference import PARTS, Setting, checked_destinations, plain_mapper
 from suite.timing import CLOCKS, seconds_of
