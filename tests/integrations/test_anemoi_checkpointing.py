@@ -11,6 +11,8 @@ from support.anemoi_model import build, differentiate, draw, graph_of, make_opti
 from support.operators import Operators
 from support.same_numbers import assert_same_numbers
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.exc import BackendCompilerFailed
+from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 
 from anemoi_gt.integrations import anemoi
 
@@ -123,6 +125,23 @@ def test_compiled_whole_selective_checkpoints_keep_the_attention_and_products(gr
     assert attention == eager[ATTENTION]
     assert backward[ATTENTION] == 0 and backward["anemoi_gt.edge_attention_torch_backward.default"] == attention
     assert backward[PRODUCT] == 0 and backward[ACTIVATION] == attention
+
+
+def test_compiled_whole_blocks_are_recomputed_one_chunk_at_a_time(graph):
+    names, block = [], "anemoi_gt.transformer_block"
+
+    def partition(joint, *arguments, **options):
+        joint_graph_passes(joint)  # those of Inductor, which remove copies
+        _, backward = min_cut_rematerialization_partition(joint, *arguments, **options)
+        names.extend(str(node.target).removesuffix(".default") for node in backward.graph.nodes)
+        raise InterruptedError("all is known")
+
+    model = make_model(graph, layers=4, layer_chunks=2)
+    compiled(model, WHOLE[:1], backend=aot_autograd(fw_compiler=None, partition_fn=partition))
+    with anemoi.install(backend="triton", blocks=True), pytest.raises(BackendCompilerFailed, match="all is known"):
+        model(draw(graph))
+    chunk = 2 * [block] + 2 * [f"{block}_backward"]
+    assert [name for name in names if name.startswith(block)] == 2 * chunk
 
 
 def test_inductor_keeps_them_too(graph, expected):

@@ -15,10 +15,11 @@ from dataclasses import dataclass, fields
 from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from anemoi_gt.custom_ops import NAMESPACE
+from anemoi_gt.custom_ops import NAMESPACE, define_gradient, define_operator
 from anemoi_gt.integrations.anemoi.attention import SETTINGS
 from anemoi_gt.integrations.anemoi.cache import edge_structure
 from anemoi_gt.integrations.anemoi.upstream import Upstream, replaces
@@ -62,13 +63,14 @@ class Checkpointing:
 def maybe_checkpoint(upstream, func, enabled, *args, **kwargs):
     """Checkpoint in the mode of the component whose chunk it is."""
     mode = _mode_of(func.__self__)  # not getattr with a default, which Dynamo would return
-    if mode is None:
-        return upstream(func, enabled, *args, **kwargs)
-    if mode == "none":
+    if mode == "none" or not (enabled or mode):
         return func(*args, **kwargs)
+    run = _with_copied_results(func) if torch.compiler.is_compiling() else func
+    if mode is None:
+        return upstream(run, enabled, *args, **kwargs)
     if mode == "full" or func.__name__ == "prepare_edge_sharding_wrapper":  # which has neither
-        return checkpoint(func, *args, use_reentrant=False, **kwargs)
-    run = func if torch.compiler.is_compiling() else _without_cast_cache(func)
+        return checkpoint(run, *args, use_reentrant=False, **kwargs)
+    run = run if torch.compiler.is_compiling() else _without_cast_cache(run)
     return checkpoint(run, *args, use_reentrant=False, context_fn=_selective, **kwargs)
 
 
@@ -82,6 +84,29 @@ def _mode_of(component: nn.Module | None) -> str | None:
     if isinstance(component, Upstream.processor.GraphTransformerProcessor):
         return modes.processor
     return modes.decoder if isinstance(component, Upstream.mapper.GraphTransformerBackwardMapper) else None
+
+
+@define_operator
+def chunk_result(x: Tensor) -> Tensor:
+    """Return a copy of a result of a checkpointed chunk.
+
+    Compiled code keeps what a chunk passes to the next one, unless that is one of several results of an operator, as of
+    a whole block (docs/upstream.md). It would recompute all chunks together from the input of the first.
+    """
+    return x.clone()
+
+
+torch.library.register_fake("anemoi_gt::chunk_result", torch.empty_like)
+_chunk_result = define_gradient(chunk_result, lambda ctx, inputs, output: None, lambda ctx, grad: (grad,))
+
+
+def _with_copied_results(func: Callable) -> Callable:
+    """Return a function whose floating-point results are copies, for `torch.compile`."""
+
+    def copied(result):
+        return _chunk_result(result) if isinstance(result, Tensor) and result.is_floating_point() else result
+
+    return lambda *args, **kwargs: tree_map(copied, func(*args, **kwargs))
 
 
 def _without_cast_cache(func: Callable) -> Callable:
