@@ -12,7 +12,7 @@ Norms keep float32. Edges keep little beside that. Compiled blocks need less.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 from torch import nn
 
@@ -23,8 +23,7 @@ STATE = 20
 FLOAT32 = 4
 
 
-@dataclass(frozen=True)
-class MemoryEstimate:
+class MemoryEstimate(NamedTuple):
     """Bytes of a training step by purpose; printed, in GB."""
 
     state: int
@@ -36,11 +35,11 @@ class MemoryEstimate:
     @property
     def total(self) -> int:
         """All of them: purposes that peak at different times are not many bytes apart."""
-        return sum(getattr(self, field.name) for field in fields(self))
+        return sum(self)
 
     def __str__(self) -> str:
-        parts = {field.name.replace("_", " "): getattr(self, field.name) for field in fields(self)}
-        return f"about {self.total / 1e9:.3g} GB: " + ", ".join(f"{n} {size / 1e9:.2g}" for n, size in parts.items())
+        parts = (f"{name.replace('_', ' ')} {size / 1e9:.2g}" for name, size in self._asdict().items())
+        return f"about {self.total / 1e9:.3g} GB: {', '.join(parts)}"
 
 
 def estimate_memory(model: nn.Module, config: TrainingConfig) -> MemoryEstimate | None:

@@ -95,7 +95,10 @@ class Trainer:
         file cannot be written. After an error the checkpoints stay those before it.
         """
         self._metrics, shown = metrics, {}
-        self._start_generators()
+        if self._generators is None:
+            seed_generators(self.config.seed)
+        else:
+            set_generator_states(self._generators, self.device)
         self._meter.start()
         samples = self.config.batch_size  # of a step, in all processes; a batch here may be a part of them
         with (
@@ -144,12 +147,6 @@ class Trainer:
         self.best_loss = state["best_loss"]
         self._meter.load_state_dict(state["pending"])
         self._generators = state["generators"]
-
-    def _start_generators(self) -> None:
-        if self._generators is None:
-            seed_generators(self.config.seed)
-        else:
-            set_generator_states(self._generators, self.device)
 
     def _is_due(self, every: int) -> bool:
         return self.step.global_step % every == 0 or self.step.global_step == self.config.steps
