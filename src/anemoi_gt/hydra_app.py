@@ -275,7 +275,7 @@ def launch(
     """
     module = f"anemoi_gt.{name}"
     try:
-        hydra = require_packages()
+        hydra, *_ = (import_extra(module, "train") for module in NEEDED)
         config_name = choose_config() if choose_config else name
         there = check_folder(sys.argv[1:])
     except (ImportError, OSError, ValueError) as error:
@@ -352,12 +352,6 @@ def out_of_memory(config: "DictConfig") -> str:
     properties = torch.cuda.get_device_properties() if torch.cuda.is_available() else None
     size = "" if properties is None else f", {properties.total_memory / 1e9:.0f} GB of {properties.name}"
     return f"out of GPU memory{size}: {advice(config.get('model', {}), config.get('training', {}))}"
-
-
-def require_packages():
-    """Import the packages of the extra `train`; return Hydra."""
-    hydra, *_ = (import_extra(module, "train") for module in NEEDED)
-    return hydra
 
 
 def exit_with_error(module: str, error: Exception | str, status: int = 1) -> NoReturn:

@@ -33,6 +33,7 @@ import copy
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -173,22 +174,13 @@ def draw_case(rng: np.random.Generator, flows: tuple[str, ...]) -> Case:
     return Case(flow, hills, start=rng.uniform(0, flow.period))
 
 
-@dataclass(frozen=True)
-class Statistics:
+class Statistics(NamedTuple):
     """Normalisation from training samples: tracer mean, standard deviations of tracer, its change and the wind."""
 
     tracer_mean: float
     tracer_std: float
     change_std: float
     wind_std: float
-
-    @classmethod
-    def of(cls, cases: list[Case], xyz: np.ndarray, lead_time: float) -> "Statistics":
-        """Compute the statistics of these problems at unit vectors `xyz` [N, 3]."""
-        tracer = np.stack([case.tracer(xyz, 0) for case in cases])
-        change = np.stack([case.tracer(xyz, lead_time) for case in cases]) - tracer
-        wind = np.stack([case.flow.wind(xyz, case.start) for case in cases])
-        return cls(tracer.mean(), tracer.std(), np.sqrt((change**2).mean()), np.sqrt((wind**2).sum(-1).mean() / 2))
 
 
 class SphereDataset(ForecastDataset):
@@ -230,9 +222,12 @@ class SphereDataset(ForecastDataset):
         self.weights = torch.from_numpy(area_weights(nodes)).float()
         self._xyz, self._frame = nodes.xyz, nodes.frame
         self._position = torch.from_numpy(np.stack([f(x) for x in nodes.radians.T for f in (np.sin, np.cos)], axis=-1))
-        first = (self.case(i) for i in range(min(size, STATISTICS_SAMPLES)))
-        some = self._xyz[:: -(-len(nodes) // STATISTICS_NODES)]
-        self.statistics = Statistics.of(list(first), some, lead_time)
+        cases = [self.case(i) for i in range(min(size, STATISTICS_SAMPLES))]
+        xyz = self._xyz[:: -(-len(nodes) // STATISTICS_NODES)]
+        tracer, later = (np.stack([case.tracer(xyz, hours) for case in cases]) for hours in (0, lead_time))
+        wind = np.stack([case.flow.wind(xyz, case.start) for case in cases])
+        change_std, wind_std = np.sqrt(((later - tracer) ** 2).mean()), np.sqrt((wind**2).sum(-1).mean() / 2)
+        self.statistics = Statistics(tracer.mean(), tracer.std(), change_std, wind_std)
         self.change_mean = torch.zeros(1)
         self.change_std = torch.tensor([self.statistics.change_std], dtype=torch.float32)
 

@@ -155,7 +155,8 @@ class Explanation:
         return replace(self, layers=layers)
 
     def __str__(self) -> str:
-        lines = [line for _, alike in groupby(self.layers, _all_but_name) for line in _layer_lines(list(alike))]
+        groups = groupby(self.layers, lambda layer: replace(layer, name=""))
+        lines = [line for _, alike in groups for line in _layer_lines(list(alike))]
         if self.bandwidth is not None:
             lines.append(f"lower bound: bytes over {_scaled(self.bandwidth, 'B/s')}")
         return "\n".join(lines)
@@ -233,10 +234,6 @@ def _timed(layer: Layer, pass_: Pass, times_of: dict[tuple, _Times]) -> Pass:
         replace(kernel, achieved_ms=times.kernels.get(kernel.name, kernel.achieved_ms)) for kernel in pass_.kernels
     )
     return replace(pass_, kernels=tuple(kernels), achieved_ms=achieved)
-
-
-def _all_but_name(layer: Layer) -> tuple:
-    return tuple(value for name, value in vars(layer).items() if name != "name")
 
 
 def _layer_lines(layers: list[Layer]) -> Iterator[str]:
