@@ -17,7 +17,7 @@ from anemoi_gt.distributed import is_launched
 from anemoi_gt.distributed.sharded_checkpoint import require_file
 from anemoi_gt.option_checks import check_integer
 from anemoi_gt.training.checkpoint import load_checkpoint
-from anemoi_gt.training.device import cpu_threads
+from anemoi_gt.training.config import cpu_threads
 from anemoi_gt.training.metrics_log import read_metrics
 from anemoi_gt.training.report import write_report, write_rollout_report
 

@@ -31,8 +31,8 @@ from anemoi_gt.ops.backends import BACKENDS, choose_backend
 from anemoi_gt.training import TrainingConfig
 from anemoi_gt.training.checkpoint import load_checkpoint, load_fitting_weights, load_weights
 from anemoi_gt.training.compilation import check_device_has_cuda_graphs
+from anemoi_gt.training.config import choose_device, cpu_threads
 from anemoi_gt.training.data_loading import load
-from anemoi_gt.training.device import choose_device, cpu_threads
 from anemoi_gt.training.memory import advice
 from anemoi_gt.training.signals import Stopped
 

@@ -18,7 +18,7 @@ from anemoi_gt.extras import import_extra
 from anemoi_gt.hydra_app import Run, build_trained, output_folder
 from anemoi_gt.option_checks import check_integer
 from anemoi_gt.training.atomic_write import annotate_oserror
-from anemoi_gt.training.device import cpu_threads
+from anemoi_gt.training.config import cpu_threads
 from anemoi_gt.training.rollout import roll_out
 
 if TYPE_CHECKING:

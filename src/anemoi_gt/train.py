@@ -31,8 +31,8 @@ from anemoi_gt.distributed.sharded_checkpoint import (
 )
 from anemoi_gt.training import Trainer
 from anemoi_gt.training.checkpoint import load_checkpoint, load_weights
+from anemoi_gt.training.config import choose_device, cpu_threads
 from anemoi_gt.training.data_loading import share_of_batch
-from anemoi_gt.training.device import choose_device, cpu_threads
 from anemoi_gt.training.memory import estimate_memory
 from anemoi_gt.training.metrics_log import MetricsFile
 from anemoi_gt.training.report import write_report
@@ -151,7 +151,10 @@ def _train_on_ranks(config: "DictConfig", sharding: ShardingConfig, device_type:
     with init_distributed(sharding, device_type) as mesh:
         group = make_cpu_group(sharding)
         check_same(shared_config(config, mesh), group)
-        check_shares(config, mesh)
+        share_of_batch(hydra_app.check_device(config).batch_size, mesh["data"].size())
+        if (chunks := config.model.get("mapper_chunks", 1)) != 1:
+            must = "model.mapper_chunks must be 1 under torchrun"
+            raise ValueError(f"{must}, got {chunks}: increase sharding.model instead")
         description, folder = hydra_app.describe(config), Path(broadcast_from_rank0(str(hydra_app.output_folder())))
         resume = run_on_rank0(partial(resumes_on_ranks, folder, config.resume, description))
         if resume:
@@ -184,13 +187,6 @@ def _train_on_ranks(config: "DictConfig", sharding: ShardingConfig, device_type:
     with cpu_threads(training.threads):
         write_report(folder, whole.eval(), test, records)
     return trainer.best_loss
-
-
-def check_shares(config: "DictConfig", mesh: "DeviceMesh") -> None:
-    """Raise a ValueError if the config alone shows that the ranks cannot share the run."""
-    share_of_batch(hydra_app.check_device(config).batch_size, mesh["data"].size())
-    if (chunks := config.model.get("mapper_chunks", 1)) != 1:
-        raise ValueError(f"model.mapper_chunks must be 1 under torchrun, got {chunks}: increase sharding.model instead")
 
 
 def resumes_on_ranks(folder: Path, resume: bool, description: dict) -> bool:

@@ -159,21 +159,6 @@ class Case:
         return self.hills(self.flow.transport(xyz, self.start + hours, self.start))
 
 
-def draw_case(rng: np.random.Generator, flows: tuple[str, ...]) -> Case:
-    """Draw a kind of flow out of `flows` (keys of `DEFORMATION`), its orientation and phase, and two to five hills."""
-    kind = flows[rng.integers(len(flows))]
-    frame, _ = np.linalg.qr(rng.standard_normal((3, 3)))
-    flow = Flow(axis=frame[:, 0], centre=frame[:, 1], deformation=DEFORMATION[kind])
-    num_hills = rng.integers(2, 6)
-    centres = rng.standard_normal((num_hills, 3))
-    hills = Hills(
-        centres=centres / np.linalg.norm(centres, axis=1, keepdims=True),
-        heights=rng.uniform(0.3, 1.0, num_hills),
-        sharpness=rng.uniform(5.0, 20.0, num_hills),
-    )
-    return Case(flow, hills, start=rng.uniform(0, flow.period))
-
-
 class Statistics(NamedTuple):
     """Normalisation from training samples: tracer mean, standard deviations of tracer, its change and the wind."""
 
@@ -241,9 +226,20 @@ class SphereDataset(ForecastDataset):
         return self.size
 
     def case(self, i: int) -> Case:
-        """Return the problem of sample i. Raises IndexError if i is not in [0, len)."""
+        """Draw the problem of sample i: a kind of flow, its orientation and phase, and two to five hills.
+
+        Raises IndexError if i is not in [0, len).
+        """
         self.check_sample(i)
-        return draw_case(np.random.default_rng((*self.key, i)), self.flows)
+        rng = np.random.default_rng((*self.key, i))
+        kind = self.flows[rng.integers(len(self.flows))]
+        frame, _ = np.linalg.qr(rng.standard_normal((3, 3)))
+        flow = Flow(axis=frame[:, 0], centre=frame[:, 1], deformation=DEFORMATION[kind])
+        num_hills = rng.integers(2, 6)
+        centres = rng.standard_normal((num_hills, 3))
+        centres /= np.linalg.norm(centres, axis=1, keepdims=True)
+        hills = Hills(centres, heights=rng.uniform(0.3, 1.0, num_hills), sharpness=rng.uniform(5.0, 20.0, num_hills))
+        return Case(flow, hills, start=rng.uniform(0, flow.period))
 
     def inputs(self, i: int) -> Tensor:
         """Return the normalised input channels of sample i, [N, 9] float32."""

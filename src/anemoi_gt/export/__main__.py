@@ -22,7 +22,7 @@ from anemoi_gt.export.package import check_compiler, check_path, check_toolkit
 from anemoi_gt.export.program import check_kernels
 from anemoi_gt.hydra_app import Run, build_trained, check_backend, instantiate
 from anemoi_gt.option_checks import check_integer
-from anemoi_gt.training.device import cpu_threads
+from anemoi_gt.training.config import cpu_threads
 from anemoi_gt.training.step import AUTOCAST
 from anemoi_gt.version import __version__
 

@@ -12,9 +12,8 @@ from torch import nn
 from anemoi_gt.data.datasets import Splits
 from anemoi_gt.rng import generator_states, seed_generators, set_generator_states
 from anemoi_gt.training.checkpoint import load_checkpoint, load_weights, save_checkpoint
-from anemoi_gt.training.config import TrainingConfig
+from anemoi_gt.training.config import TrainingConfig, choose_device, cpu_threads
 from anemoi_gt.training.data_loading import TrainingBatches, load
-from anemoi_gt.training.device import choose_device, cpu_threads
 from anemoi_gt.training.metrics_log import MetricsFile
 from anemoi_gt.training.progress import Meter, progress_bar
 from anemoi_gt.training.signals import Stopped, StopRequest
