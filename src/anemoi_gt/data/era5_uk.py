@@ -111,7 +111,6 @@ class Era5UkDataset(ForecastDataset):
         return len(self.starts)
 
     def inputs(self, i: int) -> Tensor:
-        """Return the normalised input channels of sample i, [N, in_channels] float32."""
         return self._channels(self.field.values[: self.starts[i] + 1], self.starts[i])
 
     def reference(self, i: int) -> Tensor:

@@ -42,7 +42,7 @@ from torch import Tensor
 from anemoi_gt.data.datasets import ForecastDataset, Splits, Step
 from anemoi_gt.data.grids import grid
 from anemoi_gt.data.nodes import EARTH_RADIUS, area_weights
-from anemoi_gt.option_checks import check_integer, check_number
+from anemoi_gt.option_checks import check_integer, check_positive
 
 SECONDS_PER_HOUR = 3600.0
 DEFORMATION = {"rotation": 0.0, "deformation": 10.0}
@@ -100,8 +100,7 @@ class Flow:
         gram = np.stack([self.axis, self.centre]) @ np.stack([self.axis, self.centre]).T
         if not np.allclose(gram, np.eye(2), atol=1e-12):
             raise ValueError(f"axis and centre must be orthogonal unit vectors, got {self.axis} and {self.centre}")
-        if not self.period > 0:
-            raise ValueError(f"period must be positive, in hours, got {self.period}")
+        check_positive("period", self.period, ", in hours")
 
     @property
     def angular_speed(self) -> float:
@@ -330,8 +329,6 @@ def sphere(
     for name, size in {"train_size": train_size, "valid_size": valid_size, "test_size": test_size}.items():
         check_integer(name, size)
     check_integer("seed", seed, least=0)
-    check_number("lead_time", lead_time)
-    if not 0 < lead_time < np.inf:
-        raise ValueError(f"lead_time must be positive and finite, in hours, got {lead_time}")
+    check_positive("lead_time", lead_time, ", in hours")
     train = SphereDataset(grid(grid_name), train_size, tuple(flows), lead_time, key=(seed, 0))
     return Splits(train, train.others(valid_size, (seed, 1)), train.others(test_size, (seed, 2)))

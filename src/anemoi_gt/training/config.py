@@ -7,7 +7,7 @@ from math import inf
 
 import torch
 
-from anemoi_gt.option_checks import check_integer, check_number
+from anemoi_gt.option_checks import check_integer, check_number, check_positive
 
 DEVICES = ("auto", "cpu", "cuda")
 PRECISIONS = ("32-true", "bf16-mixed", "16-mixed")
@@ -78,7 +78,8 @@ class TrainingConfig:
             check_integer(f"training.{name}", getattr(self, name))
         check_integer("training.warmup_steps", self.warmup_steps, least=0)
         check_integer("training.seed", self.seed, least=None)
-        for name in ("learning_rate", "weight_decay", "clip_norm", "average_decay"):
+        check_positive("training.learning_rate", self.learning_rate)
+        for name in ("weight_decay", "clip_norm", "average_decay"):
             check_number(f"training.{name}", getattr(self, name))
         for name in ("compile", "cuda_graph"):
             if not isinstance(getattr(self, name), bool):
@@ -86,7 +87,6 @@ class TrainingConfig:
         if self.threads is not None:
             check_integer("training.threads", self.threads, note=", or null")
         for name, is_valid, must in (
-            ("learning_rate", 0 < self.learning_rate < inf, "positive and finite"),
             ("clip_norm", self.clip_norm > 0, "positive"),
             ("weight_decay", 0 <= self.weight_decay < inf, "finite and not negative"),
             ("seed", 0 <= self.seed < 2**64, "0 to 2^64 - 1"),

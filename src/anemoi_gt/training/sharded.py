@@ -145,12 +145,8 @@ class ShardedTrainingStep(TrainingStep):
 
     Parameters
     ----------
-    model : nn.Module
-        As `shard_model` or `scatter_model` left it.
-    weights : Tensor [n]
-        Of own nodes, see `TrainingStep`.
-    config : TrainingConfig
-    device : torch.device
+    model, weights, config, device
+        As for `TrainingStep`: the model as `shard_model` or `scatter_model` left it, the weights [n] of own nodes.
     num_nodes : int
         Of the whole model.
     shard : ModelShard
