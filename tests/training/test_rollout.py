@@ -48,7 +48,7 @@ def test_forecasts_and_scores_at_the_first_lead_time_are_those_of_training(datas
         assert torch.equal(first.truth, dataset.truth(i))
     rollouts = [s for s in score_rollouts(model, dataset, 2).scores if s.lead_time == dataset.lead_time]
     named = dataset.baselines() | {"model": model_forecast(model, dataset)}
-    assert len(rollouts) == 1 + len(dataset.rollout_baselines())
+    assert len(rollouts) == 1 + len(dataset.baselines(1))
     assert rollouts == score({one.forecast: named[one.forecast] for one in rollouts}, dataset)
 
 

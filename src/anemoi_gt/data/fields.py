@@ -190,13 +190,9 @@ class FieldDataset(ForecastDataset):
         start = np.datetime_as_string(self.fields.times[self.starts[i]], unit="m").replace("T", " ")
         return f"{start} UTC + {self.lead_time:g} h"
 
-    def baselines(self):
+    def baselines(self, step: int | None = None):
         """Return persistence, and the mean of the training samples at each node."""
-        return super().baselines() | {"training mean": lambda i: self._climate}
-
-    def rollout_baselines(self):
-        """Return the same at any lead time."""
-        return super().rollout_baselines() | {"training mean": lambda i, step: self._climate}
+        return super().baselines(step) | {"training mean": lambda i: self._climate}
 
     def _samples(self, period):
         """Return the indices of the present times in a period whose inputs and truth exist; raise if there is none."""

@@ -69,14 +69,14 @@ def score_rollouts(model: nn.Module, dataset: ForecastDataset, steps: int) -> Ro
     """
     check_integer("steps", steps)
     errors = [Errors(dataset, (n + 1) * dataset.lead_time) for n in range(steps)]
-    baselines = dataset.rollout_baselines()
+    baselines = [dataset.baselines(n + 1) for n in range(steps)]
     for i in range(len(dataset)):
         for n, (forecast, truth) in enumerate(_outcomes(model, dataset, i, steps)):
             if truth is None:
                 break
             errors[n].add("model", i, forecast, truth)
-            for name, baseline in baselines.items():
-                errors[n].add(name, i, baseline(i, n + 1), truth)
+            for name, baseline in baselines[n].items():
+                errors[n].add(name, i, baseline(i), truth)
     by_lead_time = [found for each in errors if (found := each.scores())]
     scores = [score for found in by_lead_time for score in found]
     diverged = next((score for score in scores if not math.isfinite(score.rmse)), None)
