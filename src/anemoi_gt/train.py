@@ -12,9 +12,10 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from anemoi_gt import hydra_app
@@ -41,10 +42,6 @@ from anemoi_gt.training.signals import Stopped
 from anemoi_gt.training.step import autocast
 from anemoi_gt.training.trainer import BEST, LAST
 
-if TYPE_CHECKING:
-    from omegaconf import DictConfig
-    from torch.distributed.device_mesh import DeviceMesh
-
 log = logging.getLogger(__name__)
 
 # A run may continue with others: results are the same, or agree to rounding, but for compiled dropout.
@@ -55,7 +52,7 @@ MAY_DIFFER = (
 RANKS_MAY_DIFFER = ("data.path", "training.device", "training.threads", "attention.backend")
 
 
-def prepare(config: "DictConfig") -> Callable[[], float]:
+def prepare(config: "hydra_app.DictConfig") -> Callable[[], float]:
     """Build what Hydra composed; return a function that trains it."""
     hydra_app.check_types(config, "sharding")
     hydra_app.check_explain(config.explain)
@@ -132,7 +129,7 @@ def train(trainer: Trainer) -> float:
     return trainer.best_loss
 
 
-def train_on_ranks(config: "DictConfig") -> float | None:
+def train_on_ranks(config: "hydra_app.DictConfig") -> float | None:
     """Train on all ranks of torchrun; rank 0 leaves what `train` leaves, with the folder `last` in place of `last.pt`.
 
     The config is the same on all ranks, but for `RANKS_MAY_DIFFER`. Returns the lowest validation loss on rank 0, None
@@ -146,7 +143,7 @@ def train_on_ranks(config: "DictConfig") -> float | None:
         raise hydra_app.Refused(error) from error
 
 
-def _train_on_ranks(config: "DictConfig", sharding: ShardingConfig, device_type: str) -> float | None:
+def _train_on_ranks(config: "hydra_app.DictConfig", sharding: ShardingConfig, device_type: str) -> float | None:
     whole = None
     with init_distributed(sharding, device_type) as mesh:
         group = make_cpu_group(sharding)
@@ -198,7 +195,7 @@ def resumes_on_ranks(folder: Path, resume: bool, description: dict) -> bool:
     return True
 
 
-def shared_config(config: "DictConfig", mesh: "DeviceMesh") -> dict[str, Any]:
+def shared_config(config: "hydra_app.DictConfig", mesh: DeviceMesh) -> dict[str, Any]:
     """Return what must be the same on all ranks, by name: config values, attention backend and PyTorch's version."""
     values = dict(flatten(hydra_app.describe(config) | {"resume": config.resume}))
     values = {key: value for key, value in values.items() if key not in RANKS_MAY_DIFFER}
