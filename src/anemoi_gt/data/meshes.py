@@ -133,7 +133,6 @@ def _over(area: Nodes, nodes: Nodes, margin: float) -> np.ndarray:
 
 def _refine(refinement: int, levels: Sequence[int]) -> tuple[Mesh, np.ndarray]:
     """Return the icosphere, and each vertex's index in the order of splitting: level l has the first 10 * 4^l + 2."""
-    check_integer("refinement", refinement)
     if not isinstance(levels, Sequence) or not levels or any(level not in range(refinement + 1) for level in levels):
         got = f"the refinement, such as (1, 2), got {levels!r}"
         raise ValueError(f"levels must be one or more of 0 to {refinement}, {got}")

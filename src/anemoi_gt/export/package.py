@@ -55,8 +55,7 @@ def check_path(path: Path) -> None:
     if path.is_dir():
         raise ValueError(f"a package must be a file, {path} is a folder")
     try:
-        with tempfile.TemporaryFile(dir=path.parent):
-            pass
+        tempfile.TemporaryFile(dir=path.parent).close()
     except OSError as error:
         raise OSError(f"could not write {path}: {error.strerror}") from error
 

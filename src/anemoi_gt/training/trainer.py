@@ -81,7 +81,6 @@ class Trainer:
         self._save_checkpoint, self._stop_request = save, stop_request
         self.best_loss = math.inf
         self._meter = Meter(self.device)
-        self._rate = math.nan  # of the last step
         self._generators: dict | None = None  # states in the checkpoint of a continued run
         self._metrics: MetricsFile | None = None
 
@@ -107,11 +106,11 @@ class Trainer:
             self._stop_request() as stop,
         ):
             for batch in self.batches.since(self.step.global_step):
-                self._rate = self.step.learning_rate()
+                rate = self.step.learning_rate()
                 self._meter.add(self.step.training_step(batch), samples)
                 bar.update()
                 if self._is_due(self.config.log_every):
-                    shown |= self._record_training()
+                    shown |= self._record_training(rate)
                 if self._is_due(self.config.valid_every):
                     shown |= {"valid": self._validate()}
                 bar.set_postfix({name: f"{number:.4g}" for name, number in shown.items()}, refresh=False)
@@ -154,11 +153,11 @@ class Trainer:
         if self._metrics is not None:
             self._metrics.write(split=split, step=self.step.global_step, **numbers)
 
-    def _record_training(self) -> dict[str, float]:
+    def _record_training(self, rate: float) -> dict[str, float]:
         self.step.wait_for_ranks()
         loss, speed = self._meter.read()
         self._check_finite(loss)
-        self._record("train", loss=loss, learning_rate=self._rate, samples_per_second=speed)
+        self._record("train", loss=loss, learning_rate=rate, samples_per_second=speed)
         return {"loss": loss, "samples/s": speed}
 
     def _validate(self) -> float:
