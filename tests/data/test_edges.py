@@ -40,10 +40,11 @@ def test_nearest_connects_the_k_nearest_sources(k):
 
 
 @pytest.mark.parametrize("factor", [0.05, 0.3, 0.6, 1.5])
-def test_cutoff_connects_every_source_within_the_radius(factor):
+def test_cutoff_connects_every_source_within_the_radius(factor, monkeypatch):
+    monkeypatch.setattr("anemoi_gt.data.edges.MAX_NEIGHBOURS", 150)
     source, destination = random_nodes(150, 2), random_nodes(30, 3)
     radius = factor * grid_spacing(destination)
-    assert as_set(cutoff(source, destination, factor, 150)) == brute_force(distances(source, destination) <= radius)
+    assert as_set(cutoff(source, destination, factor)) == brute_force(distances(source, destination) <= radius)
 
 
 def test_grid_spacing_is_the_largest_nearest_neighbour_distance():
