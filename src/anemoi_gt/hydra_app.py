@@ -256,9 +256,7 @@ def output_folder() -> Path:
     return Path(HydraConfig.get().runtime.output_dir)
 
 
-def launch(
-    name: str, prepare: Callable[["DictConfig"], Callable[[], Any]], choose_config: Callable[[], str] | None = None
-) -> None:
+def launch(name: str, prepare: Callable[["DictConfig"], Callable[[], Any]], choose_config: Callable[[], str]) -> None:
     """Run a Hydra application with the arguments of the command line.
 
     Errors that the user can fix end with one sentence on standard error and exit status 1, a signal with 128 and its
@@ -270,13 +268,13 @@ def launch(
         Of the module of the application.
     prepare : callable
         Returns the job for the composed config; its errors are reported as errors in the config.
-    choose_config : callable, optional
-        Returns the name of the primary config in `anemoi_gt.configs`; None is `name`.
+    choose_config : callable
+        Returns the name of the primary config in `anemoi_gt.configs`.
     """
     module = f"anemoi_gt.{name}"
     try:
         hydra, *_ = (import_extra(module, "train") for module in NEEDED)
-        config_name = choose_config() if choose_config else name
+        config_name = choose_config()
         there = check_folder(sys.argv[1:])
     except (ImportError, OSError, ValueError) as error:
         exit_with_error(module, error)

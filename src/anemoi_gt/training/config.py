@@ -81,9 +81,6 @@ class TrainingConfig:
         check_positive("training.learning_rate", self.learning_rate)
         for name in ("weight_decay", "clip_norm", "average_decay"):
             check_number(f"training.{name}", getattr(self, name))
-        for name in ("compile", "cuda_graph"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"training.{name} must be true or false, got {getattr(self, name)!r}")
         if self.threads is not None:
             check_integer("training.threads", self.threads, note=", or null")
         for name, is_valid, must in (
@@ -93,6 +90,8 @@ class TrainingConfig:
             ("average_decay", 0 <= self.average_decay < 1, "in [0, 1)"),
             ("device", self.device in DEVICES, f"one of {', '.join(DEVICES)}"),
             ("precision", self.precision in PRECISIONS, f"one of {', '.join(PRECISIONS)}"),
+            ("compile", isinstance(self.compile, bool), "true or false"),
+            ("cuda_graph", isinstance(self.cuda_graph, bool), "true or false"),
         ):
             if not is_valid:
                 raise ValueError(f"training.{name} must be {must}, got {getattr(self, name)!r}")
