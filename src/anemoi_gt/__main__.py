@@ -28,10 +28,8 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser(
-        "info", help="list versions, devices, available attention backends, and what Anemoi's install replaces"
-    )
-    for name, summary in APPLICATIONS.items():
+    info = {"info": "list versions, devices, available attention backends, and what Anemoi's install replaces"}
+    for name, summary in (info | APPLICATIONS).items():
         commands.add_parser(name, help=summary)
     parser.parse_args(arguments)
 

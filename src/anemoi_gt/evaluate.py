@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -17,17 +17,14 @@ from anemoi_gt.distributed import is_launched
 from anemoi_gt.distributed.sharded_checkpoint import require_file
 from anemoi_gt.option_checks import check_integer
 from anemoi_gt.training.checkpoint import load_checkpoint
-from anemoi_gt.training.device import cpu_threads
+from anemoi_gt.training.config import cpu_threads
 from anemoi_gt.training.metrics_log import read_metrics
 from anemoi_gt.training.report import write_report, write_rollout_report
-
-if TYPE_CHECKING:
-    from omegaconf import DictConfig
 
 log = logging.getLogger(__name__)
 
 
-def prepare(config: "DictConfig") -> Callable[[], None]:
+def prepare(config: "hydra_app.DictConfig") -> Callable[[], None]:
     """Build the checkpoint's model and data, and return the evaluation as a function."""
     check_integer("rollout", config.rollout)
     hydra_app.check_explain(config.explain)
@@ -52,7 +49,7 @@ def evaluate(run: hydra_app.Run, checkpoint: Path, folder: Path, steps: int) -> 
             write_rollout_report(folder, run.model, run.splits.test, steps)
 
 
-def launch_on_checkpoint(name: str, prepare: Callable[["DictConfig"], Callable[[], Any]]) -> None:
+def launch_on_checkpoint(name: str, prepare: Callable[["hydra_app.DictConfig"], Callable[[], Any]]) -> None:
     """Run a Hydra application on the config of the checkpoint that the command line names."""
 
     def choose_config() -> str:

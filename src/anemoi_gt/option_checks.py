@@ -1,5 +1,6 @@
 """Checks of numeric options, shared by all packages."""
 
+import math
 from numbers import Integral, Real
 
 
@@ -23,6 +24,13 @@ def check_number(name: str, value: object) -> None:
     """Raise ValueError unless `value` is a real number; NaN and infinity are."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise ValueError(f"{name} must be a number, got {value!r}")
+
+
+def check_positive(name: str, value: object, note: str = "") -> None:
+    """Raise ValueError unless `value` is a positive, finite number; `note` extends the message, as ", in hours"."""
+    check_number(name, value)
+    if not 0 < value < math.inf:
+        raise ValueError(f"{name} must be positive and finite{note}, got {value}")
 
 
 def check_probability(name: str, value: object) -> None:

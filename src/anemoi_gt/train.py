@@ -13,9 +13,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from anemoi_gt import hydra_app
@@ -32,8 +33,8 @@ from anemoi_gt.distributed.sharded_checkpoint import (
 )
 from anemoi_gt.training import Trainer
 from anemoi_gt.training.checkpoint import load_checkpoint, load_weights
+from anemoi_gt.training.config import choose_device, cpu_threads
 from anemoi_gt.training.data_loading import share_of_batch
-from anemoi_gt.training.device import choose_device, cpu_threads
 from anemoi_gt.training.memory import estimate_memory
 from anemoi_gt.training.metrics_log import MetricsFile
 from anemoi_gt.training.report import write_report
@@ -41,10 +42,6 @@ from anemoi_gt.training.sharded import check_same_data, fit_sharded, make_sharde
 from anemoi_gt.training.signals import Stopped
 from anemoi_gt.training.step import autocast
 from anemoi_gt.training.trainer import BEST, LAST
-
-if TYPE_CHECKING:
-    from omegaconf import DictConfig
-    from torch.distributed.device_mesh import DeviceMesh
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +53,7 @@ MAY_DIFFER = (
 RANKS_MAY_DIFFER = ("data.path", "training.device", "training.threads", "attention.backend")
 
 
-def prepare(config: "DictConfig") -> Callable[[], float]:
+def prepare(config: "hydra_app.DictConfig") -> Callable[[], float]:
     """Build what Hydra composed; return a function that trains it."""
     hydra_app.check_types(config, "sharding")
     hydra_app.check_explain(config.explain)
@@ -133,7 +130,7 @@ def train(trainer: Trainer) -> float:
     return trainer.best_loss
 
 
-def train_on_ranks(config: "DictConfig") -> float | None:
+def train_on_ranks(config: "hydra_app.DictConfig") -> float | None:
     """Train on all ranks of torchrun; rank 0 leaves what `train` leaves, with the folder `last` in place of `last.pt`.
 
     The config is the same on all ranks, but for `RANKS_MAY_DIFFER`. Returns the lowest validation loss on rank 0, None
@@ -147,12 +144,12 @@ def train_on_ranks(config: "DictConfig") -> float | None:
         raise hydra_app.Refused(error) from error
 
 
-def _train_on_ranks(config: "DictConfig", sharding: ShardingConfig, device_type: str) -> float | None:
+def _train_on_ranks(config: "hydra_app.DictConfig", sharding: ShardingConfig, device_type: str) -> float | None:
     whole = None
     with init_distributed(sharding, device_type) as mesh:
         group = make_cpu_group(sharding)
         check_same(shared_config(config, mesh), group)
-        check_shares(config, mesh)
+        share_of_batch(hydra_app.check_device(config).batch_size, mesh["data"].size())
         description, folder = hydra_app.describe(config), Path(broadcast_from_rank0(str(hydra_app.output_folder())))
         resume = run_on_rank0(partial(resumes_on_ranks, folder, config.resume, description))
         if resume:
@@ -189,11 +186,6 @@ def _train_on_ranks(config: "DictConfig", sharding: ShardingConfig, device_type:
     return trainer.best_loss
 
 
-def check_shares(config: "DictConfig", mesh: "DeviceMesh") -> None:
-    """Raise a ValueError if the config alone shows that the ranks cannot share the run."""
-    share_of_batch(hydra_app.check_device(config).batch_size, mesh["data"].size())
-
-
 def resumes_on_ranks(folder: Path, resume: bool, description: dict) -> bool:
     """Return True if a run of torchrun continues what is in its folder; raise as `checkpoint_to_resume` does."""
     path = checkpoint_to_continue(folder / LAST, TORCHRUN, resume=resume)
@@ -203,7 +195,7 @@ def resumes_on_ranks(folder: Path, resume: bool, description: dict) -> bool:
     return True
 
 
-def shared_config(config: "DictConfig", mesh: "DeviceMesh") -> dict[str, Any]:
+def shared_config(config: "hydra_app.DictConfig", mesh: DeviceMesh) -> dict[str, Any]:
     """Return what must be the same on all ranks, by name: config values, attention backend and PyTorch's version."""
     values = dict(flatten(hydra_app.describe(config) | {"resume": config.resume}))
     values = {key: value for key, value in values.items() if key not in RANKS_MAY_DIFFER}

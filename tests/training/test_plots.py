@@ -11,7 +11,7 @@ from support.picture import colours
 from anemoi_gt.data.grids import octahedral, regional
 from anemoi_gt.training.maps import MapImage
 from anemoi_gt.training.plots import draw_training_plot
-from anemoi_gt.training.scores import score
+from anemoi_gt.training.scores import measure
 
 RECORDS = [{"split": split, "step": step, "loss": 1 / step} for step in range(1, 20) for split in ("train", "valid")]
 
@@ -20,7 +20,7 @@ RECORDS = [{"split": split, "step": step, "loss": 1 / step} for step in range(1,
 def image(splits, tmp_path_factory):
     path = tmp_path_factory.mktemp("plot") / "forecast.png"
     forecasts = {"model": splits.test.truth, **splits.test.baselines()}
-    draw_training_plot(path, splits.test, 1, splits.test.truth(1), score(forecasts, splits.test), RECORDS)
+    draw_training_plot(path, splits.test, 1, splits.test.truth(1), measure(forecasts, splits.test).scores(), RECORDS)
     return path
 
 

@@ -167,7 +167,7 @@ def test_a_loss_that_waits_to_be_recorded_and_is_not_finite_replaces_no_checkpoi
 
 @pytest.mark.parametrize("first", ["log_every", "valid_every"])
 def test_gradients_that_are_never_finite_end_the_run_with_one_sentence(run, monkeypatch, first):
-    loss = TrainingStep.loss
+    loss = TrainingStep.own_loss
 
     def loss_without_gradients(self, model, batch):
         value = loss(self, model, batch)
@@ -175,7 +175,7 @@ def test_gradients_that_are_never_finite_end_the_run_with_one_sentence(run, monk
             value.register_hook(lambda gradient: gradient * math.nan)
         return value
 
-    monkeypatch.setattr(TrainingStep, "loss", loss_without_gradients)
+    monkeypatch.setattr(TrainingStep, "own_loss", loss_without_gradients)
     numbers = {"steps": 30, "log_every": 30, "valid_every": 30} | {first: 25}
     with pytest.raises(FloatingPointError, match=r"the gradients must stay finite .* at step 25: .*bf16-mixed"):
         run(precision="16-mixed", **numbers)

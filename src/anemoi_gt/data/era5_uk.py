@@ -111,7 +111,6 @@ class Era5UkDataset(ForecastDataset):
         return len(self.starts)
 
     def inputs(self, i: int) -> Tensor:
-        """Return the normalised input channels of sample i, [N, in_channels] float32."""
         return self._channels(self.field.values[: self.starts[i] + 1], self.starts[i])
 
     def reference(self, i: int) -> Tensor:
@@ -147,24 +146,17 @@ class Era5UkDataset(ForecastDataset):
         start = np.datetime_as_string(self.field.times[self.starts[i]], unit="m").replace("T", " ")
         return f"{start} UTC + {self.lead_time} h"
 
-    def baselines(self):
-        """Return persistence, the same hour yesterday, and ridge regressions fitted on 24 and on 26 days.
+    def baselines(self, step: int | None = None):
+        """Return persistence, the same hour of the last day before the start, and two ridge regressions.
 
-        Unlike a network, the second regression is also fitted to the validation days.
+        The regressions, not at a step of a rollout, are fitted on 24 and on 26 days. Unlike a network, the second one
+        is also fitted to the validation days.
         """
-        ridges = {
-            f"ridge per point, {hours // HOURS_PER_DAY} days": self._ridge(hours)
-            for hours in (FIRST_VALID_HOUR, FIRST_TEST_HOUR)
-        }
-        return {**super().baselines(), "same hour yesterday": self.reference, **ridges}
-
-    def rollout_baselines(self):
-        """Return persistence, and the same hour of the last day before the start."""
-
-        def same_hour(i: int, step: int) -> Tensor:
-            return self._at(self.starts[i] + (step * self.lead_time - 1) % HOURS_PER_DAY + 1 - HOURS_PER_DAY)
-
-        return super().rollout_baselines() | {"same hour yesterday": same_hour}
+        after = ((step or 1) * self.lead_time - 1) % HOURS_PER_DAY + 1 - HOURS_PER_DAY
+        found = super().baselines(step) | {"same hour yesterday": lambda i: self._at(self.starts[i] + after)}
+        for hours in (FIRST_VALID_HOUR, FIRST_TEST_HOUR) if step is None else ():
+            found[f"ridge per point, {hours // HOURS_PER_DAY} days"] = self._ridge(hours)
+        return found
 
     def _ridge(self, hours):
         """Return the forecasts of a ridge regression fitted to the first `hours`, truths included."""

@@ -79,24 +79,16 @@ def classic(n: int) -> Nodes:
     542080
     """
     check_integer("n", n, least=None, note=", the number of rows between a pole and the equator")
-    table = _classic_table()
+    text = files("anemoi_gt.data").joinpath("classic_grids.txt").read_text()
+    table = {int(name): runs.split() for name, runs in re.findall(r"^N(\d+):([^N]*)", text, re.MULTILINE)}
     if n not in table:
         raise ValueError(
             f"N{n} must be one of {', '.join(f'N{known}' for known in table)}; "
             "for another grid pass its row lengths to reduced_gaussian"
         )
-    half = np.concatenate([np.full(rows, length) for length, rows in table[n]])
+    runs = (run.partition("x") for run in table[n])  # LENGTHxROWS from pole to equator, or LENGTH of a single row
+    half = np.concatenate([np.full(int(rows or 1), int(length)) for length, _, rows in runs])
     return reduced_gaussian(np.concatenate([half, half[::-1]]))
-
-
-def _classic_table() -> dict[int, list[tuple[int, int]]]:
-    """Return the row lengths of each classic grid as runs (length, number of rows), pole to equator."""
-    text = files("anemoi_gt.data").joinpath("classic_grids.txt").read_text()
-    table = {}
-    for name, runs in re.findall(r"^N(\d+):([^N]*)", text, re.MULTILINE):
-        pairs = (run.partition("x")[::2] for run in runs.split())
-        table[int(name)] = [(int(length), int(rows or 1)) for length, rows in pairs]
-    return table
 
 
 def grid(name: str) -> Nodes:

@@ -11,30 +11,26 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
 
 import torch
 
+from anemoi_gt import hydra_app
 from anemoi_gt.data.datasets import ForecastDataset
 from anemoi_gt.evaluate import launch_on_checkpoint
 from anemoi_gt.export import Autocast, PackageReport, export_model, verify_package, write_package
 from anemoi_gt.export.package import check_compiler, check_path, check_toolkit
 from anemoi_gt.export.program import check_kernels
-from anemoi_gt.hydra_app import Run, build_trained, check_backend, instantiate
 from anemoi_gt.option_checks import check_integer
-from anemoi_gt.training.device import cpu_threads
+from anemoi_gt.training.config import cpu_threads
 from anemoi_gt.training.step import AUTOCAST
 from anemoi_gt.version import __version__
-
-if TYPE_CHECKING:
-    from omegaconf import DictConfig
 
 log = logging.getLogger(__name__)
 
 VERIFIED_BATCH = 3  # batch size at which a package is compared with the model
 
 
-def prepare(config: "DictConfig") -> Callable[[], PackageReport]:
+def prepare(config: "hydra_app.DictConfig") -> Callable[[], PackageReport]:
     """Check the options, build the checkpoint's model and data, and return the export as a function."""
     if not isinstance(config.out, str) or not config.out:
         raise ValueError(f"out must be a file name, such as model.pt2, got {config.out!r}")
@@ -43,18 +39,18 @@ def prepare(config: "DictConfig") -> Callable[[], PackageReport]:
     if precision not in AUTOCAST:
         raise ValueError(f"precision must be one of {', '.join(AUTOCAST)}, got {precision!r}")
     check_path(out)
-    run, step = build_trained(config)
+    run, step = hydra_app.build_trained(config)
     device = next(run.model.parameters()).device
     check_compiler()
     check_toolkit(device)
     origin = {"checkpoint": str(config.checkpoint), "step": str(step), "precision": precision}
-    origin["backend"] = check_backend(instantiate(config.attention), device)
+    origin["backend"] = hydra_app.check_backend(hydra_app.instantiate(config.attention), device)
     if origin["backend"] == "triton":
         check_kernels()
     return partial(export, run, out, max_batch, origin)
 
 
-def export(run: Run, out: Path, max_batch: int, origin: dict[str, str]) -> PackageReport:
+def export(run: hydra_app.Run, out: Path, max_batch: int, origin: dict[str, str]) -> PackageReport:
     """Compile the package, compare it with the model, and move it to its final name.
 
     The run is from `build_trained`; `origin` is metadata on checkpoint, step, precision and backend. Raises

@@ -104,18 +104,13 @@ def graph_tensors(model: EncoderProcessorDecoder) -> dict[str, Tensor]:
 
     Examples
     --------
-    >>> from torch_geometric.data import HeteroData
-    >>> graph = HeteroData()
-    >>> graph["data"].x, graph["hidden"].x = torch.zeros(6, 2), torch.zeros(2, 2)
-    >>> for source, destination in (("data", "hidden"), ("hidden", "hidden"), ("hidden", "data")):
-    ...     edges = graph[source, "to", destination]
-    ...     edges.edge_index = torch.zeros(2, 1, dtype=torch.int64)
-    ...     edges.edge_length, edges.edge_dirs = torch.ones(1, 1), torch.ones(1, 2)
+    >>> from anemoi_gt.data import graphs, grids
+    >>> graph = graphs.icosphere_graph(grids.octahedral(4), refinement=1)
     >>> model = EncoderProcessorDecoder(graph, in_channels=4, out_channels=1, channels=16, heads=2)
     >>> {name: tuple(tensor.shape) for name, tensor in graph_tensors(model).items() if name.startswith("processor")}
-    {'processor_edges.edge_attr': (1, 3), 'processor_edges.trainable': (1, 8), \
-'processor_edges.structure.colptr': (3,), 'processor_edges.structure.row': (1,), \
-'processor_edges.structure.sources': (2, 0)}
+    {'processor_edges.edge_attr': (240, 3), 'processor_edges.trainable': (240, 8), \
+'processor_edges.structure.colptr': (43,), 'processor_edges.structure.row': (240,), \
+'processor_edges.structure.sources': (42, 0)}
     """
     model = _checked(for_inference(model))
     tensors = {f"nodes.{name}.{field}": tensor for name, nodes in model.nodes.items() for field, tensor in _own(nodes)}

@@ -17,20 +17,8 @@ OPERATORS = ATTENTIONS | {BLOCK: "triton"}
 BACKWARD = "_backward"
 
 
-class _Timed:
-    """Bytes and the time in which a profile saw them moved."""
-
-    bytes: int
-    achieved_ms: float | None
-
-    @property
-    def achieved_bandwidth(self) -> float | None:
-        """Bytes per second; None without a profile."""
-        return _bandwidth(self.bytes, self.achieved_ms)
-
-
 @dataclass(frozen=True)
-class Kernel(_Timed):
+class Kernel:
     """A launch of a kernel.
 
     Parameters
@@ -45,6 +33,8 @@ class Kernel(_Timed):
         These bytes over the bandwidth; None when the bandwidth is not known.
     achieved_ms : float or None
         Mean in a profile; None without one.
+    achieved_bandwidth : float or None
+        Bytes per second in a profile; None without one.
     """
 
     name: str
@@ -52,10 +42,11 @@ class Kernel(_Timed):
     bytes: int
     lower_bound_ms: float | None
     achieved_ms: float | None = None
+    achieved_bandwidth: float | None = None
 
 
 @dataclass(frozen=True)
-class Pass(_Timed):
+class Pass:
     """A forward or a backward pass of one attention.
 
     Parameters
@@ -72,6 +63,8 @@ class Pass(_Timed):
         In the order of their launches; empty where PyTorch's own do the work.
     achieved_ms : float or None
         Mean in a profile: of its kernels together, or of the operator on a CPU.
+    achieved_bandwidth : float or None
+        Bytes per second in a profile; None without one.
     """
 
     name: str
@@ -80,6 +73,7 @@ class Pass(_Timed):
     lower_bound_ms: float | None
     kernels: tuple[Kernel, ...]
     achieved_ms: float | None = None
+    achieved_bandwidth: float | None = None
 
 
 @dataclass(frozen=True)
@@ -134,7 +128,7 @@ class Explanation:
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as dicts, lists, numbers and strings, for JSON."""
-        return asdict(self, dict_factory=_with_bandwidth)
+        return asdict(self)
 
     def with_profile(self, profile) -> "Explanation":
         """Return the same with the achieved times and bandwidths of a profile.
@@ -158,22 +152,11 @@ class Explanation:
         return replace(self, layers=layers)
 
     def __str__(self) -> str:
-        lines = [line for _, alike in groupby(self.layers, _all_but_name) for line in _layer_lines(list(alike))]
+        groups = groupby(self.layers, lambda layer: replace(layer, name=""))
+        lines = [line for _, alike in groups for line in _layer_lines(list(alike))]
         if self.bandwidth is not None:
             lines.append(f"lower bound: bytes over {_scaled(self.bandwidth, 'B/s')}")
         return "\n".join(lines)
-
-
-def _bandwidth(moved: int, milliseconds: float | None) -> float | None:
-    return None if milliseconds is None else 1e3 * moved / milliseconds
-
-
-def _with_bandwidth(fields: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the fields of a pass, of a kernel or of another value as a dict."""
-    values = dict(fields)
-    if "achieved_ms" in values:
-        values["achieved_bandwidth"] = _bandwidth(values["bytes"], values["achieved_ms"])
-    return values
 
 
 class _Times(NamedTuple):
@@ -245,14 +228,14 @@ def _timed(layer: Layer, pass_: Pass, times_of: dict[tuple, _Times]) -> Pass:
     achieved = times.host if times.device is None and layer.device.startswith("cpu") else times.device
     if achieved is None:
         return pass_  # a profile of the CPU alone has no times of a GPU
-    kernels = (
-        replace(kernel, achieved_ms=times.kernels.get(kernel.name, kernel.achieved_ms)) for kernel in pass_.kernels
-    )
-    return replace(pass_, kernels=tuple(kernels), achieved_ms=achieved)
+    kernels = tuple(_measured(kernel, times.kernels.get(kernel.name)) for kernel in pass_.kernels)
+    return _measured(replace(pass_, kernels=kernels), achieved)
 
 
-def _all_but_name(layer: Layer) -> tuple:
-    return tuple(value for name, value in vars(layer).items() if name != "name")
+def _measured(of: Pass | Kernel, milliseconds: float | None) -> Pass | Kernel:
+    if milliseconds is None:
+        return of
+    return replace(of, achieved_ms=milliseconds, achieved_bandwidth=1e3 * of.bytes / milliseconds)
 
 
 def _layer_lines(layers: list[Layer]) -> Iterator[str]:

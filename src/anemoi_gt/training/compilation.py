@@ -3,13 +3,7 @@
 import torch
 from torch import nn
 
-from anemoi_gt.nn import (
-    GraphTransformerBackwardMapper,
-    GraphTransformerBaseBlock,
-    GraphTransformerBaseMapper,
-    GraphTransformerMapperBlock,
-    GraphTransformerProcessor,
-)
+from anemoi_gt.nn import GraphTransformerBackwardMapper, GraphTransformerBaseBlock, GraphTransformerMapperBlock
 
 REMEDY = "set training.cuda_graph=false"
 
@@ -64,10 +58,7 @@ def check_device_has_cuda_graphs(device: torch.device) -> None:
 
 
 def _checkpoints_dropout(part: nn.Module) -> bool:
-    """Return True if a module recomputes layers with dropout in backward."""
-    if isinstance(part, GraphTransformerProcessor):
-        recomputes = part.checkpoint_groups is not None
-    else:
-        recomputes = isinstance(part, GraphTransformerBaseMapper) and part.gradient_checkpointing
+    """Return True if a module, a processor or a mapper, recomputes layers with dropout in backward."""
+    recomputes = getattr(part, "checkpoint_groups", None) is not None or getattr(part, "gradient_checkpointing", False)
     blocks = (block for block in part.modules() if isinstance(block, GraphTransformerBaseBlock))
     return recomputes and any(block.dropout > 0 for block in blocks)

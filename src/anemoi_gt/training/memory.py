@@ -12,7 +12,7 @@ Norms keep float32. Edges keep little beside that. Compiled blocks need less.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 from torch import nn
 
@@ -29,8 +29,7 @@ STATE = 20
 FLOAT32 = 4
 
 
-@dataclass(frozen=True)
-class MemoryEstimate:
+class MemoryEstimate(NamedTuple):
     """Bytes of a training step by purpose; printed, in GB."""
 
     state: int
@@ -42,11 +41,11 @@ class MemoryEstimate:
     @property
     def total(self) -> int:
         """All of them: purposes that peak at different times are not many bytes apart."""
-        return sum(getattr(self, field.name) for field in fields(self))
+        return sum(self)
 
     def __str__(self) -> str:
-        parts = {field.name.replace("_", " "): getattr(self, field.name) for field in fields(self)}
-        return f"about {self.total / 1e9:.3g} GB: " + ", ".join(f"{n} {size / 1e9:.2g}" for n, size in parts.items())
+        parts = (f"{name.replace('_', ' ')} {size / 1e9:.2g}" for name, size in self._asdict().items())
+        return f"about {self.total / 1e9:.3g} GB: {', '.join(parts)}"
 
 
 def estimate_memory(model: nn.Module, config: TrainingConfig) -> MemoryEstimate | None:
@@ -57,20 +56,19 @@ def estimate_memory(model: nn.Module, config: TrainingConfig) -> MemoryEstimate 
     if not isinstance(model, EncoderProcessorDecoder):
         return None
     batch, size = config.batch_size, FLOAT32 if config.precision == "32-true" else 2
-    widths = [(name, model.in_channels.get(name, 0), model.out_channels.get(name, 0)) for name in model.nodes]
-    points = {name: model.nodes[name].num_nodes for name in model.nodes}
-    layers, hidden = model.processor.proc, points["hidden"]
-    checkpointed = model.processor.checkpoint_groups is not None
-    groups = model.processor.checkpoint_groups or 1
-    group_layers = -(-len(layers) // groups)
-    group = hidden * (group_layers * _destination(layers[0], size) + _gradients(layers[0], size))
-    group += _structures(model.processor_edges)[0].num_src * group_layers * _source(layers[0], size)
+    layers, hidden, groups = model.processor.proc, model.nodes["hidden"].num_nodes, model.processor.checkpoint_groups
+    layer, layers_in_group = layers[0], -(-len(layers) // (groups or 1))
+    group = hidden * (layers_in_group * _destination(layer, size) + _gradients(layer, size))
+    group += _structures(model.processor_edges)[0].num_src * layers_in_group * _source(layer, size)
     mappers = [*_mappers(model.encoder, model.encoder_edges, size), *_mappers(model.decoder, model.decoder_edges, size)]
-    if checkpointed:
-        kept, working = groups * hidden * layers[0].channels * size, max(group, *(chunk for _, chunk in mappers))
-    else:
+    if groups is None:
         kept, working = group + sum(everything for everything, _ in mappers), 0
-    at_loss = sum(points[name] * (FLOAT32 * inputs + (3 * FLOAT32 + 2) * outputs) for name, inputs, outputs in widths)
+    else:
+        kept, working = groups * hidden * layer.channels * size, max(group, *(chunk for _, chunk in mappers))
+    at_loss = 0
+    for name, nodes in model.nodes.items():
+        inputs, outputs = model.in_channels.get(name, 0), model.out_channels.get(name, 0)
+        at_loss += nodes.num_nodes * (FLOAT32 * inputs + (3 * FLOAT32 + 2) * outputs)
     return MemoryEstimate(
         state=STATE * sum(parameter.numel() for parameter in model.parameters()),
         graph=sum(buffer.nbytes for buffer in model.buffers()) + _shard_bytes(model),

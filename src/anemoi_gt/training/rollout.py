@@ -68,23 +68,24 @@ def score_rollouts(model: nn.Module, dataset: ForecastDataset, steps: int) -> Ro
     Raises ValueError if the data set does not support rollouts; FloatingPointError if forecasts become infinite or NaN.
     """
     check_integer("steps", steps)
-    errors = [Errors(dataset, (n + 1) * dataset.lead_time) for n in range(steps)]
-    baselines = dataset.rollout_baselines()
+    errors: list[Errors] = []  # by lead time, as far as the truth reaches
+    baselines = [dataset.baselines(n + 1) for n in range(steps)]
     for i in range(len(dataset)):
         for n, (forecast, truth) in enumerate(_outcomes(model, dataset, i, steps)):
             if truth is None:
                 break
+            if n == len(errors):
+                errors.append(Errors(dataset, (n + 1) * dataset.lead_time))
             errors[n].add("model", i, forecast, truth)
-            for name, baseline in baselines.items():
-                errors[n].add(name, i, baseline(i, n + 1), truth)
-    by_lead_time = [found for each in errors if (found := each.scores())]
-    scores = [score for found in by_lead_time for score in found]
+            for name, baseline in baselines[n].items():
+                errors[n].add(name, i, baseline(i), truth)
+    scores = [score for each in errors for score in each.scores()]
     diverged = next((score for score in scores if not math.isfinite(score.rmse)), None)
     if diverged is not None:
         raise FloatingPointError(
             f"rollouts must stay finite, got an RMSE of {diverged.rmse} at {diverged.lead_time:g} h: take fewer steps"
         )
-    return RolloutScores(scores, errors[len(by_lead_time) - 1].median_sample("model"))
+    return RolloutScores(scores, errors[-1].median_sample("model"))
 
 
 def rollout_table(scores: list[Score]) -> str:

@@ -50,13 +50,8 @@ def model_forecast(model: nn.Module, dataset: ForecastDataset) -> Forecast:
     return forecast
 
 
-def score(forecasts: dict[str, Forecast], dataset: ForecastDataset) -> list[Score]:
-    """Score forecasts, by name, on all samples of a data set: variable by variable, in the order of `forecasts`."""
-    return measure(forecasts, dataset).scores()
-
-
 def measure(forecasts: dict[str, Forecast], dataset: ForecastDataset) -> "Errors":
-    """Return the errors of forecasts, by name, on all samples of a data set; each forecast is computed once."""
+    """Compute forecasts, by name, once for each sample of a data set; return their errors, which give the scores."""
     errors = Errors(dataset, dataset.lead_time)
     for i in range(len(dataset)):
         truth = dataset.truth(i)

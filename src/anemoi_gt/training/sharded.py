@@ -145,12 +145,8 @@ class ShardedTrainingStep(TrainingStep):
 
     Parameters
     ----------
-    model : nn.Module
-        As `shard_model` or `scatter_model` left it.
-    weights : Tensor [n]
-        Of own nodes, see `TrainingStep`.
-    config : TrainingConfig
-    device : torch.device
+    model, weights, config, device
+        As for `TrainingStep`: the model as `shard_model` or `scatter_model` left it, the weights [n] of own nodes.
     num_nodes : int
         Of the whole model.
     shard : ModelShard
@@ -198,16 +194,12 @@ class ShardedTrainingStep(TrainingStep):
         """
         dist.barrier(self.group)
 
-    def training_loss(self, batch: Sample) -> Tensor:
-        """Return the part of the loss of own nodes, a scalar; its gradients come from all ranks of the model."""
-        return self.own_loss(self.model, batch)
-
     def loss(self, model: nn.Module, batch: Sample) -> Tensor:
         """Return the loss of a model on the batches of all ranks, a scalar without gradient. Collective."""
         return sum_loss(self.own_loss(model, batch), self.mesh)
 
     def own_loss(self, model: nn.Module, batch: Sample) -> Tensor:
-        """Return the part of own nodes in `weighted_mse` of the whole model."""
+        """Return the part of own nodes in `weighted_mse` of the whole model; gradients come from all its ranks."""
         with autocast(self.config.precision, self.device):
             error = (model(batch.inputs) - batch.target).square().mean(dim=(0, 2))
             return (error * self.weights).sum() / self.num_nodes

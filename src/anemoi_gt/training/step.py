@@ -115,12 +115,12 @@ class TrainingStep:
         if self._captured is not None:
             self._captured.reset()
 
-    def training_loss(self, batch: Sample) -> Tensor:
-        """Return the loss to differentiate, a scalar."""
-        return self.loss(self.model, batch)
-
     def loss(self, model: nn.Module, batch: Sample) -> Tensor:
-        """Return the loss of a model on a batch, a scalar, in the precision of the run."""
+        """Return the loss of a model on a batch, over all ranks, a scalar."""
+        return self.own_loss(model, batch)
+
+    def own_loss(self, model: nn.Module, batch: Sample) -> Tensor:
+        """Return the part of this process in the loss, a scalar to differentiate, in the precision of the run."""
         with autocast(self.config.precision, self.device):
             return weighted_mse(model(batch.inputs), batch.target, self.weights)
 
@@ -157,7 +157,7 @@ class TrainingStep:
         self.average.n_averaged.fill_(self.global_step)  # 0 would make the next step overwrite the average
 
     def _forward_backward(self, batch: Sample) -> Tensor:
-        loss = self.training_loss(batch)
+        loss = self.own_loss(self.model, batch)
         self.scaler.scale(loss).backward()
         return loss.detach()
 

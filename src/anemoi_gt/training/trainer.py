@@ -12,9 +12,8 @@ from torch import nn
 from anemoi_gt.data.datasets import Splits
 from anemoi_gt.rng import generator_states, seed_generators, set_generator_states
 from anemoi_gt.training.checkpoint import load_checkpoint, load_weights, save_checkpoint
-from anemoi_gt.training.config import TrainingConfig
+from anemoi_gt.training.config import TrainingConfig, choose_device, cpu_threads
 from anemoi_gt.training.data_loading import TrainingBatches, load
-from anemoi_gt.training.device import choose_device, cpu_threads
 from anemoi_gt.training.metrics_log import MetricsFile
 from anemoi_gt.training.progress import Meter, progress_bar
 from anemoi_gt.training.signals import Stopped, StopRequest
@@ -82,7 +81,6 @@ class Trainer:
         self._save_checkpoint, self._stop_request = save, stop_request
         self.best_loss = math.inf
         self._meter = Meter(self.device)
-        self._rate = math.nan  # of the last step
         self._generators: dict | None = None  # states in the checkpoint of a continued run
         self._metrics: MetricsFile | None = None
 
@@ -95,7 +93,10 @@ class Trainer:
         file cannot be written. After an error the checkpoints stay those before it.
         """
         self._metrics, shown = metrics, {}
-        self._start_generators()
+        if self._generators is None:
+            seed_generators(self.config.seed)
+        else:
+            set_generator_states(self._generators, self.device)
         self._meter.start()
         samples = self.config.batch_size  # of a step, in all processes; a batch here may be a part of them
         with (
@@ -105,11 +106,11 @@ class Trainer:
             self._stop_request() as stop,
         ):
             for batch in self.batches.since(self.step.global_step):
-                self._rate = self.step.learning_rate()
+                rate = self.step.learning_rate()
                 self._meter.add(self.step.training_step(batch), samples)
                 bar.update()
                 if self._is_due(self.config.log_every):
-                    shown |= self._record_training()
+                    shown |= self._record_training(rate)
                 if self._is_due(self.config.valid_every):
                     shown |= {"valid": self._validate()}
                 bar.set_postfix({name: f"{number:.4g}" for name, number in shown.items()}, refresh=False)
@@ -145,12 +146,6 @@ class Trainer:
         self._meter.load_state_dict(state["pending"])
         self._generators = state["generators"]
 
-    def _start_generators(self) -> None:
-        if self._generators is None:
-            seed_generators(self.config.seed)
-        else:
-            set_generator_states(self._generators, self.device)
-
     def _is_due(self, every: int) -> bool:
         return self.step.global_step % every == 0 or self.step.global_step == self.config.steps
 
@@ -158,11 +153,11 @@ class Trainer:
         if self._metrics is not None:
             self._metrics.write(split=split, step=self.step.global_step, **numbers)
 
-    def _record_training(self) -> dict[str, float]:
+    def _record_training(self, rate: float) -> dict[str, float]:
         self.step.wait_for_ranks()
         loss, speed = self._meter.read()
         self._check_finite(loss)
-        self._record("train", loss=loss, learning_rate=self._rate, samples_per_second=speed)
+        self._record("train", loss=loss, learning_rate=rate, samples_per_second=speed)
         return {"loss": loss, "samples/s": speed}
 
     def _validate(self) -> float:
