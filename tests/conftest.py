@@ -8,9 +8,9 @@ from support.applications import logging_as_before
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read by triton at import, hence before any test module
-    from support.interpreter import patch_once_a_launch
+    from support.interpreter import speed_up_interpreter
 
-    patch_once_a_launch()
+    speed_up_interpreter()
 
 
 LONG = (  # files of more than ten seconds, longest first
