@@ -1,5 +1,6 @@
 """Options of the test run, the device of the kernels (a GPU if present, else Triton's interpreter), and logging."""
 
+import gc
 import os
 
 import pytest
@@ -24,6 +25,11 @@ def pytest_collection_modifyitems(items):
     """Begin with the longest files, so that what several processes share at the end is short."""
     places = {name: place for place, name in enumerate(LONG)}
     items.sort(key=lambda item: places.get("/".join(item.path.parts[-2:]), len(LONG)))
+
+
+def pytest_collection_finish():
+    """Leave what imports and collection made out of garbage collections, of which each would visit it."""
+    gc.freeze()
 
 
 def pytest_addoption(parser):
