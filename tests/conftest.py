@@ -1,5 +1,6 @@
 """Options of the test run, the device of the kernels (a GPU if present, else Triton's interpreter), and logging."""
 
+import gc
 import os
 
 import pytest
@@ -8,9 +9,9 @@ from support.applications import logging_as_before
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read by triton at import, hence before any test module
-    from support.interpreter import patch_once_a_launch
+    from support.interpreter import speed_up_interpreter
 
-    patch_once_a_launch()
+    speed_up_interpreter()
 
 
 LONG = (  # files of more than ten seconds, longest first
@@ -24,6 +25,11 @@ def pytest_collection_modifyitems(items):
     """Begin with the longest files, so that what several processes share at the end is short."""
     places = {name: place for place, name in enumerate(LONG)}
     items.sort(key=lambda item: places.get("/".join(item.path.parts[-2:]), len(LONG)))
+
+
+def pytest_collection_finish():
+    """Leave what imports and collection made out of garbage collections, of which each would visit it."""
+    gc.freeze()
 
 
 def pytest_addoption(parser):

@@ -27,7 +27,7 @@ from suite import baselines, correctness, graphs, operands, problems
 from suite.baselines import compiled, eager
 from suite.inference import CONTENDERS, PARTS, Setting, build_graphs, checked_destinations, compare_with_plain
 from support.corpus import corpus
-from support.forked import FORKSERVER, start_server
+from support.forked import FORKSERVER, forked_commands, start_server
 
 STEP = shlex.split("--grid O4 --refinement 1 --channels 8 --heads 2 --layers 2 --variables 3 --device cpu")
 ANEMOI = shlex.split("--grid O4 --refinement 1 --channels 16 --heads 2 --layers 1 --variables 4 --device cpu")
@@ -174,7 +174,8 @@ def test_inference_at_9_km_reports_each_run(tmp_path, monkeypatch):
     sizes = "--grid O4 --refinement 1 --channels 32 --heads 2 --fields 5 --dtype float32 --repeats 1"
     options = f"--device cpu --parts decoder --contenders anemoi_gt --chunks 1 2 --output {tmp_path / 'r.json'}"
     monkeypatch.setattr(sys, "argv", ["inference_9km.py", *shlex.split(f"{sizes} {options}")])
-    inference_9km.main()
+    with forked_commands():
+        inference_9km.main()
     runs = json.loads((tmp_path / "r.json").read_text())["runs"]
     assert [(found["num_chunks"], found["outcome"]) for found in runs] == [(1, "right"), (2, "right")]
 
@@ -183,7 +184,8 @@ def test_training_at_9_km_checks_and_times_steps(tmp_path):
     sizes = "--grid O4 --refinement 1 --check-grid O4 --check-refinement 1 --channels 32 --heads 2 --layers 2"
     options = "--fields 6 2 --device cpu --compiled 0 --steps 1 --chunks 1 3 --anemoi-chunks 1 2 --output"
     parts = "--parts check_model check_mappers ours anemoi install sharded"
-    train_9km.main(shlex.split(f"{sizes} {parts} {options} {tmp_path / 'r.json'}"))
+    with forked_commands():
+        train_9km.main(shlex.split(f"{sizes} {parts} {options} {tmp_path / 'r.json'}"))
     runs = json.loads((tmp_path / "r.json").read_text())["runs"]
     assert [run["outcome"] for run in runs if "check" in run] == ["right"] * 8
     timed = [(run["contender"], run["num_chunks"]) for run in runs if run["outcome"] == "done"]

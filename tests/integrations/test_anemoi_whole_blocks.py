@@ -11,6 +11,8 @@ from anemoi.models.triton.gt import graph_transformer_attention_conv
 from support import anemoi_model as small
 from support.anemoi_model import OwnLinear, block_inputs, differentiate_block, make_block
 from support.same_numbers import assert_same_numbers
+from support.weather import KINDS as KINDS_OF_EDGES
+from support.weather import weather_graph
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
@@ -28,13 +30,13 @@ BLOCKS = partial(integration.install, backend="triton", blocks=True)
 
 @pytest.fixture(scope="session")
 def graph():
-    """208 data points, 42 hidden nodes."""
-    return small.graph_of("O4", 1)
+    """13 data points, 7 hidden nodes: the interpreter runs them one by one."""
+    return weather_graph({"data": 13, "hidden": 7}, dict.fromkeys(KINDS_OF_EDGES, 24))
 
 
 @pytest.fixture(autouse=True)
 def few_programs(monkeypatch):
-    """Few programs share sums over nodes: the interpreter runs them one by one."""
+    """Few programs share sums over nodes."""
     for module in (launch, node_rows):
         monkeypatch.setattr(module, "PROGRAMS", 3)
 

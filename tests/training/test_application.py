@@ -154,18 +154,17 @@ def test_a_bug_keeps_its_traceback(application, monkeypatch, capsys):
     assert "Traceback" in capsys.readouterr().err
 
 
-BEGUN = {"training": {"steps": 4, "device": "cuda"}, "data": {"path": "a"}, "attention": {"backend": "triton"}}
+BEGUN = {"training": {"steps": 4, "device": "cuda", "compile": False, "cuda_graph": False}, "data": {"path": "a"}}
+BEGUN["attention"] = {"backend": "triton"}
+FASTER = {"training": {"steps": 4, "device": "cpu", "compile": True, "cuda_graph": True}, "data": {"path": "b"}}
+FASTER["attention"] = {"backend": "torch"}
 
 
 def test_a_run_continues_on_another_device_with_its_own_config(tmp_path):
     assert train.checkpoint_to_resume(tmp_path, True, BEGUN) is None  # begins in an empty folder
-    save_checkpoint(tmp_path / "last.pt", {"config": BEGUN})
-    elsewhere = {
-        "training": {"steps": 4, "device": "cpu", "compile": True, "cuda_graph": True},
-        "data": {"path": "b"},
-        "attention": {"backend": "torch"},
-    }
-    assert train.checkpoint_to_resume(tmp_path, True, elsewhere) == {"config": BEGUN}
+    for config, other in ((FASTER, BEGUN), (BEGUN, FASTER)):  # compile and cuda_graph are switched off, and on
+        save_checkpoint(tmp_path / "last.pt", {"config": config})
+        assert train.checkpoint_to_resume(tmp_path, True, other) == {"config": config}
     longer, shorter = (BEGUN | {"training": BEGUN["training"] | {"steps": steps}} for steps in (5, 3))
     assert train.checkpoint_to_resume(tmp_path, True, longer)
     with pytest.raises(ValueError, match=r"its own config, .*last.pt was written with training.steps=4, not 3$"):
