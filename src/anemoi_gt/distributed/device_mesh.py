@@ -37,8 +37,8 @@ class ShardingConfig:
     Parameters
     ----------
     strategy : {"none", "edges"}
-        "none": every rank has a model of its own, and the ranks share the batches. "edges": each rank of a model owns
-        some of its nodes, with all edges into them.
+        "edges": the ranks of a model share its nodes, each with all edges into its own; "none": every rank has a
+        replica of the model, and the ranks share each batch.
     model : int
         Ranks that share one model. The others are data parallel: ranks / model models.
     timeout : float

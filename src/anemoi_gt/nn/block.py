@@ -81,7 +81,7 @@ class GraphTransformerBaseBlock(nn.Module):
     bias : bool
         Give `lin_self` a bias.
     qk_norm : bool
-        Norm query and key per head.
+        Normalise query and key per head.
     mlp_implementation : {"mlp", "glu", "swiglu", "geglu", "reglu"}
         Plain or gated feed-forward networks.
     edge_pre_mlp : bool

@@ -40,14 +40,16 @@ class EncoderProcessorDecoder(nn.Module):
         Number of attention heads.
     num_layers : int
         Blocks of the processor, which share the trainable edge attributes.
-    trainable_nodes, trainable_edges : int
-        Number of trainable features of each node and attributes of each edge.
+    trainable_nodes : int
+        Number of trainable features of each node.
+    trainable_edges : int
+        Number of trainable attributes of each edge.
     mlp_ratio : float
         Width of the hidden layers of the feed-forward networks over `channels`.
     attn_channels : int, optional
         Features of query, key and value, all heads together; a multiple of `heads`. None is `channels`.
     qk_norm : bool
-        Norm query and key per head.
+        Normalise query and key per head.
     mlp_implementation : {"mlp", "glu", "swiglu", "geglu", "reglu"}
         Plain or gated feed-forward networks.
     edge_pre_mlp : bool

@@ -28,7 +28,7 @@ class TrainingConfig:
     warmup_steps : int
         Steps of linear warm-up from 0, at most `steps`; then the learning rate decreases to 0 as half a cosine.
     weight_decay : float
-        Of AdamW, on matrices; vectors (biases, norms) do not decay.
+        Weight decay of AdamW, on matrices only; vectors (biases, norms) do not decay.
     clip_norm : float
         Maximum norm of the gradient over all parameters.
     average_decay : float
@@ -39,7 +39,7 @@ class TrainingConfig:
     log_every : int
         Steps per record of the mean loss.
     seed : int
-        Of the initial weights, the order of the samples and dropout.
+        Seed of the initial weights, the order of the samples and dropout.
     device : {"auto", "cpu", "cuda"}
         `auto` is a GPU if there is one.
     precision : {"32-true", "bf16-mixed", "16-mixed"}
