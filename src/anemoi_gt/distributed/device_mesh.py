@@ -37,8 +37,8 @@ class ShardingConfig:
     Parameters
     ----------
     strategy : {"none", "edges"}
-        "edges": the ranks of a model share its nodes, each with all edges into its own; "none": every rank has a
-        replica of the model, and the ranks share each batch.
+        Shard each model by its nodes, with all edges into them ("edges"), or give every rank a replica of the model and a
+        share of each batch ("none").
     model : int
         Ranks that share one model. The others are data parallel: ranks / model models.
     timeout : float
