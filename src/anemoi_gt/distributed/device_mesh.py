@@ -37,8 +37,8 @@ class ShardingConfig:
     Parameters
     ----------
     strategy : {"none", "edges"}
-        Shard each model by its nodes, with all edges into them ("edges"), or give every rank a replica of the model and a
-        share of each batch ("none").
+        Shard each model by its nodes, with all edges into them ("edges"), or give every rank a replica of the model and
+        a share of each batch ("none").
     model : int
         Ranks that share one model. The others are data parallel: ranks / model models.
     timeout : float
