@@ -85,22 +85,6 @@ def run_job(ranks: int, tasks: list[dict], report: dict, options: argparse.Names
     return error
 
 
-def merged(reports: list[dict]) -> dict:
-    """Return reports of one device and versions as one.
-
-    Raises
-    ------
-    ValueError
-        If devices or versions differ.
-    """
-    facts = [{k: v for k, v in report["environment"].items() if k not in ("commit", "date")} for report in reports]
-    if any(other != facts[0] for other in facts):
-        raise ValueError(f"results must be of one device with the same versions, got {facts}")
-    joined = {k: ", ".join(dict.fromkeys(r["environment"][k] for r in reports)) for k in ("commit", "date")}
-    records = [record for report in reports for record in report["results"]]
-    return {"environment": facts[0] | joined, "results": records}
-
-
 def name_of(record: dict) -> str:
     """Return the name of a record's series."""
     name = graph_of(record) if record["part"] == "sizes" else record["model"]
@@ -255,8 +239,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--limit", type=float, default=600, help="seconds for one job")
     parser.add_argument("--out", type=Path, help="JSON file for the results")
     parser.add_argument("--commit", help="to record if git is not available")
-    parser.add_argument("--table", type=Path, nargs="+", help="results files; make their tables and measure nothing")
-    parser.add_argument("--page", type=Path, help="Markdown page with comments that name the first file of --table")
+    parser.add_argument("--table", type=Path, help="results file; make its tables and measure nothing")
+    parser.add_argument("--page", type=Path, help="Markdown page with comments that name the file of --table")
     parser.add_argument("--plot", type=Path, help="SVG file for the plot; one for dark ground is written beside it")
     options = parser.parse_args(arguments)
     if options.tiny:
@@ -268,7 +252,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Measure or read, then write tables and plots; 1 if a job failed."""
     options, errors = parse(arguments), []
     if options.table:
-        report = merged([json.loads(path.read_text()) for path in options.table])
+        report = json.loads(options.table.read_text())
     else:
         device = "cuda" if torch.cuda.is_available() else "cpu"
         facts = describe(device, {"torch", "triton", "anemoi-models"}, options.commit)
@@ -282,7 +266,7 @@ def main(arguments: list[str] | None = None) -> int:
                 results.write(report, options.out)
     print(tables(report), *errors, sep="\n\n")
     if options.page:
-        options.page.write_text(put_into(options.page.read_text(), options.table[0].name, summary(report)))
+        options.page.write_text(put_into(options.page.read_text(), options.table.name, summary(report)))
     if options.plot:
         write(plot(report), options.plot)
     return int(bool(errors))

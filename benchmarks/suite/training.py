@@ -114,11 +114,8 @@ def ours(options: Namespace, folder: Path) -> Iterator[dict]:
     yield {"contender": "anemoi_gt", "outcome": "built", "seconds": time.perf_counter() - begin, **sizes}
     del graph
 
-    def described(chunks: int, compiled: int) -> dict:
-        return {"contender": "anemoi_gt", "num_chunks": chunks, "compiled": bool(compiled)}
-
     for round_, compiled, chunks in product(range(options.rounds), options.compiled, options.chunks):
-        found = described(chunks, compiled) | {"round": round_}
+        found = {"contender": "anemoi_gt", "num_chunks": chunks, "compiled": bool(compiled), "round": round_}
         with computing(model, chunks, bool(compiled), step.average.module):
             found["estimated_gb"] = estimate_memory(model, config).total / 1e9
             try:
@@ -131,7 +128,8 @@ def ours(options: Namespace, folder: Path) -> Iterator[dict]:
         with computing(model, chunks, bool(compiled), step.average.module):
             step.training_step(batch)
             found = profile_of(lambda: step.training_step(batch), 1, wait, options.device)
-        yield described(chunks, compiled) | {"outcome": "profile"} | found
+        found |= {"contender": "anemoi_gt", "num_chunks": chunks, "compiled": bool(compiled)}
+        yield found | {"outcome": "profile"}
 
 
 def sharded(options: Namespace, folder: Path) -> Iterator[dict]:
@@ -177,8 +175,9 @@ def on_first_rank(found: dict) -> Iterator[dict]:
     ranks = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, found)
     if dist.get_rank() == 0:
-        yield {key: max(each[key] for each in ranks) if isinstance(value, float) else value
-               for key, value in found.items()}  # fmt: skip
+        yield found | {
+            key: max(each[key] for each in ranks) for key, value in found.items() if isinstance(value, float)
+        }
 
 
 def anemoi(options: Namespace, folder: Path, installed: bool = False) -> Iterator[dict]:
