@@ -3,9 +3,9 @@
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from itertools import groupby
+from itertools import chain, groupby
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any
 
 from anemoi_gt.custom_ops import NAMESPACE
 
@@ -138,13 +138,13 @@ class Explanation:
             Of one step or several of the explained calls, ended, recorded with `record_shapes=True`: layers are told
             apart by the sizes of their operands, and those of equal sizes share their means.
         """
-        times = _times_of(profile)
+        calls = _calls_in(profile)
         layers = tuple(
-            replace(layer, passes=tuple(_timed(layer, pass_, times) for pass_ in layer.passes)) for layer in self.layers
+            replace(layer, passes=tuple(_timed(layer, pass_, calls) for pass_ in layer.passes)) for layer in self.layers
         )
         if all(pass_.achieved_ms is None for layer in layers for pass_ in layer.passes):
             raise ValueError(
-                f"profile must contain the calls that were explained, it has others: {sorted(map(str, times))}"
+                f"profile must contain the calls that were explained, it has others: {sorted(map(str, calls))}"
             )
         return replace(self, layers=layers)
 
@@ -156,30 +156,22 @@ class Explanation:
         return "\n".join(lines)
 
 
-class _Times(NamedTuple):
-    """Means over the calls of one operator on operands of the same sizes, in milliseconds."""
-
-    host: float
-    device: float | None  # of all kernels of a call; None unless the profile has seen kernels of every call
-    kernels: dict[str, float]  # of one launch, by the kernel's name
-
-
-def _times_of(profile) -> dict[tuple[str, tuple[int, ...]], _Times]:
-    """Times of all attentions in a profile, by operator and sizes as in `Layer.sizes`."""
+def _calls_in(profile) -> dict[tuple[str, tuple[int, ...]], list]:
+    """Events of all attentions in a profile, by operator and sizes as in `Layer.sizes`."""
     if not hasattr(profile, "events"):
         raise ValueError(f"profile must be a torch.profiler.profile that has ended, got {type(profile).__name__}")
-    seen = defaultdict(list)
+    calls = defaultdict(list)
     for event in profile.events():
         operator = event.name.removesuffix(BACKWARD)
         if operator in ATTENTIONS and event.input_shapes:
             first = FIRST_OPERAND[event.name.removeprefix(operator)]
-            seen[event.name, _sizes(event.input_shapes[first : first + SHAPED_OPERANDS])].append(event)
-    if not seen:
+            calls[event.name, _sizes(event.input_shapes[first : first + SHAPED_OPERANDS])].append(event)
+    if not calls:
         raise ValueError(
             f"profile must hold calls of {' or '.join(ATTENTIONS)} with their shapes, got none; record it with "
             "profile(activities=[...], record_shapes=True) around the model, and end it first"
         )
-    return {call: _mean_times(events) for call, events in seen.items()}
+    return calls
 
 
 def _sizes(shapes: list) -> tuple[int, ...]:
@@ -188,38 +180,32 @@ def _sizes(shapes: list) -> tuple[int, ...]:
     return (query[0] if len(query) == 4 else 1, key[-3], query[-3], row[0], *query[-2:], weight[1] if weight else 0)
 
 
-def _mean_times(events: list) -> _Times:
-    launched, kernels = [_launched(event) for event in events], defaultdict(list)
-    for kernel in (kernel for each in launched for kernel in each):
-        kernels[kernel.name].append(kernel.duration)
-    return _Times(
-        host=1e-3 * fmean(event.cpu_time_total for event in events),
-        device=1e-3 * fmean(sum(kernel.duration for kernel in each) for each in launched) if all(launched) else None,
-        kernels={name: 1e-3 * fmean(durations) for name, durations in kernels.items()},
-    )
-
-
 def _launched(event) -> list:
     """Kernels of an event and of its children: autograd's node, and the operators inside."""
     return [*event.kernels, *(kernel for child in event.cpu_children for kernel in _launched(child))]
 
 
-def _timed(layer: Layer, pass_: Pass, times_of: dict[tuple, _Times]) -> Pass:
-    """A pass with the times of its operator on the layer's sizes; unchanged without any."""
-    times = times_of.get((pass_.operator, tuple(layer.sizes.values())))
-    if times is None:
-        return pass_
-    achieved = times.host if times.device is None and layer.device.startswith("cpu") else times.device
-    if achieved is None:
+def _timed(layer: Layer, pass_: Pass, calls: dict[tuple, list]) -> Pass:
+    """A pass with the mean times of its operator's calls on the layer's sizes; unchanged without any."""
+    events = calls.get((pass_.operator, tuple(layer.sizes.values())), [])
+    launched, durations = [_launched(event) for event in events], defaultdict(list)
+    for kernel in chain.from_iterable(launched):
+        durations[kernel.name].append(kernel.duration)
+    if all(launched):
+        microseconds = [sum(kernel.duration for kernel in each) for each in launched]
+    elif layer.device.startswith("cpu"):
+        microseconds = [event.cpu_time_total for event in events]
+    else:
         return pass_  # a profile of the CPU alone has no times of a GPU
-    kernels = tuple(_measured(kernel, times.kernels.get(kernel.name)) for kernel in pass_.kernels)
-    return _measured(replace(pass_, kernels=kernels), achieved)
+    kernels = tuple(_measured(kernel, durations[kernel.name]) for kernel in pass_.kernels)
+    return _measured(replace(pass_, kernels=kernels), microseconds)
 
 
-def _measured(of: Pass | Kernel, milliseconds: float | None) -> Pass | Kernel:
-    if milliseconds is None:
+def _measured(of: Pass | Kernel, microseconds: list[float]) -> Pass | Kernel:
+    if not microseconds:
         return of
-    return replace(of, achieved_ms=milliseconds, achieved_bandwidth=1e3 * of.bytes / milliseconds)
+    mean = 1e-3 * fmean(microseconds)
+    return replace(of, achieved_ms=mean, achieved_bandwidth=1e3 * of.bytes / mean)
 
 
 def _layer_lines(layers: list[Layer]) -> Iterator[str]:
