@@ -1,7 +1,7 @@
 """Explanation of a model: frozen values that print as a table, become JSON, and take achieved times from a profile."""
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import chain, groupby
 from statistics import fmean
@@ -12,7 +12,7 @@ from anemoi_gt.custom_ops import NAMESPACE
 ATTENTIONS = {f"{NAMESPACE}::edge_attention_{backend}": backend for backend in ("torch", "triton")}
 BACKWARD = "_backward"
 FIRST_OPERAND = {"": 0, BACKWARD: 2}  # position of query among the operator's arguments, behind grad_out and grad_lse
-SHAPED_OPERANDS = 8  # query, key, value, edge_attr, edge_weight, edge_bias, colptr, row
+OPERANDS = ("query", "key", "value", "edge_attr", "edge_weight", "edge_bias", "colptr", "row")
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,8 @@ def _calls_in(profile) -> dict[tuple[str, tuple[int, ...]], list]:
         operator = event.name.removesuffix(BACKWARD)
         if operator in ATTENTIONS and event.input_shapes:
             first = FIRST_OPERAND[event.name.removeprefix(operator)]
-            calls[event.name, _sizes(event.input_shapes[first : first + SHAPED_OPERANDS])].append(event)
+            sizes = sizes_of(event.input_shapes[first : first + len(OPERANDS)])
+            calls[event.name, tuple(sizes.values())].append(event)
     if not calls:
         raise ValueError(
             f"profile must hold calls of {' or '.join(ATTENTIONS)} with their shapes, got none; record it with "
@@ -174,10 +175,18 @@ def _calls_in(profile) -> dict[tuple[str, tuple[int, ...]], list]:
     return calls
 
 
-def _sizes(shapes: list) -> tuple[int, ...]:
-    """Sizes of a call, from the shapes of its operands."""
+def sizes_of(shapes: Sequence) -> dict[str, int]:
+    """Return the sizes of a call by the names of `Layer`, from the shapes of its `OPERANDS`, empty for None."""
     query, key, _, _, weight, _, _, row = shapes
-    return (query[0] if len(query) == 4 else 1, key[-3], query[-3], row[0], *query[-2:], weight[1] if weight else 0)
+    return {
+        "batch": query[0] if len(query) == 4 else 1,
+        "sources": key[-3],
+        "destinations": query[-3],
+        "edges": row[0],
+        "heads": query[-2],
+        "channels": query[-1],
+        "attributes": weight[1] if weight else 0,
+    }
 
 
 def _launched(event) -> list:
