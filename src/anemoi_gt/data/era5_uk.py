@@ -23,7 +23,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -33,9 +32,7 @@ from anemoi_gt.data.datasets import ForecastDataset, Splits, Step
 from anemoi_gt.data.nodes import Nodes
 from anemoi_gt.data.readers import import_cfgrib, read_dataset, read_xarray
 from anemoi_gt.extras import import_extra
-
-if TYPE_CHECKING:
-    import xarray
+from anemoi_gt.option_checks import check_integer
 
 TUTORIAL_NAME = "era5-2mt-2019-03-uk.grib"
 HOURS_PER_DAY = 24
@@ -225,6 +222,7 @@ def split(field: HourlyField, lead_time: int) -> Splits:
 
     Raises ValueError if the lead time is not 1 to 24 hours, or the field ends before the first test forecast.
     """
+    check_integer("lead_time", lead_time, least=None)
     if not 1 <= lead_time <= HOURS_PER_DAY:
         raise ValueError(f"lead_time must be 1 to {HOURS_PER_DAY} hours, got {lead_time}")
     bounds = [max(LAGS), FIRST_VALID_HOUR, FIRST_TEST_HOUR, len(field.times)]
@@ -243,12 +241,12 @@ def read_era5_uk(path: str | Path | None) -> HourlyField:
     return HourlyField(fields.nodes, fields.times, torch.from_numpy(values))
 
 
-def _download() -> "xarray.Dataset":
+def _download():
     """Return the data set of xarray's tutorial; raise OSError if it cannot be downloaded."""
     import_cfgrib()
     xarray, _ = (import_extra(module, "era5") for module in ("xarray", "pooch"))
     try:
-        # no index file: the folder may be read-only
+        # No index file: the folder may be read-only.
         return xarray.tutorial.open_dataset(TUTORIAL_NAME, engine="cfgrib", backend_kwargs={"indexpath": ""})
     except (OSError, ValueError) as error:  # no network, a page in place of the file
         raise OSError(

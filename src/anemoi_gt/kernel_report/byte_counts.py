@@ -13,9 +13,7 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from anemoi_gt.kernel_report.report import Kernel, Pass
-
-OPERANDS = ("query", "key", "value", "edge_attr", "edge_weight", "edge_bias")
+from anemoi_gt.kernel_report.report import OPERANDS, Kernel, Pass
 
 
 def attention_in_block(arguments: dict) -> dict:
@@ -42,20 +40,6 @@ def attention_in_block(arguments: dict) -> dict:
     return arguments | attention | options
 
 
-def sizes_of(call) -> dict[str, int]:
-    """Return the sizes of a call, by the names of `anemoi_gt.kernel_report.Layer`."""
-    query, weight = call.arguments["query"], call.arguments["edge_weight"]
-    return {
-        "batch": query.shape[0] if query.dim() == 4 else 1,
-        "sources": call.arguments["key"].shape[-3],
-        "destinations": query.shape[-3],
-        "edges": call.arguments["row"].shape[0],
-        "heads": query.shape[-2],
-        "channels": query.shape[-1],
-        "attributes": 0 if weight is None else weight.shape[1],
-    }
-
-
 def features_of(call) -> str:
     """Return the form of the edge features, as `anemoi_gt.kernel_report.Layer` has it."""
     if call.arguments["edge_attr"] is None:
@@ -74,21 +58,21 @@ def bandwidth_of(call) -> float | None:
     return copy_bandwidth(call.arguments["query"].device)
 
 
-def passes_of(call, bandwidth: float | None) -> tuple[Pass, ...]:
+def passes_of(call, sizes: dict[str, int], bandwidth: float | None) -> tuple[Pass, ...]:
     """Return the forward pass, and the backward pass if some operand gets a gradient."""
-    operands = {name: call.arguments[name] for name in OPERANDS}
+    operands = {name: call.arguments[name] for name in OPERANDS[:-2]}  # indices have no gradient
     needs = {n: call.grad_enabled and operand is not None and operand.requires_grad for n, operand in operands.items()}
     forward, backward = _kernels(call, needs) if call.backend == "triton" else ((), ())
-    moved = _moved(call, needs)
+    moved = _moved(call, sizes, needs)
     passes = [_pass("forward", call.operator, moved[0], forward, bandwidth)]
     if any(needs.values()):
         passes.append(_pass("backward", f"{call.operator}_backward", moved[1], backward, bandwidth))
     return tuple(passes)
 
 
-def _moved(call, needs: dict[str, bool]) -> tuple[int, int]:
+def _moved(call, sizes: dict[str, int], needs: dict[str, bool]) -> tuple[int, int]:
     """Return the bytes of the two passes by the formulas above, with the gradients that are needed."""
-    batch, num_src, num_dst, num_edges, heads, channels, _ = sizes_of(call).values()
+    batch, num_src, num_dst, num_edges, heads, channels, _ = sizes.values()
     row = call.arguments["query"].element_size() * heads * channels
     attributes = 0 if call.arguments["edge_attr"] is None else call.arguments["edge_attr"].nbytes
     forward = row * (2 * num_dst + 2 * num_src) + 4 * heads * num_dst

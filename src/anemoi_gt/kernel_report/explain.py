@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from anemoi_gt.graph import GraphStructure
-from anemoi_gt.kernel_report.byte_counts import attention_in_block, bandwidth_of, features_of, passes_of, sizes_of
-from anemoi_gt.kernel_report.report import BLOCK, OPERATORS, Explanation, Layer
+from anemoi_gt.kernel_report.byte_counts import attention_in_block, bandwidth_of, features_of, passes_of
+from anemoi_gt.kernel_report.report import BLOCK, OPERANDS, OPERATORS, Explanation, Layer, sizes_of
 from anemoi_gt.ops import edge_attention
 from anemoi_gt.ops.backends import rejected
 
@@ -163,14 +163,15 @@ class _Recorder(TorchDispatchMode):
 
 def _layer(call: Call, names: dict, bandwidth: float | None) -> Layer:
     query = call.arguments["query"]
+    sizes = sizes_of([getattr(call.arguments[name], "shape", ()) for name in OPERANDS])
     return Layer(
         name=names.get(call.module, ""),
         module="" if call.module is None else type(call.module).__name__,
-        sizes=sizes_of(call),
+        sizes=sizes,
         features=features_of(call),
         dtype=str(query.dtype).removeprefix("torch."),
         device=str(query.device),
         backend=call.backend,
         rejected=rejected(call.backend, query),
-        passes=passes_of(call, bandwidth),
+        passes=passes_of(call, sizes, bandwidth),
     )

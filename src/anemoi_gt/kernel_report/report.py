@@ -1,11 +1,11 @@
 """Explanation of a model: frozen values that print as a table, become JSON, and take achieved times from a profile."""
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import groupby
+from itertools import chain, groupby
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -15,6 +15,7 @@ ATTENTIONS = {f"{NAMESPACE}::edge_attention_{backend}": backend for backend in (
 BLOCK = f"{NAMESPACE}::transformer_block"  # a whole block, whose attention is that of backend triton
 OPERATORS = ATTENTIONS | {BLOCK: "triton"}
 BACKWARD = "_backward"
+OPERANDS = ("query", "key", "value", "edge_attr", "edge_weight", "edge_bias", "colptr", "row")
 
 
 @dataclass(frozen=True)
@@ -141,13 +142,13 @@ class Explanation:
             Of one step or several of the explained calls, ended, recorded with `record_shapes=True`: layers are told
             apart by the sizes of their operands, and those of equal sizes share their means.
         """
-        times = _times_of(profile)
+        calls = _calls_in(profile)
         layers = tuple(
-            replace(layer, passes=tuple(_timed(layer, pass_, times) for pass_ in layer.passes)) for layer in self.layers
+            replace(layer, passes=tuple(_timed(layer, pass_, calls) for pass_ in layer.passes)) for layer in self.layers
         )
         if all(pass_.achieved_ms is None for layer in layers for pass_ in layer.passes):
             raise ValueError(
-                f"profile must contain the calls that were explained, it has others: {sorted(map(str, times))}"
+                f"profile must contain the calls that were explained, it has others: {sorted(map(str, calls))}"
             )
         return replace(self, layers=layers)
 
@@ -159,60 +160,53 @@ class Explanation:
         return "\n".join(lines)
 
 
-class _Times(NamedTuple):
-    """Means over the calls of one operator on operands of the same sizes, in milliseconds."""
-
-    host: float
-    device: float | None  # of all kernels of a call; None unless the profile has seen kernels of every call
-    kernels: dict[str, float]  # of one launch, by the kernel's name
-
-
-def _times_of(profile) -> dict[tuple[str, tuple[int, ...]], _Times]:
-    """Times of all attentions in a profile, by operator and sizes as in `Layer.sizes`."""
+def _calls_in(profile) -> dict[tuple[str, tuple[int, ...]], list]:
+    """Events of all attentions in a profile, by operator and sizes as in `Layer.sizes`."""
     if not hasattr(profile, "events"):
         raise ValueError(f"profile must be a torch.profiler.profile that has ended, got {type(profile).__name__}")
-    seen = defaultdict(list)
+    calls = defaultdict(list)
     for event in profile.events():
         operator = event.name.removesuffix(BACKWARD)
         if operator in OPERATORS and event.input_shapes:
             schema = getattr(torch.ops.anemoi_gt, event.name.removeprefix(f"{NAMESPACE}::")).default._schema
             shapes = dict(zip([argument.name for argument in schema.arguments], event.input_shapes, strict=False))
-            seen[event.name, _sizes(shapes)].append(event)
-    if not seen:
+            calls[event.name, _told_apart_by_shapes(shapes)].append(event)
+    if not calls:
         raise ValueError(
             f"profile must hold calls of {' or '.join(OPERATORS)} with their shapes, got none; record it with "
             "profile(activities=[...], record_shapes=True) around the model, and end it first"
         )
-    return {call: _mean_times(events) for call, events in seen.items()}
+    return calls
 
 
-def _sizes(shapes: dict[str, list]) -> tuple[int, ...]:
-    """Sizes of a call, as `_told_apart_by` returns them, from the shapes of its operands by name."""
-    edges, weight = shapes["row"][0], shapes["edge_weight"]
-    if "x_dst" in shapes:
-        destinations, width = shapes["x_dst"][0], shapes["query_weight"][0]
-        return (shapes["x_src"] or shapes["x_dst"])[0], destinations, edges, width, weight[1]
-    query, key = shapes["query"], shapes["key"]
-    return query[0] if len(query) == 4 else 1, key[-3], query[-3], edges, *query[-2:], weight[1] if weight else 0
+def sizes_of(shapes: Sequence) -> dict[str, int]:
+    """Return the sizes of a call by the names of `Layer`, from the shapes of its `OPERANDS`, empty for None."""
+    query, key, _, _, weight, _, _, row = shapes
+    return {
+        "batch": query[0] if len(query) == 4 else 1,
+        "sources": key[-3],
+        "destinations": query[-3],
+        "edges": row[0],
+        "heads": query[-2],
+        "channels": query[-1],
+        "attributes": weight[1] if weight else 0,
+    }
+
+
+def _told_apart_by_shapes(shapes: dict[str, Sequence]) -> tuple[int, ...]:
+    """Return the sizes by which a profile tells calls of an operator apart, from shapes of operands by name."""
+    if "x_dst" not in shapes:
+        return tuple(sizes_of([shapes[name] for name in OPERANDS]).values())
+    sources, destinations = (shapes["x_src"] or shapes["x_dst"])[0], shapes["x_dst"][0]
+    return sources, destinations, shapes["row"][0], shapes["query_weight"][0], shapes["edge_weight"][1]
 
 
 def _told_apart_by(layer: Layer, operator: str) -> tuple[int, ...]:
-    """Sizes of a layer by which a profile tells its calls of an operator from those of other layers."""
+    """Return these sizes of a layer; the number of heads is no size of a tensor of a whole block."""
     batch, sources, destinations, edges, heads, channels, attributes = layer.sizes.values()
-    if operator.startswith(BLOCK):  # the number of heads is no size of a tensor
+    if operator.startswith(BLOCK):
         return batch * sources, batch * destinations, edges, heads * channels, attributes
     return tuple(layer.sizes.values())
-
-
-def _mean_times(events: list) -> _Times:
-    launched, kernels = [_launched(event) for event in events], defaultdict(list)
-    for kernel in (kernel for each in launched for kernel in each):
-        kernels[kernel.name].append(kernel.duration)
-    return _Times(
-        host=1e-3 * fmean(event.cpu_time_total for event in events),
-        device=1e-3 * fmean(sum(kernel.duration for kernel in each) for each in launched) if all(launched) else None,
-        kernels={name: 1e-3 * fmean(durations) for name, durations in kernels.items()},
-    )
 
 
 def _launched(event) -> list:
@@ -220,22 +214,27 @@ def _launched(event) -> list:
     return [*event.kernels, *(kernel for child in event.cpu_children for kernel in _launched(child))]
 
 
-def _timed(layer: Layer, pass_: Pass, times_of: dict[tuple, _Times]) -> Pass:
-    """A pass with the times of its operator on the layer's sizes; unchanged without any."""
-    times = times_of.get((pass_.operator, _told_apart_by(layer, pass_.operator)))
-    if times is None:
-        return pass_
-    achieved = times.host if times.device is None and layer.device.startswith("cpu") else times.device
-    if achieved is None:
+def _timed(layer: Layer, pass_: Pass, calls: dict[tuple, list]) -> Pass:
+    """A pass with the mean times of its operator's calls on the layer's sizes; unchanged without any."""
+    events = calls.get((pass_.operator, _told_apart_by(layer, pass_.operator)), [])
+    launched, durations = [_launched(event) for event in events], defaultdict(list)
+    for kernel in chain.from_iterable(launched):
+        durations[kernel.name].append(kernel.duration)
+    if all(launched):
+        microseconds = [sum(kernel.duration for kernel in each) for each in launched]
+    elif layer.device.startswith("cpu"):
+        microseconds = [event.cpu_time_total for event in events]
+    else:
         return pass_  # a profile of the CPU alone has no times of a GPU
-    kernels = tuple(_measured(kernel, times.kernels.get(kernel.name)) for kernel in pass_.kernels)
-    return _measured(replace(pass_, kernels=kernels), achieved)
+    kernels = tuple(_measured(kernel, durations[kernel.name]) for kernel in pass_.kernels)
+    return _measured(replace(pass_, kernels=kernels), microseconds)
 
 
-def _measured(of: Pass | Kernel, milliseconds: float | None) -> Pass | Kernel:
-    if milliseconds is None:
+def _measured(of: Pass | Kernel, microseconds: list[float]) -> Pass | Kernel:
+    if not microseconds:
         return of
-    return replace(of, achieved_ms=milliseconds, achieved_bandwidth=1e3 * of.bytes / milliseconds)
+    mean = 1e-3 * fmean(microseconds)
+    return replace(of, achieved_ms=mean, achieved_bandwidth=1e3 * of.bytes / mean)
 
 
 def _layer_lines(layers: list[Layer]) -> Iterator[str]:
