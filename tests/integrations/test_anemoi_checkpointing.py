@@ -127,8 +127,9 @@ def test_compiled_whole_selective_checkpoints_keep_the_attention_and_products(gr
 
 
 def test_inductor_keeps_them_too(graph):
+    sizes = {"layers": 1, "layer_chunks": 1}  # Inductor takes seconds for each layer
     with anemoi.install(activation_checkpointing="selective"):
-        eager, model = make_model(graph, layers=1), compiled(make_model(graph, layers=1), WHOLE[:1])
+        eager, model = make_model(graph, **sizes), compiled(make_model(graph, **sizes), WHOLE[:1])
         assert_same_numbers(*(flat(differentiate(each, draw(graph))) for each in (model, eager)))
 
 
