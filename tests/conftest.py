@@ -15,16 +15,11 @@ if not torch.cuda.is_available():
 
 
 LONG = (  # files with a test or a fixture of more than five seconds, longest first
-    *("distributed/test_application.py", "distributed/test_on_ranks.py", "kernels/test_compile.py"),
-    *(
-        "integrations/test_anemoi_shards.py",
-        "training/test_installed_configs.py",
-        "integrations/test_anemoi_versions.py",
-    ),
-    *("export/test_application.py", "export/test_package.py", "integrations/test_anemoi_checkpointing.py"),
-    *("integrations/test_anemoi_whole_blocks.py", "distributed/test_benchmark.py", "training/test_skill.py"),
-    *("tests/test_commands.py", "compile/test_compiled_layers.py", "data/test_era5_uk.py", "tests/test_docs.py"),
-    *("ops/test_triton_random.py", "training/test_compiled.py", "integrations/test_anemoi_cuda_graph.py"),
+    *("distributed/test_application", "distributed/test_on_ranks", "kernels/test_compile", "export/test_application"),
+    *("integrations/test_anemoi_shards", "training/test_installed_configs", "integrations/test_anemoi_versions"),
+    *("export/test_package", "integrations/test_anemoi_checkpointing", "integrations/test_anemoi_whole_blocks"),
+    *("distributed/test_benchmark", "training/test_skill", "tests/test_commands", "compile/test_compiled_layers"),
+    *("data/test_era5_uk", "tests/test_docs", "ops/test_triton_random", "training/test_compiled"),
 )
 
 
@@ -32,7 +27,7 @@ def pytest_collection_modifyitems(items):
     """Begin each worker's stretch of the list with its share of the longest files, so that the end is short."""
     workers, files, others = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")), {name: [] for name in LONG}, []
     for item in items:
-        files.get("/".join(item.path.parts[-2:]), others).append(item)
+        files.get("/".join(item.path.with_suffix("").parts[-2:]), others).append(item)
     left = len(items)
     items.clear()
     for worker in range(workers):
