@@ -13,9 +13,10 @@ import torch
 from pytorch_lightning import Callback, LightningModule, Trainer
 from pytorch_lightning.plugins.precision import MixedPrecision
 from pytorch_lightning.strategies import DDPStrategy, FSDPStrategy
-from support.anemoi_model import build, draw, graph_of, make_options
+from support.anemoi_model import build, draw, make_options
 from support.capturing import capture_in_place
 from support.refusals import raises, refused
+from support.weather import weather_graph
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -31,8 +32,8 @@ UNCAPTURED = "a training batch of other shapes than the captured one is launched
 
 @pytest.fixture(scope="module")
 def graph():
-    """160 data points, 42 hidden nodes."""
-    return graph_of("O4", 1)
+    """30 data points, 11 hidden nodes."""
+    return weather_graph()
 
 
 @pytest.fixture

@@ -111,9 +111,7 @@ def test_errors_are_at_most_three_times_those_of_anemois_block(kind, nodes, comp
 
 
 @pytest.mark.parametrize(
-    ("changes", "shape"),
-    (({"checkpointing": False}, {"batch": 2}), ({"mapper_chunks": 3}, {"batch": 2})),
-    ids=str,
+    ("changes", "shape"), (({"checkpointing": False}, {"batch": 2}), ({"mapper_chunks": 3}, {"batch": 2})), ids=str
 )
 def test_a_model_gives_what_anemoi_gives(graph, changes, shape, monkeypatch):
     model, x = small.build(graph, small.make_options(**changes)), small.draw(graph, **shape)

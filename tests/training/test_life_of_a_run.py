@@ -87,7 +87,7 @@ def test_fine_tuning_starts_from_weights_and_names_those_that_do_not_fit(begun, 
         line for line in capsys.readouterr().out.splitlines() if line.startswith("weights loaded from runs/a/best.pt")
     ]
     assert re.findall(r"([\w.]+) \[8, \d+\], \[8, \d+\] in the file", line) == [
-        *("encoder.data.emb_nodes_src.weight", "decoder.data.emb_nodes_dst.weight"),
+        *("encoder.data.emb_nodes_src.weight", "decoder.data.emb_nodes_dst.weight")
     ]
     before, config = load_checkpoint(begun / "best.pt")["average"], state(Path("runs/b"))["config"]
     config["training"] = config["training"] | {"device": "cpu"}
