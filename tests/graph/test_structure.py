@@ -5,8 +5,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from support.graphs import GRAPHS
 from support.refusals import raises, refused
 from support.run import scheduled
@@ -275,16 +273,6 @@ CSC_ENDS = "colptr must start at 0 and end at the number of edges 3, got "
 )
 def test_wrong_structures_are_refused_with_the_reason(wrong, message):
     raises(wrong, message)
-
-
-@settings(max_examples=50, deadline=None)
-@given(st.data())
-def test_any_edge_list_round_trips(data):
-    sizes = data.draw(st.tuples(st.integers(1, 6), st.integers(1, 6)))
-    pairs = data.draw(st.lists(st.tuples(st.integers(0, sizes[0] - 1), st.integers(0, sizes[1] - 1)), max_size=20))
-    edge_index = torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2).T
-    graph = GraphStructure.from_edge_index(edge_index, sizes).validate()
-    assert torch.equal(graph.edge_index(), edge_index)
 
 
 class Attend(torch.nn.Module):
