@@ -213,12 +213,6 @@ def test_what_does_not_fit_the_file_is_named(file, options, message):
         field_data(**{"path": file} | options)
 
 
-def broken(folder, change):
-    source = weather_file()
-    change(source).to_netcdf(folder / "broken.nc")
-    return str(folder / "broken.nc")
-
-
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
@@ -233,8 +227,9 @@ def broken(folder, change):
     ],
 )
 def test_a_file_that_cannot_train_a_model_is_refused(tmp_path, change, error, message):
+    change(weather_file()).to_netcdf(tmp_path / "broken.nc")
     with pytest.raises(error, match=message):
-        field_data(broken(tmp_path, change))
+        field_data(str(tmp_path / "broken.nc"))
 
 
 @pytest.mark.parametrize("content", [b"GRIB" + bytes(range(256)) * 9, b"no message"])
