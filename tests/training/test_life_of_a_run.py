@@ -16,7 +16,6 @@ from omegaconf import OmegaConf
 from support.own_data import weather_file
 from support.pages import ROOT
 
-from anemoi_gt import __main__ as command_line
 from anemoi_gt import evaluate, hydra_app, rollout, train
 from anemoi_gt.training.checkpoint import load_checkpoint
 from anemoi_gt.training.signals import Stopped
@@ -184,12 +183,3 @@ def test_an_interrupt_while_packages_are_imported_prints_nothing():
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
     ended = subprocess.run([sys.executable, "-c", INTERRUPTED], env=environment, capture_output=True, timeout=60)
     assert ended.returncode == -signal.SIGINT and ended.stderr == b""
-
-
-@pytest.mark.parametrize("arguments", [[], ["--help"]])
-def test_the_command_line_names_every_application(capsys, arguments):
-    with pytest.raises(SystemExit, match="^0$"):
-        command_line.main(arguments)
-    shown = capsys.readouterr().out
-    assert shown.startswith("usage: anemoi-gt ")
-    assert all(f"\n    {name} " in shown for name in ("train", "evaluate", "rollout", "export", "info"))

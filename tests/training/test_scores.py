@@ -48,15 +48,6 @@ def test_scores_of_persistence_agree_with_a_computation_by_hand():
     assert wind.rmse == pytest.approx(math.sqrt((0.25 * 16 + 0.25 * 64) / 2))
 
 
-def test_scores_are_ordered_by_variable_then_forecast():
-    dataset = TwoNodes()
-    scores = measure({"model": dataset.truth, "persistence": dataset.present}, dataset).scores()
-    variables = [("temperature", "K"), ("wind", "m/s")]
-    expected = [(*variable, name) for variable in variables for name in ("model", "persistence")]
-    assert [(s.variable, s.units, s.forecast) for s in scores] == expected
-    assert scores[0].rmse == scores[0].bias == 0
-
-
 def test_model_forecast_is_in_physical_units():
     model = torch.nn.Linear(1, 2)
     torch.nn.init.constant_(model.weight, 1.0)

@@ -122,11 +122,6 @@ def test_metrics_are_json_a_line_each(run):
     assert all(record["samples_per_second"] > 0 for record in records if record["split"] == "train")
 
 
-def test_a_loss_that_is_not_finite_stops_the_run_with_one_sentence(run):
-    with pytest.raises(FloatingPointError, match=r"the loss must stay finite, got nan .* lower training.learning_rate"):
-        run(steps=50, learning_rate=1e30, warmup_steps=0)
-
-
 @pytest.mark.parametrize(
     ("part", "reason"), [("average", "the loss .*, got nan at step 6"), ("model", "the weights .* at step 6")]
 )
