@@ -8,6 +8,7 @@ from support.refusals import raises, refused
 
 from anemoi_gt import GraphStructure
 from anemoi_gt.nn import StaticEdges, StaticNodes
+from anemoi_gt.nn.static_graph import StaticStructure
 
 EDGE_INDEX = torch.tensor([[2, 0, 2, 1], [0, 1, 1, 0]])
 
@@ -72,3 +73,11 @@ def test_poles_rounded_to_float32_are_accepted():
 )
 def test_wrong_static_graph_is_refused(wrong, message):
     raises(wrong, message)
+
+
+def test_a_structure_for_inference_drops_the_reverse_and_the_fixed_in_degree():
+    ends = torch.arange(6)
+    kept = StaticStructure(GraphStructure.from_edge_index(torch.stack([ends % 3, ends // 2]), 3))
+    assert kept().has_reverse and kept().fixed_in_degree.shape == (2, 0)
+    kept.keep_for_inference()
+    assert not kept().has_reverse and kept().fixed_in_degree is None
