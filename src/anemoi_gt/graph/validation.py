@@ -4,6 +4,7 @@ While torch.compile or torch.export traces, sizes may be symbols and values are 
 what cannot be decided then, and raises RuntimeError instead of ValueError.
 """
 
+from collections.abc import Callable
 from numbers import Integral
 
 import torch
@@ -83,6 +84,12 @@ def assert_range(name: str, index: Tensor, size: int) -> None:
     """Have the device assert that every value is in 0 .. size - 1, before memory is read with it: RuntimeError."""
     inside = ((index >= 0) & (index < size)).all()
     assert_async(inside, f"{name} must hold values from 0 to below the number of nodes; build it with validate=True")
+
+
+def check_ends(edge_index: Tensor, *num_nodes: int, check: Callable = check_range) -> None:
+    """Call `check` with the sources and the destinations of edges [2, E], and with their numbers of nodes."""
+    for name, index, size in zip(("source (row 0", "destination (row 1"), edge_index, num_nodes, strict=True):
+        check(f"{name} of edge_index)", index, size)
 
 
 def assert_pointers(name: str, pointers: Tensor, num_edges: int) -> None:

@@ -21,6 +21,8 @@ def cast_operands(precision: str | None, operands: AttentionOperands) -> tuple[A
         dtype = DTYPES[precision]
     elif autocast_is_active(query.device.type) and query.dtype != torch.float64:
         dtype = out_dtype = torch.get_autocast_dtype(query.device.type)
+    if all(operand is None or operand.dtype == dtype for operand in operands):
+        return operands, out_dtype
     return AttentionOperands(*(None if operand is None else operand.to(dtype) for operand in operands)), out_dtype
 
 
