@@ -33,6 +33,8 @@ class UnsortedEdges(NamedTuple):
     col: Tensor  # [E], int64
     num_src: int
     num_dst: int
+    num_edges: int
+    device: torch.device
     colptr = perm = global_edge_id = rowptr = csr_to_csc = None
 
     @classmethod
@@ -42,17 +44,7 @@ class UnsortedEdges(NamedTuple):
         low, high = map(int, torch.aminmax(edge_index)) if edge_index.numel() else (0, -1)
         if low < 0 or high >= min(num_src, num_dst):
             check_ends(edge_index, num_src, num_dst)
-        return cls(*edge_index.long().unbind(0), num_src, num_dst)
-
-    @property
-    def num_edges(self) -> int:
-        """Number of edges."""
-        return self.row.shape[0]
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the edges."""
-        return self.row.device
+        return cls(*edge_index.long().unbind(0), num_src, num_dst, edge_index.shape[1], edge_index.device)
 
     def edge_index(self) -> Tensor:
         """Return the edges as COO [2, E]."""

@@ -43,11 +43,11 @@ def check_operands(operands: AttentionOperands, graph: GraphStructure) -> None:
             "GraphStructure.from_edge_index(edge_index, (num_src, num_dst))"
         )
     device = graph.device
-    for place, operand in enumerate(operands):
-        if operand is None and place > 2:
+    for name, operand in zip(AttentionOperands._fields, operands, strict=True):
+        if operand is None and name.startswith("edge"):
             continue
         if not isinstance(operand, Tensor) or not operand.is_floating_point() or operand.device != device:
-            _refuse_tensor(AttentionOperands._fields[place], operand, device)
+            _refuse_tensor(name, operand, device)
     _check_nodes(query, key, value, graph)
     _check_edges(query, graph, *edges)
 
