@@ -141,8 +141,8 @@ class GraphTransformerConv(MessagePassing):
         edge_index : GraphStructure, ShardedGraph, chunks, Tensor [2, E], EdgeIndex, or adjacency adj_t
             Of a ShardedGraph, x_src holds the local sources. Chunks are those of `split_destinations`. adj_t is a
             `torch.sparse` tensor or `SparseTensor` [N_dst, N_src], whose values [E, D] replace a missing `edge_attr`.
-            Tensors and adjacencies are sorted in every call (see `AttentionConfig.stable_sort`), except few edges [2, E]
-            on a CPU, and their indices are checked on the host on a CPU only.
+            Tensors and adjacencies are sorted in every call (see `AttentionConfig.stable_sort`), except a few edges on
+            a CPU, and their indices are checked on the host on a CPU only.
         edge_attr : Tensor [E, D] or [B, E, D], optional
             Raw attributes in the caller's edge order.
         return_attention_weights : bool, optional
