@@ -61,9 +61,8 @@ def report(data: str, precision: str, runs: dict) -> list[str]:
     backends = [apart(of["torch", seed], of["triton", seed]) for seed in SEEDS]
     seeds = [apart(of[backend, SEEDS[0]], of[backend, SEEDS[1]]) for backend in BACKENDS]
     verdict = "PASS" if max(backends) < min(seeds) else "FAIL"
-    figures = ", ".join(f"seed {seed} {distance:.4f}" for seed, distance in zip(SEEDS, backends, strict=True))
-    spread = ", ".join(f"{backend} {distance:.4f}" for backend, distance in zip(BACKENDS, seeds, strict=True))
-    return [*lines, f"  {verdict} triton - torch: {figures}; seed 0 - seed 1: {spread}"]
+    figures, spread = (", ".join(f"{distance:.4f}" for distance in found) for found in (backends, seeds))
+    return [*lines, f"  {verdict} triton - torch, by seed: {figures}; seed 0 - seed 1, by backend: {spread}"]
 
 
 def main(arguments: list[str] | None = None) -> int:

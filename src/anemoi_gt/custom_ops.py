@@ -60,7 +60,9 @@ def define_operator(function: Callable) -> torch._ops.OpOverload:
     schema = torch.library.infer_schema(flat, mutates_args=())
     torch.library.define(name, schema, tags=(torch.Tag.pt2_compliant_tag,))
     torch.library.impl(name, "default")(flat)
-    return getattr(torch.ops.anemoi_gt, function.__name__).default
+    operator = getattr(torch.ops.anemoi_gt, function.__name__).default
+    operator.function = flat  # for calls that bypass the dispatcher
+    return operator
 
 
 class _Dispatcher(NamedTuple):
@@ -97,6 +99,22 @@ def is_transformed() -> bool:
     return not torch.compiler.is_compiling() and _HAS_TRANSFORMS()
 
 
+_MODES = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 1)
+_PROFILES = getattr(torch.autograd, "_profiler_enabled", lambda: True)
+_PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None), float, bool, list))
+
+
+def is_plain(*args) -> bool:
+    """Return whether only autograd concerns an operator call with `args` on a CPU: then it may bypass the dispatcher.
+
+    Not in traced code, transforms of torch.func, dispatch modes and profilers, which look for operators, for tensors of
+    other classes, or without PyTorch's private functions that tell.
+    """
+    if torch.compiler.is_compiling() or _HAS_TRANSFORMS() or _MODES() or _PROFILES() or torch.jit.is_tracing():
+        return False
+    return _PLAIN.issuperset(map(type, args)) and next(arg.is_cpu for arg in args if isinstance(arg, Tensor))
+
+
 def needs_gradient(*operands: Tensor | None) -> bool:
     """Return whether a gradient of an operand may be asked for; under torch.func, whose wrappers hide it, always."""
     if not torch.is_grad_enabled():
@@ -122,6 +140,8 @@ def define_gradient(operator: torch._ops.OpOverload, setup_context: Callable, ba
         return transformable(operator, setup_context, backward)
 
     def below(keyset, args):
+        if keyset is None:
+            return operator.function(*args)
         with private.below_autograd():
             return operator.redispatch(keyset & private.after_autograd, *args)
 
@@ -143,7 +163,8 @@ def define_gradient(operator: torch._ops.OpOverload, setup_context: Callable, ba
         return below(keyset, args)
 
     _LIBRARY.impl(operator.name().partition("::")[2], autograd, "Autograd", with_keyset=True)
-    return transformable(operator, setup_context, backward)
+    dispatched = transformable(operator, setup_context, backward)
+    return lambda *args: autograd(None, *args) if is_plain(*args) else dispatched(*args)
 
 
 def transformable(operator: torch._ops.OpOverload, setup_context: Callable, backward: Callable) -> Callable:
@@ -173,11 +194,17 @@ def transformable(operator: torch._ops.OpOverload, setup_context: Callable, back
             results = tuple(torch.stack(entries) for entries in results)
             return results, (0,) * len(results)
 
-    return lambda *args: Transformed.apply(*args) if is_transformed() else operator(*args)
+    def call(*args):
+        return Transformed.apply(*args) if is_transformed() else operator(*args)
+
+    call.function = operator.function
+    return call
 
 
 def call_unrecorded(operator: Callable, *args):
     """Call `operator` where a backward pass calls it: past autograd, unless that records a second derivative."""
+    if not torch.is_grad_enabled() and is_plain(*args):
+        return operator.function(*args)
     if torch.is_grad_enabled() or torch.compiler.is_compiling() or _DISPATCHER is None or is_transformed():
         return operator(*args)
     with _DISPATCHER.below_autograd():

@@ -144,7 +144,7 @@ def test_loss_curves_of_the_application_are_compared(monkeypatch, capsys):
 
     monkeypatch.setattr(training_curves, "train", train)
     assert training_curves.main(["--processes", "1"]) == 0
-    assert capsys.readouterr().out.count("PASS triton - torch: seed 0 0.1000, seed 1 0.1000; seed 0 - seed 1") == 4
+    assert capsys.readouterr().out.count("PASS triton - torch, by seed: 0.1000, 0.1000; seed 0 - seed 1") == 4
 
 
 def test_pyg_models_are_timed(tmp_path):

@@ -162,7 +162,10 @@ def test_a_pyg_batch_of_different_graphs_gives_what_each_gives_alone():
     alone = [conv(data.x, data.edge_index, data.edge_attr) for data in graphs]
     assert_same(out, torch.cat(alone))
     structure = GraphStructure.disjoint([GraphStructure.from_edge_index(g.edge_index, g.num_nodes) for g in graphs])
-    assert torch.equal(conv(batch.x, structure, batch.edge_attr), out)
+    from_structure = conv(batch.x, structure, batch.edge_attr)
+    sorted_once = GraphStructure.from_edge_index(batch.edge_index, 23)
+    assert torch.equal(from_structure, conv(batch.x, sorted_once, batch.edge_attr))
+    assert_same(from_structure, out)
 
 
 def test_wrong_inputs_are_refused(conv, x, edge_index, edge_attr):
@@ -177,6 +180,8 @@ def test_wrong_inputs_are_refused(conv, x, edge_index, edge_attr):
         (lambda: plain(x, edge_index, edge_attr), r"got shape \(30, 5\) and edge_dim=None"),
         (lambda: conv(x, edge_index, edge_attr[1:]), r"edge_attr must have shape .* got \(29, 5\)"),
         (lambda: conv(x, graph, edge_attr[:, 1:]), r"edge_attr must have shape .* got \(30, 4\)"),
+        (lambda: conv(x, edge_index[0], edge_attr), r"edge_index must have shape \[2, E\] .* got \(30,\)"),
+        (lambda: conv(x, edge_index.float(), edge_attr), "edge_index must have dtype int32 or int64, got .*float32"),
         (lambda: conv(x, "edges", edge_attr), "edge_index must be a GraphStructure, .* got str"),
         (lambda: reverse(x, graph), "'target_to_source' must be used with an edge_index .* got GraphStructure"),
     ]

@@ -59,7 +59,7 @@ def test_reverse_structure_is_built_only_for_gradients(monkeypatch):
     assert not built
     edge_attention(**leaves_of(problem, graph), graph=graph, config=TORCH)
     assert not built  # few edges: they are summed into sources unsorted
-    monkeypatch.setattr(op, "SORTED_EDGES", 1)
+    monkeypatch.setattr(op, "MAX_EDGE_ROWS", 1)
     edge_attention(**leaves_of(problem, graph), graph=graph, config=TORCH)
     assert built
 

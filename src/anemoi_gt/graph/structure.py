@@ -39,6 +39,7 @@ from anemoi_gt.graph.validation import (
     check_adjacency,
     check_edge_ids,
     check_edge_index,
+    check_ends,
     check_fixed_in_degree,
     check_hubs,
     check_index,
@@ -219,9 +220,7 @@ class GraphStructure:
         num_src, num_dst = _sizes(edge_index, num_nodes)
         edge_index = edge_index.as_tensor() if hasattr(edge_index, "as_tensor") else edge_index
         check_edge_index(edge_index)
-        check = check_range if validate else assert_range
-        check("source (row 0 of edge_index)", edge_index[0], num_src)
-        check("destination (row 1 of edge_index)", edge_index[1], num_dst)
+        check_ends(edge_index, num_src, num_dst, check=check_range if validate else assert_range)
         num_edges = edge_index.shape[1]
         dtype = _index_dtype(num_src, num_dst, num_edges)
         is_traced = torch.compiler.is_compiling()

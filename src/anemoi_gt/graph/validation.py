@@ -100,6 +100,12 @@ def assert_range(name: str, index: Tensor, size: int) -> None:
     assert_async(inside, f"{name} must hold values from 0 to below the number of nodes; {TO_CHECK}")
 
 
+def check_ends(edge_index: Tensor, *num_nodes: int, check: Callable = check_range) -> None:
+    """Call `check` with the sources and the destinations of edges [2, E], and with their numbers of nodes."""
+    for name, index, size in zip(("source (row 0", "destination (row 1"), edge_index, num_nodes, strict=True):
+        check(f"{name} of edge_index)", index, size)
+
+
 def assert_pointers(name: str, pointers: Tensor, num_edges: int) -> None:
     """Have the device assert that `pointers` increase from 0 to `num_edges`: RuntimeError."""
     valid = (pointers[0] == 0) & (pointers[-1] == num_edges) & ~(pointers.diff() < 0).any()

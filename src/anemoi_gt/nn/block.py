@@ -27,6 +27,7 @@ from anemoi_gt.nn.input_validation import (
     check_features,
     check_nodes,
     check_sides,
+    check_structure,
 )
 from anemoi_gt.nn.layer_kernels import LayerKernels, cast_for_projections, check_kernels, must_be_called
 from anemoi_gt.nn.mlp import MLP
@@ -178,6 +179,7 @@ class GraphTransformerBaseBlock(nn.Module):
         if not isinstance(graph, GraphStructure) and isinstance(graph, ShardedGraph):
             check_batch(*x)  # its local sources are checked by start_exchange
         else:
+            check_structure(graph)
             check_nodes(graph, *x)
         x_dst = x[1] + self.attend(*self.normed_sides(x, cond), graph, edge_attr)
         return x_dst + self.node_dst_mlp(apply_norm(self.layer_norm_mlp_dst, x_dst, cond[1]))

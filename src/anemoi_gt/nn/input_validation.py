@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from anemoi_gt.graph import GraphStructure
+from anemoi_gt.graph.build import UnsortedEdges
 from anemoi_gt.graph.validation import check_shape, have_size
 
 
@@ -47,9 +48,8 @@ def _check_columns(name: str, columns: tuple[Tensor, ...], channels: int, like: 
         check_dtype(name, part, like)
 
 
-def check_nodes(graph: object, x_src: Tensor, x_dst: Tensor) -> None:
-    """Raise unless `graph` is a GraphStructure, and both sides have one row per node and the same batch."""
-    check_structure(graph)
+def check_nodes(graph: GraphStructure | UnsortedEdges, x_src: Tensor, x_dst: Tensor) -> None:
+    """Raise unless both sides have one row per node of the graph and the same batch."""
     check_batch(x_src, x_dst)
     names = ("x", "x") if x_src is x_dst else ("x_src", "x_dst")
     sizes = ("source", graph.num_src), ("destination", graph.num_dst)

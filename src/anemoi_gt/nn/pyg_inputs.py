@@ -1,16 +1,19 @@
-"""Edges in all forms that PyG has, converted to a GraphStructure."""
+"""Edges in all forms that PyG has, as the attention reads them."""
 
 import torch
 from torch import Tensor
 from torch_geometric.utils import is_torch_sparse_tensor
 
+from anemoi_gt.attention_config import AttentionConfig
 from anemoi_gt.graph import GraphStructure
+from anemoi_gt.graph.build import UnsortedEdges
+from anemoi_gt.ops import torch_backend
 
 
 def read_edges(
-    edges, edge_attr: Tensor | None, num_nodes: tuple[int, int], *, stable: bool = True
-) -> tuple[GraphStructure, Tensor | None]:
-    """Return the structure of `edges`, and the attributes in the caller's edge order.
+    edges, edge_attr: Tensor | None, num_nodes: tuple[int, int], query: Tensor, config: AttentionConfig
+) -> tuple[GraphStructure | UnsortedEdges, Tensor | None]:
+    """Return `edges` for the attention of `query`, and the attributes in the caller's edge order.
 
     Parameters
     ----------
@@ -20,18 +23,23 @@ def read_edges(
         PyG does.
     num_nodes : (int, int)
         Sources and destinations; a sparse `edges` and a GraphStructure have their own.
-    stable : bool
-        As in `GraphStructure.from_edge_index`.
+    query : Tensor [.., N_dst, H, C]
+    config : AttentionConfig
 
     Returns
     -------
-    graph : GraphStructure
-        Metadata is checked; indices only on the CPU, because a layer must not synchronise with the device. Without the
-        reverse structure, which the attention makes if it is needed, unless grouping without order may make both.
+    graph : GraphStructure or UnsortedEdges
+        A few edges [2, E] on a CPU stay unsorted: sorting takes longer than what one call gains by it. Metadata
+        is checked; indices only on the CPU, because a layer must not synchronise with the device. Without the reverse
+        structure, which the attention makes if it is needed, unless grouping without order may make both.
     edge_attr : Tensor or None
     """
     if isinstance(edges, GraphStructure):
         return edges, edge_attr
+    is_list = config.backend != "triton" and _is_readable(edges) and edges.layout == torch.strided and edges.dim() == 2
+    if is_list and torch_backend.is_small(query, edges.shape[1]):
+        return UnsortedEdges.of(edges, *num_nodes), edge_attr
+    stable = config.stable_sort
     options = {"stable": stable, "reverse": not stable and torch.is_grad_enabled()}
     if is_adjacency(edges):
         values = _values(edges)
@@ -46,7 +54,7 @@ def read_edges(
     return GraphStructure.from_edge_index(edges, num_nodes, validate=_is_readable(edges), **options), edge_attr
 
 
-def _is_readable(edges: Tensor) -> bool:
+def _is_readable(edges) -> bool:
     """Tell whether the host can read the values without synchronisation: not on a device, nor in a fake tensor."""
     return type(edges) is Tensor and edges.is_cpu and not torch.compiler.is_compiling()
 

@@ -18,6 +18,8 @@ def cast_operands(precision: str | None, operands: AttentionOperands) -> tuple[A
     query = operands.query
     dtype = autocast_dtype(query) if precision is None else DTYPES[precision]
     out_dtype = dtype if precision is None else query.dtype
+    if all(operand is None or operand.dtype == dtype for operand in operands):
+        return operands, out_dtype
     return AttentionOperands(*(None if operand is None else operand.to(dtype) for operand in operands)), out_dtype
 
 

@@ -3,9 +3,11 @@
 import math
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from anemoi_gt.graph import GraphStructure
+from anemoi_gt.graph.build import UnsortedEdges
 from anemoi_gt.graph.validation import have_size
 from anemoi_gt.option_checks import check_number
 
@@ -35,14 +37,17 @@ class Needs(NamedTuple):
 def check_operands(operands: AttentionOperands, graph: GraphStructure) -> None:
     """Raise ValueError unless the operands of `edge_attention` fit together and fit `graph`."""
     query, key, value, *edges = operands
-    if not isinstance(graph, GraphStructure):
+    if not isinstance(graph, (GraphStructure, UnsortedEdges)):
         raise ValueError(
             f"graph must be a GraphStructure, got {type(graph).__name__}; build it once with "
             "GraphStructure.from_edge_index(edge_index, (num_src, num_dst))"
         )
+    device = graph.device
     for name, operand in zip(AttentionOperands._fields, operands, strict=True):
-        if operand is not None or name in ("query", "key", "value"):
-            _check_tensor(name, operand, graph)
+        if operand is None and name.startswith("edge"):
+            continue
+        if not isinstance(operand, Tensor) or not operand.is_floating_point() or operand.device != device:
+            _refuse_tensor(name, operand, device)
     _check_nodes(query, key, value, graph)
     _check_edges(query, graph, *edges)
 
@@ -56,16 +61,15 @@ def check_scale(scale: float | None) -> None:
         raise ValueError(f"scale must be finite, or None for 1 / sqrt(channels), got {scale}")
 
 
-def _check_tensor(name: str, operand: Tensor, graph: GraphStructure) -> None:
+def _refuse_tensor(name: str, operand: object, device: torch.device) -> None:
     if not isinstance(operand, Tensor):
         raise ValueError(f"{name} must be a tensor, got {type(operand).__name__}")
     if not operand.is_floating_point():
         raise ValueError(f"{name} must be floating point, got {operand.dtype}; cast it first")
-    if operand.device != graph.device:
-        raise ValueError(
-            f"{name} must be on the device of the graph, {graph.device}, got {operand.device}; "
-            "move the graph once with graph.to(device)"
-        )
+    raise ValueError(
+        f"{name} must be on the device of the graph, {device}, got {operand.device}; "
+        "move the graph once with graph.to(device)"
+    )
 
 
 def _check_nodes(query: Tensor, key: Tensor, value: Tensor, graph: GraphStructure) -> None:
