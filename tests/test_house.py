@@ -1,6 +1,7 @@
 """Imports go one way, and the package needs only the dependencies that it states."""
 
 import ast
+import doctest
 import importlib
 import subprocess
 import sys
@@ -8,6 +9,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import torch
 
 import anemoi_gt
 
@@ -127,10 +129,6 @@ def test_unknown_attribute_of_the_package_raises():
 
 @pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(SOURCE)))
 def test_docstring_examples_run(path):
-    import doctest
-
-    import torch
-
     name = ".".join(("anemoi_gt", *path.relative_to(SOURCE).with_suffix("").parts)).removesuffix(".__init__")
     if ">>>" not in path.read_text():
         return

@@ -4,7 +4,6 @@ import copy
 import pickle
 import sys
 import types
-import warnings
 
 import pytest
 import torch
@@ -96,22 +95,19 @@ def test_explainers_find_what_they_find_in_pygs_layer(data):
         torch.testing.assert_close(actual.edge_mask, expected.edge_mask)
 
 
+@pytest.mark.filterwarnings("error")
 def test_layer_warns_of_per_edge_messages_only_while_a_hook_is_active(data):
     x, edge_index, edge_attr = data
     conv = GraphTransformerConv(6, 4, heads=2, edge_dim=DIM, beta=True)
     seen = []
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        expected = conv(x, edge_index, edge_attr)
+    expected = conv(x, edge_index, edge_attr)
     hook = conv.register_message_forward_hook(lambda module, inputs, out: seen.append(out.shape))
     with pytest.warns(UserWarning, match="falls back to per-edge messages"):
         watched = conv(x, edge_index, edge_attr)
     hook.remove()
     torch.testing.assert_close(watched, expected)
     assert seen == [(25, 2, 4)]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert torch.equal(conv(x, edge_index, edge_attr), expected)
+    assert torch.equal(conv(x, edge_index, edge_attr), expected)
 
 
 def test_backend_triton_refuses_messages(data):
