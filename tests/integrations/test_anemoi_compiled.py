@@ -5,9 +5,8 @@ from functools import partial
 import pytest
 import torch
 from anemoi.models.layers.block import GraphTransformerMapperBlock, GraphTransformerProcessorBlock
-from anemoi.models.triton.gt import graph_transformer_attention_conv
 from support import anemoi_model as small
-from support.anemoi_model import NODES, block_inputs, differentiate_block, make_block
+from support.anemoi_model import NODES, block_inputs, differentiate_block, for_gpu, make_block
 from support.same_numbers import assert_same_numbers
 from torch.utils.checkpoint import checkpoint
 
@@ -15,41 +14,15 @@ from anemoi_gt.integrations import anemoi as integration
 from anemoi_gt.integrations.anemoi.cache import cached_list
 
 
-class Traced(dict):
-    """The nodes of one traced graph by the names of what they call."""
-
-    def __init__(self, module):
-        super().__init__()
-        for submodule in module.modules():  # the body of a checkpoint is a module of its own
-            for node in submodule.graph.nodes:
-                self.setdefault(str(node.target), []).append(node)
-
-    def batch_sizes(self):
-        """The batch dimension of the query [B, N_dst, H, C], 1 without B, at each call of our attention."""
-        calls = [node for name, nodes in self.items() if name.startswith("anemoi_gt.edge_attention_") for node in nodes]
-        queries = [node.args[0].meta["example_value"] for node in calls]
-        return [query.shape[0] if query.dim() == 4 else 1 for query in queries]
-
-
-@pytest.fixture
-def traced():
-    """A backend of torch.compile, and the graphs that it was given."""
-    torch.compiler.reset()
-    graphs = []
-
-    def backend(module, inputs):
-        graphs.append(Traced(module))
-        return module.forward
-
-    return backend, graphs
+def batch_sizes(graph):
+    """The batch dimension of the query [B, N_dst, H, C], 1 without B, at each call of our attention."""
+    calls = [node for name, nodes in graph.items() if name.startswith("anemoi_gt.edge_attention_") for node in nodes]
+    queries = [node.args[0].meta["example_value"] for node in calls]
+    return [query.shape[0] if query.dim() == 4 else 1 for query in queries]
 
 
 def triton_block(*args, **options):
-    """A block as a GPU machine would have it with `graph_attention_backend: triton`."""
-    block = make_block(*args, **options)
-    del block.conv
-    block.conv, block.graph_attention_backend = graph_transformer_attention_conv, "triton"
-    return block
+    return for_gpu(make_block(*args, **options))
 
 
 def assert_ours(names):
@@ -158,7 +131,7 @@ def test_compiled_blocks_fold_batches_as_eager_and_sort_nothing(graph, traced, s
     assert not any("edge_structure" in name for names in graphs for name in names)
     for names in graphs:
         assert_ours(names)
-    assert {size for names in graphs for size in names.batch_sizes()} == folded
+    assert {size for names in graphs for size in batch_sizes(names)} == folded
 
 
 def test_compiled_blocks_sort_each_list_once_when_nothing_ran_before(graph, traced, sorts):
