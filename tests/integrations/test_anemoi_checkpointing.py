@@ -22,10 +22,7 @@ ATTENTION, PRODUCT, ACTIVATION = "anemoi_gt.edge_attention_torch.default", "aten
 MODES = ("none", "selective", "full")
 
 
-@pytest.fixture(scope="module")
-def graph():
-    """30 data points, 11 hidden nodes."""
-    return weather_graph()
+graph = pytest.fixture(weather_graph, scope="module")  # 30 data points, 11 hidden nodes
 
 
 def make_model(graph, conv="pyg", **options):

@@ -5,6 +5,8 @@ from functools import partial
 import pytest
 import torch
 from anemoi.models.layers.block import GraphTransformerMapperBlock, GraphTransformerProcessorBlock
+from anemoi.models.layers.mapper import GraphTransformerBaseMapper
+from anemoi.models.layers.processor import GraphTransformerProcessor
 from support import anemoi_model as small
 from support.anemoi_model import NODES, block_inputs, differentiate_block, for_gpu, make_block
 from support.same_numbers import assert_same_numbers
@@ -100,9 +102,14 @@ def test_install_and_uninstall_reach_compiled_blocks(traced):
     assert ours == [False, True, False]
 
 
-def compile_blocks(model, backend):
+BLOCKS = tuple(KINDS.values())
+COMPONENTS = (GraphTransformerProcessor, GraphTransformerBaseMapper)
+WHOLE = small.make_options(mapper_chunks=2, layers=4, checkpointing=False)
+
+
+def compile_parts(model, backend, kinds=BLOCKS):
     for module in model.modules():
-        if isinstance(module, tuple(KINDS.values())):
+        if isinstance(module, kinds):
             module.compile(fullgraph=True, backend=backend)
     return model
 
@@ -110,21 +117,22 @@ def compile_blocks(model, backend):
 @pytest.mark.parametrize(
     ("options", "shape", "forward", "folded"),
     (
+        (WHOLE, {"batch": 2}, {}, {1, 2}),
         (small.make_options(mapper_chunks=1), {"batch": 2}, {}, {2}),
         (small.make_options(mapper_chunks=3), {"batch": 2}, {}, {1, 2}),
         (small.make_options(shard_strategy="heads"), {"batch": 2}, {}, {2}),
         (small.make_ensemble_options(), {"batch": 2, "ensemble": 2}, {"fcstep": 1}, {2, 4}),
     ),
-    ids=("batch", "chunks across samples", "heads", "ensemble"),
+    ids=("components", "batch", "chunks across samples", "heads", "ensemble"),
 )
-def test_compiled_blocks_fold_batches_as_eager_and_sort_nothing(graph, traced, sorts, options, shape, forward, folded):
+def test_compiled_code_folds_batches_as_eager_and_sort_nothing(graph, traced, sorts, options, shape, forward, folded):
     backend, graphs = traced
     model, x = small.build(graph, options), small.draw(graph, **shape)
     expected = small.differentiate(model, x, **forward)
     with integration.install():
         assert_same_numbers(small.differentiate(model, x, **forward), expected)
         sorts.clear()
-        compile_blocks(model, backend)
+        compile_parts(model, backend, COMPONENTS if options is WHOLE else BLOCKS)
         for _ in range(2):
             assert_same_numbers(small.differentiate(model, x, **forward), expected)
     assert not sorts
@@ -134,12 +142,12 @@ def test_compiled_blocks_fold_batches_as_eager_and_sort_nothing(graph, traced, s
     assert {size for names in graphs for size in batch_sizes(names)} == folded
 
 
-def test_compiled_blocks_sort_each_list_once_when_nothing_ran_before(graph, traced, sorts):
+@pytest.mark.parametrize(
+    ("kinds", "options"), ((BLOCKS, small.make_options(mapper_chunks=2, layers=4)), (COMPONENTS, WHOLE))
+)
+def test_compiled_code_sorts_each_list_once_when_nothing_ran_before(graph, traced, sorts, kinds, options):
     backend, graphs = traced
-    model, x = (
-        compile_blocks(small.build(graph, small.make_options(mapper_chunks=2, layers=4)), backend),
-        small.draw(graph, batch=2),
-    )
+    model, x = compile_parts(small.build(graph, options), backend, kinds), small.draw(graph, batch=2)
     with integration.install():
         for _ in range(3):
             small.differentiate(model, x)
@@ -179,20 +187,3 @@ def test_inference_compiled_makes_no_source_side(traced):
     with integration.install(), torch.no_grad():
         torch.compile(make_block(), fullgraph=True, backend=backend)(*inputs)
         assert not edge_index._anemoi_gt_cache.graph.has_reverse
-
-
-@pytest.mark.parametrize("component", ("processor", "mapper"))
-def test_a_component_compiled_whole_computes_with_us(graph, component, traced, sorts):
-    backend, graphs = traced
-    model, x = small.build(graph, small.make_options(checkpointing=False)), small.draw(graph, batch=2)
-    expected = small.differentiate(model, x)
-    with integration.install():
-        mappers = (model.encoder["encoder"], model.decoder["decoder"])
-        for module in mappers if component == "mapper" else (model.processor,):
-            module.compile(fullgraph=True, backend=backend)
-        for _ in range(2):
-            assert_same_numbers(small.differentiate(model, x), expected)
-    for names in graphs:
-        assert_ours(names)
-        assert "anemoi_gt.edge_structure.default" not in names
-    assert len(sorts) == 1 + 2 * 2

@@ -29,10 +29,7 @@ SMALL = {"channels": 16, "heads": 2}
 UNCAPTURED = "a training batch of other shapes than the captured one is launched without CUDA graph"
 
 
-@pytest.fixture(scope="module")
-def graph():
-    """30 data points, 11 hidden nodes."""
-    return weather_graph()
+graph = pytest.fixture(weather_graph, scope="module")  # 30 data points, 11 hidden nodes
 
 
 @pytest.fixture

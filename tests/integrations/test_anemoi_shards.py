@@ -1,6 +1,5 @@
 """Anemoi's models on several ranks with our halo exchange compute what Anemoi computes on one."""
 
-import logging
 import os
 import subprocess
 import sys
@@ -17,7 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from anemoi_gt.integrations import anemoi as integration
 from anemoi_gt.integrations.anemoi.attention import SETTINGS
-from anemoi_gt.integrations.anemoi.patch import PATCHES, SHARDING
+from anemoi_gt.integrations.anemoi.patch import CALLED, PATCHES, SHARDING
 from anemoi_gt.integrations.anemoi.upstream import find
 
 EXCHANGES = LAYERS + 2  # of a forward pass: each layer, encoder and decoder
@@ -37,13 +36,7 @@ def folder(tmp_path_factory):
 
 @cache
 def one_rank(name):
-    logging.disable(logging.WARNING)
-    try:
-        if name == "conditioned":
-            return anemoi_shards.run_conditioned(None)[:2]
-        return anemoi_shards.one_rank(CASES[name])
-    finally:
-        logging.disable(logging.NOTSET)
+    return anemoi_shards.run_conditioned(None)[:2] if name == "conditioned" else anemoi_shards.one_rank(CASES[name])
 
 
 @pytest.mark.parametrize("name", [*CASES, "conditioned"])  # of meshes, ensembles, ranks without nodes, whole inputs, ..
@@ -110,8 +103,8 @@ def test_batches_on_ranks_are_refused_where_a_layer_does_not_divide_them(graph, 
         assert not allows(model, two_ranks)
 
 
-@pytest.mark.parametrize(("place", "name"), SHARDING, ids=lambda value: value if isinstance(value, str) else "")
-def test_another_version_of_a_method_leaves_anemois_sharding_whole(monkeypatch, said, place, name):
+@pytest.mark.parametrize(("place", "name"), [*SHARDING, *CALLED], ids=str)
+def test_another_version_of_a_method_or_function_leaves_anemois_sharding_whole(monkeypatch, said, place, name):
     owner = find(*place)
     monkeypatch.setattr(owner, name, lambda self, everything: everything)
     before = {key: vars(find(*key[0]))[key[1]] for key in SHARDING}
@@ -120,14 +113,6 @@ def test_another_version_of_a_method_leaves_anemois_sharding_whole(monkeypatch, 
         replaced = [key for key, method in before.items() if vars(find(*key[0]))[key[1]] is not method]
         assert set(replaced) <= set(PATCHES)
     assert f"this anemoi-models has another {place[-1]}.{name}: its own sharding is kept" in said()
-
-
-def test_another_function_that_sharding_calls_leaves_anemois_sharding_whole(monkeypatch, said):
-    monkeypatch.setattr("anemoi.models.layers.mapper.gather_tensor", lambda rows, group: rows)
-    with integration.install():
-        assert not SETTINGS.everywhere.sharding
-    kept = "this anemoi-models has another anemoi.models.layers.mapper.gather_tensor: its own sharding is kept"
-    assert said()[-1] == kept
 
 
 def test_nodes_that_are_not_divided_along_the_grid_are_refused(graph, two_ranks):

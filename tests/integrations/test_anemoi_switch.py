@@ -179,16 +179,6 @@ def test_a_version_without_the_apply_gt_that_we_know_is_refused(monkeypatch, oth
     assert [dict(vars(owner)) for owner in CHANGED] == before
 
 
-def changed(change):
-    """A block after `change`: a class of its own, or a function that changes it."""
-    block = make_block()
-    if isinstance(change, type):
-        block.__class__ = change
-    else:
-        change(block)
-    return block
-
-
 def with_own_function(block):
     conv = block._modules.pop("conv")
     block.conv = lambda *operands: conv(*operands)
@@ -206,7 +196,8 @@ UNSERVED = {
 @pytest.mark.parametrize("fuse_edges", (False, True))
 def test_what_we_cannot_serve_runs_anemois_code_and_says_so_once(inputs, attentions, said, reason, fuse_edges):
     torch.compiler.reset()
-    block = changed(UNSERVED[reason])
+    block = make_block()
+    UNSERVED[reason](block)
     ways = (False, True) if fuse_edges else ()  # fullgraph
     expected, compiled = run(block, inputs), [torch.compile(block, backend="eager", fullgraph=way) for way in ways]
     with integration.install(fuse_edges=fuse_edges):
@@ -250,15 +241,16 @@ UNFUSED = {
     "its lin_edge has weights that are a tensor subclass": lambda block: setattr(
         block.lin_edge, "weight", torch.nn.Parameter(TwoTensor(*[block.lin_edge.weight.detach()] * 2))
     ),
-    "OwnSplit has a prepare_qkve_edge_sharding of its own": OwnSplit,
-    "OwnProjection has a get_qkve of its own": OwnProjection,
+    "OwnSplit has a prepare_qkve_edge_sharding of its own": lambda block: setattr(block, "__class__", OwnSplit),
+    "OwnProjection has a get_qkve of its own": lambda block: setattr(block, "__class__", OwnProjection),
 }
 
 
 @pytest.mark.parametrize("reason", UNFUSED)
 def test_edges_are_embedded_where_their_weight_is_not_all(inputs, attentions, said, reason):
     torch.compiler.reset()
-    block = changed(UNFUSED[reason])
+    block = make_block()
+    UNFUSED[reason](block)
     expected, compiled = run(block, inputs), torch.compile(block, backend="eager")
     with integration.install():
         for forward in (block, compiled, block):

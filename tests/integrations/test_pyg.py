@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.pyg_models import DIM, MODELS, TextGraphEncoder, UnifiedMessagePassing, make_hetero
+from support.pyg_models import DIM, MODELS, TextGraphEncoder, TwoLayers, UnifiedMessagePassing, make_hetero
 from support.same_numbers import assert_same_numbers
 from torch import nn
 from torch_geometric.data import Batch
@@ -128,18 +128,6 @@ def test_a_lazy_layer_takes_its_sizes_afterwards():
     assert_same_numbers(ours(*make_graph()), theirs(*make_graph()))
 
 
-class TwoLayers(nn.Module):
-    """Two layers that take their sizes from the first input."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = TransformerConv((-1, -1), 4, heads=2)
-        self.second = TransformerConv((-1, -1), 4)
-
-    def forward(self, x, edge_index):
-        return self.second(self.first(x, edge_index).relu(), edge_index)
-
-
 def sequential(hetero):
     return Sequential("x, edges", [(TransformerConv(6, 4), "x, edges -> x"), (TransformerConv(4, 2), "x, edges -> x")])
 
@@ -147,8 +135,8 @@ def sequential(hetero):
 @pytest.mark.parametrize(
     ("make", "layers"),
     (
-        (lambda hetero: to_hetero(TwoLayers(), hetero.metadata()), 2 * 3),
-        (lambda hetero: HeteroConv({kind: TransformerConv((6, 6), 4) for kind in hetero.edge_types}), 3),
+        (lambda hetero: to_hetero(TwoLayers(TransformerConv, (-1, -1)), hetero.metadata()), 2 * 3),
+        (lambda hetero: HeteroConv({kind: TransformerConv((2, 2), 4, edge_dim=DIM) for kind in hetero.edge_types}), 3),
         (sequential, 2),
     ),
     ids=("to_hetero", "HeteroConv", "Sequential"),
@@ -157,7 +145,7 @@ def test_a_model_that_pyg_composes_is_swapped(make, layers):
     hetero = make_hetero()
     torch.manual_seed(1)
     model = make(hetero)
-    inputs = make_graph()[:2] if make is sequential else (hetero.x_dict, hetero.edge_index_dict)
+    inputs = make_graph()[:2] if make is sequential else (hetero.x_dict, hetero.edge_index_dict, hetero.edge_attr_dict)
     expected = model(*inputs)
     assert len(layers_of(swap_layers(model), GraphTransformerConv)) == layers
     assert_same_numbers(model(*inputs), expected)
