@@ -4,8 +4,7 @@ from contextlib import nullcontext
 from functools import partial
 
 import torch.distributed as dist
-from support.aot_eager import without_inductor
-from support.capturing import capture_in_place
+from support.capturing import capture_in_place, without_inductor
 
 from anemoi_gt import AttentionConfig
 from anemoi_gt.training.sharded import check_messages_capturable

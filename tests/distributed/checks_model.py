@@ -5,14 +5,14 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch_geometric.data import HeteroData
+from support.weather import KINDS, weather_graph
 
 from anemoi_gt import AttentionConfig, EncoderProcessorDecoder
 from anemoi_gt.distributed import reduce_gradients, sum_loss
 from anemoi_gt.distributed.model_shard import edge_modules, scatter_model, shard_model
 from anemoi_gt.training import TrainingConfig
 from anemoi_gt.training.memory import STATE, estimate_memory
-from distributed.problems import CONFIG, data, nearest
+from distributed.problems import CONFIG, data
 from distributed.problems import mesh as mesh_points
 from distributed.ranks import everywhere, mesh_of, meshes_with_this_rank, on_all_ranks
 
@@ -21,31 +21,17 @@ CHUNKED = {"mapper_chunks": 3, "checkpoint_groups": 2}
 MESHES = ((1, 1), (1, 2), (1, 3), (1, 4), (2, 2))  # (data, model)
 
 
-def lat_lon(points):
-    radians = torch.stack([points[:, 2].asin(), torch.atan2(points[:, 1], points[:, 0])], dim=1)
-    return radians.to(torch.get_default_device())  # points are drawn on the CPU, the model is where its edges are
-
-
-def weather_graph():
-    graph = HeteroData()
-    graph["data"].x, graph["hidden"].x = lat_lon(data), lat_lon(mesh_points)
-    edges = {
-        ("data", "hidden"): nearest(data, mesh_points, 6),
-        ("hidden", "hidden"): nearest(mesh_points, mesh_points, 4),
-        ("hidden", "data"): nearest(mesh_points, data, 3),
-    }
-    torch.manual_seed(1)
-    for (source, destination), edge_index in edges.items():
-        store = graph[source, "to", destination]
-        store.edge_index = edge_index[:, torch.randperm(edge_index.shape[1])]
-        store.edge_length, store.edge_dirs = torch.rand(edge_index.shape[1], 1), torch.rand(edge_index.shape[1], 2)
-    return graph
+def graph():
+    """The graph of the weather with as many nodes as the problems have, the same on any device."""
+    with torch.device("cpu"):
+        graph = weather_graph({"data": len(data), "hidden": len(mesh_points)}, dict.fromkeys(KINDS, 120))
+    return graph.to(torch.get_default_device())
 
 
 def make_model(**options):
     torch.manual_seed(2)
     options = {"channels": 12, "heads": 4, "num_layers": 2, "config": CONFIG} | options
-    model = EncoderProcessorDecoder(weather_graph(), FIELDS, FIELDS, **options).double()
+    model = EncoderProcessorDecoder(graph(), FIELDS, FIELDS, **options).double()
     for name, parameter in model.named_parameters():
         if name.endswith("trainable"):
             torch.nn.init.normal_(parameter)

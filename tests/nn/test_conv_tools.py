@@ -7,7 +7,7 @@ import types
 
 import pytest
 import torch
-from support.pyg_models import DIM, make_hetero
+from support.pyg_models import DIM, TwoLayers, make_hetero
 from support.refusals import raises
 from torch_geometric.explain import AttentionExplainer, Explainer, GNNExplainer
 from torch_geometric.nn import HeteroConv, Sequential, TransformerConv, summary, to_hetero
@@ -20,19 +20,6 @@ def data():
     generator = torch.Generator().manual_seed(0)
     edge_index = torch.randint(8, (2, 25), generator=generator)
     return torch.randn(8, 6, generator=generator), edge_index, torch.randn(25, DIM, generator=generator)
-
-
-class TwoLayers(torch.nn.Module):
-    """Two attention layers of a given class, as a user would write them."""
-
-    def __init__(self, layer, in_channels=6, **options):
-        super().__init__()
-        torch.manual_seed(1)
-        self.first = layer(in_channels, 4, heads=2, edge_dim=DIM, **options)
-        self.second = layer(in_channels if in_channels == -1 else 8, 2, edge_dim=DIM, **options)
-
-    def forward(self, x, edge_index, edge_attr):
-        return self.second(self.first(x, edge_index, edge_attr).relu(), edge_index, edge_attr)
 
 
 def test_pygs_sequential_runs_it(data):

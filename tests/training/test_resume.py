@@ -9,8 +9,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from support.aot_eager import without_inductor
-from support.capturing import capture_in_place
+from support.capturing import capture_in_place, without_inductor
 
 from anemoi_gt.rng import seed_generators
 from anemoi_gt.training.checkpoint import load_checkpoint
