@@ -18,12 +18,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from anemoi_gt.distributed.consensus import consensus
 from anemoi_gt.distributed.grad_sync import check_mesh
-from anemoi_gt.distributed.graph_shard import shard_edges
+from anemoi_gt.distributed.graph_shard import in_edges, shard_edges
 from anemoi_gt.distributed.module_shard import Kind, ModuleShard, ShardPlan
 from anemoi_gt.nn import EncoderProcessorDecoder, StaticEdges
 from anemoi_gt.nn.static_graph import HIDDEN
-
-NODE_ROWS = ("sin_cos_lat_lon", "trainable")
 
 
 def shard_model(model: EncoderProcessorDecoder, mesh: DeviceMesh) -> ModuleShard:
@@ -90,7 +88,8 @@ def scatter_model(
     if is_first:
         bare = strip_sharded_rows(model)
         for other, rank in reversed([*enumerate(ranks[0])]):  # the first rank holds one shard beside the whole
-            edges = {kind: own_edges(plan, kind, other) for kind in plan.structures}
+            nodes = {name: partition.nodes(other) for name, partition in plan.partitions.items()}
+            edges = {kind: in_edges(structure, nodes[kind[1]]) for kind, structure in plan.structures.items()}
             rows = plan.rows(other, {kind: ids for kind, (_, ids) in edges.items()})
             rows.cut(model, bare)
             received = [bare, rows, edges]
@@ -114,8 +113,8 @@ def scatter_model(
 
 def plan_of(model: EncoderProcessorDecoder, num_ranks: int) -> ShardPlan:
     """Return the shard plan of a whole model."""
-    rows = ((name, row) for name, nodes in model.nodes.items() for row in NODE_ROWS if getattr(nodes, row) is not None)
-    tables = {f"nodes.{name}.{row}": name for name, row in rows}
+    rows = (*model.nodes.named_buffers(), *model.nodes.named_parameters())
+    tables = {f"nodes.{path}": path.partition(".")[0] for path, _ in rows}  # names of sets have no dot
     positions = {name: _unit_vectors(nodes.sin_cos_lat_lon.cpu()) for name, nodes in model.nodes.items()}
     num_layers = {(HIDDEN, HIDDEN): len(model.processor.proc)}
     return ShardPlan(model, edges_of_model(model), num_ranks, tables, positions, num_layers)
@@ -126,19 +125,6 @@ def edges_of_model(model: EncoderProcessorDecoder) -> dict[Kind, StaticEdges]:
     encoders = {(name, HIDDEN): edges for name, edges in model.encoder_edges.items()}
     decoders = {(HIDDEN, name): edges for name, edges in model.decoder_edges.items()}
     return encoders | {(HIDDEN, HIDDEN): model.processor_edges} | decoders
-
-
-def own_edges(plan: ShardPlan, kind: Kind, rank: int) -> tuple[Tensor, Tensor]:
-    """Return a rank's edges [2, E_own] in the node numbers of the whole graph, and their ids, as its shard reads them.
-
-    Both are int64. Edges are in the order of the rank's nodes, so a `GraphShard` does not sort them again.
-    """
-    graph = plan.structures[kind]
-    nodes = plan.partitions[kind[1]].nodes(rank, graph.device)
-    degree = graph.colptr.diff()[nodes]
-    begin = graph.colptr[nodes] - (degree.cumsum(0) - degree)
-    ids = begin.repeat_interleave(degree) + torch.arange(int(degree.sum()), device=graph.device)
-    return torch.stack([graph.row[ids].long(), nodes.repeat_interleave(degree)]), ids
 
 
 def strip_sharded_rows(model: EncoderProcessorDecoder) -> EncoderProcessorDecoder:

@@ -21,7 +21,7 @@ from anemoi_gt.distributed.partition import Partition, destination_cost
 from anemoi_gt.distributed.sharded_checkpoint import ShardedTable
 from anemoi_gt.graph import GraphStructure
 from anemoi_gt.graph.ordering import morton_order
-from anemoi_gt.nn import Chunk, GraphTransformerBaseBlock, StaticEdges
+from anemoi_gt.nn import GraphTransformerBaseBlock, StaticEdges
 
 EDGE_ROWS = ("edge_attr", "trainable")
 Kind = tuple[str, str]  # sets of sources and of destinations
@@ -213,11 +213,6 @@ class FixedGraph(nn.Module):
     def __init__(self, graph: GraphShard):
         super().__init__()
         self.graph = graph
-
-    @property
-    def chunks(self) -> tuple[Chunk, ...]:
-        """Chunks in which mappers compute; empty if there is one."""
-        return self.graph.chunks
 
     def forward(self) -> GraphShard:
         return self.graph

@@ -357,17 +357,16 @@ def source_launch(sizes: Sizes, tile: RowTile | None = None) -> Launch:
 
 
 def differentiate_sources(
-    problem: Problem, p_ds: Tensor, grad_out: Tensor, rowptr: Tensor, col: Tensor, csr_to_csc: Tensor,
-    dkey: Tensor | None, dvalue: Tensor | None,
-) -> None:  # fmt: skip
+    problem: Problem, p_ds: Tensor, grad_out: Tensor, dkey: Tensor | None, dvalue: Tensor | None
+) -> None:
     """Differentiate over sources: fill dkey and dvalue."""
-    sizes = problem.sizes
+    sizes, index = problem.sizes, problem.index
     parts = [_segment_rows(sizes, sizes.src_segment, rows, sizes.channels) for rows in (dkey, dvalue)]
     problem.launch(source_launch)(
-        query=problem.operands.query, grad_out=grad_out, p_ds=p_ds, rowptr=rowptr, col=col, csr_to_csc=csr_to_csc,
-        dkey=dkey, dvalue=dvalue, segment_dkey=parts[0], segment_dvalue=parts[1],
+        query=problem.operands.query, grad_out=grad_out, p_ds=p_ds, rowptr=index.rowptr, col=index.col,
+        csr_to_csc=index.csr_to_csc, dkey=dkey, dvalue=dvalue, segment_dkey=parts[0], segment_dvalue=parts[1],
     )  # fmt: skip
-    join(problem, rowptr, sizes.src_segment, parts, (dkey, dvalue))
+    join(problem, index.rowptr, sizes.src_segment, parts, (dkey, dvalue))
 
 
 @lru_cache(KEPT)

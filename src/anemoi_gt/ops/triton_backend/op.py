@@ -186,8 +186,7 @@ def gradients(problem: Problem, saved, grad_out: Tensor, grad_lse: Tensor | None
     dkey = torch.empty_like(key) if need_key else None
     dvalue = torch.empty_like(value) if need_value else None
     if need_key or need_value:
-        reverse = (problem.index.rowptr, problem.index.col, problem.index.csr_to_csc)
-        launch.differentiate_sources(problem, p_ds, grad_out, *reverse, dkey, dvalue)
+        launch.differentiate_sources(problem, p_ds, grad_out, dkey, dvalue)
     if need_attr and problem.shares_attributes:
         dattr = dattr.sum(0, keepdim=True).to(edge_attr.dtype)
     every = (dquery, dkey, dvalue, dattr, dweight, dbias)
