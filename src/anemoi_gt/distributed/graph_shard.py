@@ -122,10 +122,6 @@ def shard_graph(
         Owners of the sources. None: `destinations` where both sides have the same number of nodes, else ranges of equal
         size. Graphs that follow each other in a model must agree on the nodes that they share: pass both there.
 
-    Returns
-    -------
-    GraphShard
-
     Raises
     ------
     ValueError
@@ -181,6 +177,8 @@ def shard_edges(
 ) -> GraphShard:
     """Shard a graph of which every rank holds only the edges into its own destinations. Collective.
 
+    The `edges` of the shard are positions in this rank's own attributes.
+
     Parameters
     ----------
     edge_index : Tensor [2, E_own], int32 or int64
@@ -191,11 +189,6 @@ def shard_edges(
         Owners of the nodes; the same on all ranks.
     global_edge_id : Tensor [E_own], int64, optional
         Id of each edge in the whole graph, the key of dropout. None, on all ranks, numbers them in the order of ranks.
-
-    Returns
-    -------
-    GraphShard
-        Its `edges` are positions in this rank's own attributes.
 
     Raises
     ------

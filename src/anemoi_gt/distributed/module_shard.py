@@ -138,7 +138,8 @@ class ShardPlan:
         self.structures = {kind: _structure(kind, edges) for kind, edges in graphs.items()}
         sizes = _sizes(self.structures)
         tables = {**tables, **_rows_of_static_edges(module, graphs)}
-        self.tables = {name: (of, _table_size(module, name, of, sizes, self.structures)) for name, of in tables.items()}
+        rows = {**sizes, **{kind: structure.num_edges for kind, structure in self.structures.items()}}
+        self.tables = {name: (of, _table_size(module, name, of, rows)) for name, of in tables.items()}
         costs = {name: torch.ones(size, dtype=torch.int64, device="cpu") for name, size in sizes.items()}
         for kind, structure in self.structures.items():
             costs[kind[1]] += (num_layers or {}).get(kind, 1) * destination_cost(structure.colptr.diff().cpu())
@@ -254,16 +255,14 @@ def _rows_of_static_edges(module: nn.Module, graphs: Graphs) -> dict[str, Kind]:
     return found
 
 
-def _table_size(
-    module: nn.Module, name: str, of: str | Kind, sizes: dict[str, int], structures: Mapping[Kind, GraphStructure]
-) -> int:
-    """Return the number of rows of a table, checked."""
+def _table_size(module: nn.Module, name: str, of: str | Kind, rows: Mapping[str | Kind, int]) -> int:
+    """Return the number of rows of a table, that of its set of nodes or graph, checked."""
     tensors = dict(module.named_parameters()) | dict(module.named_buffers())
     if name not in tensors:
         raise ValueError(f"tables must name parameters or buffers of the module, got {name!r}")
-    if of not in sizes and of not in structures:
-        raise ValueError(f"tables must name a set of nodes or a graph, one of {[*sizes, *structures]}, got {of!r}")
-    size = sizes[of] if of in sizes else structures[of].num_edges
-    if tensors[name].dim() < 1 or tensors[name].shape[0] != size:
-        raise ValueError(f"{name} must have one row for each of the {size} of {of}, got {tuple(tensors[name].shape)}")
-    return size
+    if of not in rows:
+        raise ValueError(f"tables must name a set of nodes or a graph, one of {[*rows]}, got {of!r}")
+    shape = tuple(tensors[name].shape)
+    if shape[:1] != (rows[of],):
+        raise ValueError(f"{name} must have one row for each of the {rows[of]} of {of}, got {shape}")
+    return rows[of]
