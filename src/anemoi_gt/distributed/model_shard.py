@@ -92,16 +92,16 @@ def scatter_model(
             edges = {kind: in_edges(structure, nodes[kind[1]]) for kind, structure in plan.structures.items()}
             rows = plan.rows(other, {kind: ids for kind, (_, ids) in edges.items()})
             rows.cut(model, bare)
-            received = [bare, rows, edges]
+            received = [(bare, rows, edges)]  # one object: what they share is sent once
             if other:
                 dist.send_object_list(received, dst=rank, group=group)
     else:
-        received = [None, None, None]
+        received = [None]
         dist.recv_object_list(received, src=ranks[0][column] if data else ranks[0][0], group=group)
     if data == 0:
         for row in ranks[1:]:
             dist.send_object_list(received, dst=row[column], group=group)
-    own, rows, edges = received
+    own, rows, edges = received[0]
     own, shards = own.to(mesh.device_type), {}
     for (src, dst), parts in edges.items():
         edge_index, ids = (part.to(mesh.device_type) for part in parts)

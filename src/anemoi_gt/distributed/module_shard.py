@@ -172,7 +172,8 @@ class ShardPlan:
 
     def rows(self, rank: int, edges: Mapping[Kind, Tensor]) -> "OwnRows":
         """Return the rows that a rank keeps, from the edges [E_own] of each graph that it reads, in its order."""
-        own = {**edges, **{name: partition.nodes(rank) for name, partition in self.partitions.items()}}
+        nodes = {name: partition.nodes(rank).clone() for name, partition in self.partitions.items()}
+        own = {**nodes, **edges}  # clones, because a view is sent with its whole storage
         return OwnRows(rank, self.partitions, {name: (own[of], size) for name, (of, size) in self.tables.items()})
 
 
