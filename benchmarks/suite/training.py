@@ -17,7 +17,7 @@ from anemoi_gt import AttentionConfig, EncoderProcessorDecoder, GraphStructure
 from anemoi_gt.data.datasets import Sample
 from anemoi_gt.distributed import ShardingConfig, init_distributed, reduce_gradients, shard_model
 from anemoi_gt.distributed.device_mesh import local_device, make_cpu_group
-from anemoi_gt.distributed.model_shard import FixedGraph
+from anemoi_gt.distributed.module_shard import FixedGraph
 from anemoi_gt.nn import GraphTransformerBaseBlock, split_destinations
 from anemoi_gt.training.compilation import compile_blocks
 from anemoi_gt.training.config import TrainingConfig

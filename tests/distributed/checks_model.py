@@ -9,7 +9,7 @@ from support.weather import KINDS, weather_graph
 
 from anemoi_gt import AttentionConfig, EncoderProcessorDecoder
 from anemoi_gt.distributed import reduce_gradients, sum_loss
-from anemoi_gt.distributed.model_shard import edge_modules, scatter_model, shard_model
+from anemoi_gt.distributed.model_shard import edges_of_model, scatter_model, shard_model
 from anemoi_gt.training import TrainingConfig
 from anemoi_gt.training.memory import STATE, estimate_memory
 from distributed.problems import CONFIG, data
@@ -104,12 +104,12 @@ def a_model_that_one_rank_made_stays_whole_there_and_no_other_rank_gets_all_edge
     model, _ = scatter_model(whole, one_model(), dist.new_group(backend="gloo"))
     for name, tensor in before.items():
         verdict.same(f"{name} of the whole", whole.state_dict()[name], tensor)
-    sizes = {path: len(module.edge_attr) for path, (module, _, _) in edge_modules(make_model()).items()}
-    for path, (module, _, _) in edge_modules(model).items():
-        here = module.structure().structure.num_edges
-        verdict.same(path, sum(everywhere(here, group)), sizes[path])
-        verdict.that(here < 2 * sizes[path] / dist.get_world_size(), f"{path}: {here} of {sizes[path]} edges are here")
-        verdict.same(f"rows of {path}", (len(module.edge_attr), len(module.trainable)), (here, here))
+    sizes = {kind: len(edges.edge_attr) for kind, edges in edges_of_model(make_model()).items()}
+    for kind, edges in edges_of_model(model).items():
+        here = edges.structure().structure.num_edges
+        verdict.same(str(kind), sum(everywhere(here, group)), sizes[kind])
+        verdict.that(here < 2 * sizes[kind] / dist.get_world_size(), f"{kind}: {here} of {sizes[kind]} edges are here")
+        verdict.same(f"rows of {kind}", (len(edges.edge_attr), len(edges.trainable)), (here, here))
 
 
 @on_all_ranks

@@ -122,10 +122,6 @@ def shard_graph(
         Owners of the sources. None: `destinations` where both sides have the same number of nodes, else ranges of equal
         size. Graphs that follow each other in a model must agree on the nodes that they share: pass both there.
 
-    Returns
-    -------
-    GraphShard
-
     Raises
     ------
     ValueError
@@ -151,16 +147,24 @@ def shard_graph(
         is_one_set = graph.num_src == destinations.size
         sources = destinations if is_one_set else Partition(Ranges.even(graph.num_src, num_ranks))
     _check_partitions(sources, destinations, (graph.num_src, graph.num_dst), num_ranks)
-    own, dst = destinations.ranges.of(rank), destinations.positions(graph.dst)
-    is_own = destinations.ranges.owns(rank, dst)
-    src, global_edge_id = sources.positions(graph.row[is_own]), graph.global_edge_ids()[is_own]
-    shard = _shard(src, dst[is_own] - own.start, global_edge_id, (sources, destinations), group)
+    edge_index, own = in_edges(graph, destinations.nodes(rank, graph.device))
+    owners = {"destinations": destinations, "sources": sources}
+    shard = shard_edges(edge_index, group, **owners, global_edge_id=graph.global_edge_ids()[own])
     schedule = None
     if graph.dst_schedule is not None:
         schedule = destinations.positions(graph.dst_schedule)
-        schedule = (schedule[destinations.ranges.owns(rank, schedule)] - own.start).to(graph.colptr.dtype)
-    edges = graph.edge_order().long()[is_own][shard.edges]
+        schedule = schedule[destinations.ranges.owns(rank, schedule)] - destinations.ranges.of(rank).start
+        schedule = schedule.to(graph.colptr.dtype)
+    edges = graph.edge_order().long()[own][shard.edges]
     return replace(shard, edges=edges, structure=replace(shard.structure, dst_schedule=schedule))
+
+
+def in_edges(graph: GraphStructure, nodes: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the edges [2, E_own], int64, into `nodes` of a graph, in the order of these, and their CSC positions."""
+    degree = graph.colptr.diff()[nodes]
+    begin = graph.colptr[nodes] - (degree.cumsum(0) - degree)
+    positions = begin.repeat_interleave(degree) + torch.arange(int(degree.sum()), device=graph.device)
+    return torch.stack([graph.row[positions].long(), nodes.repeat_interleave(degree)]), positions
 
 
 def shard_edges(
@@ -173,6 +177,8 @@ def shard_edges(
 ) -> GraphShard:
     """Shard a graph of which every rank holds only the edges into its own destinations. Collective.
 
+    The `edges` of the shard are positions in this rank's own attributes.
+
     Parameters
     ----------
     edge_index : Tensor [2, E_own], int32 or int64
@@ -183,11 +189,6 @@ def shard_edges(
         Owners of the nodes; the same on all ranks.
     global_edge_id : Tensor [E_own], int64, optional
         Id of each edge in the whole graph, the key of dropout. None, on all ranks, numbers them in the order of ranks.
-
-    Returns
-    -------
-    GraphShard
-        Its `edges` are positions in this rank's own attributes.
 
     Raises
     ------
@@ -208,21 +209,14 @@ def shard_edges(
         counts = [0] * num_ranks
         dist.all_gather_object(counts, edge_index.shape[1], group=group)
         global_edge_id = torch.arange(edge_index.shape[1], device=edge_index.device) + sum(counts[:rank])
-    dst = destinations.positions(edge_index[1]) - destinations.ranges.of(rank).start
-    return _shard(sources.positions(edge_index[0]), dst, global_edge_id, (sources, destinations), group)
-
-
-def _shard(
-    src: Tensor, dst: Tensor, global_edge_id: Tensor, partitions: tuple[Partition, Partition], group: dist.ProcessGroup
-) -> GraphShard:
-    """Return the shard of this rank's edges, from source positions `src` [E_own] to local destination rows `dst`."""
-    rank, (sources, destinations) = dist.get_rank(group), partitions
+    src, dst = sources.positions(edge_index[0]), destinations.positions(edge_index[1])
     num_src, is_local = sources.ranges.counts[rank], sources.ranges.owns(rank, src)
     halo, halo_row = torch.unique(src[~is_local], return_inverse=True)
     row = src - sources.ranges.of(rank).start
     row[~is_local] = num_src + halo_row
     sizes = num_src + halo.shape[0], destinations.ranges.counts[rank]
-    graph = GraphStructure.from_edge_index(torch.stack([row, dst]), sizes, global_edge_id=global_edge_id)
+    edge_index = torch.stack([row, dst - destinations.ranges.of(rank).start])
+    graph = GraphStructure.from_edge_index(edge_index, sizes, global_edge_id=global_edge_id)
     edges, structure = graph.edge_order().long(), replace(graph, perm=None)
     exchange = HaloExchange.of_requests(halo, sources.ranges, group)
     return GraphShard(rank, sources, destinations, edges, structure, exchange)

@@ -121,7 +121,7 @@ def require_checkpoint(folder: Path) -> Path:
 def load_checkpoint(
     folder: Path, state: dict[str, Any], tables: Mapping[str, ShardedTable], group: dist.ProcessGroup
 ) -> dict[str, Any]:
-    """Read a checkpoint, written on any number of ranks. Collective.
+    """Return the state in a checkpoint, written on any number of ranks, with this rank's rows. Collective.
 
     Parameters
     ----------
@@ -131,11 +131,6 @@ def load_checkpoint(
         As it would be saved now: the keys to read, and the tensors to read into.
     tables, group
         As for `save_checkpoint`, of the ranks of this job.
-
-    Returns
-    -------
-    dict
-        The saved state, with this rank's rows.
 
     Raises
     ------

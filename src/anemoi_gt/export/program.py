@@ -72,7 +72,7 @@ def _check_example(field: Tensor) -> None:
 
 
 def export_program(module: nn.Module, inputs: tuple, dynamic_shapes=None) -> ExportedProgram:
-    """Export a module for inference, without this library's operators.
+    """Return a program of a module for `write_package`: for inference, without this library's operators and gradients.
 
     Raises ValueError if an operator has no portable form: one that sorts edges, in a module that takes an edge_index;
     or kernels under Triton's interpreter.
@@ -87,11 +87,6 @@ def export_program(module: nn.Module, inputs: tuple, dynamic_shapes=None) -> Exp
         example determine the tiles, which change speed, not results.
     dynamic_shapes : optional
         As in `torch.export.export`; None fixes all sizes.
-
-    Returns
-    -------
-    torch.export.ExportedProgram
-        A program for `write_package`, without gradients.
 
     Examples
     --------

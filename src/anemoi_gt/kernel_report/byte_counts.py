@@ -90,13 +90,11 @@ def _ms(moved: int, bandwidth: float | None) -> float | None:
     return None if bandwidth is None else 1e3 * moved / bandwidth
 
 
-def _kernels(call, needs: dict[str, bool]) -> tuple[tuple, tuple]:
+def _kernels(call, needs: dict[str, bool]) -> tuple[list, list]:
     """Launches of the two passes."""
-    from anemoi_gt.ops.operands import AttentionOperands
-    from anemoi_gt.ops.triton_backend import launched_kernels
-    from anemoi_gt.ops.triton_backend.problem import IndexTensors, Options, Problem
+    from anemoi_gt.ops.operands import AttentionOperands, Needs
+    from anemoi_gt.ops.triton_backend.launched_kernels import plan
+    from anemoi_gt.ops.triton_backend.problem import IndexTensors, Options
 
     groups = (AttentionOperands, IndexTensors, Options)
-    sizes = Problem(*(group(*(call.arguments[name] for name in group._fields)) for group in groups)).sizes
-    backward = launched_kernels.backward_kernels(sizes, launched_kernels.Needs(**needs))
-    return tuple(launched_kernels.forward_kernels(sizes)), tuple(backward)
+    return plan(*(group(*(call.arguments[name] for name in group._fields)) for group in groups), Needs(**needs))

@@ -261,7 +261,7 @@ class GraphTransformerProcessorBlock(GraphTransformerBaseBlock):
         *,
         cond: Tensor | None = None,
     ) -> Tensor:
-        """Update the nodes.
+        """Return the nodes [N, out_channels] or [B, N, out_channels] after the block.
 
         Parameters
         ----------
@@ -271,10 +271,6 @@ class GraphTransformerProcessorBlock(GraphTransformerBaseBlock):
             Raw attributes in the caller's edge order.
         cond : Tensor [N or 1, K] or [B, N or 1, K], optional
             Condition, required by conditional norms and refused by others.
-
-        Returns
-        -------
-        Tensor [N, out_channels] or [B, N, out_channels]
 
         Raises
         ------
@@ -332,7 +328,7 @@ class GraphTransformerMapperBlock(GraphTransformerBaseBlock):
         *,
         cond: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Update the destinations, and the sources with `update_src_nodes`.
+        """Return (y_src, y_dst), of the shapes of `x`: updated destinations, and sources if `update_src_nodes`.
 
         Parameters
         ----------
@@ -344,11 +340,6 @@ class GraphTransformerMapperBlock(GraphTransformerBaseBlock):
         cond : (Tensor, Tensor), optional
             Conditions of sources and destinations, [N or 1, K] or [B, N or 1, K]; required by conditional norms and
             refused by others.
-
-        Returns
-        -------
-        (Tensor, Tensor)
-            (y_src, y_dst), of the shapes of `x`.
 
         Raises
         ------

@@ -136,7 +136,7 @@ def map_chunks(
     *,
     call: Callable[..., Tensor] | None = None,
 ) -> Tensor:
-    """Apply a layer to a graph, or to its chunks one after the other.
+    """Return [..., N_dst, F] of a layer applied to a graph, or to its chunks one after the other.
 
     Parameters
     ----------
@@ -148,10 +148,6 @@ def map_chunks(
         be a tuple of tensors: the layer gets a tuple with the rows of its chunk.
     call : callable, optional
         Called as call(function, *inputs) instead of function(*inputs), for each chunk: activation checkpointing.
-
-    Returns
-    -------
-    Tensor [..., N_dst, F]
 
     Raises
     ------

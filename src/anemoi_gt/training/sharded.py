@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from anemoi_gt.data.datasets import Sample, Splits
 from anemoi_gt.distributed.consensus import check_same, fingerprint, raise_on_all_ranks
 from anemoi_gt.distributed.grad_sync import clip_gradients, reduce_gradients, sum_loss
-from anemoi_gt.distributed.model_shard import ModelShard
+from anemoi_gt.distributed.module_shard import ModuleShard
 from anemoi_gt.distributed.sharded_checkpoint import load_checkpoint, require_checkpoint, save_checkpoint, sharded
 from anemoi_gt.training.atomic_write import atomic_write
 from anemoi_gt.training.config import TrainingConfig
@@ -38,7 +38,7 @@ from anemoi_gt.training.trainer import BEST, LAST, Trainer
 
 def make_sharded_trainer(
     model: nn.Module,
-    shard: ModelShard,
+    shard: ModuleShard,
     splits: Splits,
     config: TrainingConfig,
     folder: Path | str,
@@ -53,7 +53,7 @@ def make_sharded_trainer(
     ----------
     model : nn.Module
         With the rows of this rank, as `shard_model` or `scatter_model` left it.
-    shard : ModelShard
+    shard : ModuleShard
         From the same function.
     splits : Splits
         Whole; the trainer keeps the rows of this rank.
@@ -85,7 +85,7 @@ def make_sharded_trainer(
     )
 
 
-def fit_sharded(trainer: Trainer, shard: ModelShard, *, resume: bool) -> list[dict] | None:
+def fit_sharded(trainer: Trainer, shard: ModuleShard, *, resume: bool) -> list[dict] | None:
     """Train on all ranks to the end, from the start or from the last checkpoint in the folder. Collective.
 
     Takes a trainer of `make_sharded_trainer` and the shard of its model; `resume` continues from the last checkpoint in
@@ -149,7 +149,7 @@ class ShardedTrainingStep(TrainingStep):
         As for `TrainingStep`: the model as `shard_model` or `scatter_model` left it, the weights [n] of own nodes.
     num_nodes : int
         Of the whole model.
-    shard : ModelShard
+    shard : ModuleShard
     mesh : DeviceMesh
         With axes (data, model).
     group : ProcessGroup
@@ -164,7 +164,7 @@ class ShardedTrainingStep(TrainingStep):
         device: torch.device,
         *,
         num_nodes: int,
-        shard: ModelShard,
+        shard: ModuleShard,
         mesh: DeviceMesh,
         group: dist.ProcessGroup,
     ):

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from anemoi_gt.integrations.anemoi.checkpointing import Checkpointing
 
 log = logging.getLogger(__name__)
+_log_once = cache(log.warning)
 METHODS = ("get_qkve", "prepare_qkve_edge_sharding", "_forward_edges_sharded_attention", "attention_block", "apply_gt")
 
 
@@ -176,11 +177,6 @@ def _name_of(kind: type) -> str:
 def warn_once(message: str) -> None:
     """Log a warning at the first call with this message; in compiled code, when it is traced."""
     _log_once(message)
-
-
-@cache
-def _log_once(message: str) -> None:
-    log.warning(message)
 
 
 def reads_raw_edges(block) -> bool:

@@ -201,14 +201,10 @@ def swap_layers(
     Parameters
     ----------
     model : torch.nn.Module
-        It is not changed: its blocks are registered. A copy or an unpickled model has to be swapped again.
+        It is not changed, and is returned: its blocks are registered. A copy or an unpickled model has to be swapped
+        again.
     backend, precision, fuse_edges, blocks, sharding
         As for `install`; they take precedence over those of `install`.
-
-    Returns
-    -------
-    torch.nn.Module
-        `model`.
 
     Raises
     ------

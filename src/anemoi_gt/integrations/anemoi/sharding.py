@@ -246,29 +246,26 @@ def _make_local_edges(
     if whole is None or lookup(whole) is None:
         return False
     sources, destinations = (Ranges((0, *accumulate(sizes))) for sizes in (src, dst))
-    derived_list(edge_index, name, lambda: _number_locally(whole, sources, destinations, rank, group_name, copies))
+
+    def number_locally() -> Tensor:
+        """Return the edges into this rank's destinations, of each copy, with the exchange that delivers their halo."""
+        _check_division(whole, sources, destinations)
+        with torch.inference_mode(False), torch.no_grad():
+            bounds = torch.tensor(destinations.bounds, device=whole.device)
+            by_rank = whole.split(torch.searchsorted(whole[1].contiguous(), bounds).diff().tolist(), 1)
+            read = [part[0].unique() for part in by_rank]
+            wanted = [nodes[~sources.owns(p, nodes)] for p, nodes in enumerate(read)]
+            exchange = HaloExchange.of_all_requests(wanted, sources, rank, group_name)
+            (src, dst), own, num_own = by_rank[rank], sources.of(rank), sources.counts[rank]
+            src = torch.where(sources.owns(rank, src), src - own.start, num_own + torch.searchsorted(wanted[rank], src))
+            local = torch.stack([src, dst - destinations.of(rank).start])
+            num_nodes = num_own + exchange.num_received, destinations.counts[rank]
+            step = local.new_tensor(num_nodes).unsqueeze(1)
+            local = torch.cat([local + copy * step for copy in range(copies)], 1)
+        return cached_list(local, (num_nodes[0] * copies, num_nodes[1] * copies), copies, exchange=exchange)
+
+    derived_list(edge_index, name, number_locally)
     return True
-
-
-def _number_locally(
-    edge_index: Tensor, sources: Ranges, destinations: Ranges, rank: int, group_name: str, copies: int
-) -> Tensor:
-    """Return the edges into this rank's destinations, of each copy, with the exchange that delivers their halo."""
-    _check_division(edge_index, sources, destinations)
-    with torch.inference_mode(False), torch.no_grad():
-        bounds = torch.tensor(destinations.bounds, device=edge_index.device)
-        counts = torch.searchsorted(edge_index[1].contiguous(), bounds).diff().tolist()
-        by_rank = edge_index.split(counts, 1)
-        read = [part[0].unique() for part in by_rank]
-        wanted = [nodes[~sources.owns(p, nodes)] for p, nodes in enumerate(read)]
-        exchange = HaloExchange.of_all_requests(wanted, sources, rank, group_name)
-        (src, dst), own, num_own = by_rank[rank], sources.of(rank), sources.counts[rank]
-        src = torch.where(sources.owns(rank, src), src - own.start, num_own + torch.searchsorted(wanted[rank], src))
-        local = torch.stack([src, dst - destinations.of(rank).start])
-        num_nodes = num_own + exchange.num_received, destinations.counts[rank]
-        step = local.new_tensor(num_nodes).unsqueeze(1)
-        local = torch.cat([local + copy * step for copy in range(copies)], 1)
-    return cached_list(local, (num_nodes[0] * copies, num_nodes[1] * copies), copies, exchange=exchange)
 
 
 def _check_division(edge_index: Tensor, sources: Ranges, destinations: Ranges) -> None:

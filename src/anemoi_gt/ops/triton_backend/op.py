@@ -85,10 +85,7 @@ def edge_attention_triton(
 
     problem = _problem(operands, index, options)
     with launch.on_device(operands.query):
-        projected = None if operands.edge_weight is None else launch.project(problem, problem.operands.query)
-        out, lse, inv_denominator, exp_scores, attr_sums = launch.attend_rows(problem, projected)
-        if attr_sums is not None:
-            launch.embed(problem, attr_sums, out)
+        out, lse, inv_denominator, exp_scores, projected = launch.attend(problem)
     if not save:
         return out, lse, *(lse.new_empty(0) for _ in range(3))
     return out, lse, inv_denominator, exp_scores, lse.new_empty(0) if projected is None else projected
@@ -130,7 +127,7 @@ def edge_attention_triton_backward(
     saved = launch.Saved(inv_denominator, exp_scores, None if operands.edge_weight is None else projected)
     grad_out = torch.zeros_like(problem.operands.query) if grad_out is None else _readable(grad_out)
     with launch.on_device(operands.query):
-        return _gradients(problem, saved, grad_out, _readable(grad_lse), needs)
+        return gradients(problem, saved, grad_out, _readable(grad_lse), needs)
 
 
 @torch.library.register_fake("anemoi_gt::edge_attention_triton_backward")
@@ -167,7 +164,7 @@ def _readable(tensor: Tensor | None) -> Tensor | None:
     return tensor.clone() if tensor.data_ptr() % 4 else tensor
 
 
-def _gradients(problem: Problem, saved, grad_out: Tensor, grad_lse: Tensor | None, needs: list[bool]) -> list[Tensor]:
+def gradients(problem: Problem, saved, grad_out: Tensor, grad_lse: Tensor | None, needs: list[bool]) -> list[Tensor]:
     """Launch the kernels that the gradients in `needs` take."""
     from anemoi_gt.ops.triton_backend import launch
 
@@ -189,8 +186,7 @@ def _gradients(problem: Problem, saved, grad_out: Tensor, grad_lse: Tensor | Non
     dkey = torch.empty_like(key) if need_key else None
     dvalue = torch.empty_like(value) if need_value else None
     if need_key or need_value:
-        reverse = (problem.index.rowptr, problem.index.col, problem.index.csr_to_csc)
-        launch.differentiate_sources(problem, p_ds, grad_out, *reverse, dkey, dvalue)
+        launch.differentiate_sources(problem, p_ds, grad_out, dkey, dvalue)
     if need_attr and problem.shares_attributes:
         dattr = dattr.sum(0, keepdim=True).to(edge_attr.dtype)
     every = (dquery, dkey, dvalue, dattr, dweight, dbias)
