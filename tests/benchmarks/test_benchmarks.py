@@ -21,7 +21,6 @@ import run
 import tiles
 import torch
 import train_9km
-import training_curves
 from gpu_checks import model
 from suite import baselines, correctness, graphs, operands, problems
 from suite.baselines import compiled, eager
@@ -133,18 +132,6 @@ def test_inference_of_an_anemoi_model_is_timed(tmp_path):
     found = anemoi_inference.main([*small, "--output", str(tmp_path / "inference.json")])
     timed = {(line["chunks"], line["contender"]) for line in found["results"]}
     assert timed == {*itertools.product((1, 4, 16), ("untouched", "install"))}
-
-
-def test_loss_curves_of_the_application_are_compared(monkeypatch, capsys):
-    """Without the eight runs of the application, which its own tests train."""
-
-    def train(folder, run, options):
-        *_, backend, seed = run
-        return [{"split": split, "loss": seed + 0.1 * (backend == "triton")} for split in ("train", "valid")]
-
-    monkeypatch.setattr(training_curves, "train", train)
-    assert training_curves.main(["--processes", "1"]) == 0
-    assert capsys.readouterr().out.count("PASS triton - torch, by seed: 0.1000, 0.1000; seed 0 - seed 1") == 4
 
 
 def test_pyg_models_are_timed(tmp_path):
