@@ -13,26 +13,12 @@ from anemoi_gt.ops import torch_backend
 def read_edges(
     edges, edge_attr: Tensor | None, num_nodes: tuple[int, int], query: Tensor, config: AttentionConfig
 ) -> tuple[GraphStructure | UnsortedEdges, Tensor | None]:
-    """Return `edges` for the attention of `query`, and the attributes in the caller's edge order.
+    """Return `edges` for the attention of `query` [.., N_dst, H, C], and the attributes in the caller's edge order.
 
-    Parameters
-    ----------
-    edges : GraphStructure, Tensor [2, E], EdgeIndex, torch.sparse tensor or SparseTensor [N_dst, N_src]
-    edge_attr : Tensor, optional
-        None takes the values of a sparse `edges`, except scalars: these are edge weights, which attention ignores, as
-        PyG does.
-    num_nodes : (int, int)
-        Sources and destinations; a sparse `edges` and a GraphStructure have their own.
-    query : Tensor [.., N_dst, H, C]
-    config : AttentionConfig
-
-    Returns
-    -------
-    graph : GraphStructure or UnsortedEdges
-        A few edges [2, E] on a CPU stay unsorted: sorting takes longer than what one call gains by it. Metadata
-        is checked; indices only on the CPU, because a layer must not synchronise with the device. Without the reverse
-        structure, which the attention makes if it is needed, unless grouping without order may make both.
-    edge_attr : Tensor or None
+    `edges` is a GraphStructure, a tensor [2, E], an EdgeIndex, or a sparse matrix [N_dst, N_src], whose values [E, D]
+    replace a missing `edge_attr` (scalars are edge weights, which attention ignores, as PyG does). A few edges on a CPU
+    stay unsorted: sorting takes longer than one call gains. Others have a reverse structure only if grouping without
+    order may make it too; else the attention does, if needed. Indices are checked on the CPU alone.
     """
     if isinstance(edges, GraphStructure):
         return edges, edge_attr

@@ -24,16 +24,8 @@ from anemoi_gt.integrations.anemoi.attention import SETTINGS
 from anemoi_gt.integrations.anemoi.cache import edge_structure
 from anemoi_gt.integrations.anemoi.upstream import Upstream, replaces
 
-try:
-    from torch._subclasses.fake_tensor import is_fake
-except ImportError:  # another PyTorch: where a tracer does not say that it compiles, "selective" is refused
-
-    def is_fake(_: object) -> bool:
-        """Return False."""
-        return False
-
-
 MODES = ("none", "selective", "full")
+_is_fake = getattr(torch._subclasses.fake_tensor, "is_fake", lambda _: False)  # False refuses "selective" in tracers
 _PRODUCTS = {getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "bmm", "baddbmm")}
 _COMPILED = "_functorch/_aot_autograd"  # the part of PyTorch that runs compiled code, in the path of its files
 
@@ -128,7 +120,7 @@ def _without_cast_cache(func: Callable) -> Callable:
 
 def _policy(ctx, operator, *args, **kwargs) -> CheckpointPolicy:
     is_ours = operator.namespace == NAMESPACE and operator is not edge_structure
-    if is_ours and not torch.compiler.is_compiling() and not any(map(is_fake, args)) and _runs_compiled():
+    if is_ours and not torch.compiler.is_compiling() and not any(map(_is_fake, args)) and _runs_compiled():
         raise ValueError(
             "activation_checkpointing='selective' must not be around compiled code, which overwrites what is kept, got "
             "blocks compiled one by one: compile whole processors and mappers, or choose 'full' or 'none'"
