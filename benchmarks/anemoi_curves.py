@@ -1,8 +1,7 @@
 """Loss curves of an Anemoi model, untouched and in other variants, in mixed precision, against the spread of two seeds.
 
     python benchmarks/anemoi_curves.py --output benchmarks/results/anemoi_curves.json
-    python benchmarks/anemoi_curves.py --grid O8 --refinement 2 --channels 16 --layers 2 --training-steps 20 --device
-    cpu
+    python benchmarks/anemoi_curves.py --grid O8 --refinement 2 --channels 16 --layers 2 --training-steps 20
 
 The fields to predict are a fixed smooth function of the input, which is drawn at every step, the same for all runs of
 one seed. For each precision, two seeds are run of each variant of `anemoi_step.py` that is asked for. Curves agree if,
@@ -39,15 +38,9 @@ def curve(training, seed, steps, name):
     return torch.stack(losses).cpu()
 
 
-def smooth(losses):
-    """Return means over windows of steps."""
-    window = min(WINDOW, losses.shape[0])
-    return losses.unfold(0, window, 1).mean(-1)
-
-
 def compare(curves):
     """Return, by variant, the maximum distance from the untouched curve of a seed, and that between two seeds of it."""
-    smoothed = {key: smooth(losses) for key, losses in curves.items()}
+    smoothed = {key: losses.unfold(0, min(WINDOW, len(losses)), 1).mean(-1) for key, losses in curves.items()}
     spread = (smoothed["untouched", SEEDS[0]] - smoothed["untouched", SEEDS[1]]).abs().max().item()
     apart = {}
     for (name, seed), losses in smoothed.items():

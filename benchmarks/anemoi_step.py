@@ -35,6 +35,7 @@ from anemoi_gt.integrations import anemoi as integration
 PACKAGES = {"torch", "triton", "torch-geometric", "anemoi-models", "anemoi-utils"}
 PRECISIONS = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16, "32": None}
 BLOCKS = ("GraphTransformerProcessorBlock", "GraphTransformerMapperBlock")
+cached_graph = cache(graph_of)
 WHOLE = ("GraphTransformerProcessor", "GraphTransformerForwardMapper", "GraphTransformerBackwardMapper")
 
 
@@ -79,12 +80,6 @@ for _name in [name for name in VARIANTS if name.startswith("install")]:
 VARIANTS["install, edges embedded"] = lambda model: integration.install(fuse_edges=False, blocks=False)
 
 
-@cache
-def load_graph(path, name, refinement):
-    """The graph of a file, or that of a grid and an icosphere."""
-    return torch.load(path, weights_only=False) if path else graph_of(name, refinement)
-
-
 class Training:
     """A model with its optimiser and one batch; `seed` is that of the parameters."""
 
@@ -92,7 +87,7 @@ class Training:
         self.device = torch.device(options.device)
         self.dtype = PRECISIONS[options.precision]
         names = tuple(f"field_{i}" for i in range(options.variables))
-        graph = load_graph(options.graph, options.grid, options.refinement)
+        graph = cached_graph(options.grid, options.refinement)
         changes = {"channels": options.channels, "heads": options.heads, "layers": options.layers}
         changes |= {"mapper_chunks": options.mapper_chunks, "layer_chunks": min(2, options.layers)}
         changes |= {"graph_attention_backend": "triton" if self.device.type == "cuda" else "pyg"}
@@ -219,7 +214,6 @@ def make_parser(description):
     sizes = {"grid": "N320", "refinement": 6, "channels": 512, "heads": 16, "layers": 16, "mapper_chunks": 2}
     sizes |= {"variables": 100, "batch": 1, "rounds": 5}
     parser = command_line.make_parser(description, seconds=540, **sizes)
-    parser.add_argument("--graph", help="a HeteroData written by torch.save, instead of --grid and --refinement")
     parser.add_argument("--ensemble", type=int, help="members of an ensemble; default: the deterministic model")
     parser.add_argument("--precision", choices=PRECISIONS, default="16-mixed")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=["untouched", "install"])

@@ -1,7 +1,6 @@
 """Layers on a CPU: GraphTransformerConv and PyG's TransformerConv, same work, same process, alternating.
 
-    python benchmarks/cpu_attention.py --refinement 5 --heads 16 --channels 32 --output
-    benchmarks/results/cpu_attention.json
+    python benchmarks/cpu_attention.py --output benchmarks/results/cpu_attention.json
     python benchmarks/cpu_attention.py --batches --repeats 50 --output benchmarks/results/cpu_batches.json
 
 The graph is the multi-scale icosphere of the processor; both layers have an edge embedding of 11 attributes and no
@@ -51,15 +50,29 @@ def layers(heads, channels, edge_dim, **options):
 def times_of(calls, step, repeats):
     """Return the times of calls without gradients and of steps with them, and those of PyG over the others."""
 
-    def forward(call):
-        with torch.no_grad():
-            call()
-
     result = {}
-    for kind, function in (("forward", forward), ("forward_backward", step)):
+    for kind, function in (("forward", torch.no_grad()(lambda call: call())), ("forward_backward", step)):
         times = median_ms({name: partial(function, call) for name, call in calls.items()}, repeats)
         result[kind] = times | {f"pyg_over_{name}": times["pyg"] / times[name] for name in times if name != "pyg"}
     return result
+
+
+def compare(pyg, own, x, edge_index, edge_attr, edges, repeats):
+    """Return the times of PyG's layer on an edge_index, and of ours on each of `edges` by name."""
+    calls = {"pyg": partial(pyg, x, edge_index, edge_attr)}
+    calls |= {name: partial(own, x, graph, edge_attr) for name, graph in edges.items()}
+    expected, *outputs = (call() for call in calls.values())
+    for out in outputs:
+        torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
+
+    def step(call):
+        for leaf in filter(torch.is_tensor, (x, edge_attr)):
+            leaf.grad = None
+        call.func.zero_grad(set_to_none=True)
+        call().square().mean().backward()
+
+    facts = {"nodes": x.shape[0], "edges": edge_index.shape[1], "heads": own.heads, "channels": own.out_channels}
+    return facts | times_of(calls, step, repeats)
 
 
 def measure(refinement, heads, channels, repeats):
@@ -67,50 +80,23 @@ def measure(refinement, heads, channels, repeats):
     torch.manual_seed(0)
     edge_index = icosphere_graph(octahedral(16), refinement=refinement)["hidden", "to", "hidden"].edge_index
     nodes = int(edge_index.max()) + 1
-    graph = GraphStructure.from_edge_index(edge_index, nodes)
-    pyg, own = layers(heads, channels, EDGE_DIM, root_weight=False)
     x = torch.randn(nodes, heads * channels, requires_grad=True)
     edge_attr = torch.randn(edge_index.shape[1], EDGE_DIM, requires_grad=True)
-    calls = {"pyg": partial(pyg, x, edge_index, edge_attr), "anemoi_gt": partial(own, x, graph, edge_attr)}
-    torch.testing.assert_close(*(call() for call in calls.values()), rtol=1e-4, atol=1e-4)
-
-    def step(call):
-        call().sum().backward()
-        x.grad = edge_attr.grad = None
-
-    result = {"nodes": nodes, "edges": edge_index.shape[1], "heads": heads, "channels": channels, "edge_dim": EDGE_DIM}
-    return result | times_of(calls, step, repeats)
-
-
-def batch_of(graphs, nodes, edges, edge_dim):
-    """Return nodes, edge_index, edge_attr and edge_dim of random graphs in one batch."""
-    generator = torch.Generator().manual_seed(0)
-    ends = [round(edges * i) for i in range(graphs + 1)]
-    parts = [torch.randint(nodes, (2, ends[i + 1] - ends[i]), generator=generator) + i * nodes for i in range(graphs)]
-    edge_attr = None if edge_dim is None else torch.randn(ends[-1], edge_dim, generator=generator)
-    return graphs * nodes, torch.cat(parts, 1), edge_attr, edge_dim
+    edges = {"anemoi_gt": GraphStructure.from_edge_index(edge_index, nodes)}
+    both = layers(heads, channels, EDGE_DIM, root_weight=False)
+    return {"edge_dim": EDGE_DIM} | compare(*both, x, edge_index, edge_attr, edges, repeats)
 
 
 def measure_batch(name, repeats, heads=4, channels=16):
-    """Forward, and forward and backward, of both layers on one mini-batch."""
+    """Forward, and forward and backward, of both layers on one mini-batch of random graphs."""
     torch.manual_seed(0)
-    nodes, edge_index, edge_attr, edge_dim = batch_of(*BATCHES[name])
-    graph = GraphStructure.from_edge_index(edge_index, nodes).with_reverse()
-    pyg, own = layers(heads, channels, edge_dim)
-    x = torch.randn(nodes, heads * channels, requires_grad=True)
-    kinds = {"pyg": (pyg, edge_index), "new graph": (own, edge_index), "one graph": (own, graph)}
-    calls = {kind: partial(layer, x, edges, edge_attr) for kind, (layer, edges) in kinds.items()}
-    expected, *outputs = (call() for call in calls.values())
-    for out in outputs:
-        torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
-
-    def step(call):
-        x.grad = None
-        call.func.zero_grad(set_to_none=True)
-        call().square().mean().backward()
-
-    result = {"batch": name, "nodes": nodes, "edges": edge_index.shape[1], "heads": heads, "channels": channels}
-    return result | times_of(calls, step, repeats)
+    graphs, nodes, edges, edge_dim = BATCHES[name]
+    ends = [round(edges * i) for i in range(graphs + 1)]
+    parts = [torch.randint(nodes, (2, ends[i + 1] - ends[i])) + i * nodes for i in range(graphs)]
+    edge_index, edge_attr = torch.cat(parts, 1), None if edge_dim is None else torch.randn(ends[-1], edge_dim)
+    x = torch.randn(graphs * nodes, heads * channels, requires_grad=True)
+    edges = {"new graph": edge_index, "one graph": GraphStructure.from_edge_index(edge_index, graphs * nodes)}
+    return {"batch": name} | compare(*layers(heads, channels, edge_dim), x, edge_index, edge_attr, edges, repeats)
 
 
 def main():

@@ -1,7 +1,7 @@
 """One model on several GPUs: time of forward and backward, memory of a GPU, efficiency.
 
-    python benchmarks/sharding.py --ranks 4 --commit HASH --out benchmarks/results/sharding_h200x4.json
-    python benchmarks/sharding.py --ranks 2 --tiny --out FILE       on a CPU, with gloo
+    python benchmarks/sharding.py --ranks 4 --commit HASH --output benchmarks/results/sharding_h200x4.json
+    python benchmarks/sharding.py --ranks 2 --tiny --output FILE       on a CPU, with gloo
     python benchmarks/sharding.py --table benchmarks/results/sharding_h200x4.json --plot outputs/sharding.svg
 
 The ranks of a job are started by torchrun, one job for each number of ranks. A job that fails is reported; what its
@@ -28,6 +28,7 @@ from pathlib import Path
 
 import torch
 from suite import ROOT, results
+from suite.command_line import make_parser
 from suite.environment import describe
 from suite.plot import BAR, WIDE, canvas, words, write
 from suite.table import EMPTY, markdown, put_into
@@ -75,30 +76,14 @@ def run_job(ranks: int, tasks: list[dict], report: dict, options: argparse.Names
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
         command += [str(ROOT / "benchmarks" / "sharding_rank.py"), name]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=options.limit)
+            done = subprocess.run(command, capture_output=True, text=True, timeout=options.seconds)
             error = done.stderr[-3000:] if done.returncode else None
         except subprocess.TimeoutExpired:
-            error = f"must end within {options.limit:.0f} s"
+            error = f"must end within {options.seconds:.0f} s"
         records = folder / "records.jsonl"
         if records.exists():
             report["results"] += [json.loads(line) for line in records.read_text().splitlines()]
     return error
-
-
-def merged(reports: list[dict]) -> dict:
-    """Return reports of one device and versions as one.
-
-    Raises
-    ------
-    ValueError
-        If devices or versions differ.
-    """
-    facts = [{k: v for k, v in report["environment"].items() if k not in ("commit", "date")} for report in reports]
-    if any(other != facts[0] for other in facts):
-        raise ValueError(f"results must be of one device with the same versions, got {facts}")
-    joined = {k: ", ".join(dict.fromkeys(r["environment"][k] for r in reports)) for k in ("commit", "date")}
-    records = [record for report in reports for record in report["results"]]
-    return {"environment": facts[0] | joined, "results": records}
 
 
 def name_of(record: dict) -> str:
@@ -242,21 +227,13 @@ def _bar(records: dict[int, dict], n: int, place: int, y: float, scale: float) -
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    sizes = {"grid": "N320", "refinement": 6, "heads": 16, "channels": 64, "layers": 16, "repeats": 10}
+    parser = make_parser(__doc__, seconds=600, **sizes)
     parser.add_argument("--ranks", type=int, default=max(torch.cuda.device_count(), 1), help="the most; one a GPU")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--grid", default="N320")
-    parser.add_argument("--refinement", type=int, default=6)
-    parser.add_argument("--heads", type=int, default=16)
-    parser.add_argument("--channels", type=int, default=64, help="of each head")
-    parser.add_argument("--layers", type=int, default=16, help="of the processor")
-    parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--tiny", action="store_true", help="small enough for a CPU")
-    parser.add_argument("--limit", type=float, default=600, help="seconds for one job")
-    parser.add_argument("--out", type=Path, help="JSON file for the results")
-    parser.add_argument("--commit", help="to record if git is not available")
-    parser.add_argument("--table", type=Path, nargs="+", help="results files; make their tables and measure nothing")
-    parser.add_argument("--page", type=Path, help="Markdown page with comments that name the first file of --table")
+    parser.add_argument("--table", type=Path, help="results file; make its tables and measure nothing")
+    parser.add_argument("--page", type=Path, help="Markdown page with comments that name the file of --table")
     parser.add_argument("--plot", type=Path, help="SVG file for the plot; one for dark ground is written beside it")
     options = parser.parse_args(arguments)
     if options.tiny:
@@ -268,7 +245,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Measure or read, then write tables and plots; 1 if a job failed."""
     options, errors = parse(arguments), []
     if options.table:
-        report = merged([json.loads(path.read_text()) for path in options.table])
+        report = json.loads(options.table.read_text())
     else:
         device = "cuda" if torch.cuda.is_available() else "cpu"
         facts = describe(device, {"torch", "triton", "anemoi-models"}, options.commit)
@@ -278,11 +255,11 @@ def main(arguments: list[str] | None = None) -> int:
         for ranks in (n for n in RANKS if n <= options.ranks):
             error = run_job(ranks, tasks_of(options, ranks), report, options)
             errors += [f"{ranks} ranks: {error}"] * bool(error)
-            if options.out:
-                results.write(report, options.out)
+            if options.output:
+                results.write(report, options.output)
     print(tables(report), *errors, sep="\n\n")
     if options.page:
-        options.page.write_text(put_into(options.page.read_text(), options.table[0].name, summary(report)))
+        options.page.write_text(put_into(options.page.read_text(), options.table.name, summary(report)))
     if options.plot:
         write(plot(report), options.plot)
     return int(bool(errors))

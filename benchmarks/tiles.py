@@ -32,6 +32,7 @@ from suite import correctness, environment, graphs, problems
 from suite.operands import Operands, draw
 from suite.problems import Problem
 from suite.results import Results
+from suite.tile_candidates import CONTRACTIONS, ROW_KERNELS, Tile, candidates
 from torch.profiler import ProfilerActivity, profile
 
 if not torch.cuda.is_available():
@@ -40,7 +41,6 @@ if not torch.cuda.is_available():
 from anemoi_gt import AttentionConfig, GraphStructure, edge_attention
 from anemoi_gt.ops.triton_backend import launch, op
 from anemoi_gt.ops.triton_backend.problem import Sizes
-from anemoi_gt.ops.triton_backend.tiles import CONTRACTIONS, ROW_KERNELS, Tile, candidates
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 MEAN, WORST = 1.10, 1.25  # chosen over fastest

@@ -9,7 +9,9 @@ average of the weights; one of anemoi-models is forward, backward and AdamW.
 
 Parts, each in a process of its own, in this order: `check_model` compares loss and all gradients on `--check-grid` with
 float32 in many chunks, `check_mappers` the rows and gradients of some destinations of the large grid with float64;
-`ours` and `anemoi` time steps. Errors are compared with those of plain PyTorch in the same precision.
+`ours`, `anemoi` and `install`, Anemoi's model with whole blocks of ours, time steps. Errors are compared with those of
+plain PyTorch in the same precision. `sharded`, only if asked for, trains one model on `--ranks` GPUs: it compares loss
+and all gradients with those of one GPU and times steps.
 """
 
 import argparse
@@ -52,7 +54,9 @@ def start(part: str, options: argparse.Namespace, results: Results, folder: Path
     """Run a part in a process of its own and record each line; raise RuntimeError if it ends with an error."""
     lines, errors = folder / f"{part}.jsonl", folder / f"{part}.err"
     with lines.open("w") as out, errors.open("w") as err:
-        command = [sys.executable, __file__, *options.arguments, "--worker", part, str(folder)]
+        launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={options.ranks}")
+        launcher = launcher if part == "sharded" else ()
+        command = [sys.executable, *launcher, __file__, *options.arguments, "--worker", part, str(folder)]
         process = subprocess.Popen(command, stdout=out, stderr=err)
         try:
             status = process.wait(timeout=options.limit)
@@ -76,6 +80,7 @@ def table(runs: list[dict]) -> str:
         name = run.get("check") or run["contender"]
         what = [f"{run[key]:.4g} {unit}" for key, unit in COLUMNS.items() if isinstance(run.get(key), float)]
         how = f"{run.get('num_chunks', '')} chunks{', compiled' if run.get('compiled') else ''}"
+        how += f", {run['ranks']} ranks" if "ranks" in run else ""
         rows.append(f"{name:22} {how:20} {run['outcome']:14} {', '.join(what)} {run.get('message', '')[:60]}")
     return "\n".join(rows)
 
@@ -90,7 +95,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     sizes |= {"channels": 1024, "heads": 16, "layers": 16, "precision": "bf16-mixed"}
     parser = make_parser(__doc__, seconds=500, rounds=1, warmup=2, steps=3, **sizes)
     parser.add_argument("--fields", type=int, nargs=2, default=[200, 90], help="that come in and go out at a point")
-    parser.add_argument("--parts", nargs="+", choices=WORKERS, default=list(WORKERS))
+    parser.add_argument("--parts", nargs="+", choices=WORKERS, default=[part for part in WORKERS if part != "sharded"])
+    parser.add_argument("--ranks", type=int, default=2, help="that share the model of the part `sharded`")
     parser.add_argument("--chunks", type=int, nargs="+", default=[16, 8, 4], help="of anemoi_gt")
     parser.add_argument("--anemoi-chunks", type=int, nargs="+", default=[2, 4, 8, 16])
     parser.add_argument("--check-chunks", type=json.loads, default=[[2, 8], [5, 8]], help="of encoder and decoder")

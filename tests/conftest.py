@@ -1,5 +1,6 @@
 """Options of the test run, the device of the kernels (a GPU if present, else Triton's interpreter), and logging."""
 
+import gc
 import os
 
 import pytest
@@ -8,22 +9,39 @@ from support.applications import logging_as_before
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read by triton at import, hence before any test module
-    from support.interpreter import patch_once_a_launch
+    from support.interpreter import speed_up_interpreter
 
-    patch_once_a_launch()
+    speed_up_interpreter()
 
 
-LONG = (  # files of more than ten seconds, longest first
-    *("distributed/test_on_ranks.py", "kernels/test_compile.py", "distributed/test_application.py"),
-    *("export/test_application.py", "integrations/test_anemoi_compiled.py", "training/test_skill.py"),
-    *("training/test_interruption.py", "export/test_program.py", "export/test_package.py", "ops/test_triton_random.py"),
+LONG = (  # files with a test or a fixture of more than five seconds, longest first
+    *("distributed/test_application", "distributed/test_on_ranks", "kernels/test_compile", "export/test_application"),
+    *("integrations/test_anemoi_shards", "training/test_installed_configs", "integrations/test_anemoi_versions"),
+    *("export/test_package", "integrations/test_anemoi_checkpointing", "integrations/test_anemoi_whole_blocks"),
+    *("distributed/test_benchmark", "training/test_skill", "tests/test_commands", "compile/test_compiled_layers"),
+    *("data/test_era5_uk", "tests/test_docs", "ops/test_triton_random", "training/test_compiled"),
 )
 
 
 def pytest_collection_modifyitems(items):
-    """Begin with the longest files, so that what several processes share at the end is short."""
-    places = {name: place for place, name in enumerate(LONG)}
-    items.sort(key=lambda item: places.get("/".join(item.path.parts[-2:]), len(LONG)))
+    """Begin each worker's stretch of the list with its share of the longest files, so that the end is short."""
+    workers, files, others = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")), {name: [] for name in LONG}, []
+    for item in items:
+        files.get("/".join(item.path.with_suffix("").parts[-2:]), others).append(item)
+    left = len(items)
+    items.clear()
+    for worker in range(workers):
+        share = [item for name in LONG[worker::workers] for item in files[name]]
+        stretch = share + others[: max(left // (workers - worker) - len(share), 0)]
+        items += stretch
+        del others[: len(stretch) - len(share)]
+        left -= len(stretch)
+    items += others
+
+
+def pytest_collection_finish():
+    """Leave what imports and collection made out of garbage collections, of which each would visit it."""
+    gc.freeze()
 
 
 def pytest_addoption(parser):
@@ -60,3 +78,9 @@ def anemoi_as_it_is():
 
     yield
     anemoi.uninstall()
+
+
+@pytest.fixture
+def without_pictures(monkeypatch):
+    """Leave an empty file where a run draws its forecast, which takes longer than a small run."""
+    monkeypatch.setattr("anemoi_gt.training.report.draw_training_plot", lambda path, *_: path.touch())

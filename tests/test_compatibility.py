@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import anemoi_gt
 from anemoi_gt import AttentionConfig, GraphStructure, UntestedVersionsWarning, compatibility, edge_attention, info
 
 ROOT = Path(__file__).parents[1]
@@ -59,13 +58,6 @@ def test_triton_is_named_by_its_backend(untested, kernel_device):
 def test_compiled_attention_warns_while_it_is_traced(untested):
     torch._dynamo.reset()
     assert len(warned(torch.compile(attend, backend="eager", fullgraph=True))) == 1
-
-
-def test_the_warning_is_public_and_can_be_silenced_by_its_class(untested):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        warnings.filterwarnings("ignore", category=anemoi_gt.UntestedVersionsWarning)
-        attend()
 
 
 @pytest.mark.parametrize("triton", [compatibility.TESTED[0][1], "7.6"])

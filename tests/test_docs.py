@@ -37,6 +37,7 @@ EXTERNAL = {  # every external link, so that new ones are reviewed; not accessed
     "https://github.com/facebookexperimental/triton/pull/2767",
     "https://github.com/pytorch/pytorch/issues/181555",
     "https://keepachangelog.com/en/1.1.0/",
+    "https://pytorch.org/get-started/locally/",
     "https://semver.org/spec/v2.0.0.html",
 }
 RUNNER = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE)  # messages may be wrapped

@@ -7,15 +7,16 @@ from pathlib import Path
 
 import torch
 
+from anemoi_gt.training.atomic_write import atomic_write
+
 LONGEST = 2000  # characters of an error: a compiler's messages have their reason at the end
 
 
 def write(report: dict, path: Path) -> None:
     """Write a report, completely or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(path.name + ".part")
-    unfinished.write_text(as_json(report) + "\n")
-    unfinished.replace(path)
+    with atomic_write(path) as file:
+        file.write((as_json(report) + "\n").encode())
 
 
 def as_json(report: dict) -> str:

@@ -1,21 +1,28 @@
 """A training step of an encoder-processor-decoder model on one grid: ours and Anemoi's, and the checks of ours."""
 
+import os
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import product
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from anemoi_gt import AttentionConfig, EncoderProcessorDecoder, GraphStructure
 from anemoi_gt.data.datasets import Sample
+from anemoi_gt.distributed import ShardingConfig, init_distributed, reduce_gradients, shard_model
+from anemoi_gt.distributed.device_mesh import local_device, make_cpu_group
+from anemoi_gt.distributed.module_shard import FixedGraph
 from anemoi_gt.nn import GraphTransformerBaseBlock, split_destinations
 from anemoi_gt.training.compilation import compile_blocks
 from anemoi_gt.training.config import TrainingConfig
 from anemoi_gt.training.memory import estimate_memory
+from anemoi_gt.training.sharded import ShardedTrainingStep
 from anemoi_gt.training.step import AUTOCAST, TrainingStep
 from suite.inference import PARTS, Setting, checked_destinations, plain_mapper
 from suite.timing import CLOCKS, seconds_of
@@ -55,9 +62,13 @@ def computing(
     """Compute mappers in a number of chunks, blocks compiled or not; an averaged model shares the chunks."""
     for name in ("encoder_edges", "decoder_edges"):
         for data_set, edges in getattr(model, name).items():
-            edges.split(chunks)
+            if isinstance(edges.structure, FixedGraph):
+                edges.structure.graph = edges.structure.graph.split(chunks)
+            else:
+                edges.split(chunks)
             if average is not None:
-                getattr(average, name)[data_set].chunks = edges.chunks
+                other = getattr(average, name)[data_set]
+                other.structure, other.chunks = edges.structure, edges.chunks
     if compiled:
         compile_blocks(model)
     try:
@@ -103,11 +114,8 @@ def ours(options: Namespace, folder: Path) -> Iterator[dict]:
     yield {"contender": "anemoi_gt", "outcome": "built", "seconds": time.perf_counter() - begin, **sizes}
     del graph
 
-    def described(chunks: int, compiled: int) -> dict:
-        return {"contender": "anemoi_gt", "num_chunks": chunks, "compiled": bool(compiled)}
-
     for round_, compiled, chunks in product(range(options.rounds), options.compiled, options.chunks):
-        found = described(chunks, compiled) | {"round": round_}
+        found = {"contender": "anemoi_gt", "num_chunks": chunks, "compiled": bool(compiled), "round": round_}
         with computing(model, chunks, bool(compiled), step.average.module):
             found["estimated_gb"] = estimate_memory(model, config).total / 1e9
             try:
@@ -120,16 +128,67 @@ def ours(options: Namespace, folder: Path) -> Iterator[dict]:
         with computing(model, chunks, bool(compiled), step.average.module):
             step.training_step(batch)
             found = profile_of(lambda: step.training_step(batch), 1, wait, options.device)
-        yield described(chunks, compiled) | {"outcome": "profile"} | found
+        found |= {"contender": "anemoi_gt", "num_chunks": chunks, "compiled": bool(compiled)}
+        yield found | {"outcome": "profile"}
 
 
-def anemoi(options: Namespace, folder: Path) -> Iterator[dict]:
-    """Yield time and memory of steps of Anemoi's own model, from the most chunks to the fewest.
+def sharded(options: Namespace, folder: Path) -> Iterator[dict]:
+    """Yield, on the first rank of torchrun, loss and gradients of all ranks beside those of one GPU, then timed steps.
 
-    Loss and gradients are compared with those of the most chunks, the compiled model's too: one that is off by more
-    than 5% computes nonsense.
+    Times are those of the slowest rank, memory is that of the rank that needs most.
+    """
+    sharding = ShardingConfig("edges", int(os.environ["WORLD_SIZE"]), timeout=options.limit)
+    with init_distributed(sharding, options.device) as mesh:
+        graph = torch.load(folder / "9km.graph", weights_only=False)
+        batch, model = draw(graph["data"].num_nodes, options), make_model(graph, options)
+        weights = torch.ones(graph["data"].num_nodes)
+        del graph
+        with computing(model, max(options.chunks)), autocast(options.precision, options.device):
+            loss = (model(batch.inputs) - batch.target).square().mean()
+            loss.backward()
+        expected = {name: parameter.grad for name, parameter in model.named_parameters()}
+        model.zero_grad()
+        shard = shard_model(model, mesh)
+        own = shard.partitions["data"].nodes(shard.rank, options.device)
+        batch, weights, num_nodes = Sample(*(side[:, own] for side in batch)), weights[own.cpu()], len(weights)
+        config = TrainingConfig(steps=1000, batch_size=1, precision=options.precision, device=options.device)
+        parts = {"num_nodes": num_nodes, "shard": shard, "mesh": mesh, "group": make_cpu_group(sharding)}
+        step = ShardedTrainingStep(model, weights, config, local_device(options.device), **parts)
+        off = abs(step.forward_backward(batch) - loss).item()
+        reduce_gradients(step.shared, step.own, mesh)
+        for name, table in shard.tables.items():
+            expected[name] = expected[name][table.index]
+        found = difference({name: parameter.grad for name, parameter in model.named_parameters()}, expected)
+        found |= {"ranks": mesh.size(), "num_chunks": max(options.chunks), "loss_off": off / loss.item()}
+        found["outcome"] = "right" if max(found["off"], found["loss_off"]) < 5e-2 else "wrong"
+        del expected
+        yield from on_first_rank({"check": "loss and gradients of all ranks"} | found)
+        for compiled, chunks in product(options.compiled, options.chunks):
+            found = {"contender": "anemoi_gt", "ranks": mesh.size(), "num_chunks": chunks, "compiled": bool(compiled)}
+            with computing(model, chunks, bool(compiled), step.average.module):
+                found["estimated_gb"] = estimate_memory(model, config).total / 1e9
+                yield from on_first_rank(found | measure(lambda: step.training_step(batch), options))
+
+
+def on_first_rank(found: dict) -> Iterator[dict]:
+    """Yield, on the first rank, what was found, with the largest numbers of all ranks. Collective."""
+    ranks = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, found)
+    if dist.get_rank() == 0:
+        yield found | {
+            key: max(each[key] for each in ranks) for key, value in found.items() if isinstance(value, float)
+        }
+
+
+def anemoi(options: Namespace, folder: Path, installed: bool = False) -> Iterator[dict]:
+    """Yield time and memory of steps of Anemoi's own model, untouched or under `install`, from the most chunks down.
+
+    Loss and gradients are compared with those of the untouched, eager model with the most chunks: one that is off by
+    more than 5% computes nonsense.
     """
     from support.anemoi_model import build, make_options
+
+    from anemoi_gt.integrations import anemoi as integration
 
     device, half = options.device, options.fields[0] // 2
     graph = torch.load(folder / "9km.graph", weights_only=False)
@@ -159,20 +218,28 @@ def anemoi(options: Namespace, folder: Path) -> Iterator[dict]:
         loss, named = loss_backward().cpu(), model.named_parameters()
         return loss, {name: p.grad.float().cpu() for name, p in named if p.dim() == 2 and "proc" in name}
 
-    start, expected = {name: tensor.to("cpu", copy=True) for name, tensor in model.state_dict().items()}, None
+    def split(chunks: int) -> None:
+        model.load_state_dict(start)
+        for mapper in mappers:
+            mapper.num_chunks = chunks
+
+    start = {name: tensor.to("cpu", copy=True) for name, tensor in model.state_dict().items()}
+    split(max(options.anemoi_chunks))
+    expected, name = gradients(), "anemoi-models"
+    if installed:
+        integration.install(blocks=True, sharding=False)  # to the end of this process
+        name += ", install"
     for compiled in options.compiled:
-        for chunks in sorted(options.anemoi_chunks, reverse=True):
-            found = {"contender": "anemoi-models", "num_chunks": chunks, "compiled": bool(compiled)}
-            model.load_state_dict(start)
-            for mapper in mappers:
-                mapper.num_chunks = chunks
-            for module in model.modules():
-                is_block = type(module).__name__ in ("GraphTransformerProcessorBlock", "GraphTransformerMapperBlock")
-                if is_block and compiled:
+        for module in model.modules():
+            if type(module).__name__ in ("GraphTransformerProcessorBlock", "GraphTransformerMapperBlock"):
+                module._compiled_call_impl = None
+                if compiled:
                     module.compile()
+        for chunks in sorted(options.anemoi_chunks, reverse=True):
+            found = {"contender": name, "num_chunks": chunks, "compiled": bool(compiled)}
+            split(chunks)
             try:
                 loss, actual = gradients()
-                expected = expected or (loss, actual)
                 found |= difference(actual, expected[1]) | measure(step, options)
                 right = found["off"] < 5e-2 and abs(loss - expected[0]) < 5e-2 * abs(expected[0])
                 yield found | {"outcome": "done" if right else "nonsense", "first_loss": loss.item()}
@@ -278,3 +345,4 @@ def check_mapper(part: str, numbers: list[int], options: Namespace, folder: Path
 
 
 WORKERS = {"check_model": check_model, "check_mappers": check_mappers, "ours": ours, "anemoi": anemoi}
+WORKERS |= {"install": partial(anemoi, installed=True), "sharded": sharded}

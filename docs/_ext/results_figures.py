@@ -63,7 +63,7 @@ class Details(Tables):
 class ShardingDetails(Tables):
     """`sharding-details`: memory, halo and weak scaling."""
 
-    tables = staticmethod(lambda *reports: sharding.details(sharding.merged(reports)))
+    tables = staticmethod(sharding.details)
 
 
 class Roofline(ResultsFigure):
@@ -99,10 +99,9 @@ class Times(ResultsFigure):
 class Sharding(ResultsFigure):
     """`sharding`: forward and backward of one graph on one GPU and on several."""
 
-    def html(self, *reports: dict) -> str:
+    def html(self, results: dict) -> str:
         """The bars."""
-        plotted = sharding.plot(sharding.merged(reports))
-        return f'<div class="figure-svg times-figure">{plotted}</div>'
+        return f'<div class="figure-svg times-figure">{sharding.plot(results)}</div>'
 
 
 def setup(app):

@@ -18,14 +18,6 @@ if TYPE_CHECKING:  # type checkers do not run `__getattr__`
         GraphTransformerProcessorBlock,
     )
 
-_FROM_KERNEL_REPORT = ("explain", "explain_attention")
-_FROM_NN = (
-    "EncoderProcessorDecoder",
-    "GraphTransformerConv",
-    "GraphTransformerMapperBlock",
-    "GraphTransformerProcessorBlock",
-)
-
 __all__ = [
     "AttentionConfig",
     "EncoderProcessorDecoder",
@@ -45,7 +37,6 @@ __all__ = [
 
 def __getattr__(name: str):
     """Import modules on first use, so that the structure and the operation need only torch."""
-    for package, names in (("nn", _FROM_NN), ("kernel_report", _FROM_KERNEL_REPORT)):
-        if name in names:
-            return getattr(import_module(f"anemoi_gt.{package}"), name)
-    raise AttributeError(f"module 'anemoi_gt' has no attribute {name!r}")
+    if name not in __all__:
+        raise AttributeError(f"module 'anemoi_gt' has no attribute {name!r}")
+    return getattr(import_module("anemoi_gt.kernel_report" if name.startswith("explain") else "anemoi_gt.nn"), name)

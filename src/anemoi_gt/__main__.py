@@ -17,7 +17,7 @@ APPLICATIONS = {  # also python -m anemoi_gt.NAME
 def main(arguments: list[str] | None = None) -> None:
     """Run a command with `arguments`, by default those of the command line."""
     arguments = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
-    if arguments and arguments[0] in APPLICATIONS:
+    if arguments[0] in APPLICATIONS:
         name, *rest = arguments
         sys.argv = [f"anemoi_gt.{name}", *rest]  # read by Hydra
         import_module("anemoi_gt.export.__main__" if name == "export" else f"anemoi_gt.{name}").main()
@@ -28,10 +28,8 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser(
-        "info", help="list versions, devices, available attention backends, and what Anemoi's install replaces"
-    )
-    for name, summary in APPLICATIONS.items():
+    info = {"info": "list versions, devices, available attention backends, and what Anemoi's install replaces"}
+    for name, summary in (info | APPLICATIONS).items():
         commands.add_parser(name, help=summary)
     parser.parse_args(arguments)
 

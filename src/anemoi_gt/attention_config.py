@@ -24,8 +24,8 @@ class AttentionConfig:
     Parameters
     ----------
     backend : {"auto", "triton", "torch"}
-        `triton`: the fused GPU kernels; `torch`: the PyTorch reference. A named backend that cannot run raises with the
-        reason; `auto` selects the first backend that can, and logs its choice at DEBUG level.
+        `auto` is `triton` (the fused GPU kernels) if it can run, else `torch` (the PyTorch reference). It logs its
+        choice at DEBUG level; a named backend that cannot run raises with the reason.
     precision : {None, "fp32", "bf16", "fp16"}
         Dtype in which query, key, value, edge attributes, weight and bias are read. None is the dtype of the inputs:
         autocast's inside `torch.autocast`, otherwise that of query. With a precision, inputs are cast to it and the

@@ -44,14 +44,9 @@ def options_help(*, _root_: "DictConfig") -> str:
         described = meanings(values["_target_"])
         for option, value in values.items():
             if not option.startswith("_"):
-                meaning = re.sub(r"[*`]", "", described.get(option, ""))
+                kind, _, meaning = re.sub(r"[*`]", "", described.get(option, "")).partition(". ")
+                first = re.split(r"(?<=[a-z0-9)])[.;] ", meaning)[0].rstrip(".")
                 value = value if isinstance(value, str) else json.dumps(value)
-                rows.append((f"{group}.{option}={value}", _first_sentences(meaning)))
+                rows.append((f"{group}.{option}={value}", f"{kind}: {first}" if first else kind))
     width = min(45, max(len(option) for option, _ in rows))
     return "\n".join(f"{option:{width}}  {meaning}" for option, meaning in rows).replace("$", "$$")
-
-
-def _first_sentences(meaning: str) -> str:
-    """Return type and first sentence."""
-    kind, _, rest = meaning.partition(". ")
-    return f"{kind}: {re.split(r'(?<=[a-z0-9)])[.;] ', rest)[0].rstrip('.')}" if rest else kind

@@ -57,12 +57,12 @@ class CUDAGraphedStep:
     parameters : iterable of Parameter
         Those that may get a gradient.
     device : torch.device
-        Whose random generator the function draws from.
+        Device whose random generator the function draws from.
     capture : callable
         Takes a function without arguments, which it may call more than once. Returns what the last call returned, and a
         replay of that call on the same memory: `capture_cuda_graph`.
     remedy : str
-        How to do without a CUDA graph, for messages: "set training.cuda_graph=false".
+        For messages, the way to do without a CUDA graph: "set training.cuda_graph=false".
     """
 
     def __init__(
@@ -185,45 +185,35 @@ def checkpoints_without_generator(state: Callable[[], Tensor | None]) -> Iterato
     Raises ValueError at the end if a recomputation drew random numbers, which would not be those of the forward pass.
     `state` returns the state of the generator, None during capture.
     """
-    module, draws = torch.utils.checkpoint, _RecomputedDraws(state)
+    module, begin, drew = torch.utils.checkpoint, None, False
+
+    def end_recomputation() -> None:
+        nonlocal begin, drew
+        if begin is not None and (now := state()) is not None:
+            drew |= not torch.equal(begin, now)  # a draw moves the generator
+        begin = None
+
+    def begin_forward(*_) -> tuple[list, list]:
+        end_recomputation()
+        return [], []  # no states
+
+    def begin_recomputation(*_, **__) -> None:
+        nonlocal begin
+        end_recomputation()
+        begin = state()
+
     upstream = module.get_device_states, module.set_device_states
-    module.get_device_states, module.set_device_states = draws.forward_begins, draws.recomputation_begins
+    module.get_device_states, module.set_device_states = begin_forward, begin_recomputation
     try:
         yield
     finally:
         module.get_device_states, module.set_device_states = upstream
-    draws.check()
-
-
-class _RecomputedDraws:
-    """Check that recomputed activations draw no random numbers: a draw moves the generator after one has begun."""
-
-    def __init__(self, state: Callable[[], Tensor | None]):
-        self._state, self._begin, self._found = state, None, False
-
-    def forward_begins(self, *_) -> tuple[list, list]:
-        """Take the place of `torch.utils.checkpoint.get_device_states`: no states."""
-        self._close()
-        return [], []
-
-    def recomputation_begins(self, *_, **__) -> None:
-        """Take the place of `torch.utils.checkpoint.set_device_states`."""
-        self._close()
-        self._begin = self._state()
-
-    def check(self) -> None:
-        """Raise a ValueError if there were draws."""
-        self._close()
-        if self._found:
-            raise ValueError(
-                "layers with dropout or noise must not be checkpointed in a step that is captured in a CUDA graph, "
-                "which would draw other numbers in backward, got both: switch dropout or activation checkpointing off"
-            )
-
-    def _close(self) -> None:
-        if self._begin is not None and (state := self._state()) is not None:
-            self._found |= not torch.equal(self._begin, state)
-        self._begin = None
+    end_recomputation()
+    if drew:
+        raise ValueError(
+            "layers with dropout or noise must not be checkpointed in a step that is captured in a CUDA graph, "
+            "which would draw other numbers in backward, got both: switch dropout or activation checkpointing off"
+        )
 
 
 def _generator_state(device: torch.device) -> Tensor | None:

@@ -16,7 +16,6 @@ from typing import NamedTuple, get_type_hints
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.nn import Parameter
 
 NAMESPACE = "anemoi_gt"
 NO_FORWARD_MODE = (
@@ -62,7 +61,7 @@ def define_operator(function: Callable) -> torch._ops.OpOverload:
     torch.library.define(name, schema, tags=(torch.Tag.pt2_compliant_tag,))
     torch.library.impl(name, "default")(flat)
     operator = getattr(torch.ops.anemoi_gt, function.__name__).default
-    operator.function = flat  # for calls that pass the dispatcher by
+    operator.function = flat  # for calls that bypass the dispatcher
     return operator
 
 
@@ -100,20 +99,20 @@ def is_transformed() -> bool:
     return not torch.compiler.is_compiling() and _HAS_TRANSFORMS()
 
 
-_NUM_MODES = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 1)
+_MODES = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 1)
 _PROFILES = getattr(torch.autograd, "_profiler_enabled", lambda: True)
-_PLAIN = frozenset((Tensor, Parameter, type(None), float, bool, str, list))
+_PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None), float, bool, str, list))
 
 
 def is_plain(*args) -> bool:
-    """Return whether a call with `args` concerns autograd alone, so that it may pass the dispatcher by.
+    """Return whether only autograd concerns an operator call with `args`: then it may bypass the dispatcher.
 
-    Not where something looks for operators: traced code, transforms of torch.func, dispatch modes, profilers, tensors
-    of other classes or without memory. Nor without PyTorch's private functions that tell.
+    Not in traced code, transforms of torch.func, dispatch modes and profilers, which look for operators, for tensors of
+    other classes or without memory, or without PyTorch's private functions that tell.
     """
-    if torch.compiler.is_compiling() or _HAS_TRANSFORMS() or _NUM_MODES() or _PROFILES() or torch.jit.is_tracing():
+    if torch.compiler.is_compiling() or _HAS_TRANSFORMS() or _MODES() or _PROFILES() or torch.jit.is_tracing():
         return False
-    return _PLAIN.issuperset(map(type, args)) and not getattr(args[0], "is_meta", False)
+    return _PLAIN.issuperset(map(type, args)) and not next(arg.is_meta for arg in args if isinstance(arg, Tensor))
 
 
 def needs_gradient(*operands: Tensor | None) -> bool:
@@ -129,9 +128,8 @@ def define_gradient(operator: torch._ops.OpOverload, setup_context: Callable, ba
     Return what is to be called in place of `operator`: the same, and under transforms of torch.func, which take no
     gradient that is registered with the dispatcher, an autograd function above it.
 
-    That reads the whole schema again at every call, argument by argument (0.15 ms a call with 18 arguments, torch 2.11
-    on Python 3.12). An operator of ours has no defaults that the dispatcher could have left out, no keyword-only
-    arguments and no lists of tensors, so nothing of it is needed.
+    `register_autograd` reads the schema at every call, argument by argument (0.15 ms with 18 arguments, torch 2.11 on
+    Python 3.12). Our operators have no defaults, keyword-only arguments or lists of tensors, so this is not needed.
 
     `operator` is of `define_operator`. `setup_context(ctx, inputs, output)` and `backward(ctx, *output gradients)` are
     those of `register_autograd`; the latter returns a tuple of a gradient or None for each argument.
@@ -196,11 +194,17 @@ def transformable(operator: torch._ops.OpOverload, setup_context: Callable, back
             results = tuple(torch.stack(entries) for entries in results)
             return results, (0,) * len(results)
 
-    return lambda *args: Transformed.apply(*args) if is_transformed() else operator(*args)
+    def call(*args):
+        return Transformed.apply(*args) if is_transformed() else operator(*args)
+
+    call.function = operator.function
+    return call
 
 
 def call_unrecorded(operator: Callable, *args):
     """Call `operator` where a backward pass calls it: past autograd, unless that records a second derivative."""
+    if not torch.is_grad_enabled() and is_plain(*args):
+        return operator.function(*args)
     if torch.is_grad_enabled() or torch.compiler.is_compiling() or _DISPATCHER is None or is_transformed():
         return operator(*args)
     with _DISPATCHER.below_autograd():

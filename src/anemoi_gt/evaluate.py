@@ -8,63 +8,48 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from anemoi_gt import hydra_app
 from anemoi_gt.distributed import is_launched
 from anemoi_gt.distributed.sharded_checkpoint import require_file
-from anemoi_gt.hydra_app import (
-    Run,
-    argument_value,
-    build_trained,
-    check_explain,
-    launch,
-    output_folder,
-    store_config,
-    write_explanation,
-)
+from anemoi_gt.option_checks import check_integer
 from anemoi_gt.training.checkpoint import load_checkpoint
-from anemoi_gt.training.device import choose_device, cpu_threads
+from anemoi_gt.training.config import cpu_threads
 from anemoi_gt.training.metrics_log import read_metrics
 from anemoi_gt.training.report import write_report, write_rollout_report
-
-if TYPE_CHECKING:
-    from omegaconf import DictConfig
 
 log = logging.getLogger(__name__)
 
 
-def prepare(config: "DictConfig") -> Callable[[], None]:
+def prepare(config: "hydra_app.DictConfig") -> Callable[[], None]:
     """Build the checkpoint's model and data, and return the evaluation as a function."""
-    steps = config.rollout
-    if type(steps) is not int or steps < 1:
-        raise ValueError(f"rollout must be an integer, at least 1, got {steps!r}")
-    check_explain(config.explain)
-    run, step = build_trained(config)
-    if steps > 1:
+    check_integer("rollout", config.rollout)
+    hydra_app.check_explain(config.explain)
+    run, step = hydra_app.build_trained(config)
+    if config.rollout > 1:
         run.splits.test.advance(0, [])  # raise before scoring if there are no rollouts
     log.info("%s, after step %s", config.checkpoint, step)
     if config.explain is not None:
-        model = run.model.to(choose_device(run.training.device)).eval()
         with torch.no_grad():
-            write_explanation(model, run.splits.test, run.training, config.explain)
-    return partial(evaluate, run, Path(config.checkpoint), output_folder(), steps)
+            hydra_app.write_explanation(run.model, run.splits.test, run.training, config.explain)
+    return partial(evaluate, run, Path(config.checkpoint), hydra_app.output_folder(), config.rollout)
 
 
-def evaluate(run: Run, checkpoint: Path, folder: Path, steps: int) -> None:
+def evaluate(run: hydra_app.Run, checkpoint: Path, folder: Path, steps: int) -> None:
     """Write scores and plots, also of the metrics beside the checkpoint, to an existing folder.
 
-    The run is from `build`, with the model's weights from the checkpoint. Rollouts have `steps` steps; 1 disables them.
+    The run is from `build_trained`. Rollouts have `steps` steps; 1 disables them.
     """
-    model = run.model.to(choose_device(run.training.device)).eval()
     with cpu_threads(run.training.threads):
-        write_report(folder, model, run.splits.test, read_metrics(checkpoint.parent / "metrics.jsonl"))
+        write_report(folder, run.model, run.splits.test, read_metrics(checkpoint.parent / "metrics.jsonl"))
         if steps > 1:
-            write_rollout_report(folder, model, run.splits.test, steps)
+            write_rollout_report(folder, run.model, run.splits.test, steps)
 
 
-def launch_on_checkpoint(name: str, prepare: Callable[["DictConfig"], Callable[[], Any]]) -> None:
+def launch_on_checkpoint(name: str, prepare: Callable[["hydra_app.DictConfig"], Callable[[], Any]]) -> None:
     """Run a Hydra application on the config of the checkpoint that the command line names."""
 
     def choose_config() -> str:
@@ -72,7 +57,7 @@ def launch_on_checkpoint(name: str, prepare: Callable[["DictConfig"], Callable[[
             raise ValueError(f"{name} runs in one process, without torchrun: anemoi-gt {name} ...")
         given = [argument for argument in sys.argv if argument.startswith("checkpoint=")]
         if given:  # --help needs none; otherwise Hydra reports it as missing
-            value = argument_value(given, "checkpoint")
+            value = hydra_app.argument_value(given, "checkpoint")
             if not isinstance(value, str):
                 raise ValueError(
                     f"checkpoint must name one file, got {given[-1]!r}; quote names with spaces or special characters "
@@ -80,10 +65,10 @@ def launch_on_checkpoint(name: str, prepare: Callable[["DictConfig"], Callable[[
                 )
             path = Path(value)
             require_file(path)
-            store_config(load_checkpoint(path).get("config"), path)
+            hydra_app.store_config(load_checkpoint(path).get("config"), path)
         return name
 
-    launch(name, prepare, choose_config)
+    hydra_app.launch(name, prepare, choose_config)
 
 
 def main() -> None:

@@ -30,9 +30,9 @@ from anemoi_gt.kernel_report import explain
 from anemoi_gt.ops.backends import BACKENDS, choose_backend
 from anemoi_gt.training import TrainingConfig
 from anemoi_gt.training.checkpoint import load_checkpoint, load_fitting_weights, load_weights
-from anemoi_gt.training.cuda_graph import check_device_has_cuda_graphs
+from anemoi_gt.training.compilation import check_device_has_cuda_graphs
+from anemoi_gt.training.config import choose_device, cpu_threads
 from anemoi_gt.training.data_loading import load
-from anemoi_gt.training.device import choose_device, cpu_threads
 from anemoi_gt.training.memory import advice
 from anemoi_gt.training.signals import Stopped
 
@@ -90,9 +90,13 @@ def build_model(config: "DictConfig", train: ForecastDataset) -> nn.Module:
 
 
 def build_trained(config: "DictConfig") -> tuple[Run, int]:
-    """Build what the config of a checkpoint describes, with its weights; return it and the step of the checkpoint."""
+    """Build what the config of a checkpoint describes, with its weights, to be evaluated on the device of the config.
+
+    Returns it and the step of the checkpoint.
+    """
     state, run = load_checkpoint(Path(config.checkpoint)), build(config)
     load_weights(run.model, state)
+    run.model.to(choose_device(run.training.device)).eval()
     return run, state.get("step")
 
 
@@ -252,9 +256,7 @@ def output_folder() -> Path:
     return Path(HydraConfig.get().runtime.output_dir)
 
 
-def launch(
-    name: str, prepare: Callable[["DictConfig"], Callable[[], Any]], choose_config: Callable[[], str] | None = None
-) -> None:
+def launch(name: str, prepare: Callable[["DictConfig"], Callable[[], Any]], choose_config: Callable[[], str]) -> None:
     """Run a Hydra application with the arguments of the command line.
 
     Errors that the user can fix end with one sentence on standard error and exit status 1, a signal with 128 and its
@@ -266,13 +268,13 @@ def launch(
         Of the module of the application.
     prepare : callable
         Returns the job for the composed config; its errors are reported as errors in the config.
-    choose_config : callable, optional
-        Returns the name of the primary config in `anemoi_gt.configs`; None is `name`.
+    choose_config : callable
+        Returns the name of the primary config in `anemoi_gt.configs`.
     """
     module = f"anemoi_gt.{name}"
     try:
-        hydra = require_packages()
-        config_name = choose_config() if choose_config else name
+        hydra, *_ = (import_extra(module, "train") for module in NEEDED)
+        config_name = choose_config()
         there = check_folder(sys.argv[1:])
     except (ImportError, OSError, ValueError) as error:
         exit_with_error(module, error)
@@ -348,12 +350,6 @@ def out_of_memory(config: "DictConfig") -> str:
     properties = torch.cuda.get_device_properties() if torch.cuda.is_available() else None
     size = "" if properties is None else f", {properties.total_memory / 1e9:.0f} GB of {properties.name}"
     return f"out of GPU memory{size}: {advice(config.get('model', {}), config.get('training', {}))}"
-
-
-def require_packages():
-    """Import the packages of the extra `train`; return Hydra."""
-    hydra, *_ = (import_extra(module, "train") for module in NEEDED)
-    return hydra
 
 
 def exit_with_error(module: str, error: Exception | str, status: int = 1) -> NoReturn:

@@ -41,7 +41,9 @@ def versions() -> Iterator[tuple[str, str]]:
     """Yield name and version of this package, Python and PyTorch, and whether they are tested."""
     yield "anemoi_gt", __version__
     yield "python", f"{platform.python_version()} on {platform.platform()}"
-    yield "torch", f"{torch.__version__}, built {_built_for()}"
+    platforms = {"for CUDA": torch.version.cuda, "for ROCm": torch.version.hip}
+    built = next((f"{name} {number}" for name, number in platforms.items() if number), "without CUDA")
+    yield "torch", f"{torch.__version__}, built {built}"
     yield "tested", why_untested(*installed()) or "yes, these releases of PyTorch and Triton are"
 
 
@@ -93,12 +95,6 @@ def anemoi_models() -> Iterator[tuple[str, str]]:
 
 def _gpus() -> list[torch.device]:
     return [torch.device("cuda", i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
-
-
-def _built_for() -> str:
-    if torch.version.cuda:
-        return f"for CUDA {torch.version.cuda}"
-    return f"for ROCm {torch.version.hip}" if torch.version.hip else "without CUDA"
 
 
 def _version_of(package: str, otherwise: str = "version unknown") -> str:

@@ -1,6 +1,12 @@
 """Checks of numeric options, shared by all packages."""
 
+import math
 from numbers import Integral, Real
+
+
+def is_integer(value: object) -> bool:
+    """Return whether it is an integer of Python or NumPy, and not a bool."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def check_integer(name: str, value: object, least: int | None = 1, note: str = "") -> None:
@@ -8,7 +14,7 @@ def check_integer(name: str, value: object, least: int | None = 1, note: str = "
 
     A bool is not an integer. `note` extends the message: the meaning, or what else is allowed, as in ", or null".
     """
-    if isinstance(value, bool) or not isinstance(value, Integral):
+    if not is_integer(value):
         raise ValueError(f"{name} must be an integer{note}, got {value!r}")
     if least is not None and value < least:
         raise ValueError(f"{name} must be at least {least}{note}, got {value}")
@@ -18,6 +24,13 @@ def check_number(name: str, value: object) -> None:
     """Raise ValueError unless `value` is a real number; NaN and infinity are."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise ValueError(f"{name} must be a number, got {value!r}")
+
+
+def check_positive(name: str, value: object, note: str = "") -> None:
+    """Raise ValueError unless `value` is a positive, finite number; `note` extends the message, as ", in hours"."""
+    check_number(name, value)
+    if not 0 < value < math.inf:
+        raise ValueError(f"{name} must be positive and finite{note}, got {value}")
 
 
 def check_probability(name: str, value: object) -> None:

@@ -8,43 +8,39 @@ import logging
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
+from anemoi_gt import hydra_app
 from anemoi_gt.evaluate import launch_on_checkpoint
 from anemoi_gt.extras import import_extra
-from anemoi_gt.hydra_app import Run, build_trained, output_folder
 from anemoi_gt.option_checks import check_integer
 from anemoi_gt.training.atomic_write import annotate_oserror
-from anemoi_gt.training.device import choose_device, cpu_threads
+from anemoi_gt.training.config import cpu_threads
 from anemoi_gt.training.rollout import roll_out
-
-if TYPE_CHECKING:
-    from omegaconf import DictConfig
 
 log = logging.getLogger(__name__)
 
 
-def prepare(config: "DictConfig") -> Callable[[], None]:
+def prepare(config: "hydra_app.DictConfig") -> Callable[[], None]:
     """Build the checkpoint's model and data, and return the forecast as a function."""
     check_integer("steps", config.steps)
     check_integer("sample", config.sample, least=None)
     import_extra("xarray", "xarray")
-    run, _ = build_trained(config)
+    run, _ = hydra_app.build_trained(config)
     samples = len(run.splits.test)
     if not -samples <= config.sample < samples:
         raise ValueError(f"sample must be one of the {samples} test samples, -1 the last, got {config.sample}")
     run.splits.test.advance(0, [])  # raise if there are no rollouts
-    return partial(rollout, run, output_folder() / "rollout.nc", config.sample % samples, config.steps)
+    return partial(rollout, run, hydra_app.output_folder() / "rollout.nc", config.sample % samples, config.steps)
 
 
-def rollout(run: Run, path: Path, sample: int, steps: int) -> None:
+def rollout(run: hydra_app.Run, path: Path, sample: int, steps: int) -> None:
     """Write the forecasts of `steps` steps from a test sample to a NetCDF file, variables by lead time and node."""
-    test, model = run.splits.test, run.model.to(choose_device(run.training.device)).eval()
+    test = run.splits.test
     with cpu_threads(run.training.threads):
-        states = torch.stack([outcome.forecast for outcome in roll_out(model, test, sample, steps)]).numpy()
+        states = torch.stack([outcome.forecast for outcome in roll_out(run.model, test, sample, steps)]).numpy()
     fields = zip(test.variables, test.units, states.transpose(2, 0, 1), strict=True)
     hours = np.arange(1, steps + 1) * test.lead_time
     coords = {"lead_time": ("lead_time", hours, {"long_name": "hours"})}

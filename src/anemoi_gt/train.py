@@ -4,18 +4,22 @@
 """
 
 import logging
+import math
 import os
 import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.elastic.multiprocessing.errors import record
 
+from anemoi_gt import hydra_app
 from anemoi_gt.distributed import ShardingConfig, broadcast_from_rank0, init_distributed, is_launched, run_on_rank0
 from anemoi_gt.distributed.consensus import check_same
 from anemoi_gt.distributed.device_mesh import exit_without_finalization, local_device, make_cpu_group
@@ -27,41 +31,17 @@ from anemoi_gt.distributed.sharded_checkpoint import (
     find_run,
     load_values,
 )
-from anemoi_gt.hydra_app import (
-    ERRORS_OF_PREPARATION,
-    GROUPS,
-    Refused,
-    argument_value,
-    build,
-    build_data,
-    build_model,
-    check_backend,
-    check_device,
-    check_explain,
-    check_types,
-    describe,
-    instantiate,
-    is_multirun,
-    launch,
-    output_folder,
-    store_config,
-    write_explanation,
-)
 from anemoi_gt.training import Trainer
 from anemoi_gt.training.checkpoint import load_checkpoint, load_weights
+from anemoi_gt.training.config import choose_device, cpu_threads
 from anemoi_gt.training.data_loading import share_of_batch
-from anemoi_gt.training.device import choose_device, cpu_threads
 from anemoi_gt.training.memory import estimate_memory
 from anemoi_gt.training.metrics_log import MetricsFile
-from anemoi_gt.training.parallel.trainer import check_same_data, fit_sharded, make_sharded_trainer
 from anemoi_gt.training.report import write_report
+from anemoi_gt.training.sharded import check_same_data, fit_sharded, make_sharded_trainer
 from anemoi_gt.training.signals import Stopped
-from anemoi_gt.training.step import AUTOCAST
+from anemoi_gt.training.step import autocast
 from anemoi_gt.training.trainer import BEST, LAST
-
-if TYPE_CHECKING:
-    from omegaconf import DictConfig
-    from torch.distributed.device_mesh import DeviceMesh
 
 log = logging.getLogger(__name__)
 
@@ -73,29 +53,29 @@ MAY_DIFFER = (
 RANKS_MAY_DIFFER = ("data.path", "training.device", "training.threads", "attention.backend")
 
 
-def prepare(config: "DictConfig") -> Callable[[], float]:
+def prepare(config: "hydra_app.DictConfig") -> Callable[[], float]:
     """Build what Hydra composed; return a function that trains it."""
-    check_types(config, "sharding")
-    check_explain(config.explain)
+    hydra_app.check_types(config, "sharding")
+    hydra_app.check_explain(config.explain)
     if is_launched():
         if config.explain is not None:
             raise ValueError("explain must be null under torchrun: one process explains the layers of the whole graph")
-        if is_multirun():
+        if hydra_app.is_multirun():
             raise ValueError(
                 "--multirun must be left out under torchrun, which trains one run: start torchrun for each"
             )
         return partial(train_on_ranks, config)
-    if instantiate(config.sharding).strategy != "none":
+    if hydra_app.instantiate(config.sharding).strategy != "none":
         raise ValueError(
             f"sharding={config.sharding.strategy} must be started on several ranks: "
             "torchrun --nproc-per-node=NUMBER -m anemoi_gt.train ..."
         )
-    folder, description = output_folder(), describe(config)
-    check_device(config)
+    folder, description = hydra_app.output_folder(), hydra_app.describe(config)
+    hydra_app.check_device(config)
     state = checkpoint_to_resume(folder, config.resume, description)
     if state is not None:
         config.init_from = None  # weights are those of the checkpoint
-    run = build(config)
+    run = hydra_app.build(config)
     if run.training.compile:
         torch.compiler.reset()  # what earlier runs of a sweep compiled counts against PyTorch's limit
     trainer = Trainer(run.model, run.splits, run.training, folder, description)
@@ -103,9 +83,8 @@ def prepare(config: "DictConfig") -> Callable[[], float]:
         trainer.load_state_dict(state)
         log.info("continues after step %d", trainer.step.global_step)
     if config.explain is not None:
-        dtype = AUTOCAST[run.training.precision]
-        with torch.autocast(trainer.device.type, dtype=dtype, enabled=dtype is not None):
-            write_explanation(trainer.step.model.train(), run.splits.train, run.training, config.explain)
+        with autocast(run.training.precision, trainer.device):
+            hydra_app.write_explanation(trainer.step.model.train(), run.splits.train, run.training, config.explain)
     return partial(train, trainer)
 
 
@@ -126,19 +105,13 @@ def checkpoint_to_resume(folder: Path, resume: bool, description: dict) -> dict 
 
 def check_same_config(path: Path, before: dict, now: dict) -> None:
     """Raise a ValueError unless a checkpoint's config is that of the run, but for `MAY_DIFFER` and more steps."""
-    steps = [config.get("training", {}).get("steps") for config in (before, now)]
-    if None not in steps and steps[0] < steps[1]:  # a run may grow
-        now = now | {"training": now["training"] | {"steps": steps[0]}}
-    if changes := list(differences(before, now)):
-        raise ValueError(f"a run is continued with its own config, {path} was written with {'; '.join(changes)}")
-
-
-def differences(before: dict, now: dict) -> Iterator[str]:
-    """Yield the differences between two configs as text, but for `MAY_DIFFER`."""
     before, now = dict(flatten(before)), dict(flatten(now))
-    for key in dict.fromkeys([*before, *now]):
-        if before.get(key) != now.get(key) and not key.startswith(MAY_DIFFER):
-            yield f"{key}={before.get(key)}, not {now.get(key)}"
+    if before.get("training.steps", math.inf) < now.get("training.steps", 0):  # a run may grow
+        now["training.steps"] = before["training.steps"]
+    changed = (key for key in dict.fromkeys([*before, *now]) if before.get(key) != now.get(key))
+    changes = [f"{k}={before.get(k)}, not {now.get(k)}" for k in changed if not k.startswith(MAY_DIFFER)]
+    if changes:
+        raise ValueError(f"a run is continued with its own config, {path} was written with {'; '.join(changes)}")
 
 
 def train(trainer: Trainer) -> float:
@@ -157,39 +130,41 @@ def train(trainer: Trainer) -> float:
     return trainer.best_loss
 
 
-def train_on_ranks(config: "DictConfig") -> float | None:
+def train_on_ranks(config: "hydra_app.DictConfig") -> float | None:
     """Train on all ranks of torchrun; rank 0 leaves what `train` leaves, with the folder `last` in place of `last.pt`.
 
     The config is the same on all ranks, but for `RANKS_MAY_DIFFER`. Returns the lowest validation loss on rank 0, None
     on the others. Raises Stopped on rank 0, when one rank received a signal; the others exit with its status.
     """
     try:
-        sharding, device_type = instantiate(config.sharding), choose_device(config.training.device).type
+        sharding, device_type = hydra_app.instantiate(config.sharding), choose_device(config.training.device).type
         # torchrun reports the first error that `record` has written
         return record(_train_on_ranks)(config, sharding, device_type)
-    except ERRORS_OF_PREPARATION as error:
-        raise Refused(error) from error
+    except hydra_app.ERRORS_OF_PREPARATION as error:
+        raise hydra_app.Refused(error) from error
 
 
-def _train_on_ranks(config: "DictConfig", sharding: ShardingConfig, device_type: str) -> float | None:
+def _train_on_ranks(config: "hydra_app.DictConfig", sharding: ShardingConfig, device_type: str) -> float | None:
     whole = None
     with init_distributed(sharding, device_type) as mesh:
         group = make_cpu_group(sharding)
         check_same(shared_config(config, mesh), group)
-        check_shares(config, mesh)
-        description, folder = describe(config), Path(broadcast_from_rank0(str(output_folder())))
+        share_of_batch(hydra_app.check_device(config).batch_size, mesh["data"].size())
+        description, folder = hydra_app.describe(config), Path(broadcast_from_rank0(str(hydra_app.output_folder())))
         resume = run_on_rank0(partial(resumes_on_ranks, folder, config.resume, description))
         if resume:
             config.init_from = None
-        splits, training = build_data(config)
+        splits, training = hydra_app.build_data(config)
         check_same_data(splits, folder)
         if mesh.get_rank() == 0:
-            whole = build_model(config, splits.train)
+            whole = hydra_app.build_model(config, splits.train)
         model, shard = scatter_model(whole, mesh, group)
         options = {"mesh": mesh, "group": group}
         trainer = make_sharded_trainer(model, shard, splits, training, folder, description, **options)
         nodes = len(splits.train.nodes)
         log.info("%d ranks, %d of them for a model; %d nodes", mesh.size(), mesh["model"].size(), nodes)
+        share = replace(training, batch_size=training.batch_size // mesh["data"].size())
+        log.info("memory of a step on the first rank: %s", estimate_memory(model, share))
         test = splits.test if whole is not None else None
         del splits, model  # keep this rank's shard alone
         stopped = None
@@ -211,13 +186,6 @@ def _train_on_ranks(config: "DictConfig", sharding: ShardingConfig, device_type:
     return trainer.best_loss
 
 
-def check_shares(config: "DictConfig", mesh: "DeviceMesh") -> None:
-    """Raise a ValueError if the config alone shows that the ranks cannot share the run."""
-    share_of_batch(check_device(config).batch_size, mesh["data"].size())
-    if (chunks := config.model.get("mapper_chunks", 1)) != 1:
-        raise ValueError(f"model.mapper_chunks must be 1 under torchrun, got {chunks}: increase sharding.model instead")
-
-
 def resumes_on_ranks(folder: Path, resume: bool, description: dict) -> bool:
     """Return True if a run of torchrun continues what is in its folder; raise as `checkpoint_to_resume` does."""
     path = checkpoint_to_continue(folder / LAST, TORCHRUN, resume=resume)
@@ -227,11 +195,11 @@ def resumes_on_ranks(folder: Path, resume: bool, description: dict) -> bool:
     return True
 
 
-def shared_config(config: "DictConfig", mesh: "DeviceMesh") -> dict[str, Any]:
+def shared_config(config: "hydra_app.DictConfig", mesh: DeviceMesh) -> dict[str, Any]:
     """Return what must be the same on all ranks, by name: config values, attention backend and PyTorch's version."""
-    values = dict(flatten(describe(config) | {"resume": config.resume}))
+    values = dict(flatten(hydra_app.describe(config) | {"resume": config.resume}))
     values = {key: value for key, value in values.items() if key not in RANKS_MAY_DIFFER}
-    backend = check_backend(instantiate(config.attention), local_device(mesh.device_type))
+    backend = hydra_app.check_backend(hydra_app.instantiate(config.attention), local_device(mesh.device_type))
     return values | {"the attention backend": backend, "the version of torch": torch.__version__}
 
 
@@ -250,15 +218,15 @@ def primary_config(arguments: list[str]) -> str:
 
     A command that chooses options of groups composes its config, `train`, and must arrive at the same.
     """
-    folder = argument_value(arguments, "hydra.run.dir")
-    chooses = any(argument.lstrip("+~").split("=")[0].split("@")[0] in GROUPS for argument in arguments)
-    if not folder or chooses or argument_value(arguments, "resume") is not True:
+    folder = hydra_app.argument_value(arguments, "hydra.run.dir")
+    chooses = any(argument.lstrip("+~").split("=")[0].split("@")[0] in hydra_app.GROUPS for argument in arguments)
+    if not folder or chooses or hydra_app.argument_value(arguments, "resume") is not True:
         return "train"
     found = find_run(Path(folder) / LAST)
     if found is None:
         return "train"
     config = load_checkpoint(found).get("config") if found.is_file() else load_values(found, "config")
-    store_config(config, found)
+    hydra_app.store_config(config, found)
     return "resume"
 
 
@@ -266,12 +234,12 @@ def main() -> None:
     """Run the application with the arguments of the command line."""
     choose_config = partial(primary_config, sys.argv[1:])
     if not is_launched():
-        return launch("train", prepare, choose_config)
+        return hydra_app.launch("train", prepare, choose_config)
     if int(os.environ["RANK"]) != 0:  # rank 0 has Hydra's folder and log
         sys.argv += ["hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=disabled"]
     status = 0
     try:
-        launch("train", prepare, choose_config)
+        hydra_app.launch("train", prepare, choose_config)
     except SystemExit as end:
         status = end.code or 0
     exit_without_finalization(status)

@@ -21,13 +21,12 @@ import run
 import tiles
 import torch
 import train_9km
-import training_curves
 from gpu_checks import model
 from suite import baselines, correctness, graphs, operands, problems
 from suite.baselines import compiled, eager
 from suite.inference import CONTENDERS, PARTS, Setting, build_graphs, checked_destinations, compare_with_plain
 from support.corpus import corpus
-from support.forked import FORKSERVER, start_server
+from support.forked import FORKSERVER, forked_commands, start_server
 
 STEP = shlex.split("--grid O4 --refinement 1 --channels 8 --heads 2 --layers 2 --variables 3 --device cpu")
 ANEMOI = shlex.split("--grid O4 --refinement 1 --channels 16 --heads 2 --layers 1 --variables 4 --device cpu")
@@ -135,18 +134,6 @@ def test_inference_of_an_anemoi_model_is_timed(tmp_path):
     assert timed == {*itertools.product((1, 4, 16), ("untouched", "install"))}
 
 
-def test_loss_curves_of_the_application_are_compared(monkeypatch, capsys):
-    """Without the eight runs of the application, which its own tests train."""
-
-    def train(folder, run, options):
-        *_, backend, seed = run
-        return [{"split": split, "loss": seed + 0.1 * (backend == "triton")} for split in ("train", "valid")]
-
-    monkeypatch.setattr(training_curves, "train", train)
-    assert training_curves.main(["--processes", "1"]) == 0
-    assert capsys.readouterr().out.count("PASS triton - torch: seed 0 0.1000, seed 1 0.1000; seed 0 - seed 1") == 4
-
-
 def test_pyg_models_are_timed(tmp_path):
     small = shlex.split("--nodes 50 --edges 200 --channels 8 --hidden 4 --repeats 1 --device cpu")
     found = pyg_models.main([*small, "--output", str(tmp_path / "pyg.json")])
@@ -174,7 +161,8 @@ def test_inference_at_9_km_reports_each_run(tmp_path, monkeypatch):
     sizes = "--grid O4 --refinement 1 --channels 32 --heads 2 --fields 5 --dtype float32 --repeats 1"
     options = f"--device cpu --parts decoder --contenders anemoi_gt --chunks 1 2 --output {tmp_path / 'r.json'}"
     monkeypatch.setattr(sys, "argv", ["inference_9km.py", *shlex.split(f"{sizes} {options}")])
-    inference_9km.main()
+    with forked_commands():
+        inference_9km.main()
     runs = json.loads((tmp_path / "r.json").read_text())["runs"]
     assert [(found["num_chunks"], found["outcome"]) for found in runs] == [(1, "right"), (2, "right")]
 
@@ -182,11 +170,15 @@ def test_inference_at_9_km_reports_each_run(tmp_path, monkeypatch):
 def test_training_at_9_km_checks_and_times_steps(tmp_path):
     sizes = "--grid O4 --refinement 1 --check-grid O4 --check-refinement 1 --channels 32 --heads 2 --layers 2"
     options = "--fields 6 2 --device cpu --compiled 0 --steps 1 --chunks 1 3 --anemoi-chunks 1 2 --output"
-    train_9km.main(shlex.split(f"{sizes} {options} {tmp_path / 'r.json'}"))
+    parts = "--parts check_model check_mappers ours anemoi install sharded"
+    with forked_commands():
+        train_9km.main(shlex.split(f"{sizes} {parts} {options} {tmp_path / 'r.json'}"))
     runs = json.loads((tmp_path / "r.json").read_text())["runs"]
-    assert [run["outcome"] for run in runs if "check" in run] == ["right"] * 7
+    assert [run["outcome"] for run in runs if "check" in run] == ["right"] * 8
     timed = [(run["contender"], run["num_chunks"]) for run in runs if run["outcome"] == "done"]
-    assert timed == [("anemoi_gt", 1), ("anemoi_gt", 3), ("anemoi-models", 2), ("anemoi-models", 1)]
+    anemoi = [(name, chunks) for name in ("anemoi-models", "anemoi-models, install") for chunks in (2, 1)]
+    ours = [("anemoi_gt", 1), ("anemoi_gt", 3)]
+    assert timed == [*ours, *anemoi, *ours] and [run.get("ranks") for run in runs][-3:] == [2, 2, 2]
 
 
 def test_gpu_checks_run_in_small(tmp_path):

@@ -44,15 +44,6 @@ def test_direction_is_the_horizontal_part_of_the_source_rotated_with_its_destina
         np.testing.assert_allclose(direction, rotated[:2] / np.hypot(*rotated[:2]), atol=1e-9)
 
 
-def test_lengths_are_invariant_and_directions_rotate_with_a_shift_of_longitude(edges):
-    source, destination, edge_index = edges
-    moved = Nodes(source.lat, source.lon + 33.0), Nodes(destination.lat, destination.lon + 33.0), edge_index
-    cos, sin = np.cos(np.deg2rad(33.0)), np.sin(np.deg2rad(33.0))
-    np.testing.assert_allclose(edge_length(*moved), edge_length(*edges), rtol=1e-12)
-    rotated = edge_direction(*edges) @ np.array([[cos, sin], [-sin, cos]])
-    np.testing.assert_allclose(edge_direction(*moved), rotated, atol=1e-12)
-
-
 def test_edge_to_the_same_point_or_the_antipode_has_direction_zero():
     nodes = Nodes([12.0, -12.0], [34.0, 214.0])
     np.testing.assert_array_equal(edge_direction(nodes, nodes, np.array([[0, 1], [0, 0]])), np.zeros((2, 2)))

@@ -40,10 +40,11 @@ def test_nearest_connects_the_k_nearest_sources(k):
 
 
 @pytest.mark.parametrize("factor", [0.05, 0.3, 0.6, 1.5])
-def test_cutoff_connects_every_source_within_the_radius(factor):
+def test_cutoff_connects_every_source_within_the_radius(factor, monkeypatch):
+    monkeypatch.setattr("anemoi_gt.data.edges.MAX_NEIGHBOURS", 150)
     source, destination = random_nodes(150, 2), random_nodes(30, 3)
     radius = factor * grid_spacing(destination)
-    assert as_set(cutoff(source, destination, factor, 150)) == brute_force(distances(source, destination) <= radius)
+    assert as_set(cutoff(source, destination, factor)) == brute_force(distances(source, destination) <= radius)
 
 
 def test_grid_spacing_is_the_largest_nearest_neighbour_distance():
@@ -53,12 +54,13 @@ def test_grid_spacing_is_the_largest_nearest_neighbour_distance():
     assert grid_spacing(nodes) == pytest.approx(distance.min(axis=1).max(), rel=1e-12)
 
 
-def test_cutoff_keeps_the_nearest_sources_up_to_max_neighbours():
+def test_cutoff_keeps_the_nearest_sources_up_to_a_maximum(monkeypatch):
     source, destination = random_nodes(300, 5), random_nodes(12, 6)
     distance = distances(source, destination)
     chosen = (distance <= 0.6 * grid_spacing(destination)) & (distance.argsort(axis=1).argsort(axis=1) < 5)
-    assert as_set(cutoff(source, destination, 0.6, max_neighbours=5)) == brute_force(chosen)
     assert np.bincount(cutoff(source, destination, 3.0)[1]).max() == 64
+    monkeypatch.setattr("anemoi_gt.data.edges.MAX_NEIGHBOURS", 5)
+    assert as_set(cutoff(source, destination, 0.6)) == brute_force(chosen)
 
 
 def test_cutoff_includes_a_source_at_the_radius():
@@ -109,7 +111,6 @@ def test_within_holds_from_zero_distance_to_the_antipode_and_for_an_empty_refere
     *((within, {"margin": x}, f"margin must not be negative, in kilometres, got {x}") for x in (-1.0, np.nan)),
     *((nearest, {"k": k}, rf"k must be in \[1, 10\], the number of sources, got {k}") for k in (0, 11)),
     *((cutoff, {"factor": factor}, "factor must be positive") for factor in (0.0, np.nan)),
-    (cutoff, {"factor": 1, "max_neighbours": 0}, "max_neighbours must be at least 1"),
 )
 def test_option_out_of_range_raises(wrong, message):
     build, options = wrong

@@ -168,6 +168,7 @@ PRESENT = np.arange(HOURS) != 100
 
 @refused(
     *((lambda hours=hours: split(hourly_field(), hours), f"1 to 24 hours, got {hours}") for hours in (0, 25)),
+    (lambda: split(hourly_field(), 6.5), "lead_time must be an integer, got 6.5"),
     (lambda: split(hourly_field(hours=630), LEAD), "more than 630 hours, got 630"),
     (lambda: HourlyField(POINTS, TIMES[PRESENT], VALUES[PRESENT]), "an hour apart"),
     (lambda: HourlyField(POINTS, TIMES, VALUES.where(VALUES[3, 2] != VALUES, torch.nan)), "finite"),

@@ -12,7 +12,7 @@ import zarr
 from support.own_data import TIMES, weather_file
 
 from anemoi_gt.data.fields import cell_weights, field_data
-from anemoi_gt.data.graphs import check_fit, default_graph, icosphere_graph
+from anemoi_gt.data.graphs import check_fit, icosphere_graph, limited_area_graph
 from anemoi_gt.data.grids import classic, octahedral, regional
 from anemoi_gt.data.nodes import Nodes, area_weights
 from anemoi_gt.data.readers import read_anemoi, read_dataset, read_xarray
@@ -188,7 +188,7 @@ def test_weights_are_one_on_an_irregular_region():
 
 @pytest.mark.parametrize("nodes", [octahedral(8), regional(np.linspace(58, 50, 9), np.linspace(-10, 2, 13))])
 def test_the_default_graph_fits_any_grid_and_a_global_one_does_not_fit_a_region(nodes):
-    check_fit(default_graph(nodes))
+    check_fit(limited_area_graph(nodes, margin=None))
     with pytest.raises(ValueError, match=r"the graph must fit the data, \d+ of its 10242 hidden nodes have no data"):
         check_fit(icosphere_graph(nodes, refinement=5))
 
@@ -213,12 +213,6 @@ def test_what_does_not_fit_the_file_is_named(file, options, message):
         field_data(**{"path": file} | options)
 
 
-def broken(folder, change):
-    source = weather_file()
-    change(source).to_netcdf(folder / "broken.nc")
-    return str(folder / "broken.nc")
-
-
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
@@ -233,8 +227,9 @@ def broken(folder, change):
     ],
 )
 def test_a_file_that_cannot_train_a_model_is_refused(tmp_path, change, error, message):
+    change(weather_file()).to_netcdf(tmp_path / "broken.nc")
     with pytest.raises(error, match=message):
-        field_data(broken(tmp_path, change))
+        field_data(str(tmp_path / "broken.nc"))
 
 
 @pytest.mark.parametrize("content", [b"GRIB" + bytes(range(256)) * 9, b"no message"])

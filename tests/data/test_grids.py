@@ -52,12 +52,6 @@ def test_classic_grid_has_the_points_of_eccodes(n):
         np.testing.assert_allclose(actual, sample(n, name), rtol=0, atol=1e-9)
 
 
-def test_rows_start_at_longitude_0_and_go_east():
-    nodes = reduced_gaussian([4, 8])
-    np.testing.assert_array_equal(nodes.lon, [0, 90, 180, 270, *range(0, 360, 45)])
-    assert (nodes.lat[:4] > 0).all() and (nodes.lat[4:] < 0).all()
-
-
 def test_regional_grid_is_ordered_as_a_flattened_field():
     nodes = regional(np.array([58.0, 57.75]), np.array([-10.0, -9.75, -9.5]))
     assert nodes.lat.tolist() == [58.0] * 3 + [57.75] * 3 and nodes.lon.tolist() == [-10.0, -9.75, -9.5] * 2

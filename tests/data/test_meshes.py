@@ -69,15 +69,6 @@ def test_stretched_mesh_has_the_edges_of_all_levels_between_its_nodes():
     np.testing.assert_array_equal(mesh.edge_index, whole.restrict(keep).edge_index)
 
 
-def test_a_message_crosses_a_stretched_mesh_in_twelve_steps():
-    mesh = stretched_icosphere(2, 5, SEATTLE, 1500)
-    reached = np.zeros(len(mesh.nodes), dtype=bool)
-    reached[mesh.nodes.xyz.dot(SEATTLE.xyz[0]).argmax()] = True
-    for _ in range(12):
-        reached[mesh.edge_index[1, reached[mesh.edge_index[0]]]] = True
-    assert reached.all()
-
-
 REFINEMENT = "refinement must be at least 1, got 0"
 AREAS = {(NOWHERE,): "at least one node", (BERN, -5): "margin must not be negative, in kilometres, got -5"}
 KEEP = np.ones(41, dtype=bool), np.arange(42), np.ones((42, 1), dtype=bool)

@@ -48,11 +48,6 @@ def test_frame_is_continuous_at_the_north_pole():
     np.testing.assert_allclose(around.frame, np.broadcast_to(np.eye(3)[:2], (8, 2, 3)), atol=1e-10)
 
 
-def test_indexing_selects_nodes(nodes):
-    np.testing.assert_array_equal(nodes[nodes.lat > 0].xyz, nodes.xyz[nodes.lat > 0])
-    np.testing.assert_array_equal(nodes[[3, 1]].lon, nodes.lon[[3, 1]])
-
-
 def test_coordinates_are_copied_and_read_only():
     lat = np.zeros(3)
     nodes = Nodes(lat, np.zeros(3))

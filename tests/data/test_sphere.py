@@ -78,13 +78,6 @@ def test_every_particle_returns_after_a_period_from_far_at_half_of_it(xyz, defor
     assert (np.linalg.norm(apart, axis=1).mean() > 0.5) == (deformation > 0)
 
 
-def test_trajectories_compose_and_reverse(xyz):
-    flow = random_flow()
-    there = flow.transport(flow.transport(xyz, 10, 60), 60, 170)
-    np.testing.assert_allclose(there, flow.transport(xyz, 10, 170), atol=1e-13)
-    np.testing.assert_allclose(flow.transport(there, 170, 10), xyz, atol=1e-13)
-
-
 def gaussian_grid(rows):
     """A full Gaussian grid and its quadrature weights."""
     nodes = reduced_gaussian(np.full(rows, 2 * rows))

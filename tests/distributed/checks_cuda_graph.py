@@ -4,21 +4,21 @@ from contextlib import nullcontext
 from functools import partial
 
 import torch.distributed as dist
-from support.aot_eager import without_inductor
-from support.capturing import capture_in_place
+from support.capturing import capture_in_place, without_inductor
 
 from anemoi_gt import AttentionConfig
-from anemoi_gt.training.parallel.step import check_messages_capturable
+from anemoi_gt.training.sharded import check_messages_capturable
 from distributed.checks_trainer import Records, make_parts, make_sharded, same_losses
 from distributed.ranks import device_type, mesh_of, on_all_ranks, shared_folder, without_default_device
 
 
-def trained(folder, mesh, *, captured=False, compiled=False, precision="16-mixed"):
+def trained(folder, mesh, *, captured=False, compiled=False, precision="16-mixed", chunks=1):
     """The losses and the last weights of a run; on GPUs with a CUDA graph and Inductor."""
     on_gpu = device_type() == "cuda"
     attention = AttentionConfig(backend="triton" if on_gpu else "torch")
     options = {"compile": compiled, "cuda_graph": captured and on_gpu, "precision": precision}
-    parts = make_parts(folder, {"channels": 64, "dropout": 0.1, "config": attention}, steps=4, **options)
+    sizes = {"channels": 64, "dropout": 0.1, "config": attention, "mapper_chunks": chunks}
+    parts = make_parts(folder, sizes, steps=4, **options)
     with nullcontext() if on_gpu else without_inductor():
         trainer, _ = make_sharded(mesh, *parts)
     if captured and not on_gpu:
@@ -32,9 +32,9 @@ def trained(folder, mesh, *, captured=False, compiled=False, precision="16-mixed
 def captured_steps_have_the_bits_of_launched_ones(group, verdict):
     with without_default_device():
         world = dist.get_world_size()
-        for shape, compiled in (((world // 2, 2), False), ((1, world), device_type() == "cuda")):
-            mesh, folder = mesh_of(*shape), shared_folder(group)
-            launched, captured = (trained(folder, mesh, captured=way, compiled=compiled) for way in (False, True))
+        for shape, compiled, chunks in (((world // 2, 2), False, 3), ((1, world), device_type() == "cuda", 1)):
+            mesh, folder, options = mesh_of(*shape), shared_folder(group), {"compiled": compiled, "chunks": chunks}
+            launched, captured = (trained(folder, mesh, captured=way, **options) for way in (False, True))
             label = f"{shape}{' compiled' * compiled}"
             verdict.same(f"{label}: losses", captured[0], launched[0])
             for n, (actual, expected) in enumerate(zip(captured[1], launched[1], strict=True)):
@@ -44,11 +44,12 @@ def captured_steps_have_the_bits_of_launched_ones(group, verdict):
 @on_all_ranks
 def compiled_steps_agree_with_launched_ones_to_rounding(group, verdict):
     with without_default_device():
-        mesh, folder = mesh_of(1, dist.get_world_size()), shared_folder(group)
-        eager, compiled = (trained(folder, mesh, compiled=way, precision="32-true") for way in (False, True))
-        same_losses(verdict, "compiled", compiled[0], eager[0])
-        for n, (actual, expected) in enumerate(zip(compiled[1], eager[1], strict=True)):
-            verdict.close(f"parameter {n}", actual, expected)
+        mesh, folder, options = mesh_of(1, dist.get_world_size()), shared_folder(group), {"precision": "32-true"}
+        for chunks in (1, 3):
+            eager, compiled = (trained(folder, mesh, compiled=way, chunks=chunks, **options) for way in (False, True))
+            same_losses(verdict, f"compiled, {chunks} chunks", compiled[0], eager[0])
+            for n, (actual, expected) in enumerate(zip(compiled[1], eager[1], strict=True)):
+                verdict.close(f"parameter {n}, {chunks} chunks", actual, expected)
 
 
 @on_all_ranks

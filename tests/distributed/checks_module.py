@@ -1,22 +1,27 @@
 """Checks on ranks: any module made of our layers, divided by one function, gives what the whole module gives."""
 
 import copy
+from functools import partial
+from itertools import product
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from anemoi_gt import GraphStructure
-from anemoi_gt.distributed import reduce_gradients, shard_module
+from anemoi_gt.distributed import reduce_gradients, shard_graph, shard_module
 from anemoi_gt.nn import (
+    ConditionalLayerNorm,
     GraphTransformerConv,
     GraphTransformerForwardMapper,
+    GraphTransformerMapperBlock,
     GraphTransformerProcessorBlock,
+    LayerKernels,
     StaticEdges,
 )
-from distributed.problems import CONFIG, data, nearest
+from distributed.problems import CONFIG, data, nearest, structure
 from distributed.problems import mesh as points
-from distributed.ranks import mesh_of, meshes_with_this_rank, on_all_ranks
+from distributed.ranks import everywhere, mesh_of, meshes_with_this_rank, on_all_ranks
 
 UP, ALONG = ("data", "mesh"), ("mesh", "mesh")
 
@@ -24,11 +29,12 @@ UP, ALONG = ("data", "mesh"), ("mesh", "mesh")
 class Net(nn.Module):
     """A convolution with beta, a mapper, a block on static edges with trained attributes, an embedding of nodes."""
 
-    def __init__(self):
+    def __init__(self, chunks):
         super().__init__()
         self.embedding = nn.Embedding(len(points), 4)
         edge_index = nearest(points, points, 4)
-        self.edges = StaticEdges(edge_index, torch.rand(edge_index.shape[1], 2), (len(points),) * 2, trainable=2)
+        sizes = {"trainable": 2, "num_chunks": chunks}
+        self.edges = StaticEdges(edge_index, torch.rand(edge_index.shape[1], 2), (len(points),) * 2, **sizes)
         sizes = {"num_heads": 2, "config": CONFIG}
         self.up = GraphTransformerForwardMapper(
             in_channels_src=3, in_channels_dst=4, num_channels=8, edge_dim=2, gradient_checkpointing=True, **sizes
@@ -43,11 +49,11 @@ class Net(nn.Module):
         return self.block(self.conv(mesh, graph), graph, along)
 
 
-def make():
+def make(chunks=1):
     torch.manual_seed(0)
     edge_index = nearest(data, points, 5)
     up = GraphStructure.from_edge_index(edge_index[:, torch.randperm(edge_index.shape[1])], (len(data), len(points)))
-    net = Net().double()
+    net = Net(chunks).double()
     nn.init.normal_(net.edges.trainable)
     x, edge_attr = torch.randn(2, len(data), 3), torch.rand(edge_index.shape[1], 2)
     return net, up, x.double(), edge_attr.double()
@@ -55,14 +61,15 @@ def make():
 
 @on_all_ranks
 def any_module_gives_output_and_gradients_of_the_whole(group, verdict):
-    for shape, mesh in meshes_with_this_rank((1, 1), (1, 2), (1, 3), (1, 4), (2, 2)):
-        net, up, x, edge_attr = make()
+    shapes = ((1, 1), (1, 2), (1, 3), (1, 4), (2, 2))
+    for (shape, mesh), chunks in product(list(meshes_with_this_rank(*shapes)), (1, 3)):
+        net, up, x, edge_attr = make(chunks)
         whole = copy.deepcopy(net)
         expected = whole(x, up, edge_attr)
         expected.square().sum().backward()
         shard = shard_module(net, {UP: up, ALONG: net.edges}, mesh, tables={"embedding.weight": "mesh"},
                              positions={"data": data, "mesh": points})  # fmt: skip
-        out = net(shard.nodes("data", x), shard.graphs[UP], shard.edges(UP, edge_attr))
+        out = net(shard.nodes("data", x), shard.graphs[UP].split(chunks), shard.edges(UP, edge_attr))
         out.square().sum().backward()
         shared, own = shard.parameters(net)
         reduce_gradients(shared, own, mesh)
@@ -77,6 +84,35 @@ def any_module_gives_output_and_gradients_of_the_whole(group, verdict):
             verdict.close(f"{name} on {shape}", parameter.grad, gradient, terms=size)
         lines = str(shard).splitlines()
         verdict.that(lines[0] == f"rank {mesh.get_local_rank('model')} of {shape[1]}", f"said {lines[0]}")
+
+
+@on_all_ranks
+def chunks_of_a_shard_with_few_nodes_or_edges_give_what_the_whole_graph_gives(group, verdict):
+    kernels = LayerKernels(LayerNorm=partial(ConditionalLayerNorm, condition_shape=2))
+    sizes = {"in_channels": 8, "hidden_dim": 8, "out_channels": 8, "num_heads": 2, "edge_dim": 3}
+    torch.manual_seed(0)
+    block = GraphTransformerMapperBlock(**sizes, dropout=0.5, layer_kernels=kernels, config=CONFIG).double()
+    for name, each in product(("two_nodes", "one_end", "no_edges", "isolated"), (True, False)):
+        graph, draw = structure(name), partial(torch.randn, dtype=torch.float64, requires_grad=True)
+        shard, nodes = shard_graph(graph, group), (graph.num_src, graph.num_dst)
+        x, edge_attr = [draw(2, number, 8) for number in nodes], draw(graph.num_edges, 3)
+        cond = [draw(number if each else 1, 2) for number in nodes]
+        leaves = [*x, *cond, edge_attr, *block.parameters()]
+        own = [partition.nodes(shard.rank) for partition in (shard.sources, shard.destinations)]
+        own_x = tuple(rows[:, index] for rows, index in zip(x, own, strict=True))
+        own_cond = tuple(rows[index] if each else rows for rows, index in zip(cond, own, strict=True))
+        block.eval()
+        whole = block(x, graph, edge_attr, cond=cond)[1]
+        part = block(own_x, shard.split(3), edge_attr[shard.edges], cond=own_cond)[1]
+        verdict.close(f"{name}: output", part.detach(), whole[:, own[1]].detach())
+        expected = torch.autograd.grad(whole.square().sum(), leaves, materialize_grads=True)
+        for n, gradient in enumerate(torch.autograd.grad(part.square().sum(), leaves, materialize_grads=True)):
+            dist.all_reduce(gradient, group=group)
+            verdict.close(
+                f"{name}: gradient {n}", gradient, expected[n], terms=torch.cat([g.flatten() for g in expected])
+            )
+        block.train()(own_x, shard.split(3), edge_attr[shard.edges], cond=own_cond)
+        verdict.same(f"{name}: next draws", len(set(everywhere(float(torch.rand(1)), group))), 1)
 
 
 @on_all_ranks

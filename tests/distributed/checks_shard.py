@@ -205,7 +205,10 @@ def wrong_edges_of_any_rank_are_refused_on_all(group, verdict):
     )
     refused("edge_index must have dtype int32 or int64", NO_EDGES.float())
     refused("edge_index must have shape [2, E] (sources, destinations), got (0,)", NO_EDGES[0])
-    refused("rank 1: edge_index must be a tensor [2, E], got list", [[], []] if rank == 1 else NO_EDGES)
+    refused(
+        "rank 1: edge_index must be a tensor [2, E] (sources, destinations), got list",
+        [[], []] if rank == 1 else NO_EDGES,
+    )
     refused("rank 1: global_edge_id must have 0 entries, one", global_edge_id=torch.zeros(int(rank == 1)).long())
     refused("global_edge_id must be a tensor, got list", global_edge_id=[])
     ids = {"global_edge_id": NO_EDGES[0] if rank == 1 else None}
@@ -217,9 +220,10 @@ def wrong_edges_of_any_rank_are_refused_on_all(group, verdict):
 def rows_of_other_ranks_are_refused_before_anything_is_sent(group, verdict):
     shard = shard_graph(structure("asymmetric"), group)
     own = len(shard.sources.nodes(shard.rank))
-    said = f"x_src must have one row for each of the {own} sources of this rank, got ({own + 1}, 2)"
+    rows = f"[.., {own}, F], one row for each source of this rank"
+    said = f"x_src must have shape {rows}, got ({own + 1}, 2)"
     verdict.raises(ValueError, said, lambda: shard.start_exchange(torch.ones(own + 1, 2)))
-    verdict.raises(ValueError, "x_src must be a tensor, got NoneType", lambda: shard.start_exchange(None))
+    verdict.raises(ValueError, f"x_src must be a tensor {rows}, got NoneType", lambda: shard.start_exchange(None))
 
 
 @on_all_ranks

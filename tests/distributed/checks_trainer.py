@@ -4,6 +4,7 @@ import os
 import shutil
 import signal
 import tempfile
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,9 +20,13 @@ from anemoi_gt.distributed.model_shard import shard_model
 from anemoi_gt.train import resumes_on_ranks
 from anemoi_gt.training import Trainer, TrainingConfig
 from anemoi_gt.training.metrics_log import MetricsFile
-from anemoi_gt.training.parallel import trainer as parallel
-from anemoi_gt.training.parallel.step import data_parallel_rng
-from anemoi_gt.training.parallel.trainer import NullLogger, SharedStopRequest, check_same_data, fit_sharded
+from anemoi_gt.training.sharded import (
+    SharedStopRequest,
+    check_same_data,
+    data_parallel_rng,
+    fit_sharded,
+    make_sharded_trainer,
+)
 from anemoi_gt.training.signals import Stopped
 from distributed.ranks import device_type, everywhere, mesh_of, on_all_ranks, shared_folder, without_default_device
 
@@ -58,7 +63,7 @@ def make_sharded(mesh, model, *parts, **options):
     """A sharded trainer of these parts, and how its model is sharded."""
     shard = shard_model(model, mesh)
     options |= {"mesh": mesh, "group": dist.new_group(backend="gloo")}
-    return parallel.make_sharded_trainer(model, shard, *parts, **options), shard
+    return make_sharded_trainer(model, shard, *parts, **options), shard
 
 
 def losses_of_one_device():
@@ -88,7 +93,7 @@ def a_sharded_trainer_has_the_losses_of_one_device_and_continues_on_other_meshes
         shared = shared_folder(group)
         half, _ = make_sharded(mesh_of(1, world), *make_parts(shared))  # whose losses those that continue it have too
         half.config, half.batches.steps = replace(half.config, steps=4), 4  # the schedule stays that of all steps
-        with MetricsFile(shared / "metrics.jsonl") if is_first() else NullLogger() as metrics:
+        with MetricsFile(shared / "metrics.jsonl") if is_first() else nullcontext() as metrics:
             half.fit(metrics)
         for shape in others:
             folder = shared.with_name(f"{shared.name}_{shape[1]}")

@@ -20,7 +20,7 @@ def fail(kind):
 
 def main(kind, rank, step, *arguments):
     from anemoi_gt import train
-    from anemoi_gt.training.parallel.step import ShardedTrainingStep
+    from anemoi_gt.training.sharded import ShardedTrainingStep
 
     take_step = ShardedTrainingStep.training_step
 

@@ -17,7 +17,7 @@ from support.forked import Program
 from anemoi_gt import train
 from anemoi_gt.distributed.device_mesh import VARIABLES
 from anemoi_gt.training.checkpoint import load_checkpoint
-from anemoi_gt.training.parallel.trainer import write_as_file
+from anemoi_gt.training.sharded import write_as_file
 from distributed.ranks import HERE, free_port
 
 DEVICE = "cuda" if torch.cuda.device_count() >= 4 else "cpu"  # NCCL if all ranks have a GPU
@@ -29,7 +29,7 @@ OF_TWO_RANKS = (
 ARGUMENTS = [
     *("data.grid_name=O4", "data.train_size=8", "data.valid_size=2", "data.test_size=2", "graph.refinement=1"),
     *("training.steps=16", "training.warmup_steps=1", "training.batch_size=2", f"training.device={DEVICE}"),
-    *("training.valid_every=8", "training.log_every=1", "hydra.run.dir=run"),
+    *("training.valid_every=8", "training.log_every=1", "hydra.run.dir=run", "model.mapper_chunks=3"),
 ]
 PATIENCE = 120  # s, on a busy machine
 BUSY = 10.0  # s, for processes to end on a busy machine
@@ -134,7 +134,6 @@ def test_the_progress_bar_is_of_one_rank_and_counts_steps(continued):
 
 
 SEEDS = "training.seed='${oc.decode:${oc.env:RANK}}'"
-CHUNKS = "sharding=edges sharding.model='${oc.decode:${oc.env:WORLD_SIZE}}' model.mapper_chunks=2"
 
 
 @pytest.mark.parametrize(
@@ -142,15 +141,14 @@ CHUNKS = "sharding=edges sharding.model='${oc.decode:${oc.env:WORLD_SIZE}}' mode
     [
         (SEEDS, "seed must be the same on all ranks, got 1 on rank 1 and 0 on rank 0"),
         ("training.batch_size=3", "batch_size must be a multiple of the 2 ranks of the data axis, got 3"),
-        (CHUNKS, "mapper_chunks must be 1 under torchrun, got 2: increase sharding.model instead"),
     ],
-    ids=["seed", "batch", "chunks"],
+    ids=["seed", "batch"],
 )
 def test_a_config_that_ranks_cannot_share_is_refused_before_anything_is_built(place, arguments, sentence):
     # The data set cannot be built either, which no rank reports.
     with torchrun(place, 2, *arguments.split(), "data.grid_name=nowhere", "hydra.run.dir=unshared") as process:
         status, output = finish(process)
-    said = set(re.findall(r"^\[rank\d\]: anemoi_gt.train: (?:training|model)\.(.*)$", output, re.MULTILINE))
+    said = set(re.findall(r"^\[rank\d\]: anemoi_gt.train: training\.(.*)$", output, re.MULTILINE))
     assert status != 0 and said == {sentence}, output
 
 

@@ -20,14 +20,6 @@ def test_ranges_have_equal_cost(cost, num_ranks, bounds):
     assert Ranges.balanced(cost, num_ranks).bounds == bounds
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 7, 64])
-def test_no_rank_exceeds_its_share_by_more_than_one_node(num_ranks):
-    cost = torch.randint(0, 50, (500,), generator=torch.Generator().manual_seed(num_ranks))
-    ranges = Ranges.balanced(cost, num_ranks)
-    heaviest = max(int(cost[ranges.of(rank)].sum()) for rank in range(num_ranks))
-    assert heaviest <= int(cost.sum()) / num_ranks + 50
-
-
 def test_ranges_may_be_empty_or_even_and_own_their_positions():
     ranges = Ranges.balanced(torch.ones(2, dtype=torch.int64), 5)
     assert ranges.num_ranks == 5 and ranges.size == 2 and sorted(ranges.counts) == [0, 0, 0, 1, 1]
@@ -53,7 +45,7 @@ def test_a_node_order_is_split_by_the_costs_along_it_and_positions_and_nodes_are
         *((lambda b=b: Ranges(b), f"bounds must be a tuple of int, got {b}") for b in ([0, 3], (0, 1.5, 3))),
         (lambda: Ranges.balanced(torch.ones(3), 2), "cost must be integer, so that every rank finds the same bounds"),
         (lambda: Ranges.balanced(torch.tensor([3, -9, 4]), 2), "cost must be at least 0, got -9"),
-        (lambda: Ranges.balanced(torch.ones(3, 2).long(), 2), "cost must be a tensor [N], got torch.int64 (3, 2)"),
+        (lambda: Ranges.balanced(torch.ones(3, 2).long(), 2), "cost must have shape [N], got (3, 2)"),
         (lambda: Ranges.even(3, 0), "num_ranks must be at least 1, got 0"),
         (lambda: Partition((0, 3)), "ranges must be Ranges, got tuple"),
     ],
@@ -65,9 +57,9 @@ def test_ranges_that_are_none_are_refused(make, said):
 @pytest.mark.parametrize(
     ("order", "said"),
     [
-        (torch.tensor([0, 1]), "order must be int64 [3], one node per position, got torch.int64 (2,)"),
-        (torch.tensor([0.0, 2.0, 1.0]), "int64 [3], one node per position, got torch.float32 (3,)"),
-        ([0, 2, 1], "int64 [3], one node per position, got list"),
+        (torch.tensor([0, 1]), "order must have shape [3], one node per position, got (2,)"),
+        (torch.tensor([0.0, 2.0, 1.0]), "order must have dtype int64, got torch.float32"),
+        ([0, 2, 1], "order must be a tensor [3], one node per position, got list"),
         (torch.tensor([0, 2, 2]), "hold each node 0 .. 2 once, got 2 at position 1 when sorted"),  # 1 has no owner
         (torch.tensor([0, 1, 3]), "got 3 at position 2"),
         (torch.tensor([-1, 0, 1]), "got -1 at position 0"),

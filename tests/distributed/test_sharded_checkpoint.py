@@ -21,7 +21,7 @@ from anemoi_gt.distributed.sharded_checkpoint import (
     load_values,
 )
 from anemoi_gt.training.checkpoint import load_checkpoint as load_file
-from anemoi_gt.training.parallel.trainer import write_as_file
+from anemoi_gt.training.sharded import write_as_file
 
 FORMS = {"last.pt": ONE_PROCESS, "last/.metadata": TORCHRUN, "last.former/.metadata": TORCHRUN}
 OTHERS = [(form, writer) for form, former in FORMS.items() for writer in (ONE_PROCESS, TORCHRUN) if writer != former]
@@ -47,18 +47,12 @@ def alone(tmp_path):
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("writer", [ONE_PROCESS, TORCHRUN])
-def test_without_resume_a_folder_that_holds_a_run_is_refused(folder_with, form, writer):
-    last = folder_with(form)
-    with pytest.raises(ValueError, match=f"^{re.escape(str(last.parent))} holds a run.* continues it, {BEGINS}$"):
-        checkpoint_to_continue(last, writer, resume=False)
-
-
 @pytest.mark.parametrize(("form", "writer"), FORMS.items())
-def test_a_run_is_continued_from_its_own_form(folder_with, form, writer):
+def test_a_run_is_continued_from_its_own_form_with_resume_and_refused_without(folder_with, form, writer):
     last = folder_with(form)
     assert checkpoint_to_continue(last, writer, resume=True) == last.parent / form.removesuffix("/.metadata")
+    with pytest.raises(ValueError, match=f"^{re.escape(str(last.parent))} holds a run.* continues it, {BEGINS}$"):
+        checkpoint_to_continue(last, writer, resume=False)
 
 
 @pytest.mark.parametrize("resume", [False, True])

@@ -121,7 +121,7 @@ def error_line(started, capsys):
         ("{checkpoint} out=", "out must be a file name, such as model.pt2, got ''"),
         ("{checkpoint} out={folder}/m.so", "must end in .pt2"),
         ("{checkpoint} out={folder}/none/m.pt2", "could not write {folder}/none/m.pt2: No such file"),
-        ("{checkpoint} out={folder}/m.pt2 max_batch=0", "max_batch must be an integer, at least 1"),
+        ("{checkpoint} out={folder}/m.pt2 max_batch=0", "max_batch must be at least 1, got 0"),
         ("{checkpoint} out={folder}/m.pt2 precision=fp8", "precision must be one of 32-true, bf16-mixed, "),
         ("{checkpoint} out={folder}/m.pt2 model.channels=32", "the checkpoint's weights must be those of"),
     ],
@@ -146,7 +146,6 @@ def test_package_that_disagrees_with_the_model_is_not_left_behind(run, monkeypat
     monkeypatch.setattr(application, "export_model", lambda *_: None)
     monkeypatch.setattr(application, "write_package", lambda _, path, __: path.write_bytes(b"any"))
     monkeypatch.setattr(torch._inductor, "aoti_load_package", lambda _: lambda x: torch.ones(len(x), 208, 1))
-    options = application.ExportOptions(tmp_path / "model.pt2", 4, "32-true")
     with pytest.raises(FloatingPointError, match="must agree with the model"):
-        application.export(hydra_app.Run(splits, model, training), options, {})
+        application.export(hydra_app.Run(splits, model, training), tmp_path / "model.pt2", 4, {"precision": "32-true"})
     assert not list(tmp_path.iterdir())

@@ -79,7 +79,8 @@ EXAMPLE = r"x must be an example \[B, N, channels\] with B at least 1, got"
 
 
 @refused(
-    *((lambda x: x, n, f"max_batch must be an integer, at least 1, got {n!r}") for n in (0, 2.5, "4", True)),
+    (lambda x: x, 0, "max_batch must be at least 1, got 0"),
+    *((lambda x: x, n, f"max_batch must be an integer, got {n!r}") for n in (2.5, "4", True)),
     (lambda x: x[0], 4, rf"{EXAMPLE} \(30, 5\)"),
     (lambda x: x[:0], 4, rf"{EXAMPLE} \(0, 30, 5\)"),
     (lambda x: {"data": None}, 4, f"{EXAMPLE} NoneType"),
@@ -100,15 +101,16 @@ def test_a_compiled_autocast_model_gives_the_same_bits_unchanged_and_becomes_a_g
         torch.testing.assert_close(GraphInputModel(compiled)(fields(2), graph_tensors(compiled)), model(fields(2)))
 
 
-def test_data_sets_whose_names_share_an_identifier_have_distinct_dimensions():
+def test_data_sets_whose_names_share_an_identifier_have_dynamic_dimensions_of_their_own():
     alike = ("a-b", "a_b")
     pairs = [pair for name in alike for pair in ((name, "hidden"), ("hidden", name))] + [("hidden", "hidden")]
     kinds = {(source, "to", destination): 40 for source, destination in pairs}
     graph, channels = weather_graph({"a-b": 17, "a_b": 19, "hidden": 23}, kinds), dict.fromkeys(alike, 2)
     model = EncoderProcessorDecoder(graph, channels, channels, channels=8, heads=2, num_layers=1)
-    fields, shapes = GraphInputModel(model).dynamic_shapes()
-    sizes = [fields[name][1] for name in alike] + [shapes[f"encoder_edges.{name}.edge_attr"][0] for name in alike]
-    assert len({size.__name__ for size in sizes}) == len(sizes)
+    with_graph, x = GraphInputModel(model), {name: torch.zeros(2, graph[name].num_nodes, 2) for name in alike}
+    program = export_program(with_graph, (x, graph_tensors(model)), with_graph.dynamic_shapes())
+    inputs = [node.meta["val"].shape for node in program.graph.nodes if node.name in ("x_a_b", "x_a_b_1")]
+    assert len({str(shape[1]) for shape in inputs}) == 2 and not any(shape[1].node.is_constant() for shape in inputs)
 
 
 WRONG_MODEL = "model must be an EncoderProcessorDecoder, got Linear; for layers use TensorGraphLayer"

@@ -5,8 +5,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from support.graphs import GRAPHS
 from support.refusals import raises, refused
 from support.run import scheduled
@@ -255,7 +253,7 @@ CSC_ENDS = "colptr must start at 0 and end at the number of edges 3, got "
     (lambda: disjoint(changed(global_edge_id=torch.arange(4))), "graphs must be whole, got .* global_edge_id"),
     (lambda: GRAPH.to(torch.float16), "device must be a device, got torch.float16"),
     *(
-        (lambda s=s: GRAPH.with_dst_schedule(torch.zeros(s)), r"positions must be .*\[3, 1 to 3\]")
+        (lambda s=s: GRAPH.with_dst_schedule(torch.zeros(s)), r"positions must have shape \[3, 1 to 3\]")
         for s in ((2, 2), (3,), (3, 4))
     ),
     (lambda: GraphStructure.from_state({"rows": EXAMPLE}), r"only fields of a GraphStructure, got also \['rows'\]"),
@@ -266,7 +264,7 @@ CSC_ENDS = "colptr must start at 0 and end at the number of edges 3, got "
     (lambda: changed(perm=ints(0, 0, 1, 2)).validate(), "perm must be a permutation of 0 .. 3, got 1 values missing"),
     (lambda: changed(REVERSE, col=REVERSE.col.roll(1)).validate(), "rowptr, col must hold the edges of colptr, row"),
     (lambda: replace(NEAREST, fixed_in_degree=torch.empty(2, 0)), r"K \* 13 destinations = 39 edges, got K = 2"),
-    (lambda: replace(NEAREST, fixed_in_degree=torch.empty(3)), r"degree must be a tensor \[K, 0\].*got \(3,\)"),
+    (lambda: replace(NEAREST, fixed_in_degree=torch.empty(3)), r"degree must have shape \[K, 0\].*got \(3,\)"),
     (lambda: replace(NEAREST, fixed_in_degree=3), r"degree must be a tensor \[K, 0\].*got int"),
     (
         lambda: replace(from_coo([[0, 1, 0, 1], [0, 0, 0, 1]], 2), fixed_in_degree=torch.empty(2, 0)).validate(),
@@ -275,16 +273,6 @@ CSC_ENDS = "colptr must start at 0 and end at the number of edges 3, got "
 )
 def test_wrong_structures_are_refused_with_the_reason(wrong, message):
     raises(wrong, message)
-
-
-@settings(max_examples=50, deadline=None)
-@given(st.data())
-def test_any_edge_list_round_trips(data):
-    sizes = data.draw(st.tuples(st.integers(1, 6), st.integers(1, 6)))
-    pairs = data.draw(st.lists(st.tuples(st.integers(0, sizes[0] - 1), st.integers(0, sizes[1] - 1)), max_size=20))
-    edge_index = torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2).T
-    graph = GraphStructure.from_edge_index(edge_index, sizes).validate()
-    assert torch.equal(graph.edge_index(), edge_index)
 
 
 class Attend(torch.nn.Module):

@@ -3,6 +3,7 @@
 import logging
 
 import pytest
+import torch
 from support.anemoi_model import graph_of
 
 from anemoi_gt import GraphStructure
@@ -39,6 +40,29 @@ def said(caplog):
     attention._log_once.cache_clear()
     caplog.set_level(logging.WARNING, logger="anemoi_gt")
     return lambda: [record.message for record in caplog.records if record.name.startswith("anemoi_gt")]
+
+
+class Traced(dict):
+    """The nodes of one traced graph by the names of what they call."""
+
+    def __init__(self, module):
+        super().__init__()
+        for submodule in module.modules():  # the body of a checkpoint is a module of its own
+            for node in submodule.graph.nodes if isinstance(submodule, torch.fx.GraphModule) else ():
+                self.setdefault(str(node.target), []).append(node)
+
+
+@pytest.fixture
+def traced():
+    """A backend of torch.compile, and the graphs that it was given."""
+    torch.compiler.reset()
+    graphs = []
+
+    def backend(module, inputs):
+        graphs.append(Traced(module))
+        return module.forward
+
+    return backend, graphs
 
 
 @pytest.fixture

@@ -4,13 +4,15 @@ from collections import Counter
 
 import pytest
 import torch
-from anemoi.models.triton.gt import graph_transformer_attention_conv
 from functorch.compile import min_cut_rematerialization_partition
 from hydra.utils import instantiate
-from support.anemoi_model import build, differentiate, draw, graph_of, make_options
+from support.anemoi_model import build, differentiate, draw, for_gpu, make_options
 from support.operators import Operators
 from support.same_numbers import assert_same_numbers
+from support.weather import weather_graph
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.exc import BackendCompilerFailed
+from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 
 from anemoi_gt.integrations import anemoi
 
@@ -20,10 +22,7 @@ ATTENTION, PRODUCT, ACTIVATION = "anemoi_gt.edge_attention_torch.default", "aten
 MODES = ("none", "selective", "full")
 
 
-@pytest.fixture(scope="module")
-def graph():
-    """208 data points, 42 hidden nodes."""
-    return graph_of("O4", 1)
+graph = pytest.fixture(weather_graph, scope="module")  # 30 data points, 11 hidden nodes
 
 
 def make_model(graph, conv="pyg", **options):
@@ -31,8 +30,7 @@ def make_model(graph, conv="pyg", **options):
     model = build(graph, make_options(channels=16, heads=2, **options))
     for block in model.modules():
         if conv == "triton" and type(block).__name__ in BLOCKS:
-            del block.conv
-            block.conv, block.graph_attention_backend = graph_transformer_attention_conv, conv
+            for_gpu(block)
     return model
 
 
@@ -85,14 +83,18 @@ def test_a_selective_checkpoint_under_autocast_casts_weights_anew_in_every_chunk
         assert torch.equal(found[1][name], value), name
 
 
-@pytest.mark.parametrize("switch", [True, False])
-def test_components_without_a_mode_follow_their_switch(graph, expected, switch):
-    _, counts = expected
-    with anemoi.install(activation_checkpointing={"processor": "none", "decoder": None}), Operators() as calls:
-        differentiate(make_model(graph, checkpointing=switch), draw(graph))
-    layers, chunks = 2, 2 * 2  # of the processor; of both mappers
-    assert counts[ATTENTION] == layers + chunks
-    assert counted(calls)[ATTENTION] == layers + (2 if switch else 1) * chunks
+@pytest.mark.parametrize("switches", [(), ("processor",), ("encoder", "decoder"), ("processor", "encoder", "decoder")])
+@pytest.mark.parametrize("modes", [None, {"processor": "none", "decoder": None}], ids=str)
+def test_components_without_a_mode_follow_their_switch(graph, expected, switches, modes):
+    options = make_options(channels=16, heads=2)
+    mappers = {name: options[f"{name}s"][name]["mapper"] for name in ("encoder", "decoder")}
+    for name, component in {"processor": options["processor"], **mappers}.items():
+        component["gradient_checkpointing"] = name in switches
+    with anemoi.install(activation_checkpointing=modes), Operators() as calls:
+        differentiate(build(graph, options), draw(graph))
+    twice = [name for name in switches if modes is None or modes.get(name) is None]
+    assert expected[1][ATTENTION] == 2 * 3  # two layers of the processor, two chunks of encoder and decoder
+    assert counted(calls)[ATTENTION] == 2 * (3 + len(twice))
 
 
 @pytest.fixture
@@ -125,10 +127,28 @@ def test_compiled_whole_selective_checkpoints_keep_the_attention_and_products(gr
     assert backward[PRODUCT] == 0 and backward[ACTIVATION] == attention
 
 
-def test_inductor_keeps_them_too(graph, expected):
+def test_compiled_whole_blocks_are_recomputed_one_chunk_at_a_time(graph):
+    names, block = [], "anemoi_gt.transformer_block"
+
+    def partition(joint, *arguments, **options):
+        joint_graph_passes(joint)  # those of Inductor, which remove copies
+        _, backward = min_cut_rematerialization_partition(joint, *arguments, **options)
+        names.extend(str(node.target).removesuffix(".default") for node in backward.graph.nodes)
+        raise InterruptedError("all is known")
+
+    model = make_model(graph, layers=4, layer_chunks=2)
+    compiled(model, WHOLE[:1], backend=aot_autograd(fw_compiler=None, partition_fn=partition))
+    with anemoi.install(backend="triton", blocks=True), pytest.raises(BackendCompilerFailed, match="all is known"):
+        model(draw(graph))
+    chunk = 2 * [block] + 2 * [f"{block}_backward"]
+    assert [name for name in names if name.startswith(block)] == 2 * chunk
+
+
+def test_inductor_keeps_them_too(graph):
+    sizes = {"layers": 1, "layer_chunks": 1}  # Inductor takes seconds for each layer
     with anemoi.install(activation_checkpointing="selective"):
-        model = compiled(make_model(graph), WHOLE[:1])
-        assert_same_numbers(flat(differentiate(model, draw(graph))), flat(expected[0]))
+        eager, model = make_model(graph, **sizes), compiled(make_model(graph, **sizes), WHOLE[:1])
+        assert_same_numbers(*(flat(differentiate(each, draw(graph))) for each in (model, eager)))
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])

@@ -5,9 +5,10 @@ from functools import partial
 import pytest
 import torch
 from anemoi.models.layers.block import GraphTransformerMapperBlock, GraphTransformerProcessorBlock
-from anemoi.models.triton.gt import graph_transformer_attention_conv
+from anemoi.models.layers.mapper import GraphTransformerBaseMapper
+from anemoi.models.layers.processor import GraphTransformerProcessor
 from support import anemoi_model as small
-from support.anemoi_model import NODES, block_inputs, differentiate_block, make_block
+from support.anemoi_model import NODES, block_inputs, differentiate_block, for_gpu, make_block
 from support.same_numbers import assert_same_numbers
 from torch.utils.checkpoint import checkpoint
 
@@ -15,41 +16,15 @@ from anemoi_gt.integrations import anemoi as integration
 from anemoi_gt.integrations.anemoi.cache import cached_list
 
 
-class Traced(dict):
-    """The nodes of one traced graph by the names of what they call."""
-
-    def __init__(self, module):
-        super().__init__()
-        for submodule in module.modules():  # the body of a checkpoint is a module of its own
-            for node in submodule.graph.nodes:
-                self.setdefault(str(node.target), []).append(node)
-
-    def batch_sizes(self):
-        """The batch dimension of the query [B, N_dst, H, C], 1 without B, at each call of our attention."""
-        calls = [node for name, nodes in self.items() if name.startswith("anemoi_gt.edge_attention_") for node in nodes]
-        queries = [node.args[0].meta["example_value"] for node in calls]
-        return [query.shape[0] if query.dim() == 4 else 1 for query in queries]
-
-
-@pytest.fixture
-def traced():
-    """A backend of torch.compile, and the graphs that it was given."""
-    torch.compiler.reset()
-    graphs = []
-
-    def backend(module, inputs):
-        graphs.append(Traced(module))
-        return module.forward
-
-    return backend, graphs
+def batch_sizes(graph):
+    """The batch dimension of the query [B, N_dst, H, C], 1 without B, at each call of our attention."""
+    calls = [node for name, nodes in graph.items() if name.startswith("anemoi_gt.edge_attention_") for node in nodes]
+    queries = [node.args[0].meta["example_value"] for node in calls]
+    return [query.shape[0] if query.dim() == 4 else 1 for query in queries]
 
 
 def triton_block(*args, **options):
-    """A block as a GPU machine would have it with `graph_attention_backend: triton`."""
-    block = make_block(*args, **options)
-    del block.conv
-    block.conv, block.graph_attention_backend = graph_transformer_attention_conv, "triton"
-    return block
+    return for_gpu(make_block(*args, **options))
 
 
 def assert_ours(names):
@@ -127,9 +102,14 @@ def test_install_and_uninstall_reach_compiled_blocks(traced):
     assert ours == [False, True, False]
 
 
-def compile_blocks(model, backend):
+BLOCKS = tuple(KINDS.values())
+COMPONENTS = (GraphTransformerProcessor, GraphTransformerBaseMapper)
+WHOLE = small.make_options(mapper_chunks=2, layers=4, checkpointing=False)
+
+
+def compile_parts(model, backend, kinds=BLOCKS):
     for module in model.modules():
-        if isinstance(module, tuple(KINDS.values())):
+        if isinstance(module, kinds):
             module.compile(fullgraph=True, backend=backend)
     return model
 
@@ -137,36 +117,37 @@ def compile_blocks(model, backend):
 @pytest.mark.parametrize(
     ("options", "shape", "forward", "folded"),
     (
+        (WHOLE, {"batch": 2}, {}, {1, 2}),
         (small.make_options(mapper_chunks=1), {"batch": 2}, {}, {2}),
         (small.make_options(mapper_chunks=3), {"batch": 2}, {}, {1, 2}),
         (small.make_options(shard_strategy="heads"), {"batch": 2}, {}, {2}),
         (small.make_ensemble_options(), {"batch": 2, "ensemble": 2}, {"fcstep": 1}, {2, 4}),
     ),
-    ids=("batch", "chunks across samples", "heads", "ensemble"),
+    ids=("components", "batch", "chunks across samples", "heads", "ensemble"),
 )
-def test_compiled_blocks_fold_batches_as_eager_and_sort_nothing(graph, traced, sorts, options, shape, forward, folded):
+def test_compiled_code_folds_batches_as_eager_and_sort_nothing(graph, traced, sorts, options, shape, forward, folded):
     backend, graphs = traced
     model, x = small.build(graph, options), small.draw(graph, **shape)
     expected = small.differentiate(model, x, **forward)
     with integration.install():
         assert_same_numbers(small.differentiate(model, x, **forward), expected)
         sorts.clear()
-        compile_blocks(model, backend)
+        compile_parts(model, backend, COMPONENTS if options is WHOLE else BLOCKS)
         for _ in range(2):
             assert_same_numbers(small.differentiate(model, x, **forward), expected)
     assert not sorts
     assert not any("edge_structure" in name for names in graphs for name in names)
     for names in graphs:
         assert_ours(names)
-    assert {size for names in graphs for size in names.batch_sizes()} == folded
+    assert {size for names in graphs for size in batch_sizes(names)} == folded
 
 
-def test_compiled_blocks_sort_each_list_once_when_nothing_ran_before(graph, traced, sorts):
+@pytest.mark.parametrize(
+    ("kinds", "options"), ((BLOCKS, small.make_options(mapper_chunks=2, layers=4)), (COMPONENTS, WHOLE))
+)
+def test_compiled_code_sorts_each_list_once_when_nothing_ran_before(graph, traced, sorts, kinds, options):
     backend, graphs = traced
-    model, x = (
-        compile_blocks(small.build(graph, small.make_options(mapper_chunks=2, layers=4)), backend),
-        small.draw(graph, batch=2),
-    )
+    model, x = compile_parts(small.build(graph, options), backend, kinds), small.draw(graph, batch=2)
     with integration.install():
         for _ in range(3):
             small.differentiate(model, x)
@@ -206,20 +187,3 @@ def test_inference_compiled_makes_no_source_side(traced):
     with integration.install(), torch.no_grad():
         torch.compile(make_block(), fullgraph=True, backend=backend)(*inputs)
         assert not edge_index._anemoi_gt_cache.graph.has_reverse
-
-
-@pytest.mark.parametrize("component", ("processor", "mapper"))
-def test_a_component_compiled_whole_computes_with_us(graph, component, traced, sorts):
-    backend, graphs = traced
-    model, x = small.build(graph, small.make_options(checkpointing=False)), small.draw(graph, batch=2)
-    expected = small.differentiate(model, x)
-    with integration.install():
-        mappers = (model.encoder["encoder"], model.decoder["decoder"])
-        for module in mappers if component == "mapper" else (model.processor,):
-            module.compile(fullgraph=True, backend=backend)
-        for _ in range(2):
-            assert_same_numbers(small.differentiate(model, x), expected)
-    for names in graphs:
-        assert_ours(names)
-        assert "anemoi_gt.edge_structure.default" not in names
-    assert len(sorts) == 1 + 2 * 2

@@ -1,6 +1,5 @@
 """Our attention from a config of Anemoi: an entry of its layer kernels with validation on, or targets with it off."""
 
-import pickle
 import traceback
 import warnings
 
@@ -14,7 +13,6 @@ from hydra.errors import InstantiationException
 from support.anemoi_model import CONFIG, build, draw, make_options, options_of
 from support.same_numbers import assert_same_numbers
 
-from anemoi_gt.integrations import anemoi as integration
 from anemoi_gt.integrations.anemoi.attention import SETTINGS
 
 with warnings.catch_warnings(action="ignore"):  # of pydantic, at every field of the schema
@@ -73,12 +71,6 @@ def test_a_misspelt_option_stops_the_build(composed, graph):
     assert "backend must be one of auto, triton, torch, got 'cuda'" in "".join(traceback.format_exception(caught.value))
 
 
-def test_a_model_from_the_config_has_what_install_returns_and_pickles_without_a_name_of_ours(composed, graph):
-    model = build(graph, composed())
-    assert isinstance(model.processor.layer_factory.AnemoiGT()["install"], integration.Installation)
-    assert b"anemoi_gt" not in pickle.dumps(model)
-
-
 TARGETS = {
     "processor": ("graph_transformer_processor", GraphTransformerProcessor),
     "encoder": ("graph_transformer_forward_mapper", GraphTransformerForwardMapper),
@@ -113,10 +105,3 @@ def test_a_target_swaps_its_own_blocks_with_its_own_options(graph, name):
         if isinstance(block, GraphTransformerBaseBlock) and SETTINGS.of(block)
     }
     assert swapped == {name: "bf16"}
-
-
-def test_anemois_schema_knows_no_target_of_ours():
-    options = make_options()
-    options["processor"]["_target_"] = "anemoi_gt.integrations.anemoi.graph_transformer_processor"
-    with pytest.raises(ValueError, match="does not match any of the expected tags"):
-        validated(options)

@@ -112,19 +112,6 @@ def test_mixed_precision_is_as_accurate_as_anemois(graph, dtype):
             assert ours[name] <= 2 * theirs[name] + torch.finfo(dtype).eps, f"{name}: {ours[name]}, {theirs[name]}"
 
 
-@pytest.mark.parametrize("recomputed", ((), ("processor",), ("encoder", "processor", "decoder")), ids=str)
-def test_each_component_computes_its_attention_again_as_its_switch_says(graph, attentions, recomputed):
-    options = make_options()  # two chunks of encoder and decoder, two layers of the processor
-    mappers = {name: options[f"{name}s"][name]["mapper"] for name in ("encoder", "decoder")}
-    for name, component in {"processor": options["processor"], **mappers}.items():
-        component["gradient_checkpointing"] = name in recomputed
-    model, x = build(graph, options), draw(graph)
-    expected = differentiate(model, x)
-    with integration.install():
-        assert_same_numbers(differentiate(model, x), expected)
-    assert len(attentions) == 2 * 3 + 2 * len(recomputed)
-
-
 @pytest.fixture
 def inference_chunks(monkeypatch):
     """Set what Anemoi reads from ANEMOI_INFERENCE_NUM_CHUNKS when it is imported."""

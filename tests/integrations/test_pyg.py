@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.pyg_models import DIM, MODELS, TextGraphEncoder, UnifiedMessagePassing, make_hetero
+from support.pyg_models import DIM, MODELS, TextGraphEncoder, TwoLayers, UnifiedMessagePassing, make_hetero
 from support.same_numbers import assert_same_numbers
 from torch import nn
 from torch_geometric.data import Batch
@@ -58,11 +58,15 @@ def assert_same_gradients(ours, theirs, *inputs):
 
 
 @models
-def test_a_model_computes_what_it_did(make):
+def test_a_model_computes_what_it_did_on_a_graph_and_on_mini_batches_of_neighbourhoods(make):
     theirs, ours = make_pair(make)
     assert not layers_of(ours, TransformerConv)
     assert len(layers_of(ours, GraphTransformerConv)) == len(layers_of(theirs, TransformerConv))
-    assert_same_gradients(ours, theirs, *make_graph())
+    x, edge_index, edge_attr = make_graph()
+    assert_same_gradients(ours, theirs, x, edge_index, edge_attr)
+    for seed in ([0], [3, 7], [11]):
+        nodes, edges, _, chosen = k_hop_subgraph(seed, 2, edge_index, relabel_nodes=True, num_nodes=NODES)
+        assert_same_gradients(ours, theirs, x[nodes], edges, edge_attr[chosen])
 
 
 @models
@@ -124,18 +128,6 @@ def test_a_lazy_layer_takes_its_sizes_afterwards():
     assert_same_numbers(ours(*make_graph()), theirs(*make_graph()))
 
 
-class TwoLayers(nn.Module):
-    """Two layers that take their sizes from the first input."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = TransformerConv((-1, -1), 4, heads=2)
-        self.second = TransformerConv((-1, -1), 4)
-
-    def forward(self, x, edge_index):
-        return self.second(self.first(x, edge_index).relu(), edge_index)
-
-
 def sequential(hetero):
     return Sequential("x, edges", [(TransformerConv(6, 4), "x, edges -> x"), (TransformerConv(4, 2), "x, edges -> x")])
 
@@ -143,8 +135,8 @@ def sequential(hetero):
 @pytest.mark.parametrize(
     ("make", "layers"),
     (
-        (lambda hetero: to_hetero(TwoLayers(), hetero.metadata()), 2 * 3),
-        (lambda hetero: HeteroConv({kind: TransformerConv((6, 6), 4) for kind in hetero.edge_types}), 3),
+        (lambda hetero: to_hetero(TwoLayers(TransformerConv, (-1, -1)), hetero.metadata()), 2 * 3),
+        (lambda hetero: HeteroConv({kind: TransformerConv((2, 2), 4, edge_dim=DIM) for kind in hetero.edge_types}), 3),
         (sequential, 2),
     ),
     ids=("to_hetero", "HeteroConv", "Sequential"),
@@ -153,19 +145,10 @@ def test_a_model_that_pyg_composes_is_swapped(make, layers):
     hetero = make_hetero()
     torch.manual_seed(1)
     model = make(hetero)
-    inputs = make_graph()[:2] if make is sequential else (hetero.x_dict, hetero.edge_index_dict)
+    inputs = make_graph()[:2] if make is sequential else (hetero.x_dict, hetero.edge_index_dict, hetero.edge_attr_dict)
     expected = model(*inputs)
     assert len(layers_of(swap_layers(model), GraphTransformerConv)) == layers
     assert_same_numbers(model(*inputs), expected)
-
-
-@models
-def test_mini_batches_of_neighbourhoods_give_what_pyg_gives(make):
-    theirs, ours = make_pair(make)
-    x, edge_index, edge_attr = make_graph()
-    for seed in ([0], [3, 7], [11]):
-        nodes, edges, _, chosen = k_hop_subgraph(seed, 2, edge_index, relabel_nodes=True, num_nodes=NODES)
-        assert_same_gradients(ours, theirs, x[nodes], edges, edge_attr[chosen])
 
 
 def test_a_swapped_model_pickles_and_copies():
@@ -324,21 +307,16 @@ UNSERVED = {
 
 
 @pytest.mark.parametrize("reason", UNSERVED)
-def test_a_layer_that_ours_cannot_stand_for_stays_and_the_log_says_why(reason, caplog):
-    model = nn.ModuleList([conv_with(**UNSERVED[reason]), TransformerConv(6, 4)])
-    first = model[0]
-    with caplog.at_level(logging.WARNING, logger="anemoi_gt"):
-        swap_layers(model)
-    assert model[0] is first and type(model[1]) is GraphTransformerConv
-    assert [reason in record.message for record in caplog.records] == [True]
-
-
-@pytest.mark.parametrize("reason", UNSERVED)
-def test_a_named_backend_refuses_such_a_layer_and_changes_nothing(reason):
+def test_a_named_backend_refuses_what_ours_cannot_stand_for_and_auto_leaves_it_and_the_log_says_why(reason, caplog):
     model = nn.ModuleList([TransformerConv(6, 4), conv_with(**UNSERVED[reason])])
+    last = model[1]
     with pytest.raises(ValueError, match=f"attention backend 'torch' cannot serve .*: {reason}"):
         swap_layers(model, backend="torch")
     assert type(model[0]) is TransformerConv
+    with caplog.at_level(logging.WARNING, logger="anemoi_gt"):
+        swap_layers(model)
+    assert model[1] is last and type(model[0]) is GraphTransformerConv
+    assert [reason in record.message for record in caplog.records] == [True]
 
 
 def test_a_model_without_such_a_layer_is_refused():

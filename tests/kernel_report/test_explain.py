@@ -7,19 +7,20 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support.anemoi_model import build, draw, graph_of, make_options
+from anemoi.models.layers.block import GraphTransformerMapperBlock, GraphTransformerProcessorBlock
+from support.anemoi_model import block_inputs, build, draw, graph_of, make_block, make_options
 from support.refusals import raises
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules import module as torch_module
 from torch.profiler import profile
-from torch_geometric.nn import TransformerConv
 
 from anemoi_gt import AttentionConfig, EncoderProcessorDecoder, GraphStructure, GraphTransformerConv
 from anemoi_gt.data.graphs import icosphere_graph
 from anemoi_gt.data.grids import grid
-from anemoi_gt.integrations import anemoi, pyg
-from anemoi_gt.kernel_report import explain, explain_attention
+from anemoi_gt.integrations import anemoi
+from anemoi_gt.kernel_report import Explanation, Layer, Pass, explain, explain_attention
+from anemoi_gt.kernel_report.report import BLOCK
 from anemoi_gt.ops import backends
 
 TRITON = AttentionConfig(backend="triton")
@@ -272,13 +273,6 @@ def test_a_profile_without_the_explained_calls_raises(explained, device, shapes,
     raises(lambda: replace(explained, layers=(replace(layer, device=device),)).with_profile(seen), message)
 
 
-def test_swapped_layers_of_pyg_are_listed():
-    model = pyg.swap_layers(nn.ModuleDict({"conv": TransformerConv(4, 8, edge_dim=3)}))
-    model.forward = lambda *inputs: model["conv"](*inputs)
-    (layer,) = explain(model, torch.randn(3, 4), EDGES, torch.randn(4, 3)).layers
-    assert (layer.name, layer.module, layer.backend) == ("conv", "GraphTransformerConv", "torch")
-
-
 @pytest.mark.parametrize("fuse_edges", [True, False])
 def test_swapped_blocks_of_anemoi_are_listed_and_keep_raw_edges(anemoi_as_it_is, fuse_edges):
     graph = graph_of("O4", 1)
@@ -288,3 +282,30 @@ def test_swapped_blocks_of_anemoi_are_listed_and_keep_raw_edges(anemoi_as_it_is,
     assert len(found.layers) >= 3 and all("proc" in layer.name for layer in found.layers)
     assert {layer.features for layer in found.layers} == {"raw" if fuse_edges else "embedded"}
     assert all(layer.module.startswith("GraphTransformer") for layer in found.layers)
+
+
+@pytest.mark.parametrize("kind", [GraphTransformerProcessorBlock, GraphTransformerMapperBlock])
+def test_a_whole_block_of_anemoi_is_listed_with_the_kernels_of_its_attention(anemoi_as_it_is, kind):
+    block, found = make_block(kind), []
+    for blocks in (False, True):
+        with anemoi.install(backend="triton", blocks=blocks):
+            found += explain(block, *block_inputs(kind)).layers
+    attention, whole = found
+    assert [pass_.operator for pass_ in whole.passes] == [BLOCK, f"{BLOCK}_backward"]
+    passes = [replace(one, operator=own.operator) for one, own in zip(whole.passes, attention.passes, strict=True)]
+    assert replace(whole, passes=tuple(passes)) == attention
+
+
+def test_times_of_a_whole_block_come_from_its_operator():
+    sizes = {"batch": 2, "sources": 5, "destinations": 7, "edges": 9, "heads": 4, "channels": 8, "attributes": 3}
+    passes = tuple(Pass(name, BLOCK + end, 1, None, ()) for name, end in (("forward", ""), ("backward", "_backward")))
+    layer = Layer("block", "Block", sizes, "raw", "bfloat16", "cpu", "triton", {}, passes)
+    shapes = {"x_src": [10, 32], "x_dst": [14, 32], "row": [9], "query_weight": [32, 32], "edge_weight": [32, 3]}
+    events = []
+    for pass_, ms in zip(passes, (3.0, 5.0), strict=True):
+        operator = getattr(torch.ops.anemoi_gt, pass_.operator.partition("::")[2]).default
+        given = [shapes.get(argument.name, []) for argument in operator._schema.arguments]
+        events.append(event(pass_.operator, given, {}))
+        events[-1].cpu_time_total = 1e3 * ms
+    timed = Explanation((layer,), None).with_profile(SimpleNamespace(events=lambda: events))
+    assert [pass_.achieved_ms for pass_ in timed.layers[0].passes] == [3.0, 5.0]

@@ -113,17 +113,14 @@ def replayed():
         print(json.dumps(line))
 
 
-def compilations():
-    return {kernel.__name__: len(kernel.device_caches[0][0]) for kernel in KERNELS if kernel.device_caches[0][0]}
-
-
 def sizes():
     """Sizes that are 1, divisible by 16, and neither, at a mean degree that chooses the same tiles."""
     for nodes in (1, 16, 23):
         numbers = torch.arange(nodes * 5)
         graph = GraphStructure.from_edge_index(torch.stack([numbers % nodes, numbers // 5]), nodes)
         run(Call(2, 16, 3, graph=graph))
-    print(json.dumps(compilations()))
+    caches = {kernel.__name__: kernel.device_caches[0][0] for kernel in KERNELS}
+    print(json.dumps({name: len(compiled) for name, compiled in caches.items() if compiled}))
 
 
 def unaligned():

@@ -2,20 +2,26 @@
 
 import json
 import re
+import sys
 from itertools import product
 from pathlib import Path
 
 import pytest
 
 from anemoi_gt.ops.triton_backend import tiles
-from anemoi_gt.ops.triton_backend.tiles import ROW_KERNELS, Shape, candidates, destination_tile, forward_tile
+from anemoi_gt.ops.triton_backend.tiles import Shape, destination_tile, forward_tile
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+
+from suite.tile_candidates import MAX_HELD, MIN_HELD, ROW_KERNELS, SHARED_BYTES, candidates  # noqa: E402
 
 GRAPHS = {  # N320 and icosphere 6: sources, destinations, edges
     "encoder": (542_080, 40_962, 852_840),
     "processor": (40_962, 40_962, 327_600),
     "decoder": (40_962, 542_080, 1_626_240),
 }
-SWEEP = json.loads((Path(__file__).parents[2] / "benchmarks/results/row_tiles_h200.json").read_text())
+SWEEP = json.loads((BENCHMARKS / "results/row_tiles_h200.json").read_text())
 MEASURED = {}  # kernel, graph, channels: ms of each tile with all 16 heads on an H200
 for graph, width, kind, num_warps, unroll, nodes, pairs, ms in SWEEP["rows"]:
     MEASURED.setdefault((kind, graph, width), {})[tiles.RowTile(16, width, unroll, num_warps, nodes, pairs)] = ms
@@ -72,11 +78,11 @@ def test_candidates_begin_with_the_chosen_tile_and_hold_what_a_thread_can(kernel
     shape = Shape(16, 64, 0, 8, 2, pairs_possible=kernel != "sources")
     found = candidates(kernel, shape)
     assert found[0] == ROW_KERNELS[kernel](shape) and len(set(found)) == len(found) > 20
-    assert all(tiles.MIN_HELD <= tile.heads * tile.channels / (32 * tile.num_warps) <= tiles.MAX_HELD for tile in found)
+    assert all(MIN_HELD <= tile.heads * tile.channels / (32 * tile.num_warps) <= MAX_HELD for tile in found)
 
 
 def test_candidates_of_a_contraction_fit_the_shared_memory():
     found = candidates("embed", shape_of("forward", "decoder", 64))
     assert found[0] == tiles.embed_tile(64, 12) and len(set(found)) == len(found) > 20
     held = [4 * tile.num_stages * tile.nodes * (tile.channels + tile.attributes) for tile in found]
-    assert max(held) <= tiles.SHARED_BYTES
+    assert max(held) <= SHARED_BYTES

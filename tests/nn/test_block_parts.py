@@ -7,6 +7,7 @@ import torch
 from support.differentiate import randomise
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import gelu, layer_norm, linear, relu, sigmoid, silu
+from torch.testing._internal.two_tensor import TwoTensor
 
 from anemoi_gt import GraphStructure, GraphTransformerConv, GraphTransformerMapperBlock, GraphTransformerProcessorBlock
 from anemoi_gt.nn import AutocastLayerNorm, ConditionalLayerNorm, LayerKernels
@@ -145,9 +146,23 @@ def test_adapters_and_hooks_of_an_edge_embedding_are_called(kind, change, compil
     change(layer)
     torch.compiler.reset()
     call = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else layer
-    with pytest.warns(UserWarning, match="lin_edge, a .*, has hooks or is of another class"):
+    with pytest.warns(UserWarning, match="lin_edge, a .*, has hooks, .* or another class"):
         out = call(*inputs)
     torch.testing.assert_close(out, expected(*inputs))
+
+
+@pytest.mark.parametrize("kind", ("conv", "block"))
+def test_an_edge_embedding_with_weights_that_compute_for_themselves_is_called(kind):
+    conv, block = GraphTransformerConv(8, 4, heads=2, edge_dim=3), GraphTransformerProcessorBlock(**SIZES)
+    layer = randomise(conv if kind == "conv" else block)
+    graph = GraphStructure.from_edge_index(torch.tensor([[0, 1, 2, 2], [0, 0, 1, 2]]), 3)
+    inputs = torch.randn(3, 8), graph, torch.randn(4, 3)
+    expected = layer(*inputs)
+    weight = layer.lin_edge.weight.detach()
+    layer.lin_edge.weight = torch.nn.Parameter(TwoTensor(weight, weight))
+    with pytest.warns(UserWarning, match="weights that are a tensor subclass"):
+        out = layer(*inputs)
+    torch.testing.assert_close(out.a if isinstance(out, TwoTensor) else out, expected)
 
 
 def test_projections_of_another_class_read_nodes_as_they_are():

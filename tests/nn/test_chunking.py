@@ -161,18 +161,6 @@ def test_features_exist_for_one_chunk_at_a_time(kind):
     assert max(rows) <= max(max(chunk.graph.num_src, chunk.graph.num_edges) for chunk in chunks) < SRC
 
 
-@pytest.mark.parametrize("backend", ["torch", "triton"])
-@pytest.mark.parametrize("kind", ["conv", "backward mapper", "processor block"])
-def test_layers_without_gradients_keep_nothing_and_build_no_reverse(kind, backend, monkeypatch, kernel_device):
-    layer, inputs, graph = make(kind, config=AttentionConfig(backend))
-    layer, inputs = layer.float().to(kernel_device), {n: x.float().to(kernel_device) for n, x in inputs.items()}
-    monkeypatch.setattr(GraphStructure, "with_reverse", lambda *_, **__: pytest.fail("built the reverse structure"))
-    kept = []
-    with torch.autograd.graph.saved_tensors_hooks(kept.append, lambda tensor: tensor), torch.no_grad():
-        run(layer, inputs, graph.to(kernel_device))
-    assert kept == []
-
-
 @pytest.mark.parametrize("number", (0, -1, 12))
 def test_number_of_chunks_beyond_that_of_destinations_is_refused(graph, number):
     message = f"num_chunks must be in 1 .. 11, the number of destinations, got {number}"

@@ -133,19 +133,6 @@ def test_dropout_drops_weights_at_its_rate_and_scales_the_others(rate):
     torch.testing.assert_close(kept, torch.full_like(kept, 1 / (1 - rate) if rate < 1 else 0))
 
 
-def test_dropout_draws_a_new_mask_in_training_and_none_in_eval():
-    conv = GraphTransformerConv(6, 8, heads=3, dropout=0.5)
-    x, edge_index = torch.randn(DST, 6), make_inputs(False, None)[1]
-    torch.manual_seed(0)
-    first, second = conv(x, edge_index), conv(x, edge_index)
-    torch.manual_seed(0)
-    again = conv(x, edge_index)
-    assert not torch.equal(first, second)
-    assert torch.equal(first, again)
-    conv.eval()
-    assert torch.equal(conv(x, edge_index), conv(x, edge_index))
-
-
 @refused(
     ({"heads": 0}, "heads must be at least 1, got 0"),
     ({"out_channels": 0}, "out_channels must be at least 1, got 0"),

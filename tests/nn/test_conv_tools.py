@@ -4,11 +4,10 @@ import copy
 import pickle
 import sys
 import types
-import warnings
 
 import pytest
 import torch
-from support.pyg_models import DIM, make_hetero
+from support.pyg_models import DIM, TwoLayers, make_hetero
 from support.refusals import raises
 from torch_geometric.explain import AttentionExplainer, Explainer, GNNExplainer
 from torch_geometric.nn import HeteroConv, Sequential, TransformerConv, summary, to_hetero
@@ -21,19 +20,6 @@ def data():
     generator = torch.Generator().manual_seed(0)
     edge_index = torch.randint(8, (2, 25), generator=generator)
     return torch.randn(8, 6, generator=generator), edge_index, torch.randn(25, DIM, generator=generator)
-
-
-class TwoLayers(torch.nn.Module):
-    """Two attention layers of a given class, as a user would write them."""
-
-    def __init__(self, layer, in_channels=6, **options):
-        super().__init__()
-        torch.manual_seed(1)
-        self.first = layer(in_channels, 4, heads=2, edge_dim=DIM, **options)
-        self.second = layer(in_channels if in_channels == -1 else 8, 2, edge_dim=DIM, **options)
-
-    def forward(self, x, edge_index, edge_attr):
-        return self.second(self.first(x, edge_index, edge_attr).relu(), edge_index, edge_attr)
 
 
 def test_pygs_sequential_runs_it(data):
@@ -96,22 +82,19 @@ def test_explainers_find_what_they_find_in_pygs_layer(data):
         torch.testing.assert_close(actual.edge_mask, expected.edge_mask)
 
 
+@pytest.mark.filterwarnings("error")
 def test_layer_warns_of_per_edge_messages_only_while_a_hook_is_active(data):
     x, edge_index, edge_attr = data
     conv = GraphTransformerConv(6, 4, heads=2, edge_dim=DIM, beta=True)
     seen = []
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        expected = conv(x, edge_index, edge_attr)
+    expected = conv(x, edge_index, edge_attr)
     hook = conv.register_message_forward_hook(lambda module, inputs, out: seen.append(out.shape))
     with pytest.warns(UserWarning, match="falls back to per-edge messages"):
         watched = conv(x, edge_index, edge_attr)
     hook.remove()
     torch.testing.assert_close(watched, expected)
     assert seen == [(25, 2, 4)]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert torch.equal(conv(x, edge_index, edge_attr), expected)
+    assert torch.equal(conv(x, edge_index, edge_attr), expected)
 
 
 def test_backend_triton_refuses_messages(data):

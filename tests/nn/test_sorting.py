@@ -4,10 +4,12 @@ import pytest
 import torch
 from support.graphs import GRAPHS
 from support.operators import Operators
+from support.refusals import raises
 from support.same_numbers import assert_same
 
 from anemoi_gt import AttentionConfig, GraphStructure, GraphTransformerConv
 from anemoi_gt.graph import build
+from anemoi_gt.ops.torch_backend import op
 
 EDGE_INDEX, NODES = GRAPHS["shuffled"][0], max(GRAPHS["shuffled"][1])
 
@@ -39,7 +41,7 @@ def test_a_graph_is_sorted_once_a_side_where_it_is_built_and_never_in_training()
 @pytest.fixture
 def unordered(monkeypatch):
     """Group without order where kernels are interpreted too."""
-    monkeypatch.setattr(build, "_order_may_vary", lambda _: not torch.are_deterministic_algorithms_enabled())
+    monkeypatch.setattr(build, "_order_may_vary", lambda _: True)
 
 
 def as_adjacency(edge_index):
@@ -71,18 +73,26 @@ def test_raw_edges_are_grouped_without_sorting_on_request(edges, expected, unord
 
 
 def test_raw_edges_are_grouped_by_destination_alone_without_gradients(unordered, kernel_device):
-    layer = GraphTransformerConv(4, 4, config=AttentionConfig(stable_sort=False)).to(kernel_device)
+    layer = GraphTransformerConv(4, 4, config=AttentionConfig("triton", stable_sort=False)).to(kernel_device)
     with torch.no_grad(), Operators() as operators:
         layer(torch.ones(NODES, 4, device=kernel_device), EDGE_INDEX.to(kernel_device))
     assert groupings(operators) == ["group_edges_unordered"]
 
 
-def test_raw_edges_are_sorted_under_deterministic_algorithms(unordered, kernel_device):
-    layer = GraphTransformerConv(4, 4, config=AttentionConfig(stable_sort=False)).to(kernel_device)
-    torch.use_deterministic_algorithms(True)
-    try:
-        with Operators() as operators:
-            train([layer], EDGE_INDEX.to(kernel_device))
-    finally:
-        torch.use_deterministic_algorithms(False)
-    assert set(groupings(operators)) == {"sort"}
+@pytest.mark.parametrize("dtype", (torch.int32, torch.int64))
+def test_few_raw_edges_on_a_cpu_are_not_sorted_and_many_are(monkeypatch, dtype):
+    layer, edge_index = GraphTransformerConv(4, 4), EDGE_INDEX.to(dtype)
+    with Operators() as operators:
+        result = train([layer], edge_index)
+    assert groupings(operators) == []
+    monkeypatch.setattr(op, "MAX_EDGE_ROWS", EDGE_INDEX.shape[1] * 4 - 1)
+    with Operators() as operators:
+        assert_same(result, train([layer], edge_index), 1e-5)
+    assert groupings(operators) == ["sort", "sort"]
+
+
+@pytest.mark.parametrize("wrong", (-1, NODES))
+def test_an_index_that_is_no_node_is_refused_where_nothing_is_sorted(wrong):
+    layer, edge_index = GraphTransformerConv(4, 4), EDGE_INDEX.clone()
+    edge_index[1, -1] = wrong
+    raises(lambda: train([layer], edge_index), r"destination \(row 1 of edge_index\) must hold values in 0 .. ")

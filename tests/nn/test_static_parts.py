@@ -63,12 +63,12 @@ def test_poles_rounded_to_float32_are_accepted():
     (lambda: StaticNodes(torch.tensor([[50.0, 10.0]])), "within .* radians, got up to 50; convert degrees"),
     (lambda: StaticNodes(torch.tensor([[math.nan, 0.0]])), "positions must be finite, got NaN"),
     (lambda: StaticNodes(torch.tensor([[0.0, math.inf]])), "positions must be finite, got NaN or infinity"),
-    (lambda: StaticNodes(torch.zeros(4, 3)), r"shape \[N, 2\], .* got torch.float32 \(4, 3\)"),
-    (lambda: StaticNodes(torch.zeros(4, 2, dtype=torch.int64)), r"floating point .* got torch.int64 \(4, 2\)"),
+    (lambda: StaticNodes(torch.zeros(4, 3)), r"shape \[N, 2\], .* got \(4, 3\)"),
+    (lambda: StaticNodes(torch.zeros(4, 2, dtype=torch.int64)), "positions must be floating point, got torch.int64"),
     (lambda: StaticNodes(torch.zeros(4, 2), -1), "trainable must be at least 0, .* features of a node, got -1"),
     (lambda: make_edges(-1), "trainable must be at least 0, the number of trainable attributes of an edge, got -1"),
-    (lambda: StaticEdges(EDGE_INDEX, torch.zeros(5, 3), (3, 2)), r"shape \[4, D\], .* got torch.float32 \(5, 3\)"),
-    (lambda: StaticEdges(EDGE_INDEX, torch.zeros(4), (3, 2)), r"got torch.float32 \(4,\)"),
+    (lambda: StaticEdges(EDGE_INDEX, torch.zeros(5, 3), (3, 2)), r"shape \[4, D\], .* got \(5, 3\)"),
+    (lambda: StaticEdges(EDGE_INDEX, torch.zeros(4), (3, 2)), r"got \(4,\)"),
     (lambda: StaticEdges(EDGE_INDEX, torch.zeros(4, 3), (2, 3)), "source .* must hold values in 0 .. 1"),
 )
 def test_wrong_static_graph_is_refused(wrong, message):

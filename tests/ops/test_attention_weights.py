@@ -31,14 +31,6 @@ def test_they_reproduce_the_output_in_the_callers_edge_order(form):
     torch.testing.assert_close(out, expected, **F64)
 
 
-def test_those_of_a_batch_equal_those_of_its_elements():
-    problem = make_problem(GRAPHS["shuffled"], 3, 4, 5, dtype=torch.float64)
-    query, key = torch.stack([problem.query, -problem.query]), torch.stack([problem.key, problem.key * 2])
-    edges = (GRAPH, problem.edge_attr, problem.edge_weight)
-    expected = torch.stack([attention_weights(query[b], key[b], *edges) for b in range(2)])
-    torch.testing.assert_close(attention_weights(query, key, *edges), expected, **F64)
-
-
 @pytest.mark.parametrize("form", ["raw", "embedded"])
 def test_autocast_rounds_only_the_operands(form):
     problem = make_problem(GRAPHS["shuffled"], 3, 4, 5, form)

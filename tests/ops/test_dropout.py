@@ -1,4 +1,4 @@
-"""Dropout of edge attention: its mask and its rate; seeds are in test_conv_parity.py."""
+"""Dropout of edge attention: its mask, its seed and its rate."""
 
 import itertools
 

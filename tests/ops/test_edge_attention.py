@@ -39,18 +39,6 @@ def test_a_batch_equals_its_elements(form, shared):
     assert_same(attend(stack(elements), graph, "torch"), expected, F64)
 
 
-def test_disjoint_structure_equals_the_graphs_one_by_one():
-    names = ("shuffled", "isolated", "no_edges")
-    problems = [make_problem(GRAPHS[name], 2, 4, 3, "raw_without_bias", torch.float64) for name in names]
-    problems, graphs = share(problems, "edge_weight"), [structure(GRAPHS[name]) for name in names]
-    expected = [run(problem, graph) for problem, graph in zip(problems, graphs, strict=True)]
-    joined = {name: torch.cat([getattr(each, name) for each in problems]) for name in ("query", "key", "value")}
-    joined |= {"edge_attr": torch.cat([each.edge_attr for each in problems]), "edge_weight": problems[0].edge_weight}
-    actual = edge_attention(**joined, graph=GraphStructure.disjoint(graphs), config=TORCH)
-    for tensor, parts in zip(actual, zip(*expected, strict=True), strict=True):
-        assert_same(tensor, torch.cat(parts), F64)
-
-
 def test_gradient_of_lse_alone_is_right():
     problem, graph = problem_and_graph()
     problem.grad_out.zero_()
@@ -71,7 +59,7 @@ def test_reverse_structure_is_built_only_for_gradients(monkeypatch):
     assert not built
     edge_attention(**leaves_of(problem, graph), graph=graph, config=TORCH)
     assert not built  # few edges: they are summed into sources unsorted
-    monkeypatch.setattr(op, "SORTED_EDGES", 1)
+    monkeypatch.setattr(op, "MAX_EDGE_ROWS", 1)
     edge_attention(**leaves_of(problem, graph), graph=graph, config=TORCH)
     assert built
 

@@ -6,6 +6,7 @@ from support.differentiate import differentiate
 from support.same_numbers import assert_same
 
 from anemoi_gt import AttentionConfig, GraphStructure, edge_attention
+from anemoi_gt.graph.build import UnsortedEdges
 from anemoi_gt.ops.torch_backend import edge_rows, op, reference
 
 BATCH, NODES, EDGES, HEADS, CHANNELS = 2, 9, 40, 6, 4
@@ -66,6 +67,44 @@ def test_formulas_on_edge_rows_agree_with_the_others(monkeypatch, batched, with_
     actual = differentiate(attention, inputs, attention)
     monkeypatch.setattr(op, "MAX_EDGE_ROWS", 0)
     assert_same(actual, differentiate(attention, inputs, attention), 1e-12)
+
+
+@pytest.mark.parametrize("dropout_p", (0.0, 0.4))
+@pytest.mark.parametrize("edge_dim", (0, 2, 5), ids=("embedded", "fewer than channels", "more than channels"))
+@pytest.mark.parametrize("batched", (False, True))
+def test_unsorted_edges_give_what_sorted_ones_give(batched, edge_dim, dropout_p):
+    attention, inputs = Attention(dropout_p), operands(edge_dim)
+    if not batched:
+        inputs = {name: each[0] if each.shape[0] == BATCH else each for name, each in inputs.items()}
+    expected = differentiate(attention, inputs, attention)
+    attention.graph = UnsortedEdges.of(attention.graph.edge_index(), NODES, NODES)
+    assert_same(differentiate(attention, inputs, attention), expected, 1e-12)
+
+
+def test_unsorted_edges_give_the_same_bits_again_and_with_other_threads():
+    generator, threads = torch.Generator().manual_seed(0), torch.get_num_threads()
+    edges = UnsortedEdges.of(torch.randint(500, (2, 8000), generator=generator), 500, 500)
+    query = torch.randn(500, 4, 16, generator=generator, requires_grad=True)
+
+    def attend(threads):
+        torch.set_num_threads(threads)
+        out, lse = edge_attention(query, query, query, edges, config=TORCH)
+        return out, lse, *torch.autograd.grad(out.square().sum(), query)
+
+    try:
+        results = [attend(number) for number in (1, 1, 2)]
+    finally:
+        torch.set_num_threads(threads)
+    assert_same(results[1], results[0], 0)
+    assert_same(results[2], results[0], 0)
+
+
+def test_operators_with_unsorted_edges_pass_opcheck():
+    inputs = [each.requires_grad_() for each in operands(2).values()]
+    inputs[3] = inputs[3].detach()[None].requires_grad_()
+    src, dst = torch.randint(NODES, (2, EDGES), generator=torch.Generator().manual_seed(0))
+    arguments = [*inputs, None, src, None, None, None, dst, None, torch.tensor([3]), 0.5, 0.2, True]
+    torch.library.opcheck(torch.ops.anemoi_gt.edge_attention_torch.default, arguments)
 
 
 def test_formulas_on_edge_rows_are_chosen_by_sizes_on_a_cpu(monkeypatch):

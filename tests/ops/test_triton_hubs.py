@@ -25,7 +25,7 @@ SMALL = AttentionConfig("triton", tile="segment=4")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # numpy's, of the interpreter
 
 
-def crowd(num_src, num_dst, to=None, of=None, edges=48):
+def crowd(num_src, num_dst, to=None, of=None, edges=32):
     """Random edges, of which most lead `to` one destination and come `of` one source."""
     generator = torch.Generator().manual_seed(edges)
     ends = [torch.randint(nodes, (edges,), generator=generator) for nodes in (num_src, num_dst)]
@@ -39,8 +39,8 @@ HUBS = {
     "destination": crowd(7, 9, to=3),
     "source": crowd(7, 9, of=2),
     "both": crowd(5, 4, to=3, of=0),
-    "several": crowd(3, 4),
-    "first, others isolated": (torch.stack([torch.arange(40) % 5, torch.zeros(40).long()]), (5, 6)),
+    "several": crowd(3, 4, edges=44),
+    "first, others isolated": (torch.stack([torch.arange(26) % 5, torch.zeros(26).long()]), (5, 6)),
     "ends with a block": (torch.stack([torch.arange(36) % 3, (torch.arange(36) - 3).clamp_min(0) // 11]), (3, 4)),
 }
 COLUMNS = {
@@ -153,13 +153,14 @@ def test_compiled_attention_on_hubs_equals_eager_and_never_recompiles(kernel_dev
     counter, compilations = CompileCounterWithBackend("aot_eager"), []
 
     def loss(graph, *operands):
-        out, lse = edge_attention(*operands[:3], graph, *operands[3:], config=AttentionConfig("triton"))
+        out, lse = edge_attention(*operands[:3], graph, *operands[3:], config=SMALL)
         return out.square().sum() + lse.sum()
 
     step = torch.compile(loss, fullgraph=True, dynamic=True, backend=counter)
-    for num_src, num_dst, edges in ((5, 3, 400), (4, 6, 560)):
+    for num_src, num_dst, edges in ((5, 3, 40), (4, 6, 56)):
         sizes = crowd(num_src, num_dst, to=1, of=2, edges=edges)
-        graph, values = structure(sizes, kernel_device).with_reverse(), []
+        graph, values = structure(sizes, kernel_device, validate=False).with_reverse(), []
+        assert graph.dst_hubs is not None and graph.src_hubs is not None
         for function in (step, loss):
             leaves = leaves_of(make_problem(sizes, 1, 7, 2), graph)
             with torch._dynamo.config.patch(error_on_recompile=counter.frame_count > 0):
@@ -182,5 +183,5 @@ class TestStructure:
         calm = GraphStructure.from_edge_index(*GRAPHS["shuffled"])
         unchecked = GraphStructure.from_csc(calm.colptr, calm.row, calm.num_src, validate=False)
         assert unchecked.dst_hubs is not None and unchecked.src_hubs is not None
-        with pytest.raises(ValueError, match=r"src_hubs must be a tensor \[257, 0\].*got \(3,\)"):
+        with pytest.raises(ValueError, match=r"src_hubs must have shape \[257, 0\].*got \(3,\)"):
             replace(calm, src_hubs=torch.empty(3))

@@ -10,13 +10,7 @@ from anemoi_gt.kernels.jit_launch import Launch
 from anemoi_gt.ops.triton_backend import launch
 from anemoi_gt.ops.triton_backend.problem import Sizes
 
-INDICES = (
-    "colptr",
-    "rowptr",
-    "pointers",
-    "perm",
-    "dst_schedule",
-)  # pointers of nodes and orders, which are not counted
+INDICES = ("colptr", "rowptr", "pointers", "perm", "dst_schedule")  # pointers of nodes and orders: not counted
 CONFIG = AttentionConfig(backend="triton")
 
 

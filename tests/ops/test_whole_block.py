@@ -96,7 +96,7 @@ def test_results_repeat_bit_by_bit(kernel_device):
 
 @pytest.mark.parametrize("kind", ("processor", "mapper"))
 def test_forward_and_backward_operators_pass_opcheck(kind, kernel_device, monkeypatch):
-    block, *operands = make(kind, kernel_device)
+    block, *operands = make(kind, kernel_device, num_src=3, num_dst=4, edges=7)
     calls, call = [], whole.transformer_block
     monkeypatch.setattr(whole, "_transform", lambda *a: calls.append(a) or call(*a))
     out = by_operator(block, *operands, 1)

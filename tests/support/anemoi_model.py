@@ -10,6 +10,7 @@ from anemoi.models.layers.block import GraphTransformerProcessorBlock
 from anemoi.models.layers.utils import load_layer_kernels
 from anemoi.models.models import AnemoiModelEncProcDec
 from anemoi.models.models.ens_encoder_processor_decoder import AnemoiEnsModelEncProcDec
+from anemoi.models.triton.gt import graph_transformer_attention_conv
 from anemoi.utils.config import DotDict
 from omegaconf import DictConfig, OmegaConf
 
@@ -75,7 +76,7 @@ def differentiate(model, x, **options):
     return out.detach(), {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
-NODES, EDGES = 30, 150  # of the graph of a single block
+NODES, EDGES = 13, 48  # of the graph of a single block
 
 
 class OwnLinear(torch.nn.Linear):
@@ -99,6 +100,13 @@ def make_block(kind=GraphTransformerProcessorBlock, **options):
     sizes = {"in_channels": 16, "hidden_dim": 32, "out_channels": 16, "num_heads": 2, "edge_dim": 5}
     options = {"layer_kernels": load_layer_kernels(), "graph_attention_backend": "pyg"} | options
     return kind(**sizes, **options)
+
+
+def for_gpu(block):
+    """A block as a GPU machine has it with `graph_attention_backend: triton`."""
+    del block.conv
+    block.conv, block.graph_attention_backend = graph_transformer_attention_conv, "triton"
+    return block
 
 
 def block_inputs(kind=GraphTransformerProcessorBlock):

@@ -1,33 +1,31 @@
 """Anemoi's models on several gloo ranks, and on one rank: `python anemoi_shards.py FOLDER`.
 
-Four ranks are started once and run every case of `CASES` with our sharding; rank 0 writes FOLDER/CASE.pt: the loss and
-what Anemoi's strategy makes of the gradients, or what the case counts. `one_rank(case)` is the same with Anemoi's own
-code. Ranks with Anemoi's own sharding, on its code and on ours, write FOLDER/WORLD_STRATEGY_WHO.pt: the whole output,
-gradients summed over ranks, and how many edge lists each rank sorted in each of two passes.
+Four ranks are started once and run every case of `CASES` with us; rank 0 writes FOLDER/CASE.pt: the loss, what Anemoi's
+strategy makes of the gradients, and what it counted. `one_rank(case)` is the same with Anemoi's own code.
 """
 
 import logging
 import sys
-from contextlib import nullcontext
+from collections import Counter
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from anemoi.models.distributed.graph import gather_tensor
 from anemoi.models.distributed.shapes import BipartiteGraphShardInfo, get_shard_sizes
-from torch_geometric.data import HeteroData
 
 from anemoi_gt import GraphStructure
 from anemoi_gt.distributed import HaloExchange
 from anemoi_gt.integrations import anemoi as integration
-from support.anemoi_model import build, draw, graph_of, make_ensemble_options, make_options
+from support.anemoi_model import build, graph_of, make_ensemble_options, make_options
+from support.weather import KINDS, weather_graph
 
 RANKS = 4
 LAYERS = 2
-STRATEGIES, WORLDS = ("edges", "heads"), (2, 3)  # of Anemoi's own sharding
 
 
 @dataclass(frozen=True)
@@ -48,6 +46,7 @@ class Case:
 
 TOPOLOGIES = {"1": (1, 1), "2": (2, 1), "3": (3, 1), "4": (4, 1), "2x2": (2, 2)}
 OPTIONS = {"channels": 16, "heads": 2, "layers": LAYERS, "qk_norm": True}  # with qk_norm no gradient is zero by nature
+WITHOUT_OURS = {"counted": True, "install": {"sharding": False}}  # by Anemoi, for which a rank must have two heads
 COUNTED = {("symmetric", "1", 1), ("symmetric", "3", 1), ("asymmetric", "4", 2)}
 CASES = {
     **{
@@ -65,6 +64,8 @@ CASES = {
     "all activations kept": Case(3, options={"checkpointing": False, "mapper_chunks": 1}, batch=2),
     "edges embedded": Case(3, options={"edge_pre_mlp": True}, install={"fuse_edges": False}, batch=2),
     "compiled": Case(2, graph="asymmetric", batch=2, compiled=True),
+    **{f"Anemoi's {strategy}-{ranks}": Case(ranks, options={"heads": 8, "shard_strategy": strategy}, **WITHOUT_OURS)
+       for strategy in ("edges", "heads") for ranks in (2, 3)},
 }  # fmt: skip
 
 
@@ -72,7 +73,7 @@ CASES = {
 def graph(name):
     """The graph of a case; of the tiny one two ranks of four have no hidden node, and some nodes no edge."""
     if name == "tiny":
-        return tiny_graph()
+        return weather_graph({"data": 7, "hidden": 2}, dict.fromkeys(KINDS, 5))
     graph = graph_of("O8", 2)
     if name == "asymmetric":  # the nearest six, seen from nodes that are each moved a little
         x, generator = graph["hidden"].x, torch.Generator().manual_seed(0)
@@ -81,27 +82,9 @@ def graph(name):
         moved = points + 0.1 * torch.randn(points.shape, generator=generator)
         edges = graph["hidden", "to", "hidden"]
         sources = torch.cdist(moved, points).topk(6, largest=False).indices
-        set_edges(edges, torch.stack([sources.flatten(), torch.arange(len(x)).repeat_interleave(6)]), generator)
+        edges.edge_index = torch.stack([sources.flatten(), torch.arange(len(x)).repeat_interleave(6)])
+        edges.edge_length, edges.edge_dirs = (torch.rand(6 * len(x), n, generator=generator) for n in (1, 2))
     return graph
-
-
-def tiny_graph():
-    """Seven data nodes and two hidden ones."""
-    graph, generator = HeteroData(), torch.Generator().manual_seed(0)
-    graph["data"].x, graph["hidden"].x = (torch.rand(n, 2, generator=generator) for n in (7, 2))
-    for source, destination in (("data", "hidden"), ("hidden", "hidden"), ("hidden", "data")):
-        pairs = torch.stack(
-            [torch.randint(len(graph[name].x), (5,), generator=generator) for name in (source, destination)]
-        )
-        set_edges(graph[source, "to", destination], pairs, generator)
-    return graph
-
-
-def set_edges(edges, edge_index, generator):
-    edges.edge_index = edge_index
-    edges.edge_length, edges.edge_dirs = (
-        torch.rand(edge_index.shape[1], n, generator=generator, dtype=torch.float32) for n in (1, 2)
-    )
 
 
 def model_of(case):
@@ -215,83 +198,38 @@ def run_conditioned(group):
 
 
 def run_case(case, group, index, everyone):
-    """Loss, gradients, and how many edge lists a rank sorts and which collectives it calls, in the second of two steps if `counted`."""
-    model = model_of(case)
+    """Loss, gradients, and what a rank counts in each step: two if `counted`, else one."""
+    model, counts = model_of(case), []
     with integration.install(backend="torch", **case.install):
-        if case.counted:
-            run(model, case, index, group)
-        with counting() as counts:
-            loss = run(model, case, index, group)
+        for _ in range(1 + case.counted):
+            with counting() as counted:
+                loss = run(model, case, index, group)
+            counts.append(counted)
     gradients = gradients_of_strategy(model, group, everyone)
     dist.all_reduce(loss, group=everyone)
     return loss / everyone.size(), gradients, counts
 
 
-def upstream_model(strategy):
-    """A model for Anemoi's sharding: 3 ranks have 3, 3 and 2 heads; with one head on a rank its exchange fails."""
-    return build(graph("symmetric"), make_options(qk_norm=True, heads=8, shard_strategy=strategy))
+COLLECTIVES = ("all_gather", "all_gather_into_tensor", "all_to_all", "all_to_all_single", "all_reduce", "isend")
 
 
-def run_upstream(model, group):
-    """One pass on this rank's part of the grid, or on the whole without a group; the whole output, summed gradients."""
-    x = draw(graph("symmetric"))["data"]
-    sizes = None if group is None else get_shard_sizes(x, 3, group)
-    split = lambda rows: rows if group is None else rows.split(sizes, 3)[group.rank()]  # noqa: E731
-    model.zero_grad(set_to_none=True)
-    shards = {} if group is None else {"model_comm_group": group, "grid_shard_sizes": {"data": sizes}}
-    out = model({"data": split(x)}, **shards)["data"]
-    whole = out.detach() if group is None else gather_tensor(out.detach(), 3, sizes, group)
-    (out * split(torch.randn(whole.shape, generator=torch.Generator().manual_seed(3)))).sum().backward()
-    gradients = {}
-    for name, parameter in model.named_parameters():
-        gradients[name] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
-        if group is not None:
-            dist.all_reduce(gradients[name], group=group)
-            if "trainable" in name:  # cut after they are read: every rank has gathered their whole gradient
-                gradients[name] /= group.size()
-    return whole, gradients
+@contextmanager
+def counting():
+    """Counts of sorted edge lists, of collectives, and of our exchanges."""
+    counts = Counter()
 
+    def counted(name, function):
+        def count(*arguments, **options):
+            counts[name] += 1
+            return function(*arguments, **options)
 
-def work_upstream(group, folder):
-    """Write what a group computes with Anemoi's own sharding, on its code and on ours."""
-    for strategy in STRATEGIES:
-        for who, install in (("theirs", nullcontext), ("ours", partial(integration.install, "torch", sharding=False))):
-            model, sorts = upstream_model(strategy), []
-            with install():
-                for _ in range(2):
-                    with counting() as counts:
-                        whole, gradients = run_upstream(model, group)
-                    sorts.append(counts.get("from_edge_index", 0))
-            if group.rank() == 0:
-                torch.save((whole, gradients, sorts), folder / f"{group.size()}_{strategy}_{who}.pt")
+        return count
 
-
-class counting:
-    """Counts of sorted edge lists and of collectives while it is entered."""
-
-    def __enter__(self):
-        self.counts, self.former = {}, []
-        sort = GraphStructure.from_edge_index.__func__
-        self._replace(GraphStructure, "from_edge_index", lambda count: classmethod(count(sort)))
-        for name in ("all_gather", "all_gather_into_tensor", "all_to_all", "all_to_all_single", "all_reduce", "isend"):
-            self._replace(dist, name, lambda count, name=name: count(getattr(dist, name)))
-        self._replace(HaloExchange, "send", lambda count: count(HaloExchange.send))
-        return self.counts
-
-    def _replace(self, owner, name, make):
-        def count(function):
-            def counted(*args, **kwargs):
-                self.counts[name] = self.counts.get(name, 0) + 1
-                return function(*args, **kwargs)
-
-            return counted
-
-        self.former.append((owner, name, vars(owner)[name]))
-        setattr(owner, name, make(count))
-
-    def __exit__(self, *error):
-        for owner, name, value in self.former:
-            setattr(owner, name, value)
+    with ExitStack() as patches:
+        ours = ((GraphStructure, "from_edge_index"), (HaloExchange, "send"))
+        for owner, name in (*ours, *((dist, name) for name in COLLECTIVES)):
+            patches.enter_context(patch.object(owner, name, counted(name, getattr(owner, name))))
+        yield counts
 
 
 def work(rank, folder):
@@ -311,9 +249,6 @@ def work(rank, folder):
             result = run_conditioned(groups[3])
         if rank == 0:
             torch.save(result, folder / "conditioned.pt")
-    for world in WORLDS:
-        if rank < world:
-            work_upstream(groups[world], folder)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -25,7 +25,7 @@ from anemoi_gt.integrations import anemoi as integration
 from anemoi_gt.integrations.anemoi import attention
 
 VERSION = tuple(int(part) for part in version("anemoi-models").split(".")[:2])
-GRAPH = icosphere_graph(grid("O8"), refinement=2)
+GRAPH = icosphere_graph(grid("O4"), refinement=1)
 VARIABLES = {name: i for i, name in enumerate(("temperature", "wind", "humidity", "insolation"))}
 EDGES = {"sub_graph_edge_attributes": ["edge_length", "edge_dirs"], "trainable_size": 8}
 SIZES = {"num_heads": 4, "mlp_hidden_ratio": 4, "num_channels": 32, "cpu_offload": False, "layer_kernels": {}}

@@ -1,8 +1,10 @@
-"""A capture on any device: replays compute the pass, but read and write where a CUDA graph would."""
+"""Captures on any device, where replays read and write as a CUDA graph would, and compiled blocks without Inductor."""
 
 import math
+from contextlib import contextmanager
+from unittest.mock import patch
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 
@@ -27,3 +29,15 @@ def written(outputs):
     """Return the outputs of a pass, None where a parameter has no gradient."""
     results = [leaf for leaf in tree_leaves(outputs.result) if isinstance(leaf, Tensor)]
     return [*results, *outputs.gradients]
+
+
+@contextmanager
+def without_inductor():
+    """Have `nn.Module.compile` use `aot_eager`: without Inductor, which takes a minute, and without its options."""
+    original = nn.Module.compile
+
+    def compile_without(module, *, options=None, **arguments):
+        original(module, backend="aot_eager", **arguments)
+
+    with patch.object(nn.Module, "compile", compile_without):
+        yield

@@ -35,20 +35,6 @@ def make_edges(num_src, num_dst, num_edges):
     return torch.stack([torch.randint(nodes, (num_edges,), generator=generator) for nodes in (num_src, num_dst)])
 
 
-def make_sample(num_src, num_dst, num_edges, samples, *, square=False, device="cpu"):
-    """Return a sample whose graph has the reverse structure; `square`: its sources are its destinations."""
-    num_src = num_dst if square else num_src
-    edge_index = make_edges(num_src, num_dst, num_edges)
-    edge_index = edge_index[:, edge_index[1].argsort(stable=True)]  # sorted, so that it can be split into chunks
-    graph = GraphStructure.from_edge_index(edge_index.to(device), (num_src, num_dst))
-    generator = torch.Generator().manual_seed(num_edges)
-    shapes = {"src": (samples, num_src, CHANNELS), "dst": (samples, num_dst, CHANNELS), "attr": (num_edges, DIM)}
-    if square:
-        del shapes["src"]
-    tensors = {name: torch.randn(shape, generator=generator).to(device) for name, shape in shapes.items()}
-    return Sample(graph, tensors)
-
-
 BLOCK = {"in_channels": CHANNELS, "out_channels": CHANNELS, "hidden_dim": 12, "num_heads": HEADS, "edge_dim": DIM}
 STACK = {"num_channels": CHANNELS, "num_heads": HEADS, "edge_dim": DIM, "mlp_hidden_ratio": 1, "dropout": 0.3}
 MAPPER = STACK | {"in_channels_src": CHANNELS, "in_channels_dst": CHANNELS, "gradient_checkpointing": True}
@@ -75,11 +61,19 @@ def make_layer(name, backend="torch", device="cpu", **options):
 
 
 def sample_for(name, sizes, device="cpu"):
-    """Return a sample with the graph that a layer takes: square for processors, chunks for mappers."""
-    sample = make_sample(*sizes, square=name.startswith("processor"), device=device)
-    if name.endswith("chunks"):
-        sample.graph = split_destinations(sample.graph, 2)
-    return sample
+    """Return a sample with the graph that a layer takes, and its reverse: square for processors, chunks for mappers."""
+    num_src, num_dst, num_edges, samples = sizes
+    is_square = name.startswith("processor")
+    num_src = num_dst if is_square else num_src
+    edge_index = make_edges(num_src, num_dst, num_edges)
+    edge_index = edge_index[:, edge_index[1].argsort(stable=True)]  # sorted, so that it can be split into chunks
+    graph = GraphStructure.from_edge_index(edge_index.to(device), (num_src, num_dst))
+    generator = torch.Generator().manual_seed(num_edges)
+    shapes = {"src": (samples, num_src, CHANNELS), "dst": (samples, num_dst, CHANNELS), "attr": (num_edges, DIM)}
+    if is_square:
+        del shapes["src"]
+    tensors = {part: torch.randn(shape, generator=generator).to(device) for part, shape in shapes.items()}
+    return Sample(split_destinations(graph, 2) if name.endswith("chunks") else graph, tensors)
 
 
 def counting(backend="aot_eager"):

@@ -1,18 +1,19 @@
 """Scripts in processes where Triton compiles, even if this one interprets: forks of one that has imported it."""
 
 import json
+import multiprocessing
 import os
 import runpy
 import signal
 import subprocess
 import sys
 import tempfile
-import traceback
 from functools import cache
 from pathlib import Path
 
 import anemoi_gt
 
+FORK = multiprocessing.get_context("fork")
 KERNELS = Path(__file__).parents[1] / "kernels"  # whose scripts others import
 
 
@@ -43,31 +44,21 @@ def serve():
     for line in sys.stdin:
         script, *arguments, timeout = json.loads(line)
         with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as error:
-            child = os.fork()
-            if child == 0:
-                os.dup2(output.fileno(), 1)
-                os.dup2(error.fileno(), 2)
-                run(script, arguments, timeout)
-            _, status = os.waitpid(child, 0)
+            process = FORK.Process(target=run, args=(script, arguments, timeout, output, error))
+            process.start()
+            process.join()
             said = [(file.seek(0), file.read())[1] for file in (output, error)]
-        print(json.dumps([status, *said]), flush=True)
+        print(json.dumps([process.exitcode, *said]), flush=True)
 
 
-def run(script, arguments, timeout):
-    """Run a script like Python within `timeout` seconds, and exit."""
+def run(script, arguments, timeout, *files):
+    """Run a script like Python within `timeout` seconds, with its output in files."""
+    for number, file in enumerate(files, 1):
+        os.dup2(file.fileno(), number)
     signal.alarm(timeout)
     sys.argv = [script, *arguments]
     sys.path.insert(0, str(Path(script).parent))
-    status = 1
-    try:
-        runpy.run_path(script, run_name="__main__")
-        status = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
+    runpy.run_path(script, run_name="__main__")
 
 
 if __name__ == "__main__":

@@ -8,10 +8,14 @@ import multiprocessing
 import multiprocessing.forkserver
 import os
 import runpy
+import subprocess
 import sys
 import tempfile
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from subprocess import CompletedProcess
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import hydra  # noqa: F401
@@ -39,9 +43,9 @@ def start_server():
 class Program(FORKSERVER.Process):
     """`python *arguments` in a folder, started, with these changes of its environment."""
 
-    def __init__(self, *arguments, folder, environment=()):
+    def __init__(self, *arguments, folder, environment=(), files=None):
         super().__init__(args=(list(map(str, arguments)), dict(environment)))
-        self.folder, self.files = folder, [Path(tempfile.mkstemp()[1]) for _ in ("stdout", "stderr")]
+        self.folder, self.files = folder, files or [Path(tempfile.mkstemp()[1]) for _ in ("stdout", "stderr")]
         start_server()
         self.start()
 
@@ -66,6 +70,27 @@ class Program(FORKSERVER.Process):
         self.join()
         output, error = (file.read_text() for file in self.files)
         return self.exitcode, output, error + late
+
+
+@contextmanager
+def forked_commands():
+    """Fork what `subprocess.run` and `subprocess.Popen`, with files for its output, would start of this Python."""
+
+    run, popen = subprocess.run, subprocess.Popen
+
+    def fork_and_wait(command, *, timeout=None, **options):
+        if command[0] != sys.executable:
+            return run(command, timeout=timeout, **options)
+        return CompletedProcess(command, *Program(*command[1:], folder=Path.cwd()).finish(timeout))
+
+    def fork(command, *, stdout=None, stderr=None, **options):
+        if command[0] != sys.executable:
+            return popen(command, stdout=stdout, stderr=stderr, **options)
+        program = Program(*command[1:], folder=Path.cwd(), files=[Path(file.name) for file in (stdout, stderr)])
+        return SimpleNamespace(wait=lambda timeout: program.finish(timeout)[0])
+
+    with patch("subprocess.run", fork_and_wait), patch("subprocess.Popen", fork):
+        yield
 
 
 def run_python(arguments):

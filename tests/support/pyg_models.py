@@ -2,8 +2,9 @@
 
 import torch
 from torch import nn
-from torch_geometric.data import HeteroData
 from torch_geometric.nn import Linear, TransformerConv
+
+from support.weather import weather_graph
 
 DIM = 3  # edge attributes
 
@@ -56,16 +57,24 @@ class TextGraphEncoder(nn.Module):
         return self.second(x, edge_index, edge_attr)
 
 
+class TwoLayers(nn.Module):
+    """Two attention layers of a given class, as a user would write them."""
+
+    def __init__(self, layer, in_channels=6, **options):
+        super().__init__()
+        torch.manual_seed(1)
+        self.first = layer(in_channels, 4, heads=2, edge_dim=DIM, **options)
+        self.second = layer(in_channels if in_channels == -1 else 8, 2, edge_dim=DIM, **options)
+
+    def forward(self, x, edge_index, edge_attr):
+        return self.second(self.first(x, edge_index, edge_attr).relu(), edge_index, edge_attr)
+
+
 def make_hetero():
-    """A graph of two kinds of nodes and three of edges."""
-    generator = torch.Generator().manual_seed(2)
-    graph, sizes = HeteroData(), {"data": 9, "hidden": 5}
-    for name, size in sizes.items():
-        graph[name].x = torch.randn(size, 6, generator=generator)
-    for source, target in (("data", "hidden"), ("hidden", "hidden"), ("hidden", "data")):
-        ends = [torch.randint(sizes[name], (20,), generator=generator) for name in (source, target)]
-        graph[source, "to", target].edge_index = torch.stack(ends)
-        graph[source, "to", target].edge_attr = torch.randn(20, DIM, generator=generator)
+    """The graph of the weather with three attributes for each edge, where PyG looks for them."""
+    graph = weather_graph()
+    for edges in graph.edge_stores:
+        edges.edge_attr = torch.cat([edges.edge_length, edges.edge_dirs], dim=1)
     return graph
 
 

@@ -95,9 +95,3 @@ def start(monkeypatch, logging_as_before):
 @pytest.fixture
 def error_line(capsys):
     return partial(applications.last_error, capsys)
-
-
-@pytest.fixture
-def without_pictures(monkeypatch):
-    """Leave an empty file where a run draws its forecast, which takes longer than a small run."""
-    monkeypatch.setattr("anemoi_gt.training.report.draw_training_plot", lambda path, *_: path.touch())

@@ -107,8 +107,10 @@ def test_a_backend_that_cannot_run_is_refused_with_its_reason_before_training(re
         ("~model", "the config must have the groups attention, data, graph, model, training, got no model"),
         ("++data._target_=os.system", "Target 'os.system' is blocklisted"),
         ("hydra.run.dir=", "hydra.run.dir must name a folder, got nothing"),
-        ("hydra.run.dir=/dev/null/a", "hydra.run.dir must be a folder that can be created, got /dev/null/a: /dev/null"),
-        ("training.learning_rate=1e30 training.steps=50 training.log_every=50", "loss must stay finite, got nan at"),
+        (
+            "training.learning_rate=1e30 training.steps=50 training.log_every=50",
+            "got nan at step 50: lower training.learning_rate",
+        ),
     ],
 )
 def test_a_wrong_value_is_one_sentence(refusal, argument, message):
@@ -117,12 +119,13 @@ def test_a_wrong_value_is_one_sentence(refusal, argument, message):
     assert sentence.startswith("anemoi_gt.train: ") and message in sentence
 
 
-@pytest.mark.parametrize("argument", ["training.stpes=3", "training.steps", "model=resnet", "training=null"])
+@pytest.mark.parametrize("argument", ["training.stpes=3", "model=resnet", "training=null", "attention/backend=cuda"])
 def test_an_error_of_hydra_is_followed_by_where_the_options_are(application, capsys, argument):
     with pytest.raises(SystemExit, match="^1$"):
         application(*SMALL, argument)
     end = "anemoi_gt.train: nothing was started; anemoi-gt train --help lists all groups and options\n"
-    assert capsys.readouterr().err.endswith(end)
+    error = capsys.readouterr().err
+    assert error.endswith(end) and "Traceback" not in error
 
 
 def test_a_folder_that_holds_a_run_is_not_overwritten(application, refusal, tmp_path):
@@ -138,7 +141,7 @@ def test_an_interrupt_before_training_is_one_sentence(application, monkeypatch, 
     def interrupted(config):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(train, "build", interrupted)
+    monkeypatch.setattr("anemoi_gt.hydra_app.build", interrupted)
     with pytest.raises(SystemExit, match="^130$"):
         application(*SMALL)
     assert capsys.readouterr().err == "anemoi_gt.train: interrupted\n"
@@ -154,36 +157,22 @@ def test_a_bug_keeps_its_traceback(application, monkeypatch, capsys):
     assert "Traceback" in capsys.readouterr().err
 
 
-BEGUN = {"training": {"steps": 4, "device": "cuda"}, "data": {"path": "a"}, "attention": {"backend": "triton"}}
+BEGUN = {"training": {"steps": 4, "device": "cuda", "compile": False, "cuda_graph": False}, "data": {"path": "a"}}
+BEGUN["attention"] = {"backend": "triton"}
+FASTER = {"training": {"steps": 4, "device": "cpu", "compile": True, "cuda_graph": True}, "data": {"path": "b"}}
+FASTER["attention"] = {"backend": "torch"}
 
 
 def test_a_run_continues_on_another_device_with_its_own_config(tmp_path):
     assert train.checkpoint_to_resume(tmp_path, True, BEGUN) is None  # begins in an empty folder
-    save_checkpoint(tmp_path / "last.pt", {"config": BEGUN})
-    elsewhere = {
-        "training": {"steps": 4, "device": "cpu", "compile": True, "cuda_graph": True},
-        "data": {"path": "b"},
-        "attention": {"backend": "torch"},
-    }
-    assert train.checkpoint_to_resume(tmp_path, True, elsewhere) == {"config": BEGUN}
-    longer, shorter = (BEGUN | {"training": BEGUN["training"] | {"steps": steps}} for steps in (5, 3))
-    assert train.checkpoint_to_resume(tmp_path, True, longer)
-    with pytest.raises(ValueError, match=r"its own config, .*last.pt was written with training.steps=4, not 3$"):
-        train.checkpoint_to_resume(tmp_path, True, shorter)
+    for config, other in ((FASTER, BEGUN), (BEGUN, FASTER)):  # compile and cuda_graph are switched off, and on
+        save_checkpoint(tmp_path / "last.pt", {"config": config})
+        assert train.checkpoint_to_resume(tmp_path, True, other) == {"config": config}
 
 
 def test_a_cuda_graph_on_a_cpu_is_refused_before_anything_is_built(refusal, monkeypatch):
-    monkeypatch.delattr(train, "build")
+    monkeypatch.delattr("anemoi_gt.hydra_app.build")
     assert "training.cuda_graph must be false on device cpu" in refusal(*SMALL, "training.cuda_graph=true")
-
-
-def test_an_unknown_option_names_the_known_ones(application, capsys):
-    with pytest.raises(SystemExit, match="^1$"):
-        application("attention/backend=cuda")
-    error = capsys.readouterr().err
-    assert "Could not find 'attention/backend/cuda'" in error and "Traceback" not in error
-    for known in ("auto", "torch", "triton"):
-        assert f"\t{known}\n" in error
 
 
 @pytest.mark.parametrize("package", ["hydra", "tqdm", "matplotlib", "scipy"])

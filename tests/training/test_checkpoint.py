@@ -1,4 +1,4 @@
-"""Checkpoints: the state of a run; damaged files are refused. Atomic writes are in test_files.py."""
+"""Damaged checkpoints are refused. The state of a run is in test_resume.py, atomic writes are in test_files.py."""
 
 import random
 import re
@@ -7,19 +7,6 @@ import pytest
 import torch
 
 from anemoi_gt.training.checkpoint import load_checkpoint, save_checkpoint
-
-from .conftest import assert_same
-
-
-def test_a_checkpoint_holds_the_whole_state_of_the_run(run):
-    trainer, records = run(name="whole")
-    state = load_checkpoint(trainer.folder / "last.pt")
-    parts = "model average optimizer schedule scaler step best_loss pending generators config"
-    assert set(state) == set(parts.split())
-    assert state["step"] == 6 and state["config"] == {"a run": True}
-    assert state["best_loss"] == min(record["loss"] for record in records if record["split"] == "valid")
-    assert state["schedule"]["last_epoch"] == 6
-    assert_same(state["model"], trainer.step.model.state_dict())
 
 
 @pytest.fixture(scope="module")

@@ -5,8 +5,7 @@ import copy
 import pytest
 import torch
 import torch._inductor.comms
-from support.aot_eager import without_inductor
-from support.capturing import capture_in_place
+from support.capturing import capture_in_place, without_inductor
 from torch import nn
 from torch._dynamo.utils import counters
 

@@ -16,9 +16,8 @@ from anemoi_gt.attention_config import BACKENDS, PRECISIONS
 from anemoi_gt.data import era5_uk
 from anemoi_gt.data.grids import regional
 from anemoi_gt.data.readers import READERS, read_dataset
-from anemoi_gt.hydra_app import GROUPS
+from anemoi_gt.hydra_app import GROUPS, build
 from anemoi_gt.nn import GraphTransformerBaseBlock
-from anemoi_gt.train import build
 
 CONFIGS = files("anemoi_gt.configs")
 TINY_SPHERE = ["data.grid_name=O4", "data.train_size=2", "data.valid_size=1", "data.test_size=1", "data.lead_time=12"]
@@ -110,6 +109,12 @@ def test_a_graph_for_a_grid_brings_the_data_onto_it_and_its_model_and_training_u
     assert composed("graph=n320").data.grid_name == "N320" and composed().data.grid_name == "O16"
 
 
+def test_graphs_have_the_options_of_anemoi():
+    config, levels = composed("graph=n320").graph, composed("graph=hierarchical").graph
+    assert (config.refinement, config.cutoff, config.nearest) == (6, 0.6, 3)
+    assert (list(levels.refinements), levels.down_cutoff, levels.up_nearest) == ([5, 4, 3], 1.5, 5)
+
+
 def test_a_graph_for_another_grid_is_refused():
     with pytest.raises(ValueError, match=r"the data must be on grid N320, .* of 542080 nodes, got 208 nodes"):
         build(composed("graph=n320", *TINY_SPHERE))
@@ -122,7 +127,7 @@ def test_data_of_ones_own_alone_take_the_default_graph_model_and_training(tmp_pa
     default = composed("data=xarray")
     assert config.data == {"_target_": "my.splits"}
     assert all(config[group] == default[group] for group in ("graph", "model", "training"))
-    assert config.graph._target_.endswith("default_graph")
+    assert config.graph._target_.endswith("limited_area_graph") and config.graph.refinement is None
     (text,) = [text for text in blocks(ROOT / "docs" / "own_data.md", "text") if text.startswith("defaults")]
     (tmp_path / "data" / "mine.yaml").write_text(text)
     config = composed("data=mine", f"hydra.searchpath=[{tmp_path}]")
@@ -142,15 +147,9 @@ def test_the_seed_draws_the_weights():
     assert torch.equal(weights[0], weights[1]) and not torch.equal(weights[0], weights[2])
 
 
-@pytest.mark.parametrize("option", ["compile", "cuda_graph"])
-def test_compilation_and_a_cuda_graph_are_values(option):
-    training = [instantiate(composed(*overrides).training) for overrides in ([], [f"training.{option}=true"])]
-    assert [getattr(config, option) for config in training] == [False, True]
-
-
 FOREIGN = """
 defaults:
-  - {attention}
+  - attention: default
   - model@networks.small: sphere
   - graph: icosphere
   - _self_
@@ -160,33 +159,13 @@ learning: fast
 """
 
 
-def foreign(tmp_path, attention, *overrides):
-    (tmp_path / "config.yaml").write_text(FOREIGN.format(attention=attention))
-    with initialize_config_dir(str(tmp_path), version_base="1.3"):
-        return compose("config", list(overrides))
-
-
 def test_a_foreign_application_uses_the_groups(tmp_path):
-    config = foreign(tmp_path, "attention: default", "attention/backend=torch", "graph.refinement=1")
+    (tmp_path / "config.yaml").write_text(FOREIGN)
+    with initialize_config_dir(str(tmp_path), version_base="1.3"):
+        config = compose("config", ["attention/backend=torch", "graph.refinement=1"])
     attention = instantiate(config.attention)
     assert attention == AttentionConfig(backend="torch")
     assert config.learning == "fast" and set(config) == {"attention", "networks", "graph", "learning"}
     nodes = regional(np.arange(-80.0, 90, 20), np.arange(0.0, 360, 20))
     model = instantiate(config.networks.small)(instantiate(config.graph)(nodes), 3, 2, config=attention)
     assert model(torch.zeros(1, len(nodes), 3)).shape == (1, len(nodes), 2)
-
-
-PRECISION = "\n  - attention/precision@layers.attention: fp16"
-
-
-@pytest.mark.parametrize(
-    ("precision", "override", "expected"),
-    [
-        ("", "layers.attention.backend=torch", AttentionConfig("torch")),
-        (PRECISION, "+attention/backend@layers.attention=torch", AttentionConfig("torch", "fp16")),
-    ],
-)
-def test_a_foreign_application_mounts_attention_and_its_choices_elsewhere(tmp_path, precision, override, expected):
-    config = foreign(tmp_path, f"attention@layers.attention: default{precision}", override)
-    assert instantiate(config.layers.attention) == expected
-    assert set(config) == {"layers", "networks", "graph", "learning"}

@@ -1,17 +1,17 @@
 """A captured step: the bits of a launched one, what is kept between batches, refusals, and the capture on a GPU."""
 
 import weakref
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
 from support.capturing import capture_in_place
-from support.cuda_calls import stub_cuda_graphs
 from torch import nn
 
 from anemoi_gt.cuda_graph import WARM_UP, CUDAGraphedStep, capture_cuda_graph
 from anemoi_gt.data.datasets import Sample
-from anemoi_gt.training.cuda_graph import REMEDY, check_capturable
+from anemoi_gt.training.compilation import REMEDY, check_capturable
 from anemoi_gt.training.step import AUTOCAST
 
 from .conftest import assert_same, fit, without_speed
@@ -176,7 +176,32 @@ def test_checkpointed_layers_with_dropout_are_refused_by_name(make_model):
         check_capturable(make_model(num_layers=2, **options), GPU)
 
 
-order = pytest.fixture(stub_cuda_graphs, name="order")
+@pytest.fixture
+def order(monkeypatch):
+    """Calls of PyTorch for CUDA graphs, in their order; stubs take their place."""
+    done = []
+
+    @contextmanager
+    def within(name):
+        done.append(f"enter {name}")
+        yield
+        done.append(f"leave {name}")
+
+    def stream(name):
+        return SimpleNamespace(name=name, wait_stream=lambda other: done.append(f"{name} waits for {other.name}"))
+
+    current, graph = stream("current"), SimpleNamespace(replay=lambda: done.append("replay"))
+
+    def capture(captured, capture_error_mode):
+        return within(capture_error_mode) if captured is graph else None
+
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: done.append("free"))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: stream("side"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: current)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: within(stream.name))
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: graph)
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    return done
 
 
 def test_a_pass_is_captured_after_a_warm_up_on_a_side_stream_and_replayed_without(order):

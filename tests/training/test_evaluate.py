@@ -87,8 +87,8 @@ def test_rollout_writes_scores_by_lead_time_and_a_plot(trained, evaluated, witho
         ([], "checkpoint must be given, as checkpoint=VALUE"),
         (["checkpoint={trained}/scores.json"], "a checkpoint must be a whole file that training wrote, "),
         *(([f"checkpoint={name}"], f"checkpoint must name one file, got 'checkpoint={name}'") for name in NO_FILES),
-        (["checkpoint={trained}/best.pt", "rollout=0"], "rollout must be an integer, at least 1, got 0"),
-        (["checkpoint={trained}/best.pt", "rollout=far"], "rollout must be an integer, at least 1, got 'far'"),
+        (["checkpoint={trained}/best.pt", "rollout=0"], "rollout must be at least 1, got 0"),
+        (["checkpoint={trained}/best.pt", "rollout=far"], "rollout must be an integer, got 'far'"),
         (["checkpoint={trained}/best.pt", "model.channels=64"], "the checkpoint's weights must be those of the config"),
     ],
 )

@@ -6,7 +6,7 @@ from contextlib import nullcontext
 import pytest
 
 from anemoi_gt.training.atomic_write import annotate_oserror, atomic_write
-from anemoi_gt.training.metrics_log import MetricsFile, curve, read_metrics
+from anemoi_gt.training.metrics_log import MetricsFile, read_metrics
 
 
 @pytest.mark.parametrize("error", [None, KeyError])
@@ -63,8 +63,3 @@ def test_invalid_line_raises_with_its_number(tmp_path):
     (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1}\n\0\0\n')
     with pytest.raises(ValueError, match=r"metrics.jsonl must be a record in JSON, line 2 is not"):
         read_metrics(tmp_path / "metrics.jsonl")
-
-
-def test_curve_is_of_one_split():
-    records = [{"split": split, "step": step, "loss": 1 / step} for step in (1, 2) for split in ("train", "valid")]
-    assert curve(records, "valid") == ([1, 2], [1.0, 0.5])

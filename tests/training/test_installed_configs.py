@@ -95,7 +95,7 @@ def test_another_application_finds_the_configs_of_the_installed_package(mode, so
     execute(sys.executable, "-m", "pip", "--python", python, "install", *options, *target, cwd=tmp_path)
     (tmp_path / "application.py").write_text(APPLICATION)
     (tmp_path / "config.yaml").write_text(CONFIG)
-    lines = execute(python, "application.py", "layers.attention.backend=torch", cwd=tmp_path).splitlines()
+    lines = execute(python, "application.py", "+attention/backend@layers.attention=torch", cwd=tmp_path).splitlines()
     home = source / "src" if mode == "editable" else tmp_path / "environment"
     assert Path(lines[0]).is_relative_to(home)
     assert lines[1:5] == ["torch bf16", "(3, 8) True", "(1, 6114, 2)", "LICENSE NOTICE"]

@@ -9,6 +9,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from support.capturing import capture_in_place, without_inductor
 
 from anemoi_gt.rng import seed_generators
 from anemoi_gt.training.checkpoint import load_checkpoint
@@ -96,6 +97,22 @@ def test_a_run_that_is_stopped_twice_ends_with_the_same_bits(trainer, precision)
     assert without_speed(fit(continued)) == without_speed(records)
     for name in ("last.pt", "best.pt"):
         assert_same(load_checkpoint(continued.folder / name), load_checkpoint(whole.folder / name), name)
+
+
+@pytest.mark.parametrize("captured_first", [True, False])
+def test_a_cuda_graph_that_is_switched_off_or_on_at_a_stop_changes_no_bit(trainer, captured_first):
+    records, parts = fit(trainer("whole")), [trainer("run"), trainer("run", weights_seed=1)]
+    parts[not captured_first].step.capture(capture_in_place)
+    stop(parts[0])
+    assert without_speed(fit(load(parts[1]))) == without_speed(records)
+
+
+def test_compilation_that_is_switched_off_at_a_stop_changes_rounding_alone(trainer):
+    with without_inductor():
+        records, compiled = fit(trainer("whole")), trainer("run", compile=True)
+        stop(compiled)
+    losses = [[record["loss"] for record in of_run] for of_run in (fit(load(trainer("run"))), records)]
+    torch.testing.assert_close(*map(torch.tensor, losses))
 
 
 def test_samples_that_draw_from_global_generators_continue_too(trainer, splits):

@@ -9,10 +9,10 @@ from support.weather import HOURS, hourly_field
 
 from anemoi_gt.data.datasets import ForecastDataset
 from anemoi_gt.data.era5_uk import FIRST_TEST_HOUR, HourlyField, split
-from anemoi_gt.training.plots.rollout_plot import drawn_steps
+from anemoi_gt.training.plots import drawn_steps
 from anemoi_gt.training.report import write_rollout_report
 from anemoi_gt.training.rollout import roll_out, rollout_table, score_rollouts
-from anemoi_gt.training.scores import model_forecast, score
+from anemoi_gt.training.scores import measure, model_forecast
 
 
 class InputModel(torch.nn.Module):
@@ -48,8 +48,8 @@ def test_forecasts_and_scores_at_the_first_lead_time_are_those_of_training(datas
         assert torch.equal(first.truth, dataset.truth(i))
     rollouts = [s for s in score_rollouts(model, dataset, 2).scores if s.lead_time == dataset.lead_time]
     named = dataset.baselines() | {"model": model_forecast(model, dataset)}
-    assert len(rollouts) == 1 + len(dataset.rollout_baselines())
-    assert rollouts == score({one.forecast: named[one.forecast] for one in rollouts}, dataset)
+    assert len(rollouts) == 1 + len(dataset.baselines(1))
+    assert rollouts == measure({one.forecast: named[one.forecast] for one in rollouts}, dataset).scores()
 
 
 def test_rollout_on_the_sphere_agrees_with_a_computation_by_hand(splits):

@@ -1,5 +1,6 @@
 """Scores in physical units."""
 
+import json
 import math
 
 import pytest
@@ -7,7 +8,8 @@ import torch
 
 from anemoi_gt.data.datasets import ForecastDataset
 from anemoi_gt.data.nodes import Nodes
-from anemoi_gt.training.scores import as_records, as_table, model_forecast, sample_rmse, score
+from anemoi_gt.training.report import write_scores
+from anemoi_gt.training.scores import as_table, measure, model_forecast
 
 
 class TwoNodes(ForecastDataset):
@@ -34,22 +36,16 @@ class TwoNodes(ForecastDataset):
     title = str
 
 
+class FiveSamples(TwoNodes):
+    def __len__(self):
+        return 5
+
+
 def test_scores_of_persistence_agree_with_a_computation_by_hand():
-    temperature, wind = score({"persistence": TwoNodes().present}, TwoNodes())
+    temperature, wind = measure({"persistence": TwoNodes().present}, TwoNodes()).scores()
     assert temperature.rmse == pytest.approx(math.sqrt((0.75 * 1 + 0.25 * 4 + 0.75 * 4 + 0.25 * 16) / 2))
     assert temperature.bias == pytest.approx(-(0.75 * 1 + 0.25 * 2 + 0.75 * 2 + 0.25 * 4) / 2)
     assert wind.rmse == pytest.approx(math.sqrt((0.25 * 16 + 0.25 * 64) / 2))
-    by_sample = sample_rmse(TwoNodes().present, TwoNodes())  # of the first variable
-    assert by_sample.tolist() == pytest.approx([math.sqrt(1.75), math.sqrt(7.0)])
-
-
-def test_scores_are_ordered_by_variable_then_forecast():
-    dataset = TwoNodes()
-    scores = score({"model": dataset.truth, "persistence": dataset.present}, dataset)
-    variables = [("temperature", "K"), ("wind", "m/s")]
-    expected = [(*variable, name) for variable in variables for name in ("model", "persistence")]
-    assert [(s.variable, s.units, s.forecast) for s in scores] == expected
-    assert scores[0].rmse == scores[0].bias == 0
 
 
 def test_model_forecast_is_in_physical_units():
@@ -63,14 +59,22 @@ def test_model_forecast_is_in_physical_units():
 
 def test_table_has_every_forecast_variable_and_unit():
     dataset = TwoNodes()
-    table = as_table(score({"model": dataset.truth, "persistence": dataset.present}, dataset))
+    table = as_table(measure({"model": dataset.truth, "persistence": dataset.present}, dataset).scores())
     names = [line.split()[0] for line in table.splitlines()]
     assert names == ["temperature", "model", "persistence", "wind", "model", "persistence"]
     assert "temperature [K]" in table and "wind [m/s]" in table
     assert len({len(line) for line in table.splitlines()}) == 1
 
 
-def test_records_are_plain_values():
-    (first, *_) = as_records(score({"persistence": TwoNodes().present}, TwoNodes()))
+def test_median_sample_is_that_of_median_error_of_the_first_variable():
+    dataset = FiveSamples()
+    errors = [3.0, -1.0, 0.0, 4.0, 2.0]  # and the opposite order in the second variable
+    forecasts = {"model": lambda i: dataset.truth(i) + torch.tensor([errors[i], 9 - errors[i]])}
+    assert measure(forecasts, dataset).median_sample("model") == errors.index(2.0)
+
+
+def test_scores_are_written_as_records_of_plain_values(tmp_path):
+    write_scores(tmp_path / "scores.json", measure({"persistence": TwoNodes().present}, TwoNodes()).scores())
+    (first, *_) = json.loads((tmp_path / "scores.json").read_text())
     assert list(first) == ["forecast", "variable", "units", "lead_time", "samples", "rmse", "bias"]
     assert [type(value) for value in first.values()] == [str, str, str, float, int, float, float]

@@ -8,7 +8,8 @@ import json
 import pytest
 from hydra import compose, initialize_config_module
 
-from anemoi_gt.train import build, train
+from anemoi_gt.hydra_app import build
+from anemoi_gt.train import train
 from anemoi_gt.training import Trainer
 
 

@@ -11,7 +11,7 @@ from torch.nn.utils import clip_grad_norm_, get_total_norm
 from anemoi_gt.training import TrainingConfig
 from anemoi_gt.training.checkpoint import load_checkpoint
 from anemoi_gt.training.data_loading import TrainingBatches
-from anemoi_gt.training.metrics_log import MetricsFile, curve
+from anemoi_gt.training.metrics_log import curve
 from anemoi_gt.training.step import AUTOCAST, LOSS_SCALE, TrainingStep, warmup_cosine, weighted_mse
 
 from .conftest import NUMBERS, assert_same, without_speed
@@ -122,11 +122,6 @@ def test_metrics_are_json_a_line_each(run):
     assert all(record["samples_per_second"] > 0 for record in records if record["split"] == "train")
 
 
-def test_a_loss_that_is_not_finite_stops_the_run_with_one_sentence(run):
-    with pytest.raises(FloatingPointError, match=r"the loss must stay finite, got nan .* lower training.learning_rate"):
-        run(steps=50, learning_rate=1e30, warmup_steps=0)
-
-
 @pytest.mark.parametrize(
     ("part", "reason"), [("average", "the loss .*, got nan at step 6"), ("model", "the weights .* at step 6")]
 )
@@ -135,8 +130,9 @@ def test_weights_that_are_not_finite_replace_no_checkpoint(run, part, reason):
     checkpoints = [trainer.folder / "best.pt", trainer.folder / "last.pt"]
     before = [path.read_bytes() for path in checkpoints]
     torch.nn.init.constant_(next(getattr(trainer.step, part).parameters()), float("nan"))
-    with MetricsFile(trainer.folder / "metrics.jsonl") as metrics, pytest.raises(FloatingPointError, match=reason):
-        trainer._validate(metrics)
+    trainer._metrics = None
+    with pytest.raises(FloatingPointError, match=reason):
+        trainer._validate()
     assert [path.read_bytes() for path in checkpoints] == before
 
 
@@ -166,7 +162,7 @@ def test_a_loss_that_waits_to_be_recorded_and_is_not_finite_replaces_no_checkpoi
 
 @pytest.mark.parametrize("first", ["log_every", "valid_every"])
 def test_gradients_that_are_never_finite_end_the_run_with_one_sentence(run, monkeypatch, first):
-    loss = TrainingStep.loss
+    loss = TrainingStep.own_loss
 
     def loss_without_gradients(self, model, batch):
         value = loss(self, model, batch)
@@ -174,7 +170,7 @@ def test_gradients_that_are_never_finite_end_the_run_with_one_sentence(run, monk
             value.register_hook(lambda gradient: gradient * math.nan)
         return value
 
-    monkeypatch.setattr(TrainingStep, "loss", loss_without_gradients)
+    monkeypatch.setattr(TrainingStep, "own_loss", loss_without_gradients)
     numbers = {"steps": 30, "log_every": 30, "valid_every": 30} | {first: 25}
     with pytest.raises(FloatingPointError, match=r"the gradients must stay finite .* at step 25: .*bf16-mixed"):
         run(precision="16-mixed", **numbers)

@@ -7,7 +7,7 @@ import torch
 from support.refusals import raises, refused
 
 from anemoi_gt.training import TrainingConfig
-from anemoi_gt.training.device import choose_device, cpu_threads
+from anemoi_gt.training.config import choose_device, cpu_threads
 
 
 @refused(

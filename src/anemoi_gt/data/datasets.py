@@ -159,13 +159,12 @@ class ForecastDataset(Dataset, ABC):
         """
         return NodeSubset(self, index)
 
-    def baselines(self) -> dict[str, Callable[[int], Tensor]]:
-        """Return baseline forecasts by name, each a function from sample index to [N, V] in physical units."""
-        return {"persistence": self.present}
+    def baselines(self, step: int | None = None) -> dict[str, Callable[[int], Tensor]]:
+        """Return baseline forecasts by name, each a function from sample index to [N, V] in physical units.
 
-    def rollout_baselines(self) -> dict[str, Callable[[int, int], Tensor]]:
-        """Return the baselines that exist at any lead time, each a function from sample index and step, 1 the first."""
-        return {"persistence": lambda i, step: self.present(i)}
+        At a step of a rollout, 1 the first, they are those that exist at any lead time.
+        """
+        return {"persistence": self.present}
 
 
 class NodeSubset(Dataset):

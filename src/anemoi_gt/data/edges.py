@@ -19,7 +19,7 @@ import numpy as np
 
 from anemoi_gt.data.nodes import EARTH_RADIUS, Nodes, check_nodes, unit_vectors
 from anemoi_gt.extras import import_extra
-from anemoi_gt.option_checks import check_integer, check_number
+from anemoi_gt.option_checks import check_integer, check_number, check_positive
 
 MAX_NEIGHBOURS = 64
 TIE = 1e-9  # distances closer than this are equal: between float64 rounding (1e-16) and that of positions (1e-7)
@@ -45,13 +45,12 @@ def nearest(source: Nodes, destination: Nodes, k: int) -> np.ndarray:
     return sort_by_destination(np.stack([neighbours.ravel(), np.repeat(np.arange(len(destination)), k)]))
 
 
-def cutoff(source: Nodes, destination: Nodes, factor: float, max_neighbours: int = MAX_NEIGHBOURS) -> np.ndarray:
-    """Return the edges to each destination from the sources within a radius, [2, E] int64.
+def cutoff(source: Nodes, destination: Nodes, factor: float) -> np.ndarray:
+    """Return the edges to each destination from the nearest 64 sources within a radius, [2, E] int64.
 
         radius = factor * grid_spacing(destination)
 
-    Raises ValueError if factor or max_neighbours is not positive, there is no source, or there are fewer than two
-    destinations.
+    Raises ValueError if factor is not positive, there is no source, or there are fewer than two destinations.
 
     Parameters
     ----------
@@ -60,18 +59,13 @@ def cutoff(source: Nodes, destination: Nodes, factor: float, max_neighbours: int
     factor : float
         Radius in units of the destinations' spacing. The centre of an equilateral triangle is 0.577 sides from its
         corners, so 0.6 connects almost all sources to a triangular mesh.
-    max_neighbours : int
-        Maximum in-degree: the nearest sources are kept.
     """
     check_nodes(source=source, destination=destination)
-    check_number("factor", factor)
-    check_integer("max_neighbours", max_neighbours)
-    if not factor > 0:
-        raise ValueError(f"factor must be positive, in units of the destinations' spacing, got {factor}")
+    check_positive("factor", factor, ", in units of the destinations' spacing")
     if len(source) == 0:
         raise ValueError("source must have at least one node, got none")
     radius = factor * grid_spacing(destination)
-    k = min(max_neighbours, len(source))
+    k = min(MAX_NEIGHBOURS, len(source))
     distance, neighbours = _neighbours(source, destination, k, radius)
     reached = np.isfinite(distance)  # [destinations, k]; padded with infinity
     return sort_by_destination(np.stack([neighbours[reached], np.nonzero(reached)[0]]))

@@ -19,12 +19,10 @@ References
 Hersbach, H. et al. (2020), The ERA5 global reanalysis, Q. J. R. Meteorol. Soc. 146, 1999-2049.
 """
 
-import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -34,9 +32,7 @@ from anemoi_gt.data.datasets import ForecastDataset, Splits, Step
 from anemoi_gt.data.nodes import Nodes
 from anemoi_gt.data.readers import import_cfgrib, read_dataset, read_xarray
 from anemoi_gt.extras import import_extra
-
-if TYPE_CHECKING:
-    import xarray
+from anemoi_gt.option_checks import check_integer
 
 TUTORIAL_NAME = "era5-2mt-2019-03-uk.grib"
 HOURS_PER_DAY = 24
@@ -66,10 +62,6 @@ class HourlyField:
             raise ValueError(f"times must be an hour apart, got steps of {np.unique(steps)}")
         if not torch.isfinite(self.values).all():
             raise ValueError("2 m temperature must be finite everywhere, got NaN or infinity")
-
-    def select_nodes(self, index: Tensor) -> "HourlyField":
-        """Return a copy of the values at the nodes `index` [n] int64."""
-        return HourlyField(self.nodes[index.numpy()], self.times, self.values[:, index])
 
 
 class Era5UkDataset(ForecastDataset):
@@ -116,7 +108,6 @@ class Era5UkDataset(ForecastDataset):
         return len(self.starts)
 
     def inputs(self, i: int) -> Tensor:
-        """Return the normalised input channels of sample i, [N, in_channels] float32."""
         return self._channels(self.field.values[: self.starts[i] + 1], self.starts[i])
 
     def reference(self, i: int) -> Tensor:
@@ -147,36 +138,22 @@ class Era5UkDataset(ForecastDataset):
         truth = self._at(present + 1) if present + 1 < len(self.field.times) else None
         return Step(self._channels(values, present), values[-HOURS_PER_DAY][:, None], truth)
 
-    def select_nodes(self, index: Tensor) -> "Era5UkDataset":
-        """Return the same samples on a field of only the nodes `index` [n] int64."""
-        subset = copy.copy(self)
-        subset.field, subset.weights = self.field.select_nodes(index), self.weights[index]
-        subset.nodes, subset._mean, subset._position = subset.field.nodes, self._mean[index], self._position[index]
-        return subset
-
     def title(self, i: int) -> str:
         """Return the start of the forecast and its lead time."""
         start = np.datetime_as_string(self.field.times[self.starts[i]], unit="m").replace("T", " ")
         return f"{start} UTC + {self.lead_time} h"
 
-    def baselines(self):
-        """Return persistence, the same hour yesterday, and ridge regressions fitted on 24 and on 26 days.
+    def baselines(self, step: int | None = None):
+        """Return persistence, the same hour of the last day before the start, and two ridge regressions.
 
-        Unlike a network, the second regression is also fitted to the validation days.
+        The regressions, not at a step of a rollout, are fitted on 24 and on 26 days. Unlike a network, the second one
+        is also fitted to the validation days.
         """
-        ridges = {
-            f"ridge per point, {hours // HOURS_PER_DAY} days": self._ridge(hours)
-            for hours in (FIRST_VALID_HOUR, FIRST_TEST_HOUR)
-        }
-        return {**super().baselines(), "same hour yesterday": self.reference, **ridges}
-
-    def rollout_baselines(self):
-        """Return persistence, and the same hour of the last day before the start."""
-
-        def same_hour(i: int, step: int) -> Tensor:
-            return self._at(self.starts[i] + (step * self.lead_time - 1) % HOURS_PER_DAY + 1 - HOURS_PER_DAY)
-
-        return super().rollout_baselines() | {"same hour yesterday": same_hour}
+        after = ((step or 1) * self.lead_time - 1) % HOURS_PER_DAY + 1 - HOURS_PER_DAY
+        found = super().baselines(step) | {"same hour yesterday": lambda i: self._at(self.starts[i] + after)}
+        for hours in (FIRST_VALID_HOUR, FIRST_TEST_HOUR) if step is None else ():
+            found[f"ridge per point, {hours // HOURS_PER_DAY} days"] = self._ridge(hours)
+        return found
 
     def _ridge(self, hours):
         """Return the forecasts of a ridge regression fitted to the first `hours`, truths included."""
@@ -245,6 +222,7 @@ def split(field: HourlyField, lead_time: int) -> Splits:
 
     Raises ValueError if the lead time is not 1 to 24 hours, or the field ends before the first test forecast.
     """
+    check_integer("lead_time", lead_time, least=None)
     if not 1 <= lead_time <= HOURS_PER_DAY:
         raise ValueError(f"lead_time must be 1 to {HOURS_PER_DAY} hours, got {lead_time}")
     bounds = [max(LAGS), FIRST_VALID_HOUR, FIRST_TEST_HOUR, len(field.times)]
@@ -263,12 +241,12 @@ def read_era5_uk(path: str | Path | None) -> HourlyField:
     return HourlyField(fields.nodes, fields.times, torch.from_numpy(values))
 
 
-def _download() -> "xarray.Dataset":
+def _download():
     """Return the data set of xarray's tutorial; raise OSError if it cannot be downloaded."""
     import_cfgrib()
     xarray, _ = (import_extra(module, "era5") for module in ("xarray", "pooch"))
     try:
-        # no index file: the folder may be read-only
+        # No index file: the folder may be read-only.
         return xarray.tutorial.open_dataset(TUTORIAL_NAME, engine="cfgrib", backend_kwargs={"indexpath": ""})
     except (OSError, ValueError) as error:  # no network, a page in place of the file
         raise OSError(

@@ -23,7 +23,7 @@ from torch import Tensor
 from anemoi_gt.data.datasets import ForecastDataset, Splits, Step
 from anemoi_gt.data.nodes import Nodes, area_weights, row_weights
 from anemoi_gt.data.readers import READERS
-from anemoi_gt.option_checks import check_integer
+from anemoi_gt.option_checks import check_integer, check_positive
 
 CACHE_BYTES = 4 * 2**30  # of fields read from files
 STATISTICS_SAMPLES = 256  # training samples that the normalisation is estimated from
@@ -70,8 +70,7 @@ def field_data(
     if format not in READERS:
         raise ValueError(f"format must be one of {', '.join(READERS)}, got {format!r}")
     check_integer("input_steps", input_steps)
-    if not 0 < lead_time < np.inf:
-        raise ValueError(f"lead_time must be positive and finite, in hours, got {lead_time}")
+    check_positive("lead_time", lead_time, ", in hours")
     fields = READERS[format](path)
     diagnostics = list(diagnostics or [])
     forcings = sorted(fields.static - {*(variables or []), *diagnostics}) if forcings is None else list(forcings)
@@ -165,7 +164,6 @@ class FieldDataset(ForecastDataset):
         return len(self.starts)
 
     def inputs(self, i: int) -> Tensor:
-        """Return the normalised input channels of sample i, [N, in_channels] float32."""
         return self._channels(i, [])
 
     def present(self, i: int) -> Tensor:
@@ -192,13 +190,9 @@ class FieldDataset(ForecastDataset):
         start = np.datetime_as_string(self.fields.times[self.starts[i]], unit="m").replace("T", " ")
         return f"{start} UTC + {self.lead_time:g} h"
 
-    def baselines(self):
+    def baselines(self, step: int | None = None):
         """Return persistence, and the mean of the training samples at each node."""
-        return super().baselines() | {"training mean": lambda i: self._climate}
-
-    def rollout_baselines(self):
-        """Return the same at any lead time."""
-        return super().rollout_baselines() | {"training mean": lambda i, step: self._climate}
+        return super().baselines(step) | {"training mean": lambda i: self._climate}
 
     def _samples(self, period):
         """Return the indices of the present times in a period whose inputs and truth exist; raise if there is none."""

@@ -74,35 +74,6 @@ def icosphere_graph(
     return encoder_processor_decoder(nodes, icosphere(refinement), cutoff=cutoff, nearest=nearest)
 
 
-def default_graph(nodes: Nodes, *, refinement: int | None = None, cutoff: float = 0.6, nearest: int = 3) -> HeteroData:
-    """Return the graph of any grid, global or regional, and the part of an icosphere over it.
-
-    Raises ValueError if an option is out of range.
-
-    Parameters
-    ----------
-    nodes : Nodes
-        The data nodes.
-    refinement : int, optional
-        Refinement of the icosphere. None: the coarsest one whose spacing is at most four times that of the data nodes.
-    cutoff, nearest
-        As for `icosphere_graph`.
-
-    Examples
-    --------
-    >>> from anemoi_gt.data.grids import octahedral
-    >>> len(default_graph(octahedral(96))["hidden"].x)
-    10242
-    """
-    check_nodes(nodes=nodes)
-    if refinement is None:
-        distance = edges.nearest_distance(nodes.xyz)
-        spacing = np.median(distance[distance > 0]) if (distance > 0).any() else 1.0
-        refinement = int(np.clip(np.ceil(np.log2(ICOSAHEDRON_EDGE / (4 * spacing))), 1, 9))
-    margin = EARTH_RADIUS / 1000 * ICOSAHEDRON_EDGE / 2**refinement
-    return limited_area_graph(nodes, refinement=refinement, margin=margin, cutoff=cutoff, nearest=nearest)
-
-
 def check_fit(graph: HeteroData) -> None:
     """Raise ValueError unless most hidden nodes have a data node within 0.6 of the distance to their neighbour."""
     data, hidden = (unit_vectors(graph[name].x.double().numpy()) for name in (DATA, HIDDEN))
@@ -115,9 +86,14 @@ def check_fit(graph: HeteroData) -> None:
 
 
 def limited_area_graph(
-    nodes: Nodes, *, refinement: int, margin: float = 100.0, cutoff: float = 0.6, nearest: int = 3
+    nodes: Nodes,
+    *,
+    refinement: int | None = None,
+    margin: float | None = 100.0,
+    cutoff: float = 0.6,
+    nearest: int = 3,
 ) -> HeteroData:
-    """Return the graph of a regional grid and the part of an icosphere over it.
+    """Return the graph of a grid, regional or global, and the part of an icosphere over it.
 
     Raises ValueError if an option is out of range, or the mesh has fewer than `nearest` nodes over the region.
 
@@ -125,15 +101,29 @@ def limited_area_graph(
     ----------
     nodes : Nodes
         The data nodes.
-    refinement : int
-        Refinement of the icosphere; neighbours are about 7000 km / 2^refinement apart.
-    margin : float
-        Distance in kilometres by which the hidden mesh extends beyond the data nodes.
+    refinement : int, optional
+        Refinement of the icosphere; neighbours are about 7000 km / 2^refinement apart. None: the coarsest one whose
+        spacing is at most four times that of the data nodes.
+    margin : float, optional
+        Distance in kilometres by which the hidden mesh extends beyond the data nodes. None: that of neighbours.
     cutoff, nearest
         As for `icosphere_graph`.
+
+    Examples
+    --------
+    >>> from anemoi_gt.data.grids import octahedral
+    >>> len(limited_area_graph(octahedral(96), margin=None)["hidden"].x)
+    10242
     """
     check_nodes(nodes=nodes)
     check_integer("nearest", nearest)
+    if refinement is None:
+        distance = edges.nearest_distance(nodes.xyz)
+        spacing = np.median(distance[distance > 0]) if (distance > 0).any() else 1.0
+        refinement = int(np.clip(np.ceil(np.log2(ICOSAHEDRON_EDGE / (4 * spacing))), 1, 9))
+    check_integer("refinement", refinement)
+    if margin is None:
+        margin = EARTH_RADIUS / 1000 * ICOSAHEDRON_EDGE / 2**refinement
     mesh = limited_area_icosphere(refinement, nodes, margin)
     if len(mesh.nodes) < max(nearest, 2):
         raise ValueError(

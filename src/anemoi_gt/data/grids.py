@@ -18,17 +18,14 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from anemoi_gt.data.nodes import Nodes
+from anemoi_gt.extras import import_extra
 from anemoi_gt.option_checks import check_integer
 
 
 def gaussian_latitudes(n: int) -> np.ndarray:
     """Return the n Gaussian latitudes, [n] float64, degrees, north to south: arcsines of the roots of the Legendre P_n.
 
-    Newton's iteration on all roots at once from Tricomi's asymptotic estimate, with
-
-        k P_k = (2k - 1) x P_(k-1) - (k - 1) P_(k-2),     P_n' = n (P_(n-1) - x P_n) / (1 - x^2)
-
-    Raises ValueError if n is not positive.
+    They are exactly antisymmetric about the equator. Raises ValueError if n is not positive; ImportError without scipy.
 
     Examples
     --------
@@ -36,20 +33,8 @@ def gaussian_latitudes(n: int) -> np.ndarray:
     array([ 35.2644, -35.2644])
     """
     check_integer("n", n, note=", the number of latitudes")
-    k = np.arange(1, n + 1)
-    root = (1 - (n - 1) / (8 * n**3)) * np.cos(np.pi * (4 * k - 1) / (4 * n + 2))
-    for _ in range(4):  # the estimate has error O(n^-4), and each step squares it
-        value, before = _legendre(n, root)
-        root = root - value * (1 - root**2) / (n * (before - root * value))
-    return np.rad2deg(np.arcsin(0.5 * (root - root[::-1])))  # exactly antisymmetric about the equator
-
-
-def _legendre(n: int, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return P_n(x) and P_(n-1)(x)."""
-    before, value = np.zeros_like(x), np.ones_like(x)
-    for k in range(1, n + 1):
-        before, value = value, ((2 * k - 1) * x * value - (k - 1) * before) / k
-    return value, before
+    roots, _ = import_extra("scipy.special", "graphs").roots_legendre(n)
+    return np.rad2deg(np.arcsin(roots[::-1]))
 
 
 def reduced_gaussian(lengths: ArrayLike) -> Nodes:
@@ -94,24 +79,16 @@ def classic(n: int) -> Nodes:
     542080
     """
     check_integer("n", n, least=None, note=", the number of rows between a pole and the equator")
-    table = _classic_table()
+    text = files("anemoi_gt.data").joinpath("classic_grids.txt").read_text()
+    table = {int(name): runs.split() for name, runs in re.findall(r"^N(\d+):([^N]*)", text, re.MULTILINE)}
     if n not in table:
         raise ValueError(
             f"N{n} must be one of {', '.join(f'N{known}' for known in table)}; "
             "for another grid pass its row lengths to reduced_gaussian"
         )
-    half = np.concatenate([np.full(rows, length) for length, rows in table[n]])
+    runs = (run.partition("x") for run in table[n])  # LENGTHxROWS from pole to equator, or LENGTH of a single row
+    half = np.concatenate([np.full(int(rows or 1), int(length)) for length, _, rows in runs])
     return reduced_gaussian(np.concatenate([half, half[::-1]]))
-
-
-def _classic_table() -> dict[int, list[tuple[int, int]]]:
-    """Return the row lengths of each classic grid as runs (length, number of rows), pole to equator."""
-    text = files("anemoi_gt.data").joinpath("classic_grids.txt").read_text()
-    table = {}
-    for name, runs in re.findall(r"^N(\d+):([^N]*)", text, re.MULTILINE):
-        pairs = (run.partition("x")[::2] for run in runs.split())
-        table[int(name)] = [(int(length), int(rows or 1)) for length, rows in pairs]
-    return table
 
 
 def grid(name: str) -> Nodes:

@@ -15,12 +15,12 @@ anemoi-graphs 0.9.8, generate/tri_icosahedron.py and generate/utils.py (definiti
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import combinations
 
 import numpy as np
 
 from anemoi_gt.data.edges import sort_by_destination, within
 from anemoi_gt.data.nodes import Nodes, check_nodes
+from anemoi_gt.extras import import_extra
 from anemoi_gt.option_checks import check_integer
 
 
@@ -133,7 +133,6 @@ def _over(area: Nodes, nodes: Nodes, margin: float) -> np.ndarray:
 
 def _refine(refinement: int, levels: Sequence[int]) -> tuple[Mesh, np.ndarray]:
     """Return the icosphere, and each vertex's index in the order of splitting: level l has the first 10 * 4^l + 2."""
-    check_integer("refinement", refinement)
     if not isinstance(levels, Sequence) or not levels or any(level not in range(refinement + 1) for level in levels):
         got = f"the refinement, such as (1, 2), got {levels!r}"
         raise ValueError(f"levels must be one or more of 0 to {refinement}, {got}")
@@ -158,10 +157,8 @@ def _icosahedron() -> tuple[np.ndarray, np.ndarray]:
     golden = (1 + 5**0.5) / 2
     rectangle = np.array([[0.0, one, phi] for one in (-1, 1) for phi in (-golden, golden)])
     corners = np.concatenate([np.roll(rectangle, shift, axis=1) for shift in range(3)])
-    edge_length = 2.0
-    near = np.isclose(np.linalg.norm(corners[:, None] - corners, axis=-1), edge_length)
-    faces = [(a, b, c) for a, b, c in combinations(range(12), 3) if near[a, b] and near[b, c] and near[c, a]]
-    return corners / np.hypot(1, golden), np.array(faces)
+    faces = import_extra("scipy.spatial", "graphs").ConvexHull(corners).simplices
+    return corners / np.hypot(1, golden), faces.astype(np.int64)
 
 
 def _sides(faces: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

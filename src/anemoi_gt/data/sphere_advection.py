@@ -33,6 +33,7 @@ import copy
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -41,7 +42,7 @@ from torch import Tensor
 from anemoi_gt.data.datasets import ForecastDataset, Splits, Step
 from anemoi_gt.data.grids import grid
 from anemoi_gt.data.nodes import EARTH_RADIUS, area_weights
-from anemoi_gt.option_checks import check_integer, check_number
+from anemoi_gt.option_checks import check_integer, check_positive
 
 SECONDS_PER_HOUR = 3600.0
 DEFORMATION = {"rotation": 0.0, "deformation": 10.0}
@@ -99,8 +100,7 @@ class Flow:
         gram = np.stack([self.axis, self.centre]) @ np.stack([self.axis, self.centre]).T
         if not np.allclose(gram, np.eye(2), atol=1e-12):
             raise ValueError(f"axis and centre must be orthogonal unit vectors, got {self.axis} and {self.centre}")
-        if not self.period > 0:
-            raise ValueError(f"period must be positive, in hours, got {self.period}")
+        check_positive("period", self.period, ", in hours")
 
     @property
     def angular_speed(self) -> float:
@@ -158,37 +158,13 @@ class Case:
         return self.hills(self.flow.transport(xyz, self.start + hours, self.start))
 
 
-def draw_case(rng: np.random.Generator, flows: tuple[str, ...]) -> Case:
-    """Draw a kind of flow out of `flows` (keys of `DEFORMATION`), its orientation and phase, and two to five hills."""
-    kind = flows[rng.integers(len(flows))]
-    frame, _ = np.linalg.qr(rng.standard_normal((3, 3)))
-    flow = Flow(axis=frame[:, 0], centre=frame[:, 1], deformation=DEFORMATION[kind])
-    num_hills = rng.integers(2, 6)
-    centres = rng.standard_normal((num_hills, 3))
-    hills = Hills(
-        centres=centres / np.linalg.norm(centres, axis=1, keepdims=True),
-        heights=rng.uniform(0.3, 1.0, num_hills),
-        sharpness=rng.uniform(5.0, 20.0, num_hills),
-    )
-    return Case(flow, hills, start=rng.uniform(0, flow.period))
-
-
-@dataclass(frozen=True)
-class Statistics:
+class Statistics(NamedTuple):
     """Normalisation from training samples: tracer mean, standard deviations of tracer, its change and the wind."""
 
     tracer_mean: float
     tracer_std: float
     change_std: float
     wind_std: float
-
-    @classmethod
-    def of(cls, cases: list[Case], xyz: np.ndarray, lead_time: float) -> "Statistics":
-        """Compute the statistics of these problems at unit vectors `xyz` [N, 3]."""
-        tracer = np.stack([case.tracer(xyz, 0) for case in cases])
-        change = np.stack([case.tracer(xyz, lead_time) for case in cases]) - tracer
-        wind = np.stack([case.flow.wind(xyz, case.start) for case in cases])
-        return cls(tracer.mean(), tracer.std(), np.sqrt((change**2).mean()), np.sqrt((wind**2).sum(-1).mean() / 2))
 
 
 class SphereDataset(ForecastDataset):
@@ -230,9 +206,12 @@ class SphereDataset(ForecastDataset):
         self.weights = torch.from_numpy(area_weights(nodes)).float()
         self._xyz, self._frame = nodes.xyz, nodes.frame
         self._position = torch.from_numpy(np.stack([f(x) for x in nodes.radians.T for f in (np.sin, np.cos)], axis=-1))
-        first = (self.case(i) for i in range(min(size, STATISTICS_SAMPLES)))
-        some = self._xyz[:: -(-len(nodes) // STATISTICS_NODES)]
-        self.statistics = Statistics.of(list(first), some, lead_time)
+        cases = [self.case(i) for i in range(min(size, STATISTICS_SAMPLES))]
+        xyz = self._xyz[:: -(-len(nodes) // STATISTICS_NODES)]
+        tracer, later = (np.stack([case.tracer(xyz, hours) for case in cases]) for hours in (0, lead_time))
+        wind = np.stack([case.flow.wind(xyz, case.start) for case in cases])
+        change_std, wind_std = np.sqrt(((later - tracer) ** 2).mean()), np.sqrt((wind**2).sum(-1).mean() / 2)
+        self.statistics = Statistics(tracer.mean(), tracer.std(), change_std, wind_std)
         self.change_mean = torch.zeros(1)
         self.change_std = torch.tensor([self.statistics.change_std], dtype=torch.float32)
 
@@ -246,9 +225,20 @@ class SphereDataset(ForecastDataset):
         return self.size
 
     def case(self, i: int) -> Case:
-        """Return the problem of sample i. Raises IndexError if i is not in [0, len)."""
+        """Draw the problem of sample i: a kind of flow, its orientation and phase, and two to five hills.
+
+        Raises IndexError if i is not in [0, len).
+        """
         self.check_sample(i)
-        return draw_case(np.random.default_rng((*self.key, i)), self.flows)
+        rng = np.random.default_rng((*self.key, i))
+        kind = self.flows[rng.integers(len(self.flows))]
+        frame, _ = np.linalg.qr(rng.standard_normal((3, 3)))
+        flow = Flow(axis=frame[:, 0], centre=frame[:, 1], deformation=DEFORMATION[kind])
+        num_hills = rng.integers(2, 6)
+        centres = rng.standard_normal((num_hills, 3))
+        centres /= np.linalg.norm(centres, axis=1, keepdims=True)
+        hills = Hills(centres, heights=rng.uniform(0.3, 1.0, num_hills), sharpness=rng.uniform(5.0, 20.0, num_hills))
+        return Case(flow, hills, start=rng.uniform(0, flow.period))
 
     def inputs(self, i: int) -> Tensor:
         """Return the normalised input channels of sample i, [N, 9] float32."""
@@ -339,8 +329,6 @@ def sphere(
     for name, size in {"train_size": train_size, "valid_size": valid_size, "test_size": test_size}.items():
         check_integer(name, size)
     check_integer("seed", seed, least=0)
-    check_number("lead_time", lead_time)
-    if not 0 < lead_time < np.inf:
-        raise ValueError(f"lead_time must be positive and finite, in hours, got {lead_time}")
+    check_positive("lead_time", lead_time, ", in hours")
     train = SphereDataset(grid(grid_name), train_size, tuple(flows), lead_time, key=(seed, 0))
     return Splits(train, train.others(valid_size, (seed, 1)), train.others(test_size, (seed, 2)))

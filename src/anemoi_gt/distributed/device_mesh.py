@@ -37,8 +37,8 @@ class ShardingConfig:
     Parameters
     ----------
     strategy : {"none", "edges"}
-        "none": every rank has a model of its own, and the ranks share the batches. "edges": each rank of a model owns
-        some of its nodes, with all edges into them.
+        Shard each model by its nodes, with all edges into them ("edges"), or give every rank a replica of the model and
+        a share of each batch ("none").
     model : int
         Ranks that share one model. The others are data parallel: ranks / model models.
     timeout : float

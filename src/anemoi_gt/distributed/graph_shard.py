@@ -16,9 +16,11 @@ from anemoi_gt.distributed.consensus import check_same, consensus, fingerprint
 from anemoi_gt.distributed.halo import HaloExchange, PendingExchange
 from anemoi_gt.distributed.partition import Partition, Ranges, destination_cost
 from anemoi_gt.graph import GraphStructure
-from anemoi_gt.graph.validation import check_edge_index, check_index, check_range
+from anemoi_gt.graph.validation import check_edge_ids, check_edge_index, check_range, check_shape
+from anemoi_gt.nn.chunking import Chunk, RowsWithHalo, make_chunks
 from anemoi_gt.nn.input_validation import check_structure
 from anemoi_gt.ops.dtypes import cast_for_autocast
+from anemoi_gt.option_checks import check_integer
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,6 +39,8 @@ class GraphShard:
         Edges from local and halo sources to local destinations, with their reverse structure.
     halo : HaloExchange
         Delivers the halo.
+    chunks : tuple of Chunk
+        Of `structure`, from `split`; layers compute one after the other. Empty: the structure is not split.
     """
 
     rank: int
@@ -45,6 +49,24 @@ class GraphShard:
     edges: Tensor
     structure: GraphStructure
     halo: HaloExchange
+    chunks: tuple[Chunk, ...] = ()
+
+    def split(self, num_chunks: int) -> "GraphShard":
+        """Return this shard in the same number of chunks on every rank; layers exchange the halo before the first.
+
+        Of a rank with fewer destinations some chunks are empty. Raise ValueError unless num_chunks is at least 1.
+        """
+        check_integer("num_chunks", num_chunks)
+        num_local = self.sources.ranges.counts[self.rank]
+        return replace(self, chunks=make_chunks(self.structure, num_chunks, num_local) if num_chunks > 1 else ())
+
+    def exchange(self, x_src: Tensor) -> Tensor | RowsWithHalo:
+        """Return rows of local sources and the halo, sent uncast, or on one rank the rows. As `start_exchange`."""
+        self._check_sources(x_src)
+        if self.sources.ranges.num_ranks == 1:
+            return x_src
+        pending = self.halo.start(x_src)
+        return RowsWithHalo(pending.own, pending.wait_halo())
 
     def start_exchange(self, x_src: Tensor) -> "PendingExchange | LocalRows":
         """Send rows of local sources, cast for autocast, and return immediately. Collective, and so is its backward.
@@ -54,15 +76,15 @@ class GraphShard:
         inside the checkpointed function. Raise ValueError, before anything is sent, unless `x_src` is [n_src, F] or
         [B, n_src, F].
         """
-        count = self.sources.ranges.counts[self.rank]
-        if not isinstance(x_src, Tensor):
-            raise ValueError(f"x_src must be a tensor, got {type(x_src).__name__}")
-        if x_src.dim() < 2 or x_src.shape[-2] != count:
-            got = tuple(x_src.shape)
-            raise ValueError(f"x_src must have one row for each of the {count} sources of this rank, got {got}")
+        self._check_sources(x_src)
         if self.sources.ranges.num_ranks == 1:
             return LocalRows(x_src)
         return self.halo.start(cast_for_autocast(x_src))
+
+    def _check_sources(self, x_src: Tensor) -> None:
+        count = self.sources.ranges.counts[self.rank]
+        wanted = f"[.., {count}, F], one row for each source of this rank"
+        check_shape("x_src", x_src, wanted, lambda x: x.dim() >= 2 and x.shape[-2] == count)
 
     def __deepcopy__(self, memo: dict) -> "GraphShard":
         return self  # immutable: copies of a model share it
@@ -100,10 +122,6 @@ def shard_graph(
         Owners of the sources. None: `destinations` where both sides have the same number of nodes, else ranges of equal
         size. Graphs that follow each other in a model must agree on the nodes that they share: pass both there.
 
-    Returns
-    -------
-    GraphShard
-
     Raises
     ------
     ValueError
@@ -125,19 +143,28 @@ def shard_graph(
     check_same({"graph": fingerprint(*graph.state_dict().values())} | found, group)
     rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
     destinations = destinations or Partition.balanced(destination_cost(graph.colptr.diff()), num_ranks)
-    sources = sources or _default_sources(graph.num_src, destinations)
+    if sources is None:
+        is_one_set = graph.num_src == destinations.size
+        sources = destinations if is_one_set else Partition(Ranges.even(graph.num_src, num_ranks))
     _check_partitions(sources, destinations, (graph.num_src, graph.num_dst), num_ranks)
-    own, dst = destinations.ranges.of(rank), destinations.positions(graph.dst)
-    is_own = (dst >= own.start) & (dst < own.stop)
-    src, global_edge_id = sources.positions(graph.row[is_own]), graph.global_edge_ids()[is_own]
-    shard = _shard(src, dst[is_own] - own.start, global_edge_id, (sources, destinations), group)
+    edge_index, own = in_edges(graph, destinations.nodes(rank, graph.device))
+    owners = {"destinations": destinations, "sources": sources}
+    shard = shard_edges(edge_index, group, **owners, global_edge_id=graph.global_edge_ids()[own])
     schedule = None
     if graph.dst_schedule is not None:
         schedule = destinations.positions(graph.dst_schedule)
-        schedule = schedule[(schedule >= own.start) & (schedule < own.stop)] - own.start
+        schedule = schedule[destinations.ranges.owns(rank, schedule)] - destinations.ranges.of(rank).start
         schedule = schedule.to(graph.colptr.dtype)
-    edges = graph.edge_order().long()[is_own][shard.edges]
+    edges = graph.edge_order().long()[own][shard.edges]
     return replace(shard, edges=edges, structure=replace(shard.structure, dst_schedule=schedule))
+
+
+def in_edges(graph: GraphStructure, nodes: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the edges [2, E_own], int64, into `nodes` of a graph, in the order of these, and their CSC positions."""
+    degree = graph.colptr.diff()[nodes]
+    begin = graph.colptr[nodes] - (degree.cumsum(0) - degree)
+    positions = begin.repeat_interleave(degree) + torch.arange(int(degree.sum()), device=graph.device)
+    return torch.stack([graph.row[positions].long(), nodes.repeat_interleave(degree)]), positions
 
 
 def shard_edges(
@@ -150,6 +177,8 @@ def shard_edges(
 ) -> GraphShard:
     """Shard a graph of which every rank holds only the edges into its own destinations. Collective.
 
+    The `edges` of the shard are positions in this rank's own attributes.
+
     Parameters
     ----------
     edge_index : Tensor [2, E_own], int32 or int64
@@ -160,11 +189,6 @@ def shard_edges(
         Owners of the nodes; the same on all ranks.
     global_edge_id : Tensor [E_own], int64, optional
         Id of each edge in the whole graph, the key of dropout. None, on all ranks, numbers them in the order of ranks.
-
-    Returns
-    -------
-    GraphShard
-        Its `edges` are positions in this rank's own attributes.
 
     Raises
     ------
@@ -180,39 +204,22 @@ def shard_edges(
     with consensus(group):
         _check_own_edges(edge_index, sources, destinations, rank)
         if global_edge_id is not None:
-            check_index("global_edge_id", global_edge_id, like=edge_index, dtypes=(torch.int64,))
-            if len(global_edge_id) != edge_index.shape[1]:
-                got = f"one per edge, got {len(global_edge_id)}"
-                raise ValueError(f"global_edge_id must have {edge_index.shape[1]} entries, {got}")
+            check_edge_ids(global_edge_id, edge_index)
     if global_edge_id is None:
         counts = [0] * num_ranks
         dist.all_gather_object(counts, edge_index.shape[1], group=group)
         global_edge_id = torch.arange(edge_index.shape[1], device=edge_index.device) + sum(counts[:rank])
-    dst = destinations.positions(edge_index[1]) - destinations.ranges.of(rank).start
-    return _shard(sources.positions(edge_index[0]), dst, global_edge_id, (sources, destinations), group)
-
-
-def _shard(
-    src: Tensor, dst: Tensor, global_edge_id: Tensor, partitions: tuple[Partition, Partition], group: dist.ProcessGroup
-) -> GraphShard:
-    """Return the shard of this rank's edges, from source positions `src` [E_own] to local destination rows `dst`."""
-    rank, (sources, destinations) = dist.get_rank(group), partitions
-    own, num_src = sources.ranges.of(rank), sources.ranges.counts[rank]
-    is_local = (src >= own.start) & (src < own.stop)
+    src, dst = sources.positions(edge_index[0]), destinations.positions(edge_index[1])
+    num_src, is_local = sources.ranges.counts[rank], sources.ranges.owns(rank, src)
     halo, halo_row = torch.unique(src[~is_local], return_inverse=True)
-    row = src - own.start
+    row = src - sources.ranges.of(rank).start
     row[~is_local] = num_src + halo_row
     sizes = num_src + halo.shape[0], destinations.ranges.counts[rank]
-    graph = GraphStructure.from_edge_index(torch.stack([row, dst]), sizes, global_edge_id=global_edge_id)
+    edge_index = torch.stack([row, dst - destinations.ranges.of(rank).start])
+    graph = GraphStructure.from_edge_index(edge_index, sizes, global_edge_id=global_edge_id)
     edges, structure = graph.edge_order().long(), replace(graph, perm=None)
     exchange = HaloExchange.of_requests(halo, sources.ranges, group)
     return GraphShard(rank, sources, destinations, edges, structure, exchange)
-
-
-def _default_sources(num_src: int, destinations: Partition) -> Partition:
-    if num_src == destinations.size:
-        return destinations
-    return Partition(Ranges.even(num_src, destinations.ranges.num_ranks))
 
 
 def _signature(partition: Partition) -> str:

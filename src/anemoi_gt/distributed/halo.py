@@ -75,19 +75,10 @@ class HaloExchange:
     def of_all_requests(cls, wanted: Sequence[Tensor], ranges: Ranges, rank: int, group_name: str) -> "HaloExchange":
         """Set up an exchange where every rank knows the requests of all ranks; nothing is sent.
 
-        Parameters
-        ----------
-        wanted : sequence of Tensor [R], int64
-            For each rank the positions that it reads and does not own, sorted ascending; the same on all ranks.
-        ranges : Ranges
-            Owners of the positions.
-        rank : int
-            This rank in the group.
-        group_name : str
-            Name of the process group.
+        `wanted` are for each rank the positions [R], int64, that it reads and does not own, sorted ascending.
         """
         own = ranges.of(rank)
-        sent = [rows[(rows >= own.start) & (rows < own.stop)] - own.start for rows in wanted]
+        sent = [rows[ranges.owns(rank, rows)] - own.start for rows in wanted]
         counts, rows = [len(part) for part in sent], torch.cat(sent)
         recvs = _counts_by_owner(wanted[rank], ranges).tolist()
         return cls(group_name, rows, tuple(counts), tuple(recvs), _sent_position(rows, counts, own.stop - own.start))

@@ -10,33 +10,50 @@ A set of nodes has one partition in all graphs, balanced by the cost of its node
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from anemoi_gt.distributed.consensus import check_same, consensus, fingerprint
 from anemoi_gt.distributed.grad_sync import AXES, check_mesh
 from anemoi_gt.distributed.graph_shard import GraphShard, shard_graph
-from anemoi_gt.distributed.model_shard import EDGE_ROWS, FixedGraph, ModelShard, partition_nodes, set_rows
+from anemoi_gt.distributed.partition import Partition, destination_cost
 from anemoi_gt.distributed.sharded_checkpoint import ShardedTable
 from anemoi_gt.graph import GraphStructure
-from anemoi_gt.nn import StaticEdges
+from anemoi_gt.graph.ordering import morton_order
+from anemoi_gt.nn import GraphTransformerBaseBlock, StaticEdges
 
+EDGE_ROWS = ("edge_attr", "trainable")
 Kind = tuple[str, str]  # sets of sources and of destinations
+Graphs = Mapping[Kind, GraphStructure | StaticEdges]
 
 
 @dataclass(frozen=True)
-class ModuleShard(ModelShard):
+class ModuleShard:
     """Sharding of a module, as one rank sees it; printed, it says what this rank holds.
 
     Attributes
     ----------
-    partitions, rank, tables
-        As of a `ModelShard`.
+    partitions : dict of str to Partition
+        Owners of the nodes, by the name of their set.
+    rank : int
+        This rank among those that share the module: it reads rows `partitions[name].nodes(rank)` of a sample.
+    tables : dict of str to ShardedTable
+        Rows of the whole table that this rank trains, by the name of the parameter. All other parameters are shared.
     graphs : dict of (str, str) to GraphShard
         By the names of the sets of sources and destinations; layers take them in place of structures.
     """
 
+    partitions: dict[str, Partition]
+    rank: int
+    tables: dict[str, ShardedTable]
     graphs: dict[Kind, GraphShard]
+
+    def parameters(self, module: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+        """Return the parameters that the ranks of a module share, and those of which each rank owns some rows."""
+        named = list(module.named_parameters())
+        own = [parameter for name, parameter in named if name in self.tables]
+        return [parameter for name, parameter in named if name not in self.tables], own
 
     def nodes(self, name: str, rows: Tensor) -> Tensor:
         """Return this rank's nodes [.., n, F] of rows [.., N, F] of a set of nodes."""
@@ -60,7 +77,7 @@ class ModuleShard(ModelShard):
 
 def shard_module(
     module: nn.Module,
-    graphs: Mapping[Kind, GraphStructure | StaticEdges],
+    graphs: Graphs,
     mesh: DeviceMesh,
     *,
     tables: Mapping[str, str | Kind] | None = None,
@@ -96,39 +113,111 @@ def shard_module(
         On all ranks, when weights or graphs are not the same on all of them, or do not fit together.
     """
     check_mesh(mesh)
-    tables, positions = dict(tables or {}), dict(positions or {})
-    group, rank = mesh.get_group("model"), mesh.get_local_rank("model")
-    with consensus(group):
-        structures = {kind: _structure(kind, edges) for kind, edges in graphs.items()}
-        sizes = _sizes(structures)
-        tables |= _rows_of_static_edges(module, graphs)
-        for name, of in tables.items():
-            _check_table(module, name, of, sizes, structures)
-    same = {"weights": fingerprint(*module.state_dict().values())}
-    same["positions"] = {name: fingerprint(points) for name, points in positions.items()}
-    same["tables"] = tables
-    for axis in AXES:
-        check_same(same, mesh.get_group(axis))
+    with consensus(mesh.get_group("model")):
+        plan = ShardPlan(module, graphs, mesh["model"].size(), tables or {}, positions or {})
+    return plan.apply(mesh)
 
-    edges = [(structure, destination, 1) for (_, destination), structure in structures.items()]
-    partitions = partition_nodes(sizes, edges, positions, mesh["model"].size())
-    shards = {
-        (src, dst): shard_graph(structure, group, sources=partitions[src], destinations=partitions[dst])
-        for (src, dst), structure in structures.items()
-    }
-    found = {}
-    for name, of in tables.items():
-        path, _, attribute = name.rpartition(".")
-        owner = module.get_submodule(path)
-        tensor = getattr(owner, attribute)
-        own = shards[of].edges if of in shards else partitions[of].nodes(rank, tensor.device)
-        if isinstance(tensor, nn.Parameter):
-            found[name] = ShardedTable(own, tensor.shape[0], mesh)
-        set_rows(owner, {attribute: tensor.detach()[own]})
-    for kind, edges in graphs.items():
-        if isinstance(edges, StaticEdges):
-            edges.structure = FixedGraph(shards[kind])
-    return ModuleShard(partitions, rank, found, shards)
+
+class ShardPlan:
+    """Shard plan of a whole module: owners of all nodes and edges, made in one process without communication.
+
+    Parameters are those of `shard_module`, and the number of layers that read a graph where it is not 1. The module is
+    left unchanged.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        graphs: Graphs,
+        num_ranks: int,
+        tables: Mapping[str, str | Kind],
+        positions: Mapping[str, Tensor],
+        num_layers: Mapping[Kind, int] | None = None,
+    ):
+        self.module, self.graphs, self.positions = module, graphs, positions
+        self.structures = {kind: _structure(kind, edges) for kind, edges in graphs.items()}
+        sizes = _sizes(self.structures)
+        tables = {**tables, **_rows_of_static_edges(module, graphs)}
+        rows = {**sizes, **{kind: structure.num_edges for kind, structure in self.structures.items()}}
+        self.tables = {name: (of, _table_size(module, name, of, rows)) for name, of in tables.items()}
+        costs = {name: torch.ones(size, dtype=torch.int64, device="cpu") for name, size in sizes.items()}
+        for kind, structure in self.structures.items():
+            costs[kind[1]] += (num_layers or {}).get(kind, 1) * destination_cost(structure.colptr.diff().cpu())
+        orders = {name: morton_order(points.cpu()) for name, points in positions.items()}
+        self.partitions = {name: Partition.balanced(cost, num_ranks, orders.get(name)) for name, cost in costs.items()}
+
+    def apply(self, mesh: DeviceMesh) -> ModuleShard:
+        """Reduce the module, which all ranks hold, to this rank's rows, in place. Collective.
+
+        Raise ValueError on all ranks when they do not hold the same.
+        """
+        blocks = (part for part in self.module.modules() if isinstance(part, GraphTransformerBaseBlock))
+        structures = (tensor for structure in self.structures.values() for tensor in structure.state_dict().values())
+        same = {
+            "weights": fingerprint(*self.module.state_dict().values()),
+            "graphs": fingerprint(*structures, *self.module.buffers()),
+            "heads, dropout and config of the layers": [(b.num_heads, b.dropout, b.config) for b in blocks],
+            "positions": {name: fingerprint(points) for name, points in self.positions.items()},
+            "tables": self.tables,
+        }
+        for axis in AXES:
+            check_same(same, mesh.get_group(axis))
+        group, shards = mesh.get_group("model"), {}
+        for (src, dst), structure in self.structures.items():
+            owners = {"sources": self.partitions[src], "destinations": self.partitions[dst]}
+            shards[src, dst] = shard_graph(structure, group, **owners)
+        rows = self.rows(mesh.get_local_rank("model"), {kind: graph.edges for kind, graph in shards.items()})
+        rows.cut(self.module, self.module)
+        return rows.attach(self.module, self.graphs, shards, mesh)
+
+    def rows(self, rank: int, edges: Mapping[Kind, Tensor]) -> "OwnRows":
+        """Return the rows that a rank keeps, from the edges [E_own] of each graph that it reads, in its order."""
+        nodes = {name: partition.nodes(rank).clone() for name, partition in self.partitions.items()}
+        own = {**nodes, **edges}  # clones, because a view is sent with its whole storage
+        return OwnRows(rank, self.partitions, {name: (own[of], size) for name, (of, size) in self.tables.items()})
+
+
+@dataclass(frozen=True)
+class OwnRows:
+    """Rows that one rank keeps, as values that can be sent."""
+
+    rank: int
+    partitions: dict[str, Partition]  # they stay on the CPU
+    tables: dict[str, tuple[Tensor, int]]  # rows of each table [n], int64, and how many the whole has
+
+    def cut(self, whole: nn.Module, module: nn.Module) -> None:
+        """Give a module these rows of the tables of the whole; both may be the same."""
+        for name, (index, _) in self.tables.items():
+            path, _, attribute = name.rpartition(".")
+            tensor = getattr(whole.get_submodule(path), attribute)
+            rows = tensor.detach()[index.to(tensor.device)]
+            rows = nn.Parameter(rows, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else rows
+            setattr(module.get_submodule(path), attribute, rows)
+
+    def attach(
+        self, module: nn.Module, graphs: Graphs, shards: dict[Kind, GraphShard], mesh: DeviceMesh
+    ) -> ModuleShard:
+        """Put the shards in place of the `StaticEdges` of a module that has these rows. Collective."""
+        for kind, edges in graphs.items():
+            if isinstance(edges, StaticEdges):  # in the same number of chunks
+                edges.structure = FixedGraph(shards[kind].split(max(1, len(edges.chunks))))
+                edges.chunks = nn.ModuleList()
+        trained, tables = dict(module.named_parameters()), {}
+        for name, (index, size) in self.tables.items():
+            if name in trained:
+                tables[name] = ShardedTable(index.to(trained[name].device), size, mesh)
+        return ModuleShard(self.partitions, self.rank, tables, shards)
+
+
+class FixedGraph(nn.Module):
+    """Module that returns a graph shard, in place of `StaticStructure`."""
+
+    def __init__(self, graph: GraphShard):
+        super().__init__()
+        self.graph = graph
+
+    def forward(self) -> GraphShard:
+        return self.graph
 
 
 def _structure(kind: Kind, edges: GraphStructure | StaticEdges) -> GraphStructure:
@@ -136,10 +225,6 @@ def _structure(kind: Kind, edges: GraphStructure | StaticEdges) -> GraphStructur
     if not isinstance(kind, tuple) or len(kind) != 2 or not all(isinstance(name, str) for name in kind):
         raise ValueError(f"graphs must have keys (sources, destinations), names of sets of nodes, got {kind!r}")
     if isinstance(edges, StaticEdges):
-        if len(edges.chunks) > 1:
-            raise ValueError(
-                f"num_chunks must be 1 when sharded, got {len(edges.chunks)}: each shard is a chunk already"
-            )
         edges = edges.structure()
     if not isinstance(edges, GraphStructure):
         raise ValueError(f"graphs must be GraphStructures or StaticEdges, got {type(edges).__name__} for {kind}")
@@ -158,7 +243,7 @@ def _sizes(structures: Mapping[Kind, GraphStructure]) -> dict[str, int]:
     return sizes
 
 
-def _rows_of_static_edges(module: nn.Module, graphs: Mapping[Kind, GraphStructure | StaticEdges]) -> dict[str, Kind]:
+def _rows_of_static_edges(module: nn.Module, graphs: Graphs) -> dict[str, Kind]:
     """Return the tensors of the `StaticEdges` of a module, by name, with their graph."""
     paths = {id(part): path for path, part in module.named_modules()}
     found = {}
@@ -171,14 +256,14 @@ def _rows_of_static_edges(module: nn.Module, graphs: Mapping[Kind, GraphStructur
     return found
 
 
-def _check_table(
-    module: nn.Module, name: str, of: str | Kind, sizes: dict[str, int], structures: Mapping[Kind, GraphStructure]
-) -> None:
+def _table_size(module: nn.Module, name: str, of: str | Kind, rows: Mapping[str | Kind, int]) -> int:
+    """Return the number of rows of a table, that of its set of nodes or graph, checked."""
     tensors = dict(module.named_parameters()) | dict(module.named_buffers())
     if name not in tensors:
         raise ValueError(f"tables must name parameters or buffers of the module, got {name!r}")
-    if of not in sizes and of not in structures:
-        raise ValueError(f"tables must name a set of nodes or a graph, one of {[*sizes, *structures]}, got {of!r}")
-    size = sizes[of] if of in sizes else structures[of].num_edges
-    if tensors[name].dim() < 1 or tensors[name].shape[0] != size:
-        raise ValueError(f"{name} must have one row for each of the {size} of {of}, got {tuple(tensors[name].shape)}")
+    if of not in rows:
+        raise ValueError(f"tables must name a set of nodes or a graph, one of {[*rows]}, got {of!r}")
+    shape = tuple(tensors[name].shape)
+    if shape[:1] != (rows[of],):
+        raise ValueError(f"{name} must have one row for each of the {rows[of]} of {of}, got {shape}")
+    return rows[of]

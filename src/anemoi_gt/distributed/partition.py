@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from anemoi_gt.graph.validation import check_shape
 from anemoi_gt.option_checks import check_integer
 
 # Projections and feed-forward network of a node of F features take 12 F^2 products, attention reads 2 F elements per
@@ -64,8 +65,7 @@ class Ranges:
             For costs that are not integers (ranks could round differently) or negative, or no ranks.
         """
         check_integer("num_ranks", num_ranks)
-        if not isinstance(cost, Tensor) or cost.dim() != 1:
-            raise ValueError(f"cost must be a tensor [N], got {describe_tensor(cost)}")
+        check_shape("cost", cost, "[N]", lambda x: x.dim() == 1)
         if cost.is_floating_point():
             raise ValueError(f"cost must be integer, so that every rank finds the same bounds, got {cost.dtype}")
         if bool((cost < 0).any()):
@@ -104,6 +104,11 @@ class Ranges:
     def of(self, rank: int) -> slice:
         """Return the positions that `rank` owns."""
         return slice(self.bounds[rank], self.bounds[rank + 1])
+
+    def owns(self, rank: int, index: Tensor) -> Tensor:
+        """Return whether `rank` owns each position of `index` [n], bool."""
+        own = self.of(rank)
+        return (index >= own.start) & (index < own.stop)
 
     def owner(self, index: Tensor) -> Tensor:
         """Return the rank that owns each position of `index` [n], int64."""
@@ -180,8 +185,9 @@ class Partition:
     def _check_order(self) -> None:
         """Raise unless the order is a permutation: a node listed twice leaves another without owner, and ranks hang."""
         order, size = self.order, self.ranges.size
-        if not isinstance(order, Tensor) or order.dtype != torch.int64 or tuple(order.shape) != (size,):
-            raise ValueError(f"order must be int64 [{size}], one node per position, got {describe_tensor(order)}")
+        check_shape("order", order, f"[{size}], one node per position", lambda x: tuple(x.shape) == (size,))
+        if order.dtype != torch.int64:
+            raise ValueError(f"order must have dtype int64, got {order.dtype}")
         ascending = order.sort().values
         wrong = (ascending != torch.arange(size, device=order.device)).nonzero()
         if len(wrong):
@@ -194,8 +200,3 @@ class Partition:
 def destination_cost(in_degree: Tensor) -> Tensor:
     """Return the cost of each destination [N_dst] int64, in units of one edge, from its number of in-edges."""
     return in_degree.long() + NODE_COST
-
-
-def describe_tensor(value: object) -> str:
-    """Return dtype and shape of a tensor, or the type of anything else, for an error message."""
-    return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__

@@ -121,7 +121,7 @@ def require_checkpoint(folder: Path) -> Path:
 def load_checkpoint(
     folder: Path, state: dict[str, Any], tables: Mapping[str, ShardedTable], group: dist.ProcessGroup
 ) -> dict[str, Any]:
-    """Read a checkpoint, written on any number of ranks. Collective.
+    """Return the state in a checkpoint, written on any number of ranks, with this rank's rows. Collective.
 
     Parameters
     ----------
@@ -131,11 +131,6 @@ def load_checkpoint(
         As it would be saved now: the keys to read, and the tensors to read into.
     tables, group
         As for `save_checkpoint`, of the ranks of this job.
-
-    Returns
-    -------
-    dict
-        The saved state, with this rank's rows.
 
     Raises
     ------
@@ -235,19 +230,9 @@ def require_file(path: Path) -> None:
 def checkpoint_to_continue(last: Path, writer: str, *, resume: bool) -> Path | None:
     """Return the checkpoint that a run continues from, or None: it starts from scratch.
 
-    Parameters
-    ----------
-    last : Path
-        Its name for one process, such as folder / "last.pt".
-    writer : {"one process", "torchrun"}
-        The current launch; it continues only its own form.
-    resume : bool
-        True continues a run if there is one, False requires a folder without.
-
-    Raises
-    ------
-    ValueError
-        If the folder holds a run that must not be continued, or not by this writer.
+    `last` is its name for one process, such as folder / "last.pt"; `writer` the current launch, ONE_PROCESS or
+    TORCHRUN, which continues only its own form. Without `resume` the folder must not hold a run. Raise ValueError if it
+    holds one that must not be continued, or not by this writer.
     """
     if not isinstance(resume, bool):
         raise ValueError(f"resume must be true or false, got {resume!r}")

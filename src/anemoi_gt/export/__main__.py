@@ -11,87 +11,67 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from anemoi_gt import hydra_app
 from anemoi_gt.data.datasets import ForecastDataset
 from anemoi_gt.evaluate import launch_on_checkpoint
 from anemoi_gt.export import Autocast, PackageReport, export_model, verify_package, write_package
 from anemoi_gt.export.package import check_compiler, check_path, check_toolkit
-from anemoi_gt.export.program import check_kernels, check_max_batch
-from anemoi_gt.hydra_app import Run, build_trained, check_backend, instantiate
-from anemoi_gt.training.device import choose_device, cpu_threads
+from anemoi_gt.export.program import check_kernels
+from anemoi_gt.option_checks import check_integer
+from anemoi_gt.training.config import cpu_threads
 from anemoi_gt.training.step import AUTOCAST
 from anemoi_gt.version import __version__
-
-if TYPE_CHECKING:
-    from omegaconf import DictConfig
 
 log = logging.getLogger(__name__)
 
 VERIFIED_BATCH = 3  # batch size at which a package is compared with the model
 
 
-class ExportOptions(NamedTuple):
-    """Options of the command line: path of the package, maximum batch size, and one of `AUTOCAST`."""
-
-    out: Path
-    max_batch: int
-    precision: str
-
-    def check(self) -> None:
-        """Raise ValueError or OSError for an invalid option."""
-        check_max_batch(self.max_batch)
-        if self.precision not in AUTOCAST:
-            raise ValueError(f"precision must be one of {', '.join(AUTOCAST)}, got {self.precision!r}")
-        check_path(self.out)
-
-
-def prepare(config: "DictConfig") -> Callable[[], PackageReport]:
+def prepare(config: "hydra_app.DictConfig") -> Callable[[], PackageReport]:
     """Check the options, build the checkpoint's model and data, and return the export as a function."""
     if not isinstance(config.out, str) or not config.out:
         raise ValueError(f"out must be a file name, such as model.pt2, got {config.out!r}")
-    options = ExportOptions(Path(config.out), config.max_batch, config.precision)
-    options.check()
-    run, step = build_trained(config)
-    device = choose_device(run.training.device)
+    out, max_batch, precision = Path(config.out), config.max_batch, config.precision
+    check_integer("max_batch", max_batch)
+    if precision not in AUTOCAST:
+        raise ValueError(f"precision must be one of {', '.join(AUTOCAST)}, got {precision!r}")
+    check_path(out)
+    run, step = hydra_app.build_trained(config)
+    device = next(run.model.parameters()).device
     check_compiler()
     check_toolkit(device)
-    origin = {"checkpoint": str(config.checkpoint), "step": str(step), "precision": options.precision}
-    origin["backend"] = check_backend(instantiate(config.attention), device)
+    origin = {"checkpoint": str(config.checkpoint), "step": str(step), "precision": precision}
+    origin["backend"] = hydra_app.check_backend(hydra_app.instantiate(config.attention), device)
     if origin["backend"] == "triton":
         check_kernels()
-    return partial(export, run, options, origin)
+    return partial(export, run, out, max_batch, origin)
 
 
-def export(run: Run, options: ExportOptions, origin: dict[str, str]) -> PackageReport:
+def export(run: hydra_app.Run, out: Path, max_batch: int, origin: dict[str, str]) -> PackageReport:
     """Compile the package, compare it with the model, and move it to its final name.
 
-    The run is from `build`, with the model's weights from the checkpoint; `origin` is metadata on checkpoint, step,
-    precision and backend. Raises FloatingPointError if the package does not agree with the model, OSError if it cannot
-    be written; no file is left.
+    The run is from `build_trained`; `origin` is metadata on checkpoint, step, precision and backend. Raises
+    FloatingPointError if the package does not agree with the model, OSError if it cannot be written; no file is left.
     """
-    device, dtype, data = choose_device(run.training.device), AUTOCAST[options.precision], run.splits.test
-    model = run.model.to(device).eval()
-    model = model if dtype is None else Autocast(model, device.type, dtype).eval()
-    with (
-        cpu_threads(run.training.threads),
-        TemporaryDirectory(dir=options.out.parent, prefix=f".{options.out.stem}-") as folder,
-    ):
-        temporary = Path(folder) / options.out.name
-        batch_size = min(len(data), options.max_batch, VERIFIED_BATCH)
+    device, dtype, data = next(run.model.parameters()).device, AUTOCAST[origin["precision"]], run.splits.test
+    model = run.model if dtype is None else Autocast(run.model, device.type, dtype).eval()
+    with cpu_threads(run.training.threads), TemporaryDirectory(dir=out.parent, prefix=f".{out.stem}-") as folder:
+        temporary = Path(folder) / out.name
+        batch_size = min(len(data), max_batch, VERIFIED_BATCH)
         batch = torch.stack([data[i].inputs for i in range(batch_size)]).to(device)
         log.info("exporting a model of %d parameters", sum(parameter.numel() for parameter in model.parameters()))
-        program = export_model(model, batch[:1], options.max_batch)
-        write_package(program, temporary, origin | describe(data, options.max_batch, device))
+        program = export_model(model, batch[:1], max_batch)
+        write_package(program, temporary, origin | describe(data, max_batch, device))
         batches = [batch[:1]] if batch_size == 1 else [batch[:1], batch]
         report = verify_package(temporary, model, batches, dtype or torch.float32)
-        os.replace(temporary, options.out)
+        os.replace(temporary, out)
     sizes = " and ".join(str(len(batch)) for batch in batches)
     log.info("verified: relative error %.1e from the model, for batch sizes %s", report.error, sizes)
     log.info("batch size 1: package %.2f ms, eager PyTorch %.2f ms", report.package_ms, report.model_ms)
-    log.info("written: %s, %.1f MB", options.out, report.size / 1e6)
+    log.info("written: %s, %.1f MB", out, report.size / 1e6)
     return report
 
 

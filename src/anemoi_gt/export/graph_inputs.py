@@ -3,8 +3,6 @@
 torch.export takes tensors, not a GraphStructure, and only the sizes of inputs can be dynamic.
 """
 
-import re
-
 import torch
 from torch import Tensor, nn
 from torch.export import Dim
@@ -13,7 +11,6 @@ from torch.func import functional_call
 from anemoi_gt.export.program import for_inference
 from anemoi_gt.graph import GraphStructure
 from anemoi_gt.nn import EncoderProcessorDecoder, StaticEdges
-from anemoi_gt.nn.static_graph import HIDDEN
 
 
 class TensorGraphLayer(nn.Module):
@@ -88,28 +85,16 @@ class GraphInputModel(nn.Module):
     def dynamic_shapes(self, batch: Dim | None = None) -> tuple:
         """Return the `dynamic_shapes` of `torch.export.export` that leave batch, nodes and edges dynamic.
 
+        A program takes at least two nodes of each kind and two edges between them.
+
         Parameters
         ----------
         batch : torch.export.Dim, optional
             The batch dimension; None allows any size.
         """
-        nodes = {name: Dim(f"nodes_{number}_{_identifier(name)}") for number, name in enumerate(self.model.nodes)}
-        shapes = {}
-        for name in self.model.nodes:
-            shapes |= _each(self.model, f"nodes.{name}", nodes[name])
-        kinds = [(f"encoder_edges.{name}", name, HIDDEN) for name in self.model.encoder_edges]
-        kinds += [(f"decoder_edges.{name}", HIDDEN, name) for name in self.model.decoder_edges]
-        kinds.append(("processor_edges", HIDDEN, HIDDEN))
-        for number, (path, src, dst) in enumerate(kinds):  # numbered: identifiers of names may coincide
-            edges = Dim(f"edges_{number}_{_identifier(src)}_to_{_identifier(dst)}")
-            shapes |= _each(self.model, path, edges)
-            sizes = {"colptr": nodes[dst] + 1, "sources": nodes[src], "dst_schedule": nodes[dst]}
-            for field in dict(self.model.get_submodule(f"{path}.structure").named_buffers()):
-                shapes[f"{path}.structure.{field}"] = {0: sizes.get(field, edges)}
-        batch = batch or Dim("batch")
-        fields = {name: {0: batch, 1: nodes[name]} for name in self.model.in_channels}
-        x = next(iter(fields.values())) if self.model.has_one_data_set else fields
-        return x, shapes
+        shapes = {name: {0: Dim.DYNAMIC} for name in self._names}
+        fields = {name: {0: batch or Dim("batch"), 1: Dim.DYNAMIC} for name in self.model.in_channels}
+        return next(iter(fields.values())) if self.model.has_one_data_set else fields, shapes
 
 
 def graph_tensors(model: EncoderProcessorDecoder) -> dict[str, Tensor]:
@@ -119,18 +104,13 @@ def graph_tensors(model: EncoderProcessorDecoder) -> dict[str, Tensor]:
 
     Examples
     --------
-    >>> from torch_geometric.data import HeteroData
-    >>> graph = HeteroData()
-    >>> graph["data"].x, graph["hidden"].x = torch.zeros(6, 2), torch.zeros(2, 2)
-    >>> for source, destination in (("data", "hidden"), ("hidden", "hidden"), ("hidden", "data")):
-    ...     edges = graph[source, "to", destination]
-    ...     edges.edge_index = torch.zeros(2, 1, dtype=torch.int64)
-    ...     edges.edge_length, edges.edge_dirs = torch.ones(1, 1), torch.ones(1, 2)
+    >>> from anemoi_gt.data import graphs, grids
+    >>> graph = graphs.icosphere_graph(grids.octahedral(4), refinement=1)
     >>> model = EncoderProcessorDecoder(graph, in_channels=4, out_channels=1, channels=16, heads=2)
     >>> {name: tuple(tensor.shape) for name, tensor in graph_tensors(model).items() if name.startswith("processor")}
-    {'processor_edges.edge_attr': (1, 3), 'processor_edges.trainable': (1, 8), \
-'processor_edges.structure.colptr': (3,), 'processor_edges.structure.row': (1,), \
-'processor_edges.structure.sources': (2, 0)}
+    {'processor_edges.edge_attr': (240, 3), 'processor_edges.trainable': (240, 8), \
+'processor_edges.structure.colptr': (43,), 'processor_edges.structure.row': (240,), \
+'processor_edges.structure.sources': (42, 0)}
     """
     model = _checked(for_inference(model))
     tensors = {f"nodes.{name}.{field}": tensor for name, nodes in model.nodes.items() for field, tensor in _own(nodes)}
@@ -165,11 +145,3 @@ def _checked(model: nn.Module) -> EncoderProcessorDecoder:
 def _own(module: nn.Module) -> list[tuple[str, Tensor]]:
     """Return the buffers and parameters of a module, without those of submodules."""
     return [*module.named_buffers(recurse=False), *module.named_parameters(recurse=False)]
-
-
-def _each(model: nn.Module, path: str, size: Dim) -> dict[str, dict[int, Dim]]:
-    return {f"{path}.{field}": {0: size} for field, _ in _own(model.get_submodule(path))}
-
-
-def _identifier(name: str) -> str:
-    return re.sub(r"\W", "_", name)

@@ -41,7 +41,9 @@ def write_package(program: ExportedProgram, path: str | Path, metadata: Mapping[
     if not all(isinstance(text, str) for pair in metadata.items() for text in pair):
         raise ValueError(f"metadata must map str to str (use JSON for other values), got {dict(metadata)}")
     check_compiler()
-    options = {"aot_inductor.metadata": dict(metadata), **_float_scalars()}
+    options = {"aot_inductor.metadata": dict(metadata)}
+    if hasattr(config, "_use_fp64_for_unbacked_floats"):  # float32 scalars, as in eager launches
+        options["_use_fp64_for_unbacked_floats"] = False
     with torch.no_grad():
         torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=options)
 
@@ -53,8 +55,7 @@ def check_path(path: Path) -> None:
     if path.is_dir():
         raise ValueError(f"a package must be a file, {path} is a folder")
     try:
-        with tempfile.TemporaryFile(dir=path.parent):
-            pass
+        tempfile.TemporaryFile(dir=path.parent).close()
     except OSError as error:
         raise OSError(f"could not write {path}: {error.strerror}") from error
 
@@ -91,12 +92,6 @@ def _copies_standard_library(compiler: str) -> bool:
         if result.returncode:
             raise ValueError(f"a package needs a C++ compiler, {compiler} fails: {result.stderr.strip()}")
         return COPY in library.read_bytes()
-
-
-def _float_scalars() -> dict[str, bool]:
-    """Pass scalars to kernels as float32, as eager launches do; float64 would change the arithmetic."""
-    name = "_use_fp64_for_unbacked_floats"
-    return {name: False} if hasattr(config, name) else {}
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map
 from anemoi_gt.custom_ops import NAMESPACE
 from anemoi_gt.nn.static_graph import StaticStructure
 from anemoi_gt.ops.triton_backend.device import interpreted
+from anemoi_gt.option_checks import check_integer
 
 
 class Autocast(nn.Module):
@@ -55,19 +56,13 @@ def export_model(model: nn.Module, x: Tensor | dict[str, Tensor], max_batch: int
         Maximum batch size; 1 fixes it. On the backend `triton`, kernels use 32-bit offsets if that suffices for this
         size.
     """
-    check_max_batch(max_batch)
+    check_integer("max_batch", max_batch)
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     tree_map(_check_example, x)
     batch = Dim("batch", min=1, max=max_batch) if max_batch > 1 else None
     example = tree_map(lambda field: field.narrow(0, 0, 1).repeat(2 if batch else 1, 1, 1), x)  # 1 would specialise
     return export_program(model, (example,), (tree_map(lambda _: {0: batch} if batch else None, x),))
-
-
-def check_max_batch(max_batch: int) -> None:
-    """Raise ValueError unless `max_batch` is a positive integer."""
-    if type(max_batch) is not int or max_batch < 1:
-        raise ValueError(f"max_batch must be an integer, at least 1, got {max_batch!r}")
 
 
 def _check_example(field: Tensor) -> None:
@@ -77,7 +72,7 @@ def _check_example(field: Tensor) -> None:
 
 
 def export_program(module: nn.Module, inputs: tuple, dynamic_shapes=None) -> ExportedProgram:
-    """Export a module for inference, without this library's operators.
+    """Return a program of a module for `write_package`: for inference, without this library's operators and gradients.
 
     Raises ValueError if an operator has no portable form: one that sorts edges, in a module that takes an edge_index;
     or kernels under Triton's interpreter.
@@ -92,11 +87,6 @@ def export_program(module: nn.Module, inputs: tuple, dynamic_shapes=None) -> Exp
         example determine the tiles, which change speed, not results.
     dynamic_shapes : optional
         As in `torch.export.export`; None fixes all sizes.
-
-    Returns
-    -------
-    torch.export.ExportedProgram
-        A program for `write_package`, without gradients.
 
     Examples
     --------

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from anemoi_gt.custom_ops import assert_async, define_operator, is_plain
+from anemoi_gt.graph.validation import check_edge_index, check_ends
 
 EDGES_PER_PROGRAM, WARPS = 256, 8  # one edge per thread: most atomics in flight, and whole memory sectors
-RADIX_EDGES = 2**15  # from which PyTorch sorts integers on an x86 CPU by radix: 0.2 ms, comparing 30,000 takes 1.2 ms
-RADIX_PADDED = 2**13 if "fbgemm" in torch.backends.quantized.supported_engines else RADIX_EDGES  # from which it pays
 RANKED, RANKED_TOGETHER = 2**14, 64  # edges and nodes below which edges are ranked, and edges of a program
 CACHED_LAUNCHES = 128  # graph sizes whose launches are cached
 
@@ -26,6 +25,31 @@ class GroupedEdges(NamedTuple):
     rowptr: Tensor | None = None  # [N_src + 1]
     csr_to_csc: Tensor | None = None  # [E]
     col: Tensor | None = None  # [E]
+
+
+class UnsortedEdges(NamedTuple):
+    """The edges of one call on a CPU in the caller's order, with what edge attention reads of a GraphStructure."""
+
+    row: Tensor  # [E], int64
+    col: Tensor  # [E], int64
+    num_src: int
+    num_dst: int
+    num_edges: int
+    device: torch.device
+    colptr = perm = global_edge_id = rowptr = csr_to_csc = None
+
+    @classmethod
+    def of(cls, edge_index: Tensor, num_src: int, num_dst: int) -> "UnsortedEdges":
+        """Return edges [2, E]; raise ValueError for another tensor, or an index that is not a node."""
+        check_edge_index(edge_index)
+        low, high = map(int, torch.aminmax(edge_index)) if edge_index.numel() else (0, -1)
+        if low < 0 or high >= min(num_src, num_dst):
+            check_ends(edge_index, num_src, num_dst)
+        return cls(*edge_index.long().unbind(0), num_src, num_dst, edge_index.shape[1], edge_index.device)
+
+    def edge_index(self) -> Tensor:
+        """Return the edges as COO [2, E]."""
+        return torch.stack([self.row, self.col])
 
 
 def group_coo(
@@ -68,12 +92,8 @@ def _order_may_vary(index: Tensor) -> bool:
 
 
 def _sort_edges(node: Tensor, neighbour: Tensor, num_nodes: int) -> tuple[Tensor, Tensor, Tensor]:
-    num_edges = node.shape[0]
-    if node.is_cpu and not torch.compiler.is_compiling() and RADIX_PADDED <= num_edges < RADIX_EDGES:
-        node = torch.cat([node, node.new_full((RADIX_EDGES - num_edges,), num_nodes)])
-    node, order = (each[:num_edges] for each in torch.sort(node, stable=True))
-    begins = torch.searchsorted(node, torch.arange(num_nodes + 1, dtype=node.dtype, device=node.device))
-    return begins.to(node.dtype), order.to(node.dtype), neighbour.index_select(0, order)
+    node, order = torch.sort(node, stable=True)
+    return pointers(node, num_nodes), order.to(node.dtype), neighbour.index_select(0, order)
 
 
 def can_rank(edge_index: Tensor, num_src: int, num_dst: int) -> bool:

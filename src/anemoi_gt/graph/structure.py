@@ -37,7 +37,9 @@ from anemoi_gt.graph.validation import (
     assert_pointers,
     assert_range,
     check_adjacency,
+    check_edge_ids,
     check_edge_index,
+    check_ends,
     check_fixed_in_degree,
     check_hubs,
     check_index,
@@ -45,7 +47,9 @@ from anemoi_gt.graph.validation import (
     check_pointers,
     check_range,
     check_same_edges,
+    check_shape,
     have_size,
+    is_size,
     max_degree,
 )
 
@@ -111,9 +115,7 @@ class GraphStructure:
         check_index("row", self.row, like=self.colptr)
         if self.colptr.shape[0] < 1:
             raise ValueError("colptr must have num_dst + 1 >= 1 entries, got an empty tensor")
-        if not isinstance(self.sources, Tensor) or self.sources.dim() != 2 or self.sources.shape[1] != 0:
-            got = tuple(self.sources.shape) if isinstance(self.sources, Tensor) else repr(self.sources)
-            raise ValueError(f"sources must have shape [num_src, 0], one row per source, got {got}")
+        check_shape("sources", self.sources, "[num_src, 0], one row per source", is_size)
         if len({self.rowptr is None, self.col is None, self.csr_to_csc is None}) > 1:
             raise ValueError(
                 "rowptr, col, csr_to_csc must come together: pass all three, or none and call with_reverse()"
@@ -224,9 +226,7 @@ class GraphStructure:
             groups = rank_edges(edge_index, num_src, num_dst)
             groups = (groups if reverse else GroupedEdges(*groups[:3]))._asdict()
         else:
-            check = check_range if validate else assert_range
-            for name, index, size in zip(ROWS, edge_index, (num_src, num_dst), strict=True):
-                check(name, index, size)
+            check_ends(edge_index, num_src, num_dst, check=check_range if validate else assert_range)
             is_read = validate and not torch.compiler.is_compiling()
             if is_read and bool((edge_index[1, 1:] >= edge_index[1, :-1]).all()):
                 colptr = pointers(edge_index[1].to(dtype), num_dst)
@@ -234,34 +234,11 @@ class GraphStructure:
             else:
                 groups = group_coo(edge_index, num_src, num_dst, dtype, stable=stable, reverse=reverse)._asdict()
         if global_edge_id is not None:
-            check_index("global_edge_id", global_edge_id, like=edge_index, dtypes=(torch.int64,))
-            if not have_size(global_edge_id.shape[0], num_edges):
-                got = global_edge_id.shape[0]
-                raise ValueError(f"global_edge_id must have {num_edges} entries, one per edge, got {got}")
+            check_edge_ids(global_edge_id, edge_index)
             global_edge_id = global_edge_id.clone() if groups["perm"] is None else global_edge_id[groups["perm"]]
         sources = torch.empty(num_src, 0, device=edge_index.device)
-        hubs = {} if validate else dict.fromkeys(HUBS, groups["colptr"].new_empty(HUB_DEGREE + 1, 0))
-        graph = cls(**groups, sources=sources, global_edge_id=global_edge_id, **hubs)
-        graph = graph.with_reverse(stable=stable) if reverse else graph
-        return graph._with_degrees() if validate else graph
-
-    @classmethod
-    def of_one_call(
-        cls, edge_index: Tensor, num_nodes: tuple[int, int], *, stable: bool, reverse: bool
-    ) -> "GraphStructure":
-        """Return the checked structure of a COO `edge_index` on a CPU for one call there.
-
-        Not whether in-degrees are equal or there are hubs, which GPU kernels want to know; the reverse structure only
-        where that costs no second sweep.
-        """
-        check_edge_index(edge_index)
-        low, high = map(int, torch.aminmax(edge_index)) if edge_index.numel() else (0, -1)
-        if low < 0 or high >= min(num_nodes):
-            for name, index, size in zip(ROWS, edge_index, num_nodes, strict=True):
-                check_range(name, index, size)
-        dtype = _index_dtype(*num_nodes, edge_index.shape[1])
-        groups = group_coo(edge_index, *num_nodes, dtype, stable=stable, reverse=reverse)
-        return cls(**groups._asdict(), sources=torch.empty(num_nodes[0], 0))
+        graph = cls(**groups, sources=sources, global_edge_id=global_edge_id)
+        return (graph.with_reverse(stable=stable) if reverse else graph)._with_degrees(is_known=validate)
 
     @classmethod
     def from_csc(
@@ -305,8 +282,7 @@ class GraphStructure:
         else:
             assert_pointers("colptr", graph.colptr, graph.num_edges)
             assert_range("row", graph.row, graph.num_src)
-        graph = graph.with_reverse() if reverse else graph
-        return graph._with_degrees() if validate else graph._with_unknown_degrees()
+        return (graph.with_reverse() if reverse else graph)._with_degrees(is_known=validate)
 
     @classmethod
     def from_adj_t(cls, adj_t, *, stable: bool = True, validate: bool = True, reverse: bool = True) -> "GraphStructure":
@@ -420,11 +396,9 @@ class GraphStructure:
         Nearby destinations share sources, so programs that run at the same time share rows in the cache. `positions`
         [N_dst, 1 to 3] are coordinates of the destinations in any unit. Raise ValueError for another shape.
         """
-        is_tensor = isinstance(positions, Tensor)
-        shape = tuple(positions.shape) if is_tensor else ()
-        if len(shape) != 2 or shape[0] != self.num_dst or not 1 <= shape[1] <= 3:
-            got = shape if is_tensor else type(positions).__name__
-            raise ValueError(f"positions must be a tensor [{self.num_dst}, 1 to 3], one row per destination, got {got}")
+        sizes = [(self.num_dst, axes) for axes in (1, 2, 3)]
+        wanted = f"[{self.num_dst}, 1 to 3], one row per destination"
+        check_shape("positions", positions, wanted, lambda x: tuple(x.shape) in sizes)
         return replace(self, dst_schedule=morton_order(positions).to(device=self.device, dtype=self.colptr.dtype))
 
     @property
@@ -468,8 +442,7 @@ class GraphStructure:
             check_pointers("rowptr", self.rowptr, self.num_edges)
             check_range("col", self.col, self.num_dst)
             check_permutation("csr_to_csc", self.csr_to_csc, self.num_edges)
-            src = torch.arange(self.num_src, dtype=self.row.dtype, device=self.device)
-            src = src.repeat_interleave(self.rowptr.diff(), output_size=self.num_edges)
+            src = self._numbers(self.num_src).repeat_interleave(self.rowptr.diff(), output_size=self.num_edges)
             position = self.csr_to_csc.long()
             check_same_edges(self.row[position], src, self.dst[position], self.col)
         return self
@@ -496,14 +469,12 @@ class GraphStructure:
 
     def edge_order(self) -> Tensor:
         """Return the caller's edge at each CSC position [E]: `perm`, or 0, 1, 2, ..."""
-        if self.perm is not None:
-            return self.perm
-        return torch.arange(self.num_edges, dtype=self.row.dtype, device=self.device)
+        return self._numbers(self.num_edges) if self.perm is None else self.perm
 
-    def _with_degrees(self) -> "GraphStructure":
-        """Return this structure of checked values with fixed in-degree and hubs; synchronises."""
-        if torch.compiler.is_compiling():
-            return self._with_unknown_degrees()
+    def _with_degrees(self, is_known: bool) -> "GraphStructure":
+        """Return this structure with fixed in-degree and hubs, which are found in checked values; synchronises then."""
+        if not is_known or torch.compiler.is_compiling():
+            return replace(self, dst_hubs=self._hubs(), src_hubs=self._hubs())
         most = max_degree(self.colptr)
         fixed = self.colptr.new_empty(most, 0) if self._has_fixed_in_degree(most) else None
         if self.num_edges <= HUB_DEGREE:
@@ -516,20 +487,17 @@ class GraphStructure:
         """Return whether every destination has `most` in-edges, the most that one has."""
         return self.num_edges > 0 and most * self.num_dst == self.num_edges
 
-    def _with_unknown_degrees(self) -> "GraphStructure":
-        return replace(self, dst_hubs=self._hubs(), src_hubs=self._hubs())
-
     def _hubs(self) -> Tensor:
         return self.colptr.new_empty(HUB_DEGREE + 1, 0)
 
     def _schedule(self) -> Tensor:
-        """Return `dst_schedule`, or 0, 1, 2, ..."""
-        if self.dst_schedule is not None:
-            return self.dst_schedule
-        return torch.arange(self.num_dst, dtype=self.colptr.dtype, device=self.device)
+        return self._numbers(self.num_dst) if self.dst_schedule is None else self.dst_schedule
+
+    def _numbers(self, count: int) -> Tensor:
+        """Return 0, 1, 2, ... in the dtype of indices."""
+        return torch.arange(count, dtype=self.colptr.dtype, device=self.device)
 
 
-ROWS = ("source (row 0 of edge_index)", "destination (row 1 of edge_index)")
 HUBS = ("dst_hubs", "src_hubs")
 FIELDS = tuple(field.name for field in fields(GraphStructure))
 
@@ -573,8 +541,8 @@ def _flatten(graph: GraphStructure) -> tuple[list[Tensor], tuple[str, ...]]:
 
 
 def _flatten_with_keys(graph: GraphStructure) -> tuple[list[tuple[MappingKey, Tensor]], tuple[str, ...]]:
-    state = graph.state_dict()
-    return [(MappingKey(name), tensor) for name, tensor in state.items()], tuple(state)
+    leaves, names = _flatten(graph)
+    return list(zip(map(MappingKey, names), leaves, strict=True)), names
 
 
 def _unflatten(leaves: Iterable, names: tuple[str, ...]) -> GraphStructure:

@@ -4,6 +4,7 @@ While torch.compile or torch.export traces, sizes may be symbols and values are 
 what cannot be decided then, and raises RuntimeError instead of ValueError.
 """
 
+from collections.abc import Callable
 from numbers import Integral
 
 import torch
@@ -13,7 +14,16 @@ from torch.fx.experimental.symbolic_shapes import guard_or_true
 from anemoi_gt.custom_ops import assert_async
 
 INDEX_DTYPES = (torch.int32, torch.int64)
+TO_CHECK = "build it with validate=True, outside compiled code"
 HUB_DEGREE = 256  # a node with more edges is a hub, which GPU kernels divide among programs
+
+
+def check_shape(name: str, value: object, wanted: str, fits: Callable[[Tensor], bool]) -> None:
+    """Raise ValueError unless `value` is a tensor that `fits`; `wanted` says which do, as in "[N, 2], one per node"."""
+    if not isinstance(value, Tensor):
+        raise ValueError(f"{name} must be a tensor {wanted}, got {type(value).__name__}")
+    if not fits(value):
+        raise ValueError(f"{name} must have shape {wanted}, got {tuple(value.shape)}")
 
 
 def check_index(name: str, index: Tensor, like: Tensor, dtypes: tuple[torch.dtype, ...] | None = None) -> None:
@@ -31,12 +41,17 @@ def check_index(name: str, index: Tensor, like: Tensor, dtypes: tuple[torch.dtyp
 
 def check_edge_index(edge_index: Tensor) -> None:
     """Raise ValueError unless `edge_index` is an int32 or int64 tensor [2, E]."""
-    if not isinstance(edge_index, Tensor):
-        raise ValueError(f"edge_index must be a tensor [2, E], got {type(edge_index).__name__}")
-    if edge_index.dim() != 2 or edge_index.shape[0] != 2:
-        raise ValueError(f"edge_index must have shape [2, E] (sources, destinations), got {tuple(edge_index.shape)}")
+    check_shape("edge_index", edge_index, "[2, E] (sources, destinations)", lambda e: e.dim() == 2 and e.shape[0] == 2)
     if edge_index.dtype not in INDEX_DTYPES:
         raise ValueError(f"edge_index must have dtype int32 or int64, got {edge_index.dtype}")
+
+
+def check_edge_ids(global_edge_id: Tensor, edge_index: Tensor) -> None:
+    """Raise ValueError unless `global_edge_id` is an int64 tensor [E] with an id for each edge of `edge_index`."""
+    check_index("global_edge_id", global_edge_id, like=edge_index, dtypes=(torch.int64,))
+    found, needed = global_edge_id.shape[0], edge_index.shape[1]
+    if not have_size(found, needed):
+        raise ValueError(f"global_edge_id must have {needed} entries, one per edge, got {found}")
 
 
 def check_adjacency(adj_t: Tensor) -> None:
@@ -82,32 +97,38 @@ def check_range(name: str, index: Tensor, size: int) -> None:
 def assert_range(name: str, index: Tensor, size: int) -> None:
     """Have the device assert that every value is in 0 .. size - 1, before memory is read with it: RuntimeError."""
     inside = ((index >= 0) & (index < size)).all()
-    assert_async(inside, f"{name} must hold values from 0 to below the number of nodes; build it with validate=True")
+    assert_async(inside, f"{name} must hold values from 0 to below the number of nodes; {TO_CHECK}")
+
+
+def check_ends(edge_index: Tensor, *num_nodes: int, check: Callable = check_range) -> None:
+    """Call `check` with the sources and the destinations of edges [2, E], and with their numbers of nodes."""
+    for name, index, size in zip(("source (row 0", "destination (row 1"), edge_index, num_nodes, strict=True):
+        check(f"{name} of edge_index)", index, size)
 
 
 def assert_pointers(name: str, pointers: Tensor, num_edges: int) -> None:
     """Have the device assert that `pointers` increase from 0 to `num_edges`: RuntimeError."""
     valid = (pointers[0] == 0) & (pointers[-1] == num_edges) & ~(pointers.diff() < 0).any()
-    assert_async(valid, f"{name} must increase from 0 to the number of edges; build it with validate=True")
+    assert_async(valid, f"{name} must increase from 0 to the number of edges; {TO_CHECK}")
 
 
 def check_pointers(name: str, pointers: Tensor, num_edges: int) -> None:
     """Raise ValueError unless `pointers` increase from 0 to `num_edges`; synchronises with the device."""
-    decreases = pointers.diff() < 0
-    valid = (pointers[0] == 0) & (pointers[-1] == num_edges) & ~decreases.any()
-    if _deferred(valid, f"{name} must increase from 0 to the number of edges"):
+    if torch.compiler.is_compiling():
+        assert_pointers(name, pointers, num_edges)
         return
     first, last = int(pointers[0]), int(pointers[-1])
     if first != 0 or last != num_edges:
         raise ValueError(f"{name} must start at 0 and end at the number of edges {num_edges}, got {first} and {last}")
-    if not bool(valid):
-        at = int(decreases.nonzero()[0])
+    decreases = (pointers.diff() < 0).nonzero()
+    if len(decreases):
+        at = int(decreases[0])
         raise ValueError(f"{name} must not decrease, got {int(pointers[at])}, {int(pointers[at + 1])} at position {at}")
 
 
 def check_fixed_in_degree(degree: Tensor, num_dst: int, num_edges: int) -> None:
     """Raise ValueError unless `degree` is a tensor [K, 0] with K in-edges for each of `num_dst` destinations."""
-    check_empty("fixed_in_degree", degree, "[K, 0], K the in-edges of every destination,")
+    check_shape("fixed_in_degree", degree, "[K, 0], K the in-edges of every destination", is_size)
     if not torch.compiler.is_compiling() and degree.shape[0] * num_dst != num_edges:
         raise ValueError(
             f"fixed_in_degree must have shape [K, 0] with K * {num_dst} destinations = {num_edges} edges, "
@@ -117,14 +138,12 @@ def check_fixed_in_degree(degree: Tensor, num_dst: int, num_edges: int) -> None:
 
 def check_hubs(name: str, hubs: Tensor) -> None:
     """Raise ValueError unless `hubs` is a tensor [257, 0]; the size is not looked at, so that it may be a symbol."""
-    check_empty(name, hubs, f"[{HUB_DEGREE + 1}, 0]: some node may have that many edges,")
+    check_shape(name, hubs, f"[{HUB_DEGREE + 1}, 0]: some node may have that many edges", is_size)
 
 
-def check_empty(name: str, value: object, wanted: str) -> None:
-    """Raise ValueError unless `value` is a tensor [size, 0], which carries a size that torch.compile may trace."""
-    if not isinstance(value, Tensor) or value.dim() != 2 or value.shape[1] != 0:
-        got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-        raise ValueError(f"{name} must be a tensor {wanted} got {got}")
+def is_size(tensor: Tensor) -> bool:
+    """Return whether a tensor is [size, 0], which carries a size that torch.compile may trace."""
+    return tensor.dim() == 2 and tensor.shape[1] == 0
 
 
 def max_degree(pointers: Tensor) -> int:

@@ -29,7 +29,7 @@ def swap_layers(
     stable_sort: bool = True,
     subclasses: Sequence[type[TransformerConv]] = (),
 ) -> nn.Module:
-    """Replace every `TransformerConv` of a model by a `GraphTransformerConv` that holds its parameters.
+    """Replace each `TransformerConv` of a model by a `GraphTransformerConv` with its parameters; return the model.
 
     Parameters are moved, not copied: an existing optimiser stays valid. Hooks, the training mode, the state dict and
     what else the layer was given stay. A layer that appears twice in the model still does. A `GraphTransformerConv` of
@@ -45,11 +45,6 @@ def swap_layers(
     subclasses : sequence of type
         Classes that inherit from `TransformerConv` and compute the same, to replace as well. What they add is not
         called any more.
-
-    Returns
-    -------
-    torch.nn.Module
-        `model`.
 
     Raises
     ------
@@ -80,17 +75,12 @@ def swap_layers(
 
 
 def swap_back(model: nn.Module) -> nn.Module:
-    """Put back each layer that `swap_layers` replaced, with the parameters, hooks and mode of its replacement.
+    """Put back each layer that `swap_layers` replaced, with parameters, hooks and mode of its replacement.
 
     Parameters
     ----------
     model : torch.nn.Module
-        Its layers are replaced in place; a `GraphTransformerConv` that was built as such stays.
-
-    Returns
-    -------
-    torch.nn.Module
-        `model`.
+        Its layers are replaced in place, and it is returned; a `GraphTransformerConv` that was built as such stays.
 
     Raises
     ------

@@ -11,23 +11,33 @@ time is these bytes over the memory bandwidth.
 
 from collections.abc import Iterable
 
-from anemoi_gt.kernel_report.report import Kernel, Pass
+from torch import Tensor
 
-OPERANDS = ("query", "key", "value", "edge_attr", "edge_weight", "edge_bias")
+from anemoi_gt.kernel_report.report import OPERANDS, Kernel, Pass
 
 
-def sizes_of(call) -> dict[str, int]:
-    """Return the sizes of a call, by the names of `anemoi_gt.kernel_report.Layer`."""
-    query, weight = call.arguments["query"], call.arguments["edge_weight"]
-    return {
-        "batch": query.shape[0] if query.dim() == 4 else 1,
-        "sources": call.arguments["key"].shape[-3],
-        "destinations": query.shape[-3],
-        "edges": call.arguments["row"].shape[0],
-        "heads": query.shape[-2],
-        "channels": query.shape[-1],
-        "attributes": 0 if weight is None else weight.shape[1],
-    }
+def attention_in_block(arguments: dict) -> dict:
+    """Return the arguments of the attention in a block, from those of the block's operator; their rows have no memory.
+
+    It differentiates query, key, value, weight and bias as soon as the block has any gradient.
+    """
+    heads, batch, dtype, save = (arguments[name] for name in ("heads", "batch", "dtype", "save"))
+    width = arguments["query_weight"].shape[0]
+
+    def rows(x: Tensor, *shape: int, needs_grad: bool = save) -> Tensor:
+        return x.detach().new_empty((), dtype=dtype).expand(shape).requires_grad_(needs_grad)
+
+    def split_heads(x: Tensor) -> Tensor:
+        return rows(x, *((batch,) if batch > 1 else ()), x.shape[0] // batch, heads, width // heads)
+
+    x_dst, attr, weight = (arguments[name] for name in ("x_dst", "edge_attr", "edge_weight"))
+    x_src = x_dst if arguments["x_src"] is None else arguments["x_src"]
+    attention = {"query": split_heads(x_dst), "key": split_heads(x_src), "value": split_heads(x_src)}
+    attention["edge_attr"] = rows(attr, *attr.shape, needs_grad=attr.requires_grad)
+    attention |= {"edge_weight": rows(weight, *weight.shape), "edge_bias": rows(weight, width)}
+    options = {"seed": None, "scale": (width // heads) ** -0.5, "dropout_p": 0.0}
+    options |= {"fixed_degree_kernels": True, "tile": "", "embedded_first": False}
+    return arguments | attention | options
 
 
 def features_of(call) -> str:
@@ -48,15 +58,27 @@ def bandwidth_of(call) -> float | None:
     return copy_bandwidth(call.arguments["query"].device)
 
 
-def passes_of(call, bandwidth: float | None) -> tuple[Pass, ...]:
+def passes_of(call, sizes: dict[str, int], bandwidth: float | None) -> tuple[Pass, ...]:
     """Return the forward pass, and the backward pass if some operand gets a gradient."""
-    operands = {name: call.arguments[name] for name in OPERANDS}
+    operands = {name: call.arguments[name] for name in OPERANDS[:-2]}  # indices have no gradient
     needs = {n: call.grad_enabled and operand is not None and operand.requires_grad for n, operand in operands.items()}
     forward, backward = _kernels(call, needs) if call.backend == "triton" else ((), ())
-    passes = [_pass("forward", call.operator, _forward_bytes(call), forward, bandwidth)]
+    moved = _moved(call, sizes, needs)
+    passes = [_pass("forward", call.operator, moved[0], forward, bandwidth)]
     if any(needs.values()):
-        passes.append(_pass("backward", f"{call.operator}_backward", _backward_bytes(call, needs), backward, bandwidth))
+        passes.append(_pass("backward", f"{call.operator}_backward", moved[1], backward, bandwidth))
     return tuple(passes)
+
+
+def _moved(call, sizes: dict[str, int], needs: dict[str, bool]) -> tuple[int, int]:
+    """Return the bytes of the two passes by the formulas above, with the gradients that are needed."""
+    batch, num_src, num_dst, num_edges, heads, channels, _ = sizes.values()
+    row = call.arguments["query"].element_size() * heads * channels
+    attributes = 0 if call.arguments["edge_attr"] is None else call.arguments["edge_attr"].nbytes
+    forward = row * (2 * num_dst + 2 * num_src) + 4 * heads * num_dst
+    gradients = needs["query"] * num_dst + (needs["key"] + needs["value"]) * num_src
+    backward = row * (2 * num_dst + 2 * num_src + gradients) + 8 * heads * num_dst
+    return batch * forward + attributes + 4 * num_edges, batch * backward + attributes + 8 * num_edges
 
 
 def _pass(name: str, operator: str, moved: int, launches: Iterable, bandwidth: float | None) -> Pass:
@@ -68,37 +90,11 @@ def _ms(moved: int, bandwidth: float | None) -> float | None:
     return None if bandwidth is None else 1e3 * moved / bandwidth
 
 
-def _kernels(call, needs: dict[str, bool]) -> tuple[tuple, tuple]:
+def _kernels(call, needs: dict[str, bool]) -> tuple[list, list]:
     """Launches of the two passes."""
-    from anemoi_gt.ops.operands import AttentionOperands
-    from anemoi_gt.ops.triton_backend import launched_kernels
-    from anemoi_gt.ops.triton_backend.problem import IndexTensors, Options, Problem
+    from anemoi_gt.ops.operands import AttentionOperands, Needs
+    from anemoi_gt.ops.triton_backend.launched_kernels import plan
+    from anemoi_gt.ops.triton_backend.problem import IndexTensors, Options
 
     groups = (AttentionOperands, IndexTensors, Options)
-    sizes = Problem(*(group(*(call.arguments[name] for name in group._fields)) for group in groups)).sizes
-    backward = launched_kernels.backward_kernels(sizes, launched_kernels.Needs(**needs))
-    return tuple(launched_kernels.forward_kernels(sizes)), tuple(backward)
-
-
-def _forward_bytes(call) -> int:
-    sizes, row = sizes_of(call), _row_bytes(call)
-    nodes = row * (2 * sizes["destinations"] + 2 * sizes["sources"]) + 4 * sizes["heads"] * sizes["destinations"]
-    return sizes["batch"] * nodes + _attribute_bytes(call) + 4 * sizes["edges"]
-
-
-def _backward_bytes(call, needs: dict[str, bool]) -> int:
-    sizes, row = sizes_of(call), _row_bytes(call)
-    destinations = (2 + needs["query"]) * sizes["destinations"]
-    sources = (2 + needs["key"] + needs["value"]) * sizes["sources"]
-    nodes = row * (destinations + sources) + 8 * sizes["heads"] * sizes["destinations"]
-    return sizes["batch"] * nodes + _attribute_bytes(call) + 8 * sizes["edges"]
-
-
-def _row_bytes(call) -> int:
-    query = call.arguments["query"]
-    return query.element_size() * query.shape[-2] * query.shape[-1]
-
-
-def _attribute_bytes(call) -> int:
-    attributes = call.arguments["edge_attr"]
-    return 0 if attributes is None else attributes.numel() * attributes.element_size()
+    return plan(*(group(*(call.arguments[name] for name in group._fields)) for group in groups), Needs(**needs))

@@ -4,8 +4,7 @@ Modules get no hooks of their own: Anemoi's blocks compute differently while one
 """
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from math import isfinite
 from typing import Any, NamedTuple
 
@@ -16,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from anemoi_gt.graph import GraphStructure
-from anemoi_gt.kernel_report.byte_counts import bandwidth_of, features_of, passes_of, sizes_of
-from anemoi_gt.kernel_report.report import ATTENTIONS, Explanation, Layer
+from anemoi_gt.kernel_report.byte_counts import attention_in_block, bandwidth_of, features_of, passes_of
+from anemoi_gt.kernel_report.report import BLOCK, OPERANDS, OPERATORS, Explanation, Layer, sizes_of
 from anemoi_gt.ops import edge_attention
 from anemoi_gt.ops.backends import rejected
 
@@ -100,7 +99,7 @@ def _explain(compute: Callable, names: dict, bandwidth: float | None, gpus: list
         known.add(attained)
         layers.append(_layer(call, names, attained))
 
-    with torch.random.fork_rng(gpus), _recording(record):
+    with torch.random.fork_rng(gpus), _Recorder(record):
         compute()
     return Explanation(tuple(layers), min(known - {None}, default=None))
 
@@ -130,49 +129,49 @@ class _Recorder(TorchDispatchMode):
         self._thread = threading.get_ident()
         self._inside: list[tuple[nn.Module | None, bool]] = [(None, torch.is_grad_enabled())]
 
+    def __enter__(self):
+        self._hooks = [
+            register_module_forward_pre_hook(self._enter_module),
+            register_module_forward_hook(self._leave_module, always_call=True),
+        ]
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        super().__exit__(*error)
+        for hook in self._hooks:
+            hook.remove()
+
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         name = operator.name().partition(".")[0]
-        if name in ATTENTIONS:
+        if name in OPERATORS:
             names = [argument.name for argument in operator._schema.arguments]
             arguments = dict(zip(names, args, strict=False)) | (kwargs or {})
+            arguments = attention_in_block(arguments) if name == BLOCK else arguments
             module, grad_enabled = self._inside[-1]
-            self._record(Call(module, name, ATTENTIONS[name], arguments, grad_enabled))
+            self._record(Call(module, name, OPERATORS[name], arguments, grad_enabled))
         return operator(*args, **(kwargs or {}))
 
-    def enter(self, module: nn.Module, inputs) -> None:
+    def _enter_module(self, module: nn.Module, inputs) -> None:
         """Note the module that begins, and the grad mode: inside of an operator gradients are always off."""
         if threading.get_ident() == self._thread:
             self._inside.append((module, torch.is_grad_enabled()))
 
-    def leave(self, module: nn.Module, inputs, output) -> None:
-        """Note that a module ends, also by an exception."""
+    def _leave_module(self, module: nn.Module, inputs, output) -> None:
         if threading.get_ident() == self._thread:
             self._inside.pop()
 
 
-@contextmanager
-def _recording(record: Callable[[Call], None]) -> Iterator[None]:
-    """Call `record` with each attention that is computed inside."""
-    mode = _Recorder(record)
-    hooks = [register_module_forward_pre_hook(mode.enter), register_module_forward_hook(mode.leave, always_call=True)]
-    try:
-        with mode:
-            yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
 def _layer(call: Call, names: dict, bandwidth: float | None) -> Layer:
     query = call.arguments["query"]
+    sizes = sizes_of([getattr(call.arguments[name], "shape", ()) for name in OPERANDS])
     return Layer(
         name=names.get(call.module, ""),
         module="" if call.module is None else type(call.module).__name__,
-        sizes=sizes_of(call),
+        sizes=sizes,
         features=features_of(call),
         dtype=str(query.dtype).removeprefix("torch."),
         device=str(query.device),
         backend=call.backend,
         rejected=rejected(call.backend, query),
-        passes=passes_of(call, bandwidth),
+        passes=passes_of(call, sizes, bandwidth),
     )

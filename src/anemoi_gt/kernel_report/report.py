@@ -1,34 +1,25 @@
 """Explanation of a model: frozen values that print as a table, become JSON, and take achieved times from a profile."""
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import groupby
+from itertools import chain, groupby
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any
+
+import torch
 
 from anemoi_gt.custom_ops import NAMESPACE
 
 ATTENTIONS = {f"{NAMESPACE}::edge_attention_{backend}": backend for backend in ("torch", "triton")}
+BLOCK = f"{NAMESPACE}::transformer_block"  # a whole block, whose attention is that of backend triton
+OPERATORS = ATTENTIONS | {BLOCK: "triton"}
 BACKWARD = "_backward"
-FIRST_OPERAND = {"": 0, BACKWARD: 2}  # position of query among the operator's arguments, behind grad_out and grad_lse
-SHAPED_OPERANDS = 8  # query, key, value, edge_attr, edge_weight, edge_bias, colptr, row
-
-
-class _Timed:
-    """Bytes and the time in which a profile saw them moved."""
-
-    bytes: int
-    achieved_ms: float | None
-
-    @property
-    def achieved_bandwidth(self) -> float | None:
-        """Bytes per second; None without a profile."""
-        return None if self.achieved_ms is None else 1e3 * self.bytes / self.achieved_ms
+OPERANDS = ("query", "key", "value", "edge_attr", "edge_weight", "edge_bias", "colptr", "row")
 
 
 @dataclass(frozen=True)
-class Kernel(_Timed):
+class Kernel:
     """A launch of a kernel.
 
     Parameters
@@ -43,6 +34,8 @@ class Kernel(_Timed):
         These bytes over the bandwidth; None when the bandwidth is not known.
     achieved_ms : float or None
         Mean in a profile; None without one.
+    achieved_bandwidth : float or None
+        Bytes per second in a profile; None without one.
     """
 
     name: str
@@ -50,17 +43,19 @@ class Kernel(_Timed):
     bytes: int
     lower_bound_ms: float | None
     achieved_ms: float | None = None
+    achieved_bandwidth: float | None = None
 
 
 @dataclass(frozen=True)
-class Pass(_Timed):
+class Pass:
     """A forward or a backward pass of one attention.
 
     Parameters
     ----------
     name : {"forward", "backward"}
     operator : str
-        As a profiler shows it, in eager and in compiled runs.
+        As a profiler shows it, in eager and in compiled runs. `anemoi_gt::transformer_block` computes a whole block;
+        bytes and kernels are those of the attention in it, the achieved time is that of the block.
     bytes : int
         That no implementation can avoid: operands, results and indices, each once.
     lower_bound_ms : float or None
@@ -69,6 +64,8 @@ class Pass(_Timed):
         In the order of their launches; empty where PyTorch's own do the work.
     achieved_ms : float or None
         Mean in a profile: of its kernels together, or of the operator on a CPU.
+    achieved_bandwidth : float or None
+        Bytes per second in a profile; None without one.
     """
 
     name: str
@@ -77,6 +74,7 @@ class Pass(_Timed):
     lower_bound_ms: float | None
     kernels: tuple[Kernel, ...]
     achieved_ms: float | None = None
+    achieved_bandwidth: float | None = None
 
 
 @dataclass(frozen=True)
@@ -131,13 +129,7 @@ class Explanation:
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as dicts, lists, numbers and strings, for JSON."""
-        described = asdict(self)
-        for layer, own in zip(described["layers"], self.layers, strict=True):
-            for pass_, own_pass in zip(layer["passes"], own.passes, strict=True):
-                pass_["achieved_bandwidth"] = own_pass.achieved_bandwidth
-                for kernel, own_kernel in zip(pass_["kernels"], own_pass.kernels, strict=True):
-                    kernel["achieved_bandwidth"] = own_kernel.achieved_bandwidth
-        return described
+        return asdict(self)
 
     def with_profile(self, profile) -> "Explanation":
         """Return the same with the achieved times and bandwidths of a profile.
@@ -150,64 +142,71 @@ class Explanation:
             Of one step or several of the explained calls, ended, recorded with `record_shapes=True`: layers are told
             apart by the sizes of their operands, and those of equal sizes share their means.
         """
-        times = _times_of(profile)
+        calls = _calls_in(profile)
         layers = tuple(
-            replace(layer, passes=tuple(_timed(layer, pass_, times) for pass_ in layer.passes)) for layer in self.layers
+            replace(layer, passes=tuple(_timed(layer, pass_, calls) for pass_ in layer.passes)) for layer in self.layers
         )
         if all(pass_.achieved_ms is None for layer in layers for pass_ in layer.passes):
             raise ValueError(
-                f"profile must contain the calls that were explained, it has others: {sorted(map(str, times))}"
+                f"profile must contain the calls that were explained, it has others: {sorted(map(str, calls))}"
             )
         return replace(self, layers=layers)
 
     def __str__(self) -> str:
-        lines = [line for _, alike in groupby(self.layers, _all_but_name) for line in _layer_lines(list(alike))]
+        groups = groupby(self.layers, lambda layer: replace(layer, name=""))
+        lines = [line for _, alike in groups for line in _layer_lines(list(alike))]
         if self.bandwidth is not None:
             lines.append(f"lower bound: bytes over {_scaled(self.bandwidth, 'B/s')}")
         return "\n".join(lines)
 
 
-class _Times(NamedTuple):
-    """Means over the calls of one operator on operands of the same sizes, in milliseconds."""
-
-    host: float
-    device: float | None  # of all kernels of a call; None unless the profile has seen kernels of every call
-    kernels: dict[str, float]  # of one launch, by the kernel's name
-
-
-def _times_of(profile) -> dict[tuple[str, tuple[int, ...]], _Times]:
-    """Times of all attentions in a profile, by operator and sizes as in `Layer.sizes`."""
+def _calls_in(profile) -> dict[tuple[str, tuple[int, ...]], list]:
+    """Events of all attentions in a profile, by operator and sizes as in `Layer.sizes`."""
     if not hasattr(profile, "events"):
         raise ValueError(f"profile must be a torch.profiler.profile that has ended, got {type(profile).__name__}")
-    seen = defaultdict(list)
+    calls = defaultdict(list)
     for event in profile.events():
         operator = event.name.removesuffix(BACKWARD)
-        if operator in ATTENTIONS and event.input_shapes:
-            first = FIRST_OPERAND[event.name.removeprefix(operator)]
-            seen[event.name, _sizes(event.input_shapes[first : first + SHAPED_OPERANDS])].append(event)
-    if not seen:
+        if operator in OPERATORS and event.input_shapes:
+            schema = getattr(torch.ops.anemoi_gt, event.name.removeprefix(f"{NAMESPACE}::")).default._schema
+            shapes = dict(zip([argument.name for argument in schema.arguments], event.input_shapes, strict=False))
+            calls[event.name, _told_apart_by_shapes(shapes)].append(event)
+    if not calls:
         raise ValueError(
-            f"profile must hold calls of {' or '.join(ATTENTIONS)} with their shapes, got none; record it with "
+            f"profile must hold calls of {' or '.join(OPERATORS)} with their shapes, got none; record it with "
             "profile(activities=[...], record_shapes=True) around the model, and end it first"
         )
-    return {call: _mean_times(events) for call, events in seen.items()}
+    return calls
 
 
-def _sizes(shapes: list) -> tuple[int, ...]:
-    """Sizes of a call, from the shapes of its operands."""
+def sizes_of(shapes: Sequence) -> dict[str, int]:
+    """Return the sizes of a call by the names of `Layer`, from the shapes of its `OPERANDS`, empty for None."""
     query, key, _, _, weight, _, _, row = shapes
-    return (query[0] if len(query) == 4 else 1, key[-3], query[-3], row[0], *query[-2:], weight[1] if weight else 0)
+    return {
+        "batch": query[0] if len(query) == 4 else 1,
+        "sources": key[-3],
+        "destinations": query[-3],
+        "edges": row[0],
+        "heads": query[-2],
+        "channels": query[-1],
+        "attributes": weight[1] if weight else 0,
+    }
 
 
-def _mean_times(events: list) -> _Times:
-    launched, kernels = [_launched(event) for event in events], defaultdict(list)
-    for kernel in (kernel for each in launched for kernel in each):
-        kernels[kernel.name].append(kernel.duration)
-    return _Times(
-        host=1e-3 * fmean(event.cpu_time_total for event in events),
-        device=1e-3 * fmean(sum(kernel.duration for kernel in each) for each in launched) if all(launched) else None,
-        kernels={name: 1e-3 * fmean(durations) for name, durations in kernels.items()},
-    )
+def _told_apart_by_shapes(shapes: dict[str, Sequence]) -> tuple[int, ...]:
+    """Return the sizes by which a profile tells calls of an operator apart, from shapes of operands by name."""
+    if "x_dst" not in shapes:
+        return tuple(sizes_of([shapes[name] for name in OPERANDS]).values())
+    sources, destinations = (shapes["x_src"] or shapes["x_dst"])[0], shapes["x_dst"][0]
+    return sources, destinations, shapes["row"][0], shapes["query_weight"][0], shapes["edge_weight"][1]
+
+
+def _told_apart_by(layer: Layer, operator: str) -> tuple[int, ...]:
+    """Return these sizes of a layer; the number of heads is no size of a tensor of a whole block."""
+    batch, sources, destinations, edges, heads, channels, attributes = layer.sizes.values()
+    if operator.startswith(BLOCK):
+        return batch * sources, batch * destinations, edges, heads * channels, attributes
+    return tuple(layer.sizes.values())
 
 
 def _launched(event) -> list:
@@ -215,22 +214,27 @@ def _launched(event) -> list:
     return [*event.kernels, *(kernel for child in event.cpu_children for kernel in _launched(child))]
 
 
-def _timed(layer: Layer, pass_: Pass, times_of: dict[tuple, _Times]) -> Pass:
-    """A pass with the times of its operator on the layer's sizes; unchanged without any."""
-    times = times_of.get((pass_.operator, tuple(layer.sizes.values())))
-    if times is None:
-        return pass_
-    achieved = times.host if times.device is None and layer.device.startswith("cpu") else times.device
-    if achieved is None:
+def _timed(layer: Layer, pass_: Pass, calls: dict[tuple, list]) -> Pass:
+    """A pass with the mean times of its operator's calls on the layer's sizes; unchanged without any."""
+    events = calls.get((pass_.operator, _told_apart_by(layer, pass_.operator)), [])
+    launched, durations = [_launched(event) for event in events], defaultdict(list)
+    for kernel in chain.from_iterable(launched):
+        durations[kernel.name].append(kernel.duration)
+    if all(launched):
+        microseconds = [sum(kernel.duration for kernel in each) for each in launched]
+    elif layer.device.startswith("cpu"):
+        microseconds = [event.cpu_time_total for event in events]
+    else:
         return pass_  # a profile of the CPU alone has no times of a GPU
-    kernels = (
-        replace(kernel, achieved_ms=times.kernels.get(kernel.name, kernel.achieved_ms)) for kernel in pass_.kernels
-    )
-    return replace(pass_, kernels=tuple(kernels), achieved_ms=achieved)
+    kernels = tuple(_measured(kernel, durations[kernel.name]) for kernel in pass_.kernels)
+    return _measured(replace(pass_, kernels=kernels), microseconds)
 
 
-def _all_but_name(layer: Layer) -> tuple:
-    return tuple(value for name, value in vars(layer).items() if name != "name")
+def _measured(of: Pass | Kernel, microseconds: list[float]) -> Pass | Kernel:
+    if not microseconds:
+        return of
+    mean = 1e-3 * fmean(microseconds)
+    return replace(of, achieved_ms=mean, achieved_bandwidth=1e3 * of.bytes / mean)
 
 
 def _layer_lines(layers: list[Layer]) -> Iterator[str]:

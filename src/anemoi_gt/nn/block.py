@@ -27,6 +27,7 @@ from anemoi_gt.nn.input_validation import (
     check_features,
     check_nodes,
     check_sides,
+    check_structure,
 )
 from anemoi_gt.nn.layer_kernels import LayerKernels, cast_for_projections, check_kernels, must_be_called
 from anemoi_gt.nn.mlp import MLP
@@ -45,6 +46,8 @@ class PendingRows(Protocol):
 @runtime_checkable
 class ShardedGraph(Protocol):
     """One rank's shard of a graph, which layers take in place of a `GraphStructure`; see `anemoi_gt.distributed`.
+
+    Where it has `chunks` of its structure, from `GraphShard.split`, layers call its `exchange` before the first.
 
     Attributes
     ----------
@@ -79,7 +82,7 @@ class GraphTransformerBaseBlock(nn.Module):
     bias : bool
         Give `lin_self` a bias.
     qk_norm : bool
-        Norm query and key per head.
+        Normalise query and key per head.
     mlp_implementation : {"mlp", "glu", "swiglu", "geglu", "reglu"}
         Plain or gated feed-forward networks.
     edge_pre_mlp : bool
@@ -176,6 +179,7 @@ class GraphTransformerBaseBlock(nn.Module):
         if not isinstance(graph, GraphStructure) and isinstance(graph, ShardedGraph):
             check_batch(*x)  # its local sources are checked by start_exchange
         else:
+            check_structure(graph)
             check_nodes(graph, *x)
         x_dst = x[1] + self.attend(*self.normed_sides(x, cond), graph, edge_attr)
         return x_dst + self.node_dst_mlp(apply_norm(self.layer_norm_mlp_dst, x_dst, cond[1]))
@@ -257,7 +261,7 @@ class GraphTransformerProcessorBlock(GraphTransformerBaseBlock):
         *,
         cond: Tensor | None = None,
     ) -> Tensor:
-        """Update the nodes.
+        """Return the nodes [N, out_channels] or [B, N, out_channels] after the block.
 
         Parameters
         ----------
@@ -267,10 +271,6 @@ class GraphTransformerProcessorBlock(GraphTransformerBaseBlock):
             Raw attributes in the caller's edge order.
         cond : Tensor [N or 1, K] or [B, N or 1, K], optional
             Condition, required by conditional norms and refused by others.
-
-        Returns
-        -------
-        Tensor [N, out_channels] or [B, N, out_channels]
 
         Raises
         ------
@@ -328,7 +328,7 @@ class GraphTransformerMapperBlock(GraphTransformerBaseBlock):
         *,
         cond: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Update the destinations, and the sources with `update_src_nodes`.
+        """Return (y_src, y_dst), of the shapes of `x`: updated destinations, and sources if `update_src_nodes`.
 
         Parameters
         ----------
@@ -340,11 +340,6 @@ class GraphTransformerMapperBlock(GraphTransformerBaseBlock):
         cond : (Tensor, Tensor), optional
             Conditions of sources and destinations, [N or 1, K] or [B, N or 1, K]; required by conditional norms and
             refused by others.
-
-        Returns
-        -------
-        (Tensor, Tensor)
-            (y_src, y_dst), of the shapes of `x`.
 
         Raises
         ------

@@ -8,6 +8,8 @@ these; a layer computes the chunks one after the other, and the results are conc
 The memory for features and hidden layers decreases with the number of chunks: in inference (`torch.no_grad`), and in
 training with activation checkpointing. Fields and node features that a layer concatenates are concatenated by chunks,
 too. The structures follow from the graph alone and are made once.
+
+A shard of a graph in chunks gets its halo before the first chunk, and returns the gradients of it after all chunks.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,6 +28,14 @@ Pair = tuple[Rows, Rows]  # of sources, of destinations
 
 
 @dataclass(frozen=True, eq=False)
+class RowsWithHalo:
+    """Rows of local sources [.., N_local, F] and of a halo [.., R, F], of which chunks read some: not concatenated."""
+
+    own: Tensor
+    halo: Tensor
+
+
+@dataclass(frozen=True, eq=False)
 class Chunk:
     """Consecutive destinations of a graph, their in-edges, and the sources of these.
 
@@ -34,13 +44,16 @@ class Chunk:
     graph : GraphStructure
         Edges of the chunk, with its sources and destinations numbered from 0.
     src : Tensor [N_src of the chunk], int64, or None
-        Its sources in the whole graph; None: all of them, in order.
+        Its sources in the whole graph, of a shard the local ones; None: all of them, in order.
     dst : slice
         Its destinations in the whole graph.
     edges : slice
         Its edges in the edge order of the whole graph.
     sizes : (int, int, int) or None
-        Sources, destinations and edges of the whole graph; None: the chunk is the whole graph.
+        Sources, destinations and edges of the whole graph; None: the chunk is the whole graph. Of a shard they are
+        this rank's, without the halo.
+    halo : Tensor [R of chunk], int64, or None
+        Its sources in the halo of a shard, which follow the local ones.
     """
 
     graph: GraphStructure
@@ -48,9 +61,12 @@ class Chunk:
     dst: slice
     edges: slice
     sizes: tuple[int, int, int] | None
+    halo: Tensor | None = None
 
-    def sources(self, rows: Tensor) -> Tensor:
+    def sources(self, rows: Tensor | RowsWithHalo) -> Tensor:
         """Return the rows of the chunk's sources from those of all sources [..., N_src, F]."""
+        if isinstance(rows, RowsWithHalo):
+            return torch.cat([rows.own.index_select(-2, self.src), rows.halo.index_select(-2, self.halo)], dim=-2)
         return rows if self.src is None else rows.index_select(-2, self.src)
 
     def destinations(self, rows: Tensor) -> Tensor:
@@ -102,8 +118,13 @@ def split_destinations(graph: GraphStructure, num_chunks: int) -> tuple[Chunk, .
         raise ValueError(f"num_chunks must be in 1 .. {graph.num_dst}, the number of destinations, got {num_chunks}")
     if graph.perm is not None:
         raise ValueError("graph must have its edges sorted by destination: build it from a sorted edge_index")
+    return make_chunks(graph, num_chunks, graph.num_src)
+
+
+def make_chunks(graph: GraphStructure, num_chunks: int, num_local: int) -> tuple[Chunk, ...]:
+    """Return the chunks of a graph, or of a shard whose halo follows `num_local` sources, where some may be empty."""
     bounds = [graph.num_dst * i // num_chunks for i in range(num_chunks + 1)]
-    return tuple(_make_chunk(graph, slice(*ends)) for ends in pairwise(bounds))
+    return tuple(_make_chunk(graph, slice(*ends), num_local) for ends in pairwise(bounds))
 
 
 def map_chunks(
@@ -115,22 +136,18 @@ def map_chunks(
     *,
     call: Callable[..., Tensor] | None = None,
 ) -> Tensor:
-    """Apply a layer to a graph, or to its chunks one after the other.
+    """Return [..., N_dst, F] of a layer applied to a graph, or to its chunks one after the other.
 
     Parameters
     ----------
     layer : callable
         Takes (x_src, x_dst), graph, edge_attr, (cond_src, cond_dst) to features of the destinations [..., N_dst, F].
-    graph : GraphStructure, or its chunks from `split_destinations`
+    graph : GraphStructure, or its chunks from `split_destinations`, or a ShardedGraph, in chunks or not
     x, edge_attr, cond
-        Of the whole graph; a condition has a row per node, or one for all nodes. A side of x may be a tuple of tensors:
-        the layer gets a tuple with the rows of its chunk.
+        Of the whole graph, or of a rank's shard; a condition has a row per node, or one for all nodes. A side of x may
+        be a tuple of tensors: the layer gets a tuple with the rows of its chunk.
     call : callable, optional
         Called as call(function, *inputs) instead of function(*inputs), for each chunk: activation checkpointing.
-
-    Returns
-    -------
-    Tensor [..., N_dst, F]
 
     Raises
     ------
@@ -140,20 +157,26 @@ def map_chunks(
     call = call or (lambda function, *inputs: function(*inputs))
     if not is_chunked(graph):
         return call(layer, x, graph, edge_attr, cond)
-    _check_chunks(graph)
-    if graph[0].sizes is not None:
+    chunks = getattr(graph, "chunks", graph)
+    _check_chunks(chunks)
+    if chunks[0].sizes is not None:
         rows = {"x_src": x[0], "x_dst": x[1], "edge_attr": edge_attr, "cond_src": cond[0], "cond_dst": cond[1]}
-        check_rows(graph[0].sizes, **rows)
-    results = [call(chunk.apply, layer, x, edge_attr, cond) for chunk in graph]
+        check_rows(chunks[0].sizes, **rows)
+    if chunks is not graph:
+        x = _select(x[0], graph.exchange), x[1]
+        if cond[0] is not None:  # a row for all becomes one for each: a rank with one source could not tell them apart
+            each = cond[0].expand(*cond[0].shape[:-2], chunks[0].sizes[0], cond[0].shape[-1])
+            cond = graph.exchange(each), cond[1]
+    results = [call(chunk.apply, layer, x, edge_attr, cond) for chunk in chunks]
     return torch.cat(results, dim=-2) if len(results) > 1 else results[0]
 
 
 def is_chunked(graph: object) -> bool:
-    """Tell whether chunks were passed in place of a graph."""
-    return isinstance(graph, (tuple, list))
+    """Tell whether chunks, or a shard in chunks, were passed in place of a graph."""
+    return isinstance(graph, (tuple, list)) or bool(getattr(graph, "chunks", ()))
 
 
-def _make_chunk(graph: GraphStructure, dst: slice) -> Chunk:
+def _make_chunk(graph: GraphStructure, dst: slice, num_local: int) -> Chunk:
     colptr = graph.colptr[dst.start : dst.stop + 1]
     edges = slice(int(colptr[0]), int(colptr[-1]))
     src, row = graph.row[edges].unique(return_inverse=True)
@@ -162,9 +185,13 @@ def _make_chunk(graph: GraphStructure, dst: slice) -> Chunk:
         schedule = schedule[(schedule >= dst.start) & (schedule < dst.stop)] - dst.start
     kept = {name: getattr(graph, name) for name in ("fixed_in_degree", "dst_hubs", "src_hubs")}
     kept["dst_schedule"] = schedule
+    if graph.global_edge_id is not None:
+        kept["global_edge_id"] = graph.global_edge_id[edges]
     sources = torch.empty(src.shape[0], 0, device=graph.device)
     structure = GraphStructure(colptr - colptr[0], row.to(graph.row.dtype), sources, **kept)
-    return Chunk(structure.with_reverse(), src.long(), dst, edges, (graph.num_src, graph.num_dst, graph.num_edges))
+    sizes, local = (num_local, graph.num_dst, graph.num_edges), int((src < num_local).sum())
+    halo = src[local:].long() - num_local
+    return Chunk(structure.with_reverse(), src[:local].long(), dst, edges, sizes, halo)
 
 
 def _check_chunks(chunks: Sequence[Chunk]) -> None:
@@ -188,11 +215,12 @@ def _check_chunks(chunks: Sequence[Chunk]) -> None:
         )
 
 
-def _select(rows: Rows, select: Callable[[Tensor], Tensor]) -> Rows:
+def _select(rows: Rows, select: Callable) -> Rows:
     """Return a chunk's rows of a tensor, or of each of a tuple of tensors."""
     return tuple(map(select, rows)) if isinstance(rows, tuple) else select(rows)
 
 
-def _select_cond(cond: Tensor | None, select: Callable[[Tensor], Tensor]) -> Tensor | None:
+def _select_cond(cond: Tensor | RowsWithHalo | None, select: Callable) -> Tensor | None:
     """Return the rows of a condition that has one per node; one row is that of every node."""
-    return cond if cond is None or cond.shape[-2] == 1 else select(cond)
+    is_one = isinstance(cond, Tensor) and cond.shape[-2] == 1
+    return cond if cond is None or is_one else select(cond)

@@ -15,6 +15,7 @@ from torch_geometric.utils import softmax
 
 from anemoi_gt.attention_config import AttentionConfig, check_config
 from anemoi_gt.graph import GraphStructure
+from anemoi_gt.graph.build import UnsortedEdges
 from anemoi_gt.nn.block import ShardedGraph
 from anemoi_gt.nn.chunking import Chunk, is_chunked, map_chunks
 from anemoi_gt.nn.input_validation import check_dtype, check_features, check_nodes
@@ -140,8 +141,8 @@ class GraphTransformerConv(MessagePassing):
         edge_index : GraphStructure, ShardedGraph, chunks, Tensor [2, E], EdgeIndex, or adjacency adj_t
             Of a ShardedGraph, x_src holds the local sources. Chunks are those of `split_destinations`. adj_t is a
             `torch.sparse` tensor or `SparseTensor` [N_dst, N_src], whose values [E, D] replace a missing `edge_attr`.
-            Tensors and adjacencies are sorted in every call (see `AttentionConfig.stable_sort`), and their indices are
-            checked on the host on a CPU only.
+            Tensors and adjacencies are sorted in every call (see `AttentionConfig.stable_sort`), except a few edges on
+            a CPU, and their indices are checked on the host on a CPU only.
         edge_attr : Tensor [E, D] or [B, E, D], optional
             Raw attributes in the caller's edge order.
         return_attention_weights : bool, optional
@@ -164,15 +165,14 @@ class GraphTransformerConv(MessagePassing):
             if return_attention_weights is not None:
                 raise ValueError(f"return_attention_weights must be None with chunks, got {return_attention_weights}")
             return map_chunks(lambda x, graph, attr, _: self.forward(x, graph, attr), edge_index, x, edge_attr)
-        edges, query = edge_index, None
+        edges, pending = edge_index, None
         if not isinstance(edge_index, (GraphStructure, Tensor)) and isinstance(edge_index, ShardedGraph):
             pending, edges = edge_index.start_exchange(x_src), edge_index.structure
-            query, x_src = self.lin_query(x_dst), pending.wait()
-        graph, edge_attr = self._edges(edges, edge_attr, (x_src.shape[-2], x_dst.shape[-2]))
+        query = self._split_heads(self.lin_query(x_dst))
+        x_src = x_src if pending is None else pending.wait()
+        graph, edge_attr = self._edges(edges, edge_attr, (x_src.shape[-2], x_dst.shape[-2]), query)
         check_nodes(graph, x_src, x_dst)
-        query = self.lin_query(x_dst) if query is None else query
-        key, value = self.lin_key(x_src), self.lin_value(x_src)
-        query, key, value = (self._split_heads(features) for features in (query, key, value))
+        key, value = (self._split_heads(linear(x_src)) for linear in (self.lin_key, self.lin_value))
 
         if self._needs_messages():
             out = self._attend_by_messages(query, key, value, graph, edge_attr)
@@ -180,7 +180,7 @@ class GraphTransformerConv(MessagePassing):
             edges = (graph, *self._edge_operands(edge_attr))
             dropout_p = self.dropout if self.training else 0.0
             out, _ = edge_attention(query, key, value, *edges, dropout_p=dropout_p, config=self.config)
-        out = self._add_skip(self._join_heads(out), x_dst)
+        out = self._add_skip(out.flatten(-2) if self.concat else out.mean(dim=-2), x_dst)
 
         if return_attention_weights is None:
             return out
@@ -240,12 +240,10 @@ class GraphTransformerConv(MessagePassing):
         return sides
 
     def _edges(
-        self, edge_index, edge_attr: Tensor | None, num_nodes: tuple[int, int]
-    ) -> tuple[GraphStructure, Tensor | None]:
-        """Return the structure, and the attributes in the caller's edge order."""
-        graph, edge_attr = read_edges(
-            self._along_flow(edge_index), edge_attr, num_nodes, stable=self.config.stable_sort
-        )
+        self, edge_index, edge_attr: Tensor | None, num_nodes: tuple[int, int], query: Tensor
+    ) -> tuple[GraphStructure | UnsortedEdges, Tensor | None]:
+        """Return the edges as the attention of `query` reads them, and the attributes in the caller's edge order."""
+        graph, edge_attr = read_edges(self._along_flow(edge_index), edge_attr, num_nodes, query, self.config)
         if (edge_attr is None) != (self.lin_edge is None):
             got = "none" if edge_attr is None else f"shape {tuple(edge_attr.shape)}"
             raise ValueError(
@@ -277,11 +275,6 @@ class GraphTransformerConv(MessagePassing):
 
     def _split_heads(self, features: Tensor) -> Tensor:
         return features.view(*features.shape[:-1], self.heads, self.out_channels)
-
-    def _join_heads(self, out: Tensor) -> Tensor:
-        if self.concat:
-            return out.flatten(-2)
-        return out.mean(dim=-2)
 
     def _add_skip(self, out: Tensor, x_dst: Tensor) -> Tensor:
         if not self.root_weight:

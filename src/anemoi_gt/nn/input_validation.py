@@ -4,16 +4,14 @@ import torch
 from torch import Tensor
 
 from anemoi_gt.graph import GraphStructure
-from anemoi_gt.graph.validation import have_size
+from anemoi_gt.graph.build import UnsortedEdges
+from anemoi_gt.graph.validation import check_shape, have_size
 
 
 def check_features(name: str, features: Tensor, channels: int, like: Tensor) -> None:
     """Raise unless `features` is a tensor [N, channels] or [B, N, channels] in a dtype for the weights `like`."""
     wanted = f"[N, {channels}] or [B, N, {channels}]"
-    if not isinstance(features, Tensor):
-        raise ValueError(f"{name} must be a tensor {wanted}, got {type(features).__name__}")
-    if features.dim() not in (2, 3) or features.shape[-1] != channels:
-        raise ValueError(f"{name} must have shape {wanted}, got {tuple(features.shape)}")
+    check_shape(name, features, wanted, lambda x: x.dim() in (2, 3) and x.shape[-1] == channels)
     check_dtype(name, features, like)
 
 
@@ -50,9 +48,8 @@ def _check_columns(name: str, columns: tuple[Tensor, ...], channels: int, like: 
         check_dtype(name, part, like)
 
 
-def check_nodes(graph: object, x_src: Tensor, x_dst: Tensor) -> None:
-    """Raise unless `graph` is a GraphStructure, and both sides have one row per node and the same batch."""
-    check_structure(graph)
+def check_nodes(graph: GraphStructure | UnsortedEdges, x_src: Tensor, x_dst: Tensor) -> None:
+    """Raise unless both sides have one row per node of the graph and the same batch."""
     check_batch(x_src, x_dst)
     names = ("x", "x") if x_src is x_dst else ("x_src", "x_dst")
     sizes = ("source", graph.num_src), ("destination", graph.num_dst)
@@ -85,11 +82,8 @@ def _check_pair(message: str, pair: object) -> None:
 
 def check_attributes(edge_attr: object, edge_dim: int) -> None:
     """Raise unless `edge_attr` is a tensor with `edge_dim` attributes per edge; the attention checks its rows."""
-    wanted = f"[E, {edge_dim}] or [B, E, {edge_dim}]"
-    if not isinstance(edge_attr, Tensor):
-        raise ValueError(f"edge_attr must be a tensor {wanted}, raw attributes, got {type(edge_attr).__name__}")
-    if edge_attr.dim() not in (2, 3) or edge_attr.shape[-1] != edge_dim:
-        raise ValueError(f"edge_attr must have shape {wanted}, raw attributes, got {tuple(edge_attr.shape)}")
+    wanted = f"[E, {edge_dim}] or [B, E, {edge_dim}], raw attributes"
+    check_shape("edge_attr", edge_attr, wanted, lambda x: x.dim() in (2, 3) and x.shape[-1] == edge_dim)
 
 
 def check_structure(graph: object) -> None:

@@ -61,13 +61,24 @@ def hooks_of(module: nn.Module) -> list:
     return [*hooks, module.forward] if "forward" in module.__dict__ else hooks
 
 
+def has_global_hooks() -> bool:
+    """Return whether hooks are registered for all modules, as by `register_module_forward_hook`; our own only watch."""
+    hooks = [hook for name in HOOKS for hook in getattr(nn.modules.module, f"_global{name}", {}).values()]
+    return any(not getattr(hook, "__module__", "").startswith("anemoi_gt.") for hook in hooks)
+
+
+def has_wrapped_weights(module: nn.Module) -> bool:
+    """Return whether weight or bias is a tensor subclass that computes for itself: distributed, quantised."""
+    return hasattr(module.weight, "__tensor_flatten__") or hasattr(module.bias, "__tensor_flatten__")
+
+
 def must_be_called(linear: nn.Module, kind: type[nn.Module]) -> bool:
-    """Return whether a linear layer does more than its weight and bias say, with a warning: adapters, hooks.
+    """Return whether a linear layer does more than a plain weight and bias say, with a warning: adapters, hooks.
 
     The attention reads the weight and bias of an edge embedding instead of calling it. `kind` is the class whose
     `forward` needs nothing else.
     """
-    if type(linear).forward is kind.forward and not hooks_of(linear):
+    if type(linear).forward is kind.forward and not hooks_of(linear) and not has_wrapped_weights(linear):
         return False
     _warn_of_call(type(linear))
     return True
@@ -76,8 +87,8 @@ def must_be_called(linear: nn.Module, kind: type[nn.Module]) -> bool:
 @torch.compiler.assume_constant_result
 def _warn_of_call(kind: type) -> None:
     warnings.warn(
-        f"lin_edge, a {kind.__qualname__}, has hooks or is of another class than it was built as: it is called, which "
-        "makes a tensor of edges x heads x channels",
+        f"lin_edge, a {kind.__qualname__}, has hooks, weights that are a tensor subclass, or another class than it was "
+        "built as: it is called, which makes a tensor of edges x heads x channels",
         stacklevel=3,
     )
 

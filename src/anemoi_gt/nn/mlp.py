@@ -32,20 +32,8 @@ class GatedLinear(nn.Module):
 class MLP(nn.Module):
     """Feed-forward network with one hidden layer, with the state dict of Anemoi's `MLP` without extra layers and norm.
 
-    Parameters
-    ----------
-    channels : int
-        Input and output features.
-    hidden_dim : int
-        Features of the hidden layer.
-    implementation : {"mlp", "glu", "swiglu", "geglu", "reglu"}
-        "mlp" uses `kernels.Activation`; the others use a gate of Shazeer (2020), with 1.5 times the parameters.
-    kernels : LayerKernels
-
-    Raises
-    ------
-    ValueError
-        For an unknown implementation, or a width below 1.
+    It maps `channels` features to as many. Of the implementations, "mlp" uses `kernels.Activation`, the others a gate
+    of Shazeer (2020), with 1.5 times the parameters. Raise ValueError for another one, or a width below 1.
     """
 
     def __init__(self, channels: int, hidden_dim: int, implementation: str, kernels: LayerKernels):

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch_geometric.data import HeteroData
 
 from anemoi_gt.attention_config import AttentionConfig
+from anemoi_gt.graph.validation import check_shape
 from anemoi_gt.nn.input_validation import check_dtype
 from anemoi_gt.nn.mapper import GraphTransformerBackwardMapper, GraphTransformerForwardMapper
 from anemoi_gt.nn.processor import GraphTransformerProcessor
@@ -39,14 +40,16 @@ class EncoderProcessorDecoder(nn.Module):
         Number of attention heads.
     num_layers : int
         Blocks of the processor, which share the trainable edge attributes.
-    trainable_nodes, trainable_edges : int
-        Number of trainable features of each node and attributes of each edge.
+    trainable_nodes : int
+        Number of trainable features of each node.
+    trainable_edges : int
+        Number of trainable attributes of each edge.
     mlp_ratio : float
         Width of the hidden layers of the feed-forward networks over `channels`.
     attn_channels : int, optional
         Features of query, key and value, all heads together; a multiple of `heads`. None is `channels`.
     qk_norm : bool
-        Norm query and key per head.
+        Normalise query and key per head.
     mlp_implementation : {"mlp", "glu", "swiglu", "geglu", "reglu"}
         Plain or gated feed-forward networks.
     edge_pre_mlp : bool
@@ -173,10 +176,8 @@ class EncoderProcessorDecoder(nn.Module):
         for name, x in fields.items():
             expected = (self.nodes[name].num_nodes, self.in_channels[name])
             label = "x" if self.has_one_data_set else f"x[{name!r}]"
-            if not isinstance(x, Tensor):
-                raise ValueError(f"{label} must be a tensor [B, {expected[0]}, {expected[1]}], got {type(x).__name__}")
-            if x.dim() != 3 or tuple(x.shape[1:]) != expected:
-                raise ValueError(f"{label} must have shape [B, {expected[0]}, {expected[1]}], got {tuple(x.shape)}")
+            wanted = f"[B, {expected[0]}, {expected[1]}]"
+            check_shape(label, x, wanted, lambda x, rest=expected: x.dim() == 3 and tuple(x.shape[1:]) == rest)
             check_dtype(label, x, like=self.nodes[name].sin_cos_lat_lon)
             if batch not in (None, x.shape[0]):
                 raise ValueError(f"{label} must have the batch size {batch} of the other data sets, got {x.shape[0]}")

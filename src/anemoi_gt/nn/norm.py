@@ -11,6 +11,7 @@ from inspect import signature
 import torch
 from torch import Tensor, nn
 
+from anemoi_gt.graph.validation import check_shape
 from anemoi_gt.nn.input_validation import check_dtype
 from anemoi_gt.option_checks import check_integer
 
@@ -78,13 +79,13 @@ class ConditionalLayerNorm(nn.Module):
         when features or condition have the wrong shape or dtype.
         """
         channels, features = self.scale.out_features, self.scale.in_features
-        if not isinstance(x, Tensor) or x.dim() < 2 or x.shape[-1] != channels:
-            raise ValueError(f"x must have shape [..., N, {channels}], got {_shape(x)}")
+        check_shape("x", x, f"[..., N, {channels}]", lambda x: x.dim() >= 2 and x.shape[-1] == channels)
         rows = x.shape[-2]
-        shape = cond.shape if isinstance(cond, Tensor) and cond.dim() >= 2 else (0, 0)
-        if shape[-1] != features or shape[-2] not in (1, rows):
-            raise ValueError(f"cond must have shape [..., {rows} or 1, {features}], got {_shape(cond)}")
-        if not _can_broadcast(shape[:-2], x.shape[:-2]):
+        wanted = f"[..., {rows} or 1, {features}]"
+        check_shape(
+            "cond", cond, wanted, lambda c: c.dim() >= 2 and c.shape[-1] == features and c.shape[-2] in (1, rows)
+        )
+        if not _can_broadcast(cond.shape[:-2], x.shape[:-2]):
             raise ValueError(f"cond must have the batch of x {_shape(x)}, a batch of 1, or none, got {_shape(cond)}")
         check_dtype("cond", cond, like=self.scale.weight)
         return ((1 + self.scale(cond)) * self.norm(x) + self.bias(cond)).type_as(x)

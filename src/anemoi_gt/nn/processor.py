@@ -71,7 +71,7 @@ class GraphTransformerProcessor(nn.Module):
     def forward(
         self, x: Tensor, graph: GraphStructure | Sequence[Chunk], edge_attr: Tensor, *, cond: Tensor | None = None
     ) -> Tensor:
-        """Update the nodes by all blocks.
+        """Return the nodes [N, num_channels] or [B, N, num_channels] after all blocks.
 
         Parameters
         ----------
@@ -81,10 +81,6 @@ class GraphTransformerProcessor(nn.Module):
             Raw attributes in the caller's edge order.
         cond : Tensor [N or 1, K] or [B, N or 1, K], optional
             Condition of conditional norms.
-
-        Returns
-        -------
-        Tensor [N, num_channels] or [B, N, num_channels]
         """
         first = self.proc[0]
         check_features("x", x, first.channels, like=first.lin_query.weight)  # its device is needed below
@@ -99,11 +95,7 @@ class GraphTransformerProcessor(nn.Module):
 
 
 def _run(
-    blocks: Sequence[nn.Module],
-    x: Tensor,
-    graph: GraphStructure | Sequence[Chunk],
-    edge_attr: Tensor,
-    cond: Tensor | None,
+    blocks: nn.ModuleList, x: Tensor, graph: GraphStructure | Sequence[Chunk], edge_attr: Tensor, cond: Tensor | None
 ) -> Tensor:
     for block in blocks:
         x = block(x, graph, edge_attr, cond=cond)

@@ -1,38 +1,31 @@
-"""Edges in all forms that PyG has, converted to a GraphStructure."""
+"""Edges in all forms that PyG has, as the attention reads them."""
 
 import torch
 from torch import Tensor
 from torch_geometric.utils import is_torch_sparse_tensor
 
+from anemoi_gt.attention_config import AttentionConfig
 from anemoi_gt.graph import GraphStructure
-from anemoi_gt.graph.build import can_rank
+from anemoi_gt.graph.build import UnsortedEdges, can_rank
+from anemoi_gt.ops import torch_backend
 
 
 def read_edges(
-    edges, edge_attr: Tensor | None, num_nodes: tuple[int, int], *, stable: bool = True
-) -> tuple[GraphStructure, Tensor | None]:
-    """Return the structure of `edges`, and the attributes in the caller's edge order.
+    edges, edge_attr: Tensor | None, num_nodes: tuple[int, int], query: Tensor, config: AttentionConfig
+) -> tuple[GraphStructure | UnsortedEdges, Tensor | None]:
+    """Return `edges` for the attention of `query` [.., N_dst, H, C], and the attributes in the caller's edge order.
 
-    Parameters
-    ----------
-    edges : GraphStructure, Tensor [2, E], EdgeIndex, torch.sparse tensor or SparseTensor [N_dst, N_src]
-    edge_attr : Tensor, optional
-        None takes the values of a sparse `edges`, except scalars: these are edge weights, which attention ignores, as
-        PyG does.
-    num_nodes : (int, int)
-        Sources and destinations; a sparse `edges` and a GraphStructure have their own.
-    stable : bool
-        As in `GraphStructure.from_edge_index`.
-
-    Returns
-    -------
-    graph : GraphStructure
-        Metadata is checked; indices only on the CPU, because a layer must not synchronise with the device. Without the
-        reverse structure, which the attention makes if it is needed, unless grouping without order may make both.
-    edge_attr : Tensor or None
+    `edges` is a GraphStructure, a tensor [2, E], an EdgeIndex, or a sparse matrix [N_dst, N_src], whose values [E, D]
+    replace a missing `edge_attr` (scalars are edge weights, which attention ignores, as PyG does). A few edges on a CPU
+    stay unsorted: sorting takes longer than one call gains. Others have a reverse structure only if grouping without
+    order may make it too; else the attention does, if needed. Indices are checked on the CPU alone.
     """
     if isinstance(edges, GraphStructure):
         return edges, edge_attr
+    is_list = config.backend != "triton" and _is_readable(edges) and edges.layout == torch.strided and edges.dim() == 2
+    if is_list and torch_backend.is_small(query, edges.shape[1]):
+        return UnsortedEdges.of(edges, *num_nodes), edge_attr
+    stable = config.stable_sort
     options = {"stable": stable, "reverse": not stable and torch.is_grad_enabled()}
     if is_adjacency(edges):
         values = _values(edges)
@@ -44,14 +37,12 @@ def read_edges(
             "edge_index must be a GraphStructure, a tensor [2, E], an EdgeIndex or a sparse adj_t [N_dst, N_src], "
             f"got {type(edges).__name__}"
         )
-    if _is_readable(edges):
-        return GraphStructure.of_one_call(edges, num_nodes, **options), edge_attr
     if stable and torch.is_grad_enabled() and can_rank(edges, *num_nodes):
         options["reverse"] = True  # at no cost
-    return GraphStructure.from_edge_index(edges, num_nodes, validate=False, **options), edge_attr
+    return GraphStructure.from_edge_index(edges, num_nodes, validate=_is_readable(edges), **options), edge_attr
 
 
-def _is_readable(edges: Tensor) -> bool:
+def _is_readable(edges) -> bool:
     """Tell whether the host can read the values without synchronisation: not on a device, nor in a fake tensor."""
     return type(edges) is Tensor and edges.is_cpu and not torch.compiler.is_compiling()
 

@@ -1,10 +1,11 @@
 """Residual: the connection from the input fields of a model to its output fields."""
 
 from collections.abc import Mapping
-from numbers import Integral
 
 import torch
 from torch import Tensor, nn
+
+from anemoi_gt.option_checks import is_integer
 
 
 class Residual(nn.Module):
@@ -12,18 +13,9 @@ class Residual(nn.Module):
 
         y[..., o] = y[..., o] + x[..., i]          for each pair o: i
 
-    Parameters
-    ----------
-    channels : mapping of int to int
-        Output channel to the input channel that is added to it: the positions of each prognostic variable, in the input
-        at the initial time of the forecast.
-    in_channels, out_channels : int
-        Number of input and output fields.
-
-    Raises
-    ------
-    ValueError
-        For a channel out of range, or when `channels` is not a mapping of integers.
+    `channels` maps output channels to the input channels that are added to them: the positions of prognostic variables,
+    in the input at the initial time of the forecast. Raise ValueError for a channel that is not one of `in_channels` or
+    `out_channels` fields, or when `channels` is not a mapping of integers.
 
     Examples
     --------
@@ -33,7 +25,7 @@ class Residual(nn.Module):
 
     def __init__(self, channels: Mapping[int, int], in_channels: int, out_channels: int):
         super().__init__()
-        if not isinstance(channels, Mapping) or not all(map(_is_integer, [*channels.keys(), *channels.values()])):
+        if not isinstance(channels, Mapping) or not all(map(is_integer, [*channels.keys(), *channels.values()])):
             raise ValueError(
                 f"residual must map output channels to input channels, both integers, as in {{0: 2}}, got {channels!r}"
             )
@@ -50,8 +42,3 @@ class Residual(nn.Module):
     def forward(self, y: Tensor, x: Tensor) -> Tensor:
         """Return `y` [..., out_channels] with the channels of `x` [..., in_channels] added."""
         return y.index_add(-1, self.outputs, x.index_select(-1, self.inputs).to(y.dtype))
-
-
-def _is_integer(number: object) -> bool:
-    """Tell whether it is an integer of Python or NumPy, and not a bool."""
-    return isinstance(number, Integral) and not isinstance(number, bool)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch_geometric.data import HeteroData
 
 from anemoi_gt.graph import GraphStructure
+from anemoi_gt.graph.validation import check_shape
 from anemoi_gt.nn.chunking import Chunk, split_destinations
 from anemoi_gt.option_checks import check_integer
 
@@ -46,17 +47,9 @@ class StaticNodes(nn.Module):
 
     def __init__(self, positions: Tensor, trainable: int = 0):
         super().__init__()
-        if not isinstance(positions, Tensor):
-            raise ValueError(
-                f"positions must be a tensor [N, 2], latitude and longitude in radians, got {type(positions).__name__}"
-            )
-        if positions.dim() != 2 or positions.shape[1] != 2 or not positions.is_floating_point():
-            raise ValueError(
-                "positions must be floating point of shape [N, 2], latitude and longitude in radians, "
-                f"got {positions.dtype} {tuple(positions.shape)}"
-            )
-        if not bool(positions.isfinite().all()):
-            raise ValueError("positions must be finite, got NaN or infinity")
+        wanted = "[N, 2], latitude and longitude in radians"
+        check_shape("positions", positions, wanted, lambda x: x.dim() == 2 and x.shape[1] == 2)
+        _check_finite("positions", positions)
         if not bool((positions[:, 0].abs() <= math.pi / 2 + 1e-4).all()):  # float32 may round a pole to beyond pi / 2
             raise ValueError(
                 f"latitudes must lie within +-pi/2 radians, got up to {float(positions[:, 0].abs().max()):g}; "
@@ -154,15 +147,9 @@ class StaticEdges(nn.Module):
     ):
         super().__init__()
         graph = GraphStructure.from_edge_index(edge_index, num_nodes)
-        if not isinstance(edge_attr, Tensor):
-            raise ValueError(f"edge_attr must be a tensor [{graph.num_edges}, D], got {type(edge_attr).__name__}")
-        if edge_attr.dim() != 2 or edge_attr.shape[0] != graph.num_edges or not edge_attr.is_floating_point():
-            raise ValueError(
-                f"edge_attr must be floating point of shape [{graph.num_edges}, D], one row per edge, "
-                f"got {edge_attr.dtype} {tuple(edge_attr.shape)}"
-            )
-        if not bool(edge_attr.isfinite().all()):
-            raise ValueError("edge_attr must be finite, got NaN or infinity")
+        wanted = f"[{graph.num_edges}, D], one row per edge"
+        check_shape("edge_attr", edge_attr, wanted, lambda x: x.dim() == 2 and len(x) == graph.num_edges)
+        _check_finite("edge_attr", edge_attr)
         check_integer("trainable", trainable, least=0, note=", the number of trainable attributes of an edge")
         edge_attr = edge_attr[graph.edge_order().long()].to(torch.get_default_dtype())
         self.structure = StaticStructure(replace(graph, perm=None))
@@ -202,6 +189,13 @@ class _StaticChunk(nn.Module):
         return Chunk(self.structure(), self.src, self.dst, self.edges, self.sizes)
 
 
+def _check_finite(name: str, tensor: Tensor) -> None:
+    if not tensor.is_floating_point():
+        raise ValueError(f"{name} must be floating point, got {tensor.dtype}")
+    if not bool(tensor.isfinite().all()):
+        raise ValueError(f"{name} must be finite, got NaN or infinity")
+
+
 def nodes_of(graph: HeteroData, name: str, trainable: int) -> StaticNodes:
     """Return the nodes `name` of a graph with `trainable` trainable features each.
 
@@ -219,11 +213,6 @@ def edges_of(graph: HeteroData, source: str, destination: str, trainable: int, n
 
     Raise ValueError when the graph does not have these edges, or a field is missing or has the wrong shape.
     """
-    return StaticEdges(*_fields(graph, source, destination), trainable, num_chunks=num_chunks)
-
-
-def _fields(graph: HeteroData, source: str, destination: str) -> tuple[Tensor, Tensor, tuple[int, int]]:
-    """Return edge_index, fixed attributes and numbers of nodes."""
     kind = (source, "to", destination)
     if kind not in graph.edge_types:
         raise ValueError(f"graph must have edges {kind}, got edges {graph.edge_types}")
@@ -231,20 +220,12 @@ def _fields(graph: HeteroData, source: str, destination: str) -> tuple[Tensor, T
     missing = [name for name in ("edge_index", *EDGE_ATTRIBUTES) if name not in edges]
     if missing:
         raise ValueError(f"edges {kind} must have edge_index, edge_length and edge_dirs, missing {', '.join(missing)}")
-    for name in ("edge_index", *EDGE_ATTRIBUTES):
-        if not isinstance(edges[name], Tensor):
-            raise ValueError(f"{name} of edges {kind} must be a tensor, got {type(edges[name]).__name__}")
-    if edges.edge_index.dim() != 2 or edges.edge_index.shape[0] != 2:
-        raise ValueError(
-            f"edge_index of edges {kind} must have shape [2, E], sources and destinations, "
-            f"got {tuple(edges.edge_index.shape)}"
-        )
+    wanted = "[2, E], sources and destinations"
+    check_shape(f"edge_index of edges {kind}", edges.edge_index, wanted, lambda x: x.dim() == 2 and len(x) == 2)
     num_edges = edges.edge_index.shape[1]
     for name in EDGE_ATTRIBUTES:
-        if edges[name].dim() != 2 or edges[name].shape[0] != num_edges:
-            raise ValueError(
-                f"{name} of edges {kind} must have shape [{num_edges}, features], one row per edge, "
-                f"got {tuple(edges[name].shape)}"
-            )
+        wanted = f"[{num_edges}, features], one row per edge"
+        check_shape(f"{name} of edges {kind}", edges[name], wanted, lambda x: x.dim() == 2 and len(x) == num_edges)
     edge_attr = torch.cat([edges[name] for name in EDGE_ATTRIBUTES], dim=-1)
-    return edges.edge_index, edge_attr, (graph[source].x.shape[0], graph[destination].x.shape[0])
+    sizes = graph[source].x.shape[0], graph[destination].x.shape[0]
+    return StaticEdges(edges.edge_index, edge_attr, sizes, trainable, num_chunks=num_chunks)

@@ -8,11 +8,11 @@ from torch import Tensor, nn
 
 from anemoi_gt.attention_config import AttentionConfig
 from anemoi_gt.graph import GraphStructure
-from anemoi_gt.nn.layer_kernels import hooks_of
+from anemoi_gt.nn.layer_kernels import has_global_hooks, has_wrapped_weights, hooks_of
 from anemoi_gt.nn.mlp import MLP
 from anemoi_gt.nn.norm import AutocastLayerNorm
 from anemoi_gt.ops.backends import BACKENDS, choose_backend
-from anemoi_gt.ops.dtypes import autocast_is_active
+from anemoi_gt.ops.dtypes import autocast_dtype, autocast_is_active
 from anemoi_gt.ops.triton_backend.block import BlockOptions, BlockTensors, transform_nodes
 from anemoi_gt.ops.triton_backend.tiles import MOST_ATTRIBUTES
 
@@ -22,7 +22,7 @@ LINEAR = ("query", "key", "value", "self", "edge")
 
 def is_proven(x: Tensor, config: AttentionConfig) -> bool:
     """Return whether blocks are faster by the operator: under 16-bit autocast, where backend `triton` attends."""
-    halved = autocast_is_active(x.device.type) and dtype_of(x) in (torch.float16, torch.bfloat16)
+    halved = autocast_is_active(x.device.type) and autocast_dtype(x) in (torch.float16, torch.bfloat16)
     return halved and _attends_by_triton(x, config)
 
 
@@ -44,6 +44,10 @@ def unsupported_reason(block: nn.Module, x: Tensor, config: AttentionConfig, kno
             return f"its {name} is a {type(module).__name__}, and torch.nn.{needed} is needed"
         if module.weight is None or (module.bias is None and name != "self") or (is_norm and module.weight.dim() != 1):
             return f"its {name} lacks a weight or a bias, or is over several dimensions"
+        if has_wrapped_weights(module):
+            return f"its {name} has weights that are a tensor subclass, as of DTensor or a quantisation"
+    if has_global_hooks():
+        return "hooks watch all modules, and those of its parts would not be called"
     if any(hooks_of(module) for module in (*modules.values(), mlp, mlp.mlp, layers[1])):
         return "hooks watch a part of it that would not be called"
     if max(modules["query"].weight.shape) > WIDEST:
@@ -72,13 +76,7 @@ def run_block(
     }
     tensors = BlockTensors(*[parts.get(name) for name in BlockTensors._fields])
     eps = [modules[name].eps if name in modules else 0.0 for name in ("norm_src", "norm", "mlp_norm")]
-    return transform_nodes(tensors, graph, BlockOptions(block.num_heads, batch, *eps, dtype_of(x_dst)))
-
-
-def dtype_of(x: Tensor) -> torch.dtype:
-    """Return the dtype of matrix products of features like `x`."""
-    cast = autocast_is_active(x.device.type) and x.dtype != torch.float64
-    return torch.get_autocast_dtype(x.device.type) if cast else x.dtype
+    return transform_nodes(tensors, graph, BlockOptions(block.num_heads, batch, *eps, autocast_dtype(x_dst)))
 
 
 def _modules(block: nn.Module) -> dict[str, nn.Module]:
@@ -92,4 +90,4 @@ def _modules(block: nn.Module) -> dict[str, nn.Module]:
 
 
 def _attends_by_triton(x: Tensor, config: AttentionConfig) -> bool:
-    return choose_backend(config.backend, x.new_empty(0, dtype=dtype_of(x))) is BACKENDS["triton"]
+    return choose_backend(config.backend, x.new_empty(0, dtype=autocast_dtype(x))) is BACKENDS["triton"]

@@ -16,14 +16,17 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 def cast_operands(precision: str | None, operands: AttentionOperands) -> tuple[AttentionOperands, torch.dtype]:
     """Return all operands in one dtype, and the dtype of the output: that of query, or autocast's if that decided."""
     query = operands.query
-    dtype = out_dtype = query.dtype
-    if precision is not None:
-        dtype = DTYPES[precision]
-    elif autocast_is_active(query.device.type) and query.dtype != torch.float64:
-        dtype = out_dtype = torch.get_autocast_dtype(query.device.type)
+    dtype = autocast_dtype(query) if precision is None else DTYPES[precision]
+    out_dtype = dtype if precision is None else query.dtype
     if all(operand is None or operand.dtype == dtype for operand in operands):
         return operands, out_dtype
     return AttentionOperands(*(None if operand is None else operand.to(dtype) for operand in operands)), out_dtype
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype of matrix products of a tensor: autocast's where active, except for float64, or its own."""
+    cast = autocast_is_active(x.device.type) and x.dtype != torch.float64
+    return torch.get_autocast_dtype(x.device.type) if cast else x.dtype
 
 
 def autocast_is_active(device_type: str) -> bool:

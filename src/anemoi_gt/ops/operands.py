@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from anemoi_gt.graph import GraphStructure
+from anemoi_gt.graph.build import UnsortedEdges
 from anemoi_gt.graph.validation import have_size
 from anemoi_gt.option_checks import check_number
 
@@ -36,17 +37,17 @@ class Needs(NamedTuple):
 def check_operands(operands: AttentionOperands, graph: GraphStructure) -> None:
     """Raise ValueError unless the operands of `edge_attention` fit together and fit `graph`."""
     query, key, value, *edges = operands
-    if not isinstance(graph, GraphStructure):
+    if not isinstance(graph, (GraphStructure, UnsortedEdges)):
         raise ValueError(
             f"graph must be a GraphStructure, got {type(graph).__name__}; build it once with "
             "GraphStructure.from_edge_index(edge_index, (num_src, num_dst))"
         )
     device = graph.device
-    for place, operand in enumerate(operands):
-        if operand is None and place > 2:
+    for name, operand in zip(AttentionOperands._fields, operands, strict=True):
+        if operand is None and name.startswith("edge"):
             continue
         if not isinstance(operand, Tensor) or not operand.is_floating_point() or operand.device != device:
-            _refuse_tensor(AttentionOperands._fields[place], operand, device)
+            _refuse_tensor(name, operand, device)
     _check_nodes(query, key, value, graph)
     _check_edges(query, graph, *edges)
 

@@ -1,6 +1,7 @@
 """Checkpoints as files, written atomically and read without executing code."""
 
 import io
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -43,14 +44,12 @@ def load_weights(model: nn.Module, state: dict[str, Any], part: str = "average")
 
     `part` is "average" or "model". Raises ValueError if the checkpoint has none, or those of another model.
     """
-    if part not in state:
-        raise ValueError(f"the checkpoint must hold {part!r}, got {', '.join(map(str, state)) or 'nothing'}")
+    weights = _weights(state, part)
     try:
-        model.load_state_dict(state[part])
+        model.load_state_dict(weights)
     except (RuntimeError, TypeError) as error:
-        raise ValueError(
-            f"the checkpoint's weights must be those of the configured model: {_one_line(error)}"
-        ) from error
+        why = textwrap.shorten(str(error), 300, placeholder=" ...")
+        raise ValueError(f"the checkpoint's weights must be those of the configured model: {why}") from error
 
 
 def load_fitting_weights(model: nn.Module, state: dict[str, Any]) -> list[str]:
@@ -58,9 +57,7 @@ def load_fitting_weights(model: nn.Module, state: dict[str, Any]) -> list[str]:
 
     Raises ValueError if the checkpoint has no weights, or none fit.
     """
-    if "average" not in state:
-        raise ValueError(f"the checkpoint must hold 'average', got {', '.join(map(str, state)) or 'nothing'}")
-    own, given = model.state_dict(), state["average"]
+    own, given = model.state_dict(), _weights(state, "average")
     fitting = {name: given[name] for name in own if name in given and given[name].shape == own[name].shape}
     if not fitting:
         raise ValueError("the checkpoint must have weights of the configured model, none fits by name and shape")
@@ -72,6 +69,7 @@ def load_fitting_weights(model: nn.Module, state: dict[str, Any]) -> list[str]:
     ]
 
 
-def _one_line(error: Exception, length: int = 300) -> str:
-    line = " ".join(str(error).split())
-    return line if len(line) <= length else f"{line[:length]} ..."
+def _weights(state: dict[str, Any], part: str) -> dict[str, Any]:
+    if part not in state:
+        raise ValueError(f"the checkpoint must hold {part!r}, got {', '.join(map(str, state)) or 'nothing'}")
+    return state[part]

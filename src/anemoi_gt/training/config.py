@@ -1,9 +1,13 @@
-"""Hyperparameters of a training run, validated at construction."""
+"""Hyperparameters of a training run, validated at construction; its device and CPU threads."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import inf
 
-from anemoi_gt.option_checks import check_integer
+import torch
+
+from anemoi_gt.option_checks import check_integer, check_number, check_positive
 
 DEVICES = ("auto", "cpu", "cuda")
 PRECISIONS = ("32-true", "bf16-mixed", "16-mixed")
@@ -24,7 +28,7 @@ class TrainingConfig:
     warmup_steps : int
         Steps of linear warm-up from 0, at most `steps`; then the learning rate decreases to 0 as half a cosine.
     weight_decay : float
-        Of AdamW, on matrices; vectors (biases, norms) do not decay.
+        Weight decay of AdamW, on matrices only; vectors (biases, norms) do not decay.
     clip_norm : float
         Maximum norm of the gradient over all parameters.
     average_decay : float
@@ -35,7 +39,7 @@ class TrainingConfig:
     log_every : int
         Steps per record of the mean loss.
     seed : int
-        Of the initial weights, the order of the samples and dropout.
+        Seed of the initial weights, the order of the samples and dropout.
     device : {"auto", "cpu", "cuda"}
         `auto` is a GPU if there is one.
     precision : {"32-true", "bf16-mixed", "16-mixed"}
@@ -74,22 +78,40 @@ class TrainingConfig:
             check_integer(f"training.{name}", getattr(self, name))
         check_integer("training.warmup_steps", self.warmup_steps, least=0)
         check_integer("training.seed", self.seed, least=None)
-        for name in ("learning_rate", "weight_decay", "clip_norm", "average_decay"):
-            if not isinstance(getattr(self, name), int | float):
-                raise ValueError(f"training.{name} must be a number, got {getattr(self, name)!r}")
-        for name in ("compile", "cuda_graph"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"training.{name} must be true or false, got {getattr(self, name)!r}")
+        check_positive("training.learning_rate", self.learning_rate)
+        for name in ("weight_decay", "clip_norm", "average_decay"):
+            check_number(f"training.{name}", getattr(self, name))
         if self.threads is not None:
             check_integer("training.threads", self.threads, note=", or null")
         for name, is_valid, must in (
-            ("learning_rate", 0 < self.learning_rate < inf, "positive and finite"),
             ("clip_norm", self.clip_norm > 0, "positive"),
             ("weight_decay", 0 <= self.weight_decay < inf, "finite and not negative"),
             ("seed", 0 <= self.seed < 2**64, "0 to 2^64 - 1"),
             ("average_decay", 0 <= self.average_decay < 1, "in [0, 1)"),
             ("device", self.device in DEVICES, f"one of {', '.join(DEVICES)}"),
             ("precision", self.precision in PRECISIONS, f"one of {', '.join(PRECISIONS)}"),
+            ("compile", isinstance(self.compile, bool), "true or false"),
+            ("cuda_graph", isinstance(self.cuda_graph, bool), "true or false"),
         ):
             if not is_valid:
                 raise ValueError(f"training.{name} must be {must}, got {getattr(self, name)!r}")
+
+
+def choose_device(name: str) -> torch.device:
+    """Return the device for "auto", "cpu" or "cuda". Raises ValueError if "cuda" is requested and there is none."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ValueError("training.device must be cpu or auto, got cuda: PyTorch finds no CUDA device")
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(name)
+
+
+@contextmanager
+def cpu_threads(number: int | None) -> Iterator[None]:
+    """Set the number of PyTorch's CPU threads in the block and restore it afterwards; None changes nothing."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(number or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,7 +1,7 @@
 """Estimate of the memory of a training step, and advice for a GPU that is too small.
 
     state          20 bytes a parameter: weight, gradient, two moments of AdamW, average
-    graph          buffers of the model
+    graph          buffers of the model; of a sharded model, this rank's structures too
     fields         input and target, float32, and output, error and gradient at the loss
     kept           inputs of the checkpointed groups of processor layers, or what all layers keep for the backward pass
     working set    what the largest chunk of a mapper or group of layers keeps, and its largest gradients
@@ -12,19 +12,24 @@ Norms keep float32. Edges keep little beside that. Compiled blocks need less.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 from torch import nn
 
-from anemoi_gt.nn import EncoderProcessorDecoder, GraphTransformerBackwardMapper, GraphTransformerBaseBlock
+from anemoi_gt.graph import GraphStructure
+from anemoi_gt.nn import (
+    EncoderProcessorDecoder,
+    GraphTransformerBackwardMapper,
+    GraphTransformerBaseBlock,
+    StaticEdges,
+)
 from anemoi_gt.training.config import TrainingConfig
 
 STATE = 20
 FLOAT32 = 4
 
 
-@dataclass(frozen=True)
-class MemoryEstimate:
+class MemoryEstimate(NamedTuple):
     """Bytes of a training step by purpose; printed, in GB."""
 
     state: int
@@ -36,35 +41,37 @@ class MemoryEstimate:
     @property
     def total(self) -> int:
         """All of them: purposes that peak at different times are not many bytes apart."""
-        return sum(getattr(self, field.name) for field in fields(self))
+        return sum(self)
 
     def __str__(self) -> str:
-        parts = {field.name.replace("_", " "): getattr(self, field.name) for field in fields(self)}
-        return f"about {self.total / 1e9:.3g} GB: " + ", ".join(f"{n} {size / 1e9:.2g}" for n, size in parts.items())
+        parts = (f"{name.replace('_', ' ')} {size / 1e9:.2g}" for name, size in self._asdict().items())
+        return f"about {self.total / 1e9:.3g} GB: {', '.join(parts)}"
 
 
 def estimate_memory(model: nn.Module, config: TrainingConfig) -> MemoryEstimate | None:
-    """Return an estimate of a training step on one device with eager blocks; None for a model of another class."""
+    """Return an estimate of a training step with eager blocks, of a sharded model on this rank; None for other models.
+
+    `config.batch_size` is that of one model.
+    """
     if not isinstance(model, EncoderProcessorDecoder):
         return None
     batch, size = config.batch_size, FLOAT32 if config.precision == "32-true" else 2
-    widths = [(name, model.in_channels.get(name, 0), model.out_channels.get(name, 0)) for name in model.nodes]
-    points = {name: model.nodes[name].num_nodes for name in model.nodes}
-    layers, hidden = model.processor.proc, points["hidden"]
-    checkpointed = model.processor.checkpoint_groups is not None
-    groups = model.processor.checkpoint_groups or 1
-    group_layers = -(-len(layers) // groups)
-    group = hidden * (group_layers * _destination(layers[0], size) + _gradients(layers[0], size))
-    group += hidden * group_layers * _source(layers[0], size)
+    layers, hidden, groups = model.processor.proc, model.nodes["hidden"].num_nodes, model.processor.checkpoint_groups
+    layer, layers_in_group = layers[0], -(-len(layers) // (groups or 1))
+    group = hidden * (layers_in_group * _destination(layer, size) + _gradients(layer, size))
+    group += _structures(model.processor_edges)[0].num_src * layers_in_group * _source(layer, size)
     mappers = [*_mappers(model.encoder, model.encoder_edges, size), *_mappers(model.decoder, model.decoder_edges, size)]
-    if checkpointed:
-        kept, working = groups * hidden * layers[0].channels * size, max(group, *(chunk for _, chunk in mappers))
-    else:
+    if groups is None:
         kept, working = group + sum(everything for everything, _ in mappers), 0
-    at_loss = sum(points[name] * (FLOAT32 * inputs + (3 * FLOAT32 + 2) * outputs) for name, inputs, outputs in widths)
+    else:
+        kept, working = groups * hidden * layer.channels * size, max(group, *(chunk for _, chunk in mappers))
+    at_loss = 0
+    for name, nodes in model.nodes.items():
+        inputs, outputs = model.in_channels.get(name, 0), model.out_channels.get(name, 0)
+        at_loss += nodes.num_nodes * (FLOAT32 * inputs + (3 * FLOAT32 + 2) * outputs)
     return MemoryEstimate(
         state=STATE * sum(parameter.numel() for parameter in model.parameters()),
-        graph=sum(buffer.nbytes for buffer in model.buffers()),
+        graph=sum(buffer.nbytes for buffer in model.buffers()) + _shard_bytes(model),
         fields=batch * at_loss,
         kept=batch * kept,
         working_set=batch * working,
@@ -85,11 +92,27 @@ def advice(model: Mapping, training: Mapping) -> str:
     return "lower training.batch_size or model.channels, or share the model among GPUs by torchrun"
 
 
+def _structures(edges: StaticEdges) -> list[GraphStructure]:
+    """Return the structures of the chunks of edges, or the one of all; of a shard, this rank's."""
+    graph = edges.structure()
+    if isinstance(graph, GraphStructure):
+        return [chunk.structure() for chunk in edges.chunks] or [graph]
+    return [chunk.graph for chunk in graph.chunks] or [graph.structure]
+
+
+def _shard_bytes(model: EncoderProcessorDecoder) -> int:
+    """Return the bytes of the structures of graph shards and their chunks, which are no buffers."""
+    edges = (*model.encoder_edges.values(), model.processor_edges, *model.decoder_edges.values())
+    shards = [each.structure() for each in edges if not isinstance(each.structure(), GraphStructure)]
+    graphs = [graph for shard in shards for graph in (shard.structure, *(chunk.graph for chunk in shard.chunks))]
+    return sum(tensor.nbytes for graph in graphs for tensor in graph.state_dict().values())
+
+
 def _mappers(mappers: nn.ModuleDict, edges: nn.ModuleDict, size: int) -> list[tuple[int, int]]:
     """Return the bytes that each mapper keeps in all, and those of its largest chunk with its gradients."""
     found = []
     for name, mapper in mappers.items():
-        graphs = [chunk.structure() for chunk in edges[name].chunks] or [edges[name].structure()]
+        graphs = _structures(edges[name])
         end = (size + FLOAT32) * mapper.proc.channels * isinstance(mapper, GraphTransformerBackwardMapper)
         inputs = [(FLOAT32 + size) * channels for channels in (mapper.in_channels_src, mapper.in_channels_dst)]
         source, destination = _source(mapper.proc, size) + inputs[0], _destination(mapper.proc, size) + inputs[1] + end

@@ -1,4 +1,4 @@
-"""Progress of a run: a bar with loss and samples per second, and the meter behind them."""
+"""Progress of a run: a bar, and the meter of loss and samples per second beside it."""
 
 import sys
 import time
@@ -11,33 +11,15 @@ from anemoi_gt.extras import import_extra
 SECONDS_BETWEEN_LINES = 15  # if the bar cannot be redrawn in place, as in a log file
 
 
-class ProgressBar:
-    """A progress bar over the steps of a run, on standard error.
+def progress_bar(steps: int, done: int, **options):
+    """Return a bar on standard error over the steps of a run, `done` before it continues: tqdm's, with its `options`.
 
-    `steps` is their number, `done` that before a resumed run continues. Raises ImportError if tqdm is missing.
+    Raises ImportError if tqdm is missing.
     """
-
-    def __init__(self, steps: int, done: int = 0):
-        tqdm = import_extra("tqdm", "train").tqdm
-        interval = 0.1 if sys.stderr.isatty() else SECONDS_BETWEEN_LINES
-        intervals = {"mininterval": interval, "maxinterval": interval}
-        self._bar = tqdm(total=steps, initial=done, unit=" steps", desc="training", **intervals)
-        self._shown: dict[str, str] = {}
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self._bar.close()
-
-    def advance(self) -> None:
-        """Count a step."""
-        self._bar.update()
-
-    def show(self, **numbers: float) -> None:
-        """Show or update named numbers beside the bar."""
-        self._shown |= {name: f"{number:.4g}" for name, number in numbers.items()}
-        self._bar.set_postfix(self._shown, refresh=False)
+    tqdm = import_extra("tqdm", "train").tqdm
+    interval = 0.1 if sys.stderr.isatty() else SECONDS_BETWEEN_LINES
+    options |= {"mininterval": interval, "maxinterval": interval}
+    return tqdm(total=steps, initial=done, unit=" steps", desc="training", **options)
 
 
 class Meter:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from anemoi_gt.data.datasets import ForecastDataset
 from anemoi_gt.option_checks import check_integer
-from anemoi_gt.training.scores import Errors, Score, median_index
+from anemoi_gt.training.scores import Errors, Score
 
 
 class Outcome(NamedTuple):
@@ -68,26 +68,24 @@ def score_rollouts(model: nn.Module, dataset: ForecastDataset, steps: int) -> Ro
     Raises ValueError if the data set does not support rollouts; FloatingPointError if forecasts become infinite or NaN.
     """
     check_integer("steps", steps)
-    errors = [Errors(dataset) for _ in range(steps)]
-    with_truth: list[list[int]] = [[] for _ in range(steps)]
-    baselines = dataset.rollout_baselines()
+    errors: list[Errors] = []  # by lead time, as far as the truth reaches
+    baselines = [dataset.baselines(n + 1) for n in range(steps)]
     for i in range(len(dataset)):
         for n, (forecast, truth) in enumerate(_outcomes(model, dataset, i, steps)):
             if truth is None:
                 break
-            errors[n].add("model", forecast, truth)
-            for name, baseline in baselines.items():
-                errors[n].add(name, baseline(i, n + 1), truth)
-            with_truth[n].append(i)
-    scored = sum(bool(samples) for samples in with_truth)
-    scores = [score for n in range(scored) for score in errors[n].scores((n + 1) * dataset.lead_time)]
+            if n == len(errors):
+                errors.append(Errors(dataset, (n + 1) * dataset.lead_time))
+            errors[n].add("model", i, forecast, truth)
+            for name, baseline in baselines[n].items():
+                errors[n].add(name, i, baseline(i), truth)
+    scores = [score for each in errors for score in each.scores()]
     diverged = next((score for score in scores if not math.isfinite(score.rmse)), None)
     if diverged is not None:
         raise FloatingPointError(
             f"rollouts must stay finite, got an RMSE of {diverged.rmse} at {diverged.lead_time:g} h: take fewer steps"
         )
-    last = scored - 1
-    return RolloutScores(scores, with_truth[last][median_index(errors[last].sample_rmse("model"))])
+    return RolloutScores(scores, errors[-1].median_sample("model"))
 
 
 def rollout_table(scores: list[Score]) -> str:
@@ -101,8 +99,6 @@ def rollout_table(scores: list[Score]) -> str:
         lines.append("".join([heading, *(f" {name:>{width}}" for name in names), f" {'samples':>8}"]))
         for lead_time in dict.fromkeys(score.lead_time for score in scores):
             row = [cells[variable, lead_time, name] for name in names]
-            label = f"{lead_time:g} h"
-            lines.append(
-                "".join([f"{label:{len(heading)}}", *(f" {s.rmse:{width}.4f}" for s in row), f" {row[0].samples:8}"])
-            )
+            figures = "".join(f" {score.rmse:{width}.4f}" for score in row)
+            lines.append(f"{f'{lead_time:g} h':{len(heading)}}{figures} {row[0].samples:8}")
     return "\n".join(lines)

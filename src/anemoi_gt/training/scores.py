@@ -1,7 +1,7 @@
 """Scores of forecasts in physical units, and tables that compare a model with the baselines of its data set."""
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -50,63 +50,46 @@ def model_forecast(model: nn.Module, dataset: ForecastDataset) -> Forecast:
     return forecast
 
 
-def score(forecasts: dict[str, Forecast], dataset: ForecastDataset) -> list[Score]:
-    """Score forecasts, by name, on all samples of a data set: variable by variable, in the order of `forecasts`."""
-    errors = Errors(dataset)
+def measure(forecasts: dict[str, Forecast], dataset: ForecastDataset) -> "Errors":
+    """Compute forecasts, by name, once for each sample of a data set; return their errors, which give the scores."""
+    errors = Errors(dataset, dataset.lead_time)
     for i in range(len(dataset)):
         truth = dataset.truth(i)
         for name, forecast in forecasts.items():
-            errors.add(name, forecast(i), truth)
-    return errors.scores(dataset.lead_time)
+            errors.add(name, i, forecast(i), truth)
+    return errors
 
 
 class Errors:
-    """Errors of the forecasts of one lead time, accumulated sample by sample, and their scores."""
+    """Errors of the forecasts of one lead time (hours), accumulated sample by sample, and their scores."""
 
-    def __init__(self, dataset: ForecastDataset):
-        self._dataset = dataset
-        self._moments: dict[str, list[Tensor]] = {}  # per sample [2, V]: weighted means of error^2 and error
+    def __init__(self, dataset: ForecastDataset, lead_time: float):
+        self._dataset, self._lead_time = dataset, lead_time
+        self._moments: dict[str, dict[int, Tensor]] = {}  # by sample [2, V]: weighted means of error^2 and error
 
-    def add(self, name: str, forecast: Tensor, truth: Tensor) -> None:
-        """Add the forecast [N, V] of one sample by method `name`."""
+    def add(self, name: str, i: int, forecast: Tensor, truth: Tensor) -> None:
+        """Add the forecast [N, V] of sample i by method `name`."""
         error = (forecast - truth).double()
         moments = (torch.stack([error.square(), error]) * self._dataset.weights[:, None]).mean(dim=1)
-        self._moments.setdefault(name, []).append(moments)
+        self._moments.setdefault(name, {})[i] = moments
 
-    def sample_rmse(self, name: str) -> Tensor:
-        """Return the RMSE of the first variable in each sample forecast by `name`, [samples] float64."""
-        return torch.stack([moments[0, 0].sqrt() for moments in self._moments[name]])
+    def median_sample(self, name: str) -> int:
+        """Return the sample of median error of the first variable as forecast by `name`, the lower one of two."""
+        order = sorted(self._moments[name], key=lambda i: self._moments[name][i][0, 0].item())
+        return order[(len(order) - 1) // 2]
 
-    def scores(self, lead_time: float) -> list[Score]:
+    def scores(self) -> list[Score]:
         """Return the scores over the samples, variable by variable, in the order in which names were added."""
-        means = {name: torch.stack(samples).mean(dim=0) for name, samples in self._moments.items()}
-        variables = zip(self._dataset.variables, self._dataset.units, strict=True)
+        means = {name: torch.stack([*samples.values()]).mean(dim=0) for name, samples in self._moments.items()}
         return [
             Score(
-                name, variable, units, lead_time, len(self._moments[name]), mean[0, v].sqrt().item(), mean[1, v].item()
+                *(name, variable, units, self._lead_time, len(self._moments[name])),
+                rmse=mean[0, v].sqrt().item(),
+                bias=mean[1, v].item(),
             )
-            for v, (variable, units) in enumerate(variables)
+            for v, (variable, units) in enumerate(zip(self._dataset.variables, self._dataset.units, strict=True))
             for name, mean in means.items()
         ]
-
-
-def sample_rmse(forecast: Forecast, dataset: ForecastDataset) -> Tensor:
-    """Return the RMSE of the first variable in each sample, [samples] float64."""
-    errors = Errors(dataset)
-    for i in range(len(dataset)):
-        errors.add("forecast", forecast(i), dataset.truth(i))
-    return errors.sample_rmse("forecast")
-
-
-def median_index(errors: Tensor) -> int:
-    """Return the index of the median, the lower one of two."""
-    order = errors.argsort()
-    return int(order[(len(order) - 1) // 2])
-
-
-def as_records(scores: list[Score]) -> list[dict]:
-    """Return the scores as plain dicts for JSON."""
-    return [asdict(score) for score in scores]
 
 
 def as_table(scores: list[Score]) -> str:

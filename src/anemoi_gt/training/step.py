@@ -16,9 +16,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from anemoi_gt.cuda_graph import Capture, CUDAGraphedStep, capture_cuda_graph
 from anemoi_gt.data.datasets import Sample
 from anemoi_gt.training.checkpoint import load_weights
-from anemoi_gt.training.compilation import compile_blocks
+from anemoi_gt.training.compilation import REMEDY, check_capturable, compile_blocks
 from anemoi_gt.training.config import TrainingConfig
-from anemoi_gt.training.cuda_graph import REMEDY, check_capturable
 
 log = logging.getLogger(__name__)
 
@@ -116,14 +115,13 @@ class TrainingStep:
         if self._captured is not None:
             self._captured.reset()
 
-    def training_loss(self, batch: Sample) -> Tensor:
-        """Return the loss to differentiate, a scalar."""
-        return self.loss(self.model, batch)
-
     def loss(self, model: nn.Module, batch: Sample) -> Tensor:
-        """Return the loss of a model on a batch, a scalar, in the precision of the run."""
-        dtype = AUTOCAST[self.config.precision]
-        with torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None):
+        """Return the loss of a model on a batch, over all ranks, a scalar."""
+        return self.own_loss(model, batch)
+
+    def own_loss(self, model: nn.Module, batch: Sample) -> Tensor:
+        """Return the part of this process in the loss, a scalar to differentiate, in the precision of the run."""
+        with autocast(self.config.precision, self.device):
             return weighted_mse(model(batch.inputs), batch.target, self.weights)
 
     def learning_rate(self) -> float:
@@ -159,12 +157,18 @@ class TrainingStep:
         self.average.n_averaged.fill_(self.global_step)  # 0 would make the next step overwrite the average
 
     def _forward_backward(self, batch: Sample) -> Tensor:
-        loss = self.training_loss(batch)
+        loss = self.own_loss(self.model, batch)
         self.scaler.scale(loss).backward()
         return loss.detach()
 
     def _relative_rate(self, step: int) -> float:
         return warmup_cosine(step, min(self.config.warmup_steps, self.config.steps), self.config.steps)
+
+
+def autocast(precision: str, device: torch.device) -> torch.autocast:
+    """Return the context that computes in a precision of `TrainingConfig` on a device."""
+    dtype = AUTOCAST[precision]
+    return torch.autocast(device.type, dtype=dtype, enabled=dtype is not None)
 
 
 def share_buffers(copied: nn.Module, model: nn.Module) -> None:

@@ -12,11 +12,10 @@ from torch import nn
 from anemoi_gt.data.datasets import Splits
 from anemoi_gt.rng import generator_states, seed_generators, set_generator_states
 from anemoi_gt.training.checkpoint import load_checkpoint, load_weights, save_checkpoint
-from anemoi_gt.training.config import TrainingConfig
+from anemoi_gt.training.config import TrainingConfig, choose_device, cpu_threads
 from anemoi_gt.training.data_loading import TrainingBatches, load
-from anemoi_gt.training.device import choose_device, cpu_threads
 from anemoi_gt.training.metrics_log import MetricsFile
-from anemoi_gt.training.progress import Meter, ProgressBar
+from anemoi_gt.training.progress import Meter, progress_bar
 from anemoi_gt.training.signals import Stopped, StopRequest
 from anemoi_gt.training.step import TrainingStep
 
@@ -48,8 +47,6 @@ class Trainer:
         Called as `TrainingBatches(dataset, batch_size, steps, seed, device)`.
     save : callable
         Writes a checkpoint, called as `save_checkpoint(path, state)`.
-    progress : callable
-        Makes what shows the progress, called as `ProgressBar(steps, done)`.
     stop_request : callable
         Makes what decides after each step whether to stop, called as `StopRequest()`.
 
@@ -73,7 +70,6 @@ class Trainer:
         make_step: Callable[..., TrainingStep] = TrainingStep,
         make_batches: Callable[..., TrainingBatches] = TrainingBatches,
         save: Callable[[Path, dict], None] = save_checkpoint,
-        progress: Callable[[int, int], ProgressBar] = ProgressBar,
         stop_request: Callable[[], StopRequest] = StopRequest,
     ):
         if not isinstance(config, TrainingConfig):
@@ -82,39 +78,44 @@ class Trainer:
         self.device = choose_device(config.device)
         self.step = make_step(model, splits.train.weights, config, self.device)
         self.batches = make_batches(splits.train, config.batch_size, config.steps, config.seed, self.device)
-        self._save_checkpoint, self._progress, self._stop_request = save, progress, stop_request
+        self._save_checkpoint, self._stop_request = save, stop_request
         self.best_loss = math.inf
         self._meter = Meter(self.device)
-        self._rate = math.nan  # of the last step
         self._generators: dict | None = None  # states in the checkpoint of a continued run
+        self._metrics: MetricsFile | None = None
 
-    def fit(self, metrics: MetricsFile) -> None:
+    def fit(self, metrics: MetricsFile | None) -> None:
         """Take the remaining steps; `metrics` gets a record every `log_every` steps and one every `valid_every`.
 
-        Their splits are "train" and "valid". Raises Stopped on SIGTERM or SIGINT, when the step is finished and
-        `last.pt` is written; FloatingPointError if loss, gradients or weights are not finite (in 16-mixed single steps
-        are skipped for their gradients); OSError if a file cannot be written. After an error the checkpoints stay those
-        before it.
+        Their splits are "train" and "valid". None, on ranks other than the first, also shows no progress. Raises
+        Stopped on SIGTERM or SIGINT, when the step is finished and `last.pt` is written; FloatingPointError if loss,
+        gradients or weights are not finite (in 16-mixed single steps are skipped for their gradients); OSError if a
+        file cannot be written. After an error the checkpoints stay those before it.
         """
-        self._start_generators()
+        self._metrics, shown = metrics, {}
+        if self._generators is None:
+            seed_generators(self.config.seed)
+        else:
+            set_generator_states(self._generators, self.device)
         self._meter.start()
         samples = self.config.batch_size  # of a step, in all processes; a batch here may be a part of them
         with (
             cpu_threads(self.config.threads),
             closing(self.step),
-            self._progress(self.config.steps, self.step.global_step) as bar,
+            progress_bar(self.config.steps, self.step.global_step, disable=metrics is None) as bar,
             self._stop_request() as stop,
         ):
             for batch in self.batches.since(self.step.global_step):
-                self._rate = self.step.learning_rate()
+                rate = self.step.learning_rate()
                 self._meter.add(self.step.training_step(batch), samples)
-                bar.advance()
+                bar.update()
                 if self._is_due(self.config.log_every):
-                    bar.show(**self._record_training(metrics))
+                    shown |= self._record_training(rate)
                 if self._is_due(self.config.valid_every):
-                    bar.show(valid=self._validate(metrics))
+                    shown |= {"valid": self._validate()}
+                bar.set_postfix({name: f"{number:.4g}" for name, number in shown.items()}, refresh=False)
                 if (received := stop.should_stop()) is not None:
-                    self._save(metrics, LAST)
+                    self._save(LAST)
                     raise Stopped(received, self.step.global_step)
 
     def best_model(self) -> nn.Module:
@@ -145,33 +146,29 @@ class Trainer:
         self._meter.load_state_dict(state["pending"])
         self._generators = state["generators"]
 
-    def _start_generators(self) -> None:
-        if self._generators is None:
-            seed_generators(self.config.seed)
-        else:
-            set_generator_states(self._generators, self.device)
-
     def _is_due(self, every: int) -> bool:
         return self.step.global_step % every == 0 or self.step.global_step == self.config.steps
 
-    def _record_training(self, metrics: MetricsFile) -> dict[str, float]:
+    def _record(self, split: str, **numbers: float) -> None:
+        if self._metrics is not None:
+            self._metrics.write(split=split, step=self.step.global_step, **numbers)
+
+    def _record_training(self, rate: float) -> dict[str, float]:
         self.step.wait_for_ranks()
         loss, speed = self._meter.read()
         self._check_finite(loss)
-        metrics.write(
-            split="train", step=self.step.global_step, loss=loss, learning_rate=self._rate, samples_per_second=speed
-        )
+        self._record("train", loss=loss, learning_rate=rate, samples_per_second=speed)
         return {"loss": loss, "samples/s": speed}
 
-    def _validate(self, metrics: MetricsFile) -> float:
+    def _validate(self) -> float:
         """Measure the averaged weights on the validation samples and write the checkpoints."""
         loss = self._validation_loss()
         self._check_finite(loss)
         is_best = loss < self.best_loss
         self.best_loss = min(loss, self.best_loss)
-        metrics.write(split="valid", step=self.step.global_step, loss=loss)
+        self._record("valid", loss=loss)
         # last.pt comes second: a run that is killed in between continues from the former one, and writes best.pt again.
-        self._save(metrics, *((BEST, LAST) if is_best else (LAST,)))
+        self._save(*((BEST, LAST) if is_best else (LAST,)))
         return loss
 
     @torch.no_grad()
@@ -182,13 +179,14 @@ class Trainer:
         self.step.wait_for_ranks()
         return torch.stack(losses).sum().item() / len(self.splits.valid)
 
-    def _save(self, metrics: MetricsFile, *names: str) -> None:
+    def _save(self, *names: str) -> None:
         self.step.wait_for_ranks()
         # Before a good checkpoint is replaced: a loss that waits to be recorded would fail every continued run.
         self._check_finite(self._meter.loss())
         if not self.step.is_finite():
             raise self._not_finite("the weights must stay finite, got NaN or infinity")
-        metrics.sync()
+        if self._metrics is not None:
+            self._metrics.sync()
         for name in names:
             self._save_checkpoint(self.folder / name, self.state_dict())
 

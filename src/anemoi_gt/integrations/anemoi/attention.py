@@ -4,18 +4,14 @@
     attention_block                          all edges at once: no tensor is made whose size its chunks would bound
     apply_gt                                 the attention; before anemoi-models 0.11, attention_block is
 
-Every `patch_*` function takes the upstream method and returns its replacement, which calls upstream for blocks that
-we cannot serve; those that end in `_0_15` know the parameters of anemoi-models 0.15 and older. All decisions are the
-same in eager and in compiled code: functions and classes are compared as objects, because their names are not what they
-seem while torch.compile traces.
+They call upstream for blocks that we cannot serve. All decisions are the same in eager and in compiled code: functions
+and classes are compared as objects, because their names are not what they seem while torch.compile traces.
 """
 
 import logging
 import weakref
-from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache, wraps
-from importlib import import_module
+from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,38 +19,27 @@ from torch import Tensor, nn
 
 from anemoi_gt.attention_config import AttentionConfig
 from anemoi_gt.integrations.anemoi.cache import structure_of
-from anemoi_gt.nn.layer_kernels import cast_for_projections, hooks_of
+from anemoi_gt.integrations.anemoi.upstream import Upstream, replaces
+from anemoi_gt.nn.layer_kernels import cast_for_projections, has_wrapped_weights, hooks_of
 from anemoi_gt.ops import edge_attention
 
 if TYPE_CHECKING:
     from anemoi_gt.integrations.anemoi.checkpointing import Checkpointing
 
 log = logging.getLogger(__name__)
+_log_once = cache(log.warning)
+METHODS = ("get_qkve", "prepare_qkve_edge_sharding", "_forward_edges_sharded_attention", "attention_block", "apply_gt")
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of a block.
-
-    Parameters
-    ----------
-    config : AttentionConfig
-        Backend and precision of the attention.
-    fuse_edges : bool
-        Hand raw edge attributes and the weight of `lin_edge` to the attention, so that no edge is embedded.
-    blocks : bool or None
-        Compute whole blocks by one operator; None: under 16-bit autocast on a GPU.
-    sharding : bool
-        Exchange halo rows in place of Anemoi's own sharding, with shard strategy "edges".
-    checkpointing : Checkpointing or None
-        Activation checkpointing of the components; of `install` alone.
-    """
+    """Settings of a block, as `install` describes them."""
 
     config: AttentionConfig
     fuse_edges: bool
     blocks: bool | None = None
     sharding: bool = False
-    checkpointing: "Checkpointing | None" = None
+    checkpointing: "Checkpointing | None" = None  # of `install` alone
 
 
 class SettingsRegistry:
@@ -99,127 +84,47 @@ class SettingsRegistry:
 SETTINGS = SettingsRegistry()
 
 
-class Upstream:
-    """Classes and functions of anemoi-models that blocks are compared with, resolved once by `resolve_upstream`.
-
-    Attributes
-    ----------
-    block : type
-        `GraphTransformerBaseBlock`.
-    blocks : tuple of type
-        The blocks of processors and of mappers.
-    parts : tuple of type
-        The layer norm that differs from PyTorch's in the dtype of its output, and the feed-forward network.
-    conv : type
-        `GraphTransformerConv`, the attention of `graph_attention_backend: pyg`.
-    triton_conv : function, type or None
-        The attention of `graph_attention_backend: triton`: `graph_transformer_attention_conv`, before 0.18.0 `apply` of
-        `GraphTransformerFunction`, of which this is the class; None without Triton, and before 0.11.
-    replaced : tuple of functions
-        Our replacements of methods, wherever they are.
-    """
-
-    block: type | None = None
-    blocks: tuple[type, ...] = ()
-    parts: tuple[type, ...] = ()
-    conv: type | None = None
-    triton_conv: object = None
-    replaced: tuple = ()
+@replaces("self x edge_attr")
+def get_qkve(upstream, self, x, edge_attr):
+    """Leave edges raw [E, D] where the attention embeds them."""
+    if not reads_raw_edges(self):
+        return upstream(self, x, edge_attr)
+    x_src, x_dst = x if isinstance(x, tuple) else (x, x)
+    src = cast_for_projections(x_src, self.lin_query, self.lin_key, self.lin_value)
+    dst = src if x_dst is x_src else x_dst  # of a mapper: lin_query alone reads it here
+    edges = self.edge_pre_mlp(edge_attr) if hasattr(self, "edge_pre_mlp") else edge_attr  # not before 0.11
+    return self.lin_query(dst), self.lin_key(src), self.lin_value(src), edges
 
 
-def resolve_upstream(block: type, replaced: tuple) -> None:
-    """Import the attentions that blocks of anemoi-models may have."""
-    Upstream.block, Upstream.replaced = block, replaced
-    Upstream.conv = import_module("anemoi.models.layers.conv").GraphTransformerConv
-    module = import_module(block.__module__)
-    Upstream.blocks = (module.GraphTransformerProcessorBlock, module.GraphTransformerMapperBlock)
-    with suppress(ImportError, AttributeError):  # an older version
-        names = {"normalization": "AutocastLayerNorm", "mlp": "MLP"}
-        Upstream.parts = tuple(getattr(import_module(f"anemoi.models.layers.{n}"), kind) for n, kind in names.items())
-    with suppress(ImportError, ValueError):  # anemoi-models raises ValueError without Triton
-        triton = import_module("anemoi.models.triton.gt")
-        names = ("graph_transformer_attention_conv", "GraphTransformerFunction")
-        Upstream.triton_conv = next((getattr(triton, name) for name in names if hasattr(triton, name)), None)
+@replaces("self query key value edges")
+def prepare_qkve_edge_sharding(upstream, self, query, key, value, edges):
+    """Split the heads of nodes, and of edges unless they are raw."""
+    if not reads_raw_edges(self):
+        return upstream(self, query, key, value, edges)
+    return *(_split_heads(self, rows) for rows in (query, key, value)), edges
 
 
-def patch_get_qkve(upstream):
-    """Return `get_qkve` that leaves edges raw [E, D] where the attention embeds them."""
-
-    @wraps(upstream)
-    def get_qkve(self, x, edge_attr):
-        if not reads_raw_edges(self):
-            return upstream(self, x, edge_attr)
-        x_src, x_dst = x if isinstance(x, tuple) else (x, x)
-        src = cast_for_projections(x_src, self.lin_query, self.lin_key, self.lin_value)
-        dst = src if x_dst is x_src else x_dst  # of a mapper: lin_query alone reads it here
-        edges = self.edge_pre_mlp(edge_attr) if hasattr(self, "edge_pre_mlp") else edge_attr  # not before 0.11
-        return self.lin_query(dst), self.lin_key(src), self.lin_value(src), edges
-
-    return get_qkve
+@replaces(
+    "self query key value edges edge_index size num_chunks edges_are_dst_sorted",
+    "self query key value edges edge_index size num_chunks",
+)
+def attention_block(upstream, self, query, key, value, edges, edge_index, size, num_chunks, *rest, **named):
+    """Attend without cutting the edges into chunks; where there is no `apply_gt`, attend here."""
+    if not _serves(self, edge_index):
+        return upstream(self, query, key, value, _embedded(self, edges), edge_index, size, num_chunks, *rest, **named)
+    if hasattr(self, "apply_gt"):
+        return self.apply_gt(query, key, value, edges, edge_index, size, *rest, **named)
+    return _attend(self, query, key, value, edges, edge_index)
 
 
-def patch_prepare_qkve(upstream):
-    """Return `prepare_qkve_edge_sharding` that splits the heads of nodes, and of edges unless they are raw."""
-
-    @wraps(upstream)
-    def prepare_qkve_edge_sharding(self, query, key, value, edges):
-        if not reads_raw_edges(self):
-            return upstream(self, query, key, value, edges)
-        return *(_split_heads(self, rows) for rows in (query, key, value)), edges
-
-    return prepare_qkve_edge_sharding
-
-
-def patch_attention_block(upstream):
-    """Return `attention_block` that does not cut the edges into chunks."""
-
-    @wraps(upstream)
-    def attention_block(self, query, key, value, edges, edge_index, size, num_chunks, edges_are_dst_sorted=True):
-        if not _serves(self, edge_index):
-            edges = _embedded(self, edges)
-            return upstream(self, query, key, value, edges, edge_index, size, num_chunks, edges_are_dst_sorted)
-        return self.apply_gt(query, key, value, edges, edge_index, size, edges_are_dst_sorted)
-
-    return attention_block
-
-
-def patch_attention_block_0_15(upstream):
-    """Return `attention_block` that does not cut the edges into chunks, and attends where there is no `apply_gt`."""
-
-    @wraps(upstream)
-    def attention_block(self, query, key, value, edges, edge_index, size, num_chunks):
-        if not _serves(self, edge_index):
-            return upstream(self, query, key, value, _embedded(self, edges), edge_index, size, num_chunks)
-        if hasattr(self, "apply_gt"):
-            return self.apply_gt(query, key, value, edges, edge_index, size)
-        return _attend(self, query, key, value, edges, edge_index)
-
-    return attention_block
-
-
-def patch_apply_gt(upstream):
-    """Return `apply_gt` that calls `anemoi_gt.edge_attention`."""
-
-    @wraps(upstream)
-    def apply_gt(self, query, key, value, edges, edge_index, size, edges_are_dst_sorted=True):
-        if not _serves(self, edge_index):
-            edges = _embedded(self, edges)
-            return upstream(self, query, key, value, edges, edge_index, size, edges_are_dst_sorted)
-        return _attend(self, query, key, value, edges, edge_index)
-
-    return apply_gt
-
-
-def patch_apply_gt_0_15(upstream):
-    """Return `apply_gt` that calls `anemoi_gt.edge_attention`."""
-
-    @wraps(upstream)
-    def apply_gt(self, query, key, value, edges, edge_index, size):
-        if not _serves(self, edge_index):
-            return upstream(self, query, key, value, _embedded(self, edges), edge_index, size)
-        return _attend(self, query, key, value, edges, edge_index)
-
-    return apply_gt
+@replaces(
+    "self query key value edges edge_index size edges_are_dst_sorted", "self query key value edges edge_index size"
+)
+def apply_gt(upstream, self, query, key, value, edges, edge_index, *rest, **named):
+    """Attend by `anemoi_gt.edge_attention`."""
+    if not _serves(self, edge_index):
+        return upstream(self, query, key, value, _embedded(self, edges), edge_index, *rest, **named)
+    return _attend(self, query, key, value, edges, edge_index)
 
 
 def _attend(block, query: Tensor, key: Tensor, value: Tensor, edges: Tensor, edge_index: Tensor) -> Tensor:
@@ -259,24 +164,19 @@ def unsupported_reason(block, edge_index) -> str | None:
     if Upstream.triton_conv is not None and Upstream.triton_conv in (conv, getattr(conv, "__self__", None)):
         return None
     if type(conv) is not Upstream.conv:
-        return _describe(type(conv))
+        return f"its conv is {_name_of(type(conv))}, which is not Anemoi's attention"
     return "hooks watch its conv, which would not be called" if hooks_of(conv) else None
 
 
 @torch.compiler.assume_constant_result
-def _describe(kind: type) -> str:
-    return f"its conv is {kind.__module__}.{kind.__qualname__}, which is not Anemoi's attention"
+def _name_of(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 @torch.compiler.assume_constant_result
 def warn_once(message: str) -> None:
     """Log a warning at the first call with this message; in compiled code, when it is traced."""
     _log_once(message)
-
-
-@cache
-def _log_once(message: str) -> None:
-    log.warning(message)
 
 
 def reads_raw_edges(block) -> bool:
@@ -286,9 +186,11 @@ def reads_raw_edges(block) -> bool:
         return False  # by heads, Anemoi exchanges embedded edges between ranks
     reason = _own_method(type(block))
     if reason is None and type(block.lin_edge) is not nn.Linear:
-        reason = _describe_embedding(type(block.lin_edge))
+        reason = f"its lin_edge is {_name_of(type(block.lin_edge))}, and torch.nn.Linear is needed"
     if reason is None and hooks_of(block.lin_edge):
         reason = "hooks watch its lin_edge, which would not be called"
+    if reason is None and has_wrapped_weights(block.lin_edge):
+        reason = "its lin_edge has weights that are a tensor subclass"
     if reason is not None:
         warn_once(f"an Anemoi block embeds its edges before the attention: {reason}")
     return reason is None
@@ -297,22 +199,11 @@ def reads_raw_edges(block) -> bool:
 @torch.compiler.assume_constant_result
 def _own_method(kind: type) -> str | None:
     """Return which method between projection and attention a class of blocks overrides, None if none."""
-    for name in (
-        "get_qkve",
-        "prepare_qkve_edge_sharding",
-        "_forward_edges_sharded_attention",
-        "attention_block",
-        "apply_gt",
-    ):
+    for name in METHODS:
         method = getattr(kind, name, None)
         if method is not getattr(Upstream.block, name, None) and method not in Upstream.replaced:
             return f"{kind.__qualname__} has a {name} of its own"
     return None
-
-
-@torch.compiler.assume_constant_result
-def _describe_embedding(kind: type) -> str:
-    return f"its lin_edge is {kind.__module__}.{kind.__qualname__}, and torch.nn.Linear is needed"
 
 
 def _split_heads(block, rows: Tensor) -> Tensor:

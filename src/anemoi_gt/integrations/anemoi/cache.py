@@ -12,18 +12,16 @@ that follows from the graph alone is cached:
     shard, group, its sizes   -> the list of this rank and its halo             sharding
 
 The cache of a list is an attribute of the tensor, so torch.compile reads it, guards on it and takes the structure as
-an input of the compiled code. Lists belong to their provider, which is known weakly, or to the list that they were
-cut from: all are freed with the provider. A list of unknown origin gets no attribute; its structure is kept as long
-as the tensor lives. No list is identified by its sizes.
+an input of the compiled code. Lists belong to the edges of their provider, which are known weakly, or to the list that
+they were cut from: all are freed with these edges, as when a model is moved to another device. A list of unknown origin
+gets no attribute; its structure is kept as long as the tensor lives. No list is identified by its sizes.
 
-Every `patch_*` function takes the upstream function and returns its replacement, which calls upstream for lists
-without cache.
+Replacements call upstream for lists without cache.
 """
 
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial, wraps
 from importlib import import_module
 
 import torch
@@ -33,9 +31,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from anemoi_gt.custom_ops import define_operator
 from anemoi_gt.distributed import HaloExchange
 from anemoi_gt.graph import GraphStructure
+from anemoi_gt.integrations.anemoi.upstream import replaces
 
 _ATTRIBUTE = "_anemoi_gt_cache"
-_BY_PROVIDER: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # {provider: {batch size: (bases, edge_index)}}
+_BY_BASE = WeakTensorKeyDictionary()  # {edges of a provider: {batch size: ((edge_inc, versions), expanded list)}}
 _BY_TENSOR = WeakTensorKeyDictionary()  # caches of lists of unknown origin
 
 
@@ -50,40 +49,17 @@ class Derived:
 
 @dataclass(eq=False)
 class EdgeCache:
-    """The cache of one edge list.
+    """The cache of one edge list."""
 
-    Parameters
-    ----------
-    num_nodes : (int, int)
-        Sources and destinations of the list.
-    version : int
-        Version of the tensor; another one means that somebody has written into it.
-    batch : int
-        Number of copies of one graph, side by side, that the list holds. Checked, and set to 1 where they differ,
-        before `graph` is made.
-    validate : bool
-        Check the values of the list when it is sorted, which synchronises the device.
-    sources : Tensor [N_src], int64, or None
-        For a chunk, the sources of the whole list that remain.
-    exchange : HaloExchange or None
-        For the edges of a rank that are numbered by its nodes and its halo, what delivers the halo.
-    whole : callable
-        For a shard, returns the list whose shards, gathered from all ranks, it is one of; None once that is freed.
-    graph : GraphStructure or None
-        Structure of one of the `batch` copies; made at first use.
-    derived : Derived
-        Anemoi's `GraphPartition` by number of parts, and the lists that were cut from this one.
-    """
-
-    num_nodes: tuple[int, int]
-    version: int
-    batch: int = 1
-    validate: bool = True
-    sources: Tensor | None = None
-    exchange: HaloExchange | None = None
-    whole: Callable[[], Tensor | None] = lambda: None
-    graph: GraphStructure | None = None
-    derived: "Derived" = field(default_factory=lambda: Derived())
+    num_nodes: tuple[int, int]  # sources and destinations of the list
+    version: int  # of the tensor; another one means that somebody has written into it
+    batch: int = 1  # copies of one graph, side by side; set to 1 where they differ, before `graph` is made
+    validate: bool = True  # check the values when the list is sorted, which synchronises the device
+    sources: Tensor | None = None  # [N_src] int64, for a chunk: the sources of the whole list that remain
+    exchange: HaloExchange | None = None  # for a rank's edges, numbered by its nodes and its halo
+    whole: Callable[[], Tensor | None] = lambda: None  # for a shard: the list that it was cut from, until that is freed
+    graph: GraphStructure | None = None  # structure of one of the `batch` copies; made at first use
+    derived: Derived = field(default_factory=Derived)  # GraphPartitions, and the lists that were cut from this one
 
 
 def cached_list(edge_index: Tensor, num_nodes: tuple[int, int], batch: int = 1, **attributes) -> Tensor:
@@ -146,7 +122,7 @@ def _(edge_index, num_src, num_dst, reverse):
 
 def clear_cache() -> None:
     """Free all cached lists."""
-    _BY_PROVIDER.clear()
+    _BY_BASE.clear()
     _BY_TENSOR.clear()
 
 
@@ -161,172 +137,121 @@ def is_exporting() -> bool:
     return torch.compiler.is_exporting()
 
 
-def patch_get_edges(upstream):
-    """Return `StaticGraphProvider._get_edges_impl` that hands out cached lists and does not synchronise the device."""
-
-    @wraps(upstream)
-    def _get_edges_impl(self, batch_size, shard_edges, model_comm_group):
-        if is_exporting():
-            return upstream(self, batch_size, shard_edges, model_comm_group)
-        edge_index, num_nodes = _expanded_list(self, batch_size)
-        edge_attr = self.trainable(self.edge_attr, batch_size)
-        if not shard_edges:
-            return edge_attr, edge_index, None
-        shard_edges_1hop = import_module(type(self).__module__).shard_edges_1hop
-        edge_attr, shard, sizes = shard_edges_1hop(edge_attr, edge_index, *num_nodes, model_comm_group)
-        if sizes is not None:
-            name = Derived.name("shard", model_comm_group.rank(), *sizes)
-            shard = derived_list(edge_index, name, lambda: cached_list(shard, num_nodes, whole=weakref.ref(edge_index)))
-        return edge_attr, shard, sizes
-
-    return _get_edges_impl
+@replaces("self batch_size shard_edges model_comm_group")
+def get_edges(upstream, self, batch_size, shard_edges, model_comm_group):
+    """Hand out cached lists of a `StaticGraphProvider` without synchronising the device."""
+    if is_exporting():
+        return upstream(self, batch_size, shard_edges, model_comm_group)
+    edge_index, num_nodes = _expanded_list(self, batch_size)
+    edge_attr = self.trainable(self.edge_attr, batch_size)
+    if not shard_edges:
+        return edge_attr, edge_index, None
+    shard_edges_1hop = import_module(type(self).__module__).shard_edges_1hop
+    edge_attr, shard, sizes = shard_edges_1hop(edge_attr, edge_index, *num_nodes, model_comm_group)
+    if sizes is not None:
+        name = Derived.name("shard", model_comm_group.rank(), *sizes)
+        shard = derived_list(edge_index, name, lambda: cached_list(shard, num_nodes, whole=weakref.ref(edge_index)))
+    return edge_attr, shard, sizes
 
 
 @torch.compiler.disable
 def _expanded_list(provider, batch_size: int) -> tuple[Tensor, tuple[int, int]]:
     """Return the edges of a provider, repeated for a batch, and the number of nodes on both sides."""
-    bases = (provider.edge_index_base, provider.edge_inc)
-    expanded = _BY_PROVIDER.setdefault(provider, {})
-    made_from, edge_index = expanded.get(batch_size, ((), None))
-    if edge_index is None or lookup(edge_index) is None or not _is_made_from(bases, made_from):
+    base, inc = provider.edge_index_base, provider.edge_inc
+    expanded, versions = _BY_BASE.setdefault(base, {}), (version_of(base), version_of(inc))
+    made_from, edge_index = expanded.get(batch_size, (None, None))
+    is_fresh = made_from is not None and made_from[0] is inc and made_from[1] == versions
+    if not is_fresh or lookup(edge_index) is None:
         with torch.inference_mode(False):
-            edge_index = provider._expand_edges(*bases, batch_size)
-        num_nodes = tuple(nodes * batch_size for nodes in provider.edge_inc[:, 0].tolist())
-        cached_list(edge_index, num_nodes, batch_size)
-        expanded[batch_size] = (_made_from(bases, on_death=partial(expanded.pop, batch_size, None)), edge_index)
+            edge_index = provider._expand_edges(base, inc, batch_size)
+        num_nodes = tuple(nodes * batch_size for nodes in inc[:, 0].tolist())
+        expanded[batch_size] = ((inc, versions), cached_list(edge_index, num_nodes, batch_size))
     return edge_index, lookup(edge_index).num_nodes
 
 
-def patch_shard_tensor(upstream):
-    """Return `shard_tensor` that, on one rank, returns a cached list and not a view without cache."""
-
-    @wraps(upstream)
-    def shard_tensor(input_, dim, sizes, mgroup, gather_in_backward=True):
-        if (mgroup is None or mgroup.size() == 1) and lookup(input_) is not None:
-            return input_
-        return upstream(input_, dim, sizes, mgroup, gather_in_backward)
-
-    return shard_tensor
+@replaces("input_ dim sizes mgroup gather_in_backward")
+def shard_tensor(upstream, input_, dim, sizes, mgroup, *rest, **named):
+    """Return, on one rank, a cached list and not a view without cache."""
+    if (mgroup is None or mgroup.size() == 1) and lookup(input_) is not None:
+        return input_
+    return upstream(input_, dim, sizes, mgroup, *rest, **named)
 
 
-def patch_gather_tensor(upstream):
-    """Return `gather_tensor` that returns the list from which the shards were cut instead of a copy of it.
+@replaces("input_ dim sizes mgroup")
+def gather_tensor(upstream, input_, dim, sizes, mgroup):
+    """Return the list from which the shards were cut instead of a copy of it.
 
     The shards are exchanged all the same: if one rank left out the collective and another did not know its shard, it
     would hang.
     """
-
-    @wraps(upstream)
-    def gather_tensor(input_, dim, sizes, mgroup):
-        cache = lookup(input_)
-        if cache is None:
-            return upstream(input_, dim, sizes, mgroup)
-        gathered = input_ if not mgroup else upstream(input_, dim, sizes, mgroup)
-        if mgroup and not torch.compiler.is_compiling():
-            whole = cache.whole()
-            is_whole = whole is not None and lookup(whole) is not None and dim == 1 and whole.shape == gathered.shape
-            gathered = whole if is_whole else gathered
-        prepare_structure(gathered)
-        return gathered
-
-    return gather_tensor
+    cache = lookup(input_)
+    if cache is None:
+        return upstream(input_, dim, sizes, mgroup)
+    gathered = input_ if not mgroup else upstream(input_, dim, sizes, mgroup)
+    if mgroup and not torch.compiler.is_compiling():
+        whole = cache.whole()
+        is_whole = whole is not None and lookup(whole) is not None and dim == 1 and whole.shape == gathered.shape
+        gathered = whole if is_whole else gathered
+    prepare_structure(gathered)
+    return gathered
 
 
-def patch_processor_forward(upstream):
-    """Return `GraphTransformerProcessor.forward` that makes the structure before the first block."""
-
-    @wraps(upstream)
-    def forward(
-        self,
-        x,
-        batch_size,
-        shard_info,
-        edge_attr,
-        edge_index,
-        model_comm_group=None,
-        edges_are_dst_sorted=True,
-        *args,
-        **kwargs,
-    ):
-        if model_comm_group is None or model_comm_group.size() == 1:
-            prepare_structure(edge_index)
-        given = (x, batch_size, shard_info, edge_attr, edge_index, model_comm_group, edges_are_dst_sorted)
-        return upstream(self, *given, *args, **kwargs)
-
-    return forward
+@replaces("self x batch_size shard_info edge_attr edge_index model_comm_group edges_are_dst_sorted args kwargs")
+def processor_forward(
+    upstream, self, x, batch_size, shard_info, edge_attr, edge_index, model_comm_group=None, *rest, **named
+):
+    """Make the structure before the first block."""
+    if model_comm_group is None or model_comm_group.size() == 1:
+        prepare_structure(edge_index)
+    return upstream(self, x, batch_size, shard_info, edge_attr, edge_index, model_comm_group, *rest, **named)
 
 
-def patch_prepare_edge_sharding(upstream):
-    """Return `prepare_edge_sharding_wrapper` of mappers whose renumbered lists of this rank are cached."""
-
-    @wraps(upstream)
-    def prepare_edge_sharding_wrapper(
-        self,
-        x,
-        shard_info,
-        batch_size,
-        edge_attr,
-        edge_index,
-        model_comm_group=None,
-        cond=None,
-        edges_are_dst_sorted=True,
-    ):
-        given = (x, shard_info, batch_size, edge_attr, edge_index, model_comm_group, cond, edges_are_dst_sorted)
-        x_src, x_dst, edge_attr, local, *rest = upstream(self, *given)
-        if not torch.compiler.is_compiling() and lookup(edge_index) is not None and lookup(local) is None:
-            sizes = (shard_info.src_nodes, shard_info.dst_nodes, shard_info.edges)
-            rank, world = (model_comm_group.rank(), model_comm_group.size()) if model_comm_group else (0, 1)
-            name = Derived.name("local", rank, world, edges_are_dst_sorted, x[0].shape[0], x[1].shape[0], *sizes)
-            num_nodes = (x_src.shape[0], x_dst.shape[0])
-            local = derived_list(edge_index, name, lambda: cached_list(local, num_nodes))
-        return x_src, x_dst, edge_attr, local, *rest
-
-    return prepare_edge_sharding_wrapper
+@replaces("self x shard_info batch_size edge_attr edge_index model_comm_group cond edges_are_dst_sorted")
+def prepare_edge_sharding(
+    upstream, self, x, shard_info, batch_size, edge_attr, edge_index, model_comm_group=None, cond=None,
+    edges_are_dst_sorted=True,
+):  # fmt: skip
+    """Cache the renumbered list of this rank of a mapper."""
+    given = (x, shard_info, batch_size, edge_attr, edge_index, model_comm_group, cond, edges_are_dst_sorted)
+    x_src, x_dst, edge_attr, local, *rest = upstream(self, *given)
+    if not torch.compiler.is_compiling() and lookup(edge_index) is not None and lookup(local) is None:
+        sizes = (shard_info.src_nodes, shard_info.dst_nodes, shard_info.edges)
+        rank, world = (model_comm_group.rank(), model_comm_group.size()) if model_comm_group else (0, 1)
+        name = Derived.name("local", rank, world, edges_are_dst_sorted, x[0].shape[0], x[1].shape[0], *sizes)
+        num_nodes = (x_src.shape[0], x_dst.shape[0])
+        local = derived_list(edge_index, name, lambda: cached_list(local, num_nodes))
+    return x_src, x_dst, edge_attr, local, *rest
 
 
-def patch_build_partition(upstream):
-    """Return `build_graph_partition` that counts the edges of a cached list once: later steps do not synchronise."""
-
-    @torch.compiler.assume_constant_result
-    def count(edge_index, num_parts):
-        cache = getattr(edge_index, _ATTRIBUTE)
-        name = Derived.name("partition", num_parts)
-        if not hasattr(cache.derived, name):
-            setattr(cache.derived, name, upstream(edge_index, num_parts, cache.num_nodes))
-
-    @wraps(upstream)
-    def build_graph_partition(edge_index, num_parts, num_nodes):
-        cache = lookup(edge_index)
-        if cache is None or tuple(num_nodes) != cache.num_nodes:
-            return upstream(edge_index, num_parts, num_nodes)
-        count(edge_index, num_parts)
-        return getattr(cache.derived, Derived.name("partition", num_parts))
-
-    return build_graph_partition
+@replaces("edge_index num_parts num_nodes")
+def build_graph_partition(upstream, edge_index, num_parts, num_nodes):
+    """Count the edges of a cached list once: later steps do not synchronise."""
+    cache = lookup(edge_index)
+    if cache is None or tuple(num_nodes) != cache.num_nodes:
+        return upstream(edge_index, num_parts, num_nodes)
+    name = Derived.name("partition", num_parts)
+    _count_parts(upstream, edge_index, num_parts, name)
+    return getattr(cache.derived, name)
 
 
-def patch_materialise(upstream):
-    """Return `GraphPartition.materialise` that renumbers the sources of a cached list once."""
+@replaces("self partition_id x edge_attr edge_index cond")
+def materialise(upstream, self, partition_id, x, edge_attr, edge_index, cond=None):
+    """Renumber the sources of a cached list once for each chunk."""
+    cache = lookup(edge_index)
+    if cache is None:
+        return upstream(self, partition_id, x, edge_attr, edge_index, cond=cond)
+    edges, destinations = self._get_edge_range(partition_id), self._get_dst_range(partition_id)
+    key = (edges.start, edges.stop, destinations.start, destinations.stop, self.num_parts)
+    _make_chunk(edge_index, key, torch.is_grad_enabled())
+    chunk = getattr(cache.derived, Derived.name("chunk", *key))
+    sources = getattr(chunk, _ATTRIBUTE).sources
 
-    @wraps(upstream)
-    def materialise(self, partition_id, x, edge_attr, edge_index, cond=None):
-        cache = lookup(edge_index)
-        if cache is None:
-            return upstream(self, partition_id, x, edge_attr, edge_index, cond=cond)
-        edges, destinations = self._get_edge_range(partition_id), self._get_dst_range(partition_id)
-        key = (edges.start, edges.stop, destinations.start, destinations.stop, self.num_parts)
-        _make_chunk(edge_index, key, torch.is_grad_enabled())
-        chunk = getattr(cache.derived, Derived.name("chunk", *key))
-        sources = getattr(chunk, _ATTRIBUTE).sources
+    def share(pair):
+        x_src, x_dst = pair
+        is_whole = sources.shape[0] == x_src.shape[0]
+        return x_src if is_whole else x_src.index_select(0, sources), x_dst[destinations]
 
-        def share(pair):
-            x_src, x_dst = pair
-            is_whole = sources.shape[0] == x_src.shape[0]
-            return x_src if is_whole else x_src.index_select(0, sources), x_dst[destinations]
-
-        return share(x), edge_attr[edges], chunk, None if cond is None else share(cond)
-
-    return materialise
+    return share(x), edge_attr[edges], chunk, None if cond is None else share(cond)
 
 
 # Dynamo calls a function that is assumed constant while it traces, with the real list, and reads the result off the
@@ -341,6 +266,14 @@ def _make_structure(edge_index: Tensor, reverse: bool) -> bool:
         return False
     _fill(cache, edge_index, reverse)
     return True
+
+
+@torch.compiler.assume_constant_result
+def _count_parts(count: Callable, edge_index: Tensor, num_parts: int, name: str) -> None:
+    """Count the edges of the parts of a list as Anemoi does."""
+    cache = getattr(edge_index, _ATTRIBUTE)
+    if not hasattr(cache.derived, name):
+        setattr(cache.derived, name, count(edge_index, num_parts, cache.num_nodes))
 
 
 @torch.compiler.assume_constant_result
@@ -402,14 +335,3 @@ def _is_replicated(edge_index: Tensor, num_nodes: tuple[int, int], batch: int) -
     copies = edge_index.unflatten(1, (batch, -1))
     shifts = torch.arange(batch, device=edge_index.device).view(1, batch, 1) * stride
     return bool((copies == copies[:, :1] + shifts).all())
-
-
-def _made_from(bases: tuple[Tensor, ...], on_death: Callable[[], object]) -> tuple:
-    """Identify tensors; `on_death` is called when one is freed, as when its model is moved to another device."""
-    return tuple((weakref.ref(base, lambda _: on_death()), version_of(base)) for base in bases)
-
-
-def _is_made_from(bases: tuple[Tensor, ...], made_from: tuple) -> bool:
-    return all(
-        ref() is base and version == version_of(base) for base, (ref, version) in zip(bases, made_from, strict=True)
-    )

@@ -12,44 +12,31 @@ raises. Compiled around the checkpoint, as where a whole processor or mapper is 
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from functools import partial, wraps
-from importlib import import_module
+from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from anemoi_gt.custom_ops import NAMESPACE
+from anemoi_gt.custom_ops import NAMESPACE, define_gradient, define_operator
 from anemoi_gt.integrations.anemoi.attention import SETTINGS
 from anemoi_gt.integrations.anemoi.cache import edge_structure
-
-try:
-    from torch._subclasses.fake_tensor import is_fake
-except ImportError:  # another PyTorch: where a tracer does not say that it compiles, "selective" is refused
-
-    def is_fake(_: object) -> bool:
-        """Return False."""
-        return False
-
+from anemoi_gt.integrations.anemoi.upstream import Upstream, replaces
 
 MODES = ("none", "selective", "full")
+_is_fake = getattr(torch._subclasses.fake_tensor, "is_fake", lambda _: False)  # False refuses "selective" in tracers
 _PRODUCTS = {getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "bmm", "baddbmm")}
 _COMPILED = "_functorch/_aot_autograd"  # the part of PyTorch that runs compiled code, in the path of its files
 
 
 @dataclass(frozen=True)
 class Checkpointing:
-    """The mode of each component, None for its own switch.
+    """The mode of each component, one of `MODES`, or None for its own switch."""
 
-    Parameters
-    ----------
-    encoder, processor, decoder : {None, "none", "selective", "full"}
-        Of forward mappers, processors and backward mappers.
-    """
-
-    encoder: str | None = None
+    encoder: str | None = None  # forward mappers
     processor: str | None = None
-    decoder: str | None = None
+    decoder: str | None = None  # backward mappers
 
     @classmethod
     def of(cls, choice: str | Mapping[str, str | None] | None) -> "Checkpointing":
@@ -64,34 +51,54 @@ class Checkpointing:
         return cls(**modes)
 
 
-def patch_maybe_checkpoint(upstream: Callable) -> Callable:
-    """Return `maybe_checkpoint` that takes the mode of the component whose chunk it is."""
-    mapper, processor = (import_module(f"anemoi.models.layers.{name}") for name in ("mapper", "processor"))
-    kinds = {
-        "encoder": mapper.GraphTransformerForwardMapper,
-        "processor": processor.GraphTransformerProcessor,
-        "decoder": mapper.GraphTransformerBackwardMapper,
-    }
+@replaces("func enabled args kwargs")
+def maybe_checkpoint(upstream, func, enabled, *args, **kwargs):
+    """Checkpoint in the mode of the component whose chunk it is."""
+    mode = _mode_of(func.__self__)  # not getattr with a default, which Dynamo would return
+    if mode == "none" or not (enabled or mode):
+        return func(*args, **kwargs)
+    run = _with_copied_results(func) if torch.compiler.is_compiling() else func
+    if mode is None:
+        return upstream(run, enabled, *args, **kwargs)
+    if mode == "full" or func.__name__ == "prepare_edge_sharding_wrapper":  # which has neither
+        return checkpoint(run, *args, use_reentrant=False, **kwargs)
+    run = run if torch.compiler.is_compiling() else _without_cast_cache(run)
+    return checkpoint(run, *args, use_reentrant=False, context_fn=_selective, **kwargs)
 
-    def mode_of(component: nn.Module | None) -> str | None:
-        modes = SETTINGS.everywhere and SETTINGS.everywhere.checkpointing
-        if modes is None:
-            return None
-        return next((getattr(modes, name) for name, kind in kinds.items() if isinstance(component, kind)), None)
 
-    @wraps(upstream)
-    def maybe_checkpoint(func, enabled, *args, **kwargs):
-        mode = mode_of(func.__self__)  # not getattr with a default, which Dynamo would return
-        if mode is None:
-            return upstream(func, enabled, *args, **kwargs)
-        if mode == "none":
-            return func(*args, **kwargs)
-        if mode == "full" or func.__name__ == "prepare_edge_sharding_wrapper":  # which has neither
-            return checkpoint(func, *args, use_reentrant=False, **kwargs)
-        run = func if torch.compiler.is_compiling() else _without_cast_cache(func)
-        return checkpoint(run, *args, use_reentrant=False, context_fn=_selective, **kwargs)
+def _mode_of(component: nn.Module | None) -> str | None:
+    """Return the mode of `install` for a component, None for its own switch."""
+    modes = SETTINGS.everywhere and SETTINGS.everywhere.checkpointing
+    if modes is None:
+        return None
+    if isinstance(component, Upstream.mapper.GraphTransformerForwardMapper):
+        return modes.encoder
+    if isinstance(component, Upstream.processor.GraphTransformerProcessor):
+        return modes.processor
+    return modes.decoder if isinstance(component, Upstream.mapper.GraphTransformerBackwardMapper) else None
 
-    return maybe_checkpoint
+
+@define_operator
+def chunk_result(x: Tensor) -> Tensor:
+    """Return a copy of a result of a checkpointed chunk.
+
+    Compiled code keeps what a chunk passes to the next one, unless that is one of several results of an operator, as of
+    a whole block (docs/upstream.md). It would recompute all chunks together from the input of the first.
+    """
+    return x.clone()
+
+
+torch.library.register_fake("anemoi_gt::chunk_result", torch.empty_like)
+_chunk_result = define_gradient(chunk_result, lambda ctx, inputs, output: None, lambda ctx, grad: (grad,))
+
+
+def _with_copied_results(func: Callable) -> Callable:
+    """Return a function whose floating-point results are copies, for `torch.compile`."""
+
+    def copied(result):
+        return _chunk_result(result) if isinstance(result, Tensor) and result.is_floating_point() else result
+
+    return lambda *args, **kwargs: tree_map(copied, func(*args, **kwargs))
 
 
 def _without_cast_cache(func: Callable) -> Callable:
@@ -113,7 +120,7 @@ def _without_cast_cache(func: Callable) -> Callable:
 
 def _policy(ctx, operator, *args, **kwargs) -> CheckpointPolicy:
     is_ours = operator.namespace == NAMESPACE and operator is not edge_structure
-    if is_ours and not torch.compiler.is_compiling() and not any(map(is_fake, args)) and _runs_compiled():
+    if is_ours and not torch.compiler.is_compiling() and not any(map(_is_fake, args)) and _runs_compiled():
         raise ValueError(
             "activation_checkpointing='selective' must not be around compiled code, which overwrites what is kept, got "
             "blocks compiled one by one: compile whole processors and mappers, or choose 'full' or 'none'"
@@ -124,7 +131,7 @@ def _policy(ctx, operator, *args, **kwargs) -> CheckpointPolicy:
 def _runs_compiled() -> bool:
     """Return True if an operator that is called here was called by code of torch.compile."""
     frame = sys._getframe()
-    while frame is not None and frame.f_code.co_name != patch_maybe_checkpoint.__name__.removeprefix("patch_"):
+    while frame is not None and frame.f_code.co_name != maybe_checkpoint.function.__name__:
         if _COMPILED in frame.f_code.co_filename:
             return True
         frame = frame.f_back

@@ -32,7 +32,7 @@ def capture_step(
         tensors without history in any nesting, such as the loss. It does the same for every batch of these shapes, and
         changes nothing but gradients and random generators. A loss is scaled inside, weights are updated outside.
     module : torch.nn.Module
-        Whose parameters get gradients, on one device.
+        Module on one device; its parameters get the gradients.
     capture : callable
         As for `anemoi_gt.cuda_graph.CUDAGraphedStep`.
 

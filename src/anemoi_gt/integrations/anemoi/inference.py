@@ -11,6 +11,7 @@ from importlib import import_module
 from torch import nn
 
 from anemoi_gt.integrations.anemoi.patch import BLOCK, install
+from anemoi_gt.integrations.anemoi.upstream import find
 
 log = logging.getLogger(__name__)
 
@@ -26,27 +27,9 @@ def runner(
 ):
     """Call `install` and build a runner of anemoi-inference, which logs how many blocks compute with us.
 
-    Parameters
-    ----------
-    config : anemoi.inference.config.run.RunConfiguration
-        The config of the run.
-    runner : str
-        Name of the runner to build; `auto` is the one of the checkpoint's task.
-    backend, precision, fuse_edges
-        As for `anemoi_gt.integrations.anemoi.install`.
-    **options
-        Of that runner.
-
-    Returns
-    -------
-    anemoi.inference.runner.Runner
-
-    Raises
-    ------
-    ValueError
-        For another backend or precision; at the first step, if the model has no graph-transformer block.
-    ImportError
-        As for `install`.
+    `config` is the RunConfiguration, `runner` the name of the runner to build (`auto`: the one of the checkpoint's
+    task), and `options` are those of that runner; the others are as for `install`, which may raise. Raise ValueError at
+    the first step if the model has no graph-transformer block.
     """
     install(backend, precision, fuse_edges)
     made = import_module("anemoi.inference.runners").runner_registry.from_config({runner: options}, config)
@@ -64,8 +47,7 @@ def runner(
 
 def _log_blocks(model: nn.Module) -> None:
     """Log how many blocks of a model compute with us."""
-    block = getattr(import_module(BLOCK[0]), BLOCK[1])
-    blocks = sum(isinstance(module, block) for module in model.modules())
+    blocks = sum(isinstance(module, find(*BLOCK)) for module in model.modules())
     if not blocks:
         raise ValueError(
             f"the model of runner 'anemoi-gt' must have a graph-transformer block, got {type(model).__name__} without "

@@ -8,10 +8,7 @@ import sys
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
-from importlib import import_module
 from importlib.metadata import version
-from inspect import signature
-from operator import attrgetter
 from types import ModuleType
 from typing import NamedTuple
 
@@ -21,6 +18,7 @@ from torch import nn
 from anemoi_gt.attention_config import AttentionConfig
 from anemoi_gt.integrations.anemoi import attention, cache, checkpointing, residual, sharding, whole_blocks
 from anemoi_gt.integrations.anemoi.attention import SETTINGS, Settings
+from anemoi_gt.integrations.anemoi.upstream import Replacement, find, parameters_of, resolve_upstream
 
 log = logging.getLogger(__name__)
 
@@ -36,44 +34,41 @@ NODES = ("anemoi.models.layers.graph", "NamedNodesAttributes")
 NOISE = ("anemoi.models.layers.ensemble", "NoiseConditioning")
 PROCESSOR_BLOCK = (BLOCK[0], "GraphTransformerProcessorBlock")
 MAPPER_BLOCK = (BLOCK[0], "GraphTransformerMapperBlock")
-PATCHES = {  # (class, or module that holds a function, name of the method or function): what makes its replacement
-    (BLOCK, "apply_gt"): attention.patch_apply_gt,
-    (BLOCK, "attention_block"): attention.patch_attention_block,
-    (BLOCK, "get_qkve"): attention.patch_get_qkve,
-    (BLOCK, "prepare_qkve_edge_sharding"): attention.patch_prepare_qkve,
-    (PROCESSOR_BLOCK, "forward"): whole_blocks.patch_processor_block,
-    (MAPPER_BLOCK, "forward"): whole_blocks.patch_mapper_block,
-    (PROVIDER, "_get_edges_impl"): cache.patch_get_edges,
-    (MAPPER, "prepare_edge_sharding_wrapper"): cache.patch_prepare_edge_sharding,
-    (PROCESSOR, "forward"): cache.patch_processor_forward,
-    (PARTITION, "materialise"): cache.patch_materialise,
-    (PARTITION[:1], "build_graph_partition"): cache.patch_build_partition,
-    (MAPPER[:1], "build_graph_partition"): cache.patch_build_partition,
-    (PARTITION[:1], "shard_tensor"): cache.patch_shard_tensor,
-    (MAPPER[:1], "gather_tensor"): cache.patch_gather_tensor,
-    (PROCESSOR[:1], "gather_tensor"): cache.patch_gather_tensor,
-    (MAPPER[:1], "maybe_checkpoint"): checkpointing.patch_maybe_checkpoint,
-    (PROCESSOR[:1], "maybe_checkpoint"): checkpointing.patch_maybe_checkpoint,
-    (MODEL, "_assemble_output"): residual.patch_assemble_output,
-    (ENSEMBLE, "_assemble_output"): residual.patch_assemble_ensemble_output,
+PATCHES = {  # (class, or module that holds a function, name of the method or function): its replacement
+    (BLOCK, "apply_gt"): attention.apply_gt,
+    (BLOCK, "attention_block"): attention.attention_block,
+    (BLOCK, "get_qkve"): attention.get_qkve,
+    (BLOCK, "prepare_qkve_edge_sharding"): attention.prepare_qkve_edge_sharding,
+    (PROCESSOR_BLOCK, "forward"): whole_blocks.processor_block,
+    (MAPPER_BLOCK, "forward"): whole_blocks.mapper_block,
+    (PROVIDER, "_get_edges_impl"): cache.get_edges,
+    (MAPPER, "prepare_edge_sharding_wrapper"): cache.prepare_edge_sharding,
+    (PROCESSOR, "forward"): cache.processor_forward,
+    (PARTITION, "materialise"): cache.materialise,
+    (PARTITION[:1], "build_graph_partition"): cache.build_graph_partition,
+    (MAPPER[:1], "build_graph_partition"): cache.build_graph_partition,
+    (PARTITION[:1], "shard_tensor"): cache.shard_tensor,
+    (MAPPER[:1], "gather_tensor"): cache.gather_tensor,
+    (PROCESSOR[:1], "gather_tensor"): cache.gather_tensor,
+    (MAPPER[:1], "maybe_checkpoint"): checkpointing.maybe_checkpoint,
+    (PROCESSOR[:1], "maybe_checkpoint"): checkpointing.maybe_checkpoint,
+    (MODEL, "_assemble_output"): residual.assemble_output,
+    (ENSEMBLE, "_assemble_output"): residual.assemble_ensemble_output,
 }
 SHARDING = {  # replaced, above the replacements of `PATCHES`, all or none of them
-    (PROVIDER, "_get_edges_impl"): sharding.patch_get_edges,
-    (PROCESSOR_BLOCK, "_forward_edges_shard_strategy"): sharding.patch_edges_strategy,
-    (MAPPER, "prepare_edge_sharding_wrapper"): sharding.patch_prepare_edge_sharding,
-    (MAPPER, "mapper_forward_with_edge_sharding"): sharding.patch_mapper_forward,
-    (MODEL, "_assert_valid_sharding"): sharding.patch_assert_valid_sharding,
-    **{(place[:1], "shard_tensor"): sharding.patch_shard_tensor for place in (MODEL, ENSEMBLE, TARGETS)},
-    **{(place[:1], "get_shard_sizes"): sharding.patch_shard_sizes for place in (MODEL, ENSEMBLE)},
-    (NODES, "forward"): sharding.patch_node_attributes,
-    (NOISE, "forward"): sharding.patch_noise,
+    (PROVIDER, "_get_edges_impl"): sharding.get_edges,
+    (PROCESSOR_BLOCK, "_forward_edges_shard_strategy"): sharding.forward_edges_strategy,
+    (MAPPER, "prepare_edge_sharding_wrapper"): sharding.prepare_edge_sharding,
+    (MAPPER, "mapper_forward_with_edge_sharding"): sharding.mapper_forward,
+    (MODEL, "_assert_valid_sharding"): sharding.assert_valid_sharding,
+    **{(place[:1], "shard_tensor"): sharding.shard_tensor for place in (MODEL, ENSEMBLE, TARGETS)},
+    **{(place[:1], "get_shard_sizes"): sharding.get_shard_sizes for place in (MODEL, ENSEMBLE)},
+    (NODES, "forward"): sharding.node_attributes,
+    (NOISE, "forward"): sharding.noise,
 }
-# The same as in `PATCHES` in older versions: other parameters, or another class.
-OLDER = {
-    (BLOCK, "apply_gt"): [(BLOCK, attention.patch_apply_gt_0_15)],
-    (BLOCK, "attention_block"): [(BLOCK, attention.patch_attention_block_0_15)],
-    (BLOCK, "prepare_qkve_edge_sharding"): [(MAPPER_BLOCK, attention.patch_prepare_qkve)],  # before 0.17
-}
+# Functions that sharding calls, which must be as in the versions we know.
+CALLED = ((MAPPER[:1], "build_graph_partition"), (PARTITION[:1], "shard_tensor"), (MAPPER[:1], "gather_tensor"))
+OLDER = {(BLOCK, "prepare_qkve_edge_sharding"): MAPPER_BLOCK}  # the class that had the method before 0.17
 _upstream: dict[tuple[type | ModuleType, str], object] = {}  # what was replaced
 
 
@@ -132,13 +127,13 @@ def install(
         float32 too. A block with conditional norms, another activation, dropout, hooks or the like has its attention
         alone computed, which is logged once; with True and a named backend it raises.
     sharding : bool
-        Where Anemoi shards a model over several ranks with strategy "edges", exchange halo rows only, for graphs of any
+        Exchange halo rows only, if Anemoi shards a model over several ranks with strategy "edges", for graphs of any
         symmetry, batches and ensembles. False keeps Anemoi's own sharding, as does a version whose methods differ,
         which is logged.
     activation_checkpointing : {None, "none", "selective", "full"} or mapping
-        What is kept for the backward pass: everything ("none"), results of the attention and of matrix products
-        ("selective"), inputs of each chunk ("full"). One for all components, or one for some of "encoder", "processor"
-        and "decoder". None leaves it to the `gradient_checkpointing` of Anemoi's config.
+        Keep for the backward pass everything ("none"), results of the attention and of matrix products ("selective"),
+        or inputs of each chunk ("full"). One for all components, or one for some of "encoder", "processor" and
+        "decoder". None leaves it to the `gradient_checkpointing` of Anemoi's config.
 
     Returns
     -------
@@ -184,7 +179,7 @@ def plan() -> dict[str, str | None]:
 
     Raise ImportError without anemoi-models. Nothing is replaced.
     """
-    return {f"{seam[0][-1]}.{seam[1]}": _match(seam).reason for seam in _wanted()}
+    return {f"{seam[0][-1]}.{seam[1]}": _match(seam, PATCHES[seam]).reason for seam in _wanted()}
 
 
 def uninstall() -> None:
@@ -206,14 +201,10 @@ def swap_layers(
     Parameters
     ----------
     model : torch.nn.Module
-        It is not changed: its blocks are registered. A copy or an unpickled model has to be swapped again.
+        It is not changed, and is returned: its blocks are registered. A copy or an unpickled model has to be swapped
+        again.
     backend, precision, fuse_edges, blocks, sharding
         As for `install`; they take precedence over those of `install`.
-
-    Returns
-    -------
-    torch.nn.Module
-        `model`.
 
     Raises
     ------
@@ -225,7 +216,7 @@ def swap_layers(
     config = AttentionConfig(backend=backend, precision=precision)
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be a torch.nn.Module, got {model!r}")
-    found = [module for module in model.modules() if isinstance(module, _find(*BLOCK))]
+    found = [module for module in model.modules() if isinstance(module, find(*BLOCK))]
     if not found:
         raise ValueError(f"model must have a graph-transformer block of Anemoi, got {type(model).__name__} without one")
     settings = _switch_on(config, fuse_edges, blocks, sharding)
@@ -246,7 +237,7 @@ def graph_transformer_processor(
     **options
         Of `anemoi.models.layers.processor.GraphTransformerProcessor`.
     """
-    return swap_layers(_find(*PROCESSOR)(**options), backend, precision, fuse_edges)
+    return swap_layers(find(*PROCESSOR)(**options), backend, precision, fuse_edges)
 
 
 def graph_transformer_forward_mapper(
@@ -254,14 +245,9 @@ def graph_transformer_forward_mapper(
 ) -> nn.Module:
     """Build Anemoi's `GraphTransformerForwardMapper`, the encoder, with a swapped block; a target, too.
 
-    Parameters
-    ----------
-    backend, precision, fuse_edges
-        As for `install`.
-    **options
-        Of `anemoi.models.layers.mapper.GraphTransformerForwardMapper`.
+    Parameters are those of `graph_transformer_processor`, with the options of Anemoi's class.
     """
-    return swap_layers(_find(MAPPER[0], "GraphTransformerForwardMapper")(**options), backend, precision, fuse_edges)
+    return swap_layers(find(MAPPER[0], "GraphTransformerForwardMapper")(**options), backend, precision, fuse_edges)
 
 
 def graph_transformer_backward_mapper(
@@ -269,14 +255,9 @@ def graph_transformer_backward_mapper(
 ) -> nn.Module:
     """Build Anemoi's `GraphTransformerBackwardMapper`, the decoder, with a swapped block; a target, too.
 
-    Parameters
-    ----------
-    backend, precision, fuse_edges
-        As for `install`.
-    **options
-        Of `anemoi.models.layers.mapper.GraphTransformerBackwardMapper`.
+    Parameters are those of `graph_transformer_processor`, with the options of Anemoi's class.
     """
-    return swap_layers(_find(MAPPER[0], "GraphTransformerBackwardMapper")(**options), backend, precision, fuse_edges)
+    return swap_layers(find(MAPPER[0], "GraphTransformerBackwardMapper")(**options), backend, precision, fuse_edges)
 
 
 def _switch_on(config: AttentionConfig, fuse_edges: bool, blocks: bool | None, sharding: bool) -> Settings:
@@ -289,26 +270,16 @@ def _switch_on(config: AttentionConfig, fuse_edges: bool, blocks: bool | None, s
     _apply_patches()
     replaced = {name for _, name in _upstream}
     fuse_edges = fuse_edges and replaced.issuperset(name for place, name in _wanted() if place == BLOCK)
-    if not {(_find(*place), "forward") for place in (PROCESSOR_BLOCK, MAPPER_BLOCK)} <= set(_upstream):
+    if not {(find(*place), "forward") for place in (PROCESSOR_BLOCK, MAPPER_BLOCK)} <= set(_upstream):
         blocks = False  # of another version, which was logged
     return Settings(config, fuse_edges, blocks, sharding and replaced.issuperset(name for _, name in SHARDING))
-
-
-def _find(module: str, *name: str) -> type | ModuleType:
-    """Return a class by module and name, or a module."""
-    try:
-        return attrgetter(*name)(import_module(module)) if name else import_module(module)
-    except (ImportError, AttributeError) as error:
-        raise ImportError(
-            f"{module} is needed here and could not be imported ({error}): pip install anemoi-models==0.19.0"
-        ) from error
 
 
 def _apply_patches() -> None:
     if _upstream:
         return
-    block, wanted = _find(*BLOCK), _wanted()
-    matches = {seam: _match(seam) for seam in wanted}
+    wanted = _wanted()
+    matches = {seam: _match(seam, PATCHES[seam]) for seam in wanted}
     attends = next(seam for seam in wanted if seam[0] == BLOCK)
     if matches[attends].reason is not None:
         raise ImportError(
@@ -322,8 +293,8 @@ def _apply_patches() -> None:
     if matches[PARTITION, "materialise"].reason is not None:  # before 0.16, what leaves a provider is sorted afterwards
         del matches[PROVIDER, "_get_edges_impl"]
     found = {(match.owner, seam[1]): match for seam, match in matches.items() if match.reason is None}
-    found = _with_sharding(found)
-    attention.resolve_upstream(block, tuple(match.replacement for match in found.values()))
+    found = _with_sharding(found, [f"{place[0]}.{name}" for place, name in CALLED if matches[place, name].reason])
+    resolve_upstream(tuple(match.replacement for match in found.values()))
     for (owner, name), match in found.items():
         _upstream[owner, name] = match.upstream
         setattr(owner, name, match.replacement)
@@ -332,10 +303,10 @@ def _apply_patches() -> None:
 
 def _wanted() -> list[tuple]:
     """Return what is replaced in this version; the attention comes first, which is `attention_block` before 0.11."""
-    block = _find(*BLOCK)
+    block = find(*BLOCK)
     method = getattr(block, "attention_block", None)
-    is_before_0_11 = not hasattr(block, "apply_gt") and method is not None and "num_chunks" in _parameters(method)[-1:]
-    return [seam for seam in PATCHES if seam != (BLOCK, "apply_gt") or not is_before_0_11]
+    attends = not hasattr(block, "apply_gt") and method is not None and parameters_of(method)[-1] == "num_chunks"
+    return [seam for seam in PATCHES if seam != (BLOCK, "apply_gt") or not attends]
 
 
 class Match(NamedTuple):
@@ -347,44 +318,38 @@ class Match(NamedTuple):
     reason: str | None
 
 
-def _match(seam: tuple) -> Match:
+def _match(seam: tuple, patch: Replacement) -> Match:
     """Find the method of a seam with the parameters of some version that we know."""
     reason, name = f"this anemoi-models has no {'.'.join(seam[0])}", seam[1]
-    for place, patch in ((seam[0], PATCHES[seam]), *OLDER.get(seam, ())):
+    for place in filter(None, (seam[0], OLDER.get(seam))):
         try:
-            owner = _find(*place)
+            owner = find(*place)
         except ImportError:
             continue
         upstream = _upstream.get((owner, name), vars(owner).get(name))
-        if upstream is None:
-            reason = f"it has no {name}"
-            continue
-        replacement, given = patch(upstream), _parameters(upstream)
-        if given == (expected := _parameters(replacement)):
-            return Match(owner, upstream, replacement, None)
-        reason = f"it takes ({', '.join(given)}), not ({', '.join(expected)})"
+        reason = f"it has no {name}" if upstream is None else patch.misfit(upstream)
+        if reason is None:
+            return Match(owner, upstream, patch.of(upstream), None)
     return Match(None, None, None, reason)
 
 
-def _with_sharding(found: dict[tuple, Match]) -> dict[tuple, Match]:
-    """Return what was found with the replacements of `SHARDING` above it, or without, if one of them does not fit."""
-    above, differing = dict(found), []
+def _with_sharding(found: dict[tuple, Match], differing: list[str]) -> dict[tuple, Match]:
+    """Return what was found with the replacements of `SHARDING` above it, or without, if one of them does not fit.
+
+    `differing` names functions that they call and that are not as in the versions we know.
+    """
+    above = dict(found)
     for (place, name), patch in SHARDING.items():
-        try:
-            owner = _find(*place)
-        except ImportError:
-            owner = None
-        upstream = vars(owner).get(name) if owner is not None else None
-        match = found.get((owner, name), Match(owner, upstream, upstream, None))
-        if match.upstream is None or _parameters(match.upstream) != _parameters(patch(match.upstream)):
+        match = _match((place, name), patch)
+        if match.reason is not None:
             differing.append(f"{place[-1]}.{name}")
-        else:
-            above[owner, name] = match._replace(replacement=patch(match.replacement))
-    differing += sharding.differing_functions()
+            continue
+        key = match.owner, name
+        below = found[key].replacement if key in found else match.upstream
+        above[key] = match._replace(replacement=patch.of(below))
     if differing:
         log.warning("this anemoi-models has another %s: its own sharding is kept", ", ".join(differing))
         return found
-    sharding.resolve_upstream()
     return above
 
 
@@ -394,17 +359,12 @@ def _describe(settings: Settings) -> str:
     return ", ".join(f"{name}={value!r}" for name, value in (config | others).items())
 
 
-def _parameters(function) -> list[str]:
-    return list(signature(function, follow_wrapped=False).parameters)
-
-
 def _remove_patches_unless_used() -> None:
     if SETTINGS.is_empty and _upstream:
         for (owner, name), method in _upstream.items():
             setattr(owner, name, method)
         _upstream.clear()
         cache.clear_cache()
-        residual.clear_indices()
         _reset_compiled()
 
 

@@ -7,33 +7,25 @@ Upstream writes it as `x_out[..., i] += x_skip[..., j]`, whose gradient is an in
 `index_add` of `index_select` the gradients are a gather, and i and j stay on the device.
 """
 
-from functools import wraps
-
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from anemoi_gt.integrations.anemoi.upstream import replaces
+
 _ON_DEVICE = WeakTensorKeyDictionary()  # {index of a model: {(device, version): the same on the device}}
 
 
-def patch_assemble_output(upstream):
-    """Return `_assemble_output` of a model with one ensemble size for the whole batch."""
-
-    @wraps(upstream)
-    def _assemble_output(self, x_out, x_skip, batch_size, ensemble_size, dtype, dataset_name):
-        return _assemble(self, x_out, x_skip, batch_size, ensemble_size, dtype, dataset_name)
-
-    return _assemble_output
+@replaces("self x_out x_skip batch_size ensemble_size dtype dataset_name")
+def assemble_output(_, self, x_out, x_skip, batch_size, ensemble_size, dtype, dataset_name):
+    """Return the output of a model with one ensemble size for the whole batch."""
+    return _assemble(self, x_out, x_skip, batch_size, ensemble_size, dtype, dataset_name)
 
 
-def patch_assemble_ensemble_output(upstream):
-    """Return `_assemble_output` of a model that is told batch size times ensemble size."""
-
-    @wraps(upstream)
-    def _assemble_output(self, x_out, x_skip, batch_size, batch_ens_size, dtype, dataset_name=None):
-        return _assemble(self, x_out, x_skip, batch_size, batch_ens_size // batch_size, dtype, dataset_name)
-
-    return _assemble_output
+@replaces("self x_out x_skip batch_size batch_ens_size dtype dataset_name")
+def assemble_ensemble_output(_, self, x_out, x_skip, batch_size, batch_ens_size, dtype, dataset_name=None):
+    """Return the output of a model that is told batch size times ensemble size."""
+    return _assemble(self, x_out, x_skip, batch_size, batch_ens_size // batch_size, dtype, dataset_name)
 
 
 def _assemble(
@@ -74,8 +66,3 @@ def _on_device(index: Tensor | list[int], device: torch.device) -> Tensor:
             held.clear()
             held[key] = index.to(device)
     return held[key]
-
-
-def clear_indices() -> None:
-    """Free the indices on devices."""
-    _ON_DEVICE.clear()

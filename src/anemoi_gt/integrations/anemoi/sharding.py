@@ -10,235 +10,149 @@ Anemoi hands every layer the nodes of its rank, contiguous ranges, and the edges
 A rank knows the whole edge list of a provider, so it finds its halo, and what others read from it, without a message.
 Both are cached with the list (`cache`), once for each group, division of the nodes and number of copies.
 
-Every `patch_*` function takes the upstream function and returns its replacement, which calls upstream on one rank, for
-other shard strategies, for blocks without `sharding` in their settings, and for edge lists of unknown origin.
+Replacements call upstream on one rank, for other shard strategies, for blocks without `sharding` in their settings, and
+for edge lists of unknown origin.
 """
 
-from functools import wraps
 from importlib import import_module
-from inspect import signature
+from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
 
 from anemoi_gt.distributed import HaloExchange, Ranges
-from anemoi_gt.integrations.anemoi.attention import SETTINGS, Upstream, reads_raw_edges, warn_once
+from anemoi_gt.integrations.anemoi.attention import SETTINGS, reads_raw_edges, warn_once
 from anemoi_gt.integrations.anemoi.cache import Derived, cached_list, derived_list, lookup
+from anemoi_gt.integrations.anemoi.upstream import Upstream, replaces
 from anemoi_gt.nn.layer_kernels import cast_for_projections
 
 _COPIES = "_anemoi_gt_copies"  # attribute of node attributes: how often the nodes are repeated
 _MODELS = ("anemoi.models.models.encoder_processor_decoder", "anemoi.models.models.ens_encoder_processor_decoder")
-_CALLED = {  # functions of anemoi-models that the replacements call: their parameters
-    ("anemoi.models.layers.mapper", "build_graph_partition"): "edge_index num_parts num_nodes",
-    ("anemoi.models.distributed.graph", "shard_tensor"): "input_ dim sizes mgroup gather_in_backward",
-    ("anemoi.models.distributed.graph", "gather_tensor"): "input_ dim sizes mgroup",
-}
 
 
-class Sharding:
-    """Modules of anemoi-models that the replacements need, resolved once by `resolve_upstream`."""
-
-    mapper = None
-    graph = None
-
-
-def resolve_upstream() -> None:
-    """Import the modules of anemoi-models that the replacements need."""
-    Sharding.mapper = import_module("anemoi.models.layers.mapper")
-    Sharding.graph = import_module("anemoi.models.distributed.graph")
+@replaces("self batch_size shard_edges model_comm_group")
+def get_edges(upstream, self, batch_size, shard_edges, model_comm_group):
+    """Take the same range of every copy of a batch as the shard of a `StaticGraphProvider`."""
+    if not (shard_edges and batch_size > 1 and SETTINGS.any_sharding and _is_distributed(model_comm_group)):
+        return upstream(self, batch_size, shard_edges, model_comm_group)
+    edge_attr, edge_index, sizes = upstream(self, 1, shard_edges, model_comm_group)
+    return edge_attr.repeat(batch_size, 1), edge_index, sizes
 
 
-def differing_functions() -> list[str]:
-    """Return the functions of anemoi-models that are not as the replacements call them."""
-    functions = {key: getattr(import_module(key[0]), key[1], None) for key in _CALLED}
-    return [
-        ".".join(key)
-        for key, function in functions.items()
-        if function is None or list(signature(function).parameters) != _CALLED[key].split()
-    ]
+@replaces("self x edge_attr edge_index shard_info batch_size model_comm_group num_chunks edges_are_dst_sorted")
+def forward_edges_strategy(
+    upstream, self, x, edge_attr, edge_index, shard_info, batch_size, model_comm_group, num_chunks, edges_are_dst_sorted
+):
+    """Exchange halo rows of a processor block in one all-to-all."""
+    sizes = shard_info.nodes, shard_info.nodes
+    local = _local_edges(self, edge_index, sizes, batch_size, model_comm_group)
+    if local is None:
+        given = (x, edge_attr, edge_index, shard_info, batch_size, model_comm_group, num_chunks)
+        return upstream(self, *given, edges_are_dst_sorted)
+    normed = cast_for_projections(x, self.lin_query, self.lin_key, self.lin_value)
+    pending = lookup(local).exchange.start(_by_copy(normed, batch_size, shard_info.nodes, model_comm_group))
+    query, key, value, edges = _project(self, pending, edge_attr)
+    given = (query, key, value, edges, local, (key.shape[0], query.shape[0]), num_chunks)
+    return self._forward_edges_sharded_attention(*given, edges_are_dst_sorted)
 
 
-def patch_get_edges(upstream):
-    """Return `StaticGraphProvider._get_edges_impl` whose shard of a batch is the same range of every copy."""
+@replaces("self x shard_info batch_size edge_attr edge_index model_comm_group cond edges_are_dst_sorted")
+def prepare_edge_sharding(
+    upstream, self, x, shard_info, batch_size, edge_attr, edge_index, model_comm_group=None, cond=None, *rest, **named
+):
+    """Exchange halo rows of the sources of a mapper."""
+    sizes = _mapper_sizes(x, shard_info, batch_size, model_comm_group)
+    local = _local_edges(self.proc, edge_index, sizes, batch_size, model_comm_group)
+    if local is None:
+        given = (x, shard_info, batch_size, edge_attr, edge_index, model_comm_group, cond)
+        return upstream(self, *given, *rest, **named)
+    (src, dst), (x_src, x_dst) = sizes, x
+    if not shard_info.src_is_sharded():
+        if cond is not None and cond[0].shape[0] == x_src.shape[0]:
+            cond = (_own_rows(cond[0], src, batch_size, model_comm_group), cond[1])
+        x_src = _own_rows(x_src, src, batch_size, model_comm_group)
+    if not shard_info.dst_is_sharded():
+        x_dst = _own_rows(x_dst, dst, batch_size, model_comm_group)
 
-    @wraps(upstream)
-    def _get_edges_impl(self, batch_size, shard_edges, model_comm_group):
-        if not (shard_edges and batch_size > 1 and SETTINGS.any_sharding and _is_distributed(model_comm_group)):
-            return upstream(self, batch_size, shard_edges, model_comm_group)
-        edge_attr, edge_index, sizes = upstream(self, 1, shard_edges, model_comm_group)
-        return edge_attr.repeat(batch_size, 1), edge_index, sizes
+    def with_halo(rows):
+        pending = lookup(local).exchange.start(_by_copy(rows, batch_size, src, model_comm_group))
+        return pending.wait().flatten(0, 1)
 
-    return _get_edges_impl
-
-
-def patch_edges_strategy(upstream):
-    """Return `_forward_edges_shard_strategy` of processor blocks that exchanges halo rows in one all-to-all."""
-
-    @wraps(upstream)
-    def _forward_edges_shard_strategy(
-        self, x, edge_attr, edge_index, shard_info, batch_size, model_comm_group, num_chunks, edges_are_dst_sorted
-    ):
-        sizes = shard_info.nodes, shard_info.nodes
-        local = _local_edges(self, edge_index, sizes, batch_size, model_comm_group)
-        if local is None:
-            given = (x, edge_attr, edge_index, shard_info, batch_size, model_comm_group, num_chunks)
-            return upstream(self, *given, edges_are_dst_sorted)
-        normed = cast_for_projections(x, self.lin_query, self.lin_key, self.lin_value)
-        pending = lookup(local).exchange.start(_by_copy(normed, batch_size, shard_info.nodes, model_comm_group))
-        query, key, value, edges = _project(self, pending, edge_attr)
-        size = (key.shape[0], query.shape[0])
-        return self._forward_edges_sharded_attention(
-            query, key, value, edges, local, size, num_chunks, edges_are_dst_sorted
-        )
-
-    return _forward_edges_shard_strategy
+    x_src = with_halo(x_src)
+    cond = None if cond is None else (with_halo(cond[0]), cond[1])
+    num_chunks = max(self.num_chunks, Upstream.mapper.NUM_CHUNKS_INFERENCE_MAPPER)
+    chunks = Upstream.mapper.build_graph_partition(local, num_chunks, (x_src.shape[0], x_dst.shape[0]))
+    shard_info = type(shard_info)(src_nodes=src, dst_nodes=dst, edges=shard_info.edges)
+    return x_src, x_dst, edge_attr, local, shard_info, cond, chunks
 
 
-def patch_prepare_edge_sharding(upstream):
-    """Return `prepare_edge_sharding_wrapper` of mappers that exchanges halo rows of the sources."""
-
-    @wraps(upstream)
-    def prepare_edge_sharding_wrapper(
-        self,
-        x,
-        shard_info,
-        batch_size,
-        edge_attr,
-        edge_index,
-        model_comm_group=None,
-        cond=None,
-        edges_are_dst_sorted=True,
-    ):
-        sizes = _mapper_sizes(x, shard_info, batch_size, model_comm_group)
-        local = _local_edges(self.proc, edge_index, sizes, batch_size, model_comm_group)
-        if local is None:
-            given = (x, shard_info, batch_size, edge_attr, edge_index, model_comm_group, cond, edges_are_dst_sorted)
-            return upstream(self, *given)
-        (src, dst), (x_src, x_dst) = sizes, x
-        if not shard_info.src_is_sharded():
-            if cond is not None and cond[0].shape[0] == x_src.shape[0]:
-                cond = (_own_rows(cond[0], src, batch_size, model_comm_group), cond[1])
-            x_src = _own_rows(x_src, src, batch_size, model_comm_group)
-        if not shard_info.dst_is_sharded():
-            x_dst = _own_rows(x_dst, dst, batch_size, model_comm_group)
-
-        def with_halo(rows):
-            pending = lookup(local).exchange.start(_by_copy(rows, batch_size, src, model_comm_group))
-            return pending.wait().flatten(0, 1)
-
-        x_src = with_halo(x_src)
-        cond = None if cond is None else (with_halo(cond[0]), cond[1])
-        num_chunks = max(self.num_chunks, Sharding.mapper.NUM_CHUNKS_INFERENCE_MAPPER)
-        chunks = Sharding.mapper.build_graph_partition(local, num_chunks, (x_src.shape[0], x_dst.shape[0]))
-        shard_info = type(shard_info)(src_nodes=src, dst_nodes=dst, edges=shard_info.edges)
-        return x_src, x_dst, edge_attr, local, shard_info, cond, chunks
-
-    return prepare_edge_sharding_wrapper
+@replaces(
+    "self x batch_size shard_info edge_attr edge_index model_comm_group keep_x_dst_sharded cond edges_are_dst_sorted "
+    "kwargs"
+)
+def mapper_forward(
+    upstream, self, x, batch_size, shard_info, edge_attr, edge_index, model_comm_group=None, keep_x_dst_sharded=False,
+    *rest, **named,
+):  # fmt: skip
+    """Gather the destinations of every copy along the grid."""
+    given = (x, batch_size, shard_info, edge_attr, edge_index, model_comm_group)
+    sizes = _mapper_sizes(x, shard_info, batch_size, model_comm_group)
+    gathers = not keep_x_dst_sharded and batch_size > 1
+    if not gathers or _local_edges(self.proc, edge_index, sizes, batch_size, model_comm_group) is None:
+        return upstream(self, *given, keep_x_dst_sharded, *rest, **named)
+    own = upstream(self, *given, True, *rest, **named)
+    rows = own.unflatten(0, (batch_size, -1))
+    return Upstream.mapper.gather_tensor(rows, 1, sizes[1], model_comm_group).flatten(0, 1)
 
 
-def patch_mapper_forward(upstream):
-    """Return `mapper_forward_with_edge_sharding` that gathers the destinations of every copy along the grid."""
-
-    @wraps(upstream)
-    def mapper_forward_with_edge_sharding(
-        self,
-        x,
-        batch_size,
-        shard_info,
-        edge_attr,
-        edge_index,
-        model_comm_group=None,
-        keep_x_dst_sharded=False,
-        cond=None,
-        edges_are_dst_sorted=True,
-        **kwargs,
-    ):
-        given = (x, batch_size, shard_info, edge_attr, edge_index, model_comm_group)
-        sizes = _mapper_sizes(x, shard_info, batch_size, model_comm_group)
-        gathers = not keep_x_dst_sharded and batch_size > 1
-        if not gathers or _local_edges(self.proc, edge_index, sizes, batch_size, model_comm_group) is None:
-            return upstream(self, *given, keep_x_dst_sharded, cond, edges_are_dst_sorted, **kwargs)
-        own = upstream(self, *given, True, cond, edges_are_dst_sorted, **kwargs)
-        rows = own.unflatten(0, (batch_size, -1))
-        return Sharding.graph.gather_tensor(rows, 1, sizes[1], model_comm_group).flatten(0, 1)
-
-    return mapper_forward_with_edge_sharding
+@replaces("input_ dim sizes mgroup gather_in_backward")
+def shard_tensor(upstream, input_, dim, sizes, mgroup, *rest, **named):
+    """Split rows of several copies of the nodes along the grid, for a model's module."""
+    nodes = sum(sizes) if dim == 0 and _is_distributed(mgroup) and sizes is not None else 0
+    if not nodes or input_.shape[0] == nodes:
+        return upstream(input_, dim, sizes, mgroup, *rest, **named)
+    rows = input_.unflatten(0, (-1, nodes))
+    return upstream(rows, 1, sizes, mgroup, *rest, **named).flatten(0, 1)
 
 
-def patch_shard_tensor(upstream):
-    """Return `shard_tensor` of a model's module: rows of several copies of the nodes are split along the grid."""
-
-    @wraps(upstream)
-    def shard_tensor(input_, dim, sizes, mgroup, gather_in_backward=True):
-        nodes = sum(sizes) if dim == 0 and _is_distributed(mgroup) and sizes is not None else 0
-        if not nodes or input_.shape[0] == nodes:
-            return upstream(input_, dim, sizes, mgroup, gather_in_backward)
-        rows = input_.unflatten(0, (-1, nodes))
-        return upstream(rows, 1, sizes, mgroup, gather_in_backward).flatten(0, 1)
-
-    return shard_tensor
+@replaces("self name batch_size")
+def node_attributes(upstream, self, name, batch_size):
+    """Note on node attributes how often the nodes are repeated."""
+    rows = upstream(self, name, batch_size)
+    if batch_size > 1 and SETTINGS.any_sharding:
+        setattr(rows, _COPIES, batch_size)
+    return rows
 
 
-def patch_node_attributes(upstream):
-    """Return `NamedNodesAttributes.forward` whose result knows how often the nodes are repeated."""
-
-    @wraps(upstream)
-    def forward(self, name, batch_size):
-        rows = upstream(self, name, batch_size)
-        if batch_size > 1 and SETTINGS.any_sharding:
-            setattr(rows, _COPIES, batch_size)
-        return rows
-
-    return forward
+@replaces("tensor dim model_comm_group")
+def get_shard_sizes(upstream, tensor, dim, model_comm_group=None):
+    """Return sizes of shards of the nodes, however often they are repeated, for a model's module."""
+    copies = getattr(tensor, _COPIES, 1)
+    if copies > 1 and dim == 0 and _is_distributed(model_comm_group):
+        tensor = tensor[: tensor.shape[0] // copies]
+    return upstream(tensor, dim, model_comm_group)
 
 
-def patch_shard_sizes(upstream):
-    """Return `get_shard_sizes` of a model's module: of the nodes, however often they are repeated."""
-
-    @wraps(upstream)
-    def get_shard_sizes(tensor, dim, model_comm_group=None):
-        copies = getattr(tensor, _COPIES, 1)
-        if copies > 1 and dim == 0 and _is_distributed(model_comm_group):
-            tensor = tensor[: tensor.shape[0] // copies]
-        return upstream(tensor, dim, model_comm_group)
-
-    return get_shard_sizes
-
-
-def patch_noise(upstream):
-    """Return `NoiseConditioning.forward` that takes this rank's nodes of every member of an ensemble."""
-
-    @wraps(upstream)
-    def forward(
-        self,
-        x,
-        batch_size,
-        ensemble_size,
-        grid_size,
-        grid_shard_sizes,
-        noise_dtype=torch.float32,
-        model_comm_group=None,
-    ):
-        copies, given = batch_size * ensemble_size, (x, batch_size, ensemble_size, grid_size, grid_shard_sizes)
-        if copies == 1 or not (SETTINGS.any_sharding and _is_distributed(model_comm_group)):
-            return upstream(self, *given, noise_dtype, model_comm_group)
-        x, noise = upstream(self, *given, noise_dtype, None)
-        rows = noise.unflatten(0, (copies, -1)).split(grid_shard_sizes, 1)[model_comm_group.rank()]
-        return x, rows.flatten(0, 1)
-
-    return forward
+@replaces("self x batch_size ensemble_size grid_size grid_shard_sizes noise_dtype model_comm_group")
+def noise(
+    upstream, self, x, batch_size, ensemble_size, grid_size, grid_shard_sizes, noise_dtype=torch.float32,
+    model_comm_group=None,
+):  # fmt: skip
+    """Take this rank's nodes of the noise of every member of an ensemble."""
+    copies, given = batch_size * ensemble_size, (x, batch_size, ensemble_size, grid_size, grid_shard_sizes)
+    if copies == 1 or not (SETTINGS.any_sharding and _is_distributed(model_comm_group)):
+        return upstream(self, *given, noise_dtype, model_comm_group)
+    x, noise = upstream(self, *given, noise_dtype, None)
+    rows = noise.unflatten(0, (copies, -1)).split(grid_shard_sizes, 1)[model_comm_group.rank()]
+    return x, rows.flatten(0, 1)
 
 
-def patch_assert_valid_sharding(upstream):
-    """Return `_assert_valid_sharding` that allows batches and ensembles where all layers split them along the grid."""
-
-    @wraps(upstream)
-    def _assert_valid_sharding(self, batch_size, ensemble_size, in_out_sharded, model_comm_group=None):
-        if _is_distributed(model_comm_group) and batch_size * ensemble_size > 1 and _splits_copies(self):
-            batch_size = ensemble_size = 1
-        return upstream(self, batch_size, ensemble_size, in_out_sharded, model_comm_group)
-
-    return _assert_valid_sharding
+@replaces("self batch_size ensemble_size in_out_sharded model_comm_group")
+def assert_valid_sharding(upstream, self, batch_size, ensemble_size, in_out_sharded, model_comm_group=None):
+    """Allow batches and ensembles where all layers split them along the grid."""
+    if _is_distributed(model_comm_group) and batch_size * ensemble_size > 1 and _splits_copies(self):
+        batch_size = ensemble_size = 1
+    return upstream(self, batch_size, ensemble_size, in_out_sharded, model_comm_group)
 
 
 def _is_distributed(group) -> bool:
@@ -253,7 +167,7 @@ def _shards(block: nn.Module) -> bool:
 
 def _splits_copies(model: nn.Module) -> bool:
     """Return whether all parts of a model split the copies of a batch or ensemble along the grid."""
-    mapper, layers = Sharding.mapper, import_module("anemoi.models.layers.processor")
+    mapper, layers = Upstream.mapper, Upstream.processor
     providers = import_module("anemoi.models.layers.graph_provider")
     if type(model).forward.__module__ not in _MODELS:
         return False
@@ -296,7 +210,7 @@ def _by_copy(rows: Tensor, copies: int, sizes: list[int], group) -> Tensor:
 def _own_rows(rows: Tensor, sizes: list[int], copies: int, group) -> Tensor:
     """Return this rank's rows of each copy of nodes that all ranks hold; their gradients are gathered."""
     rows = rows.unflatten(0, (copies, -1))
-    return Sharding.graph.shard_tensor(rows, 1, sizes, group).flatten(0, 1)
+    return Upstream.partition.shard_tensor(rows, 1, sizes, group).flatten(0, 1)
 
 
 def _project(block, pending, edge_attr: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -331,29 +245,27 @@ def _make_local_edges(
     whole = lookup(edge_index).whole()
     if whole is None or lookup(whole) is None:
         return False
-    derived_list(edge_index, name, lambda: _number_locally(whole, _ranges(src), _ranges(dst), rank, group_name, copies))
+    sources, destinations = (Ranges((0, *accumulate(sizes))) for sizes in (src, dst))
+
+    def number_locally() -> Tensor:
+        """Return the edges into this rank's destinations, of each copy, with the exchange that delivers their halo."""
+        _check_division(whole, sources, destinations)
+        with torch.inference_mode(False), torch.no_grad():
+            bounds = torch.tensor(destinations.bounds, device=whole.device)
+            by_rank = whole.split(torch.searchsorted(whole[1].contiguous(), bounds).diff().tolist(), 1)
+            read = [part[0].unique() for part in by_rank]
+            wanted = [nodes[~sources.owns(p, nodes)] for p, nodes in enumerate(read)]
+            exchange = HaloExchange.of_all_requests(wanted, sources, rank, group_name)
+            (src, dst), own, num_own = by_rank[rank], sources.of(rank), sources.counts[rank]
+            src = torch.where(sources.owns(rank, src), src - own.start, num_own + torch.searchsorted(wanted[rank], src))
+            local = torch.stack([src, dst - destinations.of(rank).start])
+            num_nodes = num_own + exchange.num_received, destinations.counts[rank]
+            step = local.new_tensor(num_nodes).unsqueeze(1)
+            local = torch.cat([local + copy * step for copy in range(copies)], 1)
+        return cached_list(local, (num_nodes[0] * copies, num_nodes[1] * copies), copies, exchange=exchange)
+
+    derived_list(edge_index, name, number_locally)
     return True
-
-
-def _number_locally(
-    edge_index: Tensor, sources: Ranges, destinations: Ranges, rank: int, group_name: str, copies: int
-) -> Tensor:
-    """Return the edges into this rank's destinations, of each copy, with the exchange that delivers their halo."""
-    _check_division(edge_index, sources, destinations)
-    with torch.inference_mode(False), torch.no_grad():
-        bounds = torch.tensor(destinations.bounds, device=edge_index.device)
-        counts = torch.searchsorted(edge_index[1].contiguous(), bounds).diff().tolist()
-        by_rank = edge_index.split(counts, 1)
-        wanted = [_beyond(part[0].unique(), sources.of(p)) for p, part in enumerate(by_rank)]
-        exchange = HaloExchange.of_all_requests(wanted, sources, rank, group_name)
-        (src, dst), own, num_own = by_rank[rank], sources.of(rank), sources.counts[rank]
-        is_own = (src >= own.start) & (src < own.stop)
-        src = torch.where(is_own, src - own.start, num_own + torch.searchsorted(wanted[rank], src))
-        local = torch.stack([src, dst - destinations.of(rank).start])
-        num_nodes = num_own + exchange.num_received, destinations.counts[rank]
-        step = local.new_tensor(num_nodes).unsqueeze(1)
-        local = torch.cat([local + copy * step for copy in range(copies)], 1)
-    return cached_list(local, (num_nodes[0] * copies, num_nodes[1] * copies), copies, exchange=exchange)
 
 
 def _check_division(edge_index: Tensor, sources: Ranges, destinations: Ranges) -> None:
@@ -370,11 +282,3 @@ def _check_division(edge_index: Tensor, sources: Ranges, destinations: Ranges) -
             f"with sharding, destinations must be divided evenly, as Anemoi divides the edges, got "
             f"{destinations.counts}; install(sharding=False) keeps Anemoi's own division"
         )
-
-
-def _ranges(sizes: tuple[int, ...]) -> Ranges:
-    return Ranges(tuple(sum(sizes[:rank]) for rank in range(len(sizes) + 1)))
-
-
-def _beyond(nodes: Tensor, own: slice) -> Tensor:
-    return nodes[(nodes < own.start) | (nodes >= own.stop)]

@@ -1,51 +1,43 @@
 """Replacements for `forward` of Anemoi's graph-transformer blocks: the whole block by one operator.
 
-Every `patch_*` function takes the upstream method and returns its replacement, which calls upstream, whose attention is
-ours, for blocks that the operator cannot compute.
+They call upstream, whose attention is ours, for blocks that the operator cannot compute.
 """
-
-from functools import wraps
 
 import torch
 
 from anemoi_gt.integrations.anemoi import attention
-from anemoi_gt.integrations.anemoi.attention import SETTINGS, Upstream
+from anemoi_gt.integrations.anemoi.attention import SETTINGS
 from anemoi_gt.integrations.anemoi.cache import is_exporting, structure_of
+from anemoi_gt.integrations.anemoi.upstream import Upstream, replaces
 from anemoi_gt.nn import whole_block
 
-
-def patch_processor_block(upstream):
-    """Return `GraphTransformerProcessorBlock.forward` by one operator."""
-
-    @wraps(upstream)
-    def forward(
-        self, x, edge_attr, edge_index, shard_info, batch_size, size, model_comm_group=None, cond=None,
-        edges_are_dst_sorted=True, **kwargs,
-    ):  # fmt: skip
-        if _serves(self, x, edge_index, model_comm_group, cond):
-            return _run(self, None, x, edge_attr, edge_index), edge_attr
-        given = (x, edge_attr, edge_index, shard_info, batch_size, size, model_comm_group, cond, edges_are_dst_sorted)
-        return upstream(self, *given, **kwargs)
-
-    return forward
+PARAMETERS = "self x edge_attr edge_index shard_info batch_size size model_comm_group cond edges_are_dst_sorted"
 
 
-def patch_mapper_block(upstream):
-    """Return `GraphTransformerMapperBlock.forward` by one operator; sources are updated as upstream does."""
+@replaces(f"{PARAMETERS} kwargs")
+def processor_block(
+    upstream, self, x, edge_attr, edge_index, shard_info, batch_size, size, model_comm_group=None, cond=None, *rest,
+    **named,
+):  # fmt: skip
+    """Compute the whole block, or the attention alone."""
+    if _serves(self, x, edge_index, model_comm_group, cond):
+        return _run(self, None, x, edge_attr, edge_index), edge_attr
+    given = (x, edge_attr, edge_index, shard_info, batch_size, size, model_comm_group, cond)
+    return upstream(self, *given, *rest, **named)
 
-    @wraps(upstream)
-    def forward(
-        self, x, edge_attr, edge_index, shard_info, batch_size, size, model_comm_group=None, cond=None,
-        edges_are_dst_sorted=True, **layer_kwargs,
-    ):  # fmt: skip
-        if _serves(self, x[1], edge_index, model_comm_group, cond):
-            x_src, x_dst = x[0], _run(self, *x, edge_attr, edge_index)
-            x_src = self.run_node_src_mlp(x_src) + x_src if self.update_src_nodes else x_src
-            return (x_src, x_dst), edge_attr
-        given = (x, edge_attr, edge_index, shard_info, batch_size, size, model_comm_group, cond, edges_are_dst_sorted)
-        return upstream(self, *given, **layer_kwargs)
 
-    return forward
+@replaces(f"{PARAMETERS} layer_kwargs")
+def mapper_block(
+    upstream, self, x, edge_attr, edge_index, shard_info, batch_size, size, model_comm_group=None, cond=None, *rest,
+    **named,
+):  # fmt: skip
+    """Compute the whole block, or the attention alone; sources are updated as upstream does."""
+    if _serves(self, x[1], edge_index, model_comm_group, cond):
+        x_src, x_dst = x[0], _run(self, *x, edge_attr, edge_index)
+        x_src = self.run_node_src_mlp(x_src) + x_src if self.update_src_nodes else x_src
+        return (x_src, x_dst), edge_attr
+    given = (x, edge_attr, edge_index, shard_info, batch_size, size, model_comm_group, cond)
+    return upstream(self, *given, *rest, **named)
 
 
 def _run(block, x_src, x_dst, edge_attr, edge_index):

@@ -14,7 +14,8 @@ and backward, with upstream gradients do and dlse:
 
 Where calling an operation takes longer than computing it, their number decides: this is faster as long as arrays
 [E, H, C] stay in the cache, and needs no reverse structure. All batch entries and heads are computed at once, the nodes
-and edges of an entry after those of the one before. Every sum has a fixed order: that of the edges.
+and edges of an entry after those of the one before. Every sum has a fixed order: that of the edges, which need not be
+sorted; sums over segments of sorted ones are faster, but sorting takes longer than what one call gains.
 """
 
 from dataclasses import dataclass
@@ -29,10 +30,11 @@ from anemoi_gt.ops.operands import Needs
 
 @dataclass(frozen=True)
 class EdgeRows:
-    """The edges of all batch entries in CSC order, [B E] below, and the rows at their ends."""
+    """The edges of all batch entries in one order, [B E] below, and the rows at their ends."""
 
     heads: tuple[int, int]  # H, C
-    colptr: Tensor  # [B N_dst + 1]
+    num_dst: int  # B N_dst
+    colptr: Tensor | None  # [B N_dst + 1] in CSC order, None in any other
     dst: Tensor  # [B E]
     src: Tensor  # [B E]
     k: Tensor  # [B E, H C], x included, and so in v
@@ -45,20 +47,19 @@ class EdgeRows:
         """Gather the rows of `FlatArguments` in the dtype of the accumulators."""
         batch, num_dst, heads, channels = flat.query.shape
         num_edges, num_src = flat.row.shape[0], flat.key.shape[1]
-        dst = torch.repeat_interleave(flat.colptr.diff(), output_size=num_edges)
+        dst, colptr = flat.col, flat.colptr
+        if colptr is not None:
+            dst = torch.repeat_interleave(colptr.diff(), output_size=num_edges)
         dst, src = _fold(dst, batch, num_dst), _fold(flat.row, batch, num_src)
-        colptr = flat.colptr
-        if batch > 1:
+        if batch > 1 and colptr is not None:
             colptr = torch.cat([colptr[:1], _fold(colptr[1:], batch, num_edges)])
         k, v = (rows.view(-1, heads * channels).index_select(0, src) for rows in (flat.key, flat.value))
         a = keep = None
         if flat.edge_attr is not None:
-            a = flat.edge_attr.flatten(2)
-            a = a if flat.perm is None else a.index_select(1, flat.perm)
-            a = a.expand(batch, -1, -1).flatten(0, 1)
-            x = a
+            a = flat.edge_attr if flat.perm is None else flat.edge_attr.index_select(1, flat.perm)
+            a = x = a.expand(batch, *a.shape[1:]).reshape(batch * num_edges, a.shape[2:].numel())
             if flat.edge_weight is not None:
-                weight = flat.edge_weight.flatten(0, 1).t()
+                weight = flat.edge_weight.view(heads * channels, -1).t()
                 x = a @ weight if flat.edge_bias is None else torch.addmm(flat.edge_bias.flatten(), a, weight)
             k, v = k.add_(x), v.add_(x)
         if flat.seed is not None:
@@ -67,7 +68,7 @@ class EdgeRows:
             entry, head = (torch.arange(n, device=k.device) for n in (batch, heads))
             keep = keep_factor(flat.seed, entry[:, None, None], ids[:, None], head, flat.dropout_p, k.dtype)
             keep = keep.flatten(0, 1)
-        return cls((heads, channels), colptr, dst, src, k, v, a, keep)
+        return cls((heads, channels), batch * num_dst, colptr, dst, src, k, v, a, keep)
 
     def by_head(self, rows: Tensor) -> Tensor:
         """Return rows [B E, H C] as [B E, H, C]."""
@@ -79,7 +80,8 @@ class EdgeRows:
 
     def dot(self, left: Tensor, right: Tensor) -> Tensor:
         """Return the dot products of rows [B E, H C], of which `right` is overwritten, by head [B E, H]."""
-        return self.by_head(right.mul_(left)).sum(-1)
+        products = right.mul_(left).view(-1, self.heads[1])
+        return products.mv(products.new_ones(self.heads[1])).view(-1, self.heads[0])  # half the time of a sum
 
     def scaled(self, rows: Tensor, weight: Tensor) -> Tensor:
         """Multiply rows [B E, H C], which are overwritten, by weights [B E, H]."""
@@ -88,9 +90,9 @@ class EdgeRows:
 
     def softmax(self, score: Tensor) -> tuple[Tensor, Tensor]:
         """Return p [B E, H], in the memory of `score`, and lse [B N_dst, H]."""
-        row_max = _reduce(score, "max", self.colptr).clamp_(min=torch.finfo(score.dtype).min)
+        row_max = self.max_of_destinations(score)
         p = score.sub_(row_max.index_select(0, self.dst)).exp_()
-        denominator = _reduce(p, "sum", self.colptr)
+        denominator = self.sum_to_destinations(p)
         lse = denominator.log().add_(row_max)
         return p.div_(denominator.clamp_(min=torch.finfo(p.dtype).tiny).index_select(0, self.dst)), lse
 
@@ -98,16 +100,25 @@ class EdgeRows:
         """Return attention weights after dropout."""
         return p if self.keep is None else p * self.keep
 
+    def max_of_destinations(self, score: Tensor) -> Tensor:
+        """Return the finite maximum of scores [B E, H] over the in-edges of each destination [B N_dst, H]."""
+        least = torch.finfo(score.dtype).min
+        if self.colptr is not None:
+            return torch.segment_reduce(score, "max", offsets=self.colptr, axis=0, unsafe=True).clamp_(min=least)
+        row_max = score.new_full((self.num_dst, score.shape[1]), least)
+        return row_max.scatter_reduce_(0, self.dst[:, None].expand_as(score), score, "amax")
+
     def sum_to_destinations(self, rows: Tensor) -> Tensor:
-        """Return the sum of rows [B E, H C] over the in-edges of each destination [B N_dst, H C]."""
+        """Return the sum of rows [B E, F] over the in-edges of each destination [B N_dst, F]."""
+        if self.colptr is None:
+            return _sum_unsorted(rows, self.dst, self.num_dst)
         return _sum(rows, torch.arange(rows.shape[0], dtype=self.colptr.dtype, device=rows.device), self.colptr)
 
     def sum_to_sources(self, rows: Tensor, flat) -> Tensor:
         """Return the sum of rows [B E, H C] over the out-edges of each source [B N_src, H C]."""
         batch, num_src = flat.key.shape[:2]
         if flat.rowptr is None or batch > 1:
-            sums = rows.new_zeros(batch * num_src, rows.shape[1])
-            return sums.index_add_(0, self.src.long(), rows)  # int32 indices are 4x slower
+            return _sum_unsorted(rows, self.src, batch * num_src)
         return _sum(rows, flat.csr_to_csc, flat.rowptr)
 
 
@@ -125,7 +136,7 @@ def differentiate(do: Tensor, dlse: Tensor | None, p: Tensor, flat, needs: Needs
     edges, batch, p = EdgeRows.of(flat), flat.query.shape[0], p.flatten(0, 1)
     q, do = edges.rows_of(flat.query), edges.rows_of(do)
     dp = edges.drop(edges.dot(do, edges.v))
-    delta = _reduce(p * dp, "sum", edges.colptr)
+    delta = edges.sum_to_destinations(p * dp)
     delta = delta if dlse is None else delta.sub_(dlse.reshape(delta.shape))
     ds = dp.sub_(delta.index_select(0, edges.dst)).mul_(p).mul_(flat.scale)
     dq = dk = dv = da = dweight = dbias = None
@@ -156,11 +167,11 @@ def _fold(index: Tensor, batch: int, size: int) -> Tensor:
     return (entry * size + index).flatten()
 
 
-def _reduce(values: Tensor, kind: str, pointers: Tensor) -> Tensor:
-    """Return the sum or maximum over the in-edges of each destination [B N_dst, H]."""
-    return torch.segment_reduce(values, kind, offsets=pointers, axis=0, unsafe=True)
-
-
 def _sum(rows: Tensor, index: Tensor, pointers: Tensor) -> Tensor:
     """Return the sum of rows[index] over each segment."""
     return embedding_bag(index, rows, pointers, mode="sum", include_last_offset=True)
+
+
+def _sum_unsorted(rows: Tensor, index: Tensor, size: int) -> Tensor:
+    """Return the sum of the rows of each index [size, F], in their order."""
+    return rows.new_zeros(size, rows.shape[1]).index_add_(0, index.long(), rows)  # int32 indices are 4x slower

@@ -17,6 +17,7 @@ from anemoi_gt.custom_ops import (
     refuse_second_derivative,
 )
 from anemoi_gt.graph import GraphStructure
+from anemoi_gt.graph.build import UnsortedEdges
 from anemoi_gt.ops.dropout import keep_factor
 from anemoi_gt.ops.dtypes import accumulator_dtype, without_autocast
 from anemoi_gt.ops.operands import AttentionOperands, Needs
@@ -33,7 +34,6 @@ from anemoi_gt.ops.torch_backend.reference import (
 )
 
 MAX_EDGE_ROWS = 2**21  # elements of [B, E, H, C], up to which the formulas of `edge_rows` are faster
-SORTED_EDGES = 2**13  # from which sorting edges by source and summing takes less time than summing unsorted
 MAX_EDGE_HEADS = 2**21  # of a group of heads: its number of heads times that of edges or nodes
 
 
@@ -46,7 +46,7 @@ class FlatArguments(NamedTuple):
     edge_attr: Tensor | None  # [1 or B, E, D] raw, or [1 or B, E, H, C]
     edge_weight: Tensor | None  # [H * C, D]
     edge_bias: Tensor | None  # [H * C]
-    colptr: Tensor
+    colptr: Tensor | None  # None: edges (row, col) in the caller's order, for the formulas of `edge_rows`
     row: Tensor
     perm: Tensor | None
     global_edge_id: Tensor | None
@@ -71,7 +71,7 @@ class FlatArguments(NamedTuple):
     @property
     def is_small(self) -> bool:
         """True if the formulas of `edge_rows` are used."""
-        return is_small(self.query, self.row.shape[0])
+        return self.colptr is None or is_small(self.query, self.row.shape[0])
 
     def head_groups(self, edges: Edges) -> Iterator[tuple[int, slice, HeadGroup]]:
         """Yield (batch index, heads, their operands), `edges.heads` at a time."""
@@ -114,11 +114,11 @@ def is_small(query: Tensor, num_edges: int) -> bool:
 
 
 def needs_reverse(query: Tensor, graph: GraphStructure) -> bool:
-    """Return whether gradients of key and value need the reverse structure, or are faster with it than without.
+    """Return whether gradients of key and value need the reverse structure.
 
     In traced code always: what is chosen by sizes there would be compiled once for each choice.
     """
-    return torch.compiler.is_compiling() or graph.num_edges >= SORTED_EDGES or not is_small(query, graph.num_edges)
+    return torch.compiler.is_compiling() or not is_small(query, graph.num_edges)
 
 
 def unsupported_reason(query: Tensor) -> str | None:
@@ -128,7 +128,7 @@ def unsupported_reason(query: Tensor) -> str | None:
 
 def attend(
     operands: AttentionOperands,
-    graph: GraphStructure,
+    graph: GraphStructure | UnsortedEdges,
     seed: Tensor | None,
     scale: float,
     dropout_p: float,

@@ -276,8 +276,7 @@ def _attention_backward(
         sums = launch.differentiate_attributes(problem, p_ds, saved, projected, dattr)
     launch.embed(problem, sums[1], dquery)
     weight, bias = launch.differentiate_weight(problem, grad, *sums, (True, True), torch.float32)
-    reverse = (problem.index.rowptr, problem.index.col, problem.index.csr_to_csc)
-    launch.differentiate_sources(problem, p_ds, grad, *reverse, dkey, dvalue)
+    launch.differentiate_sources(problem, p_ds, grad, dkey, dvalue)
     return weight, bias
 
 

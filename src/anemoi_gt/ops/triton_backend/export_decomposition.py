@@ -71,11 +71,7 @@ def edge_attention_triton_exported(
     *operands, colptr, row, perm, dst_schedule = (None if each is None else each.contiguous() for each in tensors)
     index = IndexTensors(colptr, row, perm, dst_schedule=dst_schedule, dst_hubs=dst_hubs)
     problem = TracedProblem(AttentionOperands(*operands), index, Options(scale=scale, tile=tile))
-    projected = None if problem.operands.edge_weight is None else launch.project(problem, problem.operands.query)
-    out, lse, _, _, attr_sums = launch.attend_rows(problem, projected)
-    if attr_sums is not None:
-        launch.embed(problem, attr_sums, out)
-    return out, lse
+    return launch.attend(problem)[:2]
 
 
 @flat_arguments

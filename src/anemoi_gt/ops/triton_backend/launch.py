@@ -1,8 +1,9 @@
 """Launches of the edge attention kernels: grids, tiles, scratch memory. One function per kernel, tensors in and out.
 
 Beside each stands its launch for given sizes, which is worked out once: a graph is static, and its sizes come again at
-every step. What is kept holds numbers and compiled kernels, no tensors. A tile may be given, to measure it; None is the
-one that is chosen for the sizes, with the fields that the config forces.
+every step. What is kept holds numbers and compiled kernels, no tensors. A launch may be given a tile, to measure it;
+None is the one that is chosen for the sizes, with the fields that the config forces. A problem makes the launches, so
+that others trace them for an export, or list them.
 
 Where all destinations have the same few in-edges, `attend_rows` and `differentiate_rows` launch the kernels of
 `anemoi_gt.kernels.fixed_degree`, which need fewer scratch arrays and compute A, B and d edge_attr in passing.
@@ -204,11 +205,11 @@ def project_launch(sizes: Sizes, tile: ContractionTile | None = None, stride: in
     return _node_map_launch(edge_features.project, sizes, tile, stride)
 
 
-def project(problem: Problem, rows: Tensor, tile: ContractionTile | None = None) -> Tensor:
+def project(problem: Problem, rows: Tensor) -> Tensor:
     """Return W^T of rows [B, N_dst, H, C]: [B, N_dst, H, columns]."""
     projected = rows.new_empty((*rows.shape[:-1], problem.sizes.columns), dtype=scratch_dtype(rows.dtype))
     _, _, _, _, edge_weight, edge_bias = problem.operands
-    launch = problem.launch(project_launch, tile, *_stride(rows))
+    launch = problem.launch(project_launch, None, *_stride(rows))
     launch(rows=rows, edge_weight=edge_weight, edge_bias=edge_bias, projected=projected)
     return projected
 
@@ -220,12 +221,10 @@ def embed_launch(sizes: Sizes, tile: ContractionTile | None = None, stride: int 
     return _node_map_launch(edge_features.embed, sizes, tile, stride)
 
 
-def embed(
-    problem: Problem, sums: Tensor, rows: Tensor, tile: ContractionTile | None = None, skip: Tensor | None = None
-) -> None:
+def embed(problem: Problem, sums: Tensor, rows: Tensor, skip: Tensor | None = None) -> None:
     """Add W sums [B, N_dst, H, columns], and `skip` like rows, to rows [B, N_dst, H, C]."""
     _, _, _, _, edge_weight, edge_bias = problem.operands
-    launch = problem.launch(embed_launch, tile, *_stride(rows))
+    launch = problem.launch(embed_launch, None, *_stride(rows))
     launch(sums=sums, edge_weight=edge_weight, edge_bias=edge_bias, skip=skip, rows=rows)
 
 
@@ -237,7 +236,17 @@ def forward_launch(sizes: Sizes, tile: RowTile | None = None) -> Launch:
     return _row_launch(kernel, sizes, tile or forward_tile(sizes), {"score_scale": sizes.scale * LOG2_E})
 
 
-def attend_rows(problem: Problem, projected: Tensor | None, tile: RowTile | None = None) -> tuple[Tensor, ...]:
+def attend(problem: Problem) -> tuple[Tensor | None, ...]:
+    """Attend, and return out, lse, and what `Saved` holds."""
+    query, edge_weight = problem.operands.query, problem.operands.edge_weight
+    projected = None if edge_weight is None else project(problem, query)
+    out, lse, inv_denominator, exp_scores, attr_sums = attend_rows(problem, projected)
+    if attr_sums is not None:
+        embed(problem, attr_sums, out)
+    return out, lse, inv_denominator, exp_scores, projected
+
+
+def attend_rows(problem: Problem, projected: Tensor | None) -> tuple[Tensor, ...]:
     """Attend over destinations: return out without W A, lse, inv_denominator, exp_scores and A."""
     query, sizes = problem.operands.query, problem.sizes
     out, lse = torch.empty_like(query), query.new_empty(query.shape[:-1], dtype=torch.float32)
@@ -247,30 +256,29 @@ def attend_rows(problem: Problem, projected: Tensor | None, tile: RowTile | None
     if not has_fixed_degree(sizes):
         tensors["scores"] = torch.empty_like(exp_scores)
         tensors["segment_max"] = segment_max = _segment_rows(sizes, sizes.dst_segment, lse, sizes.heads, 1)
-    problem.launch(forward_launch, tile)(**tensors, inv_denominator=inv_denominator, exp_scores=exp_scores)
+    problem.launch(forward_launch)(**tensors, inv_denominator=inv_denominator, exp_scores=exp_scores)
     if dst_segment(sizes):
         statistics = {"lse": lse, "inv_denominator": inv_denominator, "segment_max": segment_max}
-        _attend_hubs(problem, tensors["scores"], exp_scores, out, attr_sums, statistics, tile)
+        _attend_hubs(problem, tensors["scores"], exp_scores, out, attr_sums, statistics)
     return out, lse, inv_denominator, exp_scores, attr_sums
 
 
 @lru_cache(KEPT)
-def hub_launch(sizes: Sizes, tile: RowTile | None = None) -> Launch:
+def hub_launch(sizes: Sizes) -> Launch:
     """Return the launch of the second half of `attend_rows` over the segments of hubs."""
-    return _row_launch(forward.edge_attention_fwd_hub, sizes, tile or forward_tile(sizes), {})
+    return _row_launch(forward.edge_attention_fwd_hub, sizes, forward_tile(sizes), {})
 
 
 def _attend_hubs(
-    problem: Problem, scores: Tensor, exp_scores: Tensor, out: Tensor, attr_sums: Tensor | None, statistics: dict,
-    tile: RowTile | None,
-) -> None:  # fmt: skip
+    problem: Problem, scores: Tensor, exp_scores: Tensor, out: Tensor, attr_sums: Tensor | None, statistics: dict
+) -> None:
     """Fill the rows of hubs, whose scores and segment_max are there."""
     sizes, tensors = problem.sizes, problem.destination_tensors
     denominator = torch.empty_like(statistics["segment_max"])
     given = zip((out, attr_sums), (sizes.channels, sizes.columns), strict=True)
     parts = [_segment_rows(sizes, sizes.dst_segment, *rows) for rows in given]
     names = ("value", "edge_attr", "colptr", "row", "perm", "global_edge_id", "seed")
-    problem.launch(hub_launch, tile)(
+    problem.launch(hub_launch)(
         **{name: tensors[name] for name in names}, scores=scores, exp_scores=exp_scores,
         segment_max=statistics["segment_max"], segment_denominator=denominator, segment_out=parts[0],
         segment_attr_sums=parts[1],
@@ -298,7 +306,7 @@ def destination_launch(sizes: Sizes, tile: RowTile | None = None) -> Launch:
 
 def differentiate_rows(
     problem: Problem, saved: Saved, projected_grad: Tensor | None, grad_out: Tensor, grad_lse: Tensor | None,
-    dquery: Tensor | None, dedge_attr: Tensor | None, tile: RowTile | None = None,
+    dquery: Tensor | None, dedge_attr: Tensor | None,
 ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:  # fmt: skip
     """Differentiate over destinations: fill dquery (without W B) and the gradient of embedded features.
 
@@ -320,21 +328,19 @@ def differentiate_rows(
         tensors |= {name: torch.empty_like(saved.exp_scores) for name in ("attr_dp", "dp")}
         tensors["dedge_attr"] = dedge_attr if sizes.embedded else None
         tensors["segment_sums"] = _segment_rows(sizes, sizes.dst_segment, p_ds, 2 * sizes.heads, 1)
-    problem.launch(destination_launch, tile)(**tensors)
+    problem.launch(destination_launch)(**tensors)
     if dst_segment(sizes):
         part = _segment_rows(sizes, sizes.dst_segment, dquery, sizes.channels)
-        names = hub_destination_launch(sizes, tile).tensors
-        tensors = {name: tensors[name] for name in names if name in tensors}
-        problem.launch(hub_destination_launch, tile)(**tensors, segment_dquery=part)
+        read = {name: tensors[name] for name in hub_destination_launch(sizes).tensors if name in tensors}
+        problem.launch(hub_destination_launch)(**read, segment_dquery=part)
         join(problem, problem.index.colptr, sizes.dst_segment, [part], (dquery,))
     return p_ds, sums
 
 
 @lru_cache(KEPT)
-def hub_destination_launch(sizes: Sizes, tile: RowTile | None = None) -> Launch:
+def hub_destination_launch(sizes: Sizes) -> Launch:
     """Return the launch of the second half of `differentiate_rows` over the segments of hubs."""
-    tile = tile or destination_tile(sizes)
-    return _row_launch(backward.edge_attention_bwd_dst_hub, sizes, tile, {"scale": sizes.scale})
+    return _row_launch(backward.edge_attention_bwd_dst_hub, sizes, destination_tile(sizes), {"scale": sizes.scale})
 
 
 @lru_cache(KEPT)
@@ -351,17 +357,16 @@ def source_launch(sizes: Sizes, tile: RowTile | None = None) -> Launch:
 
 
 def differentiate_sources(
-    problem: Problem, p_ds: Tensor, grad_out: Tensor, rowptr: Tensor, col: Tensor, csr_to_csc: Tensor,
-    dkey: Tensor | None, dvalue: Tensor | None, tile: RowTile | None = None,
-) -> None:  # fmt: skip
+    problem: Problem, p_ds: Tensor, grad_out: Tensor, dkey: Tensor | None, dvalue: Tensor | None
+) -> None:
     """Differentiate over sources: fill dkey and dvalue."""
-    sizes = problem.sizes
+    sizes, index = problem.sizes, problem.index
     parts = [_segment_rows(sizes, sizes.src_segment, rows, sizes.channels) for rows in (dkey, dvalue)]
-    problem.launch(source_launch, tile)(
-        query=problem.operands.query, grad_out=grad_out, p_ds=p_ds, rowptr=rowptr, col=col, csr_to_csc=csr_to_csc,
-        dkey=dkey, dvalue=dvalue, segment_dkey=parts[0], segment_dvalue=parts[1],
+    problem.launch(source_launch)(
+        query=problem.operands.query, grad_out=grad_out, p_ds=p_ds, rowptr=index.rowptr, col=index.col,
+        csr_to_csc=index.csr_to_csc, dkey=dkey, dvalue=dvalue, segment_dkey=parts[0], segment_dvalue=parts[1],
     )  # fmt: skip
-    join(problem, rowptr, sizes.src_segment, parts, (dkey, dvalue))
+    join(problem, index.rowptr, sizes.src_segment, parts, (dkey, dvalue))
 
 
 @lru_cache(KEPT)

@@ -123,7 +123,7 @@ def edge_attention_triton_backward(
     """Return the gradients that `needs` asks for, in the order of the operands."""
     saved = (inv_denominator, exp_scores, None if operands.edge_weight is None else projected)
     tensors = (*map(_readable, (*operands, *index, options.seed)), *saved)
-    gradients = _gradients(grad_out, grad_lse, tensors, options[1:], tuple(needs))
+    gradients = _differentiated(grad_out, grad_lse, tensors, options[1:], tuple(needs))
     return [gradient for gradient in gradients if gradient is not None]
 
 
@@ -161,7 +161,7 @@ class Attention(torch.autograd.Function):
         tensors, needs = ctx.saved_tensors, ctx.needs_input_grad[:NUM_OPERANDS]
         if torch.is_grad_enabled() or not is_plain(*tensors, grad_out, grad_lse):
             return *_backward(ctx, grad_out, grad_lse)[:NUM_OPERANDS], None, None
-        return *_gradients(grad_out, grad_lse, tensors, ctx.options, needs), None, None
+        return *_differentiated(grad_out, grad_lse, tensors, ctx.options, needs), None, None
 
 
 _attend = define_gradient(edge_attention_triton, _setup_context, _backward)
@@ -203,15 +203,11 @@ def _launch(problem: Problem, save: bool) -> tuple[Tensor | None, ...]:
     """Return out, lse, and with `save` what the backward pass reads: inv_denominator, exp_scores, projected."""
     from anemoi_gt.ops.triton_backend import launch
 
-    query, edge_weight = problem.operands.query, problem.operands.edge_weight
-    projected = None if edge_weight is None else launch.project(problem, query)
-    out, lse, inv_denominator, exp_scores, attr_sums = launch.attend_rows(problem, projected)
-    if attr_sums is not None:
-        launch.embed(problem, attr_sums, out)
-    return (out, lse, inv_denominator, exp_scores, projected) if save else (out, lse)
+    found = launch.attend(problem)
+    return found if save else found[:2]
 
 
-def _gradients(
+def _differentiated(
     grad_out: Tensor | None, grad_lse: Tensor | None, tensors: tuple, options: tuple, needs: tuple[bool, ...]
 ) -> Sequence[Tensor | None]:
     """Return the gradients that `needs` asks for, None for others; `tensors` are those of `_forward`, and the saved."""
@@ -222,11 +218,20 @@ def _gradients(
 
 
 def _launch_backward(problem: Problem, needs: tuple[bool, ...], *saved: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Launch the kernels that the gradients in `needs` take, with what `_launch` saved, grad_out and grad_lse."""
+    """Return the gradients in `needs`, from what `_launch` saved, grad_out and grad_lse."""
     from anemoi_gt.ops.triton_backend import launch
 
     *saved, grad_out, grad_lse = saved
-    saved, (query, key, value, edge_attr, edge_weight, _) = launch.Saved(*saved), problem.operands
+    return gradients(problem, launch.Saved(*saved), grad_out, grad_lse, needs)
+
+
+def gradients(
+    problem: Problem, saved, grad_out: Tensor, grad_lse: Tensor | None, needs: Sequence[bool]
+) -> tuple[Tensor | None, ...]:
+    """Launch the kernels that the gradients in `needs` take; return all six, None for others."""
+    from anemoi_gt.ops.triton_backend import launch
+
+    query, key, value, edge_attr, edge_weight, _ = problem.operands
     need_query, need_key, need_value, need_attr, need_weight, need_bias = needs
     raw, dweight, dbias = edge_weight is not None, None, None
     dquery = torch.empty_like(query) if need_query else None
@@ -243,8 +248,7 @@ def _launch_backward(problem: Problem, needs: tuple[bool, ...], *saved: Tensor |
     dkey = torch.empty_like(key) if need_key else None
     dvalue = torch.empty_like(value) if need_value else None
     if need_key or need_value:
-        reverse = (problem.index.rowptr, problem.index.col, problem.index.csr_to_csc)
-        launch.differentiate_sources(problem, p_ds, grad_out, *reverse, dkey, dvalue)
+        launch.differentiate_sources(problem, p_ds, grad_out, dkey, dvalue)
     if need_attr and problem.shares_attributes:
         dattr = dattr.sum(0, keepdim=True).to(edge_attr.dtype)
     return dquery, dkey, dvalue, dattr, dweight, dbias

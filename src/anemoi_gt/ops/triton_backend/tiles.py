@@ -6,23 +6,10 @@ on every run and device. It is what sweeps over warps, unroll, packed pairs and 
 named): all heads in one program; one warp where a row is reduced, more where it is only summed; several nodes a program
 where a node has one or two edges. Each tile of the row kernels is within 2% of the fastest that was measured. On other
 shapes, `benchmarks/tiles.py` searches.
-
-`candidates` lists all tiles that a kernel can have, ordered by a score:
-
-    held       = heads C / (lanes warps)                              elements of a row in a thread
-    registers  = 40 + 1.5 held + held unroll itemsize / 4             of a thread, rounded up to a multiple of 8
-    resident   = min(32, 64 / warps, 65536 / (registers lanes warps)) programs of an SM
-    in flight  = resident nodes heads C itemsize degree / steps       bytes of rows that an SM waits for at a time
-
-More bytes in flight come first, then more coalesced bytes an access; ties keep the order of the list. The score does
-not decide: its first tile is 14% slower than the heuristic's in the geometric mean of 18 sweeps, 80% at worst
-(benchmarks/NOTES.md, 25).
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import product
 from typing import NamedTuple
 
 from anemoi_gt.graph.validation import HUB_DEGREE
@@ -32,17 +19,12 @@ BUSY_DEGREE = 4  # mean degree from which the edges of one node keep a program b
 MANY_DEGREE = 16  # mean degree from which the remainder of an unrolled loop does not count
 ROW_ELEMENTS = 1024  # heads x channels that a program holds: 32 elements in each thread of a warp
 MOST_ATTRIBUTES = 256  # columns of W for which a program's arrays fit the registers and the shared memory of every GPU
-MAX_HELD, MIN_HELD = 32, 4  # elements of a row in a thread
 FLIGHT_BYTES = 6144  # bytes of rows in flight for which a warp has registers
 MAX_WARPS = 8  # of a program
 SEGMENT = HUB_DEGREE // 2  # edges of a segment of a hub, which has more than twice as many
 JOINED = 64  # segments whose results a program reads together
 PARTS, SUMMED = 16, 256  # partial sums of dW, and elements of it, that a program adds at a time
 CACHED_TILES = 128  # choices of each kernel that are cached
-
-LANES = 32  # threads of a warp
-SM_REGISTERS, SM_WARPS, SM_PROGRAMS = 65536, 64, 32  # of one SM; the score knows no other device
-SHARED_BYTES = 232_448  # of a program
 
 
 class Shape(NamedTuple):
@@ -80,16 +62,13 @@ class ContractionTile:
     num_stages: int  # tiles in flight
 
 
-Tile = RowTile | ContractionTile
-
-
 def next_power_of_two(n: int) -> int:
     """Return the smallest power of two that is at least `n` >= 1."""
     return 1 << (n - 1).bit_length()
 
 
-def _row(shape: Shape) -> tuple[int, int]:
-    """Heads of a program and padded channels, so that neither of its arrays exceeds ROW_ELEMENTS."""
+def held_by_program(shape: Shape) -> tuple[int, int]:
+    """Return the heads of a program and padded channels, so that neither of its arrays exceeds ROW_ELEMENTS."""
     padded = next_power_of_two(shape.channels)
     widest = max(padded, attribute_columns(shape.attributes) if shape.attributes else 1)
     return min(next_power_of_two(shape.heads), max(1, ROW_ELEMENTS // widest)), padded
@@ -117,7 +96,7 @@ def forward_tile(shape: Shape) -> RowTile:
     decoder 1.553 with 1 (3: 1.625). At C = 32 processor 0.138, decoder 0.919 with 3 (1: 0.157, 0.946), encoder 0.411
     with 4 and without pairs (with: 0.435; 3 with: 0.453).
     """
-    group, padded = _row(shape)
+    group, padded = held_by_program(shape)
     warps = _warps(group * padded, 1)
     in_flight = shape.degree >= BUSY_DEGREE or group * padded < ROW_ELEMENTS
     unroll = _unroll(shape, group * padded / warps) if in_flight else 1
@@ -131,7 +110,7 @@ def destination_tile(shape: Shape) -> RowTile:
     Measured, with one warp and pairs: encoder 0.794 ms at C = 64 with unroll 3, 0.420 at C = 32 with 4 (1: 0.986,
     0.566); processor 0.245, 0.135 with 3 (1: 0.290, 0.164); decoder 1.576, 0.880 with 1 (3: 1.574, 0.938).
     """
-    group, padded = _row(shape)
+    group, padded = held_by_program(shape)
     warps = _warps(group * padded, 1)
     unroll = _unroll(shape, group * padded / warps) if shape.degree >= BUSY_DEGREE else 1
     return RowTile(group, padded, unroll, warps, pairs=shape.pairs_possible)
@@ -146,7 +125,7 @@ def source_tile(shape: Shape) -> RowTile:
     holds 4. Encoder, whose sources have 1.6 edges: 0.689, 0.358 with four sources a program and unroll 1 (one source:
     0.853, 0.447).
     """
-    group, padded = _row(shape)
+    group, padded = held_by_program(shape)
     elements = group * padded
     if shape.degree < BUSY_DEGREE:
         return RowTile(group, padded, 1, _warps(elements, elements // 512), nodes=4)
@@ -238,51 +217,3 @@ def weight_tile(channels: int, attributes: int) -> ContractionTile:
     if tile.channels >= 64:
         return replace(tile, nodes=64, num_warps=4, num_stages=2)
     return replace(tile, nodes=64, num_warps=2, num_stages=4)
-
-
-ROW_KERNELS = {"forward": forward_tile, "destinations": destination_tile, "sources": source_tile}
-CONTRACTIONS = {"project": project_tile, "embed": embed_tile, "weight": weight_tile}
-
-
-def candidates(kernel: str, shape: Shape) -> list[Tile]:
-    """Return the tiles that a kernel of `ROW_KERNELS` or `CONTRACTIONS` can have, the heuristic's first, then by score.
-
-    `shape` is that of the edges that the kernel walks, or of the destinations for a contraction.
-    """
-    if kernel in ROW_KERNELS:
-        chosen = ROW_KERNELS[kernel](shape)
-        others = sorted(_row_tiles(kernel, shape), key=lambda tile: _score(shape, tile), reverse=True)
-    else:
-        chosen = CONTRACTIONS[kernel](shape.channels, shape.attributes)
-        others = _contraction_tiles(chosen)
-    return [chosen, *(tile for tile in others if tile != chosen)]
-
-
-def _row_tiles(kernel: str, shape: Shape) -> Iterator[RowTile]:
-    most, padded = _row(shape)
-    pairs = (False, True) if shape.pairs_possible else (False,)
-    nodes = (1, 2, 4) if kernel == "sources" and shape.degree < BUSY_DEGREE else (1,)
-    axes = (most, most // 2, most // 4), (1, 2, 4, 8), (1, 2, 3, 4), nodes, pairs
-    for heads, warps, unroll, number, paired in product(*axes):
-        if MIN_HELD * LANES * warps <= heads * padded <= MAX_HELD * LANES * warps:
-            yield RowTile(heads, padded, unroll, warps, number, paired)
-
-
-def _score(shape: Shape, tile: RowTile) -> tuple[float, float]:
-    """Bytes of rows in flight on an SM, and coalesced bytes that a thread reads in one access; more is better."""
-    held = tile.heads * tile.channels / (LANES * tile.num_warps)
-    registers = -int(-(40 + 1.5 * held + held * tile.unroll * shape.itemsize / 4) // 8) * 8
-    resident = min(SM_PROGRAMS, SM_WARPS // tile.num_warps, SM_REGISTERS // (registers * LANES * tile.num_warps))
-    is_exact = shape.degree == int(shape.degree)
-    remainder = shape.degree % tile.unroll if is_exact else min(shape.degree, (tile.unroll - 1) / 2)
-    steps = (shape.degree - remainder) / tile.unroll + remainder  # the remainder is taken edge by edge
-    row_bytes = tile.heads * tile.channels * shape.itemsize
-    return resident * tile.nodes * row_bytes * shape.degree / max(steps, 1e-9), min(held * shape.itemsize, 16)
-
-
-def _contraction_tiles(chosen: ContractionTile) -> Iterator[ContractionTile]:
-    """Yield tiles that split rows as `chosen` does and whose stages fit the shared memory."""
-    stages = sorted({1, chosen.num_stages})
-    for nodes, tiles, warps, stage in product((16, 32, 64, 128), (1, 2, 4, 8), (2, 4, 8), stages):
-        if stage * nodes * (chosen.channels + chosen.attributes) * 4 <= SHARED_BYTES:
-            yield ContractionTile(nodes, tiles, chosen.channels, chosen.attributes, warps, stage)

@@ -33,15 +33,17 @@ class MapImage:
     def __init__(self, nodes: Nodes):
         self._is_global = np.ptp(nodes.lat) > 90
         self.projection = "mollweide" if self._is_global else "rectilinear"
-        self._lat, self._lon = _pixels(nodes, self._is_global)
-        lat, lon = np.meshgrid(self._lat, self._lon, indexing="ij")
+        rows, columns = _pixels(nodes, self._is_global)
+        lat, lon = np.meshgrid(rows, columns, indexing="ij")
         tree = import_extra("scipy.spatial", "train").cKDTree(nodes.xyz)
         distance, self._node = tree.query(Nodes(lat.ravel(), lon.ravel()).xyz, k=NEIGHBOURS)
         weight = 1 / (distance**2 + 1e-12)  # a pixel at a node has its value
         self._weight = weight / weight.sum(axis=1, keepdims=True)
         lines = coastlines("110m" if self._is_global else "50m")
         turns = (0,) if self._is_global else (-360, 0, 360)  # a region may lie beyond the date line
-        self._coastlines = [line + np.array([turn, 0]) for line in lines for turn in turns]
+        unit = np.deg2rad if self._is_global else np.asarray  # of the axes
+        self._lat, self._lon = unit(rows), unit(columns)
+        self._coastlines = [unit(line + np.array([turn, 0])) for line in lines for turn in turns]
 
     def draw(self, axes, values: np.ndarray, **style):
         """Draw values [N] on axes of this projection by `pcolormesh(**style)`, and return the mesh."""
@@ -50,17 +52,15 @@ class MapImage:
             axes.grid(color="white", alpha=0.35, linewidth=0.5)
             axes.set_xticklabels([])
             axes.set_yticklabels([])
-            lon, lat = np.deg2rad(self._lon), np.deg2rad(self._lat)
         else:
             axes.set_aspect(1 / np.cos(np.deg2rad(self._lat.mean())))
             axes.set_xlabel("longitude [degrees east]")
             axes.set_ylabel("latitude [degrees north]")
-            lon, lat = self._lon, self._lat
-        lines = [np.deg2rad(line) if self._is_global else line for line in self._coastlines]
-        axes.add_collection(import_extra("matplotlib.collections", "train").LineCollection(lines, **COAST_STYLE))
+        line_collection = import_extra("matplotlib.collections", "train").LineCollection
+        axes.add_collection(line_collection(self._coastlines, **COAST_STYLE))
         if not self._is_global:
-            axes.set(xlim=(lon[0], lon[-1]), ylim=(lat[0], lat[-1]))
-        return axes.pcolormesh(lon, lat, image, shading="nearest", rasterized=True, **style)
+            axes.set(xlim=self._lon[[0, -1]], ylim=self._lat[[0, -1]])
+        return axes.pcolormesh(self._lon, self._lat, image, shading="nearest", rasterized=True, **style)
 
 
 def coastlines(resolution: str) -> list[np.ndarray]:

@@ -1,1 +1,0 @@
-"""Training on several ranks: the trainer of a sharded model, and its training step."""

@@ -1,1 +1,0 @@
-"""Plots of training runs and forecasts, by matplotlib."""
