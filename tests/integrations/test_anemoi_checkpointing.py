@@ -125,6 +125,9 @@ def test_compiled_whole_selective_checkpoints_keep_the_attention_and_products(gr
     assert attention == eager[ATTENTION]
     assert backward[ATTENTION] == 0 and backward["anemoi_gt.edge_attention_torch_backward.default"] == attention
     assert backward[PRODUCT] == 0 and backward[ACTIVATION] == attention
+    assert (
+        counts["forward"]["anemoi_gt.chunk_result.default"] == 3
+    )  # nodes and edges between the processor's two, last nodes
 
 
 def test_compiled_whole_blocks_are_recomputed_one_chunk_at_a_time(graph):

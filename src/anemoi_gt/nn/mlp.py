@@ -32,8 +32,8 @@ class GatedLinear(nn.Module):
 class MLP(nn.Module):
     """Feed-forward network with one hidden layer, with the state dict of Anemoi's `MLP` without extra layers and norm.
 
-    It maps `channels` features to as many. Of the implementations, "mlp" uses `kernels.Activation`, the others a gate
-    of Shazeer (2020), with 1.5 times the parameters. Raise ValueError for another one, or a width below 1.
+    Of the implementations, "mlp" uses `kernels.Activation`, the others a gate of Shazeer (2020), with 1.5 times the
+    parameters. Input and output have `channels` features. Raise ValueError for a width below 1, or another name.
     """
 
     def __init__(self, channels: int, hidden_dim: int, implementation: str, kernels: LayerKernels):

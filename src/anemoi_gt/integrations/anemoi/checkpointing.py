@@ -24,7 +24,7 @@ from anemoi_gt.integrations.anemoi.attention import SETTINGS
 from anemoi_gt.integrations.anemoi.cache import edge_structure
 from anemoi_gt.integrations.anemoi.upstream import Upstream, replaces
 
-MODES = ("none", "selective", "full")
+MODES = "none", "selective", "full"
 _is_fake = getattr(torch._subclasses.fake_tensor, "is_fake", lambda _: False)  # False refuses "selective" in tracers
 _PRODUCTS = {getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "bmm", "baddbmm")}
 _COMPILED = "_functorch/_aot_autograd"  # the part of PyTorch that runs compiled code, in the path of its files
@@ -57,7 +57,8 @@ def maybe_checkpoint(upstream, func, enabled, *args, **kwargs):
     mode = _mode_of(func.__self__)  # not getattr with a default, which Dynamo would return
     if mode == "none" or not (enabled or mode):
         return func(*args, **kwargs)
-    run = _with_copied_results(func) if torch.compiler.is_compiling() else func
+    is_in_turn = isinstance(func.__self__, Upstream.processor.GraphTransformerProcessor)  # chunks of mappers are not
+    run = _with_copied_results(func) if is_in_turn and torch.compiler.is_compiling() else func
     if mode is None:
         return upstream(run, enabled, *args, **kwargs)
     if mode == "full" or func.__name__ == "prepare_edge_sharding_wrapper":  # which has neither
@@ -80,10 +81,9 @@ def _mode_of(component: nn.Module | None) -> str | None:
 
 @define_operator
 def chunk_result(x: Tensor) -> Tensor:
-    """Return a copy of a result of a checkpointed chunk.
+    """Return a copy of a result of a processor's checkpointed chunk, which compiled code keeps for the next chunk.
 
-    Compiled code keeps what a chunk passes to the next one, unless that is one of several results of an operator, as of
-    a whole block (docs/upstream.md). It would recompute all chunks together from the input of the first.
+    It does not keep one of several results of an operator, as of a whole block: docs/upstream.md.
     """
     return x.clone()
 
