@@ -13,6 +13,7 @@ and a backward pass is made twice, so that the second takes what the first has c
 
 import json
 import sys
+from contextlib import ExitStack
 from types import SimpleNamespace
 from unittest import mock
 
@@ -92,12 +93,14 @@ def replayed():
     def noted(make):
         return lambda *args, **how: made.append(make(*args, **how)) or made[-1]  # kept, so that no address comes twice
 
-    with (
-        mock.patch.object(Launch, "__call__", ONCE),
-        mock.patch.object(torch.Tensor, "new_empty", noted(torch.Tensor.new_empty)),
-        mock.patch.object(torch, "empty_like", noted(torch.empty_like)),
-    ):
+    makers = [(torch.Tensor, name) for name in ("new_empty", "contiguous")]
+    makers += [(torch, name) for name in ("empty_like", "zeros", "zeros_like", "ones_like")]
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(Launch, "__call__", ONCE))
+        for owner, name in makers:
+            stack.enter_context(mock.patch.object(owner, name, noted(getattr(owner, name))))
         for _ in range(4):
+            made += DRIVER.launches  # with their tensors
             DRIVER.launches.clear()
             first, numbers, launches = len(made), {}, []
             run(SMALL)
@@ -108,7 +111,12 @@ def replayed():
                 launches.append(
                     [name, launch, [numbers.setdefault(n, len(numbers)) if is_at else n for n, is_at in pairs]]
                 )
-            lines.append({"launches": launches, "blocks": sum(each.dtype == torch.uint8 for each in made[first:])})
+            lines.append(
+                {
+                    "launches": launches,
+                    "blocks": sum(getattr(each, "dtype", None) == torch.uint8 for each in made[first:]),
+                }
+            )
     for line in lines:
         print(json.dumps(line))
 
