@@ -228,13 +228,7 @@ def assert_async(holds: Tensor, claim: str) -> None:
 def refuse_second_derivative(operator: torch._ops.OpOverload) -> Callable:
     """Make `operator`, the backward of edge attention, refuse a backward of its own; return what is to be called."""
     torch.library.register_autograd(operator, _refuse_second_derivative)
-    dispatched = transformable(operator, lambda ctx, inputs, output: None, _refuse_second_derivative)
-
-    def call(*args):
-        is_recorded = torch.is_grad_enabled() or not is_plain(*args)
-        return dispatched(*args) if is_recorded else operator.function(*args)
-
-    return call
+    return transformable(operator, lambda ctx, inputs, output: None, _refuse_second_derivative)
 
 
 def _refuse_second_derivative(ctx, *_):

@@ -108,9 +108,11 @@ def test_large_and_infinite_logits_of_a_segment_reach_the_whole_hub_and_no_other
 def launches_of(graph, config=None):
     """Kernels of a forward and a backward pass, with grid and segment; nothing is launched."""
     seen, config = [], config or AttentionConfig("triton")
-    note = lambda launch, **_: seen.append(  # noqa: E731
-        (launch.name("fp32").removeprefix("edge_attention_").split("_fp32")[0], launch.grid, launch.constants)
-    )
+
+    def note(launch, **tensors):
+        name = launch.name(dict.fromkeys(tensors, "fp32"))
+        seen.append((name.removeprefix("edge_attention_").split("_fp32")[0], launch.grid, launch.constants))
+
     problem = make_problem((graph.edge_index(), (graph.num_src, graph.num_dst)), 2, 4, 3)
     with mock.patch.object(Launch, "__call__", note):
         edge_attention(**leaves_of(problem, graph), graph=graph, config=config)[0].sum().backward()

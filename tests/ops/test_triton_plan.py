@@ -37,11 +37,8 @@ def launched():
 
     def record(launch, **tensors):
         names = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-        dtype = next(
-            tensors[name].dtype for name in ("query", "value", "rows", "edge_attr", "partial") if name in tensors
-        )
         there = {name: tensor for name, tensor in tensors.items() if tensor is not None and name not in INDICES}
-        seen.append((launch.name(names[dtype]), there))
+        seen.append((launch.name({name: names.get(tensor.dtype) for name, tensor in there.items()}), there))
 
     with mock.patch.object(Launch, "__call__", record):
         yield seen

@@ -5,8 +5,7 @@ times what the driver needs. A `Launch` does that when it meets something new, a
 the compiled kernel itself. Sizes must not change what is compiled: a kernel names them in `do_not_specialize`.
 """
 
-from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache, reduce
 from math import prod
 from operator import or_
@@ -61,10 +60,10 @@ class Launch:
         widths = tuple(scalar.bit_length() < 32 for scalar in scalars.values() if isinstance(scalar, int))
         self._compiled = _COMPILED.setdefault(kernel, {}).setdefault((widths, *constants.items()), {})
 
-    def name(self, dtype: str) -> str:
-        """Return the name in a profile of a launch on tensors of `dtype`, such as "bf16"; nothing is compiled."""
+    def name(self, dtypes: Mapping[str, str]) -> str:
+        """Return the name in a profile of a launch on tensors of these dtypes, such as "bf16"; nothing is compiled."""
         make = getattr(self.kernel, "repr", None) or self.kernel.kwargs["repr"]  # the latter under the interpreter
-        return make(SimpleNamespace(signature=defaultdict(lambda: f"*{dtype}"), constants=self.constants))
+        return make(SimpleNamespace(signature=dtypes, constants=self.constants))
 
     def __call__(self, **tensors) -> None:
         """Launch on tensors by name, contiguous and on the current device; None stands for one that is absent."""

@@ -62,7 +62,7 @@ def _without_memory(tensor: Tensor | None) -> Tensor | None:
 
 
 def _planned(sizes: Sizes, bound: Launch, tensors: dict[str, Tensor | None]) -> PlannedLaunch:
-    name = bound.name(NAMES[sizes.dtype])
+    name = bound.name({name: NAMES.get(tensor.dtype) for name, tensor in tensors.items() if tensor is not None})
     tile = {name: bound.constants[constant] for constant, name in TILE.items() if constant in bound.constants}
     if "packed" in tile:
         tile["packed"] = int(tile["packed"] is not None)
