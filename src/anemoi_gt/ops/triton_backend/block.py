@@ -334,10 +334,17 @@ def _linear(x: Tensor, p: dict[str, Tensor], name: str) -> Tensor:
 
 
 def _outer(dy: Tensor, x: Tensor) -> Tensor:
-    """Return dy^T x, the gradient of a weight, in float32."""
-    if dy.is_cuda and dy.dtype != torch.float32:
-        return torch.mm(dy.t(), x, out_dtype=torch.float32)
-    return (dy.t() @ x).float()
+    """Return dy^T x, the gradient of a weight, in float32.
+
+    Rows beyond a multiple of 64 have a product of their own: cuBLAS may leave some of them out (docs/upstream.md).
+    """
+    if not dy.is_cuda or dy.dtype == torch.float32:
+        return (dy.t() @ x).float()
+    rows = len(dy) // 64 * 64
+    total = torch.mm(dy[:rows].t(), x[:rows], out_dtype=torch.float32)
+    if rows < len(dy):
+        torch.addmm(total, dy[rows:].t(), x[rows:], out_dtype=torch.float32, out=total)
+    return total
 
 
 def _chunks(num_rows: int) -> Iterator[slice]:
