@@ -19,12 +19,13 @@ MAY_IMPORT = {  # package or module: the others that it may import
     "option_checks": set(),
     "graph": {"kernels", "custom_ops"},  # grouping edges on a GPU
     "ops": {"attention_config", "compatibility", "custom_ops", "graph", "kernels", "option_checks"},
-    "nn": {"attention_config", "graph", "ops", "option_checks"},
+    "nn": {"attention_config", "compatibility", "custom_ops", "graph", "ops", "option_checks"},
     "kernel_report": {"custom_ops", "graph", "ops"},
     "data": {"extras", "option_checks"},
     "cuda_graph": {"rng"},
     "rng": set(),
-    "integrations": {"attention_config", "cuda_graph", "custom_ops", "distributed", "graph", "nn", "ops"},
+    "integrations": {"attention_config", "compatibility", "cuda_graph", "custom_ops", "distributed", "graph", "nn"}
+    | {"ops"},
     "distributed": {"graph", "nn", "ops", "option_checks"},
     "training": {"attention_config", "cuda_graph", "data", "distributed", "extras", "graph", "nn", "ops"}
     | {"option_checks", "rng"},

@@ -53,6 +53,12 @@ def constant_when_traced(function: Callable) -> Callable:
     return function
 
 
+@constant_when_traced
+def is_exporting() -> bool:
+    """Return whether a program is being exported; before PyTorch 2.13, torch.compile traces PyTorch's as True."""
+    return torch.compiler.is_exporting()
+
+
 @cache
 def _warn(backend: str) -> None:
     torch_release, triton_release = installed()

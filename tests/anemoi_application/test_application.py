@@ -89,7 +89,7 @@ def test_trainings_go_on_from_a_checkpoint_in_either_direction(train):
 def test_compiled_code_is_not_taken_for_an_export():
     import torch  # as anemoi-training resolves it: before 2.13 its own function is True in compiled code
 
-    from anemoi_gt.integrations.anemoi.cache import is_exporting
+    from anemoi_gt.compatibility import is_exporting
 
     assert torch.compile(lambda x: x + is_exporting(), backend="eager")(torch.zeros(1)) == 0
 

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from anemoi_gt.custom_ops import define_gradient, define_operator
+
 
 def checkpoint_activations(function: Callable[..., Tensor], *inputs, device: torch.device, draws: bool) -> Tensor:
     """Return `function(*inputs)`, keeping only the inputs for the backward pass, which calls the function again.
@@ -17,3 +19,16 @@ def checkpoint_activations(function: Callable[..., Tensor], *inputs, device: tor
     traced = torch.compiler.is_compiling()
     captured = not traced and device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=draws or not captured)
+
+
+@define_operator
+def chunk_result(x: Tensor) -> Tensor:
+    """Return a copy of a result of a processor's checkpointed chunk, which compiled code keeps for the next chunk.
+
+    It does not keep one of several results of an operator, as of a whole block: docs/upstream.md.
+    """
+    return x.clone()
+
+
+torch.library.register_fake("anemoi_gt::chunk_result", torch.empty_like)
+copy_result = define_gradient(chunk_result, lambda ctx, inputs, output: None, lambda ctx, grad: (grad,))

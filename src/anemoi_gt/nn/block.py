@@ -17,7 +17,9 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from anemoi_gt.attention_config import AttentionConfig, check_config
+from anemoi_gt.compatibility import is_exporting
 from anemoi_gt.graph import GraphStructure
+from anemoi_gt.nn import whole_block
 from anemoi_gt.nn.chunking import Chunk, Pair, map_chunks
 from anemoi_gt.nn.input_validation import (
     check_attributes,
@@ -29,7 +31,7 @@ from anemoi_gt.nn.input_validation import (
     check_sides,
     check_structure,
 )
-from anemoi_gt.nn.layer_kernels import LayerKernels, cast_for_projections, check_kernels, must_be_called
+from anemoi_gt.nn.layer_kernels import LayerKernels, cast_for_projections, check_kernels, hooks_of, must_be_called
 from anemoi_gt.nn.mlp import MLP
 from anemoi_gt.nn.norm import apply_norm
 from anemoi_gt.ops import edge_attention
@@ -181,6 +183,9 @@ class GraphTransformerBaseBlock(nn.Module):
         else:
             check_structure(graph)
             check_nodes(graph, *x)
+            if self._is_one_operator(x[1], cond):
+                x_src = None if x[0] is x[1] and self.source_norm is self.layer_norm_attention else x[0]
+                return whole_block.update_destinations(self, x_src, x[1], edge_attr, graph)
         x_dst = x[1] + self.attend(*self.normed_sides(x, cond), graph, edge_attr)
         return x_dst + self.node_dst_mlp(apply_norm(self.layer_norm_mlp_dst, x_dst, cond[1]))
 
@@ -226,6 +231,17 @@ class GraphTransformerBaseBlock(nn.Module):
             return self._split_heads(self.lin_edge(edge_attr)), None, None
         return edge_attr, weight, self.lin_edge.bias
 
+    def _is_one_operator(self, x_dst: Tensor, cond: Pair) -> bool:
+        """Return whether one operator computes the block: where that is faster, and no part of it was replaced."""
+        if is_exporting() or not whole_block.is_proven(x_dst, self.config) or any(c is not None for c in cond):
+            return False
+        is_own = type(self) in (GraphTransformerProcessorBlock, GraphTransformerMapperBlock)
+        if not is_own or any(name in self.__dict__ for name in METHODS) or (self.training and self.dropout):
+            return False
+        if any(type(norm) is not nn.Identity or hooks_of(norm) for norm in (self.q_norm, self.k_norm)):
+            return False
+        return whole_block.unsupported_reason(self, x_dst, self.config) is None
+
     def _make_norm(self) -> nn.Module:
         return self.layer_kernels.LayerNorm(normalized_shape=self.channels)
 
@@ -234,6 +250,9 @@ class GraphTransformerBaseBlock(nn.Module):
 
     def _split_heads(self, features: Tensor) -> Tensor:
         return rearrange(features, "... nodes (heads channels) -> ... nodes heads channels", heads=self.num_heads)
+
+
+METHODS = tuple(name for name, method in vars(GraphTransformerBaseBlock).items() if callable(method))
 
 
 class GraphTransformerProcessorBlock(GraphTransformerBaseBlock):

@@ -5,10 +5,11 @@ x = proc[l](x, graph, edge_attr)          for each layer l
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor, nn
 
 from anemoi_gt.graph import GraphStructure
-from anemoi_gt.nn.activation_checkpointing import checkpoint_activations
+from anemoi_gt.nn.activation_checkpointing import checkpoint_activations, copy_result
 from anemoi_gt.nn.block import GraphTransformerProcessorBlock
 from anemoi_gt.nn.chunking import Chunk
 from anemoi_gt.nn.input_validation import check_features
@@ -90,8 +91,13 @@ class GraphTransformerProcessor(nn.Module):
         for i in range(groups):
             group = self.proc[layers * i // groups : layers * (i + 1) // groups]
             draws = self.training and any(block.dropout > 0 for block in group)
-            x = checkpoint_activations(_run, group, x, graph, edge_attr, cond, device=x.device, draws=draws)
+            x = checkpoint_activations(_run_group, group, x, graph, edge_attr, cond, device=x.device, draws=draws)
         return x
+
+
+def _run_group(*inputs) -> Tensor:
+    x = _run(*inputs)
+    return copy_result(x) if torch.compiler.is_compiling() else x
 
 
 def _run(

@@ -61,6 +61,18 @@ def unsupported_reason(block: nn.Module, x: Tensor, config: AttentionConfig, kno
     return None if _attends_by_triton(x, config) else "another backend than triton computes its attention"
 
 
+def update_destinations(block: nn.Module, x_src: Tensor | None, x_dst: Tensor, edge_attr: Tensor, graph) -> Tensor:
+    """Return destinations [.., N_dst, F] after a block of this library, for which there is no `unsupported_reason`.
+
+    `x_src` [.., N_src, F] is None where the sources are the destinations; `edge_attr` is [.., E, D].
+    """
+    edge_attr, *_ = block.edge_operands(edge_attr)
+    batch = x_dst.shape[0] if x_dst.dim() == 3 else 1
+    edge_attr = edge_attr.squeeze(0) if batch == 1 and edge_attr.dim() == 3 else edge_attr
+    x_src, rows = (None if x is None else x.reshape(-1, x.shape[-1]) for x in (x_src, x_dst))
+    return run_block(block, x_src, rows, edge_attr, graph, batch).view(x_dst.shape)
+
+
 def run_block(
     block: nn.Module, x_src: Tensor | None, x_dst: Tensor, edge_attr: Tensor, graph: GraphStructure, batch: int
 ) -> Tensor:
@@ -70,6 +82,8 @@ def run_block(
     `edge_pre_mlp`; `graph` is that of one batch entry.
     """
     modules = _modules(block)
+    if x_src is not None:
+        modules.setdefault("norm_src", modules["norm"])
     parts = {"x_src": x_src, "x_dst": x_dst, "edge_attr": edge_attr}
     parts |= {
         f"{name}_{kind}": getattr(module, kind) for name, module in modules.items() for kind in ("weight", "bias")

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from anemoi_gt.compatibility import is_exporting
 from anemoi_gt.custom_ops import define_operator
 from anemoi_gt.distributed import HaloExchange
 from anemoi_gt.graph import GraphStructure
@@ -129,12 +130,6 @@ def clear_cache() -> None:
 def version_of(tensor: Tensor) -> int:
     """Return the version counter of a tensor; inference tensors, which have none, are all of one version."""
     return -1 if tensor.is_inference() else tensor._version
-
-
-@torch.compiler.assume_constant_result
-def is_exporting() -> bool:
-    """Return whether a program is being exported; before PyTorch 2.13, torch.compile traces PyTorch's as True."""
-    return torch.compiler.is_exporting()
 
 
 @replaces("self batch_size shard_edges model_comm_group")

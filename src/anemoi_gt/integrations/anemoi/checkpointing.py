@@ -19,10 +19,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from anemoi_gt.custom_ops import NAMESPACE, define_gradient, define_operator
+from anemoi_gt.custom_ops import NAMESPACE
 from anemoi_gt.integrations.anemoi.attention import SETTINGS
 from anemoi_gt.integrations.anemoi.cache import edge_structure
 from anemoi_gt.integrations.anemoi.upstream import Upstream, replaces
+from anemoi_gt.nn.activation_checkpointing import copy_result
 
 MODES = "none", "selective", "full"
 _is_fake = getattr(torch._subclasses.fake_tensor, "is_fake", lambda _: False)  # False refuses "selective" in tracers
@@ -79,24 +80,11 @@ def _mode_of(component: nn.Module | None) -> str | None:
     return modes.decoder if isinstance(component, Upstream.mapper.GraphTransformerBackwardMapper) else None
 
 
-@define_operator
-def chunk_result(x: Tensor) -> Tensor:
-    """Return a copy of a result of a processor's checkpointed chunk, which compiled code keeps for the next chunk.
-
-    It does not keep one of several results of an operator, as of a whole block: docs/upstream.md.
-    """
-    return x.clone()
-
-
-torch.library.register_fake("anemoi_gt::chunk_result", torch.empty_like)
-_chunk_result = define_gradient(chunk_result, lambda ctx, inputs, output: None, lambda ctx, grad: (grad,))
-
-
 def _with_copied_results(func: Callable) -> Callable:
     """Return a function whose floating-point results are copies, for `torch.compile`."""
 
     def copied(result):
-        return _chunk_result(result) if isinstance(result, Tensor) and result.is_floating_point() else result
+        return copy_result(result) if isinstance(result, Tensor) and result.is_floating_point() else result
 
     return lambda *args, **kwargs: tree_map(copied, func(*args, **kwargs))
 

@@ -5,9 +5,10 @@ They call upstream, whose attention is ours, for blocks that the operator cannot
 
 import torch
 
+from anemoi_gt.compatibility import is_exporting
 from anemoi_gt.integrations.anemoi import attention
 from anemoi_gt.integrations.anemoi.attention import SETTINGS
-from anemoi_gt.integrations.anemoi.cache import is_exporting, structure_of
+from anemoi_gt.integrations.anemoi.cache import structure_of
 from anemoi_gt.integrations.anemoi.upstream import Upstream, replaces
 from anemoi_gt.nn import whole_block
 

@@ -1,0 +1,144 @@
+"""Blocks of this library by one operator: which are, with what numbers, in chunks and compiled."""
+
+import copy
+
+import pytest
+import torch
+from functorch.compile import min_cut_rematerialization_partition
+from support.operators import Operators
+from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.exc import BackendCompilerFailed
+from torch._dynamo.testing import EagerAndRecordGraphs
+from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+
+from anemoi_gt import AttentionConfig, GraphStructure
+from anemoi_gt.nn import GraphTransformerMapperBlock, GraphTransformerProcessor, GraphTransformerProcessorBlock
+from anemoi_gt.nn.chunking import split_destinations
+from anemoi_gt.ops.triton_backend import launch, node_rows
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # numpy's, of the interpreter
+KINDS = {"processor": GraphTransformerProcessorBlock, "mapper": GraphTransformerMapperBlock}
+OPERATOR = "anemoi_gt.transformer_block.default"
+TRITON = AttentionConfig("triton")
+
+
+@pytest.fixture(autouse=True)
+def few_programs(monkeypatch):
+    """Few programs share sums over nodes."""
+    for module in (launch, node_rows):
+        monkeypatch.setattr(module, "PROGRAMS", 3)
+
+
+def make(kind, batch=(), num_chunks=1, **options):
+    """A block, and nodes, edges and attributes that it takes."""
+    torch.manual_seed(0)
+    sizes = {"in_channels": 24, "hidden_dim": 40, "out_channels": 24, "num_heads": 2, "edge_dim": 3}
+    block = KINDS[kind](**sizes | {"config": TRITON} | options)
+    for parameter in block.parameters():
+        parameter.data += 0.2 * torch.randn_like(parameter)
+    edge_index = torch.randint(9, (2, 31))
+    graph = GraphStructure.from_edge_index(edge_index[:, edge_index[1].argsort(stable=True)], 9)
+    x = [torch.randn(*batch, 9, 24) for _ in range(1 if kind == "processor" else 2)]
+    graph = graph if num_chunks == 1 else split_destinations(graph, num_chunks)
+    return block, x, graph, torch.randn(*batch, 31, 3)
+
+
+def differentiate(block, x, graph, attr, dtype=torch.float32, forward=None):
+    """The destinations and gradients by name, of a loss that weights all elements apart."""
+    *x, attr = (each.detach().to(dtype).requires_grad_() for each in (*x, attr))
+    out = (block if forward is None else forward)(x[0] if len(x) == 1 else tuple(x), graph, attr)
+    out = out[1] if isinstance(out, tuple) else out
+    weight = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view(out.shape)
+    wanted = {f"x {i}": each for i, each in enumerate(x)} | {"attr": attr} | dict(block.named_parameters())
+    gradients = torch.autograd.grad(out.double().mul(weight).sum(), list(wanted.values()), allow_unused=True)
+    return {"out": out.detach()} | {
+        name: each for name, each in zip(wanted, gradients, strict=True) if each is not None
+    }
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("batch", "num_chunks"), (((), 1), ((1,), 3), ((2,), 1), ((2,), 3)))
+def test_errors_are_at_most_three_times_those_of_separate_operators(kind, batch, num_chunks):
+    block, *given = make(kind, batch, num_chunks, config=AttentionConfig("torch"))
+    exact = differentiate(copy.deepcopy(block).double(), *given, torch.float64)
+    results = []
+    for config, calls in ((block.config, 0), (TRITON, num_chunks)):
+        block.config = config
+        with torch.autocast("cpu", torch.bfloat16), Operators() as operators:
+            results.append(differentiate(block, *given))
+        assert operators.names.count(OPERATOR) == calls
+    for name, expected in exact.items():
+        plain, ours = ((found[name] - expected).square().mean().sqrt().item() for found in results)
+        allowed = 3 * plain + 4 * torch.finfo(torch.bfloat16).eps * expected.square().mean().sqrt().item()
+        assert ours <= allowed, f"{name}: RMS error {ours:.1e}, of separate operators {plain:.1e}"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dynamic", (False, True))
+def test_a_compiled_block_gives_the_bits_of_the_eager_one(kind, dynamic):
+    torch.compiler.reset()
+    block, *given = make(kind, (2,))
+    recorder = EagerAndRecordGraphs()
+    compiled = torch.compile(block, fullgraph=True, dynamic=dynamic, backend=recorder)
+    with torch.autocast("cpu", torch.bfloat16):
+        eager, again = (differentiate(block, *given, forward=forward) for forward in (block, compiled))
+    assert [str(node.target) for graph in recorder.graphs for node in graph.graph.nodes].count(OPERATOR) == 1
+    assert all(torch.equal(again[name], expected) for name, expected in eager.items())
+
+
+class OwnBlock(GraphTransformerProcessorBlock):
+    """A block of somebody's own."""
+
+    def make_query(self, dst):
+        return 2 * super().make_query(dst)
+
+
+def with_own_combine(block):
+    block.combine = lambda out, skip: 2 * type(block).combine(block, out, skip)
+
+
+def with_hook(block):
+    block.lin_query.register_forward_hook(lambda module, given, out: 2 * out)
+
+
+@pytest.mark.parametrize(
+    ("options", "change"),
+    (
+        ({"dropout": 0.5}, None),
+        ({"qk_norm": True}, None),
+        ({"mlp_implementation": "glu"}, None),
+        ({"config": AttentionConfig("triton", precision="fp32")}, None),
+        ({}, with_hook),
+        ({}, with_own_combine),
+        ({}, lambda block: setattr(block, "projection", nn.Sequential(block.projection))),
+        ({}, lambda block: setattr(block, "__class__", OwnBlock)),
+    ),
+)
+def test_a_block_with_other_parts_is_computed_by_them(options, change):
+    block, (x,), *given = make("processor", **options)
+    if change is not None:
+        change(block)
+    with torch.autocast("cpu", torch.bfloat16), Operators() as operators:
+        block(x, *given)
+    assert OPERATOR not in operators.names and "anemoi_gt.edge_attention_triton.default" in operators.names
+
+
+def test_compiled_groups_of_layers_are_recomputed_one_at_a_time():
+    names, block = [], "anemoi_gt.transformer_block"
+
+    def partition(joint, *arguments, **options):
+        joint_graph_passes(joint)  # those of Inductor, which remove copies
+        _, backward = min_cut_rematerialization_partition(joint, *arguments, **options)
+        names.extend(str(node.target).removesuffix(".default") for node in backward.graph.nodes)
+        raise InterruptedError("all is known")
+
+    _, (x,), *given = make("processor")
+    sizes = {"num_layers": 4, "num_channels": 24, "num_heads": 2, "edge_dim": 3, "checkpoint_groups": 2}
+    processor = torch.compile(
+        GraphTransformerProcessor(**sizes, config=TRITON),
+        backend=aot_autograd(fw_compiler=None, partition_fn=partition),
+    )
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(BackendCompilerFailed, match="all is known"):
+        processor(x, *given)
+    assert [name for name in names if name.startswith(block)] == 2 * (2 * [block] + 2 * [f"{block}_backward"])
