@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from anemoi_gt.compatibility import is_exporting
 from anemoi_gt.graph import GraphStructure
 from anemoi_gt.nn.activation_checkpointing import checkpoint_activations, copy_result
 from anemoi_gt.nn.block import GraphTransformerProcessorBlock
@@ -97,7 +98,7 @@ class GraphTransformerProcessor(nn.Module):
 
 def _run_group(*inputs) -> Tensor:
     x = _run(*inputs)
-    return copy_result(x) if torch.compiler.is_compiling() else x
+    return copy_result(x) if torch.compiler.is_compiling() and not is_exporting() else x
 
 
 def _run(
