@@ -101,7 +101,7 @@ def is_transformed() -> bool:
 
 _MODES = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 1)
 _PROFILES = getattr(torch.autograd, "_profiler_enabled", lambda: True)
-_PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None), float, bool, str, list))
+_PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None), int, float, bool, str, list, torch.dtype))
 
 
 def is_plain(*args) -> bool:
