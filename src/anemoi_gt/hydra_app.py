@@ -262,14 +262,8 @@ def launch(name: str, prepare: Callable[["DictConfig"], Callable[[], Any]], choo
     Errors that the user can fix end with one sentence on standard error and exit status 1, a signal with 128 and its
     number. A run that is refused leaves no folder.
 
-    Parameters
-    ----------
-    name : str
-        Of the module of the application.
-    prepare : callable
-        Returns the job for the composed config; its errors are reported as errors in the config.
-    choose_config : callable
-        Returns the name of the primary config in `anemoi_gt.configs`.
+    `name` is that of the application's module. `prepare` returns the job for the composed config, and its errors are
+    reported as errors in the config; `choose_config` returns the name of the primary config in `anemoi_gt.configs`.
     """
     module = f"anemoi_gt.{name}"
     try:

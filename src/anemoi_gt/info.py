@@ -59,11 +59,8 @@ def devices() -> Iterator[tuple[str, str]]:
     yield "cpu", f"{os.cpu_count()} cores, {torch.get_num_threads()} threads"
     for device in _gpus():
         properties = torch.cuda.get_device_properties(device)
-        capability = ".".join(map(str, torch.cuda.get_device_capability(device)))
-        yield (
-            str(device),
-            f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB, compute capability {capability}",
-        )
+        memory, capability = f"{properties.total_memory / 2**30:.0f} GiB", f"{properties.major}.{properties.minor}"
+        yield str(device), f"{properties.name}, {memory}, compute capability {capability}"
 
 
 def backends() -> Iterator[tuple[str, str]]:

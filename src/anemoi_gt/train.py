@@ -159,8 +159,7 @@ def _train_on_ranks(config: "hydra_app.DictConfig", sharding: ShardingConfig, de
         if mesh.get_rank() == 0:
             whole = hydra_app.build_model(config, splits.train)
         model, shard = scatter_model(whole, mesh, group)
-        options = {"mesh": mesh, "group": group}
-        trainer = make_sharded_trainer(model, shard, splits, training, folder, description, **options)
+        trainer = make_sharded_trainer(model, shard, splits, training, folder, description, mesh=mesh, group=group)
         nodes = len(splits.train.nodes)
         log.info("%d ranks, %d of them for a model; %d nodes", mesh.size(), mesh["model"].size(), nodes)
         share = replace(training, batch_size=training.batch_size // mesh["data"].size())
@@ -197,10 +196,10 @@ def resumes_on_ranks(folder: Path, resume: bool, description: dict) -> bool:
 
 def shared_config(config: "hydra_app.DictConfig", mesh: DeviceMesh) -> dict[str, Any]:
     """Return what must be the same on all ranks, by name: config values, attention backend and PyTorch's version."""
-    values = dict(flatten(hydra_app.describe(config) | {"resume": config.resume}))
-    values = {key: value for key, value in values.items() if key not in RANKS_MAY_DIFFER}
+    values = flatten(hydra_app.describe(config) | {"resume": config.resume})
+    shared = {key: value for key, value in values if key not in RANKS_MAY_DIFFER}
     backend = hydra_app.check_backend(hydra_app.instantiate(config.attention), local_device(mesh.device_type))
-    return values | {"the attention backend": backend, "the version of torch": torch.__version__}
+    return shared | {"the attention backend": backend, "the version of torch": torch.__version__}
 
 
 def flatten(values: dict, key: str = "") -> Iterator[tuple[str, Any]]:

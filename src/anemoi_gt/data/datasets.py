@@ -28,16 +28,10 @@ class Sample(NamedTuple):
 
 
 class Step(NamedTuple):
-    """Inputs and truth of one step of a rollout.
+    """Normalised inputs [N, in_channels] float32, and two states [N, V] float32, physical, of one step of a rollout.
 
-    Attributes
-    ----------
-    inputs : Tensor
-        [N, in_channels] float32, normalised.
-    reference : Tensor
-        [N, V] float32, physical: the state that the predicted change is added to.
-    truth : Tensor or None
-        [N, V] float32, physical: the state at the end of the step; None beyond the end of the data.
+    The predicted change is added to `reference`; `truth` is the state at the end of the step, None beyond the end of
+    the data.
     """
 
     inputs: Tensor
@@ -127,8 +121,8 @@ class ForecastDataset(Dataset, ABC):
         The output is [N, out_channels], of any floating dtype, on the CPU. Raises ValueError if it has another shape.
         """
         expected = (len(self.nodes), self.out_channels)
-        if not isinstance(output, Tensor) or tuple(output.shape) != expected:
-            got = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
+        got = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
+        if got != expected:
             raise ValueError(
                 f"output must be a tensor {expected}, one row per node and one column per variable, got {got}"
             )
@@ -141,14 +135,8 @@ class ForecastDataset(Dataset, ABC):
     def advance(self, i: int, forecasts: Sequence[Tensor]) -> Step:
         """Return the rollout step from `len(forecasts)` to `len(forecasts) + 1` lead times after the start of sample i.
 
-        Raises ValueError if the data set does not support rollouts.
-
-        Parameters
-        ----------
-        i : int
-            Index of the sample that the rollout starts from.
-        forecasts : sequence of Tensor
-            [N, V] each, physical: the forecasts of the previous steps; empty for the first step, which is sample i.
+        The forecasts of the previous steps, [N, V] each, are physical; there are none for the first step, which is
+        sample i. Raises ValueError if the data set does not support rollouts.
         """
         raise ValueError(f"a rollout needs a data set that implements advance(), {type(self).__name__} does not")
 

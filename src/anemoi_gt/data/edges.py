@@ -50,15 +50,9 @@ def cutoff(source: Nodes, destination: Nodes, factor: float) -> np.ndarray:
 
         radius = factor * grid_spacing(destination)
 
-    Raises ValueError if factor is not positive, there is no source, or there are fewer than two destinations.
-
-    Parameters
-    ----------
-    source, destination : Nodes
-        The two node sets.
-    factor : float
-        Radius in units of the destinations' spacing. The centre of an equilateral triangle is 0.577 sides from its
-        corners, so 0.6 connects almost all sources to a triangular mesh.
+    The centre of an equilateral triangle is 0.577 sides from its corners, so a factor of 0.6 connects almost all
+    sources to a triangular mesh. Raises ValueError if factor is not positive, there is no source, or there are fewer
+    than two destinations.
     """
     check_nodes(source=source, destination=destination)
     check_positive("factor", factor, ", in units of the destinations' spacing")

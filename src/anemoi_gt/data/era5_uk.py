@@ -71,14 +71,7 @@ class Era5UkDataset(ForecastDataset):
     cycle. Inputs are the present anomaly, the present minus the temperature `LAGS` hours before it and minus the
     reference, two harmonics of the hour of the day, and the position.
 
-    Parameters
-    ----------
-    field : HourlyField
-        All hours.
-    starts : range
-        Start hours of the samples.
-    lead_time : int
-        Hours, 1 to 24.
+    `field` has all hours; `starts` is the range of the samples' start hours, and `lead_time` 1 to 24 hours.
     """
 
     variables = ("2 m temperature",)
@@ -115,11 +108,9 @@ class Era5UkDataset(ForecastDataset):
         return self._at(self.starts[i] + self.lead_time - HOURS_PER_DAY)
 
     def present(self, i: int) -> Tensor:
-        """Return the temperature at the start, [N, 1] in K."""
         return self._at(self.starts[i])
 
     def truth(self, i: int) -> Tensor:
-        """Return the temperature after the lead time, [N, 1] in K."""
         return self._at(self.starts[i] + self.lead_time)
 
     def advance(self, i: int, forecasts: Sequence[Tensor]) -> Step:

@@ -115,19 +115,9 @@ def split_times(times: np.ndarray, *periods: Sequence[str] | None) -> list[np.nd
 class FieldDataset(ForecastDataset):
     """Forecasts of fields from the times of one period.
 
-    Raises ValueError if the period has no sample, or a forecast variable is constant; FloatingPointError, also when a
-    sample is read, if a value is not finite.
-
-    Parameters
-    ----------
-    fields : Fields
-    roles : tuple of three lists of str
-        Variables, diagnostics and forcings.
-    lead_time : float
-        Hours.
-    input_steps : int
-    period : np.ndarray
-        [T] bool, the times of present and truth.
+    `roles` are the lists of variables, diagnostics and forcings; the lead time is in hours; `period` [T] bool selects
+    the times of present and truth. Raises ValueError if the period has no sample, or a forecast variable is constant;
+    FloatingPointError, also when a sample is read, if a value is not finite.
     """
 
     def __init__(self, fields, roles, lead_time, input_steps, period):
@@ -167,7 +157,6 @@ class FieldDataset(ForecastDataset):
         return self._channels(i, [])
 
     def present(self, i: int) -> Tensor:
-        """Return the variables at the start, [N, V]."""
         return self._at(i, 0)[:, : len(self.variables)]
 
     def reference(self, i: int) -> Tensor:
@@ -175,7 +164,6 @@ class FieldDataset(ForecastDataset):
         return self._without_diagnostics(self.present(i))
 
     def truth(self, i: int) -> Tensor:
-        """Return the variables after the lead time, [N, V]."""
         return self._at(i, 1)[:, : len(self.variables)]
 
     def advance(self, i: int, forecasts: Sequence[Tensor]) -> Step:

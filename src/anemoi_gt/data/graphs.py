@@ -47,8 +47,6 @@ def icosphere_graph(
 
     Parameters
     ----------
-    nodes : Nodes
-        The data nodes.
     refinement : int
         Refinement of the icosphere; the processor has the edges of levels 1 to `refinement`.
     cutoff : float
@@ -99,8 +97,6 @@ def limited_area_graph(
 
     Parameters
     ----------
-    nodes : Nodes
-        The data nodes.
     refinement : int, optional
         Refinement of the icosphere; neighbours are about 7000 km / 2^refinement apart. None: the coarsest one whose
         spacing is at most four times that of the data nodes.
@@ -204,8 +200,6 @@ def hierarchical_graph(
 
     Parameters
     ----------
-    nodes : Nodes
-        The data nodes.
     refinements : sequence of int
         Refinements of the icospheres, decreasing; the first is called "hidden", the others "hidden_2", "hidden_3", ...
     cutoff, nearest
@@ -241,18 +235,10 @@ def hierarchical_graph(
 
 
 def encoder_processor_decoder(nodes: Nodes, mesh: Mesh, *, cutoff: float = 0.6, nearest: int = 3) -> HeteroData:
-    """Return the graph of data nodes and any hidden mesh.
+    """Return the graph of data nodes and any hidden mesh, whose edges are those of the processor.
 
-    Raises ValueError if mesh is not a Mesh, or cutoff or nearest is out of range.
-
-    Parameters
-    ----------
-    nodes : Nodes
-        The data nodes.
-    mesh : Mesh
-        The hidden nodes and the processor's edges.
-    cutoff, nearest
-        As for `icosphere_graph`.
+    `cutoff` and `nearest` are as for `icosphere_graph`. Raises ValueError if mesh is not a Mesh, or an option is out of
+    range.
     """
     if not isinstance(mesh, Mesh):
         raise ValueError(f"mesh must be a Mesh, such as icosphere(5), got {type(mesh).__name__}")

@@ -47,14 +47,8 @@ class Mesh:
 def icosphere(refinement: int, levels: tuple[int, ...] | None = None) -> Mesh:
     """Return a refined icosahedron with 10 * 4^refinement + 2 nodes, and 60 * 4^l directed edges for each level l.
 
-    Raises ValueError if refinement is below 1, or a level is not in [0, refinement].
-
-    Parameters
-    ----------
-    refinement : int
-        Number of times each triangle is split in four, at least 1.
-    levels : tuple of int or None
-        Levels of the edges; None means 1 to `refinement`.
+    Each triangle is split in four `refinement` times, at least once; `levels` are those of the edges, None means 1 to
+    `refinement`. Raises ValueError if refinement is below 1, or a level is not in [0, refinement].
 
     Examples
     --------
@@ -69,16 +63,8 @@ def icosphere(refinement: int, levels: tuple[int, ...] | None = None) -> Mesh:
 def limited_area_icosphere(refinement: int, area: Nodes, margin: float = 100.0) -> Mesh:
     """Return the part of a multi-scale icosphere over a region, with edges of levels 1 to `refinement`.
 
-    Raises ValueError if refinement is below 1, margin negative, or area empty.
-
-    Parameters
-    ----------
-    refinement : int
-        Number of times each triangle is split in four, at least 1.
-    area : Nodes
-        Points covering the region, such as its data nodes; at least one.
-    margin : float
-        Distance in kilometres by which the mesh extends beyond those points.
+    The region is that of the points `area`, such as its data nodes, and `margin` kilometres around them. Raises
+    ValueError if refinement is below 1, margin negative, or area empty.
 
     Examples
     --------
@@ -94,19 +80,9 @@ def stretched_icosphere(refinement: int, area_refinement: int, area: Nodes, marg
     """Return a multi-scale icosphere that is finer over a region.
 
     It has the vertices of the icosphere of `refinement` and, over the region, those of `area_refinement`, with the
-    edges of levels 1 to `area_refinement` between them. Raises ValueError if refinement is below 1, area_refinement not
-    above it, margin negative, or area empty.
-
-    Parameters
-    ----------
-    refinement : int
-        Refinement outside the region, at least 1.
-    area_refinement : int
-        Refinement over the region, above `refinement`.
-    area : Nodes
-        Points covering the region, such as its data nodes; at least one.
-    margin : float
-        Distance in kilometres by which the fine part extends beyond those points.
+    edges of levels 1 to `area_refinement` between them; `area` and `margin` (km) give the region, as for
+    `limited_area_icosphere`. Raises ValueError if refinement is below 1, area_refinement not above it, margin negative,
+    or area empty.
 
     Examples
     --------
@@ -145,8 +121,7 @@ def _refine(refinement: int, levels: Sequence[int]) -> tuple[Mesh, np.ndarray]:
     nodes = Nodes.from_xyz(xyz)
     lat, lon = nodes.stored.T  # vertices of one parallel differ in the last bits of a float64
     order = np.lexsort((lon, lat))[::-1]  # north to south, then east to west
-    rank = np.empty_like(order)
-    rank[order] = np.arange(len(order))
+    rank = np.argsort(order)
     one_way = rank[np.concatenate([sides[level] for level in set(levels)])].T
     edge_index = sort_by_destination(np.concatenate([one_way, one_way[::-1]], axis=1))
     return Mesh(nodes[order], edge_index), order

@@ -118,13 +118,9 @@ class Nodes:
     def inside(self, area: Sequence[float]) -> np.ndarray:
         """Return a mask [N] of the nodes between two parallels and two meridians, boundaries included.
 
-        Raises ValueError if area is not four finite numbers, or north is not above south.
-
-        Parameters
-        ----------
-        area : sequence of float
-            North, west, south, east in degrees, in the order of ECMWF's archive. The area extends from west eastwards
-            to east, across the date line if it lies between, and around the globe if both are the same meridian.
+        `area` is north, west, south, east in degrees, in the order of ECMWF's archive. It extends from west eastwards
+        to east, across the date line if it lies between, and around the globe if both are the same meridian. Raises
+        ValueError if area is not four finite numbers, or north is not above south.
 
         Examples
         --------

@@ -27,20 +27,11 @@ UNITS = {"latitude": ("degrees_north", "degree_north"), "longitude": ("degrees_e
 
 @dataclass(frozen=True, eq=False)
 class Fields:
-    """Fields of several variables on one set of nodes, by time.
+    """Fields of several variables on one set of N nodes, by time.
 
-    Attributes
-    ----------
-    nodes : Nodes
-        N grid points.
-    times : np.ndarray
-        [T] datetime64, ascending; [0] if no variable depends on time.
-    units : dict of str
-        Units by variable.
-    readers : dict of callable
-        By variable, a function from the index of a time to values [N] float32.
-    static : set of str
-        The variables without time, such as orography; their readers ignore the index.
+    `times` [T] datetime64 are ascending, [0] if no variable depends on time. `units` and `readers` are by variable; a
+    reader takes the index of a time and returns values [N] float32. `static` are the variables without time, such as
+    orography, whose readers ignore the index.
     """
 
     nodes: Nodes
@@ -53,16 +44,12 @@ class Fields:
 def read_xarray(path: str | Path | Sequence[str]) -> Fields:
     """Return the fields of NetCDF, zarr or GRIB files on one grid, regular, reduced or irregular.
 
-    Grid and times are those of the coordinates. A variable with levels is one variable per level, such as `t_850`.
-    Files with the same variables follow each other in time; those with others are joined at the same times.
+    `path` is a file, the folder of a zarr, a pattern such as `data/*.nc`, or a list of these. Grid and times are those
+    of the coordinates. A variable with levels is one variable per level, such as `t_850`. Files with the same variables
+    follow each other in time; those with others are joined at the same times.
 
     Raises FileNotFoundError if there is no such file; ImportError if xarray or the reader of a format is missing;
     ValueError if a file cannot be read, lacks coordinates, or does not fit the others.
-
-    Parameters
-    ----------
-    path : str, Path or sequence of str
-        A file, the folder of a zarr, a pattern such as `data/*.nc`, or a list of these.
     """
     patterns = path if isinstance(path, Sequence) and not isinstance(path, str) else [path]
     files = [file for pattern in patterns for file in _find(str(pattern))]

@@ -174,23 +174,9 @@ class SphereDataset(ForecastDataset):
     and the position. Wind components are in the frame of the edge directions (`Nodes.frame`), so that the upstream
     distance of a neighbour is an inner product of inputs.
 
-    Parameters
-    ----------
-    nodes : Nodes
-        The grid.
-    size : int
-        Number of samples.
-    flows : tuple of str
-        Kinds of flow, "rotation" or "deformation".
-    lead_time : float
-        Hours.
-    key : tuple of int
-        Sample i is seeded with `key` and i.
-
-    Attributes
-    ----------
-    statistics : Statistics
-        The normalisation, from the first samples.
+    The flow of each of the `size` samples is of one of the kinds `flows`, "rotation" or "deformation"; the lead time is
+    in hours. Sample i is seeded with the integers `key` and i. `statistics` is the normalisation, from the first
+    samples.
     """
 
     variables = ("tracer",)
@@ -241,16 +227,13 @@ class SphereDataset(ForecastDataset):
         return Case(flow, hills, start=rng.uniform(0, flow.period))
 
     def inputs(self, i: int) -> Tensor:
-        """Return the normalised input channels of sample i, [N, 9] float32."""
         case = self.case(i)
         return self._channels(case, in_blocks(lambda xyz: case.tracer(xyz, 0), self._xyz), hours=0)
 
     def present(self, i: int) -> Tensor:
-        """Return the tracer at the start, [N, 1] in kg/kg."""
         return self._tracer(i, 0)
 
     def truth(self, i: int) -> Tensor:
-        """Return the exact tracer after the lead time, [N, 1] in kg/kg."""
         return self._tracer(i, self.lead_time)
 
     def advance(self, i: int, forecasts: Sequence[Tensor]) -> Step:

@@ -16,10 +16,7 @@ from anemoi_gt.nn import EncoderProcessorDecoder, StaticEdges
 class TensorGraphLayer(nn.Module):
     """A layer, block, processor or mapper that takes a graph as the tensors of its structure.
 
-    Parameters
-    ----------
-    layer : nn.Module
-        Called as `layer(x, graph, edge_attr)`.
+    The layer is called as `layer(x, graph, edge_attr)`.
     """
 
     def __init__(self, layer: nn.Module):
@@ -43,14 +40,9 @@ class TensorGraphLayer(nn.Module):
 
 
 class GraphInputModel(nn.Module):
-    """A model whose nodes, edges and attributes, fixed and trainable, are arguments of each call.
+    """An `EncoderProcessorDecoder` whose nodes, edges and attributes, fixed and trainable, are arguments of each call.
 
-    Raises ValueError for another model, or mappers in chunks: chunk bounds are constants in an exported program.
-
-    Parameters
-    ----------
-    model : EncoderProcessorDecoder
-        With `mapper_chunks=1`.
+    Raises ValueError for another model, or unless `mapper_chunks=1`: chunk bounds are constants in an exported program.
     """
 
     def __init__(self, model: EncoderProcessorDecoder):
@@ -85,12 +77,7 @@ class GraphInputModel(nn.Module):
     def dynamic_shapes(self, batch: Dim | None = None) -> tuple:
         """Return the `dynamic_shapes` of `torch.export.export` that leave batch, nodes and edges dynamic.
 
-        A program takes at least two nodes of each kind and two edges between them.
-
-        Parameters
-        ----------
-        batch : torch.export.Dim, optional
-            The batch dimension; None allows any size.
+        A `batch` of None allows any size. A program takes at least two nodes of each kind and two edges between them.
         """
         shapes = {name: {0: Dim.DYNAMIC} for name in self._names}
         fields = {name: {0: batch or Dim("batch"), 1: Dim.DYNAMIC} for name in self.model.in_channels}

@@ -26,16 +26,9 @@ TIMED = 0.1  # s, of calls of a package and of its model
 def write_package(program: ExportedProgram, path: str | Path, metadata: Mapping[str, str]) -> None:
     """Compile a program of `export_program` or `export_model` for the device of its tensors and write the package.
 
-    Raises, before compiling, ValueError if the name does not end in ".pt2", metadata is not text, or there is no C++
-    compiler whose packages can be loaded; OSError if the folder is not writable.
-
-    Parameters
-    ----------
-    program : torch.export.ExportedProgram
-    path : str or Path
-        Ends in ".pt2"; its folder exists.
-    metadata : mapping of str to str
-        Metadata for loaders.
+    `path` ends in ".pt2", in an existing folder; `metadata` is for loaders. Raises, before compiling, ValueError if the
+    name does not end in ".pt2", metadata is not text, or there is no C++ compiler whose packages can be loaded; OSError
+    if the folder is not writable.
     """
     check_path(Path(path))
     if not all(isinstance(text, str) for pair in metadata.items() for text in pair):
@@ -96,16 +89,11 @@ def _copies_standard_library(compiler: str) -> bool:
 
 @dataclass(frozen=True)
 class PackageReport:
-    """Error, size and speed of a package.
+    """Error, size in bytes, and speed of a package, compared with its model.
 
-    Attributes
-    ----------
-    error : float
-        RMS difference from the model, relative to the RMS of the model's output; the largest over all batches.
-    size : int
-        Bytes of the file.
-    package_ms, model_ms : float
-        Median milliseconds of a call with the first batch, of the package and of the model in eager PyTorch.
+    `error` is the RMS difference from the model, relative to the RMS of the model's output, the largest over all
+    batches. `package_ms` and `model_ms` are median milliseconds of a call with the first batch, of the package and of
+    the model in eager PyTorch.
     """
 
     error: float
@@ -121,8 +109,6 @@ def verify_package(path: str | Path, model: nn.Module, batches: list[Tensor], dt
 
     Parameters
     ----------
-    path : str or Path
-        The package.
     model : nn.Module
         The exported model in evaluation mode, on the device of the package.
     batches : list of Tensor [B, N, in_channels]

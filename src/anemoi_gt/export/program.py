@@ -20,15 +20,9 @@ from anemoi_gt.option_checks import check_integer
 
 
 class Autocast(nn.Module):
-    """A model whose forward pass always runs under autocast.
+    """A model whose forward pass always runs under autocast to bfloat16 or float16.
 
-    Parameters
-    ----------
-    model : nn.Module
-    device_type : str
-        Such as "cuda".
-    dtype : torch.dtype
-        bfloat16 or float16.
+    `device_type` is such as "cuda".
     """
 
     def __init__(self, model: nn.Module, device_type: str, dtype: torch.dtype):

@@ -99,7 +99,13 @@ def _explain(compute: Callable, names: dict, bandwidth: float | None, gpus: list
         known.add(attained)
         layers.append(_layer(call, names, attained))
 
-    with torch.random.fork_rng(gpus), _Recorder(record):
+    recorder = _Recorder(record)
+    with (
+        torch.random.fork_rng(gpus),
+        register_module_forward_pre_hook(recorder.enter_module),
+        register_module_forward_hook(recorder.leave_module, always_call=True),
+        recorder,
+    ):
         compute()
     return Explanation(tuple(layers), min(known - {None}, default=None))
 
@@ -129,18 +135,6 @@ class _Recorder(TorchDispatchMode):
         self._thread = threading.get_ident()
         self._inside: list[tuple[nn.Module | None, bool]] = [(None, torch.is_grad_enabled())]
 
-    def __enter__(self):
-        self._hooks = [
-            register_module_forward_pre_hook(self._enter_module),
-            register_module_forward_hook(self._leave_module, always_call=True),
-        ]
-        return super().__enter__()
-
-    def __exit__(self, *error):
-        super().__exit__(*error)
-        for hook in self._hooks:
-            hook.remove()
-
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         name = operator.name().partition(".")[0]
         if name in OPERATORS:
@@ -151,12 +145,12 @@ class _Recorder(TorchDispatchMode):
             self._record(Call(module, name, OPERATORS[name], arguments, grad_enabled))
         return operator(*args, **(kwargs or {}))
 
-    def _enter_module(self, module: nn.Module, inputs) -> None:
+    def enter_module(self, module: nn.Module, inputs) -> None:
         """Note the module that begins, and the grad mode: inside of an operator gradients are always off."""
         if threading.get_ident() == self._thread:
             self._inside.append((module, torch.is_grad_enabled()))
 
-    def _leave_module(self, module: nn.Module, inputs, output) -> None:
+    def leave_module(self, module: nn.Module, inputs, output) -> None:
         if threading.get_ident() == self._thread:
             self._inside.pop()
 

@@ -58,14 +58,12 @@ class Pass:
         bytes and kernels are those of the attention in it, the achieved time is that of the block.
     bytes : int
         That no implementation can avoid: operands, results and indices, each once.
-    lower_bound_ms : float or None
-        These bytes over the bandwidth; None when the bandwidth is not known.
     kernels : tuple of Kernel
         In the order of their launches; empty where PyTorch's own do the work.
     achieved_ms : float or None
         Mean in a profile: of its kernels together, or of the operator on a CPU.
-    achieved_bandwidth : float or None
-        Bytes per second in a profile; None without one.
+    lower_bound_ms, achieved_bandwidth : float or None
+        As for `Kernel`.
     """
 
     name: str
@@ -83,10 +81,8 @@ class Layer:
 
     Parameters
     ----------
-    name : str
-        Of the module in the model that computed it; "" without one.
-    module : str
-        Its class; "" without one.
+    name, module : str
+        Of the module in the model that computed it, and of its class; "" without one.
     sizes : dict of str to int
         batch, sources, destinations, edges, heads, channels, attributes.
     features : {"none", "raw", "embedded", "embedded first"}
@@ -117,11 +113,7 @@ class Layer:
 class Explanation:
     """All attentions of a model, in the order in which it computes them.
 
-    Parameters
-    ----------
-    layers : tuple of Layer
-    bandwidth : float or None
-        Bytes per second behind the lower bounds; None when not known.
+    `bandwidth` is that behind the lower bounds, in bytes per second; None when not known.
     """
 
     layers: tuple[Layer, ...]
@@ -134,13 +126,9 @@ class Explanation:
     def with_profile(self, profile) -> "Explanation":
         """Return the same with the achieved times and bandwidths of a profile.
 
-        Raises ValueError if it is not a profile, has no shapes, or none of these layers.
-
-        Parameters
-        ----------
-        profile : torch.profiler.profile
-            Of one step or several of the explained calls, ended, recorded with `record_shapes=True`: layers are told
-            apart by the sizes of their operands, and those of equal sizes share their means.
+        A `torch.profiler.profile` is of one step or several of the explained calls, ended, and recorded with
+        `record_shapes=True`: layers are told apart by the sizes of their operands, and those of equal sizes share their
+        means. Raises ValueError if it is not a profile, has no shapes, or none of these layers.
         """
         calls = _calls_in(profile)
         layers = tuple(

@@ -13,22 +13,9 @@ class TrainingBatches:
     """Batches of a run, or the share of one data rank in them: the training samples in one random order after another.
 
     The batch of a step depends on seed and step alone, so a run can continue from any step, on any number of ranks.
-    Raises ValueError when the batch cannot be split evenly, or is larger than the data set.
-
-    Parameters
-    ----------
-    dataset : ForecastDataset
-        The training samples.
-    batch_size : int
-        Samples of a batch, of all ranks together.
-    steps : int
-        Batches of the run.
-    seed : int
-        Draws the orders.
-    device : torch.device
-        Of the batches.
-    rank, ranks : int
-        The data rank, and the number of data ranks that share a batch.
+    `batch_size` is that of all data ranks together, `steps` the number of batches of the run, `rank` the data rank, and
+    `ranks` the number of data ranks that share a batch. Raises ValueError when the batch cannot be split evenly, or is
+    larger than the data set.
     """
 
     def __init__(

@@ -17,17 +17,8 @@ NEIGHBOURS = 3  # nodes interpolated to a pixel, with inverse squared distance w
 class MapImage:
     """Image of values on nodes: the globe in Mollweide's equal-area projection, a region in longitude and latitude.
 
-    Raises ImportError if scipy is missing.
-
-    Parameters
-    ----------
-    nodes : Nodes
-        Positions of the values. More than 90 degrees of latitude is drawn as a globe.
-
-    Attributes
-    ----------
-    projection : str
-        Matplotlib's name of the projection of the axes to draw on.
+    Nodes over more than 90 degrees of latitude are drawn as a globe. `projection` is Matplotlib's name of the
+    projection of the axes to draw on. Raises ImportError if scipy is missing.
     """
 
     def __init__(self, nodes: Nodes):
@@ -56,10 +47,9 @@ class MapImage:
             axes.set_aspect(1 / np.cos(np.deg2rad(self._lat.mean())))
             axes.set_xlabel("longitude [degrees east]")
             axes.set_ylabel("latitude [degrees north]")
+            axes.set(xlim=self._lon[[0, -1]], ylim=self._lat[[0, -1]])
         line_collection = import_extra("matplotlib.collections", "train").LineCollection
         axes.add_collection(line_collection(self._coastlines, **COAST_STYLE))
-        if not self._is_global:
-            axes.set(xlim=self._lon[[0, -1]], ylim=self._lat[[0, -1]])
         return axes.pcolormesh(self._lon, self._lat, image, shading="nearest", rasterized=True, **style)
 
 

@@ -10,12 +10,11 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from anemoi_gt.data.datasets import ForecastDataset
 from anemoi_gt.option_checks import check_integer
-from anemoi_gt.training.scores import Errors, Score
+from anemoi_gt.training.scores import Errors, Score, predict
 
 
 class Outcome(NamedTuple):
@@ -26,15 +25,10 @@ class Outcome(NamedTuple):
 
 
 class RolloutScores(NamedTuple):
-    """Scores of the rollouts from all samples of a data set.
+    """Scores of the rollouts from all samples, by lead time, and the sample of median error at the last lead time.
 
-    Attributes
-    ----------
-    scores : list of Score
-        By lead time, of the model and of the baselines; `samples` is the number of rollouts with a truth at that lead
-        time. Lead times without any truth are left out.
-    median_sample : int
-        The sample of median error at the last of these lead times.
+    The scores are of the model and of the baselines; their `samples` is the number of rollouts with a truth at that
+    lead time. Lead times without any truth are left out.
     """
 
     scores: list[Score]
@@ -53,12 +47,10 @@ def roll_out(model: nn.Module, dataset: ForecastDataset, i: int, steps: int) -> 
 
 
 def _outcomes(model: nn.Module, dataset: ForecastDataset, i: int, steps: int) -> Iterator[Outcome]:
-    device, forecasts = next(model.parameters()).device, []
+    forecasts = []
     for _ in range(steps):
         step = dataset.advance(i, forecasts)
-        with torch.no_grad():
-            output = model(step.inputs.unsqueeze(0).to(device)).squeeze(0).cpu()
-        forecasts.append(dataset.add_change(step.reference, output))
+        forecasts.append(dataset.add_change(step.reference, predict(model, step.inputs)))
         yield Outcome(forecasts[-1], step.truth)
 
 

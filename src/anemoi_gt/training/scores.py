@@ -15,18 +15,8 @@ Forecast = Callable[[int], Tensor]  # sample index -> [N, V], physical units, on
 class Score:
     """Score of one forecast method for one variable, over all samples and nodes, weighted by the data set's weights.
 
-    Attributes
-    ----------
-    forecast, variable, units : str
-        Name of the method, the variable and its units.
-    lead_time : float
-        Hours from the present to the truth.
-    samples : int
-        Number of scored forecasts.
-    rmse : float
-        Root mean squared error.
-    bias : float
-        Mean of forecast minus truth.
+    `forecast` is the name of the method, `lead_time` the hours from the present to the truth, and `samples` the number
+    of scored forecasts. Root mean squared error and bias, the mean of forecast minus truth, are in `units`.
     """
 
     forecast: str
@@ -40,14 +30,14 @@ class Score:
 
 def model_forecast(model: nn.Module, dataset: ForecastDataset) -> Forecast:
     """Return a model's forecast as a function of the sample index."""
+    return lambda i: dataset.forecast(i, predict(model, dataset.inputs(i)))
+
+
+@torch.no_grad()
+def predict(model: nn.Module, inputs: Tensor) -> Tensor:
+    """Return a model's output [N, out_channels] on the CPU for the inputs [N, in_channels] of one sample."""
     device = next(model.parameters()).device
-
-    @torch.no_grad()
-    def forecast(i: int) -> Tensor:
-        output = model(dataset.inputs(i).unsqueeze(0).to(device)).squeeze(0)
-        return dataset.forecast(i, output.cpu())
-
-    return forecast
+    return model(inputs.unsqueeze(0).to(device)).squeeze(0).cpu()
 
 
 def measure(forecasts: dict[str, Forecast], dataset: ForecastDataset) -> "Errors":

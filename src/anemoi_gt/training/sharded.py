@@ -51,10 +51,8 @@ def make_sharded_trainer(
 
     Parameters
     ----------
-    model : nn.Module
-        With the rows of this rank, as `shard_model` or `scatter_model` left it.
-    shard : ModuleShard
-        From the same function.
+    model, shard
+        The model with the rows of this rank, and its shard, from `shard_model` or `scatter_model`.
     splits : Splits
         Whole; the trainer keeps the rows of this rank.
     config, description
@@ -67,9 +65,6 @@ def make_sharded_trainer(
         All ranks, communicating from the CPU: `make_cpu_group`.
     """
 
-    def save(path: Path, state: dict) -> None:
-        save_checkpoint(sharded(path), state, shard.tables, dist.group.WORLD)
-
     rows = shard.partitions["data"].nodes(shard.rank, "cpu")
     num_nodes = len(splits.train.weights)
     return Trainer(
@@ -80,7 +75,7 @@ def make_sharded_trainer(
         description,
         make_step=partial(ShardedTrainingStep, num_nodes=num_nodes, shard=shard, mesh=mesh, group=group),
         make_batches=partial(TrainingBatches, rank=mesh.get_local_rank("data"), ranks=mesh["data"].size()),
-        save=save,
+        save=lambda path, state: save_checkpoint(sharded(path), state, shard.tables, dist.group.WORLD),
         stop_request=partial(SharedStopRequest, group),
     )
 
@@ -149,11 +144,8 @@ class ShardedTrainingStep(TrainingStep):
         As for `TrainingStep`: the model as `shard_model` or `scatter_model` left it, the weights [n] of own nodes.
     num_nodes : int
         Of the whole model.
-    shard : ModuleShard
-    mesh : DeviceMesh
-        With axes (data, model).
-    group : ProcessGroup
-        All ranks, communicating from the CPU (gloo).
+    shard, mesh, group
+        As for `make_sharded_trainer`.
     """
 
     def __init__(
@@ -215,7 +207,6 @@ class ShardedTrainingStep(TrainingStep):
         return super().state_dict() | {"optimizer": get_optimizer_state_dict(self.model, self.optimizer)}
 
     def load_state_dict(self, state: dict) -> None:
-        """Continue from what `state_dict` returned."""
         by_name = state["optimizer"]
         super().load_state_dict(state | {"optimizer": self.optimizer.state_dict()})
         set_optimizer_state_dict(self.model, self.optimizer, by_name)

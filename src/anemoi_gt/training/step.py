@@ -39,9 +39,6 @@ class TrainingStep:
         Maps [B, N, in_channels] to [B, N, out_channels]. It is moved to the device and trained in place.
     weights : Tensor
         [N] of mean 1: the weight of each node in the loss.
-    config : TrainingConfig
-    device : torch.device
-        Of the computation.
 
     Attributes
     ----------
@@ -188,15 +185,9 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
 def weighted_mse(output: Tensor, target: Tensor, weights: Tensor) -> Tensor:
     """Return the mean over batch, nodes and channels of weight * (output - target)^2, a scalar.
 
-    It is about 1 for a forecast without skill, because targets have unit variance. Raises ValueError when output and
-    target differ in shape, which PyTorch would broadcast.
-
-    Parameters
-    ----------
-    output, target : Tensor
-        [B, N, C], normalised.
-    weights : Tensor
-        [N] of mean 1.
+    Output and target [B, N, C] are normalised, weights [N] have mean 1. The mean is about 1 for a forecast without
+    skill, because targets have unit variance. Raises ValueError when output and target differ in shape, which PyTorch
+    would broadcast.
     """
     if output.shape != target.shape:
         raise ValueError(f"output must have the shape of target, {tuple(target.shape)}, got {tuple(output.shape)}")

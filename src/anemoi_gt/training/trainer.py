@@ -36,25 +36,18 @@ class Trainer:
         Maps [B, N, in_channels] to [B, N, out_channels]. It is trained in place.
     splits : Splits
         Trains on `train`, validates on `valid`.
-    config : TrainingConfig
     folder : Path or str
         For the checkpoints; it exists.
     description : dict
         Plain values kept in the checkpoints: the whole config of the run.
-    make_step : callable
-        Called as `TrainingStep(model, weights, config, device)`.
-    make_batches : callable
-        Called as `TrainingBatches(dataset, batch_size, steps, seed, device)`.
-    save : callable
-        Writes a checkpoint, called as `save_checkpoint(path, state)`.
-    stop_request : callable
-        Makes what decides after each step whether to stop, called as `StopRequest()`.
+    make_step, make_batches, save, stop_request : callable
+        Called as `TrainingStep(model, weights, config, device)`, `TrainingBatches(dataset, batch_size, steps, seed,
+        device)`, `save_checkpoint(path, state)` and `StopRequest()`, their defaults.
 
     Attributes
     ----------
     step : TrainingStep
         With the model, its averaged weights and the optimiser.
-    batches : TrainingBatches
     best_loss : float
         The lowest validation loss so far.
     """
