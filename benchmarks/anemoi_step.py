@@ -216,7 +216,10 @@ def make_parser(description):
     parser = command_line.make_parser(description, seconds=540, **sizes)
     parser.add_argument("--ensemble", type=int, help="members of an ensemble; default: the deterministic model")
     parser.add_argument("--precision", choices=PRECISIONS, default="16-mixed")
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=["untouched", "install"])
+    parser.add_argument(
+        "--variants", nargs="+", choices=VARIANTS, metavar="NAME", default=["untouched", "install"],
+        help="such as 'install, compiled whole, no recomputation, captured'; a wrong one lists all",
+    )  # fmt: skip
     parser.add_argument("--steps", type=int, default=10, help="measured steps of a variant in a round")
     parser.add_argument("--warmup", type=int, default=4, help="steps left out after each switch")
     parser.add_argument("--seed", type=int, default=0, help="of the order of variants")
