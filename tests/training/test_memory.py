@@ -1,13 +1,17 @@
 """Estimate of the memory of a training step, and advice where it is short."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from support.weather import weather_graph
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from anemoi_gt import EncoderProcessorDecoder
+from anemoi_gt import AttentionConfig, EncoderProcessorDecoder
 from anemoi_gt.training import TrainingConfig
 from anemoi_gt.training.memory import advice, estimate_memory
+from anemoi_gt.training.step import autocast
 
 NODES = {"data": 3000, "hidden": 700}
 KINDS = {("data", "to", "hidden"): 4400, ("hidden", "to", "hidden"): 2000, ("hidden", "to", "data"): 9000}
@@ -20,22 +24,34 @@ def make_model():
     return lambda **options: EncoderProcessorDecoder(graph, 20, 9, channels=128, heads=4, **options)
 
 
-@pytest.mark.parametrize("options", [{"num_layers": 1}, {"num_layers": 4}, {"num_layers": 1, "mapper_chunks": 3}])
-def test_estimate_is_at_most_30_percent_above_what_a_model_keeps_for_the_backward_pass(make_model, options):
-    model = make_model(**options)
-    own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
-    kept = {}
+WHOLE = {"num_layers": 2, "config": AttentionConfig("triton")}
+
+
+@pytest.mark.parametrize(
+    ("options", "precision"),
+    [
+        ({"num_layers": 1}, "32-true"),
+        ({"num_layers": 4}, "32-true"),
+        ({"num_layers": 1, "mapper_chunks": 3}, "32-true"),
+        (WHOLE, "bf16-mixed"),
+        (WHOLE | {"mapper_chunks": 3}, "bf16-mixed"),
+    ],
+)
+def test_estimate_is_at_most_30_percent_above_what_a_model_keeps_for_the_backward_pass(make_model, options, precision):
+    model, mode, kept = make_model(**options), FakeTensorMode(allow_non_fake_inputs=True), {}
+    own = [*model.parameters(), *model.buffers()]
+    own += [mode.from_tensor(tensor) for tensor in own]
 
     def keep(tensor):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            kept[storage.data_ptr()] = storage
+        kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+    with mode, hooks, autocast(precision, torch.device("cpu")):
         model(torch.randn(1, NODES["data"], 20))
-    found = sum(storage.nbytes() for storage in kept.values())
-    assert found <= estimate_memory(model, CONFIG).kept <= 1.3 * found
+    own = {tensor.untyped_storage()._cdata for tensor in own}
+    found = sum(storage.nbytes() for number, storage in kept.items() if number not in own)
+    assert found <= estimate_memory(model, replace(CONFIG, precision=precision)).kept <= 1.3 * found
 
 
 def test_checkpointing_chunks_and_precision_lower_the_estimate(make_model):

@@ -183,7 +183,7 @@ class GraphTransformerBaseBlock(nn.Module):
         else:
             check_structure(graph)
             check_nodes(graph, *x)
-            if self._is_one_operator(x[1], cond):
+            if self.is_one_operator(x[1], cond):
                 x_src = None if x[0] is x[1] and self.source_norm is self.layer_norm_attention else x[0]
                 return whole_block.update_destinations(self, x_src, x[1], edge_attr, graph)
         x_dst = x[1] + self.attend(*self.normed_sides(x, cond), graph, edge_attr)
@@ -231,8 +231,11 @@ class GraphTransformerBaseBlock(nn.Module):
             return self._split_heads(self.lin_edge(edge_attr)), None, None
         return edge_attr, weight, self.lin_edge.bias
 
-    def _is_one_operator(self, x_dst: Tensor, cond: Pair) -> bool:
-        """Return whether one operator computes the block: where that is faster, and no part of it was replaced."""
+    def is_one_operator(self, x_dst: Tensor, cond: Pair = (None, None)) -> bool:
+        """Return whether one operator computes the block for destinations like these [.., N_dst, in_channels].
+
+        So it is where that is faster, under 16-bit autocast on backend `triton`, if no part of the block was replaced.
+        """
         if is_exporting() or not whole_block.is_proven(x_dst, self.config) or any(c is not None for c in cond):
             return False
         is_own = type(self) in (GraphTransformerProcessorBlock, GraphTransformerMapperBlock)

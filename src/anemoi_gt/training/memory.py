@@ -8,7 +8,8 @@
 
 A destination keeps two inputs of norms, two normed copies, query, result of the attention and input of its projection,
 and both sides of the activation in the feed-forward network. A source keeps its input, a normed copy, key and value.
-Norms keep float32. Edges keep little beside that. Compiled blocks need less.
+Norms keep float32. A block that is one operator keeps no copies, one side of the activation, and its weights in 16
+bits. Edges keep little beside that. Compiled blocks need less.
 """
 
 from collections.abc import Mapping
@@ -24,6 +25,7 @@ from anemoi_gt.nn import (
     StaticEdges,
 )
 from anemoi_gt.training.config import TrainingConfig
+from anemoi_gt.training.step import autocast
 
 STATE = 20
 FLOAT32 = 4
@@ -56,10 +58,17 @@ def estimate_memory(model: nn.Module, config: TrainingConfig) -> MemoryEstimate 
     if not isinstance(model, EncoderProcessorDecoder):
         return None
     batch, size = config.batch_size, FLOAT32 if config.precision == "32-true" else 2
+    with autocast(config.precision, next(model.parameters()).device):
+        return _estimate(model, batch, size)
+
+
+def _estimate(model: EncoderProcessorDecoder, batch: int, size: int) -> MemoryEstimate:
     layers, hidden, groups = model.processor.proc, model.nodes["hidden"].num_nodes, model.processor.checkpoint_groups
     layer, layers_in_group = layers[0], -(-len(layers) // (groups or 1))
-    group = hidden * (layers_in_group * _destination(layer, size) + _gradients(layer, size))
-    group += _structures(model.processor_edges)[0].num_src * layers_in_group * _source(layer, size)
+    whole = _is_one_operator(layer, model.processor_edges)
+    group = hidden * (layers_in_group * _destination(layer, size, whole) + _gradients(layer, size, whole))
+    group += _structures(model.processor_edges)[0].num_src * layers_in_group * _source(layer, size, whole)
+    group += layers_in_group * _weights(layer, size, whole)
     mappers = [*_mappers(model.encoder, model.encoder_edges, size), *_mappers(model.decoder, model.decoder_edges, size)]
     if groups is None:
         kept, working = group + sum(everything for everything, _ in mappers), 0
@@ -112,31 +121,52 @@ def _mappers(mappers: nn.ModuleDict, edges: nn.ModuleDict, size: int) -> list[tu
     """Return the bytes that each mapper keeps in all, and those of its largest chunk with its gradients."""
     found = []
     for name, mapper in mappers.items():
-        graphs = _structures(edges[name])
+        graphs, whole = _structures(edges[name]), _is_one_operator(mapper.proc, edges[name])
         end = (size + FLOAT32) * mapper.proc.channels * isinstance(mapper, GraphTransformerBackwardMapper)
         inputs = [(FLOAT32 + size) * channels for channels in (mapper.in_channels_src, mapper.in_channels_dst)]
-        source, destination = _source(mapper.proc, size) + inputs[0], _destination(mapper.proc, size) + inputs[1] + end
-        chunks = [graph.num_src * source + graph.num_dst * destination for graph in graphs]
+        source = _source(mapper.proc, size, whole) + inputs[0]
+        destination, gradient = (
+            _destination(mapper.proc, size, whole) + inputs[1] + end,
+            3 * size * mapper.proc.channels,
+        )
+        weights = _weights(mapper.proc, size, whole)
+        chunks = [graph.num_src * source + graph.num_dst * destination + weights for graph in graphs]
         gradients = [
-            max(graph.num_dst * _gradients(mapper.proc, size), graph.num_src * 3 * size * mapper.proc.channels)
-            for graph in graphs
+            max(graph.num_dst * _gradients(mapper.proc, size, whole), graph.num_src * gradient) for graph in graphs
         ]
         found.append((sum(chunks), max(map(sum, zip(chunks, gradients, strict=True)))))
     return found
 
 
-def _destination(block: GraphTransformerBaseBlock, size: int) -> int:
+def _is_one_operator(block: GraphTransformerBaseBlock, edges: StaticEdges) -> bool:
+    """Return whether a block computes its edges by one operator: all of a rank's, or a chunk after the exchange."""
+    graph = edges.structure()
+    is_local = isinstance(graph, GraphStructure) or bool(graph.chunks)
+    return is_local and block.is_one_operator(block.lin_query.weight.new_empty(0, block.channels))
+
+
+def _destination(block: GraphTransformerBaseBlock, size: int, whole: bool) -> int:
     """Return the bytes that a destination keeps for the backward pass."""
     width = block.lin_query.out_features
+    if whole:
+        return size * (3 * block.channels + 2 * width + block.hidden_dim)
     hidden = (2 if block.mlp_implementation == "mlp" else 4) * block.hidden_dim
     return 2 * FLOAT32 * block.channels + size * (2 * block.channels + 3 * width + hidden)
 
 
-def _source(block: GraphTransformerBaseBlock, size: int) -> int:
+def _source(block: GraphTransformerBaseBlock, size: int, whole: bool) -> int:
     """Return the bytes that a source keeps: its norm is not that of a destination in mappers."""
-    return size * 2 * block.lin_key.out_features + (FLOAT32 + size) * block.channels
+    norm = size if whole else FLOAT32 + size
+    return size * 2 * block.lin_key.out_features + norm * block.channels
 
 
-def _gradients(block: GraphTransformerBaseBlock, size: int) -> int:
-    """Return the bytes of a destination's gradients where they are largest, at the activation."""
+def _weights(block: GraphTransformerBaseBlock, size: int, whole: bool) -> int:
+    """Return the bytes of the weights in 16 bits that a block keeps, where autocast keeps none."""
+    return size * sum(parameter.numel() for parameter in block.parameters()) if whole else 0
+
+
+def _gradients(block: GraphTransformerBaseBlock, size: int, whole: bool) -> int:
+    """Return the bytes of a destination's gradients where they are largest, at the activation or at the projections."""
+    if whole:
+        return size * (3 * block.lin_query.out_features + 2 * block.channels)
     return size * (2 * block.hidden_dim + block.channels)
