@@ -40,8 +40,6 @@ from anemoi_gt.graph.validation import (
     check_edge_ids,
     check_edge_index,
     check_ends,
-    check_fixed_in_degree,
-    check_hubs,
     check_index,
     check_permutation,
     check_pointers,
@@ -127,11 +125,16 @@ class GraphStructure:
                 check_index(name, index, like=self.colptr, dtypes=(torch.int64,) if name == "global_edge_id" else None)
                 if not have_size(index.shape[0], length):
                     raise ValueError(f"{name} must have {length} entries, got {index.shape[0]}")
-        if self.fixed_in_degree is not None:
-            check_fixed_in_degree(self.fixed_in_degree, self.num_dst, self.num_edges)
-        for name in HUBS:
-            if getattr(self, name) is not None:
-                check_hubs(name, getattr(self, name))
+        if (degree := self.fixed_in_degree) is not None:
+            check_shape("fixed_in_degree", degree, "[K, 0], K the in-edges of every destination", is_size)
+            if not torch.compiler.is_compiling() and degree.shape[0] * self.num_dst != self.num_edges:
+                raise ValueError(
+                    f"fixed_in_degree must have shape [K, 0] with K * {self.num_dst} destinations = {self.num_edges} "
+                    f"edges, got K = {degree.shape[0]}"
+                )
+        for name in HUBS:  # their size is not looked at, so that it may be a symbol
+            if (hubs := getattr(self, name)) is not None:
+                check_shape(name, hubs, f"[{HUB_DEGREE + 1}, 0]: some node may have that many edges", is_size)
 
     def __repr__(self) -> str:
         state = self.state_dict()
