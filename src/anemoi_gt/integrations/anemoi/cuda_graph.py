@@ -28,9 +28,8 @@ def capture_step(
     Parameters
     ----------
     function : callable
-        Takes a batch, tensors on the device in any nesting, leaves gradients at the parameters of `module` and returns
-        tensors without history in any nesting, such as the loss. It does the same for every batch of these shapes, and
-        changes nothing but gradients and random generators. A loss is scaled inside, weights are updated outside.
+        As for `anemoi_gt.cuda_graph.CUDAGraphedStep`, of a batch of tensors on the device in any nesting and the
+        parameters of `module`. A loss is scaled inside, weights are updated outside.
     module : torch.nn.Module
         Module on one device; its parameters get the gradients.
     capture : callable
