@@ -121,11 +121,6 @@ def needs_reverse(query: Tensor, graph: GraphStructure) -> bool:
     return torch.compiler.is_compiling() or not is_small(query, graph.num_edges)
 
 
-def unsupported_reason(query: Tensor) -> str | None:
-    """Return None: the torch backend runs wherever PyTorch does."""
-    return None
-
-
 def attend(
     operands: AttentionOperands,
     graph: GraphStructure | UnsortedEdges,
@@ -197,7 +192,7 @@ def edge_attention_torch_backward(
         if flat.is_small:
             gradients = edge_rows.differentiate(do, grad_lse, p, flat, needs)
             return _like(operands, gradients, dtype)
-        dlse, edges, gradients = grad_lse, flat.edges(), Gradients.zeros(flat, needs)
+        edges, gradients = flat.edges(), Gradients.zeros(flat, needs)
         out_edges = None if flat.rowptr is None else Segments.of_heads(edges.heads, flat.col, flat.rowptr)
         dlse = do.new_zeros(do.shape[:3]) if grad_lse is None else grad_lse
         for b, group, heads in flat.head_groups(edges):
