@@ -150,15 +150,10 @@ class Partition:
 
     @classmethod
     def balanced(cls, cost: Tensor, num_ranks: int, order: Tensor | None = None) -> "Partition":
-        """Split a node order so that all ranks have about the same cost.
+        """Split a node order so that all ranks have about the same cost, as `Ranges.balanced` does positions.
 
-        Parameters
-        ----------
-        cost : Tensor [N], integer
-            Cost of each node, by node.
-        num_ranks : int
-        order : Tensor [N], int64, optional
-            Node at each position, for example `anemoi_gt.graph.ordering.morton_order` of node coordinates.
+        `cost` [N], integer, is by node; `order` is that of `Partition`, for example
+        `anemoi_gt.graph.ordering.morton_order` of node coordinates.
         """
         return cls(Ranges.balanced(cost if order is None else cost[order], num_ranks), order)
 

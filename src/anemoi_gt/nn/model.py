@@ -228,15 +228,11 @@ def _by_data_set(
             check_integer(f"{name}[{data_set!r}]" if isinstance(in_channels, Mapping) else name, size)
         if not side or HIDDEN in side:
             raise ValueError(f"{name} must name at least one data set, none of them {HIDDEN!r}, got {list(side)}")
-        refused = [data_set for data_set in side if not _is_module_name(data_set)]
+        modules = nn.ModuleDict()  # names become part of the keys of the state dict
+        refused = [d for d in side if not isinstance(d, str) or d == "" or "." in d or hasattr(modules, d)]
         if refused:
             raise ValueError(
                 f"{name} must have names that torch.nn.ModuleDict accepts, not empty, without a dot, and not an "
                 f"attribute such as 'train', got {refused}; rename these nodes of the graph"
             )
     return sides["in_channels"], sides["out_channels"]
-
-
-def _is_module_name(name: object) -> bool:
-    """Tell whether `torch.nn.ModuleDict` accepts the name, which becomes part of the keys of the state dict."""
-    return isinstance(name, str) and name != "" and "." not in name and not hasattr(nn.ModuleDict(), name)
