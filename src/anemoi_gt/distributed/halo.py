@@ -52,13 +52,8 @@ class HaloExchange:
     def of_requests(cls, wanted: Tensor, ranges: Ranges, group: dist.ProcessGroup) -> "HaloExchange":
         """Set up an exchange that delivers the wanted rows in their order, by telling their owners. Collective.
 
-        Parameters
-        ----------
-        wanted : Tensor [R], int64
-            Positions of the rows that this rank reads, sorted ascending, on a device that the group communicates from.
-        ranges : Ranges
-            Owners of the positions.
-        group : ProcessGroup
+        `wanted` [R], int64, are the positions of the rows that this rank reads, sorted ascending, on a device that the
+        group communicates from; `ranges` are their owners.
         """
         recv_counts = torch.bincount(ranges.owner(wanted), minlength=ranges.num_ranks)
         send_counts = torch.empty_like(recv_counts)

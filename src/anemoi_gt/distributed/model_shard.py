@@ -1,11 +1,7 @@
 """Model sharding: `shard_model` where all ranks hold the whole model, `scatter_model` where only rank 0 does.
 
-    nodes       coordinates and trainable features of this rank's nodes
-    edges       fixed and trainable attributes of the edges into them; in place of the structure, a `GraphShard`
-    the rest    unchanged, the same on all ranks
-
-Every set of nodes is ordered by a Morton curve through its coordinates and split by the cost of its nodes, summed over
-all graphs that end in it.
+As in `module_shard`; the tables of a model are coordinates and trainable features of its nodes, fixed and trainable
+attributes of its edges. Every set of nodes is ordered by a Morton curve through its coordinates.
 """
 
 import copy

@@ -53,16 +53,8 @@ class Ranges:
     def balanced(cls, cost: Tensor, num_ranks: int) -> "Ranges":
         """Split so that all ranks have about the same cost.
 
-        Parameters
-        ----------
-        cost : Tensor [N], integer
-            Cost of each position, at least 0; sums stay below 2^63 / num_ranks.
-        num_ranks : int
-
-        Raises
-        ------
-        ValueError
-            For costs that are not integers (ranks could round differently) or negative, or no ranks.
+        `cost` [N], integer and at least 0, is that of each position; sums stay below 2^63 / num_ranks. Raise ValueError
+        for costs that are not integers (ranks could round differently) or negative, or no ranks.
         """
         check_integer("num_ranks", num_ranks)
         check_shape("cost", cost, "[N]", lambda x: x.dim() == 1)
@@ -145,8 +137,19 @@ class Partition:
     def __post_init__(self):
         if not isinstance(self.ranges, Ranges):
             raise ValueError(f"ranges must be Ranges, got {type(self.ranges).__name__}")
-        if self.order is not None:
-            self._check_order()
+        if self.order is None:
+            return
+        size = self.ranges.size
+        check_shape("order", self.order, f"[{size}], one node per position", lambda x: tuple(x.shape) == (size,))
+        if self.order.dtype != torch.int64:
+            raise ValueError(f"order must have dtype int64, got {self.order.dtype}")
+        ascending = self.order.sort().values  # a node listed twice would leave another without owner, and ranks hang
+        wrong = (ascending != torch.arange(size, device=ascending.device)).nonzero()
+        if len(wrong):
+            i = int(wrong[0])
+            raise ValueError(
+                f"order must hold each node 0 .. {size - 1} once, got {int(ascending[i])} at position {i} when sorted"
+            )
 
     @classmethod
     def balanced(cls, cost: Tensor, num_ranks: int, order: Tensor | None = None) -> "Partition":
@@ -176,20 +179,6 @@ class Partition:
         position = torch.empty_like(self.order)
         position[self.order] = torch.arange(self.size, device=position.device)
         return position.to(nodes.device)[nodes.long()]
-
-    def _check_order(self) -> None:
-        """Raise unless the order is a permutation: a node listed twice leaves another without owner, and ranks hang."""
-        order, size = self.order, self.ranges.size
-        check_shape("order", order, f"[{size}], one node per position", lambda x: tuple(x.shape) == (size,))
-        if order.dtype != torch.int64:
-            raise ValueError(f"order must have dtype int64, got {order.dtype}")
-        ascending = order.sort().values
-        wrong = (ascending != torch.arange(size, device=order.device)).nonzero()
-        if len(wrong):
-            i = int(wrong[0])
-            raise ValueError(
-                f"order must hold each node 0 .. {size - 1} once, got {int(ascending[i])} at position {i} when sorted"
-            )
 
 
 def destination_cost(in_degree: Tensor) -> Tensor:

@@ -36,7 +36,6 @@ from anemoi_gt.graph.validation import (
     as_size,
     assert_pointers,
     assert_range,
-    check_adjacency,
     check_edge_ids,
     check_edge_index,
     check_ends,
@@ -311,10 +310,14 @@ class GraphStructure:
                 "adj_t must be a torch.sparse tensor or a torch_sparse.SparseTensor [N_dst, N_src], got "
                 f"{type(adj_t).__name__}; use from_edge_index or from_csc for others"
             )
-        else:
-            check_adjacency(adj_t)
-            if adj_t.layout == torch.sparse_csr:
-                csr = adj_t.crow_indices(), adj_t.col_indices(), adj_t.shape[1]
+        elif adj_t.layout != torch.strided and (adj_t.sparse_dim() != 2 or adj_t.dim() - adj_t.dense_dim() != 2):
+            raise ValueError(
+                "adj_t must have two sparse dimensions [N_dst, N_src], followed by dense dimensions of its values if "
+                f"any, got shape {tuple(adj_t.shape)} with {adj_t.sparse_dim()} sparse and {adj_t.dense_dim()} dense "
+                "dimensions"
+            )
+        elif adj_t.layout == torch.sparse_csr:
+            csr = adj_t.crow_indices(), adj_t.col_indices(), adj_t.shape[1]
         if csr is not None:
             graph = cls.from_csc(*csr, validate=validate, reverse=False)
             return graph.with_reverse(stable=stable) if reverse else graph

@@ -54,15 +54,6 @@ def check_edge_ids(global_edge_id: Tensor, edge_index: Tensor) -> None:
         raise ValueError(f"global_edge_id must have {needed} entries, one per edge, got {found}")
 
 
-def check_adjacency(adj_t: Tensor) -> None:
-    """Raise ValueError unless a `torch.sparse` tensor is a single matrix with two sparse dimensions."""
-    if adj_t.layout != torch.strided and (adj_t.sparse_dim() != 2 or adj_t.dim() - adj_t.dense_dim() != 2):
-        raise ValueError(
-            "adj_t must have two sparse dimensions [N_dst, N_src], followed by dense dimensions of its values if any, "
-            f"got shape {tuple(adj_t.shape)} with {adj_t.sparse_dim()} sparse and {adj_t.dense_dim()} dense dimensions"
-        )
-
-
 def as_size(name: str, size: int) -> int:
     """Return a number of nodes as a Python int or SymInt; raise ValueError unless it is one."""
     if isinstance(size, bool) or not isinstance(size, (Integral, torch.SymInt)) or size < 0:

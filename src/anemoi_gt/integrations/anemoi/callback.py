@@ -30,12 +30,7 @@ class CUDAGraphCallback(Callback):
     The step is captured at the first batch of every epoch, since an epoch may change the rollout, and again when two
     batches in a row have other shapes. Validation, and single batches of other shapes, are launched as without. A
     replay repeats what the captured step did on the host: numbers that the module logs without a tensor, and
-    `batch_idx`, are those of the captured batch.
-
-    Parameters
-    ----------
-    capture : callable
-        As for `anemoi_gt.cuda_graph.CUDAGraphedStep`.
+    `batch_idx`, are those of the captured batch. `capture` is as for `anemoi_gt.cuda_graph.CUDAGraphedStep`.
     """
 
     def __init__(self, capture: Capture = capture_cuda_graph):

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding_bag
 
-from anemoi_gt.ops.dtypes import accumulator_dtype
 from anemoi_gt.ops.torch_backend.op import FlatArguments
 
 
@@ -24,17 +23,12 @@ def decompose(*arguments) -> tuple[Tensor, Tensor, Tensor]:
     if flat.seed is not None:
         p = flat.dropout_p
         raise ValueError(f"a program is exported for inference, got dropout_p={p}; call model.eval() first")
-    shape, scale = flat.query.shape, flat.scale
-    if len(shape) == 3:
-        flat = FlatArguments(*(None if each is None else each.unsqueeze(0) for each in flat[:4]), *flat[4:])
-    query, attr = flat.query, flat.edge_attr
-    dtype, (heads, channels) = accumulator_dtype(query.dtype), query.shape[2:]
-    edges = _FoldedEdges((query.shape[0], heads), flat.colptr, flat.row, flat.perm)
-    q, k, v = (rows.to(dtype).transpose(1, 2) for rows in flat[:3])  # [B, H, N, C]
-    weight = None if flat.edge_weight is None else flat.edge_weight.to(dtype).reshape(heads, channels, -1)
-    bias = None if flat.edge_bias is None else flat.edge_bias.to(dtype).reshape(heads, 1, channels)
+    query, flat = flat.query, flat.in_accumulator_dtype()
+    edges = _FoldedEdges((flat.query.shape[0], flat.query.shape[2]), flat.colptr, flat.row, flat.perm)
+    q, k, v = (rows.transpose(1, 2) for rows in flat[:3])  # [B, H, N, C]
+    attr, weight, bias, scale = flat.edge_attr, flat.edge_weight, flat.edge_bias, flat.scale
     if attr is not None:  # [B or 1, H or 1, E, D or C], in the caller's order
-        attr = attr.to(dtype).unsqueeze(1) if weight is not None else attr.to(dtype).transpose(1, 2)
+        attr = attr.unsqueeze(1) if weight is not None else attr.transpose(1, 2)
 
     score = (q.index_select(2, edges.dst) * k.index_select(2, edges.row)).sum(-1)
     if attr is not None:
@@ -49,10 +43,10 @@ def decompose(*arguments) -> tuple[Tensor, Tensor, Tensor]:
         sums = edges.sum(p, attr, order)  # A
         out = out + (sums if weight is None else sums @ weight.transpose(1, 2))
     if bias is not None:
-        out = out + occupied * bias
-        lse = lse + scale * (q * bias).sum(-1)
+        out = out + occupied * bias[:, None]
+        lse = lse + scale * (q * bias[:, None]).sum(-1)
     out, lse = (rows.transpose(1, 2).contiguous() for rows in (out.to(query.dtype), lse))
-    return out.view(shape), lse.view(shape[:-1]), lse.new_empty(0)
+    return out.view(query.shape), lse.view(query.shape[:-1]), lse.new_empty(0)
 
 
 class _FoldedEdges:
