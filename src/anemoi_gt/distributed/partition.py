@@ -62,8 +62,7 @@ class Ranges:
             raise ValueError(f"cost must be integer, so that every rank finds the same bounds, got {cost.dtype}")
         if bool((cost < 0).any()):
             raise ValueError(f"cost must be at least 0, got {int(cost.min())}")
-        before = torch.zeros(cost.shape[0] + 1, dtype=torch.int64, device=cost.device)
-        torch.cumsum(cost, 0, out=before[1:])
+        before = torch.nn.functional.pad(cost.cumsum(0), (1, 0))
         targets = before[-1] * torch.arange(num_ranks + 1, device=cost.device)
         scaled = before * num_ranks
         right = torch.searchsorted(scaled, targets).clamp(max=cost.shape[0])

@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 from torch.utils._pytree import MappingKey, register_pytree_node, tree_map
 
+from anemoi_gt.custom_ops import assert_async
 from anemoi_gt.graph.build import GroupedEdges, can_rank, group_coo, group_edges, pointers, rank_edges
 from anemoi_gt.graph.ordering import morton_order
 from anemoi_gt.graph.validation import (
@@ -43,7 +44,6 @@ from anemoi_gt.graph.validation import (
     check_permutation,
     check_pointers,
     check_range,
-    check_same_edges,
     check_shape,
     have_size,
     is_size,
@@ -450,7 +450,12 @@ class GraphStructure:
             check_permutation("csr_to_csc", self.csr_to_csc, self.num_edges)
             src = self._numbers(self.num_src).repeat_interleave(self.rowptr.diff(), output_size=self.num_edges)
             position = self.csr_to_csc.long()
-            check_same_edges(self.row[position], src, self.dst[position], self.col)
+            same = (self.row[position] == src).all() & (self.dst[position] == self.col).all()
+            claim = "rowptr, col must hold the edges of colptr, row: leave them out and call with_reverse()"
+            if not is_readable:
+                assert_async(same, claim)
+            elif not bool(same):
+                raise ValueError(claim)
         return self
 
     def state_dict(self) -> dict[str, Tensor]:

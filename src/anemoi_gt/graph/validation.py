@@ -135,13 +135,3 @@ def check_permutation(name: str, index: Tensor, size: int) -> None:
         assert_async(found.all(), f"{name} must be a permutation")
     elif missing := size - int(found.sum()):
         raise ValueError(f"{name} must be a permutation of 0 .. {size - 1}, got {missing} values missing")
-
-
-def check_same_edges(row: Tensor, src: Tensor, dst: Tensor, col: Tensor) -> None:
-    """Raise ValueError unless edges (row, dst) and (src, col) are the same pairwise; synchronises with the device."""
-    same = (row == src).all() & (dst == col).all()
-    claim = "rowptr, col must hold the edges of colptr, row: leave them out and call with_reverse()"
-    if torch.compiler.is_compiling():
-        assert_async(same, claim)
-    elif not bool(same):
-        raise ValueError(claim)

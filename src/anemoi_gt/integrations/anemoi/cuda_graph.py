@@ -60,12 +60,7 @@ def capture_step(
     device = next(module.parameters()).device
     check_device(device, capture)
     indices = indices_on_device(module, device)
-
-    def on_device(batch: Any) -> Any:
-        with held(indices):
-            return function(batch)
-
-    return CUDAGraphedStep(on_device, module.parameters(), device, capture, "call the function itself")
+    return CUDAGraphedStep(held(indices)(function), module.parameters(), device, capture, "call the function itself")
 
 
 def check_device(device: torch.device, capture: Capture) -> None:

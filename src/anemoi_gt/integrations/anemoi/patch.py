@@ -230,12 +230,7 @@ def graph_transformer_processor(
 ) -> nn.Module:
     """Build Anemoi's `GraphTransformerProcessor` with swapped blocks; a target for configs whose validation is off.
 
-    Parameters
-    ----------
-    backend, precision, fuse_edges
-        As for `install`.
-    **options
-        Of `anemoi.models.layers.processor.GraphTransformerProcessor`.
+    `backend`, `precision` and `fuse_edges` are as for `install`, `options` those of Anemoi's class.
     """
     return swap_layers(find(*PROCESSOR)(**options), backend, precision, fuse_edges)
 
