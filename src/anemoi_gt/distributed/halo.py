@@ -95,9 +95,11 @@ class HaloExchange:
     def start(self, x: Tensor) -> "PendingExchange":
         """Send local rows x [N, F] or [B, N, F] and return immediately. Collective, and so is its backward."""
         own, sent = _SendRows.apply(x, self)
-        counts = self.recv_counts, self.send_counts
-        arriving = functional.all_to_all_single(sent.detach(), *counts, self.group_name)  # [R, ...], to be awaited
-        return PendingExchange(own, sent, arriving, self)
+        return PendingExchange(own, sent, self.send(sent.detach()), self)
+
+    def send(self, sent: Tensor) -> Tensor:
+        """Start to send rows [S, ...]; return [R, ...], not to be read before `functional.wait_tensor`."""
+        return functional.all_to_all_single(sent, self.recv_counts, self.send_counts, self.group_name)
 
     def send_reverse(self, y: Tensor) -> Tensor:
         """Start to return rows [R, ...] to their owners; return [S, ...], to be awaited by `scatter_add`."""

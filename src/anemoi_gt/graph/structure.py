@@ -370,7 +370,8 @@ class GraphStructure:
         if any(graph.perm is not None for graph in graphs):
             kept["perm"] = [graph.edge_order() for graph in graphs], edge_begin
         if any(graph.dst_schedule is not None for graph in graphs):
-            kept["dst_schedule"] = [graph._schedule() for graph in graphs], dst_begin
+            schedules = [g._numbers(g.num_dst) if g.dst_schedule is None else g.dst_schedule for g in graphs]
+            kept["dst_schedule"] = schedules, dst_begin
         pointers = ["colptr"]
         if all(graph.has_reverse for graph in graphs):
             kept["col"] = [graph.col for graph in graphs], dst_begin
@@ -500,9 +501,6 @@ class GraphStructure:
 
     def _hubs(self) -> Tensor:
         return self.colptr.new_empty(HUB_DEGREE + 1, 0)
-
-    def _schedule(self) -> Tensor:
-        return self._numbers(self.num_dst) if self.dst_schedule is None else self.dst_schedule
 
     def _numbers(self, count: int) -> Tensor:
         """Return 0, 1, 2, ... in the dtype of indices."""
