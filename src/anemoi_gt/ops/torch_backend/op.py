@@ -207,7 +207,7 @@ def edge_attention_torch_backward(
                 w = by_head(gradient.w.index_select(0, flat.csr_to_csc))
                 gradients.value[b, :, group] = weighted_sum(w, do_heads, out_edges)
         attr = gradients.edge_attr
-        if attr is not None and flat.perm is not None:
+        if attr is not None and flat.perm is not None:  # from CSC order to the caller's
             gradients = gradients._replace(edge_attr=torch.empty_like(attr).index_copy_(1, flat.perm.long(), attr))
         return _like(operands, gradients, dtype)
 
