@@ -11,13 +11,12 @@ generator's seed and offset, and advances the offset by what the pass uses.
 import gc
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map_only
 
 from anemoi_gt.rng import generator_states, set_generator_states
 
@@ -104,7 +103,8 @@ class CUDAGraphedStep:
             if isinstance(tensor, Tensor):
                 tensor.copy_(values)
         self._captured.replay()
-        return Outputs(_copied(self._captured.outputs.result), self._captured.outputs.gradients)
+        result, gradients = self._captured.outputs
+        return Outputs(tree_map_only(Tensor, Tensor.clone, result), gradients)
 
     def accepts(self, batch: Any) -> bool:
         """Return True if a batch has the shapes, dtypes and constants of the captured one, or would be captured."""
@@ -123,7 +123,7 @@ class CUDAGraphedStep:
                 parameter.grad = None
 
     def _capture(self, batch: Any) -> CapturedPass:
-        states, static = generator_states(self.device), _copied(batch)
+        states, static = generator_states(self.device), tree_map_only(Tensor, Tensor.clone, batch)
         try:
             with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
                 outputs, replay = self.capture(lambda: self._outputs(static))
@@ -137,7 +137,10 @@ class CUDAGraphedStep:
         """Compute the pass and take its gradients; parameters have none meanwhile, so backward does not accumulate."""
         before = [parameter.grad for parameter in self.parameters]
         self._assign([None] * len(self.parameters))
-        state = partial(_generator_state, self.device)
+
+        def state() -> Tensor | None:
+            return None if torch.cuda.is_current_stream_capturing() else torch.cuda.get_rng_state(self.device)
+
         try:
             with checkpoints_without_generator(state) if self.device.type == "cuda" else nullcontext():
                 result = self.function(batch)
@@ -214,14 +217,6 @@ def checkpoints_without_generator(state: Callable[[], Tensor | None]) -> Iterato
             "layers with dropout or noise must not be checkpointed in a step that is captured in a CUDA graph, "
             "which would draw other numbers in backward, got both: switch dropout or activation checkpointing off"
         )
-
-
-def _generator_state(device: torch.device) -> Tensor | None:
-    return None if torch.cuda.is_current_stream_capturing() else torch.cuda.get_rng_state(device)
-
-
-def _copied(tree: Any) -> Any:
-    return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, tree)
 
 
 def _kind(batch: Any) -> list[tuple]:

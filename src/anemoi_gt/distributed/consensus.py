@@ -46,8 +46,7 @@ def check_same(values: Mapping[str, Any], group: dist.ProcessGroup) -> None:
         first, *others = (repr(values[name]) if name in values else "no such value" for values in of_ranks)
         wrong = [rank for rank, other in enumerate(others, 1) if other != first]
         if wrong:
-            other = others[wrong[0] - 1]
-            got = f"{other} on {_ranks(wrong)} and {first} on rank 0"
+            got = f"{others[wrong[0] - 1]} on {_ranks(wrong)} and {first} on rank 0"
             raise ValueError(f"{name} must be the same on all ranks, got {got}")
 
 

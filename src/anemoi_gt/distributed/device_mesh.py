@@ -7,7 +7,6 @@
 - Frozen rank: collectives of the others fail after `ShardingConfig.timeout`; torchrun kills it 30 s later.
 """
 
-import math
 import os
 import sys
 import time
@@ -23,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from anemoi_gt.distributed.consensus import check_same
 from anemoi_gt.distributed.grad_sync import check_device_type, make_mesh
-from anemoi_gt.option_checks import check_integer, check_number
+from anemoi_gt.option_checks import check_integer, check_positive
 
 STRATEGIES = ("none", "edges")
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -59,11 +58,9 @@ class ShardingConfig:
         if self.strategy not in STRATEGIES:
             raise ValueError(f"sharding.strategy must be one of {', '.join(STRATEGIES)}, got {self.strategy!r}")
         check_integer("sharding.model", self.model)
-        check_number("sharding.timeout", self.timeout)
         if self.model > 1 and self.strategy == "none":
             raise ValueError(f"sharding.model must be 1 without sharding, got {self.model}: choose sharding=edges")
-        if not 0 < self.timeout < math.inf:
-            raise ValueError(f"sharding.timeout must be positive and finite, in seconds, got {self.timeout}")
+        check_positive("sharding.timeout", self.timeout, ", in seconds")
 
 
 def is_launched() -> bool:

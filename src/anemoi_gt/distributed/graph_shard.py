@@ -240,8 +240,7 @@ def _check_member(group: dist.ProcessGroup) -> None:
 
 def _check_partitions(sources: Partition, destinations: Partition, sizes: tuple[int, int], num_ranks: int) -> None:
     for name, partition, size in zip(("sources", "destinations"), (sources, destinations), sizes, strict=True):
-        if partition.ranges.num_ranks != num_ranks:
-            got = partition.ranges.num_ranks
+        if (got := partition.ranges.num_ranks) != num_ranks:
             raise ValueError(f"{name} must be divided among {num_ranks} ranks, got a partition of {got}")
         if partition.size != size:
             raise ValueError(f"{name} must be a partition of {size} nodes, got one of {partition.size}")

@@ -52,15 +52,10 @@ class HaloExchange:
     def of_requests(cls, wanted: Tensor, ranges: Ranges, group: dist.ProcessGroup) -> "HaloExchange":
         """Set up an exchange that delivers the wanted rows in their order, by telling their owners. Collective.
 
-        Parameters
-        ----------
-        wanted : Tensor [R], int64
-            Positions of the rows that this rank reads, sorted ascending, on a device that the group communicates from.
-        ranges : Ranges
-            Owners of the positions.
-        group : ProcessGroup
+        `wanted` [R], int64, are the positions of the rows that this rank reads, sorted ascending, on a device that the
+        group communicates from; `ranges` are their owners.
         """
-        recv_counts = _counts_by_owner(wanted, ranges)
+        recv_counts = torch.bincount(ranges.owner(wanted), minlength=ranges.num_ranks)
         send_counts = torch.empty_like(recv_counts)
         dist.all_to_all_single(send_counts, recv_counts, group=group)
         sends, recvs = send_counts.tolist(), recv_counts.tolist()
@@ -80,7 +75,7 @@ class HaloExchange:
         own = ranges.of(rank)
         sent = [rows[ranges.owns(rank, rows)] - own.start for rows in wanted]
         counts, rows = [len(part) for part in sent], torch.cat(sent)
-        recvs = _counts_by_owner(wanted[rank], ranges).tolist()
+        recvs = torch.bincount(ranges.owner(wanted[rank]), minlength=ranges.num_ranks).tolist()
         return cls(group_name, rows, tuple(counts), tuple(recvs), _sent_position(rows, counts, own.stop - own.start))
 
     @property
@@ -186,12 +181,6 @@ class _ReceiveRows(torch.autograd.Function):
         if not torch.compiler.is_compiling() and torch.is_anomaly_enabled():
             returned = functional.wait_tensor(returned)  # anomaly detection reads it at once
         return returned, None, None
-
-
-def _counts_by_owner(positions: Tensor, ranges: Ranges) -> Tensor:
-    """Return the number of `positions`, sorted ascending, that each rank owns."""
-    ends = torch.tensor(ranges.bounds[1:], device=positions.device)
-    return torch.searchsorted(positions, ends).diff(prepend=ends.new_zeros(1))
 
 
 def _sent_position(rows: Tensor, counts: list[int], size: int) -> Tensor:

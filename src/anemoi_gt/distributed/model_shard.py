@@ -1,11 +1,7 @@
 """Model sharding: `shard_model` where all ranks hold the whole model, `scatter_model` where only rank 0 does.
 
-    nodes       coordinates and trainable features of this rank's nodes
-    edges       fixed and trainable attributes of the edges into them; in place of the structure, a `GraphShard`
-    the rest    unchanged, the same on all ranks
-
-Every set of nodes is ordered by a Morton curve through its coordinates and split by the cost of its nodes, summed over
-all graphs that end in it.
+As in `module_shard`; the tables of a model are coordinates and trainable features of its nodes, fixed and trainable
+attributes of its edges. Every set of nodes is ordered by a Morton curve through its coordinates.
 """
 
 import copy
@@ -129,14 +125,13 @@ def edges_of_model(model: EncoderProcessorDecoder) -> dict[Kind, StaticEdges]:
 
 def strip_sharded_rows(model: EncoderProcessorDecoder) -> EncoderProcessorDecoder:
     """Return a copy of a model without the rows of its nodes and edges."""
-    modules = [*model.nodes.values(), *edges_of_model(model).values()]
-    tensors = (tensor for module in modules for tensor in (*module.parameters(), *module.buffers()))
-    return copy.deepcopy(model, {id(tensor): _emptied(tensor) for tensor in tensors})
-
-
-def _emptied(tensor: Tensor) -> Tensor:
-    empty = tensor.detach().new_empty(0, *tensor.shape[1:])
-    return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+    copies = {}
+    for module in (*model.nodes.values(), *edges_of_model(model).values()):
+        for tensor in (*module.parameters(), *module.buffers()):
+            empty = tensor.detach().new_empty(0, *tensor.shape[1:])
+            is_trained = isinstance(tensor, nn.Parameter)
+            copies[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_trained else empty
+    return copy.deepcopy(model, copies)
 
 
 def _unit_vectors(sin_cos_lat_lon: Tensor) -> Tensor:

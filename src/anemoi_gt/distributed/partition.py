@@ -53,16 +53,8 @@ class Ranges:
     def balanced(cls, cost: Tensor, num_ranks: int) -> "Ranges":
         """Split so that all ranks have about the same cost.
 
-        Parameters
-        ----------
-        cost : Tensor [N], integer
-            Cost of each position, at least 0; sums stay below 2^63 / num_ranks.
-        num_ranks : int
-
-        Raises
-        ------
-        ValueError
-            For costs that are not integers (ranks could round differently) or negative, or no ranks.
+        `cost` [N], integer and at least 0, is that of each position; sums stay below 2^63 / num_ranks. Raise ValueError
+        for costs that are not integers (ranks could round differently) or negative, or no ranks.
         """
         check_integer("num_ranks", num_ranks)
         check_shape("cost", cost, "[N]", lambda x: x.dim() == 1)
@@ -70,8 +62,7 @@ class Ranges:
             raise ValueError(f"cost must be integer, so that every rank finds the same bounds, got {cost.dtype}")
         if bool((cost < 0).any()):
             raise ValueError(f"cost must be at least 0, got {int(cost.min())}")
-        before = torch.zeros(cost.shape[0] + 1, dtype=torch.int64, device=cost.device)
-        torch.cumsum(cost, 0, out=before[1:])
+        before = torch.nn.functional.pad(cost.cumsum(0), (1, 0))
         targets = before[-1] * torch.arange(num_ranks + 1, device=cost.device)
         scaled = before * num_ranks
         right = torch.searchsorted(scaled, targets).clamp(max=cost.shape[0])
@@ -145,20 +136,26 @@ class Partition:
     def __post_init__(self):
         if not isinstance(self.ranges, Ranges):
             raise ValueError(f"ranges must be Ranges, got {type(self.ranges).__name__}")
-        if self.order is not None:
-            self._check_order()
+        if self.order is None:
+            return
+        size = self.ranges.size
+        check_shape("order", self.order, f"[{size}], one node per position", lambda x: tuple(x.shape) == (size,))
+        if self.order.dtype != torch.int64:
+            raise ValueError(f"order must have dtype int64, got {self.order.dtype}")
+        ascending = self.order.sort().values  # a node listed twice would leave another without owner, and ranks hang
+        wrong = (ascending != torch.arange(size, device=ascending.device)).nonzero()
+        if len(wrong):
+            i = int(wrong[0])
+            raise ValueError(
+                f"order must hold each node 0 .. {size - 1} once, got {int(ascending[i])} at position {i} when sorted"
+            )
 
     @classmethod
     def balanced(cls, cost: Tensor, num_ranks: int, order: Tensor | None = None) -> "Partition":
-        """Split a node order so that all ranks have about the same cost.
+        """Split a node order so that all ranks have about the same cost, as `Ranges.balanced` does positions.
 
-        Parameters
-        ----------
-        cost : Tensor [N], integer
-            Cost of each node, by node.
-        num_ranks : int
-        order : Tensor [N], int64, optional
-            Node at each position, for example `anemoi_gt.graph.ordering.morton_order` of node coordinates.
+        `cost` [N], integer, is by node; `order` is that of `Partition`, for example
+        `anemoi_gt.graph.ordering.morton_order` of node coordinates.
         """
         return cls(Ranges.balanced(cost if order is None else cost[order], num_ranks), order)
 
@@ -181,20 +178,6 @@ class Partition:
         position = torch.empty_like(self.order)
         position[self.order] = torch.arange(self.size, device=position.device)
         return position.to(nodes.device)[nodes.long()]
-
-    def _check_order(self) -> None:
-        """Raise unless the order is a permutation: a node listed twice leaves another without owner, and ranks hang."""
-        order, size = self.order, self.ranges.size
-        check_shape("order", order, f"[{size}], one node per position", lambda x: tuple(x.shape) == (size,))
-        if order.dtype != torch.int64:
-            raise ValueError(f"order must have dtype int64, got {order.dtype}")
-        ascending = order.sort().values
-        wrong = (ascending != torch.arange(size, device=order.device)).nonzero()
-        if len(wrong):
-            i = int(wrong[0])
-            raise ValueError(
-                f"order must hold each node 0 .. {size - 1} once, got {int(ascending[i])} at position {i} when sorted"
-            )
 
 
 def destination_cost(in_degree: Tensor) -> Tensor:

@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 from torch.utils._pytree import MappingKey, register_pytree_node, tree_map
 
+from anemoi_gt.custom_ops import assert_async
 from anemoi_gt.graph.build import GroupedEdges, can_rank, group_coo, group_edges, pointers, rank_edges
 from anemoi_gt.graph.ordering import morton_order
 from anemoi_gt.graph.validation import (
@@ -36,17 +37,13 @@ from anemoi_gt.graph.validation import (
     as_size,
     assert_pointers,
     assert_range,
-    check_adjacency,
     check_edge_ids,
     check_edge_index,
     check_ends,
-    check_fixed_in_degree,
-    check_hubs,
     check_index,
     check_permutation,
     check_pointers,
     check_range,
-    check_same_edges,
     check_shape,
     have_size,
     is_size,
@@ -127,11 +124,16 @@ class GraphStructure:
                 check_index(name, index, like=self.colptr, dtypes=(torch.int64,) if name == "global_edge_id" else None)
                 if not have_size(index.shape[0], length):
                     raise ValueError(f"{name} must have {length} entries, got {index.shape[0]}")
-        if self.fixed_in_degree is not None:
-            check_fixed_in_degree(self.fixed_in_degree, self.num_dst, self.num_edges)
-        for name in HUBS:
-            if getattr(self, name) is not None:
-                check_hubs(name, getattr(self, name))
+        if (degree := self.fixed_in_degree) is not None:
+            check_shape("fixed_in_degree", degree, "[K, 0], K the in-edges of every destination", is_size)
+            if not torch.compiler.is_compiling() and degree.shape[0] * self.num_dst != self.num_edges:
+                raise ValueError(
+                    f"fixed_in_degree must have shape [K, 0] with K * {self.num_dst} destinations = {self.num_edges} "
+                    f"edges, got K = {degree.shape[0]}"
+                )
+        for name in HUBS:  # their size is not looked at, so that it may be a symbol
+            if (hubs := getattr(self, name)) is not None:
+                check_shape(name, hubs, f"[{HUB_DEGREE + 1}, 0]: some node may have that many edges", is_size)
 
     def __repr__(self) -> str:
         state = self.state_dict()
@@ -308,10 +310,14 @@ class GraphStructure:
                 "adj_t must be a torch.sparse tensor or a torch_sparse.SparseTensor [N_dst, N_src], got "
                 f"{type(adj_t).__name__}; use from_edge_index or from_csc for others"
             )
-        else:
-            check_adjacency(adj_t)
-            if adj_t.layout == torch.sparse_csr:
-                csr = adj_t.crow_indices(), adj_t.col_indices(), adj_t.shape[1]
+        elif adj_t.layout != torch.strided and (adj_t.sparse_dim() != 2 or adj_t.dim() - adj_t.dense_dim() != 2):
+            raise ValueError(
+                "adj_t must have two sparse dimensions [N_dst, N_src], followed by dense dimensions of its values if "
+                f"any, got shape {tuple(adj_t.shape)} with {adj_t.sparse_dim()} sparse and {adj_t.dense_dim()} dense "
+                "dimensions"
+            )
+        elif adj_t.layout == torch.sparse_csr:
+            csr = adj_t.crow_indices(), adj_t.col_indices(), adj_t.shape[1]
         if csr is not None:
             graph = cls.from_csc(*csr, validate=validate, reverse=False)
             return graph.with_reverse(stable=stable) if reverse else graph
@@ -364,7 +370,8 @@ class GraphStructure:
         if any(graph.perm is not None for graph in graphs):
             kept["perm"] = [graph.edge_order() for graph in graphs], edge_begin
         if any(graph.dst_schedule is not None for graph in graphs):
-            kept["dst_schedule"] = [graph._schedule() for graph in graphs], dst_begin
+            schedules = [g._numbers(g.num_dst) if g.dst_schedule is None else g.dst_schedule for g in graphs]
+            kept["dst_schedule"] = schedules, dst_begin
         pointers = ["colptr"]
         if all(graph.has_reverse for graph in graphs):
             kept["col"] = [graph.col for graph in graphs], dst_begin
@@ -444,7 +451,12 @@ class GraphStructure:
             check_permutation("csr_to_csc", self.csr_to_csc, self.num_edges)
             src = self._numbers(self.num_src).repeat_interleave(self.rowptr.diff(), output_size=self.num_edges)
             position = self.csr_to_csc.long()
-            check_same_edges(self.row[position], src, self.dst[position], self.col)
+            same = (self.row[position] == src).all() & (self.dst[position] == self.col).all()
+            claim = "rowptr, col must hold the edges of colptr, row: leave them out and call with_reverse()"
+            if not is_readable:
+                assert_async(same, claim)
+            elif not bool(same):
+                raise ValueError(claim)
         return self
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -489,9 +501,6 @@ class GraphStructure:
 
     def _hubs(self) -> Tensor:
         return self.colptr.new_empty(HUB_DEGREE + 1, 0)
-
-    def _schedule(self) -> Tensor:
-        return self._numbers(self.num_dst) if self.dst_schedule is None else self.dst_schedule
 
     def _numbers(self, count: int) -> Tensor:
         """Return 0, 1, 2, ... in the dtype of indices."""

@@ -54,15 +54,6 @@ def check_edge_ids(global_edge_id: Tensor, edge_index: Tensor) -> None:
         raise ValueError(f"global_edge_id must have {needed} entries, one per edge, got {found}")
 
 
-def check_adjacency(adj_t: Tensor) -> None:
-    """Raise ValueError unless a `torch.sparse` tensor is a single matrix with two sparse dimensions."""
-    if adj_t.layout != torch.strided and (adj_t.sparse_dim() != 2 or adj_t.dim() - adj_t.dense_dim() != 2):
-        raise ValueError(
-            "adj_t must have two sparse dimensions [N_dst, N_src], followed by dense dimensions of its values if any, "
-            f"got shape {tuple(adj_t.shape)} with {adj_t.sparse_dim()} sparse and {adj_t.dense_dim()} dense dimensions"
-        )
-
-
 def as_size(name: str, size: int) -> int:
     """Return a number of nodes as a Python int or SymInt; raise ValueError unless it is one."""
     if isinstance(size, bool) or not isinstance(size, (Integral, torch.SymInt)) or size < 0:
@@ -126,21 +117,6 @@ def check_pointers(name: str, pointers: Tensor, num_edges: int) -> None:
         raise ValueError(f"{name} must not decrease, got {int(pointers[at])}, {int(pointers[at + 1])} at position {at}")
 
 
-def check_fixed_in_degree(degree: Tensor, num_dst: int, num_edges: int) -> None:
-    """Raise ValueError unless `degree` is a tensor [K, 0] with K in-edges for each of `num_dst` destinations."""
-    check_shape("fixed_in_degree", degree, "[K, 0], K the in-edges of every destination", is_size)
-    if not torch.compiler.is_compiling() and degree.shape[0] * num_dst != num_edges:
-        raise ValueError(
-            f"fixed_in_degree must have shape [K, 0] with K * {num_dst} destinations = {num_edges} edges, "
-            f"got K = {degree.shape[0]}"
-        )
-
-
-def check_hubs(name: str, hubs: Tensor) -> None:
-    """Raise ValueError unless `hubs` is a tensor [257, 0]; the size is not looked at, so that it may be a symbol."""
-    check_shape(name, hubs, f"[{HUB_DEGREE + 1}, 0]: some node may have that many edges", is_size)
-
-
 def is_size(tensor: Tensor) -> bool:
     """Return whether a tensor is [size, 0], which carries a size that torch.compile may trace."""
     return tensor.dim() == 2 and tensor.shape[1] == 0
@@ -155,24 +131,7 @@ def check_permutation(name: str, index: Tensor, size: int) -> None:
     """Raise ValueError unless `index` holds each of 0 .. size - 1 once; synchronises with the device."""
     check_range(name, index, size)
     found = torch.zeros(size, dtype=torch.bool, device=index.device).index_fill_(0, index.long(), True)
-    if _deferred(found.all(), f"{name} must be a permutation"):
-        return
-    missing = size - int(found.sum())
-    if missing:
+    if torch.compiler.is_compiling():
+        assert_async(found.all(), f"{name} must be a permutation")
+    elif missing := size - int(found.sum()):
         raise ValueError(f"{name} must be a permutation of 0 .. {size - 1}, got {missing} values missing")
-
-
-def check_same_edges(row: Tensor, src: Tensor, dst: Tensor, col: Tensor) -> None:
-    """Raise ValueError unless edges (row, dst) and (src, col) are the same pairwise; synchronises with the device."""
-    same = (row == src).all() & (dst == col).all()
-    claim = "rowptr, col must hold the edges of colptr, row: leave them out and call with_reverse()"
-    if not _deferred(same, claim) and not bool(same):
-        raise ValueError(claim)
-
-
-def _deferred(holds: Tensor, claim: str) -> bool:
-    """Return True in traced code, and have the device assert there what the host cannot see."""
-    if not torch.compiler.is_compiling():
-        return False
-    assert_async(holds, claim)
-    return True

@@ -1,7 +1,7 @@
 """PyG's `TransformerConv` in existing models, replaced by `GraphTransformerConv` with the same parameters, and back."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -17,6 +17,7 @@ from anemoi_gt.nn.layer_kernels import hooks_of
 
 log = logging.getLogger(__name__)
 
+KINDS = (TransformerConv, GraphTransformerConv)
 COMPUTING = "__call__", "forward", "propagate", "message", "message_and_aggregate", "aggregate", "update", "edge_update"
 SAME_OPTIONS = ("heads", "concat", "beta", "dropout", "edge_dim", "root_weight", "aggr", "flow", "decomposed_layers")
 
@@ -63,8 +64,7 @@ def swap_layers(
     """
     config = AttentionConfig(backend=backend, precision=precision, stable_sort=stable_sort)
     subclasses = _checked_subclasses(subclasses)
-    _check_model(model, (TransformerConv, GraphTransformerConv), "a TransformerConv of PyG")
-    layers = list(model.modules())
+    layers = _layers_of(model, "a TransformerConv of PyG", lambda layer: isinstance(layer, KINDS))
     upstream = {id(layer): layer for layer in layers if isinstance(layer, TransformerConv)}
     ours = {key: _replacement(layer, config, subclasses) for key, layer in upstream.items()}  # before the model changes
     _replace(model, ours)
@@ -87,10 +87,7 @@ def swap_back(model: nn.Module) -> nn.Module:
     ValueError
         For a model without a layer of `swap_layers`, or that is itself a layer.
     """
-    _check_model(model, GraphTransformerConv, "a layer of swap_layers")
-    swapped = [layer for layer in model.modules() if getattr(layer, "_upstream", None) is not None]
-    if not swapped:
-        raise ValueError(f"model must have a layer of swap_layers, got {type(model).__name__} without one")
+    swapped = _layers_of(model, "a layer of swap_layers", lambda layer: getattr(layer, "_upstream", None) is not None)
     _replace(model, {id(layer): _restored(layer) for layer in swapped})
     return model
 
@@ -149,17 +146,19 @@ def _defines(kind: type, name: str) -> bool:
     return name in vars(kind) and not getattr(vars(kind)[name], "__module__", "").endswith("_propagate")
 
 
-def _check_model(model: nn.Module, kinds: type | tuple[type, ...], wanted: str) -> None:
-    """Raise ValueError unless `model` is a module that holds layers of these kinds, and not itself one."""
+def _layers_of(model: nn.Module, wanted: str, accepts: Callable[[nn.Module], bool]) -> list[nn.Module]:
+    """Return the layers of a module that are `wanted`; raise ValueError for none, or if `model` is itself a layer."""
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be a torch.nn.Module, got {model!r}")
-    if isinstance(model, (TransformerConv, GraphTransformerConv)):
+    if isinstance(model, KINDS):
         raise ValueError(
             f"model must be a module that holds layers, got a bare {type(model).__name__}, which cannot be replaced in "
             "place; put it into a container: layers = torch.nn.ModuleList([layer]), and use layers[0] afterwards"
         )
-    if not any(isinstance(module, kinds) for module in model.modules()):
+    layers = [module for module in model.modules() if accepts(module)]
+    if not layers:
         raise ValueError(f"model must have {wanted}, got {type(model).__name__} without one")
+    return layers
 
 
 def _replace(model: nn.Module, replacements: dict[int, nn.Module]) -> None:

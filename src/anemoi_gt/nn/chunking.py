@@ -136,23 +136,13 @@ def map_chunks(
     *,
     call: Callable[..., Tensor] | None = None,
 ) -> Tensor:
-    """Return [..., N_dst, F] of a layer applied to a graph, or to its chunks one after the other.
+    """Return [..., N_dst, F] of `layer((x_src, x_dst), graph, edge_attr, (cond_src, cond_dst))`, chunk after chunk.
 
-    Parameters
-    ----------
-    layer : callable
-        Takes (x_src, x_dst), graph, edge_attr, (cond_src, cond_dst) to features of the destinations [..., N_dst, F].
-    graph : GraphStructure, or its chunks from `split_destinations`, or a ShardedGraph, in chunks or not
-    x, edge_attr, cond
-        Of the whole graph, or of a rank's shard; a condition has a row per node, or one for all nodes. A side of x may
-        be a tuple of tensors: the layer gets a tuple with the rows of its chunk.
-    call : callable, optional
-        Called as call(function, *inputs) instead of function(*inputs), for each chunk: activation checkpointing.
-
-    Raises
-    ------
-    ValueError
-        When chunks are not all those of one graph in order, or rows do not fit the whole graph.
+    `graph` is a graph, or its chunks from `split_destinations`, or a ShardedGraph, in chunks or not; `x`, `edge_attr`
+    and `cond` are those of the whole graph, or of a rank's shard. A condition has a row per node, or one for all nodes.
+    A side of x may be a tuple of tensors: the layer gets a tuple with the rows of its chunk. `call(function, *inputs)`,
+    for activation checkpointing, replaces `function(*inputs)` for each chunk. Raise ValueError when chunks are not all
+    those of one graph in order, or rows do not fit the whole graph.
     """
     call = call or (lambda function, *inputs: function(*inputs))
     if not is_chunked(graph):

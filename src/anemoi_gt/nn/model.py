@@ -46,16 +46,8 @@ class EncoderProcessorDecoder(nn.Module):
         Number of trainable attributes of each edge.
     mlp_ratio : float
         Width of the hidden layers of the feed-forward networks over `channels`.
-    attn_channels : int, optional
-        Features of query, key and value, all heads together; a multiple of `heads`. None is `channels`.
-    qk_norm : bool
-        Normalise query and key per head.
-    mlp_implementation : {"mlp", "glu", "swiglu", "geglu", "reglu"}
-        Plain or gated feed-forward networks.
-    edge_pre_mlp : bool
-        Mix the attributes of an edge before they are embedded.
-    dropout : float
-        Probability of dropping an attention weight in training.
+    attn_channels, qk_norm, mlp_implementation, edge_pre_mlp, dropout, config
+        Of all blocks, as in `anemoi_gt.nn.GraphTransformerBaseBlock`.
     residual : mapping, optional
         Output channel to the input channel that is added to it, for prognostic variables: {0: 2}. For several data sets
         a mapping of data set to such a mapping. None adds nothing, as for a network that predicts tendencies.
@@ -64,8 +56,6 @@ class EncoderProcessorDecoder(nn.Module):
     checkpoint_groups : int, optional
         Activation checkpointing: number of groups of processor layers; only the input of each group and of each mapper
         chunk is kept for the backward pass. Less memory, the same gradients. None keeps all activations.
-    config : AttentionConfig
-        Backend and precision of the attention.
 
     Raises
     ------
@@ -228,15 +218,11 @@ def _by_data_set(
             check_integer(f"{name}[{data_set!r}]" if isinstance(in_channels, Mapping) else name, size)
         if not side or HIDDEN in side:
             raise ValueError(f"{name} must name at least one data set, none of them {HIDDEN!r}, got {list(side)}")
-        refused = [data_set for data_set in side if not _is_module_name(data_set)]
+        modules = nn.ModuleDict()  # names become part of the keys of the state dict
+        refused = [d for d in side if not isinstance(d, str) or d == "" or "." in d or hasattr(modules, d)]
         if refused:
             raise ValueError(
                 f"{name} must have names that torch.nn.ModuleDict accepts, not empty, without a dot, and not an "
                 f"attribute such as 'train', got {refused}; rename these nodes of the graph"
             )
     return sides["in_channels"], sides["out_channels"]
-
-
-def _is_module_name(name: object) -> bool:
-    """Tell whether `torch.nn.ModuleDict` accepts the name, which becomes part of the keys of the state dict."""
-    return isinstance(name, str) and name != "" and "." not in name and not hasattr(nn.ModuleDict(), name)

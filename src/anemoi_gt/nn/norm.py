@@ -85,8 +85,11 @@ class ConditionalLayerNorm(nn.Module):
         check_shape(
             "cond", cond, wanted, lambda c: c.dim() >= 2 and c.shape[-1] == features and c.shape[-2] in (1, rows)
         )
-        if not _can_broadcast(cond.shape[:-2], x.shape[:-2]):
-            raise ValueError(f"cond must have the batch of x {_shape(x)}, a batch of 1, or none, got {_shape(cond)}")
+        batches = zip(cond.shape[:-2][::-1], x.shape[:-2][::-1], strict=False)
+        if not all(1 in sizes or sizes[0] == sizes[1] for sizes in batches):
+            raise ValueError(
+                f"cond must have the batch of x {tuple(x.shape)}, a batch of 1, or none, got {tuple(cond.shape)}"
+            )
         check_dtype("cond", cond, like=self.scale.weight)
         return ((1 + self.scale(cond)) * self.norm(x) + self.bias(cond)).type_as(x)
 
@@ -126,20 +129,11 @@ def _norm(norm: nn.Module, x: Tensor, cond: Tensor | None) -> Tensor:
         if cond is None:
             message = f"cond must be a tensor because norms of class {kind} require a condition, got None"
             raise ValueError(message) from error
+        got = tuple(cond.shape) if isinstance(cond, Tensor) else type(cond).__name__
         raise ValueError(
-            f"cond must be None because norms of class {kind} take no condition, got {_shape(cond)}; "
+            f"cond must be None because norms of class {kind} take no condition, got {got}; "
             "make conditional norms with LayerKernels(LayerNorm=partial(ConditionalLayerNorm, condition_shape=...))"
         ) from error
-
-
-def _can_broadcast(shape: tuple[int, ...], other: tuple[int, ...]) -> bool:
-    """Tell whether two shapes broadcast."""
-    return all(1 in pair or pair[0] == pair[1] for pair in zip(shape[::-1], other[::-1], strict=False))
-
-
-def _shape(cond: object) -> tuple[int, ...] | str:
-    """Return the shape of a tensor or the type of anything else, for messages."""
-    return tuple(cond.shape) if isinstance(cond, Tensor) else type(cond).__name__
 
 
 def _accepts(module: nn.Module, *inputs, **options) -> bool:

@@ -29,10 +29,8 @@ class Residual(nn.Module):
             raise ValueError(
                 f"residual must map output channels to input channels, both integers, as in {{0: 2}}, got {channels!r}"
             )
-        for side, numbers, size in (
-            ("output", channels.keys(), out_channels),
-            ("input", channels.values(), in_channels),
-        ):
+        sides = {"output": (channels.keys(), out_channels), "input": (channels.values(), in_channels)}
+        for side, (numbers, size) in sides.items():
             wrong = [number for number in numbers if not 0 <= number < size]
             if wrong:
                 raise ValueError(f"residual must name {side} channels in 0 .. {size - 1}, got {wrong}")

@@ -36,9 +36,9 @@ BACKENDS = {  # in the order in which `auto` tries them
     ),
     "torch": Backend(
         torch_backend.attend,
-        torch_backend.unsupported_reason,
-        torch_backend.unsupported_reason,
-        torch_backend.needs_reverse,
+        unsupported_reason=lambda _: None,  # it runs wherever PyTorch does
+        auto_unsupported_reason=lambda _: None,
+        needs_reverse=torch_backend.needs_reverse,
     ),
 }
 
@@ -68,14 +68,8 @@ def choose_backend(name: str, query: Tensor) -> Backend:
 
 def rejected(chosen: str, query: Tensor) -> dict[str, str]:
     """Return the reason by name for each backend other than `chosen`, which runs for `query`."""
-    reasons = {}
-    for name, backend in BACKENDS.items():
-        if name == chosen:
-            continue
-        reason = backend.auto_unsupported_reason(query)
-        if reason is None:
-            first = next(other for other, backend in BACKENDS.items() if backend.auto_unsupported_reason(query) is None)
-            taken_by = "'auto' takes" if first == chosen else "the config names"
-            reason = f"could serve; {taken_by} {chosen!r}"
-        reasons[name] = reason
-    return reasons
+    reasons = {name: backend.auto_unsupported_reason(query) for name, backend in BACKENDS.items()}
+    first = next(name for name, reason in reasons.items() if reason is None)
+    taken_by = "'auto' takes" if first == chosen else "the config names"
+    could_serve = f"could serve; {taken_by} {chosen!r}"
+    return {name: reason or could_serve for name, reason in reasons.items() if name != chosen}

@@ -94,9 +94,8 @@ def structure_of(edge_index: Tensor, num_nodes: tuple[int, int], *, reverse: boo
     if not torch.compiler.is_compiling():
         return _structure_by_tensor(edge_index, num_nodes, reverse), 1
     colptr, row, perm, *source_side = edge_structure(edge_index, *num_nodes, reverse)
-    names = ("rowptr", "col", "csr_to_csc")[: len(source_side)]
     sources = torch.empty(num_nodes[0], 0, device=edge_index.device)
-    return GraphStructure(colptr, row, sources, perm=perm, **dict(zip(names, source_side, strict=True))), 1
+    return GraphStructure(colptr, row, sources, perm, None, *source_side), 1
 
 
 def prepare_structure(edge_index: Tensor) -> None:

@@ -15,7 +15,7 @@ import torch
 from pytorch_lightning import Callback, LightningModule, Trainer
 from pytorch_lightning.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 from anemoi_gt.cuda_graph import Capture, CUDAGraphedStep, capture_cuda_graph
 from anemoi_gt.integrations.anemoi.cuda_graph import check_device, held, indices_on_device, places_of
@@ -30,12 +30,7 @@ class CUDAGraphCallback(Callback):
     The step is captured at the first batch of every epoch, since an epoch may change the rollout, and again when two
     batches in a row have other shapes. Validation, and single batches of other shapes, are launched as without. A
     replay repeats what the captured step did on the host: numbers that the module logs without a tensor, and
-    `batch_idx`, are those of the captured batch.
-
-    Parameters
-    ----------
-    capture : callable
-        As for `anemoi_gt.cuda_graph.CUDAGraphedStep`.
+    `batch_idx`, are those of the captured batch. `capture` is as for `anemoi_gt.cuda_graph.CUDAGraphedStep`.
     """
 
     def __init__(self, capture: Capture = capture_cuda_graph):
@@ -108,7 +103,7 @@ class CUDAGraphCallback(Callback):
                 raise ValueError(f"training_step must return a loss to be captured, got {output!r}: {REMEDY}")
             loss, scaler = loss / accumulated, getattr(trainer.precision_plugin, "scaler", None)
             self._differentiate(loss if scaler is None else scaler.scale(loss))
-        return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, (output, logged))
+        return tree_map_only(Tensor, Tensor.detach, (output, logged))
 
     def _backward(
         self, trainer: Trainer, module: LightningModule, loss: Tensor, *arguments: Any, **options: Any

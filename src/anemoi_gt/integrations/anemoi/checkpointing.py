@@ -10,7 +10,8 @@ raises. Compiled around the checkpoint, as where a whole processor or mapper is 
 """
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import partial
 
@@ -64,7 +65,7 @@ def maybe_checkpoint(upstream, func, enabled, *args, **kwargs):
         return upstream(run, enabled, *args, **kwargs)
     if mode == "full" or func.__name__ == "prepare_edge_sharding_wrapper":  # which has neither
         return checkpoint(run, *args, use_reentrant=False, **kwargs)
-    run = run if torch.compiler.is_compiling() else _without_cast_cache(run)
+    run = run if torch.compiler.is_compiling() else _without_cast_cache()(run)
     return checkpoint(run, *args, use_reentrant=False, context_fn=_selective, **kwargs)
 
 
@@ -89,21 +90,18 @@ def _with_copied_results(func: Callable) -> Callable:
     return lambda *args, **kwargs: tree_map(copied, func(*args, **kwargs))
 
 
-def _without_cast_cache(func: Callable) -> Callable:
-    """Return a function that casts weights at each call.
+@contextmanager
+def _without_cast_cache() -> Iterator[None]:
+    """Have autocast cast weights at each use.
 
     A recomputation must run the operators of the forward pass, where autocast would find what other chunks have cast.
     """
-
-    def run(*args, **kwargs):
-        enabled = torch.is_autocast_cache_enabled()
-        torch.set_autocast_cache_enabled(False)
-        try:
-            return func(*args, **kwargs)
-        finally:
-            torch.set_autocast_cache_enabled(enabled)
-
-    return run
+    enabled = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(enabled)
 
 
 def _policy(ctx, operator, *args, **kwargs) -> CheckpointPolicy:

@@ -28,9 +28,8 @@ def capture_step(
     Parameters
     ----------
     function : callable
-        Takes a batch, tensors on the device in any nesting, leaves gradients at the parameters of `module` and returns
-        tensors without history in any nesting, such as the loss. It does the same for every batch of these shapes, and
-        changes nothing but gradients and random generators. A loss is scaled inside, weights are updated outside.
+        As for `anemoi_gt.cuda_graph.CUDAGraphedStep`, of a batch of tensors on the device in any nesting and the
+        parameters of `module`. A loss is scaled inside, weights are updated outside.
     module : torch.nn.Module
         Module on one device; its parameters get the gradients.
     capture : callable
@@ -61,12 +60,7 @@ def capture_step(
     device = next(module.parameters()).device
     check_device(device, capture)
     indices = indices_on_device(module, device)
-
-    def on_device(batch: Any) -> Any:
-        with held(indices):
-            return function(batch)
-
-    return CUDAGraphedStep(on_device, module.parameters(), device, capture, "call the function itself")
+    return CUDAGraphedStep(held(indices)(function), module.parameters(), device, capture, "call the function itself")
 
 
 def check_device(device: torch.device, capture: Capture) -> None:

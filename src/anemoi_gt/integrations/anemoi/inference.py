@@ -8,8 +8,6 @@ import logging
 from functools import wraps
 from importlib import import_module
 
-from torch import nn
-
 from anemoi_gt.integrations.anemoi.patch import BLOCK, install
 from anemoi_gt.integrations.anemoi.upstream import find
 
@@ -37,20 +35,15 @@ def runner(
 
     @wraps(predict_step)
     def count_first(model, *args, **kwargs):
-        _log_blocks(model)
+        blocks = sum(isinstance(module, find(*BLOCK)) for module in model.modules())
+        if not blocks:
+            raise ValueError(
+                "the model of runner 'anemoi-gt' must have a graph-transformer block, got "
+                f"{type(model).__name__} without one: use a runner of anemoi-inference"
+            )
+        log.info("anemoi_gt computes the attention of %d graph-transformer blocks", blocks)
         made.predict_step = predict_step
         return predict_step(model, *args, **kwargs)
 
     made.predict_step = count_first
     return made
-
-
-def _log_blocks(model: nn.Module) -> None:
-    """Log how many blocks of a model compute with us."""
-    blocks = sum(isinstance(module, find(*BLOCK)) for module in model.modules())
-    if not blocks:
-        raise ValueError(
-            f"the model of runner 'anemoi-gt' must have a graph-transformer block, got {type(model).__name__} without "
-            "one: use a runner of anemoi-inference"
-        )
-    log.info("anemoi_gt computes the attention of %d graph-transformer blocks", blocks)

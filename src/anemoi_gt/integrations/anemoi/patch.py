@@ -230,12 +230,7 @@ def graph_transformer_processor(
 ) -> nn.Module:
     """Build Anemoi's `GraphTransformerProcessor` with swapped blocks; a target for configs whose validation is off.
 
-    Parameters
-    ----------
-    backend, precision, fuse_edges
-        As for `install`.
-    **options
-        Of `anemoi.models.layers.processor.GraphTransformerProcessor`.
+    `backend`, `precision` and `fuse_edges` are as for `install`, `options` those of Anemoi's class.
     """
     return swap_layers(find(*PROCESSOR)(**options), backend, precision, fuse_edges)
 
@@ -243,20 +238,14 @@ def graph_transformer_processor(
 def graph_transformer_forward_mapper(
     *, backend: str = "auto", precision: str | None = None, fuse_edges: bool = True, **options
 ) -> nn.Module:
-    """Build Anemoi's `GraphTransformerForwardMapper`, the encoder, with a swapped block; a target, too.
-
-    Parameters are those of `graph_transformer_processor`, with the options of Anemoi's class.
-    """
+    """Build Anemoi's `GraphTransformerForwardMapper`, the encoder, as `graph_transformer_processor` a processor."""
     return swap_layers(find(MAPPER[0], "GraphTransformerForwardMapper")(**options), backend, precision, fuse_edges)
 
 
 def graph_transformer_backward_mapper(
     *, backend: str = "auto", precision: str | None = None, fuse_edges: bool = True, **options
 ) -> nn.Module:
-    """Build Anemoi's `GraphTransformerBackwardMapper`, the decoder, with a swapped block; a target, too.
-
-    Parameters are those of `graph_transformer_processor`, with the options of Anemoi's class.
-    """
+    """Build Anemoi's `GraphTransformerBackwardMapper`, the decoder, as `graph_transformer_processor` a processor."""
     return swap_layers(find(MAPPER[0], "GraphTransformerBackwardMapper")(**options), backend, precision, fuse_edges)
 
 

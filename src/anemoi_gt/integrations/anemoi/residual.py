@@ -18,27 +18,8 @@ _ON_DEVICE = WeakTensorKeyDictionary()  # {index of a model: {(device, version):
 
 @replaces("self x_out x_skip batch_size ensemble_size dtype dataset_name")
 def assemble_output(_, self, x_out, x_skip, batch_size, ensemble_size, dtype, dataset_name):
-    """Return the output of a model with one ensemble size for the whole batch."""
-    return _assemble(self, x_out, x_skip, batch_size, ensemble_size, dtype, dataset_name)
-
-
-@replaces("self x_out x_skip batch_size batch_ens_size dtype dataset_name")
-def assemble_ensemble_output(_, self, x_out, x_skip, batch_size, batch_ens_size, dtype, dataset_name=None):
-    """Return the output of a model that is told batch size times ensemble size."""
-    return _assemble(self, x_out, x_skip, batch_size, batch_ens_size // batch_size, dtype, dataset_name)
-
-
-def _assemble(
-    model,
-    x_out: Tensor,
-    x_skip: Tensor | None,
-    batch_size: int,
-    ensemble_size: int,
-    dtype: torch.dtype,
-    dataset_name: str,
-) -> Tensor:
     """Return the output [batch, time, ensemble, grid, variables] with residual and boundings."""
-    steps = model.n_step_output
+    steps = self.n_step_output
     x_out = x_out.reshape(batch_size, ensemble_size, -1, steps, x_out.shape[-1] // steps)
     x_out = x_out.permute(0, 3, 1, 2, 4).to(dtype)
     if x_skip is None:
@@ -49,11 +30,18 @@ def _assemble(
                 f"residual must have shape [batch, time, ensemble, grid, variables] with {x_out.shape[1]} output "
                 f"steps, got {tuple(x_skip.shape)}"
             )
-        skip = x_skip.index_select(-1, _on_device(model._internal_input_idx[dataset_name], x_out.device))
-        x_out = x_out.index_add(-1, _on_device(model._internal_output_idx[dataset_name], x_out.device), skip.to(dtype))
-    for bounding in model.boundings[dataset_name]:
+        skip = x_skip.index_select(-1, _on_device(self._internal_input_idx[dataset_name], x_out.device))
+        x_out = x_out.index_add(-1, _on_device(self._internal_output_idx[dataset_name], x_out.device), skip.to(dtype))
+    for bounding in self.boundings[dataset_name]:
         x_out = bounding(x_out)
     return x_out
+
+
+@replaces("self x_out x_skip batch_size batch_ens_size dtype dataset_name")
+def assemble_ensemble_output(upstream, self, x_out, x_skip, batch_size, batch_ens_size, dtype, dataset_name=None):
+    """Return the output of a model that is told batch size times ensemble size."""
+    sizes = batch_size, batch_ens_size // batch_size
+    return assemble_output.function(upstream, self, x_out, x_skip, *sizes, dtype, dataset_name)
 
 
 def _on_device(index: Tensor | list[int], device: torch.device) -> Tensor:

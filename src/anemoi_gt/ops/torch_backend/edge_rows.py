@@ -70,10 +70,6 @@ class EdgeRows:
             keep = keep.flatten(0, 1)
         return cls((heads, channels), batch * num_dst, colptr, dst, src, k, v, a, keep)
 
-    def by_head(self, rows: Tensor) -> Tensor:
-        """Return rows [B E, H C] as [B E, H, C]."""
-        return rows.view(-1, *self.heads)
-
     def rows_of(self, destinations: Tensor) -> Tensor:
         """Return the rows [B E, H C] of [B, N_dst, H, C] at the destinations of edges."""
         return destinations.reshape(-1, self.heads[0] * self.heads[1]).index_select(0, self.dst)
@@ -85,7 +81,7 @@ class EdgeRows:
 
     def scaled(self, rows: Tensor, weight: Tensor) -> Tensor:
         """Multiply rows [B E, H C], which are overwritten, by weights [B E, H]."""
-        self.by_head(rows).mul_(weight.unsqueeze(-1))
+        rows.view(-1, *self.heads).mul_(weight.unsqueeze(-1))
         return rows
 
     def softmax(self, score: Tensor) -> tuple[Tensor, Tensor]:
@@ -139,14 +135,11 @@ def differentiate(do: Tensor, dlse: Tensor | None, p: Tensor, flat, needs: Needs
     delta = edges.sum_to_destinations(p * dp)
     delta = delta if dlse is None else delta.sub_(dlse.reshape(delta.shape))
     ds = dp.sub_(delta.index_select(0, edges.dst)).mul_(p).mul_(flat.scale)
-    dq = dk = dv = da = dweight = dbias = None
-    if needs.query:
-        dq = edges.sum_to_destinations(edges.scaled(edges.k, ds))
+    dq = edges.sum_to_destinations(edges.scaled(edges.k, ds)) if needs.query else None
     dk_rows, dv_rows = edges.scaled(q, ds), edges.scaled(do, edges.drop(p))
-    if needs.key:
-        dk = edges.sum_to_sources(dk_rows, flat)
-    if needs.value:
-        dv = edges.sum_to_sources(dv_rows, flat)
+    dk = edges.sum_to_sources(dk_rows, flat) if needs.key else None
+    dv = edges.sum_to_sources(dv_rows, flat) if needs.value else None
+    da = dweight = dbias = None
     if needs.edge_attr or needs.edge_weight or needs.edge_bias:
         dx = dk_rows.add_(dv_rows)
         if needs.edge_attr:

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding_bag
 
-from anemoi_gt.ops.dtypes import accumulator_dtype
 from anemoi_gt.ops.torch_backend.op import FlatArguments
 
 
@@ -24,54 +23,39 @@ def decompose(*arguments) -> tuple[Tensor, Tensor, Tensor]:
     if flat.seed is not None:
         p = flat.dropout_p
         raise ValueError(f"a program is exported for inference, got dropout_p={p}; call model.eval() first")
-    shape, scale = flat.query.shape, flat.scale
-    if len(shape) == 3:
-        flat = FlatArguments(*(None if each is None else each.unsqueeze(0) for each in flat[:4]), *flat[4:])
-    query, attr = flat.query, flat.edge_attr
-    dtype, (heads, channels) = accumulator_dtype(query.dtype), query.shape[2:]
-    folded = _Folded(query.shape[0], heads, flat.colptr, flat.row, flat.perm)
-    q, k, v = (rows.to(dtype).transpose(1, 2) for rows in flat[:3])  # [B, H, N, C]
-    weight = None if flat.edge_weight is None else flat.edge_weight.to(dtype).reshape(heads, channels, -1)
-    bias = None if flat.edge_bias is None else flat.edge_bias.to(dtype).reshape(heads, 1, channels)
+    query, flat = flat.query, flat.in_accumulator_dtype()
+    edges = _FoldedEdges((flat.query.shape[0], flat.query.shape[2]), flat.colptr, flat.row, flat.perm)
+    q, k, v = (rows.transpose(1, 2) for rows in flat[:3])  # [B, H, N, C]
+    attr, weight, bias, scale = flat.edge_attr, flat.edge_weight, flat.edge_bias, flat.scale
     if attr is not None:  # [B or 1, H or 1, E, D or C], in the caller's order
-        attr = attr.to(dtype).unsqueeze(1) if weight is not None else attr.to(dtype).transpose(1, 2)
+        attr = attr.unsqueeze(1) if weight is not None else attr.transpose(1, 2)
 
-    score = (folded.at_destinations(q) * folded.at_sources(k)).sum(-1)
+    score = (q.index_select(2, edges.dst) * k.index_select(2, edges.row)).sum(-1)
     if attr is not None:
         projected = q if weight is None else q @ weight  # u
-        score = score + (folded.at_destinations(projected) * folded.in_csc_order(attr)).sum(-1)
-    p, lse, occupied = folded.softmax(score * scale)
+        attr_in_csc_order = attr if edges.perm is None else attr.index_select(2, edges.perm)
+        score = score + (projected.index_select(2, edges.dst) * attr_in_csc_order).sum(-1)
+    p, lse, occupied = edges.softmax(score * scale)
 
-    out = folded.sum(p, v, folded.row)
+    out = edges.sum(p, v, edges.row)
     if attr is not None:
-        sums = folded.sum_of_edges(p, attr)  # A
+        order = torch.arange(edges.num_edges, device=attr.device) if edges.perm is None else edges.perm
+        sums = edges.sum(p, attr, order)  # A
         out = out + (sums if weight is None else sums @ weight.transpose(1, 2))
     if bias is not None:
-        out = out + occupied * bias
-        lse = lse + scale * (q * bias).sum(-1)
+        out = out + occupied * bias[:, None]
+        lse = lse + scale * (q * bias[:, None]).sum(-1)
     out, lse = (rows.transpose(1, 2).contiguous() for rows in (out.to(query.dtype), lse))
-    return out.view(shape), lse.view(shape[:-1]), lse.new_empty(0)
+    return out.view(query.shape), lse.view(query.shape[:-1]), lse.new_empty(0)
 
 
-class _Folded:
-    """The edges of one graph for a batch of B with H heads. Rows are [B, H, nodes or edges, features]."""
+class _FoldedEdges:
+    """The edges of one graph for a batch of B with H heads, `shape`. Rows are [B, H, nodes or edges, features]."""
 
-    def __init__(self, batch: int, heads: int, colptr: Tensor, row: Tensor, perm: Tensor | None):
-        self.shape, self.num_edges = (batch, heads), row.shape[0]
+    def __init__(self, shape: tuple[int, int], colptr: Tensor, row: Tensor, perm: Tensor | None):
+        self.shape, self.num_edges = shape, row.shape[0]
         self.colptr, self.row, self.perm = colptr.long(), row.long(), None if perm is None else perm.long()
         self.dst = torch.repeat_interleave(self.colptr.diff(), output_size=self.num_edges)
-
-    def at_destinations(self, rows: Tensor) -> Tensor:
-        """Return the rows of the edges' destinations."""
-        return rows.index_select(2, self.dst)
-
-    def at_sources(self, rows: Tensor) -> Tensor:
-        """Return the rows of the edges' sources."""
-        return rows.index_select(2, self.row)
-
-    def in_csc_order(self, attr: Tensor) -> Tensor:
-        """Return attributes in CSC order."""
-        return attr if self.perm is None else attr.index_select(2, self.perm)
 
     def softmax(self, score: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the softmax p [B, H, E], lse [B, H, N_dst], and 1 where p sums to one [B, H, N_dst, 1]."""
@@ -85,11 +69,6 @@ class _Folded:
         lse, occupied = row_max + torch.log(denominator), occupied.to(p.dtype)
         p, lse, occupied = (rows.T.unflatten(0, self.shape) for rows in (p, lse, occupied))
         return p, lse, occupied.unsqueeze(-1)
-
-    def sum_of_edges(self, p: Tensor, attr: Tensor) -> Tensor:
-        """Return sum_e p_e attr_e over the in-edges of each destination; a dimension of 1 is shared."""
-        order = torch.arange(self.num_edges, device=attr.device) if self.perm is None else self.perm
-        return self.sum(p, attr, order)
 
     def sum(self, p: Tensor, rows: Tensor, index: Tensor) -> Tensor:
         """Return sum_e p_e rows[index_e], rows [B or 1, H or 1, R, F], in one embedding bag over batch and heads."""

@@ -121,11 +121,6 @@ def needs_reverse(query: Tensor, graph: GraphStructure) -> bool:
     return torch.compiler.is_compiling() or not is_small(query, graph.num_edges)
 
 
-def unsupported_reason(query: Tensor) -> str | None:
-    """Return None: the torch backend runs wherever PyTorch does."""
-    return None
-
-
 def attend(
     operands: AttentionOperands,
     graph: GraphStructure | UnsortedEdges,
@@ -197,7 +192,8 @@ def edge_attention_torch_backward(
         if flat.is_small:
             gradients = edge_rows.differentiate(do, grad_lse, p, flat, needs)
             return _like(operands, gradients, dtype)
-        dlse, edges, gradients = grad_lse, flat.edges(), Gradients.zeros(flat, needs)
+        edges, pairs = flat.edges(), zip(flat[:6], needs, strict=True)
+        gradients = Gradients(*(torch.zeros_like(operand) if need else None for operand, need in pairs))
         out_edges = None if flat.rowptr is None else Segments.of_heads(edges.heads, flat.col, flat.rowptr)
         dlse = do.new_zeros(do.shape[:3]) if grad_lse is None else grad_lse
         for b, group, heads in flat.head_groups(edges):
@@ -210,7 +206,10 @@ def edge_attention_torch_backward(
             if gradients.value is not None:
                 w = by_head(gradient.w.index_select(0, flat.csr_to_csc))
                 gradients.value[b, :, group] = weighted_sum(w, do_heads, out_edges)
-        return _like(operands, gradients.in_callers_order(flat.perm), dtype)
+        attr = gradients.edge_attr
+        if attr is not None and flat.perm is not None:  # from CSC order to the caller's
+            gradients = gradients._replace(edge_attr=torch.empty_like(attr).index_copy_(1, flat.perm.long(), attr))
+        return _like(operands, gradients, dtype)
 
 
 def _like(operands: tuple, gradients: Iterable[Tensor | None], dtype: torch.dtype) -> list[Tensor]:
@@ -250,12 +249,6 @@ class Gradients(NamedTuple):
     edge_weight: Tensor | None  # [H, C, D]
     edge_bias: Tensor | None  # [H, C]
 
-    @classmethod
-    def zeros(cls, operands: FlatArguments, needs: Needs) -> "Gradients":
-        """Return zeros where a gradient is needed."""
-        pairs = zip(operands[:6], needs, strict=True)
-        return cls(*(torch.zeros_like(operand) if need else None for operand, need in pairs))
-
     def add(self, b: int, group: slice, gradient: HeadGradients) -> None:
         """Add the gradients of a group of heads at batch index `b`."""
         if self.query is not None:
@@ -267,10 +260,3 @@ class Gradients(NamedTuple):
             self.edge_weight[group] += gradient.dweight
         if self.edge_bias is not None:
             self.edge_bias[group] += gradient.dbias
-
-    def in_callers_order(self, perm: Tensor | None) -> "Gradients":
-        """Return the gradients with that of the attributes in the caller's edge order."""
-        attr = self.edge_attr
-        if attr is None or perm is None:
-            return self
-        return self._replace(edge_attr=torch.empty_like(attr).index_copy_(1, perm.long(), attr))
