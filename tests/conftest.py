@@ -72,6 +72,19 @@ def restore_logging():
 
 
 @pytest.fixture
+def few_programs(monkeypatch):
+    """Few programs share sums over nodes, so that each has several tiles, and the interpreter few programs."""
+    for module in ("launch", "node_rows"):
+        monkeypatch.setattr(f"anemoi_gt.ops.triton_backend.{module}.PROGRAMS", 3)
+
+
+@pytest.fixture
+def unordered(monkeypatch):
+    """Group edges without order where kernels are interpreted too."""
+    monkeypatch.setattr("anemoi_gt.graph.build._order_may_vary", lambda _: True)
+
+
+@pytest.fixture
 def anemoi_as_it_is():
     """Undo patches of Anemoi's blocks after a test."""
     from anemoi_gt.integrations import anemoi
