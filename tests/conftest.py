@@ -2,6 +2,8 @@
 
 import gc
 import os
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +15,8 @@ if not torch.cuda.is_available():
 
     speed_up_interpreter()
 
+
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))  # which are not part of the package
 
 LONG = (  # files with a test or a fixture of more than five seconds, longest first
     *("distributed/test_application", "distributed/test_on_ranks", "kernels/test_compile", "export/test_application"),

@@ -151,13 +151,6 @@ def test_best_pt_is_replaced_when_the_new_file_is_complete(best, form, monkeypat
     assert not best.with_name("best.pt.partial").exists()
 
 
-def test_a_full_disk_leaves_the_former_best_pt_and_names_it(best):
-    best.with_name("best.pt.partial").symlink_to("/dev/full")
-    with pytest.raises(OSError, match=f"could not write {best}: No space left on device"):
-        write_as_file(best)
-    assert best.read_bytes() == b"former"
-
-
 @pytest.mark.parametrize("asked", ["last.pt", "last"])
 @pytest.mark.parametrize("form", ["last", "last.former"])
 def test_a_folder_in_place_of_a_file_is_refused_with_the_command_that_converts_it(

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.batch import share, stack
 from support.compiling import lines_of
-from support.differentiate import randomise
 from support.graphs import GRAPHS
 from support.oracle import make_problem
 from support.refusals import raises, refused
@@ -13,8 +13,8 @@ from support.run import structure
 from support.weather import weather_graph
 from torch.export import Dim
 
-from anemoi_gt import AttentionConfig, EncoderProcessorDecoder, GraphTransformerProcessorBlock
-from anemoi_gt.export import Autocast, GraphInputModel, TensorGraphLayer, export_model, export_program, graph_tensors
+from anemoi_gt import EncoderProcessorDecoder
+from anemoi_gt.export import Autocast, GraphInputModel, export_model, export_program, graph_tensors
 from anemoi_gt.export.program import decomposition_of
 from anemoi_gt.ops.torch_backend.export_decomposition import decompose
 from anemoi_gt.ops.torch_backend.op import edge_attention_torch
@@ -55,24 +55,6 @@ def test_a_graph_input_model_runs_on_other_graphs(make_model, fields):
         assert_same(program, (fields(2), graph_tensors(model)), model(fields(2)))
         x = fields(3, OTHER[0]["data"])
         assert_same(program, (x, graph_tensors(other)), other(x))
-
-
-def test_a_tensor_graph_layer_takes_any_nodes_and_edges():
-    sizes = {"in_channels": 8, "hidden_dim": 16, "out_channels": 8, "num_heads": 2, "edge_dim": 3}
-    block = GraphTransformerProcessorBlock(**sizes, config=AttentionConfig(backend="torch"))
-    layer, (batch, nodes, edges) = TensorGraphLayer(randomise(block)), map(Dim, ("batch", "nodes", "edges"))
-
-    def problem(name, size):
-        graph = structure(GRAPHS[name])
-        state = {field: graph.state_dict()[field] for field in ("colptr", "row", "sources")}
-        return torch.randn(size, graph.num_src, 8), state, torch.randn(graph.num_edges, 3)
-
-    shapes = {"colptr": {0: nodes + 1}, "row": {0: edges}, "sources": {0: nodes}}
-    program = export_program(layer, problem("self_loops", 2), ({0: batch, 1: nodes}, shapes, {0: edges}))
-    with torch.no_grad():
-        for name, size in (("self_loops", 1), ("duplicates", 3)):
-            inputs = problem(name, size)
-            assert_same(program, inputs, layer(*inputs))
 
 
 EXAMPLE = r"x must be an example \[B, N, channels\] with B at least 1, got"
@@ -168,20 +150,15 @@ def test_exported_kernels_have_the_arguments_of_eager_ones():
 SHAPE = (3, 4, 2)  # heads, channels, attributes
 
 
-def arguments(name, form, dtype, batch, shared):
-    """Arguments of the operator and of its decomposition."""
-    problems = [make_problem(GRAPHS[name], *SHAPE, form, dtype, seed) for seed in range(batch)]
-
-    def stack(field):
-        found = [getattr(problem, field) for problem in problems]
-        return None if found[0] is None else torch.stack(found).detach()
-
-    attr, first = stack("edge_attr"), problems[0]
-    attr = attr[:1] if shared and attr is not None else attr
-    weight, bias = (None if tensor is None else tensor.detach() for tensor in (first.edge_weight, first.edge_bias))
-    graph = structure(GRAPHS[name], torch.device("cpu"))
+def arguments(name, form, dtype, shared):
+    """Arguments of the operator and of its decomposition, for a batch of two."""
+    samples = [make_problem(GRAPHS[name], *SHAPE, form, dtype, seed) for seed in range(2)]
+    batch = stack(share(samples, "edge_weight", "edge_bias", *(["edge_attr"] if shared else [])))
+    attr, graph = batch.edge_attr, structure(GRAPHS[name])
+    attr = attr[None] if shared and attr is not None else attr
     sides = (graph.colptr, graph.row, graph.perm, graph.global_edge_id, None, None, None)
-    return (*map(stack, ("query", "key", "value")), attr, weight, bias, *sides, None, 0.3, 0.0, False)
+    rows = (batch.query, batch.key, batch.value, attr, batch.edge_weight, batch.edge_bias)
+    return (*rows, *sides, None, 0.3, 0.0, False)
 
 
 @pytest.mark.parametrize("shared", [True, False], ids=["shared attributes", "batched attributes"])
@@ -189,13 +166,13 @@ def arguments(name, form, dtype, batch, shared):
 @pytest.mark.parametrize("form", ["raw", "raw_without_bias", "embedded", "none"])
 @pytest.mark.parametrize("name", GRAPHS)
 def test_decomposition_agrees_with_the_operator(name, form, dtype, shared):
-    operands = arguments(name, form, dtype, 2, shared)
+    operands = arguments(name, form, dtype, shared)
     for expected, actual in zip(edge_attention_torch(*operands), decompose(*operands), strict=True):
         assert (actual.dtype, actual.is_contiguous()) == (expected.dtype, True)
         torch.testing.assert_close(actual, expected)
 
 
 def test_dropout_raises():
-    operands = arguments("shuffled", "raw", torch.float32, 1, True)
+    operands = arguments("shuffled", "raw", torch.float32, True)
     with pytest.raises(ValueError, match="exported for inference, got dropout_p=0.1; call model.eval"):
         decompose(*operands[:-4], torch.tensor([1]), 0.3, 0.1, False)

@@ -23,11 +23,12 @@ SUMMED = [  # gradients of features that samples share are float32, though rows 
 CASES = full_cases() if torch.cuda.is_available() else pairwise_cases() + SUMMED
 judged = run if torch.cuda.is_available() else cache(run)  # the corpus of a CPU has the same cases again
 FORMS, SHAPES = COLUMNS["form"], COLUMNS["shape"]
-ODD_TILES = (  # heads, channels, edge_dim, each beyond a limit of a tile
-    (20, 64, 3),  # heads in two programs, the second not full
-    (3, 130, 5),  # channels of the contractions in three pieces, the last not full
-    (1, 1100, 2),  # a row longer than a program of one warp holds
-    (2, 4, 70),  # attributes that outnumber the channels
+BEYOND_A_TILE = (  # graph, dtype; heads, channels, edge_dim
+    ("isolated", torch.bfloat16, (20, 64, 3)),  # heads in two programs, the second not full
+    ("isolated", torch.bfloat16, (3, 130, 5)),  # channels of the contractions in three pieces, the last not full
+    ("isolated", torch.bfloat16, (1, 1100, 2)),  # a row longer than a program of one warp holds
+    ("isolated", torch.bfloat16, (2, 4, 70)),  # attributes that outnumber the channels
+    *(("many_to_few", torch.float32, (2, 8, n)) for n in (255, 256, 300)),  # with the bias: all a program holds, more
 )
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # numpy's, of the interpreter
 
@@ -65,17 +66,10 @@ def test_over_the_corpus_the_error_is_at_most_twice_that_of_plain_pytorch(dtype,
     corpus.assert_accurate()
 
 
-@pytest.mark.parametrize("shape", ODD_TILES, ids=str)
-def test_shapes_beyond_one_tile_are_as_accurate(shape, kernel_device):
-    problem = make_problem(GRAPHS["isolated"], *shape, dtype=torch.bfloat16)
-    result = attend(problem, structure(GRAPHS["isolated"], kernel_device), "triton")
-    assert_accurate(result, problem, torch.bfloat16)
-
-
-@pytest.mark.parametrize("edge_dim", [255, 256, 300])  # with the bias: all that a program holds, and more
-def test_any_number_of_attributes_is_served(edge_dim, kernel_device):
-    problem = make_problem(GRAPHS["many_to_few"], 2, 8, edge_dim, "raw", torch.float32)
-    assert_accurate(attend(problem, structure(GRAPHS["many_to_few"], kernel_device), "triton"), problem, torch.float32)
+@pytest.mark.parametrize(("name", "dtype", "shape"), BEYOND_A_TILE, ids=str)
+def test_shapes_beyond_one_tile_are_as_accurate(name, dtype, shape, kernel_device):
+    problem = make_problem(GRAPHS[name], *shape, dtype=dtype)
+    assert_accurate(attend(problem, structure(GRAPHS[name], kernel_device), "triton"), problem, dtype)
 
 
 @pytest.mark.parametrize("form", ["raw", "embedded"])
