@@ -128,18 +128,11 @@ def test_a_checkpoint_that_cannot_be_written_is_named(written, alone):
     assert load_values(written, "config")["seed"] == 1
 
 
-@pytest.fixture
-def best(alone, tmp_path):
-    """The name of a best checkpoint of several ranks, with a former file under it."""
-    dcp.save({"average": {"weight": torch.arange(5.0)}}, checkpoint_id=tmp_path / "best")
-    (tmp_path / "best.pt").write_bytes(b"former")
-    return tmp_path / "best.pt"
-
-
 @pytest.mark.parametrize("form", ["best", "best.former"])
-def test_best_pt_is_replaced_when_the_new_file_is_complete(best, form, monkeypatch):
-    best.with_suffix("").rename(best.with_name(form))
-    write = torch.save
+def test_best_pt_is_replaced_when_the_new_file_is_complete(alone, form, monkeypatch, tmp_path):
+    dcp.save({"average": {"weight": torch.arange(5.0)}}, checkpoint_id=tmp_path / form)
+    best, write = tmp_path / "best.pt", torch.save
+    best.write_bytes(b"former")
 
     def watched(state, file):
         write(state, file)

@@ -99,14 +99,6 @@ def test_unsorted_edges_give_the_same_bits_again_and_with_other_threads():
     assert_same(results[2], results[0], 0)
 
 
-def test_operators_with_unsorted_edges_pass_opcheck():
-    inputs = [each.requires_grad_() for each in operands(2).values()]
-    inputs[3] = inputs[3].detach()[None].requires_grad_()
-    src, dst = torch.randint(NODES, (2, EDGES), generator=torch.Generator().manual_seed(0))
-    arguments = [*inputs, None, src, None, None, None, dst, None, torch.tensor([3]), 0.5, 0.2, True]
-    torch.library.opcheck(torch.ops.anemoi_gt.edge_attention_torch.default, arguments)
-
-
 def test_formulas_on_edge_rows_are_chosen_by_sizes_on_a_cpu(monkeypatch):
     called, attend = [], edge_rows.attend
     monkeypatch.setattr(edge_rows, "attend", lambda flat: called.append(flat) or attend(flat))
