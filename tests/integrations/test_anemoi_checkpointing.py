@@ -1,6 +1,7 @@
 """Activation checkpointing under `install`: the same numbers in all modes, what is computed twice, what is refused."""
 
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
@@ -96,37 +97,25 @@ def test_components_without_a_mode_follow_their_switch(graph, expected, switches
     assert counted(calls)[ATTENTION] == 2 * (3 + len(twice))
 
 
-@pytest.fixture
-def recording():
-    """Return a backend of torch.compile, and the numbers of operators in its forward and backward graphs."""
-    torch.compiler.reset()
-    counts = {"forward": Counter(), "backward": Counter()}
-
-    def compiler(kind):
-        def record(module, inputs):
-            counts[kind].update(str(node.target) for node in module.graph.nodes)
-            return module.forward
-
-        return record
-
-    compilers = {f"{short}_compiler": compiler(kind) for short, kind in (("fw", "forward"), ("bw", "backward"))}
-    return aot_autograd(**compilers, partition_fn=min_cut_rematerialization_partition), counts
-
-
 @pytest.mark.parametrize("conv", ["pyg", "triton"])
-def test_compiled_whole_selective_checkpoints_keep_the_attention_and_products(graph, expected, recording, conv):
-    backend, counts = recording
-    numbers, eager = expected
+def test_compiled_whole_selective_checkpoints_keep_the_attention_and_products(graph, expected, conv):
+    torch.compiler.reset()
+    (numbers, eager), forward, backward = expected, Counter(), Counter()
+
+    def count(operators, module, inputs):
+        operators.update(str(node.target) for node in module.graph.nodes)
+        return module.forward
+
+    compilers = {"fw_compiler": partial(count, forward), "bw_compiler": partial(count, backward)}
+    backend = aot_autograd(**compilers, partition_fn=min_cut_rematerialization_partition)
     with anemoi.install(activation_checkpointing="selective"):
         model = compiled(make_model(graph, conv), WHOLE, backend=backend)
         assert_same_numbers(flat(differentiate(model, draw(graph))), flat(numbers))
-    attention, backward = counts["forward"][ATTENTION], counts["backward"]
+    attention = forward[ATTENTION]
     assert attention == eager[ATTENTION]
     assert backward[ATTENTION] == 0 and backward["anemoi_gt.edge_attention_torch_backward.default"] == attention
     assert backward[PRODUCT] == 0 and backward[ACTIVATION] == attention
-    assert (
-        counts["forward"]["anemoi_gt.chunk_result.default"] == 3
-    )  # nodes and edges between the processor's two, last nodes
+    assert forward["anemoi_gt.chunk_result.default"] == 3  # nodes and edges between the processor's two, last nodes
 
 
 def test_compiled_whole_blocks_are_recomputed_one_chunk_at_a_time(graph):
