@@ -6,6 +6,7 @@ import pytest
 import torch
 from support.batch import share, stack
 from support.compiling import lines_of
+from support.differentiate import randomise
 from support.graphs import GRAPHS
 from support.oracle import make_problem
 from support.refusals import raises, refused
@@ -13,8 +14,8 @@ from support.run import structure
 from support.weather import weather_graph
 from torch.export import Dim
 
-from anemoi_gt import EncoderProcessorDecoder
-from anemoi_gt.export import Autocast, GraphInputModel, export_model, export_program, graph_tensors
+from anemoi_gt import AttentionConfig, EncoderProcessorDecoder, GraphTransformerProcessorBlock
+from anemoi_gt.export import Autocast, GraphInputModel, TensorGraphLayer, export_model, export_program, graph_tensors
 from anemoi_gt.export.program import decomposition_of
 from anemoi_gt.ops.torch_backend.export_decomposition import decompose
 from anemoi_gt.ops.torch_backend.op import edge_attention_torch
@@ -55,6 +56,24 @@ def test_a_graph_input_model_runs_on_other_graphs(make_model, fields):
         assert_same(program, (fields(2), graph_tensors(model)), model(fields(2)))
         x = fields(3, OTHER[0]["data"])
         assert_same(program, (x, graph_tensors(other)), other(x))
+
+
+def test_a_tensor_graph_layer_takes_any_nodes_and_edges():
+    sizes = {"in_channels": 8, "hidden_dim": 16, "out_channels": 8, "num_heads": 2, "edge_dim": 3}
+    block = GraphTransformerProcessorBlock(**sizes, config=AttentionConfig(backend="torch"))
+    layer, (batch, nodes, edges) = TensorGraphLayer(randomise(block)), map(Dim, ("batch", "nodes", "edges"))
+
+    def problem(name, size):
+        graph = structure(GRAPHS[name])
+        state = {field: graph.state_dict()[field] for field in ("colptr", "row", "sources")}
+        return torch.randn(size, graph.num_src, 8), state, torch.randn(graph.num_edges, 3)
+
+    shapes = {"colptr": {0: nodes + 1}, "row": {0: edges}, "sources": {0: nodes}}
+    program = export_program(layer, problem("self_loops", 2), ({0: batch, 1: nodes}, shapes, {0: edges}))
+    with torch.no_grad():
+        for name, size in (("self_loops", 1), ("duplicates", 3)):
+            inputs = problem(name, size)
+            assert_same(program, inputs, layer(*inputs))
 
 
 EXAMPLE = r"x must be an example \[B, N, channels\] with B at least 1, got"
