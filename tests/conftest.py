@@ -2,6 +2,8 @@
 
 import gc
 import os
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +15,8 @@ if not torch.cuda.is_available():
 
     speed_up_interpreter()
 
+
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))  # which are not part of the package
 
 LONG = (  # files with a test or a fixture of more than five seconds, longest first
     *("distributed/test_application", "distributed/test_on_ranks", "kernels/test_compile", "export/test_application"),
@@ -69,6 +73,19 @@ def restore_logging():
     """Undo changes of an application to logging."""
     with logging_as_before():
         yield
+
+
+@pytest.fixture
+def few_programs(monkeypatch):
+    """Few programs share sums over nodes, so that each has several tiles, and the interpreter few programs."""
+    for module in ("launch", "node_rows"):
+        monkeypatch.setattr(f"anemoi_gt.ops.triton_backend.{module}.PROGRAMS", 3)
+
+
+@pytest.fixture
+def unordered(monkeypatch):
+    """Group edges without order where kernels are interpreted too."""
+    monkeypatch.setattr("anemoi_gt.graph.build._order_may_vary", lambda _: True)
 
 
 @pytest.fixture

@@ -1,14 +1,13 @@
 """Tested releases of PyTorch and Triton, and the warning about others."""
 
 import re
-import subprocess
-import sys
 import tomllib
 import warnings
 from pathlib import Path
 
 import pytest
 import torch
+from test_house import run_without
 
 from anemoi_gt import AttentionConfig, GraphStructure, UntestedVersionsWarning, compatibility, edge_attention, info
 
@@ -37,10 +36,6 @@ def warned(call):
         warnings.simplefilter("always")
         call()
     return [str(warning.message) for warning in caught if issubclass(warning.category, UntestedVersionsWarning)]
-
-
-def run(code):
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
 
 
 def test_untested_releases_are_named_once_per_process(untested):
@@ -85,7 +80,7 @@ def test_pairs_outside_the_table_are_untested_and_without_triton_torch_decides(t
 
 def test_importing_the_package_looks_up_no_release_and_imports_no_compiler():
     code = "import importlib.metadata as m, sys, torch\nm.version = lambda name: exit(f'looked up {name}')\n"
-    result = run(code + "import anemoi_gt\nsys.exit('torch._dynamo' in sys.modules)")
+    result = run_without((), code + "import anemoi_gt\nsys.exit('torch._dynamo' in sys.modules)")
     assert result.returncode == 0, result.stderr
 
 

@@ -1,11 +1,6 @@
-"""Paths for the benchmarks, which are not part of the package, and a tiny problem."""
-
-import sys
-from pathlib import Path
+"""A tiny problem."""
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 
 @pytest.fixture

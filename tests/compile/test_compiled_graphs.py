@@ -6,7 +6,6 @@ from support.compiled import DIM, SIZES, assert_compiled_is_eager, call, countin
 from torch import nn
 
 from anemoi_gt import GraphStructure
-from anemoi_gt.graph import build
 
 
 def compiled_once(function):
@@ -79,8 +78,7 @@ def test_edges_from_a_mask_are_compiled_once_for_any_number():
     assert_step_is_eager(layer, from_mask(layer), draw_mask(SIZES[0]), draw_mask(SIZES[1]))
 
 
-def test_kernels_take_edges_that_are_grouped_without_order(kernel_device, monkeypatch):
-    monkeypatch.setattr(build, "_order_may_vary", lambda index: True)  # on a CPU too
+def test_kernels_take_edges_that_are_grouped_without_order(kernel_device, unordered):
     layer = make_layer("conv", "triton", kernel_device)
     assert_step_is_eager(layer, from_nonzero(layer, stable=False), draw_matrix((5, 4, 9, 1), device=kernel_device))
 
@@ -105,29 +103,15 @@ def test_attributes_of_another_number_of_edges_raise_at_run_time():
             compiled(matrix, ~matrix, tensors)
 
 
+@pytest.mark.parametrize("validate", [True, False])
 @pytest.mark.parametrize("row", [0, 1])
-def test_indices_out_of_range_raise_at_run_time(row):
-    compiled, _ = compiled_once(lambda e, n: GraphStructure.from_edge_index(e, (n.shape[0], n.shape[1])).row)
+def test_indices_out_of_range_raise_at_run_time(row, validate):
+    compiled, _ = compiled_once(lambda e, n: GraphStructure.from_edge_index(e, tuple(n.shape), validate=validate).row)
     edge_index, nodes = make_edges(9, 7, 31), torch.empty(9, 7)
     assert torch.equal(compiled(edge_index, nodes), GraphStructure.from_edge_index(edge_index, (9, 7)).row)
     edge_index[row, 5] = (9, 7)[row]
     with pytest.raises(RuntimeError, match="must hold values from 0 to below the number of nodes"):
         compiled(edge_index, nodes)
-
-
-def test_the_assertion_of_unchecked_indices_is_part_of_the_traced_graph():
-    graphs = []
-
-    def keep(module, _):
-        graphs.append(module)
-        return module.forward
-
-    def convert(edges, nodes):
-        return GraphStructure.from_edge_index(edges, tuple(nodes.shape), validate=False).row
-
-    torch.compile(convert, fullgraph=True, backend=keep)(make_edges(9, 7, 31), torch.empty(9, 7))
-    (graph,) = graphs
-    assert sum("_assert_async" in str(node.target) for node in graph.graph.nodes) == 2
 
 
 BREAK = {  # each makes the values of one field wrong, not its metadata

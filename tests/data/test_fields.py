@@ -70,18 +70,12 @@ def write_grib(path, sample, states, **keys):
 def test_grib_on_regular_and_reduced_grids_is_read(tmp_path):
     rng = np.random.default_rng(0)
     grid = {"Ni": 4, "Nj": 3, "iDirectionIncrementInDegrees": 2.0, "jDirectionIncrementInDegrees": 2.0}
-    first, last = (
-        {f"{axis}Of{which}GridPointInDegrees": x for axis, x in axes.items()}
-        for which, axes in (
-            ("First", {"latitude": 58.0, "longitude": 350.0}),
-            ("Last", {"latitude": 54.0, "longitude": 356.0}),
-        )
-    )
+    for which, latitude, longitude in (("First", 58.0, 350.0), ("Last", 54.0, 356.0)):
+        grid |= {
+            f"{axis}Of{which}GridPointInDegrees": x for axis, x in (("latitude", latitude), ("longitude", longitude))
+        }
     cases = {
-        "regular_ll_sfc_grib2": (
-            regional([58, 56, 54], [350, 352, 354, 356]),
-            grid | first | last | {"shortName": "2t"},
-        ),
+        "regular_ll_sfc_grib2": (regional([58, 56, 54], [350, 352, 354, 356]), grid | {"shortName": "2t"}),
         "reduced_gg_pl_32_grib2": (classic(32), {"shortName": "t", "level": 850}),
     }
     for sample, (nodes, keys) in cases.items():
@@ -142,27 +136,23 @@ def test_samples_have_normalised_inputs_of_past_times_and_change_from_the_presen
     )
 
 
+DATES = {
+    "train": ["2020-01-01", "2020-01-05"],
+    "valid": ["2020-01-06", "2020-01-07"],
+    "test": ["2020-01-08", "2020-02"],
+}
+
+
 def test_splits_follow_dates_and_samples_with_missing_times_are_left_out(tmp_path):
     weather_file(times=np.delete(TIMES, 6)).to_netcdf(tmp_path / "gap.nc")
-    dates = {
-        "train": ["2020-01-01", "2020-01-05"],
-        "valid": ["2020-01-06", "2020-01-07"],
-        "test": ["2020-01-08", "2020-02"],
-    }
-    splits = field_data(str(tmp_path / "gap.nc"), **dates)
+    splits = field_data(str(tmp_path / "gap.nc"), **DATES)
     starts = [[part.title(i).split(" UTC")[0] for i in range(len(part))] for part in splits]
     named = [str(time)[:16].replace("T", " ") for time in TIMES]
     assert starts == [[*named[1:5], *named[8:19]], named[20:27], named[28:39]]
 
 
 def test_a_rollout_of_the_truth_has_the_inputs_of_later_samples_and_needs_its_forcings(file):
-    test = field_data(
-        file,
-        forcings=["z_500", "lsm"],
-        train=["2020-01-01", "2020-01-05"],
-        valid=["2020-01-06"] * 2,
-        test=["2020-01-07", "2020-01-10"],
-    ).test
+    test = field_data(file, forcings=["z_500", "lsm"], **DATES).test
     step = test.advance(0, [test.truth(0), test.truth(1)])
     assert torch.equal(step.inputs, test.inputs(2)) and torch.equal(step.truth, test.truth(2))
     assert torch.equal(step.reference, test.reference(2))

@@ -80,11 +80,7 @@ def hierarchy():
 def test_hierarchy_has_cutoff_edges_down_nearest_edges_up_and_all_coarser_levels_within(hierarchy):
     sizes = {"data": 1600, "hidden": 642, "hidden_2": 162, "hidden_3": 42}
     assert {name: hierarchy[name].num_nodes for name in hierarchy.node_types} == sizes and hierarchy.validate()
-    meshes = {
-        "hidden": icosphere(3, (0, 1, 2, 3)),
-        "hidden_2": icosphere(2, (0, 1, 2)),
-        "hidden_3": icosphere(1, (0, 1)),
-    }
+    meshes = {name: icosphere(n, tuple(range(n + 1))) for name, n in (("hidden", 3), ("hidden_2", 2), ("hidden_3", 1))}
     finest = meshes["hidden"].nodes
     expected = {(name, "to", name): mesh.edge_index for name, mesh in meshes.items()}
     expected |= {ENCODER: edges.cutoff(O16, finest, 0.7), DECODER: edges.nearest(finest, O16, 2)}

@@ -91,7 +91,8 @@ def chunks_of_a_shard_with_few_nodes_or_edges_give_what_the_whole_graph_gives(gr
     kernels = LayerKernels(LayerNorm=partial(ConditionalLayerNorm, condition_shape=2))
     sizes = {"in_channels": 8, "hidden_dim": 8, "out_channels": 8, "num_heads": 2, "edge_dim": 3}
     torch.manual_seed(0)
-    block = GraphTransformerMapperBlock(**sizes, dropout=0.5, layer_kernels=kernels, config=CONFIG).double()
+    options = {"update_src_nodes": True, "dropout": 0.5, "layer_kernels": kernels, "config": CONFIG}
+    block = GraphTransformerMapperBlock(**sizes, **options).double()
     for name, each in product(("two_nodes", "one_end", "no_edges", "isolated"), (True, False)):
         graph, draw = structure(name), partial(torch.randn, dtype=torch.float64, requires_grad=True)
         shard, nodes = shard_graph(graph, group), (graph.num_src, graph.num_dst)
@@ -102,11 +103,15 @@ def chunks_of_a_shard_with_few_nodes_or_edges_give_what_the_whole_graph_gives(gr
         own_x = tuple(rows[:, index] for rows, index in zip(x, own, strict=True))
         own_cond = tuple(rows[index] if each else rows for rows, index in zip(cond, own, strict=True))
         block.eval()
-        whole = block(x, graph, edge_attr, cond=cond)[1]
-        part = block(own_x, shard.split(3), edge_attr[shard.edges], cond=own_cond)[1]
-        verdict.close(f"{name}: output", part.detach(), whole[:, own[1]].detach())
-        expected = torch.autograd.grad(whole.square().sum(), leaves, materialize_grads=True)
-        for n, gradient in enumerate(torch.autograd.grad(part.square().sum(), leaves, materialize_grads=True)):
+        whole = block(x, graph, edge_attr, cond=cond)
+        part = block(own_x, shard.split(3), edge_attr[shard.edges], cond=own_cond)
+        for side, index in enumerate(own):  # sources are updated too
+            verdict.close(f"{name}: output {side}", part[side].detach(), whole[side][:, index].detach())
+        expected, gradients = (
+            torch.autograd.grad(sum(out.square().sum() for out in outputs), leaves, materialize_grads=True)
+            for outputs in (whole, part)
+        )
+        for n, gradient in enumerate(gradients):
             dist.all_reduce(gradient, group=group)
             verdict.close(
                 f"{name}: gradient {n}", gradient, expected[n], terms=torch.cat([g.flatten() for g in expected])

@@ -2,14 +2,11 @@
 
 import json
 import re
-import sys
-from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
-import sharding  # noqa: E402
-from suite.table import put_into  # noqa: E402
-from support.forked import forked_commands  # noqa: E402
+import sharding
+from suite.table import put_into
+from support.forked import forked_commands
+from support.pages import ROOT
 
 
 def test_one_and_two_ranks_and_models_of_anemoi_are_compared_timed_and_plotted(tmp_path, monkeypatch):

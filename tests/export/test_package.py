@@ -74,18 +74,6 @@ class Doubles(torch.nn.Module):
         return 2 * x
 
 
-@pytest.fixture
-def verify(monkeypatch, tmp_path):
-    """Verify a fake package against Doubles on a tensor of equal values."""
-
-    def verify(package, values, dtype=torch.float32):
-        (tmp_path / "any.pt2").write_bytes(b"any")
-        monkeypatch.setattr(torch._inductor, "aoti_load_package", lambda path: package)
-        return verify_package(str(tmp_path / "any.pt2"), Doubles(), [torch.full((1, 3, 2), values)], dtype)
-
-    return verify
-
-
 @pytest.mark.parametrize(
     ("package", "dtype", "error", "message"),
     [
@@ -94,10 +82,12 @@ def verify(monkeypatch, tmp_path):
         (lambda x: 2 * x, torch.float64, ValueError, "dtype must be one of torch.float32, .*, got torch.float64"),
     ],
 )
-def test_verification_fails_for_another_result_or_an_unknown_dtype(verify, package, dtype, error, message):
+def test_verification_fails_for_another_result_or_an_unknown_dtype(package, dtype, error, message, monkeypatch):
+    monkeypatch.setattr(torch._inductor, "aoti_load_package", lambda path: package)
     with pytest.raises(error, match=message):
-        verify(package, 1.0, dtype)
-    assert verify(lambda x: x, 0.0).error == 0  # equal zeros
+        verify_package(__file__, Doubles(), [torch.ones(1, 3, 2)], dtype)
+    monkeypatch.setattr(torch._inductor, "aoti_load_package", lambda path: lambda x: x)
+    assert verify_package(__file__, Doubles(), [torch.zeros(1, 3, 2)], torch.float32).error == 0  # equal zeros
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.batch import share, stack
 from support.compiling import lines_of
 from support.differentiate import randomise
 from support.graphs import GRAPHS
@@ -168,20 +169,15 @@ def test_exported_kernels_have_the_arguments_of_eager_ones():
 SHAPE = (3, 4, 2)  # heads, channels, attributes
 
 
-def arguments(name, form, dtype, batch, shared):
-    """Arguments of the operator and of its decomposition."""
-    problems = [make_problem(GRAPHS[name], *SHAPE, form, dtype, seed) for seed in range(batch)]
-
-    def stack(field):
-        found = [getattr(problem, field) for problem in problems]
-        return None if found[0] is None else torch.stack(found).detach()
-
-    attr, first = stack("edge_attr"), problems[0]
-    attr = attr[:1] if shared and attr is not None else attr
-    weight, bias = (None if tensor is None else tensor.detach() for tensor in (first.edge_weight, first.edge_bias))
-    graph = structure(GRAPHS[name], torch.device("cpu"))
+def arguments(name, form, dtype, shared):
+    """Arguments of the operator and of its decomposition, for a batch of two."""
+    samples = [make_problem(GRAPHS[name], *SHAPE, form, dtype, seed) for seed in range(2)]
+    batch = stack(share(samples, "edge_weight", "edge_bias", *(["edge_attr"] if shared else [])))
+    attr, graph = batch.edge_attr, structure(GRAPHS[name])
+    attr = attr[None] if shared and attr is not None else attr
     sides = (graph.colptr, graph.row, graph.perm, graph.global_edge_id, None, None, None)
-    return (*map(stack, ("query", "key", "value")), attr, weight, bias, *sides, None, 0.3, 0.0, False)
+    rows = (batch.query, batch.key, batch.value, attr, batch.edge_weight, batch.edge_bias)
+    return (*rows, *sides, None, 0.3, 0.0, False)
 
 
 @pytest.mark.parametrize("shared", [True, False], ids=["shared attributes", "batched attributes"])
@@ -189,13 +185,13 @@ def arguments(name, form, dtype, batch, shared):
 @pytest.mark.parametrize("form", ["raw", "raw_without_bias", "embedded", "none"])
 @pytest.mark.parametrize("name", GRAPHS)
 def test_decomposition_agrees_with_the_operator(name, form, dtype, shared):
-    operands = arguments(name, form, dtype, 2, shared)
+    operands = arguments(name, form, dtype, shared)
     for expected, actual in zip(edge_attention_torch(*operands), decompose(*operands), strict=True):
         assert (actual.dtype, actual.is_contiguous()) == (expected.dtype, True)
         torch.testing.assert_close(actual, expected)
 
 
 def test_dropout_raises():
-    operands = arguments("shuffled", "raw", torch.float32, 1, True)
+    operands = arguments("shuffled", "raw", torch.float32, True)
     with pytest.raises(ValueError, match="exported for inference, got dropout_p=0.1; call model.eval"):
         decompose(*operands[:-4], torch.tensor([1]), 0.3, 0.1, False)

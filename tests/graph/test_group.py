@@ -38,12 +38,6 @@ def shuffled(kernel_device):
     return edge_index.to(kernel_device), sizes
 
 
-@pytest.fixture
-def unordered(monkeypatch):
-    """Group without order where kernels are interpreted too."""
-    monkeypatch.setattr(build, "_order_may_vary", lambda _: True)
-
-
 def refuse(*_):
     raise AssertionError("edges must not be grouped this way")
 

@@ -1,18 +1,18 @@
 """Activation checkpointing under `install`: the same numbers in all modes, what is computed twice, what is refused."""
 
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
 from functorch.compile import min_cut_rematerialization_partition
 from hydra.utils import instantiate
 from support.anemoi_model import build, differentiate, draw, for_gpu, make_options
+from support.backward_graph import whole_blocks_of_backward
 from support.operators import Operators
 from support.same_numbers import assert_same_numbers
 from support.weather import weather_graph
 from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo.exc import BackendCompilerFailed
-from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 
 from anemoi_gt.integrations import anemoi
 
@@ -97,54 +97,32 @@ def test_components_without_a_mode_follow_their_switch(graph, expected, switches
     assert counted(calls)[ATTENTION] == 2 * (3 + len(twice))
 
 
-@pytest.fixture
-def recording():
-    """Return a backend of torch.compile, and the numbers of operators in its forward and backward graphs."""
-    torch.compiler.reset()
-    counts = {"forward": Counter(), "backward": Counter()}
-
-    def compiler(kind):
-        def record(module, inputs):
-            counts[kind].update(str(node.target) for node in module.graph.nodes)
-            return module.forward
-
-        return record
-
-    compilers = {f"{short}_compiler": compiler(kind) for short, kind in (("fw", "forward"), ("bw", "backward"))}
-    return aot_autograd(**compilers, partition_fn=min_cut_rematerialization_partition), counts
-
-
 @pytest.mark.parametrize("conv", ["pyg", "triton"])
-def test_compiled_whole_selective_checkpoints_keep_the_attention_and_products(graph, expected, recording, conv):
-    backend, counts = recording
-    numbers, eager = expected
+def test_compiled_whole_selective_checkpoints_keep_the_attention_and_products(graph, expected, conv):
+    torch.compiler.reset()
+    (numbers, eager), forward, backward = expected, Counter(), Counter()
+
+    def count(operators, module, inputs):
+        operators.update(str(node.target) for node in module.graph.nodes)
+        return module.forward
+
+    compilers = {"fw_compiler": partial(count, forward), "bw_compiler": partial(count, backward)}
+    backend = aot_autograd(**compilers, partition_fn=min_cut_rematerialization_partition)
     with anemoi.install(activation_checkpointing="selective"):
         model = compiled(make_model(graph, conv), WHOLE, backend=backend)
         assert_same_numbers(flat(differentiate(model, draw(graph))), flat(numbers))
-    attention, backward = counts["forward"][ATTENTION], counts["backward"]
+    attention = forward[ATTENTION]
     assert attention == eager[ATTENTION]
     assert backward[ATTENTION] == 0 and backward["anemoi_gt.edge_attention_torch_backward.default"] == attention
     assert backward[PRODUCT] == 0 and backward[ACTIVATION] == attention
-    assert (
-        counts["forward"]["anemoi_gt.chunk_result.default"] == 3
-    )  # nodes and edges between the processor's two, last nodes
+    assert forward["anemoi_gt.chunk_result.default"] == 3  # nodes and edges between the processor's two, last nodes
 
 
 def test_compiled_whole_blocks_are_recomputed_one_chunk_at_a_time(graph):
-    names, block = [], "anemoi_gt.transformer_block"
-
-    def partition(joint, *arguments, **options):
-        joint_graph_passes(joint)  # those of Inductor, which remove copies
-        _, backward = min_cut_rematerialization_partition(joint, *arguments, **options)
-        names.extend(str(node.target).removesuffix(".default") for node in backward.graph.nodes)
-        raise InterruptedError("all is known")
-
-    model = make_model(graph, layers=4, layer_chunks=2)
-    compiled(model, WHOLE[:1], backend=aot_autograd(fw_compiler=None, partition_fn=partition))
-    with anemoi.install(backend="triton", blocks=True), pytest.raises(BackendCompilerFailed, match="all is known"):
-        model(draw(graph))
-    chunk = 2 * [block] + 2 * [f"{block}_backward"]
-    assert [name for name in names if name.startswith(block)] == 2 * chunk
+    model, block = make_model(graph, layers=4, layer_chunks=2), "anemoi_gt.transformer_block"
+    with anemoi.install(backend="triton", blocks=True):
+        found = whole_blocks_of_backward(lambda backend: compiled(model, WHOLE[:1], backend=backend)(draw(graph)))
+    assert found == 2 * (2 * [block] + 2 * [f"{block}_backward"])
 
 
 def test_inductor_keeps_them_too(graph):

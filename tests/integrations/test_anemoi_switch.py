@@ -32,9 +32,7 @@ CHANGED = (GraphTransformerBaseBlock, khop_edges.GraphPartition, *LAYERS, *MODEL
 CHANGED += (NoiseConditioning, NamedNodesAttributes, target_features, *(sys.modules[m.__module__] for m in MODELS))
 
 
-@pytest.fixture
-def inputs():
-    return block_inputs()
+inputs = pytest.fixture(block_inputs)
 
 
 @pytest.mark.parametrize("variable", ("", "triton"))  # Anemoi's for its backend

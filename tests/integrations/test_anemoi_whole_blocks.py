@@ -18,8 +18,9 @@ from torch.utils.checkpoint import checkpoint
 
 from anemoi_gt.integrations import anemoi as integration
 from anemoi_gt.nn import whole_block
-from anemoi_gt.ops.triton_backend import launch, node_rows
+from anemoi_gt.ops.triton_backend import node_rows
 
+pytestmark = pytest.mark.usefixtures("few_programs")
 KINDS = {"processor": GraphTransformerProcessorBlock, "mapper": GraphTransformerMapperBlock}
 SERVED = ({}, {"edge_pre_mlp": True}, {"attn_channels": 8}, {"shard_strategy": "heads"}, {"bias": False})
 OPERATOR = "anemoi_gt.transformer_block.default"
@@ -30,13 +31,6 @@ BLOCKS = partial(integration.install, backend="triton", blocks=True)
 def graph():
     """13 data points, 7 hidden nodes: the interpreter runs them one by one."""
     return weather_graph({"data": 13, "hidden": 7}, dict.fromkeys(KINDS_OF_EDGES, 24))
-
-
-@pytest.fixture(autouse=True)
-def few_programs(monkeypatch):
-    """Few programs share sums over nodes."""
-    for module in (launch, node_rows):
-        monkeypatch.setattr(module, "PROGRAMS", 3)
 
 
 def block_of(kind, backend="pyg", **options):

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from support.differentiate import differentiate
 from support.pyg_models import DIM, MODELS, TextGraphEncoder, TwoLayers, UnifiedMessagePassing, make_hetero
 from support.same_numbers import assert_same_numbers
 from torch import nn
@@ -47,14 +48,7 @@ def layers_of(model, kind):
 
 def assert_same_gradients(ours, theirs, *inputs):
     """Check that output and gradients of two models are the same."""
-    results = []
-    for model in (ours, theirs):
-        model.zero_grad(set_to_none=True)
-        out = model(*inputs)
-        out.sin().sum().backward()
-        results.append((out.detach(), {name: parameter.grad for name, parameter in model.named_parameters()}))
-    for actual, expected in zip(*results, strict=True):
-        assert_same_numbers(actual, expected)
+    assert_same_numbers(*(differentiate(model, {}, lambda _, m=model: m(*inputs)) for model in (ours, theirs)))
 
 
 @models

@@ -50,11 +50,6 @@ def weather_model(**options):
     return model, torch.randn(1, 208, 2)
 
 
-@pytest.fixture(scope="module")
-def weather():
-    return weather_model(num_layers=3, trainable_edges=8)
-
-
 def operators(layer):
     return [pass_.operator for pass_ in layer.passes]
 
@@ -78,8 +73,9 @@ def test_rejected_backends_have_a_reason(conv, inputs, monkeypatch):
     assert explain(conv, *inputs).layers[0].rejected == {"triton": "could serve; the config names 'torch'"}
 
 
-def test_layers_have_the_names_of_their_modules_and_share_a_table_if_they_differ_by_name_alone(weather):
-    (model, _), found = weather, explain(*weather)
+def test_layers_have_the_names_of_their_modules_and_share_a_table_if_they_differ_by_name_alone():
+    model, x = weather_model(num_layers=3, trainable_edges=8)
+    found = explain(model, x)
     names = ["encoder.data.proc", *(f"processor.proc.{i}" for i in range(3)), "decoder.data.proc"]
     assert [layer.name for layer in found.layers] == names and {layer.features for layer in found.layers} == {"raw"}
     edges = model.encoder_edges["data"], *[model.processor_edges] * 3, model.decoder_edges["data"]

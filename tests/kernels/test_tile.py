@@ -2,26 +2,21 @@
 
 import json
 import re
-import sys
 from itertools import product
-from pathlib import Path
 
 import pytest
+from suite.tile_candidates import MAX_HELD, MIN_HELD, ROW_KERNELS, SHARED_BYTES, candidates
+from support.pages import ROOT
 
 from anemoi_gt.ops.triton_backend import tiles
 from anemoi_gt.ops.triton_backend.tiles import Shape, destination_tile, forward_tile
-
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
-
-from suite.tile_candidates import MAX_HELD, MIN_HELD, ROW_KERNELS, SHARED_BYTES, candidates  # noqa: E402
 
 GRAPHS = {  # N320 and icosphere 6: sources, destinations, edges
     "encoder": (542_080, 40_962, 852_840),
     "processor": (40_962, 40_962, 327_600),
     "decoder": (40_962, 542_080, 1_626_240),
 }
-SWEEP = json.loads((BENCHMARKS / "results/row_tiles_h200.json").read_text())
+SWEEP = json.loads((ROOT / "benchmarks" / "results" / "row_tiles_h200.json").read_text())
 MEASURED = {}  # kernel, graph, channels: ms of each tile with all 16 heads on an H200
 for graph, width, kind, num_warps, unroll, nodes, pairs, ms in SWEEP["rows"]:
     MEASURED.setdefault((kind, graph, width), {})[tiles.RowTile(16, width, unroll, num_warps, nodes, pairs)] = ms

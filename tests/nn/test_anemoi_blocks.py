@@ -44,9 +44,6 @@ def name_of(row):
     return "-".join(value if isinstance(value, str) else f"{name}={value}" for name, value in sorted(row.items()))
 
 
-every_row = pytest.mark.parametrize("row", ROWS, ids=name_of)
-
-
 def options_of(row):
     sizes = {"in_channels": CHANNELS, "out_channels": CHANNELS, "hidden_dim": HIDDEN}
     sizes |= {"num_heads": HEADS, "edge_dim": DIM}
@@ -129,7 +126,7 @@ def make_pair(row):
     return theirs, ours
 
 
-@every_row
+@pytest.mark.parametrize("row", ROWS, ids=name_of)
 def test_state_dicts_load_both_ways_and_output_and_all_gradients_are_theirs_in_float64(row):
     theirs, ours = make_pair(row)
     assert list(ours.state_dict()) == list(theirs.state_dict())

@@ -45,38 +45,6 @@ def test_a_batch_on_one_graph_gives_what_each_element_gives_alone(kind, shared):
     assert_same(run(block, x, edge_index, edge_attr), torch.stack(expected), 1e-12)
 
 
-class HaloAtHand:
-    """A sharded graph whose halo is known: the smallest object that has what `ShardedGraph` asks for."""
-
-    def __init__(self, structure, halo):
-        self.structure, self.halo = structure, halo
-
-    def start_exchange(self, x_src):
-        self.rows = torch.cat([x_src, self.halo])
-        return self
-
-    def wait(self):
-        return self.rows
-
-
-def test_a_processor_block_takes_a_sharded_graph():
-    block, (edge_index, edge_attr), x = make_block("processor"), make_edges(8, 8), draw(8, CHANNELS)
-    mine = edge_index[1] < 5
-    structure = GraphStructure.from_edge_index(edge_index[:, mine], (8, 5))
-    shard = HaloAtHand(structure, halo=block.layer_norm_attention(x[5:]))
-    assert_same(block(x[:5], shard, edge_attr[mine]), run(block, x, edge_index, edge_attr)[:5], 1e-12)
-
-
-def test_a_mapper_block_takes_a_sharded_graph_and_updates_the_local_sources():
-    block = make_block("mapper", update_src_nodes=True)
-    (edge_index, edge_attr), x_src, x_dst = make_edges(8, 6), draw(8, CHANNELS), draw(6, CHANNELS)
-    whole = block((x_src, x_dst), GraphStructure.from_edge_index(edge_index, (8, 6)), edge_attr)
-    mine = edge_index[1] < 4
-    structure = GraphStructure.from_edge_index(edge_index[:, mine], (8, 4))
-    shard = HaloAtHand(structure, halo=block.layer_norm_attention_src(x_src[5:]))
-    assert_same(block((x_src[:5], x_dst[:4]), shard, edge_attr[mine]), (whole[0][:5], whole[1][:4]), 1e-12)
-
-
 def test_layer_norm_attention_dest_stays_an_alias_in_a_copy():
     block = copy.deepcopy(make_block("mapper"))
     assert block.layer_norm_attention_dest is block.layer_norm_attention

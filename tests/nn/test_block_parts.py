@@ -1,4 +1,4 @@
-"""Submodules of blocks: norms with a condition and under autocast, gated networks, widths."""
+"""Submodules of blocks: norms with a condition and under autocast, widths; test_anemoi_blocks.py has the gates."""
 
 import copy
 
@@ -6,15 +6,13 @@ import pytest
 import torch
 from support.differentiate import randomise
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn.functional import gelu, layer_norm, linear, relu, sigmoid, silu
+from torch.nn.functional import layer_norm
 from torch.testing._internal.two_tensor import TwoTensor
 
 from anemoi_gt import GraphStructure, GraphTransformerConv, GraphTransformerMapperBlock, GraphTransformerProcessorBlock
 from anemoi_gt.nn import AutocastLayerNorm, ConditionalLayerNorm, LayerKernels
-from anemoi_gt.nn.mlp import MLP, hidden_width
+from anemoi_gt.nn.mlp import hidden_width
 from anemoi_gt.nn.norm import norm_in_chunks, overflows
-
-GATES = {"glu": sigmoid, "swiglu": silu, "geglu": gelu, "reglu": relu}
 
 
 def draw(*shape):
@@ -62,15 +60,6 @@ def test_norms_keep_the_dtype_of_their_input_under_autocast(dtype):
     with torch.autocast("cpu", torch.bfloat16):
         assert AutocastLayerNorm(8)(x).dtype == dtype
         assert ConditionalLayerNorm(8, condition_shape=3)(x, cond=draw(5, 3)).dtype == dtype
-
-
-@pytest.mark.parametrize("implementation", GATES)
-def test_gated_network_is_its_formula(implementation):
-    network, x = MLP(6, 9, implementation, LayerKernels()), draw(5, 6)
-    p = dict(network.mlp.named_parameters())
-    gate = GATES[implementation](linear(x, p["0.gate_proj.weight"], p["0.gate_proj.bias"]))
-    hidden = gate * linear(x, p["0.value_proj.weight"], p["0.value_proj.bias"])
-    torch.testing.assert_close(network(x), linear(hidden, p["1.weight"], p["1.bias"]))
 
 
 @pytest.mark.parametrize(("ratio", "width"), ((4, 48), (0.5, 6), (1.3, 16), (1.375, 17), (0.05, 1)))
@@ -134,14 +123,16 @@ def add_bias(layer):
     layer.lin_edge.bias = torch.nn.Parameter(2 * bias)
 
 
+@pytest.fixture(params=("conv", "block"))
+def layer(request):
+    conv, block = GraphTransformerConv(8, 4, heads=2, edge_dim=3), GraphTransformerProcessorBlock(**SIZES)
+    return randomise(conv if request.param == "conv" else block)
+
+
 @pytest.mark.parametrize("compiled", (False, True), ids=("eager", "compiled"))
 @pytest.mark.parametrize("change", (wrap, hook))
-@pytest.mark.parametrize("kind", ("conv", "block"))
-def test_adapters_and_hooks_of_an_edge_embedding_are_called(kind, change, compiled):
-    conv, block = GraphTransformerConv(8, 4, heads=2, edge_dim=3), GraphTransformerProcessorBlock(**SIZES)
-    layer = randomise(conv if kind == "conv" else block)
-    graph = GraphStructure.from_edge_index(torch.tensor([[0, 1, 2, 2], [0, 0, 1, 2]]), 3)
-    expected, inputs = copy.deepcopy(layer), (torch.randn(3, 8), graph, torch.randn(4, 3))
+def test_adapters_and_hooks_of_an_edge_embedding_are_called(layer, change, compiled):
+    expected, inputs = copy.deepcopy(layer), (draw(5, 8), GRAPH, draw(4, 3))
     add_bias(expected)
     change(layer)
     torch.compiler.reset()
@@ -151,14 +142,9 @@ def test_adapters_and_hooks_of_an_edge_embedding_are_called(kind, change, compil
     torch.testing.assert_close(out, expected(*inputs))
 
 
-@pytest.mark.parametrize("kind", ("conv", "block"))
-def test_an_edge_embedding_with_weights_that_compute_for_themselves_is_called(kind):
-    conv, block = GraphTransformerConv(8, 4, heads=2, edge_dim=3), GraphTransformerProcessorBlock(**SIZES)
-    layer = randomise(conv if kind == "conv" else block)
-    graph = GraphStructure.from_edge_index(torch.tensor([[0, 1, 2, 2], [0, 0, 1, 2]]), 3)
-    inputs = torch.randn(3, 8), graph, torch.randn(4, 3)
-    expected = layer(*inputs)
-    weight = layer.lin_edge.weight.detach()
+def test_an_edge_embedding_with_weights_that_compute_for_themselves_is_called(layer):
+    inputs = draw(5, 8), GRAPH, draw(4, 3)
+    expected, weight = layer(*inputs), layer.lin_edge.weight.detach()
     layer.lin_edge.weight = torch.nn.Parameter(TwoTensor(weight, weight))
     with pytest.warns(UserWarning, match="weights that are a tensor subclass"):
         out = layer(*inputs)

@@ -39,9 +39,7 @@ def make_graph(num_src=SRC):
     return GraphStructure.from_edge_index(torch.stack([src, dst + 3 * (dst > 3)]), (num_src, DST))
 
 
-@pytest.fixture
-def graph():
-    return make_graph()
+graph = pytest.fixture(make_graph)
 
 
 def make(kind, batch=(), **options):

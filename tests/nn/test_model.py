@@ -12,10 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from anemoi_gt import AttentionConfig, EncoderProcessorDecoder, GraphStructure
 from anemoi_gt.nn.block import GraphTransformerBaseBlock
 
-
-@pytest.fixture
-def graph():
-    return weather_graph()
+graph = pytest.fixture(weather_graph)
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ from support.refusals import raises
 from support.same_numbers import assert_same
 
 from anemoi_gt import AttentionConfig, GraphStructure, GraphTransformerConv
-from anemoi_gt.graph import build
 from anemoi_gt.ops.torch_backend import op
 
 EDGE_INDEX, NODES = GRAPHS["shuffled"][0], max(GRAPHS["shuffled"][1])
@@ -36,12 +35,6 @@ def test_a_graph_is_sorted_once_a_side_where_it_is_built_and_never_in_training()
     with Operators() as training:
         train(layers, graph, steps=3)
     assert groupings(building) == ["sort", "sort"] and groupings(training) == []
-
-
-@pytest.fixture
-def unordered(monkeypatch):
-    """Group without order where kernels are interpreted too."""
-    monkeypatch.setattr(build, "_order_may_vary", lambda _: True)
 
 
 def as_adjacency(edge_index):

@@ -4,30 +4,22 @@ import copy
 
 import pytest
 import torch
-from functorch.compile import min_cut_rematerialization_partition
+from support.backward_graph import whole_blocks_of_backward
 from support.operators import Operators
 from torch import nn
-from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo.exc import BackendCompilerFailed
 from torch._dynamo.testing import EagerAndRecordGraphs
-from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 
 from anemoi_gt import AttentionConfig, GraphStructure
 from anemoi_gt.nn import GraphTransformerMapperBlock, GraphTransformerProcessor, GraphTransformerProcessorBlock
 from anemoi_gt.nn.chunking import split_destinations
-from anemoi_gt.ops.triton_backend import launch, node_rows
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # numpy's, of the interpreter
+pytestmark = [
+    pytest.mark.usefixtures("few_programs"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),  # numpy's, of the interpreter
+]
 KINDS = {"processor": GraphTransformerProcessorBlock, "mapper": GraphTransformerMapperBlock}
 OPERATOR = "anemoi_gt.transformer_block.default"
 TRITON = AttentionConfig("triton")
-
-
-@pytest.fixture(autouse=True)
-def few_programs(monkeypatch):
-    """Few programs share sums over nodes."""
-    for module in (launch, node_rows):
-        monkeypatch.setattr(module, "PROGRAMS", 3)
 
 
 def make(kind, batch=(), num_chunks=1, **options):
@@ -125,20 +117,9 @@ def test_a_block_with_other_parts_is_computed_by_them(options, change):
 
 
 def test_compiled_groups_of_layers_are_recomputed_one_at_a_time():
-    names, block = [], "anemoi_gt.transformer_block"
-
-    def partition(joint, *arguments, **options):
-        joint_graph_passes(joint)  # those of Inductor, which remove copies
-        _, backward = min_cut_rematerialization_partition(joint, *arguments, **options)
-        names.extend(str(node.target).removesuffix(".default") for node in backward.graph.nodes)
-        raise InterruptedError("all is known")
-
     _, (x,), *given = make("processor")
     sizes = {"num_layers": 4, "num_channels": 24, "num_heads": 2, "edge_dim": 3, "checkpoint_groups": 2}
-    processor = torch.compile(
-        GraphTransformerProcessor(**sizes, config=TRITON),
-        backend=aot_autograd(fw_compiler=None, partition_fn=partition),
-    )
-    with torch.autocast("cpu", torch.bfloat16), pytest.raises(BackendCompilerFailed, match="all is known"):
-        processor(x, *given)
-    assert [name for name in names if name.startswith(block)] == 2 * (2 * [block] + 2 * [f"{block}_backward"])
+    processor, block = GraphTransformerProcessor(**sizes, config=TRITON), "anemoi_gt.transformer_block"
+    with torch.autocast("cpu", torch.bfloat16):
+        found = whole_blocks_of_backward(lambda backend: torch.compile(processor, backend=backend)(x, *given))
+    assert found == 2 * (2 * [block] + 2 * [f"{block}_backward"])

@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 from support.accuracy import assert_accurate
+from support.compiled import assert_compiled_attention_is_eager
 from support.dropout import keep_of
 from support.graphs import GRAPHS
 from support.oracle import make_problem
 from support.run import attend, leaves_of, result_of, scalar, structure
 from support.same_numbers import assert_same
-from torch._dynamo.testing import CompileCounterWithBackend
 
 from anemoi_gt import AttentionConfig, GraphStructure, edge_attention, merge
 
@@ -102,26 +102,12 @@ def test_only_asked_gradients_are_computed_and_they_are_the_same(problem_and_gra
 
 @pytest.mark.parametrize("form", ["raw", "none"])
 def test_compiled_attention_equals_eager_and_never_recompiles(form, backend, kernel_device):
-    torch._dynamo.reset()
-    counter, config = CompileCounterWithBackend("aot_eager"), AttentionConfig(backend)
-
-    def loss(graph, query, key, value, *edge_operands):
-        out, lse = edge_attention(query, key, value, graph, *edge_operands, config=config)
-        return out.square().sum() + torch.where(torch.isfinite(lse), lse, 0.0).sum()
-
-    step, compilations = torch.compile(loss, fullgraph=True, dynamic=True, backend=counter), []
+    cases = []
     for num_src, num_dst, num_edges in ((7, 11, 29), (13, 5, 37), (19, 17, 23)):  # no two sizes are equal
         edge_index = torch.stack([torch.arange(num_edges) % num_src, torch.arange(num_edges) * 3 % num_dst])
         edges = (edge_index, (num_src, num_dst))
-        problem, graph = make_problem(edges, 2, 13, 4, form), structure(edges, kernel_device).with_reverse()
-        compiled, eager = leaves_of(problem, graph), leaves_of(problem, graph)
-        with torch._dynamo.config.patch(error_on_recompile=True):
-            value = step(graph, *compiled.values())
-        compilations.append(counter.frame_count)
-        value.backward()
-        loss(graph, *eager.values()).backward()
-        assert_same(*({name: leaf.grad for name, leaf in leaves.items()} for leaves in (compiled, eager)), 0)
-    assert compilations == compilations[:1] * 3
+        cases.append((make_problem(edges, 2, 13, 4, form), structure(edges, kernel_device).with_reverse()))
+    assert_compiled_attention_is_eager(AttentionConfig(backend), cases)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)

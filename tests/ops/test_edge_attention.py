@@ -15,6 +15,7 @@ from support.run import attend, leaves_of, structure
 from support.same_numbers import assert_same
 
 from anemoi_gt import AttentionConfig, GraphStructure, edge_attention
+from anemoi_gt.graph.build import UnsortedEdges
 from anemoi_gt.ops.torch_backend import op
 
 TORCH = AttentionConfig(backend="torch")
@@ -70,7 +71,7 @@ def test_reverse_structure_is_built_only_for_gradients(monkeypatch):
 def test_an_edge_index_is_refused_before_anything_else(options, monkeypatch):
     monkeypatch.setattr("anemoi_gt.ops.attention.draw_seed", lambda device: pytest.fail("a seed was drawn"))
     rows, edge_index = torch.zeros(3, 2, 4, requires_grad=True), torch.tensor([[0, 1], [1, 2]])
-    with pytest.raises(ValueError, match="graph must be a GraphStructure, got Tensor"):
+    with pytest.raises(ValueError, match="graph must be a GraphStructure, got Tensor; build it once"):
         edge_attention(rows, rows, rows, edge_index, **options)
 
 
@@ -103,9 +104,11 @@ def test_autocast_leaves_float64_unchanged():
 
 @pytest.mark.parametrize("form", ["raw", "raw_without_bias", "embedded", "none"])
 @pytest.mark.parametrize("name", ["shuffled", "no_edges", "isolated"])
-def test_forward_and_backward_operators_pass_opcheck(form, name):
+@pytest.mark.parametrize("is_sorted", [True, False])
+def test_forward_and_backward_operators_pass_opcheck(form, name, is_sorted):
     problem, graph = problem_and_graph(name, form, torch.float32)
-    graph, operators = graph.with_reverse(), torch.ops.anemoi_gt
+    graph = graph.with_reverse() if is_sorted else UnsortedEdges.of(problem.edge_index, graph.num_src, graph.num_dst)
+    operators = torch.ops.anemoi_gt
     every = [getattr(problem, name) for name in problem.names]
     every[:4] = [None if operand is None else operand.unsqueeze(0) for operand in every[:4]]
     every = [None if operand is None else operand.clone().requires_grad_() for operand in every]
@@ -170,7 +173,6 @@ EMPTY = {"query": zeros(13, 0, 4), "key": zeros(11, 0, 4), "value": zeros(11, 0,
     (lambda: changed(edge_weight=zeros(5, 12)), r"edge_weight must have shape .* = \[12, D >= 1\], got \(5, 12\)"),
     (lambda: changed(edge_bias=zeros(3, 4)), r"edge_bias must have shape \[12\], got \(3, 4\)"),
     (lambda: changed(dropout_p=1.5), "dropout_p must be a probability in 0 .. 1, got 1.5"),
-    (lambda: changed(graph=torch.zeros(2, 64)), "graph must be a GraphStructure, got Tensor; build it once"),
     (lambda: changed(config=AttentionConfig("triton")), "attention backend 'triton' cannot run here: "),
     (lambda: AttentionConfig(fixed_degree_kernels=1), "fixed_degree_kernels must be True or False, got 1"),
     (lambda: AttentionConfig(stable_sort=None), "stable_sort must be True or False, got None"),

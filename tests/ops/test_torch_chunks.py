@@ -57,28 +57,18 @@ def test_result_and_gradients_do_not_depend_on_the_sizes(monkeypatch, sizes, edg
 
 @pytest.mark.parametrize("dropout_p", (0.0, 0.4))
 @pytest.mark.parametrize("edge_dim", (0, 2, 5), ids=("embedded", "fewer than channels", "more than channels"))
-@pytest.mark.parametrize("with_reverse", (False, True))
+@pytest.mark.parametrize("edges", ("sorted", "sorted by both ends", "unsorted"))
 @pytest.mark.parametrize("batched", (False, True))
-def test_formulas_on_edge_rows_agree_with_the_others(monkeypatch, batched, with_reverse, edge_dim, dropout_p):
+def test_formulas_on_edge_rows_sorted_or_not_agree_with_the_others(monkeypatch, batched, edges, edge_dim, dropout_p):
     attention, inputs = Attention(dropout_p), operands(edge_dim)
-    attention.graph = attention.graph.with_reverse() if with_reverse else attention.graph
+    graph = attention.graph.with_reverse() if edges == "sorted by both ends" else attention.graph
     if not batched:
         inputs = {name: each[0] if each.shape[0] == BATCH else each for name, each in inputs.items()}
+    attention.graph = UnsortedEdges.of(graph.edge_index(), NODES, NODES) if edges == "unsorted" else graph
     actual = differentiate(attention, inputs, attention)
+    attention.graph = graph
     monkeypatch.setattr(op, "MAX_EDGE_ROWS", 0)
     assert_same(actual, differentiate(attention, inputs, attention), 1e-12)
-
-
-@pytest.mark.parametrize("dropout_p", (0.0, 0.4))
-@pytest.mark.parametrize("edge_dim", (0, 2, 5), ids=("embedded", "fewer than channels", "more than channels"))
-@pytest.mark.parametrize("batched", (False, True))
-def test_unsorted_edges_give_what_sorted_ones_give(batched, edge_dim, dropout_p):
-    attention, inputs = Attention(dropout_p), operands(edge_dim)
-    if not batched:
-        inputs = {name: each[0] if each.shape[0] == BATCH else each for name, each in inputs.items()}
-    expected = differentiate(attention, inputs, attention)
-    attention.graph = UnsortedEdges.of(attention.graph.edge_index(), NODES, NODES)
-    assert_same(differentiate(attention, inputs, attention), expected, 1e-12)
 
 
 def test_unsorted_edges_give_the_same_bits_again_and_with_other_threads():
@@ -97,14 +87,6 @@ def test_unsorted_edges_give_the_same_bits_again_and_with_other_threads():
         torch.set_num_threads(threads)
     assert_same(results[1], results[0], 0)
     assert_same(results[2], results[0], 0)
-
-
-def test_operators_with_unsorted_edges_pass_opcheck():
-    inputs = [each.requires_grad_() for each in operands(2).values()]
-    inputs[3] = inputs[3].detach()[None].requires_grad_()
-    src, dst = torch.randint(NODES, (2, EDGES), generator=torch.Generator().manual_seed(0))
-    arguments = [*inputs, None, src, None, None, None, dst, None, torch.tensor([3]), 0.5, 0.2, True]
-    torch.library.opcheck(torch.ops.anemoi_gt.edge_attention_torch.default, arguments)
 
 
 def test_formulas_on_edge_rows_are_chosen_by_sizes_on_a_cpu(monkeypatch):

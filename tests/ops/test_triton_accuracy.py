@@ -9,12 +9,13 @@ import pytest
 import torch
 from support.accuracy import Corpus, assert_accurate
 from support.cases import COLUMNS, Case, full_cases, judge, pairwise_cases, run
-from support.graphs import GRAPHS
+from support.graphs import GRAPHS, HUBS
 from support.oracle import make_problem, plain
 from support.poison import poisoned_memory
 from support.run import attend, structure
 from support.same_numbers import assert_same
 
+from anemoi_gt import AttentionConfig
 from anemoi_gt.ops.triton_backend import launch
 
 SUMMED = [  # gradients of features that samples share are float32, though rows are read as pairs of bfloat16
@@ -23,11 +24,12 @@ SUMMED = [  # gradients of features that samples share are float32, though rows 
 CASES = full_cases() if torch.cuda.is_available() else pairwise_cases() + SUMMED
 judged = run if torch.cuda.is_available() else cache(run)  # the corpus of a CPU has the same cases again
 FORMS, SHAPES = COLUMNS["form"], COLUMNS["shape"]
-ODD_TILES = (  # heads, channels, edge_dim, each beyond a limit of a tile
-    (20, 64, 3),  # heads in two programs, the second not full
-    (3, 130, 5),  # channels of the contractions in three pieces, the last not full
-    (1, 1100, 2),  # a row longer than a program of one warp holds
-    (2, 4, 70),  # attributes that outnumber the channels
+BEYOND_A_TILE = (  # graph, dtype; heads, channels, edge_dim
+    ("isolated", torch.bfloat16, (20, 64, 3)),  # heads in two programs, the second not full
+    ("isolated", torch.bfloat16, (3, 130, 5)),  # channels of the contractions in three pieces, the last not full
+    ("isolated", torch.bfloat16, (1, 1100, 2)),  # a row longer than a program of one warp holds
+    ("isolated", torch.bfloat16, (2, 4, 70)),  # attributes that outnumber the channels
+    *(("many_to_few", torch.float32, (2, 8, n)) for n in (255, 256, 300)),  # with the bias: all a program holds, more
 )
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # numpy's, of the interpreter
 
@@ -65,28 +67,23 @@ def test_over_the_corpus_the_error_is_at_most_twice_that_of_plain_pytorch(dtype,
     corpus.assert_accurate()
 
 
-@pytest.mark.parametrize("shape", ODD_TILES, ids=str)
-def test_shapes_beyond_one_tile_are_as_accurate(shape, kernel_device):
-    problem = make_problem(GRAPHS["isolated"], *shape, dtype=torch.bfloat16)
-    result = attend(problem, structure(GRAPHS["isolated"], kernel_device), "triton")
-    assert_accurate(result, problem, torch.bfloat16)
+@pytest.mark.parametrize(("name", "dtype", "shape"), BEYOND_A_TILE, ids=str)
+def test_shapes_beyond_one_tile_are_as_accurate(name, dtype, shape, kernel_device):
+    problem = make_problem(GRAPHS[name], *shape, dtype=dtype)
+    assert_accurate(attend(problem, structure(GRAPHS[name], kernel_device), "triton"), problem, dtype)
 
 
-@pytest.mark.parametrize("edge_dim", [255, 256, 300])  # with the bias: all that a program holds, and more
-def test_any_number_of_attributes_is_served(edge_dim, kernel_device):
-    problem = make_problem(GRAPHS["many_to_few"], 2, 8, edge_dim, "raw", torch.float32)
-    assert_accurate(attend(problem, structure(GRAPHS["many_to_few"], kernel_device), "triton"), problem, torch.float32)
-
-
+@pytest.mark.parametrize(("name", "tile"), [("isolated", None), ("both", "segment=4")])
 @pytest.mark.parametrize("form", ["raw", "embedded"])
-def test_64_bit_offsets_and_indices_give_the_same_bits(form, kernel_device, monkeypatch):
-    problem = make_problem(GRAPHS["isolated"], 3, 5, 4, form)
-    graph = structure(GRAPHS["isolated"], kernel_device).with_reverse()
-    expected = attend(problem, graph, "triton")
+def test_another_run_and_64_bit_offsets_and_indices_give_the_same_bits(name, tile, form, kernel_device, monkeypatch):
+    edges, config = (GRAPHS | HUBS)[name], AttentionConfig("triton", tile=tile)
+    problem, graph = make_problem(edges, 3, 5, 4, form), structure(edges, kernel_device).with_reverse()
+    expected = attend(problem, graph, config)
+    assert_same(attend(problem, graph, config), expected, 0)
     long = replace(graph, **{name: index.long() for name, index in graph.state_dict().items() if name != "sources"})
     monkeypatch.setattr(launch.Problem, "needs_int64", lambda _: True)
     for structured in (graph, long):
-        assert_same(attend(problem, structured, "triton"), expected, 0)
+        assert_same(attend(problem, structured, config), expected, 0)
 
 
 @pytest.mark.parametrize("form", ["raw", "none"])

@@ -5,16 +5,14 @@ from unittest import mock
 
 import pytest
 import torch
-from support.accuracy import assert_accurate, assert_within
-from support.batch import run_batch, share
-from support.cases import BATCHES, DROPOUT, GRADIENTS, LOSS_SCALE
-from support.graphs import GRAPHS
+from support.accuracy import assert_accurate
+from support.cases import BATCHES, GRADIENTS, Case, judge, run
+from support.compiled import assert_compiled_attention_is_eager
+from support.graphs import GRAPHS, HUBS, crowd
 from support.oracle import make_problem
 from support.pairwise import pairwise
 from support.poison import poisoned_memory
-from support.run import attend, leaves_of, scheduled, structure
-from support.same_numbers import assert_same
-from torch._dynamo.testing import CompileCounterWithBackend
+from support.run import attend, leaves_of, structure
 
 from anemoi_gt import AttentionConfig, GraphStructure, edge_attention
 from anemoi_gt.graph.validation import HUB_DEGREE
@@ -25,59 +23,20 @@ SMALL = AttentionConfig("triton", tile="segment=4")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # numpy's, of the interpreter
 
 
-def crowd(num_src, num_dst, to=None, of=None, edges=32):
-    """Random edges, of which most lead `to` one destination and come `of` one source."""
-    generator = torch.Generator().manual_seed(edges)
-    ends = [torch.randint(nodes, (edges,), generator=generator) for nodes in (num_src, num_dst)]
-    for end, hub, others in zip(ends, (of, to), (edges // 4, edges // 3), strict=True):
-        if hub is not None:
-            end[others:] = hub
-    return torch.stack(ends)[:, torch.randperm(edges, generator=generator)], (num_src, num_dst)
-
-
-HUBS = {
-    "destination": crowd(7, 9, to=3),
-    "source": crowd(7, 9, of=2),
-    "both": crowd(5, 4, to=3, of=0),
-    "several": crowd(3, 4, edges=44),
-    "first, others isolated": (torch.stack([torch.arange(26) % 5, torch.zeros(26).long()]), (5, 6)),
-    "ends with a block": (torch.stack([torch.arange(36) % 3, (torch.arange(36) - 3).clamp_min(0) // 11]), (3, 4)),
-}
 COLUMNS = {
-    "name": tuple(HUBS),
+    "graph": tuple(HUBS),
     "shape": ((1, 1, 1), (2, 8, 3), (3, 5, 17), (20, 64, 2)),  # heads, channels, edge_dim; the last in two programs
     "form": ("raw", "raw_without_bias", "embedded", "none"),
     "dtype": (torch.float32, torch.bfloat16, torch.float16),
     "option": ("plain", "dropout", *BATCHES, *GRADIENTS, "dst_schedule"),
 }
+CASES = [Case(**row | {"shape": row["shape"][:2], "edge_dim": row["shape"][2]}) for row in pairwise(**COLUMNS)]
 
 
-@pytest.mark.parametrize("case", pairwise(**COLUMNS), ids=lambda case: "-".join(map(str, case.values())))
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_hubs_are_as_accurate_as_plain_pytorch(case, kernel_device):
-    edges, option, dtype = HUBS[case["name"]], case["option"], case["dtype"]
-    samples = [make_problem(edges, *case["shape"], case["form"], dtype, s) for s in range(1 + (option in BATCHES))]
-    arriving = GRADIENTS.get(option, ["grad_out", "grad_lse"])
-    for sample in samples:
-        for name in ("grad_out", "grad_lse"):
-            getattr(sample, name).mul_((LOSS_SCALE if dtype == torch.float16 else 1.0) * (name in arriving))
-    names = ("edge_weight", "edge_bias", "edge_attr")
-    samples, graph = share(samples, *(names if option == BATCHES[0] else names[:2])), structure(edges, kernel_device)
-    graph = scheduled(graph) if option == "dst_schedule" else graph
     with poisoned_memory():
-        dropout_p = DROPOUT if option == "dropout" else 0.0
-        judged = run_batch(samples, graph, SMALL, dropout_p=dropout_p, seed=5, arriving=arriving)
-    assert_within(*judged, dtype)
-
-
-@pytest.mark.parametrize("form", ["raw", "embedded"])
-def test_hubs_give_the_same_bits_on_every_run_and_with_64_bit_offsets(form, kernel_device, monkeypatch):
-    problem, graph = make_problem(HUBS["both"], 3, 5, 4, form), structure(HUBS["both"], kernel_device).with_reverse()
-    first = attend(problem, graph, SMALL)
-    assert_same(attend(problem, graph, SMALL), first, 0)
-    monkeypatch.setattr("anemoi_gt.ops.triton_backend.problem.Problem.needs_int64", lambda _: True)
-    long = replace(graph, **{name: index.long() for name, index in graph.state_dict().items() if name != "sources"})
-    for structured in (graph, long):
-        assert_same(attend(problem, structured, SMALL), first, 0)
+        judge(case, run(case, SMALL, kernel_device))
 
 
 def test_destinations_that_are_no_hubs_keep_their_bits(kernel_device):
@@ -151,26 +110,12 @@ def test_a_hub_is_divided_without_being_asked_for(kernel_device):
 
 
 def test_compiled_attention_on_hubs_equals_eager_and_never_recompiles(kernel_device):
-    torch._dynamo.reset()
-    counter, compilations = CompileCounterWithBackend("aot_eager"), []
-
-    def loss(graph, *operands):
-        out, lse = edge_attention(*operands[:3], graph, *operands[3:], config=SMALL)
-        return out.square().sum() + lse.sum()
-
-    step = torch.compile(loss, fullgraph=True, dynamic=True, backend=counter)
+    cases = []
     for num_src, num_dst, edges in ((5, 3, 40), (4, 6, 56)):
         sizes = crowd(num_src, num_dst, to=1, of=2, edges=edges)
-        graph, values = structure(sizes, kernel_device, validate=False).with_reverse(), []
-        assert graph.dst_hubs is not None and graph.src_hubs is not None
-        for function in (step, loss):
-            leaves = leaves_of(make_problem(sizes, 1, 7, 2), graph)
-            with torch._dynamo.config.patch(error_on_recompile=counter.frame_count > 0):
-                function(graph, *leaves.values()).backward()
-            values.append({name: leaf.grad for name, leaf in leaves.items()})
-        assert_same(*values, 0)
-        compilations.append(counter.frame_count)
-    assert compilations == compilations[:1] * 2
+        cases.append((make_problem(sizes, 1, 7, 2), structure(sizes, kernel_device, validate=False).with_reverse()))
+        assert cases[-1][1].dst_hubs is not None and cases[-1][1].src_hubs is not None
+    assert_compiled_attention_is_eager(SMALL, cases)
 
 
 class TestStructure:

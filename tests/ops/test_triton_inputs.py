@@ -11,7 +11,7 @@ from support.accuracy import assert_accurate, assert_within
 from support.batch import run_batch, share, stack
 from support.graphs import GRAPHS
 from support.oracle import make_problem
-from support.run import attend, leaves_of, scalar, scheduled, structure
+from support.run import attend, head_major, leaves_of, scalar, scheduled, structure
 from support.same_numbers import assert_same
 
 from anemoi_gt import AttentionConfig, GraphStructure, edge_attention, explain_attention
@@ -25,46 +25,27 @@ op = import_module("anemoi_gt.ops.triton_backend.op")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # numpy's, of the interpreter
 
 
-def head_major(rows):
-    """The same rows [.., H, C] with the nodes inside the heads, as a sharding over heads leaves them."""
-    return rows.transpose(0, 1).contiguous().transpose(0, 1)
+def at_an_odd_address(rows):
+    return torch.cat([rows.new_zeros(1), rows.flatten()])[1:].view(rows.shape)
 
 
-def test_head_major_inputs_and_gradients_equal_contiguous_ones(problem_and_graph):
-    problem, graph = problem_and_graph()
-    graph = graph.with_reverse()
+ODD = [(at_an_odd_address, name, torch.bfloat16) for name in ("nearest", "shuffled")]
+
+
+@pytest.mark.parametrize(("layout", "name", "dtype"), [(head_major, "isolated", torch.float32), *ODD])
+def test_operands_and_gradients_in_another_layout_give_the_same_bits(problem_and_graph, layout, name, dtype):
+    problem, graph = problem_and_graph(name, dtype=dtype)
+    graph, laid_out = graph.with_reverse(), layout(problem.query)
 
     def run(layout):
-        leaves = leaves_of(problem, graph)
-        laid_out = {name: layout(leaf) if leaf.dim() == 3 else leaf for name, leaf in leaves.items()}
-        laid_out["edge_attr"] = layout(leaves["edge_attr"])
-        out, lse = edge_attention(**laid_out, graph=graph, config=TRITON)
+        leaves = {name: layout(leaf.detach()).requires_grad_() for name, leaf in leaves_of(problem, graph).items()}
+        out, lse = edge_attention(**leaves, graph=graph, config=TRITON)
         arriving = [layout(gradient.to(graph.device)) for gradient in (problem.grad_out, problem.grad_lse)]
-        occupied = torch.isfinite(lse)[..., None]
-        torch.autograd.backward((out, lse.where(occupied[..., 0], 0.0)), arriving)
-        return {"out": out, "lse": lse} | {name: leaf.grad for name, leaf in leaves.items()}
+        gradients = torch.autograd.grad((out, lse.where(lse.isfinite(), 0.0)), list(leaves.values()), arriving)
+        return {"out": out, "lse": lse} | dict(zip(leaves, gradients, strict=True))
 
-    assert not head_major(problem.query).is_contiguous() and head_major(problem.query).stride() == (4, 24, 1)
-    assert_same(run(head_major), run(lambda rows: rows), 0)
-
-
-@pytest.mark.parametrize("name", ["nearest", "shuffled"])
-def test_rows_at_odd_addresses_equal_those_at_even_ones(problem_and_graph, name):
-    problem, graph = problem_and_graph(name, dtype=torch.bfloat16)
-    graph = graph.with_reverse()
-
-    def odd(rows):
-        return torch.cat([rows.new_zeros(1), rows.detach().flatten()])[1:].view(rows.shape)
-
-    def run(layout):
-        operands = {name: operand.to(graph.device) for name, operand in problem.operands().items()}
-        leaves = {name: layout(operand).requires_grad_() for name, operand in operands.items()}
-        out, _ = edge_attention(**leaves, graph=graph, config=TRITON)
-        gradients = torch.autograd.grad(out, list(leaves.values()), layout(problem.grad_out.to(graph.device)))
-        return {"out": out} | dict(zip(leaves, gradients, strict=True))
-
-    assert odd(problem.query).data_ptr() % 4 == 2
-    assert_same(run(odd), run(lambda rows: rows.detach().clone()), 0)
+    assert laid_out.stride() == (4, 24, 1) if layout is head_major else laid_out.data_ptr() % 4 == 2
+    assert_same(run(layout), run(torch.clone), 0)
 
 
 def test_a_structure_of_strided_tensors_is_read_as_it_is(problem_and_graph):

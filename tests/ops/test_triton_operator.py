@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.operators import Operators
 from support.oracle import make_problem
-from support.run import attend, leaves_of, scalar, scheduled, structure
+from support.run import attend, head_major, leaves_of, scalar, scheduled, structure
 
 from anemoi_gt import AttentionConfig, GraphStructure, edge_attention
 from anemoi_gt.ops.triton_backend import launch
@@ -27,11 +27,6 @@ def operator_arguments(problem, graph):
     seed = torch.tensor([3], device=graph.device)
     reverse = [graph.rowptr, graph.col, graph.csr_to_csc, graph.dst_hubs, graph.src_hubs]
     return [*leaves, *index, *reverse, seed, 0.5, 0.2, True, "", False, True]
-
-
-def head_major(rows):
-    """The same rows [N, H, C] with strides (C, N * C, 1), as a sharding over heads leaves them."""
-    return rows.transpose(0, 1).contiguous().transpose(0, 1)
 
 
 @pytest.mark.parametrize(

@@ -5,23 +5,20 @@ from functools import partial
 
 import pytest
 import torch
+from support.differentiate import differentiate
 from support.same_numbers import assert_same_numbers
 
 from anemoi_gt import AttentionConfig, GraphStructure
 from anemoi_gt.nn import GraphTransformerMapperBlock, GraphTransformerProcessorBlock
 from anemoi_gt.nn.whole_block import run_block, unsupported_reason
 from anemoi_gt.ops.triton_backend import block as whole
-from anemoi_gt.ops.triton_backend import node_rows
 from anemoi_gt.ops.triton_backend import problem as launches
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # numpy's, of the interpreter
+pytestmark = [
+    pytest.mark.usefixtures("few_programs"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),  # numpy's, of the interpreter
+]
 SIZES = {"in_channels": 24, "hidden_dim": 40, "out_channels": 24, "num_heads": 2, "edge_dim": 3}
-
-
-@pytest.fixture(autouse=True)
-def few_programs(monkeypatch):
-    """Few programs share the sums over nodes, so that each has several tiles, and the interpreter few programs."""
-    monkeypatch.setattr(node_rows, "PROGRAMS", 3)
 
 
 def make(kind, device, *, num_src=7, num_dst=9, edges=31, batch=1):
@@ -49,14 +46,10 @@ def separate(block, x_src, x_dst, attr, graph, batch):
 
 
 def differentiated(forward, block, x_src, x_dst, attr, graph, batch, dtype):
-    """Output and gradients by name, of a loss that weights all elements apart."""
-    leaves = {"x_src": x_src, "x_dst": x_dst, "attr": attr}
-    leaves = {n: None if x is None else x.detach().to(dtype).requires_grad_() for n, x in leaves.items()}
-    out = forward(block, *leaves.values(), graph, batch)
-    wanted = {name: leaf for name, leaf in leaves.items() if leaf is not None} | dict(block.named_parameters())
-    weight = torch.linspace(-1, 1, out.numel(), device=out.device, dtype=torch.float64).reshape(out.shape)
-    gradients = torch.autograd.grad(out.double().mul(weight).sum(), wanted.values(), allow_unused=True)
-    return {"result": out.detach()} | dict(zip(wanted, gradients, strict=True))
+    """Output and gradients by name, of operands in a dtype."""
+    inputs = {"x_dst": x_dst.to(dtype), "attr": attr.to(dtype)} | ({} if x_src is None else {"x_src": x_src.to(dtype)})
+    call = lambda given: forward(block, given.get("x_src"), given["x_dst"], given["attr"], graph, batch)  # noqa: E731
+    return differentiate(block, inputs, call)
 
 
 def by_operator(block, x_src, x_dst, attr, graph, batch):

@@ -10,7 +10,7 @@ import torch
 
 from support.accuracy import assert_within
 from support.batch import run_batch, share
-from support.graphs import GRAPHS, sort_edges
+from support.graphs import GRAPHS, HUBS, sort_edges
 from support.oracle import make_problem
 from support.pairwise import pairwise
 from support.run import scheduled, structure
@@ -82,7 +82,7 @@ def judge(case, judged):
 
 def edges(case):
     """Return the graph of a case: (edge_index, (num_src, num_dst))."""
-    graph = GRAPHS[case.graph]
+    graph = (GRAPHS | HUBS)[case.graph]
     return sort_edges(*graph) if case.option == "sorted_by_caller" else graph
 
 

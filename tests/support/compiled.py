@@ -7,9 +7,11 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from anemoi_gt import AttentionConfig, GraphStructure, nn
+from anemoi_gt import AttentionConfig, GraphStructure, edge_attention, nn
 from anemoi_gt.nn import split_destinations
 from support.differentiate import differentiate, randomise
+from support.run import leaves_of
+from support.same_numbers import assert_same
 
 CHANNELS, HEADS, DIM = 8, 2, 3
 # Sources, destinations, edges, batch. PyTorch unifies sizes that are equal at first: these differ from each other, from
@@ -80,6 +82,27 @@ def counting(backend="aot_eager"):
     """Return a backend of torch.compile that counts compilations in `frame_count`."""
     torch.compiler.reset()
     return CompileCounterWithBackend(backend)
+
+
+def assert_compiled_attention_is_eager(config, cases) -> None:
+    """Assert that attention of (problem, graph) pairs, compiled once for all sizes, has the bits of eager's gradients."""
+    counter, compilations = counting(), []
+
+    def loss(graph, query, key, value, *edge_operands):
+        out, lse = edge_attention(query, key, value, graph, *edge_operands, config=config)
+        return out.square().sum() + torch.where(torch.isfinite(lse), lse, 0.0).sum()
+
+    step = torch.compile(loss, fullgraph=True, dynamic=True, backend=counter)
+    for problem, graph in cases:
+        gradients = []
+        for function in (step, loss):
+            leaves = leaves_of(problem, graph)
+            with torch._dynamo.config.patch(error_on_recompile=True):
+                function(graph, *leaves.values()).backward()
+            gradients.append({name: leaf.grad for name, leaf in leaves.items()})
+        assert_same(*gradients, 0)
+        compilations.append(counter.frame_count)
+    assert len(set(compilations)) == 1
 
 
 def differentiate_seeded(module, function, tensors) -> dict[str, Tensor | None]:

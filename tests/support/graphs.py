@@ -46,3 +46,23 @@ GRAPHS = {
     "one_each": _nearest(4, 6, 1),
     "sorted": sort_edges(*_random(11, 13, 64)),
 }  # name: (edge_index [2, E], (num_src, num_dst))
+
+
+def crowd(num_src, num_dst, to=None, of=None, edges=32):
+    """Random edges, of which most lead `to` one destination and come `of` one source."""
+    generator = torch.Generator().manual_seed(edges)
+    ends = [torch.randint(nodes, (edges,), generator=generator) for nodes in (num_src, num_dst)]
+    for end, hub, others in zip(ends, (of, to), (edges // 4, edges // 3), strict=True):
+        if hub is not None:
+            end[others:] = hub
+    return torch.stack(ends)[:, torch.randperm(edges, generator=generator)], (num_src, num_dst)
+
+
+HUBS = {
+    "destination": crowd(7, 9, to=3),
+    "source": crowd(7, 9, of=2),
+    "both": crowd(5, 4, to=3, of=0),
+    "several": crowd(3, 4, edges=44),
+    "first, others isolated": (torch.stack([torch.arange(26) % 5, torch.zeros(26).long()]), (5, 6)),
+    "ends with a block": (torch.stack([torch.arange(36) % 3, (torch.arange(36) - 3).clamp_min(0) // 11]), (3, 4)),
+}

@@ -17,6 +17,11 @@ def scheduled(graph):
     return graph.with_dst_schedule(positions.to(graph.device))
 
 
+def head_major(rows):
+    """Return the same rows [N, H, ..] with the nodes inside the heads, as a sharding over heads leaves them."""
+    return rows.transpose(0, 1).contiguous().transpose(0, 1) if rows.dim() > 1 else rows
+
+
 def attend(problem, graph, backend, **options):
     """Return out, lse and the gradients of every operand by name, on the CPU; computed on the device of `graph`.
 

@@ -48,13 +48,6 @@ def options(folder=CONFIGS, group=""):
             yield f"{group}={entry.name.removesuffix('.yaml')}".replace("=null", "='null'")
 
 
-@pytest.fixture
-def weather(monkeypatch):
-    """A month of made-up temperatures in place of the file, on every fourth point of the region."""
-    field = hourly_field(nodes=regional(np.arange(58.0, 49, -1), np.arange(-10.0, 3)))
-    monkeypatch.setattr(era5_uk, "read_era5_uk", lambda path: field)
-
-
 def test_there_are_the_groups_that_the_documentation_names_and_every_backend_and_precision():
     groups, choices = {option.split("=")[0] for option in options()}, {option.replace("'", "") for option in options()}
     assert groups == {"attention/backend", "attention/precision", "sharding", *GROUPS}
@@ -63,7 +56,9 @@ def test_there_are_the_groups_that_the_documentation_names_and_every_backend_and
 
 
 @pytest.mark.parametrize("option", list(options()))
-def test_every_config_builds_its_object(option, weather, monkeypatch):
+def test_every_config_builds_its_object(option, monkeypatch):
+    month = hourly_field(nodes=regional(np.arange(58.0, 49, -1), np.arange(-10.0, 3)))  # on every fourth point
+    monkeypatch.setattr(era5_uk, "read_era5_uk", lambda path: month)
     needed = ["data=era5_uk"] if "limited" in option else [] if "era5" in option else TINY_SPHERE
     if option in ("data=xarray", "data=anemoi"):
         needed = ["data.path=file"]

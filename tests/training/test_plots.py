@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from matplotlib.figure import Figure
-from support.picture import colours
+from support.picture import colours, fewest_colours
 
 from anemoi_gt.data.grids import octahedral, regional
 from anemoi_gt.training.maps import MapImage
@@ -16,22 +16,14 @@ from anemoi_gt.training.scores import measure
 RECORDS = [{"split": split, "step": step, "loss": 1 / step} for step in range(1, 20) for split in ("train", "valid")]
 
 
-@pytest.fixture(scope="module")
-def image(splits, tmp_path_factory):
-    path = tmp_path_factory.mktemp("plot") / "forecast.png"
-    forecasts = {"model": splits.test.truth, **splits.test.baselines()}
+def test_plot_is_a_png_of_reasonable_size_with_content_in_every_panel(splits, tmp_path):
+    path, forecasts = tmp_path / "forecast.png", {"model": splits.test.truth, **splits.test.baselines()}
     draw_training_plot(path, splits.test, 1, splits.test.truth(1), measure(forecasts, splits.test).scores(), RECORDS)
-    return path
-
-
-def test_plot_is_a_png_of_reasonable_size_with_content_in_every_panel(image):
-    pixels = colours(image)
+    pixels = colours(path)
     height, width = pixels.shape
     assert 1600 <= width <= 2400 and 800 <= height <= 1400
-    assert 50_000 < image.stat().st_size < 1_000_000
-    for row, column in np.ndindex(2, 3):
-        panel = pixels[row * height // 2 : (row + 1) * height // 2, column * width // 3 : (column + 1) * width // 3]
-        assert len(np.unique(panel)) > 50, (row, column)
+    assert 50_000 < path.stat().st_size < 1_000_000
+    assert fewest_colours(pixels, 2, 3, across=3) > 50
 
 
 @pytest.mark.parametrize(
