@@ -1,7 +1,7 @@
 """A training step at 9 km on one GPU: correctness, time and peak memory, beside Anemoi's own model.
 
     python benchmarks/train_9km.py --output benchmarks/results/train_9km_h200.json
-    python benchmarks/train_9km.py --grid O4 --refinement 1 --channels 32 --heads 2 --layers 2 --fields 6 3 --device cpu
+    python benchmarks/train_9km.py --grid O4 --refinement 1 --channels 32 --heads 2 --layers 2 --fields 8 3 --device cpu
 
 The defaults are O1280, 6,599,680 points, and icosphere 7; 1024 channels in 16 heads, 16 processor layers, 200 fields in
 and 90 out, bf16-mixed, one sample. A step of ours is one of the application: forward, backward, clipping, AdamW and the
