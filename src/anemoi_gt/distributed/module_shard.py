@@ -239,7 +239,9 @@ def _sizes(structures: Mapping[Kind, GraphStructure]) -> dict[str, int]:
     for kind, structure in structures.items():
         for name, size in zip(kind, (structure.num_src, structure.num_dst), strict=True):
             if sizes.setdefault(name, size) != size:
-                raise ValueError(f"nodes {name} must be as many in all graphs, got {sizes[name]} and {size} in {kind}")
+                raise ValueError(
+                    f"all graphs must have the same number of {name}, got {sizes[name]} and {size} in {kind}"
+                )
     return sizes
 
 
