@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import lru_cache
+from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
@@ -99,7 +100,14 @@ def _sort_edges(node: Tensor, neighbour: Tensor, num_nodes: int) -> tuple[Tensor
 def can_rank(edge_index: Tensor, num_src: int, num_dst: int) -> bool:
     """Return whether `rank_edges` serves: on a GPU, where comparing all edges takes less time than launching a sort."""
     is_known = type(edge_index) is Tensor and not torch.compiler.is_compiling()
-    return is_known and edge_index.is_cuda and max(edge_index.shape[1], num_src, num_dst) < RANKED
+    is_small = is_known and edge_index.is_cuda and max(edge_index.shape[1], num_src, num_dst) < RANKED
+    return is_small and _compiles_kernels(edge_index.device)
+
+
+@lru_cache
+def _compiles_kernels(device: torch.device) -> bool:
+    is_new = torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0)
+    return is_new and find_spec("triton") is not None
 
 
 def rank_edges(edge_index: Tensor, num_src: int, num_dst: int) -> GroupedEdges:

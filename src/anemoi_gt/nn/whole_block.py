@@ -13,6 +13,7 @@ from anemoi_gt.nn.mlp import MLP
 from anemoi_gt.nn.norm import AutocastLayerNorm
 from anemoi_gt.ops.backends import BACKENDS, choose_backend
 from anemoi_gt.ops.dtypes import autocast_dtype, autocast_is_active
+from anemoi_gt.ops.operands import AttentionOperands, check_operands
 from anemoi_gt.ops.triton_backend.block import BlockOptions, BlockTensors, transform_nodes
 from anemoi_gt.ops.triton_backend.tiles import MOST_ATTRIBUTES
 
@@ -66,9 +67,14 @@ def update_destinations(block: nn.Module, x_src: Tensor | None, x_dst: Tensor, e
 
     `x_src` [.., N_src, F] is None where the sources are the destinations; `edge_attr` is [.., E, D].
     """
-    edge_attr, *_ = block.edge_operands(edge_attr)
+    edges = edge_attr, weight, _ = block.edge_operands(edge_attr)
+    query, key = (_as_heads(x, block.num_heads, weight.shape[0]) for x in (x_dst, x_dst if x_src is None else x_src))
+    check_operands(AttentionOperands(query, key, key, *edges), graph)
     batch = x_dst.shape[0] if x_dst.dim() == 3 else 1
-    edge_attr = edge_attr.squeeze(0) if batch == 1 and edge_attr.dim() == 3 else edge_attr
+    if batch > 1:
+        edge_attr = edge_attr.expand(batch, *edge_attr.shape[-2:])
+    elif edge_attr.dim() == 3:
+        edge_attr = edge_attr.squeeze(0)
     x_src, rows = (None if x is None else x.reshape(-1, x.shape[-1]) for x in (x_src, x_dst))
     return run_block(block, x_src, rows, edge_attr, graph, batch).view(x_dst.shape)
 
@@ -91,6 +97,11 @@ def run_block(
     tensors = BlockTensors(*[parts.get(name) for name in BlockTensors._fields])
     eps = [modules[name].eps if name in modules else 0.0 for name in ("norm_src", "norm", "mlp_norm")]
     return transform_nodes(tensors, graph, BlockOptions(block.num_heads, batch, *eps, autocast_dtype(x_dst)))
+
+
+def _as_heads(rows: Tensor, heads: int, width: int) -> Tensor:
+    """Return what stands for the query or key of rows [.., N, F], a view [.., N, heads, width / heads], in checks."""
+    return rows[..., :1, None].expand(*rows.shape[:-1], heads, width // heads)
 
 
 def _modules(block: nn.Module) -> dict[str, nn.Module]:

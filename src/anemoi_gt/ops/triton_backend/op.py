@@ -134,14 +134,18 @@ def _(grad_out, grad_lse, operands: AttentionOperands, index: IndexTensors, opti
 
 
 def _backward(ctx, grad_out, grad_lse, *_):
-    arguments = NUM_TENSORS + len(ctx.options) + 1
-    if grad_out is None and grad_lse is None:
-        return (None,) * arguments
+    found = _dispatched(ctx, ctx.saved_tensors, grad_out, grad_lse)
+    return *found, *((None,) * (NUM_TENSORS + len(ctx.options) + 1 - NUM_OPERANDS))
+
+
+def _dispatched(ctx, tensors: tuple, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Return a gradient or None for each operand; `tensors` were saved, and checkpointing unpacks at each access."""
     needs = list(ctx.needs_input_grad[:NUM_OPERANDS])
-    tensors = ctx.saved_tensors  # read once: checkpointing unpacks at each access
+    if grad_out is None and grad_lse is None:
+        return (None,) * NUM_OPERANDS
     given = (grad_out, grad_lse, *tensors[:NUM_TENSORS], *ctx.options, *tensors[NUM_TENSORS:], needs)
     gradients = iter(call_unrecorded(_differentiate, *given))
-    return *(next(gradients) if need else None for need in needs), *((None,) * (arguments - NUM_OPERANDS))
+    return tuple(next(gradients) if need else None for need in needs)
 
 
 class Attention(torch.autograd.Function):
@@ -150,17 +154,20 @@ class Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *given):
         *operands, index, options = given
-        (out, lse, *saved), tensors = _forward(operands, index, options, save=True)
+        (out, lse, *saved, projected), tensors = _forward(operands, index, options, save=True)
+        projected = lse.new_empty(0) if projected is None else projected  # as many as the operator saves
         ctx.set_materialize_grads(False)
         ctx.options = options[1:]
-        ctx.save_for_backward(*tensors, *saved)
+        ctx.save_for_backward(*tensors, *saved, projected)
         return out, lse
 
     @staticmethod
     def backward(ctx, grad_out, grad_lse):
         tensors, needs = ctx.saved_tensors, ctx.needs_input_grad[:NUM_OPERANDS]
         if torch.is_grad_enabled() or not is_plain(*tensors, grad_out, grad_lse):
-            return *_backward(ctx, grad_out, grad_lse)[:NUM_OPERANDS], None, None
+            return *_dispatched(ctx, tensors, grad_out, grad_lse), None, None
+        *tensors, projected = tensors
+        tensors = (*tensors, projected if projected.numel() else None)
         return *_differentiated(grad_out, grad_lse, tensors, ctx.options, needs), None, None
 
 
