@@ -1,12 +1,10 @@
 """Blocks of this library by one operator: which are, with what numbers, in chunks and compiled."""
 
 import copy
-from functools import partial
 
 import pytest
 import torch
 from support.backward_graph import whole_blocks_of_backward
-from support.differentiate import differentiate
 from support.operators import Operators
 from torch import nn
 from torch._dynamo.testing import EagerAndRecordGraphs
@@ -38,24 +36,29 @@ def make(kind, batch=(), num_chunks=1, **options):
     return block, x, graph, torch.randn(*batch, 31, 3)
 
 
-def differentiated(block, x, graph, attr, dtype=torch.float32, forward=None):
-    """Output and gradients by name, of operands in a dtype."""
-    inputs = {name: each.to(dtype) for name, each in zip(("attr", "x_dst", "x_src"), (attr, *x), strict=False)}
-    call = lambda attr, *x: (block if forward is None else forward)(x[0] if len(x) == 1 else x, graph, attr)  # noqa: E731
-    found = differentiate(block, inputs, lambda given: call(*given.values()))
-    return {name: each for name, each in found.items() if each is not None}
+def differentiate(block, x, graph, attr, dtype=torch.float32, forward=None):
+    """The destinations and gradients by name, of a loss that weights all elements apart."""
+    *x, attr = (each.detach().to(dtype).requires_grad_() for each in (*x, attr))
+    out = (block if forward is None else forward)(x[0] if len(x) == 1 else tuple(x), graph, attr)
+    out = out[1] if isinstance(out, tuple) else out
+    weight = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view(out.shape)
+    wanted = {f"x {i}": each for i, each in enumerate(x)} | {"attr": attr} | dict(block.named_parameters())
+    gradients = torch.autograd.grad(out.double().mul(weight).sum(), list(wanted.values()), allow_unused=True)
+    return {"out": out.detach()} | {
+        name: each for name, each in zip(wanted, gradients, strict=True) if each is not None
+    }
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("batch", "num_chunks"), (((), 1), ((1,), 3), ((2,), 1), ((2,), 3)))
 def test_errors_are_at_most_three_times_those_of_separate_operators(kind, batch, num_chunks):
     block, *given = make(kind, batch, num_chunks, config=AttentionConfig("torch"))
-    exact = differentiated(copy.deepcopy(block).double(), *given, torch.float64)
+    exact = differentiate(copy.deepcopy(block).double(), *given, torch.float64)
     results = []
     for config, calls in ((block.config, 0), (TRITON, num_chunks)):
         block.config = config
         with torch.autocast("cpu", torch.bfloat16), Operators() as operators:
-            results.append(differentiated(block, *given))
+            results.append(differentiate(block, *given))
         assert operators.names.count(OPERATOR) == calls
     for name, expected in exact.items():
         plain, ours = ((found[name] - expected).square().mean().sqrt().item() for found in results)
@@ -71,9 +74,24 @@ def test_a_compiled_block_gives_the_bits_of_the_eager_one(kind, dynamic):
     recorder = EagerAndRecordGraphs()
     compiled = torch.compile(block, fullgraph=True, dynamic=dynamic, backend=recorder)
     with torch.autocast("cpu", torch.bfloat16):
-        eager, again = (differentiated(block, *given, forward=forward) for forward in (block, compiled))
+        eager, again = (differentiate(block, *given, forward=forward) for forward in (block, compiled))
     assert [str(node.target) for graph in recorder.graphs for node in graph.graph.nodes].count(OPERATOR) == 1
     assert all(torch.equal(again[name], expected) for name, expected in eager.items())
+
+
+class OwnBlock(GraphTransformerProcessorBlock):
+    """A block of somebody's own."""
+
+    def make_query(self, dst):
+        return 2 * super().make_query(dst)
+
+
+def with_own_combine(block):
+    block.combine = lambda out, skip: 2 * type(block).combine(block, out, skip)
+
+
+def with_hook(block):
+    block.lin_query.register_forward_hook(lambda module, given, out: 2 * out)
 
 
 @pytest.mark.parametrize(
@@ -83,10 +101,10 @@ def test_a_compiled_block_gives_the_bits_of_the_eager_one(kind, dynamic):
         ({"qk_norm": True}, None),
         ({"mlp_implementation": "glu"}, None),
         ({"config": AttentionConfig("triton", precision="fp32")}, None),
-        ({}, lambda block: block.lin_query.register_forward_hook(lambda *_: None)),
-        ({}, lambda block: setattr(block, "combine", partial(type(block).combine, block))),
+        ({}, with_hook),
+        ({}, with_own_combine),
         ({}, lambda block: setattr(block, "projection", nn.Sequential(block.projection))),
-        ({}, lambda block: setattr(block, "__class__", type("OwnBlock", (type(block),), {}))),
+        ({}, lambda block: setattr(block, "__class__", OwnBlock)),
     ),
 )
 def test_a_block_with_other_parts_is_computed_by_them(options, change):

@@ -2,7 +2,7 @@
 
 Anemoi hands every layer the nodes of its rank, contiguous ranges, and the edges into them. With shard strategy "edges"
 
-    processor block    exchanges halo rows of the nodes, or of the normed nodes in autocast's dtype; see `whole_blocks`
+    processor block    exchanges halo rows of the normed nodes, in autocast's dtype
     mapper             exchanges halo rows of the sources; nothing is gathered
     provider           edges of one copy of the graph, and their attributes for each copy of a batch or an ensemble
     model              every copy of every set of nodes is split along the grid: rows [copies, nodes of this rank]
@@ -33,7 +33,7 @@ _MODELS = ("anemoi.models.models.encoder_processor_decoder", "anemoi.models.mode
 @replaces("self batch_size shard_edges model_comm_group")
 def get_edges(upstream, self, batch_size, shard_edges, model_comm_group):
     """Take the same range of every copy of a batch as the shard of a `StaticGraphProvider`."""
-    if not (shard_edges and batch_size > 1 and SETTINGS.any_sharding and is_distributed(model_comm_group)):
+    if not (shard_edges and batch_size > 1 and SETTINGS.any_sharding and _is_distributed(model_comm_group)):
         return upstream(self, batch_size, shard_edges, model_comm_group)
     edge_attr, edge_index, sizes = upstream(self, 1, shard_edges, model_comm_group)
     return edge_attr.repeat(batch_size, 1), edge_index, sizes
@@ -45,7 +45,7 @@ def forward_edges_strategy(
 ):
     """Exchange halo rows of a processor block in one all-to-all."""
     sizes = shard_info.nodes, shard_info.nodes
-    local = local_edges(self, edge_index, sizes, batch_size, model_comm_group)
+    local = _local_edges(self, edge_index, sizes, batch_size, model_comm_group)
     if local is None:
         given = (x, edge_attr, edge_index, shard_info, batch_size, model_comm_group, num_chunks)
         return upstream(self, *given, edges_are_dst_sorted)
@@ -62,7 +62,7 @@ def prepare_edge_sharding(
 ):
     """Exchange halo rows of the sources of a mapper."""
     sizes = _mapper_sizes(x, shard_info, batch_size, model_comm_group)
-    local = local_edges(self.proc, edge_index, sizes, batch_size, model_comm_group)
+    local = _local_edges(self.proc, edge_index, sizes, batch_size, model_comm_group)
     if local is None:
         given = (x, shard_info, batch_size, edge_attr, edge_index, model_comm_group, cond)
         return upstream(self, *given, *rest, **named)
@@ -74,9 +74,12 @@ def prepare_edge_sharding(
     if not shard_info.dst_is_sharded():
         x_dst = _own_rows(x_dst, dst, batch_size, model_comm_group)
 
-    given = (local, batch_size, src, model_comm_group)
-    x_src = with_halo(x_src, *given)
-    cond = None if cond is None else (with_halo(cond[0], *given), cond[1])
+    def with_halo(rows):
+        pending = lookup(local).exchange.start(_by_copy(rows, batch_size, src, model_comm_group))
+        return pending.wait().flatten(0, 1)
+
+    x_src = with_halo(x_src)
+    cond = None if cond is None else (with_halo(cond[0]), cond[1])
     num_chunks = max(self.num_chunks, Upstream.mapper.NUM_CHUNKS_INFERENCE_MAPPER)
     chunks = Upstream.mapper.build_graph_partition(local, num_chunks, (x_src.shape[0], x_dst.shape[0]))
     shard_info = type(shard_info)(src_nodes=src, dst_nodes=dst, edges=shard_info.edges)
@@ -95,7 +98,7 @@ def mapper_forward(
     given = (x, batch_size, shard_info, edge_attr, edge_index, model_comm_group)
     sizes = _mapper_sizes(x, shard_info, batch_size, model_comm_group)
     gathers = not keep_x_dst_sharded and batch_size > 1
-    if not gathers or local_edges(self.proc, edge_index, sizes, batch_size, model_comm_group) is None:
+    if not gathers or _local_edges(self.proc, edge_index, sizes, batch_size, model_comm_group) is None:
         return upstream(self, *given, keep_x_dst_sharded, *rest, **named)
     own = upstream(self, *given, True, *rest, **named)
     rows = own.unflatten(0, (batch_size, -1))
@@ -105,7 +108,7 @@ def mapper_forward(
 @replaces("input_ dim sizes mgroup gather_in_backward")
 def shard_tensor(upstream, input_, dim, sizes, mgroup, *rest, **named):
     """Split rows of several copies of the nodes along the grid, for a model's module."""
-    nodes = sum(sizes) if dim == 0 and is_distributed(mgroup) and sizes is not None else 0
+    nodes = sum(sizes) if dim == 0 and _is_distributed(mgroup) and sizes is not None else 0
     if not nodes or input_.shape[0] == nodes:
         return upstream(input_, dim, sizes, mgroup, *rest, **named)
     rows = input_.unflatten(0, (-1, nodes))
@@ -125,7 +128,7 @@ def node_attributes(upstream, self, name, batch_size):
 def get_shard_sizes(upstream, tensor, dim, model_comm_group=None):
     """Return sizes of shards of the nodes, however often they are repeated, for a model's module."""
     copies = getattr(tensor, _COPIES, 1)
-    if copies > 1 and dim == 0 and is_distributed(model_comm_group):
+    if copies > 1 and dim == 0 and _is_distributed(model_comm_group):
         tensor = tensor[: tensor.shape[0] // copies]
     return upstream(tensor, dim, model_comm_group)
 
@@ -137,7 +140,7 @@ def noise(
 ):  # fmt: skip
     """Take this rank's nodes of the noise of every member of an ensemble."""
     copies, given = batch_size * ensemble_size, (x, batch_size, ensemble_size, grid_size, grid_shard_sizes)
-    if copies == 1 or not (SETTINGS.any_sharding and is_distributed(model_comm_group)):
+    if copies == 1 or not (SETTINGS.any_sharding and _is_distributed(model_comm_group)):
         return upstream(self, *given, noise_dtype, model_comm_group)
     x, noise = upstream(self, *given, noise_dtype, None)
     rows = noise.unflatten(0, (copies, -1)).split(grid_shard_sizes, 1)[model_comm_group.rank()]
@@ -147,13 +150,12 @@ def noise(
 @replaces("self batch_size ensemble_size in_out_sharded model_comm_group")
 def assert_valid_sharding(upstream, self, batch_size, ensemble_size, in_out_sharded, model_comm_group=None):
     """Allow batches and ensembles where all layers split them along the grid."""
-    if is_distributed(model_comm_group) and batch_size * ensemble_size > 1 and _splits_copies(self):
+    if _is_distributed(model_comm_group) and batch_size * ensemble_size > 1 and _splits_copies(self):
         batch_size = ensemble_size = 1
     return upstream(self, batch_size, ensemble_size, in_out_sharded, model_comm_group)
 
 
-def is_distributed(group) -> bool:
-    """Return whether several ranks share a model."""
+def _is_distributed(group) -> bool:
     return group is not None and group.size() > 1
 
 
@@ -184,7 +186,7 @@ def _splits_copies(model: nn.Module) -> bool:
 
 def _mapper_sizes(x, shard_info, copies: int, group) -> tuple[list[int], list[int]] | None:
     """Return the numbers of sources and destinations of each rank, or None on one rank."""
-    if not is_distributed(group):
+    if not _is_distributed(group):
         return None
     given = (shard_info.src_nodes, shard_info.dst_nodes)
     counts = (rows.shape[0] // copies for rows in x)
@@ -205,11 +207,6 @@ def _by_copy(rows: Tensor, copies: int, sizes: list[int], group) -> Tensor:
     return rows.unflatten(0, (copies, own))
 
 
-def with_halo(rows: Tensor, local: Tensor, copies: int, sizes: list[int], group) -> Tensor:
-    """Return the rows of this rank followed by those of its halo, copy by copy; `local` is of `local_edges`."""
-    return lookup(local).exchange.start(_by_copy(rows, copies, sizes, group)).wait().flatten(0, 1)
-
-
 def _own_rows(rows: Tensor, sizes: list[int], copies: int, group) -> Tensor:
     """Return this rank's rows of each copy of nodes that all ranks hold; their gradients are gathered."""
     rows = rows.unflatten(0, (copies, -1))
@@ -228,9 +225,9 @@ def _project(block, pending, edge_attr: Tensor) -> tuple[Tensor, Tensor, Tensor,
     return query, block.lin_key(rows), block.lin_value(rows), edges
 
 
-def local_edges(block, edge_index, sizes, copies: int, group) -> Tensor | None:
+def _local_edges(block, edge_index, sizes, copies: int, group) -> Tensor | None:
     """Return this rank's edges, numbered by its nodes and its halo, with their exchange; None where upstream serves."""
-    if not is_distributed(group) or not _shards(block) or sizes[0] is None or sizes[1] is None:
+    if not _is_distributed(group) or not _shards(block) or sizes[0] is None or sizes[1] is None:
         return None
     src, dst, rank = tuple(sizes[0]), tuple(sizes[1]), group.rank()
     name = Derived.name("halo", group.group_name, rank, copies, *src, "to", *dst)

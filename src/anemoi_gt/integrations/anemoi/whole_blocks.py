@@ -9,7 +9,6 @@ from anemoi_gt.compatibility import is_exporting
 from anemoi_gt.integrations.anemoi import attention
 from anemoi_gt.integrations.anemoi.attention import SETTINGS
 from anemoi_gt.integrations.anemoi.cache import structure_of
-from anemoi_gt.integrations.anemoi.sharding import is_distributed, local_edges, with_halo
 from anemoi_gt.integrations.anemoi.upstream import Upstream, replaces
 from anemoi_gt.nn import whole_block
 
@@ -22,12 +21,8 @@ def processor_block(
     **named,
 ):  # fmt: skip
     """Compute the whole block, or the attention alone."""
-    local, shards = edge_index, is_distributed(model_comm_group)
-    if shards:
-        local = local_edges(self, edge_index, (shard_info.nodes, shard_info.nodes), batch_size, model_comm_group)
-    if _serves(self, x, edge_index, local is None, cond):
-        x_src = with_halo(x, local, batch_size, shard_info.nodes, model_comm_group) if shards else None
-        return _run(self, x_src, x, edge_attr, local), edge_attr
+    if _serves(self, x, edge_index, model_comm_group, cond):
+        return _run(self, None, x, edge_attr, edge_index), edge_attr
     given = (x, edge_attr, edge_index, shard_info, batch_size, size, model_comm_group, cond)
     return upstream(self, *given, *rest, **named)
 
@@ -38,10 +33,7 @@ def mapper_block(
     **named,
 ):  # fmt: skip
     """Compute the whole block, or the attention alone; sources are updated as upstream does."""
-    shards = (
-        is_distributed(model_comm_group) and getattr(self, "shard_strategy", None) != "edges"
-    )  # by edges, mappers do
-    if _serves(self, x[1], edge_index, shards, cond):
+    if _serves(self, x[1], edge_index, model_comm_group, cond):
         x_src, x_dst = x[0], _run(self, *x, edge_attr, edge_index)
         x_src = self.run_node_src_mlp(x_src) + x_src if self.update_src_nodes else x_src
         return (x_src, x_dst), edge_attr
@@ -57,7 +49,7 @@ def _run(block, x_src, x_dst, edge_attr, edge_index):
     return whole_block.run_block(block, x_src, x_dst, edge_attr, graph, batch)
 
 
-def _serves(block, x, edge_index, shards: bool, cond) -> bool:
+def _serves(block, x, edge_index, group, cond) -> bool:
     """Return whether one operator computes a block; if not, say so once, or raise if `blocks=True` names a backend."""
     settings = SETTINGS.of(block)
     if settings is None or settings.blocks is False or is_exporting():
@@ -66,7 +58,7 @@ def _serves(block, x, edge_index, shards: bool, cond) -> bool:
         return False  # the attention says so
     if settings.blocks is None and not whole_block.is_proven(x, settings.config):
         return False
-    reason = _unsupported_reason(block, x, shards, cond, settings)
+    reason = _unsupported_reason(block, x, group, cond, settings)
     if reason is not None and settings.blocks and settings.config.backend != "auto":
         raise ValueError(
             f"blocks=True with backend {settings.config.backend!r} cannot compute this Anemoi block: {reason}; "
@@ -77,9 +69,9 @@ def _serves(block, x, edge_index, shards: bool, cond) -> bool:
     return reason is None
 
 
-def _unsupported_reason(block, x, shards: bool, cond, settings) -> str | None:
-    if shards:
-        return "its nodes are sharded by Anemoi"
+def _unsupported_reason(block, x, group, cond, settings) -> str | None:
+    if group is not None and group.size() > 1:
+        return "its nodes are sharded"
     if cond is not None:
         return "its norms take a condition"
     if block.qk_norm:
