@@ -22,8 +22,8 @@ OPERATOR = "anemoi_gt.transformer_block.default"
 TRITON = AttentionConfig("triton")
 
 
-def make(kind, batch=(), num_chunks=1, **options):
-    """A block, and nodes, edges and attributes that it takes."""
+def make(kind, batch=(), num_chunks=1, shared=False, **options):
+    """A block, and nodes, edges and attributes that it takes, shared by a batch or not."""
     torch.manual_seed(0)
     sizes = {"in_channels": 24, "hidden_dim": 40, "out_channels": 24, "num_heads": 2, "edge_dim": 3}
     block = KINDS[kind](**sizes | {"config": TRITON} | options)
@@ -33,7 +33,7 @@ def make(kind, batch=(), num_chunks=1, **options):
     graph = GraphStructure.from_edge_index(edge_index[:, edge_index[1].argsort(stable=True)], 9)
     x = [torch.randn(*batch, 9, 24) for _ in range(1 if kind == "processor" else 2)]
     graph = graph if num_chunks == 1 else split_destinations(graph, num_chunks)
-    return block, x, graph, torch.randn(*batch, 31, 3)
+    return block, x, graph, torch.randn(*(() if shared else batch), 31, 3)
 
 
 def differentiate(block, x, graph, attr, dtype=torch.float32, forward=None):
@@ -50,9 +50,10 @@ def differentiate(block, x, graph, attr, dtype=torch.float32, forward=None):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("batch", "num_chunks"), (((), 1), ((1,), 3), ((2,), 1), ((2,), 3)))
-def test_errors_are_at_most_three_times_those_of_separate_operators(kind, batch, num_chunks):
-    block, *given = make(kind, batch, num_chunks, config=AttentionConfig("torch"))
+@pytest.mark.parametrize("shared", (False, True))
+@pytest.mark.parametrize(("batch", "num_chunks"), (((1,), 3), ((2,), 1), ((2,), 3)))
+def test_errors_are_at_most_three_times_those_of_separate_operators(kind, batch, num_chunks, shared):
+    block, *given = make(kind, batch, num_chunks, shared, config=AttentionConfig("torch"))
     exact = differentiate(copy.deepcopy(block).double(), *given, torch.float64)
     results = []
     for config, calls in ((block.config, 0), (TRITON, num_chunks)):
@@ -77,6 +78,16 @@ def test_a_compiled_block_gives_the_bits_of_the_eager_one(kind, dynamic):
         eager, again = (differentiate(block, *given, forward=forward) for forward in (block, compiled))
     assert [str(node.target) for graph in recorder.graphs for node in graph.graph.nodes].count(OPERATOR) == 1
     assert all(torch.equal(again[name], expected) for name, expected in eager.items())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("batch", "shape"), (((), (30, 3)), ((), (1, 31, 3)), ((2,), (1, 31, 3)), ((2,), (3, 31, 3))))
+def test_attributes_of_another_shape_are_refused_as_by_the_attention(kind, batch, shape):
+    block, x, graph, _ = make(kind, batch)
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match=r"edge_attr must have shape \[E, D\]"):
+        block(x[0] if kind == "processor" else x, graph, torch.randn(shape))
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match="edge_attr must be floating point"):
+        block(x[0] if kind == "processor" else x, graph, torch.ones(31, 3, dtype=torch.int64))
 
 
 class OwnBlock(GraphTransformerProcessorBlock):
@@ -104,15 +115,16 @@ def with_hook(block):
         ({}, with_hook),
         ({}, with_own_combine),
         ({}, lambda block: setattr(block, "projection", nn.Sequential(block.projection))),
+        ({"kind": "mapper"}, lambda block: setattr(block, "layer_norm_attention", nn.LayerNorm(24))),
         ({}, lambda block: setattr(block, "__class__", OwnBlock)),
     ),
 )
 def test_a_block_with_other_parts_is_computed_by_them(options, change):
-    block, (x,), *given = make("processor", **options)
+    block, x, *given = make(**{"kind": "processor"} | options)
     if change is not None:
         change(block)
     with torch.autocast("cpu", torch.bfloat16), Operators() as operators:
-        block(x, *given)
+        block(x if len(x) > 1 else x[0], *given)
     assert OPERATOR not in operators.names and "anemoi_gt.edge_attention_triton.default" in operators.names
 
 

@@ -3,12 +3,15 @@
 import gc
 import sys
 import weakref
+from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
 from support.operators import Operators
 from support.oracle import make_problem
 from support.run import attend, head_major, leaves_of, scalar, scheduled, structure
+from torch.utils.checkpoint import checkpoint
 
 from anemoi_gt import AttentionConfig, GraphStructure, edge_attention
 from anemoi_gt.ops.triton_backend import launch
@@ -134,6 +137,18 @@ def test_a_dispatch_mode_sees_both_operators(problem_and_graph):
         edge_attention(**leaves_of(problem, graph), graph=graph, config=TRITON)[0].sum().backward()
     ours = [name for name in operators.names if name.startswith("anemoi_gt.")]
     assert ours == ["anemoi_gt.edge_attention_triton.default", "anemoi_gt.edge_attention_triton_backward.default"]
+
+
+@pytest.mark.parametrize("form", ["raw", "embedded", "none"])
+def test_a_checkpointed_pass_may_be_watched_or_recorded_in_one_direction_alone(problem_and_graph, form):
+    problem, graph = problem_and_graph("one_edge", form)
+    leaves, results = leaves_of(problem, graph), []
+    for watch, create_graph in ((nullcontext, False), (Operators, False), (nullcontext, True)):
+        call = partial(edge_attention, **leaves, graph=graph, config=TRITON)
+        out, _ = checkpoint(call, use_reentrant=False)
+        with watch():
+            results.append(torch.autograd.grad(out.sum(), list(leaves.values()), create_graph=create_graph))
+    assert all(torch.equal(*each) for found in results[1:] for each in zip(found, results[0], strict=True))
 
 
 def test_what_is_kept_between_calls_holds_no_tensor(problem_and_graph):

@@ -167,7 +167,7 @@ class Attention(torch.autograd.Function):
         if torch.is_grad_enabled() or not is_plain(*tensors, grad_out, grad_lse):
             return *_dispatched(ctx, tensors, grad_out, grad_lse), None, None
         *tensors, projected = tensors
-        tensors = (*tensors, projected if projected.numel() else None)
+        tensors = (*tensors, None if AttentionOperands(*tensors[:NUM_OPERANDS]).edge_weight is None else projected)
         return *_differentiated(grad_out, grad_lse, tensors, ctx.options, needs), None, None
 
 
