@@ -127,7 +127,7 @@ def what_does_not_fit_the_module_is_named(group, verdict):
     for graphs, tables, said in (
         ({}, None, "at least one graph"),
         ({"up": up}, None, "keys (sources, destinations)"),
-        ({UP: up, ("data", "data"): net.edges}, None, "as many in all graphs"),
+        ({UP: up, ("data", "data"): net.edges}, None, "the same number of data"),
         ({ALONG: copy.deepcopy(net.edges)}, None, "part of the module"),
         ({UP: up}, {"weight": "mesh"}, "name parameters or buffers"),
         ({UP: up}, {"embedding.weight": "sea"}, "name a set of nodes or a graph"),
