@@ -238,11 +238,14 @@ class GraphTransformerBaseBlock(nn.Module):
         """
         if is_exporting() or not whole_block.is_proven(x_dst, self.config) or any(c is not None for c in cond):
             return False
-        is_own = type(self) in (GraphTransformerProcessorBlock, GraphTransformerMapperBlock)
-        norm = getattr(self, "layer_norm_attention_dest", self.layer_norm_attention)  # an alias unless it was replaced
-        if norm is not self.layer_norm_attention or (x_dst.dim() == 3 and x_dst.shape[0] == 0):
+        if type(self) not in (GraphTransformerProcessorBlock, GraphTransformerMapperBlock):
             return False
-        if not is_own or any(name in self.__dict__ for name in METHODS) or (self.training and self.dropout):
+        if any(name in self.__dict__ for name in METHODS) or (self.training and self.dropout):
+            return False
+        if x_dst.dim() == 3 and x_dst.shape[0] == 0:
+            return False
+        dst_norm = getattr(self, "layer_norm_attention_dest", self.layer_norm_attention)
+        if dst_norm is not self.layer_norm_attention:  # one name of the alias was replaced
             return False
         if any(type(norm) is not nn.Identity or hooks_of(norm) for norm in (self.q_norm, self.k_norm)):
             return False

@@ -125,10 +125,8 @@ def _mappers(mappers: nn.ModuleDict, edges: nn.ModuleDict, size: int) -> list[tu
         end = (size + FLOAT32) * mapper.proc.channels * isinstance(mapper, GraphTransformerBackwardMapper)
         inputs = [(FLOAT32 + size) * channels for channels in (mapper.in_channels_src, mapper.in_channels_dst)]
         source = _source(mapper.proc, size, whole) + inputs[0]
-        destination, gradient = (
-            _destination(mapper.proc, size, whole) + inputs[1] + end,
-            3 * size * mapper.proc.channels,
-        )
+        destination = _destination(mapper.proc, size, whole) + inputs[1] + end
+        gradient = 3 * size * mapper.proc.channels
         weights = _weights(mapper.proc, size, whole)
         chunks = [graph.num_src * source + graph.num_dst * destination + weights for graph in graphs]
         gradients = [

@@ -411,13 +411,13 @@ def partial_sums(sizes: Sizes) -> int:
 
 
 @lru_cache(KEPT)
-def weight_sum_launch(sizes: Sizes, partials: int) -> Launch:
+def weight_sum_launch(sizes: Sizes) -> Launch:
     """Return the launch that adds the partial sums up."""
     constants = {"H": sizes.heads, "C": sizes.channels, "D": sizes.edge_dim, "BIAS": sizes.bias}
     rows = max(1, tiles.SUMMED // sizes.columns)
     grid = (-(-sizes.heads * sizes.channels // rows),)
     constants |= {"ATTRIBUTES": sizes.columns, "PARTS": tiles.PARTS, "ROWS": rows, "num_warps": 4}
-    return Launch(edge_features.weight_sum, grid, {"num_parts": partials}, constants)
+    return Launch(edge_features.weight_sum, grid, {"num_parts": partial_sums(sizes)}, constants)
 
 
 def differentiate_weight(
@@ -426,8 +426,7 @@ def differentiate_weight(
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
     """Return the gradients of W [H * C, D] and of the bias [H * C] that `needs` asks for, in their dtype or `dtype`."""
     sizes, (query, _, _, _, edge_weight, edge_bias) = problem.sizes, problem.operands
-    partials = partial_sums(sizes)
-    shape = (partials, sizes.heads * sizes.channels, sizes.attributes)
+    shape = (partial_sums(sizes), sizes.heads * sizes.channels, sizes.attributes)
     partial = grad_out.new_empty(shape, dtype=torch.float32)
     problem.launch(weight_launch)(
         query=query, grad_out=grad_out, attr_sums=attr_sums, dscore_sums=dscore_sums, partial=partial
@@ -436,5 +435,5 @@ def differentiate_weight(
         torch.empty_like(each, dtype=dtype) if need else None
         for each, need in zip((edge_weight, edge_bias), needs, strict=True)
     )
-    problem.launch(weight_sum_launch, partials)(partial=partial, dweight=dweight, dbias=dbias)
+    problem.launch(weight_sum_launch)(partial=partial, dweight=dweight, dbias=dbias)
     return dweight, dbias
