@@ -124,22 +124,22 @@ class Training:
             self.captured, self.replayed = False, None
             self.model.zero_grad(set_to_none=True)
 
-    def loss(self):
+    def loss(self, x, target):
         """Forward pass under autocast."""
         with torch.autocast(self.device.type, self.dtype) if self.dtype else nullcontext():
-            return (self.model(self.x, **self.call)["data"] - self.target).square().mean()
+            return (self.model(x, **self.call)["data"] - target).square().mean()
 
     def forward_backward(self, scale):
         """Loss, which has not been waited for; the gradients of the scaled loss are left at the parameters."""
 
-        def launched(_):
-            loss = self.loss()
+        def launched(batch):
+            loss = self.loss(*batch)
             scale(loss).backward()
             return loss.detach()
 
         if self.captured and self.replayed is None:
             self.replayed = integration.capture_step(launched, self.model)
-        return (self.replayed or launched)(self.x)
+        return (self.replayed or launched)((self.x, self.target))
 
     def step(self):
         """One whole step; its loss, which has not been waited for."""
