@@ -3,22 +3,26 @@
 import copy
 from functools import partial
 from itertools import product
+from unittest import mock
 
 import torch
 import torch.distributed as dist
+from support.operators import Operators
 from torch import nn
 
-from anemoi_gt import GraphStructure
+from anemoi_gt import AttentionConfig, GraphStructure
 from anemoi_gt.distributed import reduce_gradients, shard_graph, shard_module
 from anemoi_gt.nn import (
     ConditionalLayerNorm,
     GraphTransformerConv,
     GraphTransformerForwardMapper,
     GraphTransformerMapperBlock,
-    GraphTransformerProcessorBlock,
     LayerKernels,
     StaticEdges,
+    whole_block,
 )
+from anemoi_gt.nn import GraphTransformerProcessorBlock as Processor
+from anemoi_gt.ops.triton_backend import launch, node_rows
 from distributed.problems import CONFIG, data, nearest, structure
 from distributed.problems import mesh as points
 from distributed.ranks import everywhere, mesh_of, meshes_with_this_rank, on_all_ranks
@@ -40,7 +44,7 @@ class Net(nn.Module):
             in_channels_src=3, in_channels_dst=4, num_channels=8, edge_dim=2, gradient_checkpointing=True, **sizes
         )
         self.conv = GraphTransformerConv(8, 4, heads=2, beta=True, config=CONFIG)
-        self.block = GraphTransformerProcessorBlock(in_channels=8, hidden_dim=8, out_channels=8, edge_dim=4, **sizes)
+        self.block = Processor(in_channels=8, hidden_dim=8, out_channels=8, edge_dim=4, **sizes)
 
     def forward(self, x, up, edge_attr):
         mesh = self.embedding.weight.expand(x.shape[0], -1, -1)
@@ -136,3 +140,40 @@ def what_does_not_fit_the_module_is_named(group, verdict):
     ):
         verdict.raises(ValueError, said, lambda g=graphs, t=tables: shard_module(net, g, mesh, tables=t))
     verdict.that(net.embedding.weight.shape[0] == len(points), "a refused module was changed")
+
+
+@on_all_ranks
+def blocks_of_a_shard_by_one_operator_give_what_they_give_on_the_whole_graph(group, verdict):
+    torch.manual_seed(0)
+    sizes = {"in_channels": 8, "hidden_dim": 8, "out_channels": 8, "num_heads": 2, "edge_dim": 3}
+    launch.PROGRAMS = node_rows.PROGRAMS = 3  # of the interpreter
+    blocks = [kind(**sizes, config=AttentionConfig("triton")) for kind in (Processor, GraphTransformerMapperBlock)]
+    watched = ("two_nodes", 1, True)  # a hook on one rank, whose other ranks use the operator
+    ways = ("two_nodes", 1, False), ("two_nodes", 3, False), ("one_end", 1, False), ("no_edges", 1, False), watched
+    for block, (name, chunks, is_watched) in product(blocks, ways):
+        graph, is_mapper = structure(name), isinstance(block, GraphTransformerMapperBlock)
+        if not is_mapper and graph.num_src != graph.num_dst:
+            continue
+        shard, draw = shard_graph(graph, group).split(chunks), partial(torch.randn, requires_grad=True)
+        x, edge_attr = [draw(number, 8) for number in (graph.num_src, graph.num_dst)], draw(graph.num_edges, 3)
+        own = [partition.nodes(shard.rank) for partition in (shard.sources, shard.destinations)]
+        parts = [rows[i] for rows, i in zip(x, own, strict=True)]
+        given = [(x, graph, edge_attr), (parts, shard, edge_attr[shard.edges])]
+        is_watched &= shard.rank == 0
+        hook = block.lin_query.register_forward_hook(lambda *_: None) if is_watched else None
+        number = 0 if is_watched else 1 + chunks
+        with mock.patch.object(whole_block, "is_proven", lambda *_: True), Operators() as operators:
+            whole, part = (block(*side)[1] if is_mapper else block(side[0][1], *side[1:]) for side in given)
+        verdict.same(f"{name}: operators", operators.names.count("anemoi_gt.transformer_block.default"), number)
+        if hook is not None:
+            hook.remove()
+        verdict.close(f"{name}: output", part.detach(), whole[own[1]].detach())
+        leaves = [*(x if is_mapper else x[1:]), edge_attr, *block.parameters()]
+        expected, gradients = (
+            torch.autograd.grad(out.square().sum(), leaves, materialize_grads=True) for out in (whole, part)
+        )
+        for n, gradient in enumerate(gradients):
+            dist.all_reduce(gradient := gradient.clone(), group=group)  # two biases share theirs
+            verdict.close(
+                f"{name}: gradient {n}", gradient, expected[n], terms=torch.cat([g.flatten() for g in expected])
+            )

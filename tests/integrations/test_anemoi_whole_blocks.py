@@ -90,7 +90,7 @@ def test_a_model_gives_what_anemoi_gives(graph, changes, monkeypatch):
     model, x = small.build(graph, small.make_options(**changes)), small.draw(graph, batch=2)
     expected = small.differentiate(model, x)
     calls, run = [], whole_block.run_block
-    monkeypatch.setattr(whole_block, "run_block", lambda *operands: calls.append(operands) or run(*operands))
+    monkeypatch.setattr(whole_block, "run_block", lambda *given, **how: calls.append(given) or run(*given, **how))
     with BLOCKS():
         assert_same_numbers(small.differentiate(model, x), expected)
     assert 2 in {call[-1] for call in calls}  # chunks of mappers hold a batch as one graph

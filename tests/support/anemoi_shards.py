@@ -21,6 +21,7 @@ from anemoi.models.distributed.shapes import BipartiteGraphShardInfo, get_shard_
 from anemoi_gt import GraphStructure
 from anemoi_gt.distributed import HaloExchange
 from anemoi_gt.integrations import anemoi as integration
+from anemoi_gt.ops.triton_backend import launch, node_rows
 from support.anemoi_model import build, graph_of, make_ensemble_options, make_options
 from support.weather import KINDS, weather_graph
 
@@ -42,6 +43,7 @@ class Case:
     install: dict = field(default_factory=dict, hash=False)
     compiled: bool = False
     counted: bool = False
+    whole: bool = False  # blocks by one operator, in float32
 
 
 TOPOLOGIES = {"1": (1, 1), "2": (2, 1), "3": (3, 1), "4": (4, 1), "2x2": (2, 2)}
@@ -64,6 +66,9 @@ CASES = {
     "all activations kept": Case(3, options={"checkpointing": False, "mapper_chunks": 1}, batch=2),
     "edges embedded": Case(3, options={"edge_pre_mlp": True}, install={"fuse_edges": False}, batch=2),
     "compiled": Case(2, graph="asymmetric", batch=2, compiled=True),
+    **{f"whole blocks-{name}-{ranks}": Case(ranks, graph=name, batch=batch, options={"qk_norm": False}, whole=True,
+       compiled=ranks == 3)
+       for name, ranks, batch in (("small", 2, 2), ("small", 3, 1), ("tiny", 4, 1))},
     **{f"Anemoi's {strategy}-{ranks}": Case(ranks, options={"heads": 8, "shard_strategy": strategy}, **WITHOUT_OURS)
        for strategy in ("edges", "heads") for ranks in (2, 3)},
 }  # fmt: skip
@@ -72,6 +77,8 @@ CASES = {
 @cache
 def graph(name):
     """The graph of a case; of the tiny one two ranks of four have no hidden node, and some nodes no edge."""
+    if name == "small":
+        return weather_graph({"data": 13, "hidden": 7}, dict.fromkeys(KINDS, 24))
     if name == "tiny":
         return weather_graph({"data": 7, "hidden": 2}, dict.fromkeys(KINDS, 5))
     graph = graph_of("O8", 2)
@@ -89,17 +96,19 @@ def graph(name):
 
 def model_of(case):
     """The model of a case; cases share it, and ranks inherit it from the process that starts them."""
-    return make_model(case.graph, case.ensemble > 1, tuple(sorted(case.options.items())), case.compiled)
+    dtype = torch.float32 if case.whole else torch.float64
+    return make_model(case.graph, case.ensemble > 1, tuple(sorted(case.options.items())), case.compiled, dtype)
 
 
 @cache
-def make_model(name, is_ensemble, options, compiled):
-    """A model in float64, its trained node and edge attributes not zero, and its blocks compiled or not."""
+def make_model(name, is_ensemble, options, compiled, dtype):
+    """A model, its trained node and edge attributes not zero, and its blocks compiled or not."""
     make = make_ensemble_options if is_ensemble else make_options
     model = build(graph(name), make(**OPTIONS | dict(options))).double()
     for name, parameter in model.named_parameters():
         if "trainable" in name:
             torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(1))
+    model.to(dtype)
     if compiled:
         for mapper in (*model.encoder.values(), *model.decoder.values()):
             mapper.proc.compile(backend="aot_eager", dynamic=False)
@@ -121,7 +130,7 @@ def fields(case, model):
 
 def run(model, case, index, group):
     """The loss of model `index`, and its backward pass, on this rank of a group."""
-    x, target = fields(case, index)
+    x, target = (rows.to(next(model.parameters()).dtype) for rows in fields(case, index))
     count, sizes = target.numel(), None
     if group is not None and group.size() > 1 and case.keep_sharded:  # as in anemoi-training
         sizes = get_shard_sizes(x, 3, group)
@@ -151,7 +160,7 @@ def gradients_of_strategy(model, group, everyone):
 
 def one_rank(case):
     """Mean loss and gradients of the models of a case, each on one rank, by Anemoi's own code."""
-    model, losses, total = model_of(replace(case, compiled=False)), [], {}
+    model, losses, total = model_of(replace(case, compiled=False, whole=False)), [], {}
     for index in range(case.models):
         losses.append(run(model, case, index, None))
         for name, parameter in model.named_parameters():
@@ -200,7 +209,9 @@ def run_conditioned(group):
 def run_case(case, group, index, everyone):
     """Loss, gradients, and what a rank counts in each step: two if `counted`, else one."""
     model, counts = model_of(case), []
-    with integration.install(backend="torch", **case.install):
+    blocks = {"backend": "triton", "blocks": True} if case.whole else {"backend": "torch"}
+    launch.PROGRAMS = node_rows.PROGRAMS = 3  # of the interpreter
+    with integration.install(**blocks, **case.install):
         for _ in range(1 + case.counted):
             with counting() as counted:
                 loss = run(model, case, index, group)

@@ -84,12 +84,7 @@ def check_fit(graph: HeteroData) -> None:
 
 
 def limited_area_graph(
-    nodes: Nodes,
-    *,
-    refinement: int | None = None,
-    margin: float | None = 100.0,
-    cutoff: float = 0.6,
-    nearest: int = 3,
+    nodes: Nodes, *, refinement: int | None = None, margin: float | None = 100.0, cutoff: float = 0.6, nearest: int = 3
 ) -> HeteroData:
     """Return the graph of a grid, regional or global, and the part of an icosphere over it.
 

@@ -53,9 +53,7 @@ from anemoi_gt.kernels.primitives import (
 
 
 @triton.jit(
-    repr=row_kernel_name("edge_attention_bwd_dst", "query"),
-    launch_metadata=launch_facts,
-    do_not_specialize=SIZES,
+    repr=row_kernel_name("edge_attention_bwd_dst", "query"), launch_metadata=launch_facts, do_not_specialize=SIZES
 )
 def edge_attention_bwd_dst(
     query,  # [B, N_dst, H, C], read for embedded features only

@@ -62,11 +62,7 @@ LN_2 = tl.constexpr(0.6931471805599453)
 SIZES = ["num_dst", "num_src", "num_edges", "attr_stride", "drop_below"]  # never specialised
 
 
-@triton.jit(
-    repr=row_kernel_name("edge_attention_fwd", "query"),
-    launch_metadata=launch_facts,
-    do_not_specialize=SIZES,
-)
+@triton.jit(repr=row_kernel_name("edge_attention_fwd", "query"), launch_metadata=launch_facts, do_not_specialize=SIZES)
 def edge_attention_fwd(
     query,  # [B, N_dst, H, C]
     key,  # [B, N_src, H, C]

@@ -178,14 +178,18 @@ class GraphTransformerBaseBlock(nn.Module):
         `x` is (x_src, x_dst), [N_src, in_channels] and [N_dst, in_channels], or [B, ...] both; `edge_attr` is
         [E, edge_dim] or [B, E, edge_dim]; `cond` holds the conditions of sources and destinations.
         """
-        if not isinstance(graph, GraphStructure) and isinstance(graph, ShardedGraph):
+        is_shard = not isinstance(graph, GraphStructure) and isinstance(graph, ShardedGraph)
+        if is_shard:
             check_batch(*x)  # its local sources are checked by start_exchange
         else:
             check_structure(graph)
             check_nodes(graph, *x)
-            if self.is_one_operator(x[1], cond):
-                x_src = None if x[0] is x[1] and self.source_norm is self.layer_norm_attention else x[0]
-                return whole_block.update_destinations(self, x_src, x[1], edge_attr, graph)
+        if self.is_one_operator(x[1], cond):
+            x_src = None if x[0] is x[1] and self.source_norm is self.layer_norm_attention else x[0]
+            if is_shard:  # the rows that `attend` sends: parts may differ between ranks, so that some call it
+                normed = self.normed(self.source_norm, x[0], cond[0])
+                x_src, graph = graph.start_exchange(normed).wait(), graph.structure
+            return whole_block.update_destinations(self, x_src, x[1], edge_attr, graph, normed=is_shard)
         x_dst = x[1] + self.attend(*self.normed_sides(x, cond), graph, edge_attr)
         return x_dst + self.node_dst_mlp(apply_norm(self.layer_norm_mlp_dst, x_dst, cond[1]))
 

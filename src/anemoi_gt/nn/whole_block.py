@@ -62,10 +62,13 @@ def unsupported_reason(block: nn.Module, x: Tensor, config: AttentionConfig, kno
     return None if _attends_by_triton(x, config) else "another backend than triton computes its attention"
 
 
-def update_destinations(block: nn.Module, x_src: Tensor | None, x_dst: Tensor, edge_attr: Tensor, graph) -> Tensor:
+def update_destinations(
+    block: nn.Module, x_src: Tensor | None, x_dst: Tensor, edge_attr: Tensor, graph, *, normed: bool = False
+) -> Tensor:
     """Return destinations [.., N_dst, F] after a block of this library, for which there is no `unsupported_reason`.
 
-    `x_src` [.., N_src, F] is None where the sources are the destinations; `edge_attr` is [.., E, D].
+    `x_src` [.., N_src, F] is None where the sources are the destinations, and `normed` where its norm was applied
+    before; `edge_attr` is [.., E, D].
     """
     edges = edge_attr, weight, _ = block.edge_operands(edge_attr)
     query, key = (_as_heads(x, block.num_heads, weight.shape[0]) for x in (x_dst, x_dst if x_src is None else x_src))
@@ -76,19 +79,22 @@ def update_destinations(block: nn.Module, x_src: Tensor | None, x_dst: Tensor, e
     elif edge_attr.dim() == 3:
         edge_attr = edge_attr.squeeze(0)
     x_src, rows = (None if x is None else x.reshape(-1, x.shape[-1]) for x in (x_src, x_dst))
-    return run_block(block, x_src, rows, edge_attr, graph, batch).view(x_dst.shape)
+    return run_block(block, x_src, rows, edge_attr, graph, batch, normed=normed).view(x_dst.shape)
 
 
 def run_block(
-    block: nn.Module, x_src: Tensor | None, x_dst: Tensor, edge_attr: Tensor, graph: GraphStructure, batch: int
-) -> Tensor:
+    block: nn.Module, x_src: Tensor | None, x_dst: Tensor, edge_attr: Tensor, graph: GraphStructure, batch: int,
+    *, normed: bool = False,
+) -> Tensor:  # fmt: skip
     """Return destinations [B * N_dst, F] after a block for which there is no `unsupported_reason`.
 
-    `x_src` [B * N_src, F] is None where the sources are the destinations; `edge_attr` is [E, D] or [B, E, D], after
-    `edge_pre_mlp`; `graph` is that of one batch entry.
+    `x_src` [B * N_src, F] is None where the sources are the destinations, and `normed` where its norm was applied
+    before; `edge_attr` is [E, D] or [B, E, D], after `edge_pre_mlp`; `graph` is that of one batch entry.
     """
     modules = _modules(block)
-    if x_src is not None:
+    if normed:
+        modules.pop("norm_src", None)
+    elif x_src is not None:
         modules.setdefault("norm_src", modules["norm"])
     parts = {"x_src": x_src, "x_dst": x_dst, "edge_attr": edge_attr}
     parts |= {

@@ -18,12 +18,7 @@ from typing import NamedTuple
 from torch import nn
 
 from anemoi_gt.graph import GraphStructure
-from anemoi_gt.nn import (
-    EncoderProcessorDecoder,
-    GraphTransformerBackwardMapper,
-    GraphTransformerBaseBlock,
-    StaticEdges,
-)
+from anemoi_gt.nn import EncoderProcessorDecoder, GraphTransformerBackwardMapper, GraphTransformerBaseBlock, StaticEdges
 from anemoi_gt.training.config import TrainingConfig
 from anemoi_gt.training.step import autocast
 
@@ -65,7 +60,7 @@ def estimate_memory(model: nn.Module, config: TrainingConfig) -> MemoryEstimate 
 def _estimate(model: EncoderProcessorDecoder, batch: int, size: int) -> MemoryEstimate:
     layers, hidden, groups = model.processor.proc, model.nodes["hidden"].num_nodes, model.processor.checkpoint_groups
     layer, layers_in_group = layers[0], -(-len(layers) // (groups or 1))
-    whole = _is_one_operator(layer, model.processor_edges)
+    whole = _is_one_operator(layer)
     group = hidden * (layers_in_group * _destination(layer, size, whole) + _gradients(layer, size, whole))
     group += _structures(model.processor_edges)[0].num_src * layers_in_group * _source(layer, size, whole)
     group += layers_in_group * _weights(layer, size, whole)
@@ -121,7 +116,7 @@ def _mappers(mappers: nn.ModuleDict, edges: nn.ModuleDict, size: int) -> list[tu
     """Return the bytes that each mapper keeps in all, and those of its largest chunk with its gradients."""
     found = []
     for name, mapper in mappers.items():
-        graphs, whole = _structures(edges[name]), _is_one_operator(mapper.proc, edges[name])
+        graphs, whole = _structures(edges[name]), _is_one_operator(mapper.proc)
         end = (size + FLOAT32) * mapper.proc.channels * isinstance(mapper, GraphTransformerBackwardMapper)
         inputs = [(FLOAT32 + size) * channels for channels in (mapper.in_channels_src, mapper.in_channels_dst)]
         source = _source(mapper.proc, size, whole) + inputs[0]
@@ -136,11 +131,8 @@ def _mappers(mappers: nn.ModuleDict, edges: nn.ModuleDict, size: int) -> list[tu
     return found
 
 
-def _is_one_operator(block: GraphTransformerBaseBlock, edges: StaticEdges) -> bool:
-    """Return whether a block computes its edges by one operator: all of a rank's, or a chunk after the exchange."""
-    graph = edges.structure()
-    is_local = isinstance(graph, GraphStructure) or bool(graph.chunks)
-    return is_local and block.is_one_operator(block.lin_query.weight.new_empty(0, block.channels))
+def _is_one_operator(block: GraphTransformerBaseBlock) -> bool:
+    return block.is_one_operator(block.lin_query.weight.new_empty(0, block.channels))
 
 
 def _destination(block: GraphTransformerBaseBlock, size: int, whole: bool) -> int:

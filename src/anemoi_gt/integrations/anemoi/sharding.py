@@ -33,7 +33,7 @@ _MODELS = ("anemoi.models.models.encoder_processor_decoder", "anemoi.models.mode
 @replaces("self batch_size shard_edges model_comm_group")
 def get_edges(upstream, self, batch_size, shard_edges, model_comm_group):
     """Take the same range of every copy of a batch as the shard of a `StaticGraphProvider`."""
-    if not (shard_edges and batch_size > 1 and SETTINGS.any_sharding and _is_distributed(model_comm_group)):
+    if not (shard_edges and batch_size > 1 and SETTINGS.any_sharding and is_distributed(model_comm_group)):
         return upstream(self, batch_size, shard_edges, model_comm_group)
     edge_attr, edge_index, sizes = upstream(self, 1, shard_edges, model_comm_group)
     return edge_attr.repeat(batch_size, 1), edge_index, sizes
@@ -45,12 +45,11 @@ def forward_edges_strategy(
 ):
     """Exchange halo rows of a processor block in one all-to-all."""
     sizes = shard_info.nodes, shard_info.nodes
-    local = _local_edges(self, edge_index, sizes, batch_size, model_comm_group)
+    local = local_edges(self, edge_index, sizes, batch_size, model_comm_group)
     if local is None:
         given = (x, edge_attr, edge_index, shard_info, batch_size, model_comm_group, num_chunks)
         return upstream(self, *given, edges_are_dst_sorted)
-    normed = cast_for_projections(x, self.lin_query, self.lin_key, self.lin_value)
-    pending = lookup(local).exchange.start(_by_copy(normed, batch_size, shard_info.nodes, model_comm_group))
+    pending = start_halo(self, x, local, batch_size, shard_info.nodes, model_comm_group)
     query, key, value, edges = _project(self, pending, edge_attr)
     given = (query, key, value, edges, local, (key.shape[0], query.shape[0]), num_chunks)
     return self._forward_edges_sharded_attention(*given, edges_are_dst_sorted)
@@ -62,7 +61,7 @@ def prepare_edge_sharding(
 ):
     """Exchange halo rows of the sources of a mapper."""
     sizes = _mapper_sizes(x, shard_info, batch_size, model_comm_group)
-    local = _local_edges(self.proc, edge_index, sizes, batch_size, model_comm_group)
+    local = local_edges(self.proc, edge_index, sizes, batch_size, model_comm_group)
     if local is None:
         given = (x, shard_info, batch_size, edge_attr, edge_index, model_comm_group, cond)
         return upstream(self, *given, *rest, **named)
@@ -98,7 +97,7 @@ def mapper_forward(
     given = (x, batch_size, shard_info, edge_attr, edge_index, model_comm_group)
     sizes = _mapper_sizes(x, shard_info, batch_size, model_comm_group)
     gathers = not keep_x_dst_sharded and batch_size > 1
-    if not gathers or _local_edges(self.proc, edge_index, sizes, batch_size, model_comm_group) is None:
+    if not gathers or local_edges(self.proc, edge_index, sizes, batch_size, model_comm_group) is None:
         return upstream(self, *given, keep_x_dst_sharded, *rest, **named)
     own = upstream(self, *given, True, *rest, **named)
     rows = own.unflatten(0, (batch_size, -1))
@@ -108,7 +107,7 @@ def mapper_forward(
 @replaces("input_ dim sizes mgroup gather_in_backward")
 def shard_tensor(upstream, input_, dim, sizes, mgroup, *rest, **named):
     """Split rows of several copies of the nodes along the grid, for a model's module."""
-    nodes = sum(sizes) if dim == 0 and _is_distributed(mgroup) and sizes is not None else 0
+    nodes = sum(sizes) if dim == 0 and is_distributed(mgroup) and sizes is not None else 0
     if not nodes or input_.shape[0] == nodes:
         return upstream(input_, dim, sizes, mgroup, *rest, **named)
     rows = input_.unflatten(0, (-1, nodes))
@@ -128,7 +127,7 @@ def node_attributes(upstream, self, name, batch_size):
 def get_shard_sizes(upstream, tensor, dim, model_comm_group=None):
     """Return sizes of shards of the nodes, however often they are repeated, for a model's module."""
     copies = getattr(tensor, _COPIES, 1)
-    if copies > 1 and dim == 0 and _is_distributed(model_comm_group):
+    if copies > 1 and dim == 0 and is_distributed(model_comm_group):
         tensor = tensor[: tensor.shape[0] // copies]
     return upstream(tensor, dim, model_comm_group)
 
@@ -140,7 +139,7 @@ def noise(
 ):  # fmt: skip
     """Take this rank's nodes of the noise of every member of an ensemble."""
     copies, given = batch_size * ensemble_size, (x, batch_size, ensemble_size, grid_size, grid_shard_sizes)
-    if copies == 1 or not (SETTINGS.any_sharding and _is_distributed(model_comm_group)):
+    if copies == 1 or not (SETTINGS.any_sharding and is_distributed(model_comm_group)):
         return upstream(self, *given, noise_dtype, model_comm_group)
     x, noise = upstream(self, *given, noise_dtype, None)
     rows = noise.unflatten(0, (copies, -1)).split(grid_shard_sizes, 1)[model_comm_group.rank()]
@@ -150,12 +149,13 @@ def noise(
 @replaces("self batch_size ensemble_size in_out_sharded model_comm_group")
 def assert_valid_sharding(upstream, self, batch_size, ensemble_size, in_out_sharded, model_comm_group=None):
     """Allow batches and ensembles where all layers split them along the grid."""
-    if _is_distributed(model_comm_group) and batch_size * ensemble_size > 1 and _splits_copies(self):
+    if is_distributed(model_comm_group) and batch_size * ensemble_size > 1 and _splits_copies(self):
         batch_size = ensemble_size = 1
     return upstream(self, batch_size, ensemble_size, in_out_sharded, model_comm_group)
 
 
-def _is_distributed(group) -> bool:
+def is_distributed(group) -> bool:
+    """Return whether several ranks share a model."""
     return group is not None and group.size() > 1
 
 
@@ -186,7 +186,7 @@ def _splits_copies(model: nn.Module) -> bool:
 
 def _mapper_sizes(x, shard_info, copies: int, group) -> tuple[list[int], list[int]] | None:
     """Return the numbers of sources and destinations of each rank, or None on one rank."""
-    if not _is_distributed(group):
+    if not is_distributed(group):
         return None
     given = (shard_info.src_nodes, shard_info.dst_nodes)
     counts = (rows.shape[0] // copies for rows in x)
@@ -213,6 +213,12 @@ def _own_rows(rows: Tensor, sizes: list[int], copies: int, group) -> Tensor:
     return Upstream.partition.shard_tensor(rows, 1, sizes, group).flatten(0, 1)
 
 
+def start_halo(block, normed: Tensor, local: Tensor, copies: int, sizes: list[int], group):
+    """Send halo rows of the normed nodes of a processor block in autocast's dtype; `local` is of `local_edges`."""
+    normed = cast_for_projections(normed, block.lin_query, block.lin_key, block.lin_value)
+    return lookup(local).exchange.start(_by_copy(normed, copies, sizes, group))
+
+
 def _project(block, pending, edge_attr: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return query, key, value and edges; the query is computed while the exchange is pending."""
     own = pending.own.flatten(0, 1)
@@ -225,9 +231,9 @@ def _project(block, pending, edge_attr: Tensor) -> tuple[Tensor, Tensor, Tensor,
     return query, block.lin_key(rows), block.lin_value(rows), edges
 
 
-def _local_edges(block, edge_index, sizes, copies: int, group) -> Tensor | None:
+def local_edges(block, edge_index, sizes, copies: int, group) -> Tensor | None:
     """Return this rank's edges, numbered by its nodes and its halo, with their exchange; None where upstream serves."""
-    if not _is_distributed(group) or not _shards(block) or sizes[0] is None or sizes[1] is None:
+    if not is_distributed(group) or not _shards(block) or sizes[0] is None or sizes[1] is None:
         return None
     src, dst, rank = tuple(sizes[0]), tuple(sizes[1]), group.rank()
     name = Derived.name("halo", group.group_name, rank, copies, *src, "to", *dst)

@@ -9,6 +9,7 @@ from anemoi_gt.compatibility import is_exporting
 from anemoi_gt.integrations.anemoi import attention
 from anemoi_gt.integrations.anemoi.attention import SETTINGS
 from anemoi_gt.integrations.anemoi.cache import structure_of
+from anemoi_gt.integrations.anemoi.sharding import is_distributed, local_edges, start_halo
 from anemoi_gt.integrations.anemoi.upstream import Upstream, replaces
 from anemoi_gt.nn import whole_block
 
@@ -21,8 +22,14 @@ def processor_block(
     **named,
 ):  # fmt: skip
     """Compute the whole block, or the attention alone."""
-    if _serves(self, x, edge_index, model_comm_group, cond):
-        return _run(self, None, x, edge_attr, edge_index), edge_attr
+    local, is_shard, x_src = edge_index, is_distributed(model_comm_group), None
+    if is_shard:
+        local = local_edges(self, edge_index, (shard_info.nodes, shard_info.nodes), batch_size, model_comm_group)
+    if _serves(self, x, edge_index, local is None, cond):
+        if is_shard:  # sends what upstream would send: ranks may differ in what they serve
+            given = (self.layer_norm_attention(x), local, batch_size, shard_info.nodes, model_comm_group)
+            x_src = start_halo(self, *given).wait().flatten(0, 1)
+        return _run(self, x_src, x, edge_attr, local, normed=is_shard), edge_attr
     given = (x, edge_attr, edge_index, shard_info, batch_size, size, model_comm_group, cond)
     return upstream(self, *given, *rest, **named)
 
@@ -33,7 +40,8 @@ def mapper_block(
     **named,
 ):  # fmt: skip
     """Compute the whole block, or the attention alone; sources are updated as upstream does."""
-    if _serves(self, x[1], edge_index, model_comm_group, cond):
+    gathers = is_distributed(model_comm_group) and self.shard_strategy != "edges"  # by edges, the mapper exchanges
+    if _serves(self, x[1], edge_index, gathers, cond):
         x_src, x_dst = x[0], _run(self, *x, edge_attr, edge_index)
         x_src = self.run_node_src_mlp(x_src) + x_src if self.update_src_nodes else x_src
         return (x_src, x_dst), edge_attr
@@ -41,15 +49,15 @@ def mapper_block(
     return upstream(self, *given, *rest, **named)
 
 
-def _run(block, x_src, x_dst, edge_attr, edge_index):
+def _run(block, x_src, x_dst, edge_attr, edge_index, *, normed=False):
     num_nodes = ((x_dst if x_src is None else x_src).shape[0], x_dst.shape[0])
     graph, batch = structure_of(edge_index, num_nodes, reverse=torch.is_grad_enabled())
     edge_attr = block.edge_pre_mlp(edge_attr)
     edge_attr = edge_attr if batch == 1 else edge_attr.unflatten(0, (batch, -1))
-    return whole_block.run_block(block, x_src, x_dst, edge_attr, graph, batch)
+    return whole_block.run_block(block, x_src, x_dst, edge_attr, graph, batch, normed=normed)
 
 
-def _serves(block, x, edge_index, group, cond) -> bool:
+def _serves(block, x, edge_index, sharded_upstream: bool, cond) -> bool:
     """Return whether one operator computes a block; if not, say so once, or raise if `blocks=True` names a backend."""
     settings = SETTINGS.of(block)
     if settings is None or settings.blocks is False or is_exporting():
@@ -58,7 +66,7 @@ def _serves(block, x, edge_index, group, cond) -> bool:
         return False  # the attention says so
     if settings.blocks is None and not whole_block.is_proven(x, settings.config):
         return False
-    reason = _unsupported_reason(block, x, group, cond, settings)
+    reason = _unsupported_reason(block, x, sharded_upstream, cond, settings)
     if reason is not None and settings.blocks and settings.config.backend != "auto":
         raise ValueError(
             f"blocks=True with backend {settings.config.backend!r} cannot compute this Anemoi block: {reason}; "
@@ -69,9 +77,9 @@ def _serves(block, x, edge_index, group, cond) -> bool:
     return reason is None
 
 
-def _unsupported_reason(block, x, group, cond, settings) -> str | None:
-    if group is not None and group.size() > 1:
-        return "its nodes are sharded"
+def _unsupported_reason(block, x, sharded_upstream: bool, cond, settings) -> str | None:
+    if sharded_upstream:
+        return "its nodes are sharded by Anemoi"
     if cond is not None:
         return "its norms take a condition"
     if block.qk_norm:

@@ -7,7 +7,8 @@
     x_i = z_i + W_out gelu(h_i) + b
 
 W_query, W_key, W_value, W_self are [H * C, F], W_edge [H * C, D], W_projection [F, H * C], W_in [K, F], W_out [F, K].
-x_src and norm_src are None where sources and destinations are one set, and the bias of W_self may be.
+x_src and norm_src are None where sources and destinations are one set, and the bias of W_self may be; norm_src alone
+where n_j = x_j, normed before, as halo rows of a sharded graph are.
 
 Adding a vector to all keys shifts all scores of a destination alike and changes no weight: the bias of the keys has no
 effect, its gradient is 0, and the bias of the values may be added to key and value by the bias of the edges, whose
@@ -104,8 +105,8 @@ def transformer_block(
         parameters = torch.cat([parameter.reshape(-1) for parameter in parameters.values()]).to(dtype)
         p = _views(t, parameters)
         _, n_dst = node_rows.add_norm(t.x_dst, None, _norm(t, "norm", options), dtype)
-        n_src = n_dst
-        if t.x_src is not None:
+        n_src = n_dst if t.x_src is None else t.x_src.to(dtype)
+        if t.norm_src_weight is not None:
             _, n_src = node_rows.add_norm(t.x_src, None, _norm(t, "norm_src", options), dtype)
         query, skip = _linear(n_dst, p, "query"), _linear(n_dst, p, "self")
         key, value = _linear(n_src, p, "key"), _linear(n_src, p, "value")
@@ -193,8 +194,10 @@ def transformer_block_backward(
 
         def through_norm(name, x, gradients, first, grad_total):
             weights = kept.parameters[: 4 * wide * x.shape[1]].view(4 * wide, -1)[first:][: gradients.shape[1]]
-            dx, norm = torch.empty_like(x), _norm(t, name, options)
-            normed = sums.norm_backward(dx, x, gradients @ weights, grad_total, norm, columns[f"{name}_weight"])
+            dx, norm, dn = torch.empty_like(x), _norm(t, name, options), gradients @ weights
+            if norm[0] is None:
+                return dn.to(x.dtype), _outer(gradients, x.to(dn.dtype))
+            normed = sums.norm_backward(dx, x, dn, grad_total, norm, columns[f"{name}_weight"])
             return dx, _outer(gradients, normed)
 
         x_dst, *weights = through_norm("norm", t.x_dst, dst, 0, dz)
@@ -288,7 +291,7 @@ def _norm(t: BlockTensors, name: str, options: BlockOptions) -> tuple[Tensor, Te
 def _columns(t: BlockTensors) -> dict[str, slice]:
     """Return the columns of the sums over nodes by the parameters whose gradients they are; the last is in_bias."""
     names = ("mlp_norm_weight", "mlp_norm_bias", "out_bias", "projection_bias", "norm_weight", "norm_bias")
-    names += ("norm_src_weight", "norm_src_bias") if t.x_src is not None else ()
+    names += ("norm_src_weight", "norm_src_bias") if t.norm_src_weight is not None else ()
     sizes = dict.fromkeys(names, t.x_dst.shape[1]) | {"in_bias": t.in_weight.shape[0]}
     ends = accumulate(sizes.values())
     return {name: slice(end - size, end) for (name, size), end in zip(sizes.items(), ends, strict=True)}
