@@ -85,7 +85,7 @@ def few_programs(monkeypatch):
 @pytest.fixture
 def unordered(monkeypatch):
     """Group edges without order where kernels are interpreted too."""
-    monkeypatch.setattr("anemoi_gt.graph.build._order_may_vary", lambda _: True)
+    monkeypatch.setattr("anemoi_gt.graph.edge_grouping._order_may_vary", lambda _: True)
 
 
 @pytest.fixture
@@ -100,4 +100,4 @@ def anemoi_as_it_is():
 @pytest.fixture
 def without_pictures(monkeypatch):
     """Leave an empty file where a run draws its forecast, which takes longer than a small run."""
-    monkeypatch.setattr("anemoi_gt.training.report.draw_training_plot", lambda path, *_: path.touch())
+    monkeypatch.setattr("anemoi_gt.training.score_report.draw_training_plot", lambda path, *_: path.touch())

@@ -19,7 +19,7 @@ from anemoi_gt.option_checks import check_integer
 from anemoi_gt.training.checkpoint import load_checkpoint
 from anemoi_gt.training.config import cpu_threads
 from anemoi_gt.training.metrics_log import read_metrics
-from anemoi_gt.training.report import write_report, write_rollout_report
+from anemoi_gt.training.score_report import write_report, write_rollout_report
 
 log = logging.getLogger(__name__)
 

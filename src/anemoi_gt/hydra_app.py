@@ -23,7 +23,7 @@ from torch import nn
 
 from anemoi_gt.attention_config import AttentionConfig
 from anemoi_gt.command_help import options_help
-from anemoi_gt.data.datasets import ForecastDataset, Splits
+from anemoi_gt.data.forecast_dataset import ForecastDataset, Splits
 from anemoi_gt.data.graphs import check_fit
 from anemoi_gt.extras import import_extra
 from anemoi_gt.kernel_report import explain
@@ -33,7 +33,7 @@ from anemoi_gt.training.checkpoint import load_checkpoint, load_fitting_weights,
 from anemoi_gt.training.compilation import check_device_has_cuda_graphs
 from anemoi_gt.training.config import choose_device, cpu_threads
 from anemoi_gt.training.data_loading import load
-from anemoi_gt.training.memory import advice
+from anemoi_gt.training.memory_estimate import advice
 from anemoi_gt.training.signals import Stopped
 
 if TYPE_CHECKING:

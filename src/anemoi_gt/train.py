@@ -22,8 +22,8 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from anemoi_gt import hydra_app
 from anemoi_gt.distributed import ShardingConfig, broadcast_from_rank0, init_distributed, is_launched, run_on_rank0
 from anemoi_gt.distributed.consensus import check_same
-from anemoi_gt.distributed.device_mesh import exit_without_finalization, local_device, make_cpu_group
 from anemoi_gt.distributed.model_shard import scatter_model
+from anemoi_gt.distributed.process_group import exit_without_finalization, local_device, make_cpu_group
 from anemoi_gt.distributed.sharded_checkpoint import (
     ONE_PROCESS,
     TORCHRUN,
@@ -35,9 +35,9 @@ from anemoi_gt.training import Trainer
 from anemoi_gt.training.checkpoint import load_checkpoint, load_weights
 from anemoi_gt.training.config import choose_device, cpu_threads
 from anemoi_gt.training.data_loading import share_of_batch
-from anemoi_gt.training.memory import estimate_memory
+from anemoi_gt.training.memory_estimate import estimate_memory
 from anemoi_gt.training.metrics_log import MetricsFile
-from anemoi_gt.training.report import write_report
+from anemoi_gt.training.score_report import write_report
 from anemoi_gt.training.sharded import check_same_data, fit_sharded, make_sharded_trainer
 from anemoi_gt.training.signals import Stopped
 from anemoi_gt.training.step import autocast

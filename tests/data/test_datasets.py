@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from anemoi_gt.data.datasets import ForecastDataset
+from anemoi_gt.data.forecast_dataset import ForecastDataset
 from anemoi_gt.data.nodes import Nodes
 
 NODES, SAMPLES = 5, 3

@@ -11,8 +11,8 @@ import xarray
 from support.refusals import raises, refused
 from support.weather import HOURS, POINTS, hourly_field
 
-from anemoi_gt.data.datasets import Splits
 from anemoi_gt.data.era5_uk import FIRST_TEST_HOUR, FIRST_VALID_HOUR, HourlyField, era5_uk, fit_ridge, split
+from anemoi_gt.data.forecast_dataset import Splits
 
 LEAD = 6
 FIRST_HOUR = np.datetime64("2019-03-01T00")

@@ -11,7 +11,7 @@ import xarray
 import zarr
 from support.own_data import TIMES, weather_file
 
-from anemoi_gt.data.fields import cell_weights, field_data
+from anemoi_gt.data.field_dataset import cell_weights, field_data
 from anemoi_gt.data.graphs import check_fit, icosphere_graph, limited_area_graph
 from anemoi_gt.data.grids import classic, octahedral, regional
 from anemoi_gt.data.nodes import Nodes, area_weights

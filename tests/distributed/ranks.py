@@ -21,7 +21,7 @@ import torch.distributed as dist
 from support.forked import Program
 from torch.distributed.device_mesh import DeviceMesh
 
-from anemoi_gt.distributed.device_mesh import exit_without_finalization
+from anemoi_gt.distributed.process_group import exit_without_finalization
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]

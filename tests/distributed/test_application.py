@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from support.forked import Program
 
 from anemoi_gt import train
-from anemoi_gt.distributed.device_mesh import VARIABLES
+from anemoi_gt.distributed.process_group import VARIABLES
 from anemoi_gt.training.checkpoint import load_checkpoint
 from anemoi_gt.training.sharded import write_as_file
 from distributed.ranks import HERE, free_port

@@ -10,7 +10,7 @@ import yaml
 from support.refusals import raises, refused
 
 from anemoi_gt.distributed import ShardingConfig, init_distributed, is_launched
-from anemoi_gt.distributed.device_mesh import VARIABLES, drain_threads, exit_without_finalization, local_device
+from anemoi_gt.distributed.process_group import VARIABLES, drain_threads, exit_without_finalization, local_device
 from distributed.ranks import ROOT
 
 INF = float("inf")

@@ -5,8 +5,8 @@ import torch
 from support.weather import hourly_field
 
 from anemoi_gt.data import sphere_advection as module
-from anemoi_gt.data.datasets import ForecastDataset
 from anemoi_gt.data.era5_uk import split
+from anemoi_gt.data.forecast_dataset import ForecastDataset
 from anemoi_gt.data.sphere_advection import sphere
 
 ROWS = torch.tensor([5, 0, 3])

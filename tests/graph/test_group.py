@@ -12,8 +12,8 @@ from support.same_numbers import assert_same
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from anemoi_gt import GraphStructure
-from anemoi_gt.graph import build
-from anemoi_gt.graph.build import (
+from anemoi_gt.graph import edge_grouping
+from anemoi_gt.graph.edge_grouping import (
     GroupedEdges,
     group_both_ends_unordered,
     group_coo,
@@ -110,14 +110,17 @@ def test_grouping_both_ends_holds_the_same_edges_of_each_node(named, index_dtype
 
 def test_sums_over_both_ends_beyond_32_bits_change_nothing(named, monkeypatch):
     edge_index, sizes = named
-    assert [build._counting_dtype(edges) for edges in (2**30 - 1, 2**30)] == [torch.int32, torch.int64]
-    monkeypatch.setattr(build, "_counting_dtype", lambda _: torch.int64)
+    assert [edge_grouping._counting_dtype(edges) for edges in (2**30 - 1, 2**30)] == [torch.int32, torch.int64]
+    monkeypatch.setattr(edge_grouping, "_counting_dtype", lambda _: torch.int64)
     as_structure(group_both_ends(edge_index, sizes), sizes[0])
 
 
 def test_more_edges_than_a_program_holds_and_more_nodes_than_edges_are_grouped(kernel_device):
     generator = torch.Generator().manual_seed(0)
-    for sizes, edges in (((30, 20), 2 * build.EDGES_PER_PROGRAM + 3), ((3 * build.EDGES_PER_PROGRAM, 700), 5)):
+    for sizes, edges in (
+        ((30, 20), 2 * edge_grouping.EDGES_PER_PROGRAM + 3),
+        ((3 * edge_grouping.EDGES_PER_PROGRAM, 700), 5),
+    ):
         edge_index = torch.stack([torch.randint(nodes, (edges,), generator=generator) for nodes in sizes])
         edge_index = edge_index.to(kernel_device)
         assert torch.equal(as_structure(group_both_ends(edge_index, sizes), sizes[0]).edge_index(), edge_index)
@@ -147,9 +150,9 @@ def test_global_edge_ids_follow_their_edges_without_order(shuffled, unordered):
 
 def test_both_structures_are_built_in_one_sweep_unless_the_reverse_is_left_out(shuffled, unordered, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(build, "group_edges_unordered", refuse)
+        patch.setattr(edge_grouping, "group_edges_unordered", refuse)
         assert GraphStructure.from_edge_index(*shuffled, stable=False).has_reverse
-    monkeypatch.setattr(build, "group_both_ends_unordered", refuse)
+    monkeypatch.setattr(edge_grouping, "group_both_ends_unordered", refuse)
     graph = GraphStructure.from_edge_index(*shuffled, stable=False, reverse=False)
     assert not graph.has_reverse
     assert graph.with_reverse(stable=False).validate().has_reverse
@@ -157,8 +160,8 @@ def test_both_structures_are_built_in_one_sweep_unless_the_reverse_is_left_out(s
 
 @pytest.mark.parametrize("reverse", [True, False])
 def test_deterministic_algorithms_use_the_stable_sort(shuffled, monkeypatch, reverse):
-    monkeypatch.setattr(build, "group_edges_unordered", refuse)
-    monkeypatch.setattr(build, "group_both_ends_unordered", refuse)
+    monkeypatch.setattr(edge_grouping, "group_edges_unordered", refuse)
+    monkeypatch.setattr(edge_grouping, "group_both_ends_unordered", refuse)
     edge_index, (num_src, num_dst) = shuffled
     torch.use_deterministic_algorithms(True)
     try:

@@ -20,7 +20,7 @@ from anemoi_gt.data.graphs import icosphere_graph
 from anemoi_gt.data.grids import grid
 from anemoi_gt.integrations import anemoi
 from anemoi_gt.kernel_report import Explanation, Layer, Pass, explain, explain_attention
-from anemoi_gt.kernel_report.report import BLOCK
+from anemoi_gt.kernel_report.explanation import BLOCK
 from anemoi_gt.ops import backends
 
 TRITON = AttentionConfig(backend="triton")

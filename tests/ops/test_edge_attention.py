@@ -15,7 +15,7 @@ from support.run import attend, leaves_of, structure
 from support.same_numbers import assert_same
 
 from anemoi_gt import AttentionConfig, GraphStructure, edge_attention
-from anemoi_gt.graph.build import UnsortedEdges
+from anemoi_gt.graph.edge_grouping import UnsortedEdges
 from anemoi_gt.ops.torch_backend import op
 
 TORCH = AttentionConfig(backend="torch")

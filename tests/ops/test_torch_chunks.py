@@ -6,8 +6,8 @@ from support.differentiate import differentiate
 from support.same_numbers import assert_same
 
 from anemoi_gt import AttentionConfig, GraphStructure, edge_attention
-from anemoi_gt.graph.build import UnsortedEdges
-from anemoi_gt.ops.torch_backend import edge_rows, op, reference
+from anemoi_gt.graph.edge_grouping import UnsortedEdges
+from anemoi_gt.ops.torch_backend import op, reference, small_graphs
 
 BATCH, NODES, EDGES, HEADS, CHANNELS = 2, 9, 40, 6, 4
 TORCH = AttentionConfig(backend="torch")
@@ -90,8 +90,8 @@ def test_unsorted_edges_give_the_same_bits_again_and_with_other_threads():
 
 
 def test_formulas_on_edge_rows_are_chosen_by_sizes_on_a_cpu(monkeypatch):
-    called, attend = [], edge_rows.attend
-    monkeypatch.setattr(edge_rows, "attend", lambda flat: called.append(flat) or attend(flat))
+    called, attend = [], small_graphs.attend
+    monkeypatch.setattr(small_graphs, "attend", lambda flat: called.append(flat) or attend(flat))
     attention, inputs = Attention(), operands(2)
     monkeypatch.setattr(op, "MAX_EDGE_ROWS", BATCH * EDGES * HEADS * CHANNELS)
     attention(inputs)

@@ -11,8 +11,8 @@ from support.same_numbers import assert_same_numbers
 from anemoi_gt import AttentionConfig, GraphStructure
 from anemoi_gt.nn import GraphTransformerMapperBlock, GraphTransformerProcessorBlock
 from anemoi_gt.nn.whole_block import run_block, unsupported_reason
-from anemoi_gt.ops.triton_backend import block as whole
 from anemoi_gt.ops.triton_backend import problem as launches
+from anemoi_gt.ops.triton_backend import whole_block as whole
 
 pytestmark = [
     pytest.mark.usefixtures("few_programs"),

@@ -27,7 +27,7 @@ import torch_geometric.data  # noqa: F401
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
 import anemoi_gt.train  # noqa: F401
-from anemoi_gt.training import report
+from anemoi_gt.training import score_report
 
 FORKSERVER, FORK = (multiprocessing.get_context(method) for method in ("forkserver", "fork"))
 
@@ -59,7 +59,7 @@ class Program(FORKSERVER.Process):
         os.environ |= environment
         torch.set_num_threads(1)
         SubprocessHandler._popen = fork_rank
-        report.draw_training_plot = lambda path, *_: path.touch()
+        score_report.draw_training_plot = lambda path, *_: path.touch()
         run_python(arguments)
 
     def finish(self, timeout):

@@ -8,7 +8,7 @@ import torch
 from support import applications
 
 from anemoi_gt import EncoderProcessorDecoder
-from anemoi_gt.data.datasets import Splits
+from anemoi_gt.data.forecast_dataset import Splits
 from anemoi_gt.data.graphs import icosphere_graph
 from anemoi_gt.data.sphere_advection import sphere
 from anemoi_gt.training import Trainer, TrainingConfig

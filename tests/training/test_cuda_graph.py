@@ -10,7 +10,7 @@ from support.capturing import capture_in_place
 from torch import nn
 
 from anemoi_gt.cuda_graph import WARM_UP, CUDAGraphedStep, capture_cuda_graph
-from anemoi_gt.data.datasets import Sample
+from anemoi_gt.data.forecast_dataset import Sample
 from anemoi_gt.training.compilation import REMEDY, check_capturable
 from anemoi_gt.training.step import AUTOCAST
 

@@ -9,7 +9,7 @@ import torch
 from support.applications import logging_as_before
 
 from anemoi_gt import evaluate, train
-from anemoi_gt.data.datasets import ForecastDataset
+from anemoi_gt.data.forecast_dataset import ForecastDataset
 from anemoi_gt.data.sphere_advection import SphereDataset
 from anemoi_gt.training.checkpoint import load_checkpoint, save_checkpoint
 

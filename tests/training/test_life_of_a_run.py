@@ -116,7 +116,7 @@ def test_configs_of_ones_own_and_their_target_are_found(place, start, monkeypatc
     (place / "conf" / "data").mkdir(parents=True)
     (place / "conf" / "data" / "mine.yaml").write_text("_target_: my_weather.splits\n")
     (place / "my_weather.py").write_text(
-        "from anemoi_gt.data.fields import field_data\n\n\ndef splits():\n    return field_data('weather.nc')\n"
+        "from anemoi_gt.data.field_dataset import field_data\n\n\ndef splits():\n    return field_data('weather.nc')\n"
     )
     monkeypatch.syspath_prepend("")
     start(train, "--config-dir", "conf", "data=mine", *SMALL[2:])

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from anemoi_gt import AttentionConfig, EncoderProcessorDecoder
 from anemoi_gt.training import TrainingConfig
-from anemoi_gt.training.memory import advice, estimate_memory
+from anemoi_gt.training.memory_estimate import advice, estimate_memory
 from anemoi_gt.training.step import autocast
 
 NODES = {"data": 3000, "hidden": 700}

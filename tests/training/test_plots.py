@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from support.picture import colours, fewest_colours
 
 from anemoi_gt.data.grids import octahedral, regional
-from anemoi_gt.training.maps import MapImage
+from anemoi_gt.training.map_image import MapImage
 from anemoi_gt.training.plots import draw_training_plot
 from anemoi_gt.training.scores import measure
 

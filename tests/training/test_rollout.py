@@ -7,11 +7,11 @@ from support.picture import colours, fewest_colours
 from support.refusals import raises, refused
 from support.weather import HOURS, hourly_field
 
-from anemoi_gt.data.datasets import ForecastDataset
 from anemoi_gt.data.era5_uk import FIRST_TEST_HOUR, HourlyField, split
+from anemoi_gt.data.forecast_dataset import ForecastDataset
 from anemoi_gt.training.plots import drawn_steps
-from anemoi_gt.training.report import write_rollout_report
 from anemoi_gt.training.rollout import roll_out, rollout_table, score_rollouts
+from anemoi_gt.training.score_report import write_rollout_report
 from anemoi_gt.training.scores import measure, model_forecast
 
 

@@ -6,9 +6,9 @@ import math
 import pytest
 import torch
 
-from anemoi_gt.data.datasets import ForecastDataset
+from anemoi_gt.data.forecast_dataset import ForecastDataset
 from anemoi_gt.data.nodes import Nodes
-from anemoi_gt.training.report import write_scores
+from anemoi_gt.training.score_report import write_scores
 from anemoi_gt.training.scores import as_table, measure, model_forecast
 
 

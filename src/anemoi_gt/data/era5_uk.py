@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from anemoi_gt.data.datasets import ForecastDataset, Splits, Step
+from anemoi_gt.data.forecast_dataset import ForecastDataset, Splits, Step
 from anemoi_gt.data.nodes import Nodes
 from anemoi_gt.data.readers import import_cfgrib, read_dataset, read_xarray
 from anemoi_gt.extras import import_extra

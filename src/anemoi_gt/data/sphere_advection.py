@@ -39,7 +39,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from anemoi_gt.data.datasets import ForecastDataset, Splits, Step
+from anemoi_gt.data.forecast_dataset import ForecastDataset, Splits, Step
 from anemoi_gt.data.grids import grid
 from anemoi_gt.data.nodes import EARTH_RADIUS, area_weights
 from anemoi_gt.option_checks import check_integer, check_positive

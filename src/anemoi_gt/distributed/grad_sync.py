@@ -10,7 +10,6 @@ A rank's loss is the sum over its nodes divided by the number of nodes of the wh
 """
 
 from collections.abc import Iterable
-from datetime import timedelta
 from functools import reduce
 
 import torch
@@ -20,38 +19,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Parameter
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from anemoi_gt.option_checks import check_integer
+from anemoi_gt.distributed.process_group import AXES, check_mesh
 
-AXES = ("data", "model")
-DEVICE_TYPES = ("cuda", "cpu")
 BUCKET_BYTES = 64 * 2**20
-
-
-def make_mesh(device_type: str, model: int, timeout: timedelta | None = None) -> DeviceMesh:
-    """Return all ranks on a mesh with axes (data, model). Collective.
-
-    Parameters
-    ----------
-    device_type : str
-        "cuda", where every rank has set its device, or "cpu".
-    model : int
-        Ranks that share one model; consecutive ranks, so that they are on one host where they fit.
-    timeout : timedelta, optional
-        For collectives along one axis. None: PyTorch's default.
-
-    Raises
-    ------
-    ValueError
-        For another device type, or when the number of ranks is not a multiple of `model`.
-    """
-    world = dist.get_world_size()
-    check_device_type(device_type)
-    check_integer("sharding.model", model, least=None)
-    if model < 1 or world % model:
-        raise ValueError(f"sharding.model must divide the number of ranks {world}, got {model}")
-    ranks = torch.arange(world).view(-1, model)
-    groups = [_group_along(axis, among.tolist(), timeout) for axis, among in zip(AXES, (ranks.T, ranks), strict=True)]
-    return DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=AXES)
 
 
 def reduce_gradients(shared: Iterable[Parameter], own: Iterable[Parameter], mesh: DeviceMesh) -> None:
@@ -90,32 +60,6 @@ def sum_loss(loss: Tensor, mesh: DeviceMesh) -> Tensor:
     for axis in AXES:
         dist.all_reduce(total, group=mesh.get_group(axis))
     return total / mesh["data"].size()
-
-
-def check_mesh(mesh: DeviceMesh) -> None:
-    """Raise unless `mesh` is a DeviceMesh with axes (data, model)."""
-    if not isinstance(mesh, DeviceMesh):
-        raise ValueError(f"mesh must be a DeviceMesh with the axes {AXES}, from make_mesh, got {type(mesh).__name__}")
-    if mesh.mesh_dim_names != AXES:
-        raise ValueError(f"mesh must have the axes {AXES}, got {mesh.mesh_dim_names}")
-
-
-def check_device_type(device_type: object) -> None:
-    """Raise unless it is a device type; an indexed device would be the same one for all ranks."""
-    if device_type not in DEVICE_TYPES:
-        raise ValueError(f"device_type must be one of {', '.join(DEVICE_TYPES)}, got {device_type!r}")
-
-
-def _group_along(axis: str, ranks: list[list[int]], timeout: timedelta | None) -> dist.ProcessGroup:
-    """Create a group for each list of ranks; return the one that this rank is in. Collective.
-
-    `init_device_mesh` would split them off the world group, where PyTorch 2.11 segfaults if the process had another
-    NCCL group before (github.com/pytorch/pytorch/pull/192109).
-    """
-    if len(ranks) == 1:
-        return dist.group.WORLD
-    own, _ = dist.new_subgroups_by_enumeration(ranks, timeout, group_desc=f"ranks along {axis}")
-    return own
 
 
 def _reduce(parameters: list[Parameter], mesh: DeviceMesh, axis: str, factor: float) -> None:

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from anemoi_gt.distributed.consensus import consensus
-from anemoi_gt.distributed.grad_sync import check_mesh
 from anemoi_gt.distributed.graph_shard import in_edges, shard_edges
 from anemoi_gt.distributed.module_shard import Kind, ModuleShard, ShardPlan
+from anemoi_gt.distributed.process_group import check_mesh
 from anemoi_gt.nn import EncoderProcessorDecoder, StaticEdges
 from anemoi_gt.nn.static_graph import HIDDEN
 

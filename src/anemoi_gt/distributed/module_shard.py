@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from anemoi_gt.distributed.consensus import check_same, consensus, fingerprint
-from anemoi_gt.distributed.grad_sync import AXES, check_mesh
 from anemoi_gt.distributed.graph_shard import GraphShard, shard_graph
 from anemoi_gt.distributed.partition import Partition, destination_cost
+from anemoi_gt.distributed.process_group import AXES, check_mesh
 from anemoi_gt.distributed.sharded_checkpoint import ShardedTable
 from anemoi_gt.graph import GraphStructure
 from anemoi_gt.graph.ordering import morton_order

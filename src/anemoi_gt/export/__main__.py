@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 import torch
 
 from anemoi_gt import hydra_app
-from anemoi_gt.data.datasets import ForecastDataset
+from anemoi_gt.data.forecast_dataset import ForecastDataset
 from anemoi_gt.evaluate import launch_on_checkpoint
 from anemoi_gt.export import Autocast, PackageReport, export_model, verify_package, write_package
 from anemoi_gt.export.package import check_compiler, check_path, check_toolkit

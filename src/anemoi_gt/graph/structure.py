@@ -29,7 +29,7 @@ from torch.fx.experimental.symbolic_shapes import guard_or_false
 from torch.utils._pytree import MappingKey, register_pytree_node, tree_map
 
 from anemoi_gt.custom_ops import assert_async
-from anemoi_gt.graph.build import GroupedEdges, can_rank, group_coo, group_edges, pointers, rank_edges
+from anemoi_gt.graph.edge_grouping import GroupedEdges, can_rank, group_coo, group_edges, pointers, rank_edges
 from anemoi_gt.graph.ordering import morton_order
 from anemoi_gt.graph.validation import (
     HUB_DEGREE,

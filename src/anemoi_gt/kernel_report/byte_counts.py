@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from anemoi_gt.kernel_report.report import OPERANDS, Kernel, Pass
+from anemoi_gt.kernel_report.explanation import OPERANDS, Kernel, Pass
 
 
 def attention_in_block(arguments: dict) -> dict:

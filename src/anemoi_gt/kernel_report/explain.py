@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from anemoi_gt.graph import GraphStructure
 from anemoi_gt.kernel_report.byte_counts import attention_in_block, bandwidth_of, features_of, passes_of
-from anemoi_gt.kernel_report.report import BLOCK, OPERANDS, OPERATORS, Explanation, Layer, sizes_of
+from anemoi_gt.kernel_report.explanation import BLOCK, OPERANDS, OPERATORS, Explanation, Layer, sizes_of
 from anemoi_gt.ops import edge_attention
 from anemoi_gt.ops.backends import rejected
 

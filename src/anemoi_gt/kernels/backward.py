@@ -21,8 +21,7 @@ import triton
 import triton.language as tl
 
 from anemoi_gt.kernels.forward import SIZES
-from anemoi_gt.kernels.jit_launch import launch_facts, row_kernel_name
-from anemoi_gt.kernels.packed_rows import (
+from anemoi_gt.kernels.head_rows import (
     add_scaled,
     dot_rows,
     drop,
@@ -37,6 +36,7 @@ from anemoi_gt.kernels.packed_rows import (
     store_unpacked,
     zero_row,
 )
+from anemoi_gt.kernels.jit_launch import launch_facts, row_kernel_name
 from anemoi_gt.kernels.primitives import (
     as_index,
     caller_edge,

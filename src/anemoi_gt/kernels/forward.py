@@ -18,8 +18,8 @@ elements visible to all threads of the program. No loop reads and writes one arr
 element, and one could overwrite it before another has read it. Arrays of D elements a node have ATTRIBUTES columns, a
 power of two, zero behind D + BIAS: whole rows, no mask.
 
-A destination with more than 2 SEGMENT edges, a hub, is divided into segments (`anemoi_gt.kernels.hubs`), where its
-largest degree may be that large: SEGMENT is 0 in all other graphs. The first loop over a segment then ends with its
+A destination with more than 2 SEGMENT edges, a hub, is divided into segments (see `join_segments`), where its largest
+degree may be that large: SEGMENT is 0 in all other graphs. The first loop over a segment then ends with its
 part of row_max, and `edge_attention_fwd_hub` takes the rest.
 
 Each loop over rows is a function that takes EACH edges a step. It is called twice: with UNROLL up to `main_end`, then
@@ -29,8 +29,7 @@ edge by edge for the remainder.
 import triton
 import triton.language as tl
 
-from anemoi_gt.kernels.jit_launch import launch_facts, row_kernel_name
-from anemoi_gt.kernels.packed_rows import (
+from anemoi_gt.kernels.head_rows import (
     add_scaled,
     dot_rows,
     drop,
@@ -44,6 +43,7 @@ from anemoi_gt.kernels.packed_rows import (
     store_unpacked,
     zero_row,
 )
+from anemoi_gt.kernels.jit_launch import launch_facts, row_kernel_name
 from anemoi_gt.kernels.primitives import (
     caller_edges,
     destination,

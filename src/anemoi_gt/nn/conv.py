@@ -15,7 +15,7 @@ from torch_geometric.utils import softmax
 
 from anemoi_gt.attention_config import AttentionConfig, check_config
 from anemoi_gt.graph import GraphStructure
-from anemoi_gt.graph.build import UnsortedEdges
+from anemoi_gt.graph.edge_grouping import UnsortedEdges
 from anemoi_gt.nn.block import ShardedGraph
 from anemoi_gt.nn.chunking import Chunk, is_chunked, map_chunks
 from anemoi_gt.nn.input_validation import check_dtype, check_features, check_nodes

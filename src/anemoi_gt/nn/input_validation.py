@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from anemoi_gt.graph import GraphStructure
-from anemoi_gt.graph.build import UnsortedEdges
+from anemoi_gt.graph.edge_grouping import UnsortedEdges
 from anemoi_gt.graph.validation import check_shape, have_size
 
 

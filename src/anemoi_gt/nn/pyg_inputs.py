@@ -6,7 +6,7 @@ from torch_geometric.utils import is_torch_sparse_tensor
 
 from anemoi_gt.attention_config import AttentionConfig
 from anemoi_gt.graph import GraphStructure
-from anemoi_gt.graph.build import UnsortedEdges, can_rank
+from anemoi_gt.graph.edge_grouping import UnsortedEdges, can_rank
 from anemoi_gt.ops import torch_backend
 
 

@@ -1,4 +1,4 @@
-"""A block by one operator, `anemoi_gt.ops.triton_backend.block`: which blocks it computes, and their tensors.
+"""A block by one operator, `anemoi_gt.ops.triton_backend.whole_block`: which blocks it computes, and their tensors.
 
 Blocks of this library and of Anemoi have submodules of the same names; both are read here.
 """
@@ -14,8 +14,8 @@ from anemoi_gt.nn.norm import AutocastLayerNorm
 from anemoi_gt.ops.backends import BACKENDS, choose_backend
 from anemoi_gt.ops.dtypes import autocast_dtype, autocast_is_active
 from anemoi_gt.ops.operands import AttentionOperands, check_operands
-from anemoi_gt.ops.triton_backend.block import BlockOptions, BlockTensors, transform_nodes
 from anemoi_gt.ops.triton_backend.tiles import MOST_ATTRIBUTES
+from anemoi_gt.ops.triton_backend.whole_block import BlockOptions, BlockTensors, transform_nodes
 
 WIDEST = 1024  # features of a node: kernels hold a row in registers, and that for the gradient of a norm would spill
 LINEAR = ("query", "key", "value", "self", "edge")

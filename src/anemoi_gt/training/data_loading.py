@@ -6,7 +6,7 @@ from itertools import islice
 import torch
 from torch.utils.data import DataLoader, RandomSampler
 
-from anemoi_gt.data.datasets import ForecastDataset, Sample
+from anemoi_gt.data.forecast_dataset import ForecastDataset, Sample
 
 
 class TrainingBatches:

@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
-from anemoi_gt.data.datasets import ForecastDataset
+from anemoi_gt.data.forecast_dataset import ForecastDataset
 from anemoi_gt.extras import import_extra
 from anemoi_gt.training.atomic_write import atomic_write
-from anemoi_gt.training.maps import MapImage
+from anemoi_gt.training.map_image import MapImage
 from anemoi_gt.training.metrics_log import curve
 from anemoi_gt.training.rollout import Outcome
 from anemoi_gt.training.scores import Score

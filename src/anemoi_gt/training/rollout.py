@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from anemoi_gt.data.datasets import ForecastDataset
+from anemoi_gt.data.forecast_dataset import ForecastDataset
 from anemoi_gt.option_checks import check_integer
 from anemoi_gt.training.scores import Errors, Score, predict
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from anemoi_gt.data.datasets import ForecastDataset
+from anemoi_gt.data.forecast_dataset import ForecastDataset
 
 Forecast = Callable[[int], Tensor]  # sample index -> [N, V], physical units, on the CPU
 

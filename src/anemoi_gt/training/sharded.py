@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 
-from anemoi_gt.data.datasets import Sample, Splits
+from anemoi_gt.data.forecast_dataset import Sample, Splits
 from anemoi_gt.distributed.consensus import check_same, fingerprint, raise_on_all_ranks
 from anemoi_gt.distributed.grad_sync import clip_gradients, reduce_gradients, sum_loss
 from anemoi_gt.distributed.module_shard import ModuleShard

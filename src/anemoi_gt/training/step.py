@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from anemoi_gt.cuda_graph import Capture, CUDAGraphedStep, capture_cuda_graph
-from anemoi_gt.data.datasets import Sample
+from anemoi_gt.data.forecast_dataset import Sample
 from anemoi_gt.training.checkpoint import load_weights
 from anemoi_gt.training.compilation import REMEDY, check_capturable, compile_blocks
 from anemoi_gt.training.config import TrainingConfig

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from anemoi_gt.data.datasets import Splits
+from anemoi_gt.data.forecast_dataset import Splits
 from anemoi_gt.rng import generator_states, seed_generators, set_generator_states
 from anemoi_gt.training.checkpoint import load_checkpoint, load_weights, save_checkpoint
 from anemoi_gt.training.config import TrainingConfig, choose_device, cpu_threads

@@ -33,5 +33,5 @@ __all__ = [
 
 def __getattr__(name: str) -> object:
     if name == "CUDAGraphCallback":
-        return import_module("anemoi_gt.integrations.anemoi.callback").CUDAGraphCallback
+        return import_module("anemoi_gt.integrations.anemoi.cuda_graph_callback").CUDAGraphCallback
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -18,13 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from anemoi_gt.attention_config import AttentionConfig
-from anemoi_gt.integrations.anemoi.cache import structure_of
+from anemoi_gt.integrations.anemoi.edge_cache import structure_of
 from anemoi_gt.integrations.anemoi.upstream import Upstream, replaces
 from anemoi_gt.nn.layer_kernels import cast_for_projections, has_wrapped_weights, hooks_of
 from anemoi_gt.ops import edge_attention
 
 if TYPE_CHECKING:
-    from anemoi_gt.integrations.anemoi.checkpointing import Checkpointing
+    from anemoi_gt.integrations.anemoi.activation_checkpointing import Checkpointing
 
 log = logging.getLogger(__name__)
 _log_once = cache(log.warning)

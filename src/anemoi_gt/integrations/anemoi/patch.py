@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 from anemoi_gt.attention_config import AttentionConfig
-from anemoi_gt.integrations.anemoi import attention, cache, checkpointing, residual, sharding, whole_blocks
+from anemoi_gt.integrations.anemoi import assemble_output, attention, edge_cache, sharding, whole_blocks
+from anemoi_gt.integrations.anemoi.activation_checkpointing import Checkpointing, maybe_checkpoint
 from anemoi_gt.integrations.anemoi.attention import SETTINGS, Settings
 from anemoi_gt.integrations.anemoi.upstream import Replacement, find, parameters_of, resolve_upstream
 
@@ -41,19 +42,19 @@ PATCHES = {  # (class, or module that holds a function, name of the method or fu
     (BLOCK, "prepare_qkve_edge_sharding"): attention.prepare_qkve_edge_sharding,
     (PROCESSOR_BLOCK, "forward"): whole_blocks.processor_block,
     (MAPPER_BLOCK, "forward"): whole_blocks.mapper_block,
-    (PROVIDER, "_get_edges_impl"): cache.get_edges,
-    (MAPPER, "prepare_edge_sharding_wrapper"): cache.prepare_edge_sharding,
-    (PROCESSOR, "forward"): cache.processor_forward,
-    (PARTITION, "materialise"): cache.materialise,
-    (PARTITION[:1], "build_graph_partition"): cache.build_graph_partition,
-    (MAPPER[:1], "build_graph_partition"): cache.build_graph_partition,
-    (PARTITION[:1], "shard_tensor"): cache.shard_tensor,
-    (MAPPER[:1], "gather_tensor"): cache.gather_tensor,
-    (PROCESSOR[:1], "gather_tensor"): cache.gather_tensor,
-    (MAPPER[:1], "maybe_checkpoint"): checkpointing.maybe_checkpoint,
-    (PROCESSOR[:1], "maybe_checkpoint"): checkpointing.maybe_checkpoint,
-    (MODEL, "_assemble_output"): residual.assemble_output,
-    (ENSEMBLE, "_assemble_output"): residual.assemble_ensemble_output,
+    (PROVIDER, "_get_edges_impl"): edge_cache.get_edges,
+    (MAPPER, "prepare_edge_sharding_wrapper"): edge_cache.prepare_edge_sharding,
+    (PROCESSOR, "forward"): edge_cache.processor_forward,
+    (PARTITION, "materialise"): edge_cache.materialise,
+    (PARTITION[:1], "build_graph_partition"): edge_cache.build_graph_partition,
+    (MAPPER[:1], "build_graph_partition"): edge_cache.build_graph_partition,
+    (PARTITION[:1], "shard_tensor"): edge_cache.shard_tensor,
+    (MAPPER[:1], "gather_tensor"): edge_cache.gather_tensor,
+    (PROCESSOR[:1], "gather_tensor"): edge_cache.gather_tensor,
+    (MAPPER[:1], "maybe_checkpoint"): maybe_checkpoint,
+    (PROCESSOR[:1], "maybe_checkpoint"): maybe_checkpoint,
+    (MODEL, "_assemble_output"): assemble_output.assemble_output,
+    (ENSEMBLE, "_assemble_output"): assemble_output.assemble_ensemble_output,
 }
 SHARDING = {  # replaced, above the replacements of `PATCHES`, all or none of them
     (PROVIDER, "_get_edges_impl"): sharding.get_edges,
@@ -156,7 +157,7 @@ def install(
     """
     settings = _switch_on(AttentionConfig(backend=backend, precision=precision), fuse_edges, blocks, sharding)
     if activation_checkpointing is not None:
-        settings = replace(settings, checkpointing=checkpointing.Checkpointing.of(activation_checkpointing))
+        settings = replace(settings, checkpointing=Checkpointing.of(activation_checkpointing))
     installation = Installation(settings, before=SETTINGS.everywhere)
     SETTINGS.everywhere = settings
     log.info(
@@ -353,7 +354,7 @@ def _remove_patches_unless_used() -> None:
         for (owner, name), method in _upstream.items():
             setattr(owner, name, method)
         _upstream.clear()
-        cache.clear_cache()
+        edge_cache.clear_cache()
         _reset_compiled()
 
 

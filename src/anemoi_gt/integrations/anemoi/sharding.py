@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from anemoi_gt.distributed import HaloExchange, Ranges
 from anemoi_gt.integrations.anemoi.attention import SETTINGS, reads_raw_edges, warn_once
-from anemoi_gt.integrations.anemoi.cache import Derived, cached_list, derived_list, lookup
+from anemoi_gt.integrations.anemoi.edge_cache import Derived, cached_list, derived_list, lookup
 from anemoi_gt.integrations.anemoi.upstream import Upstream, replaces
 from anemoi_gt.nn.layer_kernels import cast_for_projections
 

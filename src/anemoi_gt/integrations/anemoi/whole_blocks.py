@@ -8,7 +8,7 @@ import torch
 from anemoi_gt.compatibility import is_exporting
 from anemoi_gt.integrations.anemoi import attention
 from anemoi_gt.integrations.anemoi.attention import SETTINGS
-from anemoi_gt.integrations.anemoi.cache import structure_of
+from anemoi_gt.integrations.anemoi.edge_cache import structure_of
 from anemoi_gt.integrations.anemoi.sharding import is_distributed, local_edges, start_halo
 from anemoi_gt.integrations.anemoi.upstream import Upstream, replaces
 from anemoi_gt.nn import whole_block

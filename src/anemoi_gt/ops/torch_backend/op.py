@@ -17,11 +17,11 @@ from anemoi_gt.custom_ops import (
     refuse_second_derivative,
 )
 from anemoi_gt.graph import GraphStructure
-from anemoi_gt.graph.build import UnsortedEdges
+from anemoi_gt.graph.edge_grouping import UnsortedEdges
 from anemoi_gt.ops.dropout import keep_factor
 from anemoi_gt.ops.dtypes import accumulator_dtype, without_autocast
 from anemoi_gt.ops.operands import AttentionOperands, Needs
-from anemoi_gt.ops.torch_backend import edge_rows
+from anemoi_gt.ops.torch_backend import small_graphs
 from anemoi_gt.ops.torch_backend.reference import (
     Edges,
     HeadGradients,
@@ -33,7 +33,7 @@ from anemoi_gt.ops.torch_backend.reference import (
     weighted_sum,
 )
 
-MAX_EDGE_ROWS = 2**21  # elements of [B, E, H, C], up to which the formulas of `edge_rows` are faster
+MAX_EDGE_ROWS = 2**21  # elements of [B, E, H, C], up to which the formulas of `small_graphs` are faster
 MAX_EDGE_HEADS = 2**21  # of a group of heads: its number of heads times that of edges or nodes
 
 
@@ -46,7 +46,7 @@ class FlatArguments(NamedTuple):
     edge_attr: Tensor | None  # [1 or B, E, D] raw, or [1 or B, E, H, C]
     edge_weight: Tensor | None  # [H * C, D]
     edge_bias: Tensor | None  # [H * C]
-    colptr: Tensor | None  # None: edges (row, col) in the caller's order, for the formulas of `edge_rows`
+    colptr: Tensor | None  # None: edges (row, col) in the caller's order, for the formulas of `small_graphs`
     row: Tensor
     perm: Tensor | None
     global_edge_id: Tensor | None
@@ -70,7 +70,7 @@ class FlatArguments(NamedTuple):
 
     @property
     def is_small(self) -> bool:
-        """True if the formulas of `edge_rows` are used."""
+        """True if the formulas of `small_graphs` are used."""
         return self.colptr is None or is_small(self.query, self.row.shape[0])
 
     def head_groups(self, edges: Edges) -> Iterator[tuple[int, slice, HeadGroup]]:
@@ -108,7 +108,7 @@ def head_group_size(heads: int, rows: int) -> int:
 
 
 def is_small(query: Tensor, num_edges: int) -> bool:
-    """Return whether the formulas of `edge_rows` serve a query like this one [.., N_dst, H, C]: by sizes alone."""
+    """Return whether the formulas of `small_graphs` serve a query like this one [.., N_dst, H, C]: by sizes alone."""
     elements = num_edges * query.shape[-2] * query.shape[-1] * (query.shape[0] if query.dim() == 4 else 1)
     return query.is_cpu and elements <= MAX_EDGE_ROWS
 
@@ -146,7 +146,7 @@ def edge_attention_torch(flat: FlatArguments) -> tuple[Tensor, Tensor, Tensor]:
     query, flat = flat.query, flat.in_accumulator_dtype()
     with without_autocast(flat.query.device.type):
         if flat.is_small:
-            out, lse, p = edge_rows.attend(flat)
+            out, lse, p = small_graphs.attend(flat)
             p = p if flat.save else p.new_empty(0)
             return out.view(query.shape).to(query.dtype), lse.view(query.shape[:-1]), p
         edges, out = flat.edges(), torch.empty_like(flat.query, dtype=query.dtype)
@@ -190,7 +190,7 @@ def edge_attention_torch_backward(
         grad_lse = torch.where(lse.isneginf(), 0.0, grad_lse).view(do.shape[:3])  # even NaN that arrives is ignored
     with without_autocast(do.device.type):
         if flat.is_small:
-            gradients = edge_rows.differentiate(do, grad_lse, p, flat, needs)
+            gradients = small_graphs.differentiate(do, grad_lse, p, flat, needs)
             return _like(operands, gradients, dtype)
         edges, pairs = flat.edges(), zip(flat[:6], needs, strict=True)
         gradients = Gradients(*(torch.zeros_like(operand) if need else None for operand, need in pairs))

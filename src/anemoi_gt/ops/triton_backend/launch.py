@@ -9,7 +9,7 @@ Where all destinations have the same few in-edges, `attend_rows` and `differenti
 `anemoi_gt.kernels.fixed_degree`, which need fewer scratch arrays and compute A, B and d edge_attr in passing.
 
 Where a node may have more than twice `Sizes.dst_segment` or `src_segment` edges, their kernels have programs for the
-segments of such hubs too, and `join` writes the hubs' rows (`anemoi_gt.kernels.hubs`).
+segments of such hubs too, and `join` writes the hubs' rows (`anemoi_gt.kernels.join_segments`).
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from anemoi_gt.attention_config import parse_tile
-from anemoi_gt.kernels import backward, edge_features, fixed_degree, forward, hubs
+from anemoi_gt.kernels import backward, edge_features, fixed_degree, forward, join_segments
 from anemoi_gt.kernels.jit_launch import Launch
 from anemoi_gt.ops.dropout import drop_threshold
 from anemoi_gt.ops.dtypes import scratch_dtype
@@ -157,7 +157,7 @@ def join_launch(sizes: Sizes, segment: int, num_nodes: int, width: int, others: 
     constants = {"H": sizes.heads, "WIDTH": width, "OTHERS": others, "COLUMNS": min(tiles.next_power_of_two(width), 64)}
     constants |= {"SEGMENTS": tiles.JOINED, "INT64": sizes.needs_int64, "SEGMENT": segment, "num_warps": 4}
     constants["STRIDE"] = stride or sizes.heads * width
-    return Launch(hubs.join_segments, (sizes.batch * sizes.blocks(segment),), scalars, constants)
+    return Launch(join_segments.join_segments, (sizes.batch * sizes.blocks(segment),), scalars, constants)
 
 
 def join(

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from anemoi_gt.custom_ops import NAMESPACE
 from anemoi_gt.integrations.anemoi.attention import SETTINGS
-from anemoi_gt.integrations.anemoi.cache import edge_structure
+from anemoi_gt.integrations.anemoi.edge_cache import edge_structure
 from anemoi_gt.integrations.anemoi.upstream import Upstream, replaces
 from anemoi_gt.nn.activation_checkpointing import copy_result
 

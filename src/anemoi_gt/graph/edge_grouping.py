@@ -139,12 +139,12 @@ def _(edge_index, num_src, num_dst):
 
 @lru_cache(CACHED_LAUNCHES)
 def _rank_launch(num_edges: int, num_dst: int, num_src: int) -> Callable[..., None]:
-    from anemoi_gt.kernels import build_graph
+    from anemoi_gt.kernels import edge_grouping
     from anemoi_gt.kernels.jit_launch import Launch
 
     sizes = {"num_edges": num_edges, "num_dst": num_dst, "num_src": num_src}
     grid = (-(-max(num_edges, num_dst + 1, num_src + 1) // RANKED_TOGETHER),)
-    return Launch(build_graph.rank_edges, grid, sizes, {"EDGES": RANKED_TOGETHER, "num_warps": 4})
+    return Launch(edge_grouping.rank_edges, grid, sizes, {"EDGES": RANKED_TOGETHER, "num_warps": 4})
 
 
 @define_operator
@@ -195,14 +195,14 @@ def _(edge_index, num_src, num_dst, dtype):
 @lru_cache(CACHED_LAUNCHES)
 def _launches(num_edges: int, num_dst: int, num_src: int | None) -> tuple[Callable[..., None], Callable[..., None]]:
     """Return the launches of count and place; `num_src` None groups by destination only."""
-    from anemoi_gt.kernels import build_graph
+    from anemoi_gt.kernels import edge_grouping
     from anemoi_gt.kernels.jit_launch import Launch
 
     sizes, constants = {"num_edges": num_edges, "num_dst": num_dst}, {"EDGES": EDGES_PER_PROGRAM, "num_warps": WARPS}
     positions = num_edges if num_src is None else max(num_edges, num_dst + 1, num_src + 1)
-    count = Launch(build_graph.group_edges_count, (-(-num_edges // EDGES_PER_PROGRAM),), sizes, constants)
+    count = Launch(edge_grouping.group_edges_count, (-(-num_edges // EDGES_PER_PROGRAM),), sizes, constants)
     sizes = sizes | {"num_src": num_src or 0}
-    return count, Launch(build_graph.group_edges_place, (-(-positions // EDGES_PER_PROGRAM),), sizes, constants)
+    return count, Launch(edge_grouping.group_edges_place, (-(-positions // EDGES_PER_PROGRAM),), sizes, constants)
 
 
 def _counting_dtype(num_edges: int) -> torch.dtype:

@@ -1,4 +1,4 @@
-"""Set-up and end of a job on several ranks, as torchrun launches it.
+"""Set-up and end of a job on several ranks, as torchrun launches it, and the mesh of its ranks.
 
 - Launch: torchrun sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT.
 - Set-up: one device per rank; process group by env:// (NCCL between GPUs, gloo between CPUs); mesh (data, model).
@@ -21,9 +21,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from anemoi_gt.distributed.consensus import check_same
-from anemoi_gt.distributed.grad_sync import check_device_type, make_mesh
 from anemoi_gt.option_checks import check_integer, check_positive
 
+AXES = ("data", "model")
+DEVICE_TYPES = ("cuda", "cpu")
 STRATEGIES = ("none", "edges")
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 DRAIN_SECONDS = 0.2
@@ -126,6 +127,47 @@ def init_distributed(config: ShardingConfig, device_type: str) -> Iterator[Devic
     drain_threads()
 
 
+def make_mesh(device_type: str, model: int, timeout: timedelta | None = None) -> DeviceMesh:
+    """Return all ranks on a mesh with axes (data, model). Collective.
+
+    Parameters
+    ----------
+    device_type : str
+        "cuda", where every rank has set its device, or "cpu".
+    model : int
+        Ranks that share one model; consecutive ranks, so that they are on one host where they fit.
+    timeout : timedelta, optional
+        For collectives along one axis. None: PyTorch's default.
+
+    Raises
+    ------
+    ValueError
+        For another device type, or when the number of ranks is not a multiple of `model`.
+    """
+    world = dist.get_world_size()
+    check_device_type(device_type)
+    check_integer("sharding.model", model, least=None)
+    if model < 1 or world % model:
+        raise ValueError(f"sharding.model must divide the number of ranks {world}, got {model}")
+    ranks = torch.arange(world).view(-1, model)
+    groups = [_group_along(axis, among.tolist(), timeout) for axis, among in zip(AXES, (ranks.T, ranks), strict=True)]
+    return DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=AXES)
+
+
+def check_mesh(mesh: DeviceMesh) -> None:
+    """Raise unless `mesh` is a DeviceMesh with axes (data, model)."""
+    if not isinstance(mesh, DeviceMesh):
+        raise ValueError(f"mesh must be a DeviceMesh with the axes {AXES}, from make_mesh, got {type(mesh).__name__}")
+    if mesh.mesh_dim_names != AXES:
+        raise ValueError(f"mesh must have the axes {AXES}, got {mesh.mesh_dim_names}")
+
+
+def check_device_type(device_type: object) -> None:
+    """Raise unless it is a device type; an indexed device would be the same one for all ranks."""
+    if device_type not in DEVICE_TYPES:
+        raise ValueError(f"device_type must be one of {', '.join(DEVICE_TYPES)}, got {device_type!r}")
+
+
 def make_cpu_group(config: ShardingConfig) -> dist.ProcessGroup:
     """Return a group of all ranks that communicates from the CPU (gloo), with the timeout of the job. Collective."""
     return dist.new_group(backend="gloo", timeout=timedelta(seconds=config.timeout))
@@ -150,3 +192,15 @@ def exit_without_finalization(status: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
+
+
+def _group_along(axis: str, ranks: list[list[int]], timeout: timedelta | None) -> dist.ProcessGroup:
+    """Create a group for each list of ranks; return the one that this rank is in. Collective.
+
+    `init_device_mesh` would split them off the world group, where PyTorch 2.11 segfaults if the process had another
+    NCCL group before (github.com/pytorch/pytorch/pull/192109).
+    """
+    if len(ranks) == 1:
+        return dist.group.WORLD
+    own, _ = dist.new_subgroups_by_enumeration(ranks, timeout, group_desc=f"ranks along {axis}")
+    return own

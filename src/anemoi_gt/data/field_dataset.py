@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from anemoi_gt.data.datasets import ForecastDataset, Splits, Step
+from anemoi_gt.data.forecast_dataset import ForecastDataset, Splits, Step
 from anemoi_gt.data.nodes import Nodes, area_weights, row_weights
 from anemoi_gt.data.readers import READERS
 from anemoi_gt.option_checks import check_integer, check_positive

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch import nn
 
-from anemoi_gt.data.datasets import ForecastDataset
+from anemoi_gt.data.forecast_dataset import ForecastDataset
 from anemoi_gt.training.atomic_write import atomic_write
 from anemoi_gt.training.plots import draw_rollout_plot, draw_training_plot
 from anemoi_gt.training.rollout import roll_out, rollout_table, score_rollouts
