@@ -8,7 +8,7 @@ Anemoi hands every layer the nodes of its rank, contiguous ranges, and the edges
     model              every copy of every set of nodes is split along the grid: rows [copies, nodes of this rank]
 
 A rank knows the whole edge list of a provider, so it finds its halo, and what others read from it, without a message.
-Both are cached with the list (`cache`), once for each group, division of the nodes and number of copies.
+Both are cached with the list (`edge_cache`), once for each group, division of the nodes and number of copies.
 
 Replacements call upstream on one rank, for other shard strategies, for blocks without `sharding` in their settings, and
 for edge lists of unknown origin.
