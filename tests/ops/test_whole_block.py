@@ -60,9 +60,9 @@ def by_operator(block, x_src, x_dst, attr, graph, batch):
 
 
 @pytest.mark.parametrize("kind", ("processor", "mapper"))
-@pytest.mark.parametrize(("batch", "hubs"), ((1, False), (2, False), (2, True)))
-def test_float32_is_as_float64_of_separate_operators(kind, batch, hubs, kernel_device, monkeypatch):
-    *problem, graph = make(kind, kernel_device, batch=batch)
+@pytest.mark.parametrize(("batch", "hubs", "num_dst"), ((1, False, 9), (2, False, 9), (2, True, 9), (2, False, 1)))
+def test_float32_is_as_float64_of_separate_operators(kind, batch, hubs, num_dst, kernel_device, monkeypatch):
+    *problem, graph = make(kind, kernel_device, batch=batch, num_dst=num_dst)
     if hubs:  # of more than four edges
         monkeypatch.setattr(launches, "SEGMENT", 2)
         graph = replace(graph, **dict.fromkeys(("dst_hubs", "src_hubs"), graph.row.new_empty(257, 0)))

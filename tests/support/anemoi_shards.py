@@ -68,7 +68,7 @@ CASES = {
     "compiled": Case(2, graph="asymmetric", batch=2, compiled=True),
     **{f"whole blocks-{name}-{ranks}": Case(ranks, graph=name, batch=batch, options={"qk_norm": False}, whole=True,
        compiled=ranks == 3)
-       for name, ranks, batch in (("small", 2, 2), ("small", 3, 1), ("tiny", 4, 1))},
+       for name, ranks, batch in (("small", 2, 2), ("small", 3, 1), ("tiny", 4, 2))},
     **{f"Anemoi's {strategy}-{ranks}": Case(ranks, options={"heads": 8, "shard_strategy": strategy}, **WITHOUT_OURS)
        for strategy in ("edges", "heads") for ranks in (2, 3)},
 }  # fmt: skip

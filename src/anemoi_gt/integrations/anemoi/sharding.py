@@ -74,8 +74,7 @@ def prepare_edge_sharding(
         x_dst = _own_rows(x_dst, dst, batch_size, model_comm_group)
 
     def with_halo(rows):
-        pending = lookup(local).exchange.start(_by_copy(rows, batch_size, src, model_comm_group))
-        return pending.wait().flatten(0, 1)
+        return lookup(local).exchange.start(_by_copy(rows, batch_size, src, model_comm_group)).wait().flatten(0, 1)
 
     x_src = with_halo(x_src)
     cond = None if cond is None else (with_halo(cond[0]), cond[1])

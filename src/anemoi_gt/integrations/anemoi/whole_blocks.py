@@ -24,7 +24,7 @@ def processor_block(
     """Compute the whole block, or the attention alone."""
     local, is_shard, x_src = edge_index, is_distributed(model_comm_group), None
     if is_shard:
-        local = local_edges(self, edge_index, (shard_info.nodes, shard_info.nodes), batch_size, model_comm_group)
+        local = local_edges(self, edge_index, 2 * (shard_info.nodes,), batch_size, model_comm_group)
     if _serves(self, x, edge_index, local is None, cond):
         if is_shard:  # sends what upstream would send: ranks may differ in what they serve
             given = (self.layer_norm_attention(x), local, batch_size, shard_info.nodes, model_comm_group)

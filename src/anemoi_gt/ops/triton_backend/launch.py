@@ -194,8 +194,8 @@ def _node_map_launch(kernel, sizes: Sizes, tile: ContractionTile, stride: int) -
 
 
 def _stride(rows: Tensor) -> tuple[int, ...]:
-    """Return the elements between rows [.., H, C] of two nodes if they do not follow each other."""
-    return () if rows.is_contiguous() else (rows.stride(-3),)
+    """Return the elements between rows [.., H, C] of two nodes, of entries of the batch if each has one, if not H C."""
+    return () if rows.is_contiguous() else (rows.stride(-3 if rows.shape[-3] > 1 else 0),)
 
 
 @lru_cache(KEPT)

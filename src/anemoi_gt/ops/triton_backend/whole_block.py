@@ -194,9 +194,10 @@ def transformer_block_backward(
 
         def through_norm(name, x, gradients, first, grad_total):
             weights = kept.parameters[: 4 * wide * x.shape[1]].view(4 * wide, -1)[first:][: gradients.shape[1]]
-            dx, norm, dn = torch.empty_like(x), _norm(t, name, options), gradients @ weights
+            norm, dn = _norm(t, name, options), gradients @ weights
             if norm[0] is None:
                 return dn.to(x.dtype), _outer(gradients, x.to(dn.dtype))
+            dx = torch.empty_like(x)
             normed = sums.norm_backward(dx, x, dn, grad_total, norm, columns[f"{name}_weight"])
             return dx, _outer(gradients, normed)
 
