@@ -163,6 +163,8 @@ def test_more_warmup_than_steps_is_taken_as_steps_with_a_note(capsys, begun):
 INTERRUPTED = """
 import os, signal, sys
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which the shell of a background job ignores
+
 class Interrupt:
     def find_spec(self, name, *_):
         if name == "torch":
