@@ -78,14 +78,12 @@ AREAS = (None, "europe", (60, 0, 40), (60, 0, np.nan, 10), [[60, 0], [40]])
 @refused(
     *((Nodes([50], [0]).inside, [area], f"{FOUR_NUMBERS} in degrees, got") for area in AREAS),
     *((Nodes([50], [0]).inside, [(40, 0, north, 10)], "north above south, got") for north in (60, 40)),
-    (Nodes.from_xyz, [np.ones(3)], r"\[N, 3\].*\(3,\)"),
-    (Nodes.from_xyz, [np.zeros((2, 3))], "nonzero length"),
-    (Nodes, ([0.0, 1.0], [0.0]), r"equal length, got \(2,\) and \(1,\)"),
-    (Nodes, ([[0.0]], [[0.0]]), "vectors"),
+    (Nodes.from_xyz, [np.ones(3)], r"\[N, 3\].*\(3,\)"), (Nodes.from_xyz, [np.zeros((2, 3))], "nonzero length"),
+    (Nodes, ([0.0, 1.0], [0.0]), r"equal length, got \(2,\) and \(1,\)"), (Nodes, ([[0.0]], [[0.0]]), "vectors"),
     *((Nodes, ends, "finite") for ends in (([np.nan], [0.0]), ([0.0], [np.inf]))),
     (Nodes, ([90.5], [0.0]), r"\[-90, 90\].*90.5"),
     (area_weights, [Nodes([0.0, 0, 90, -90, 0], [0.0, 90, 0, 0, 0])], "[Dd]uplicate"),
-)
+)  # fmt: skip
 def test_invalid_coordinates_and_areas_raise(wrong, message):
     call, options = wrong
     raises(lambda: call(*options), message)

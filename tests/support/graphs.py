@@ -51,10 +51,8 @@ def crowd(num_src, num_dst, to=None, of=None, edges=32):
 
 
 HUBS = {
-    "destination": crowd(7, 9, to=3),
-    "source": crowd(7, 9, of=2),
-    "both": crowd(5, 4, to=3, of=0),
+    "destination": crowd(7, 9, to=3), "source": crowd(7, 9, of=2), "both": crowd(5, 4, to=3, of=0),
     "several": crowd(3, 4, edges=44),
     "first, others isolated": (torch.stack([torch.arange(26) % 5, torch.zeros(26).long()]), (5, 6)),
     "ends with a block": (torch.stack([torch.arange(36) % 3, (torch.arange(36) - 3).clamp_min(0) // 11]), (3, 4)),
-}
+}  # fmt: skip
