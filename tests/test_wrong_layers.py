@@ -50,8 +50,7 @@ def mixing():
 
 
 def conditioned(cond):
-    mapper = nn.GraphTransformerMapperBlock(**BLOCK, layer_kernels=CONDITIONAL)
-    return mapper((X, X), SQUARE, ATTRIBUTES, cond=cond)
+    return nn.GraphTransformerMapperBlock(**BLOCK, layer_kernels=CONDITIONAL)((X, X), SQUARE, ATTRIBUTES, cond=cond)
 
 
 def processor(**wrong):

@@ -23,11 +23,8 @@ def run(*command, **environment):
     result = subprocess.run(
         [COMMANDS / command[0], *map(str, command[1:])],
         env=os.environ | {"PYTHONPATH": str(HERE)} | {name: str(value) for name, value in environment.items()},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=900,
-    )
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=900,
+    )  # fmt: skip
     assert result.returncode == 0, result.stdout[-4000:]
     return result.stdout
 

@@ -156,9 +156,8 @@ def test_without_a_network_the_message_asks_for_the_file(monkeypatch):
         raise ConnectionError("Name or service not known")
 
     monkeypatch.setattr(xarray.tutorial, "open_dataset", refused)
-    with pytest.raises(
-        OSError, match=r"could not download era5-2mt-2019-03-uk.grib .*: give the file as data.path=FILE"
-    ):
+    said = r"could not download era5-2mt-2019-03-uk.grib .*: give the file as data.path=FILE"
+    with pytest.raises(OSError, match=said):
         era5_uk(None)
 
 

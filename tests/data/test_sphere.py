@@ -183,10 +183,8 @@ def test_normalisation_is_from_the_training_samples_and_weights_are_areas(splits
 
 @refused(
     ({"flows": ["vortex"]}, r"one or more of rotation, deformation, got \['vortex'\]"),
-    ({"flows": []}, "one or more of"),
-    ({"lead_time": 0.0}, "lead_time must be positive and finite, in hours, got 0"),
-    ({"test_size": 0}, "test_size must be at least 1, got 0"),
-    ({"grid_name": "F32"}, 'such as "O96"'),
-)
+    ({"flows": []}, "one or more of"), ({"lead_time": 0.0}, "lead_time must be positive and finite, in hours, got 0"),
+    ({"test_size": 0}, "test_size must be at least 1, got 0"), ({"grid_name": "F32"}, 'such as "O96"'),
+)  # fmt: skip
 def test_option_out_of_range_raises(wrong, message):
     raises(lambda: sphere(**{"grid_name": "O8", **SIZES, **wrong}), message)

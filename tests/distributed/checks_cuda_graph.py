@@ -12,7 +12,7 @@ from distributed.checks_trainer import Records, make_parts, make_sharded, same_l
 from distributed.ranks import device_type, mesh_of, on_all_ranks, shared_folder, without_default_device
 
 
-def trained(folder, mesh, *, captured=False, compiled=False, precision="16-mixed", chunks=1):
+def trained(folder, mesh, *, captured=False, compiled=False, precision="16-mixed", chunks=1, group=None):
     """The losses and the last weights of a run; on GPUs with a CUDA graph and Inductor."""
     on_gpu = device_type() == "cuda"
     attention = AttentionConfig(backend="triton" if on_gpu else "torch")
@@ -20,7 +20,8 @@ def trained(folder, mesh, *, captured=False, compiled=False, precision="16-mixed
     sizes = {"channels": 64, "dropout": 0.1, "config": attention, "mapper_chunks": chunks}
     parts = make_parts(folder, sizes, steps=4, **options)
     with nullcontext() if on_gpu else without_inductor():
-        trainer, _ = make_sharded(mesh, *parts)
+        trainer, _ = make_sharded(mesh, *parts, group=group)
+    trainer._save = lambda *_: None  # takes longer than the steps
     if captured and not on_gpu:
         trainer.step.capture(capture_in_place)
     records = Records()
@@ -44,8 +45,9 @@ def captured_steps_have_the_bits_of_launched_ones(group, verdict):
 @on_all_ranks
 def compiled_steps_agree_with_launched_ones_to_rounding(group, verdict):
     with without_default_device():
-        mesh, folder, options = mesh_of(1, dist.get_world_size()), shared_folder(group), {"precision": "32-true"}
-        for chunks in (1, 3):
+        options = {"precision": "32-true", "group": dist.new_group(range(2), backend="gloo")}
+        folder, mesh = shared_folder(group), mesh_of(1, 2)
+        for chunks in () if mesh.get_coordinate() is None else (1, 3):
             eager, compiled = (trained(folder, mesh, compiled=way, chunks=chunks, **options) for way in (False, True))
             same_losses(verdict, f"compiled, {chunks} chunks", compiled[0], eager[0])
             for n, (actual, expected) in enumerate(zip(compiled[1], eager[1], strict=True)):

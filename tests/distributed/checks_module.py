@@ -169,11 +169,9 @@ def blocks_of_a_shard_by_one_operator_give_what_they_give_on_the_whole_graph(gro
             hook.remove()
         verdict.close(f"{name}: output", part.detach(), whole[own[1]].detach())
         leaves = [*(x if is_mapper else x[1:]), edge_attr, *block.parameters()]
-        expected, gradients = (
-            torch.autograd.grad(out.square().sum(), leaves, materialize_grads=True) for out in (whole, part)
-        )
+        grad = partial(torch.autograd.grad, inputs=leaves, materialize_grads=True)
+        expected, gradients = (grad(out.square().sum()) for out in (whole, part))
+        terms = torch.cat([gradient.flatten() for gradient in expected])
         for n, gradient in enumerate(gradients):
             dist.all_reduce(gradient := gradient.clone(), group=group)  # two biases share theirs
-            verdict.close(
-                f"{name}: gradient {n}", gradient, expected[n], terms=torch.cat([g.flatten() for g in expected])
-            )
+            verdict.close(f"{name}: gradient {n}", gradient, expected[n], terms)

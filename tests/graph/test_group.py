@@ -179,8 +179,7 @@ def test_construction_in_a_compiled_function_never_recompiles(kernel_device, uno
 
     def build(edge_index, src, dst):
         sizes = (src.shape[0], dst.shape[0])
-        graph = GraphStructure.from_edge_index(edge_index, sizes, stable=False, validate=False)
-        return graph.state_dict()
+        return GraphStructure.from_edge_index(edge_index, sizes, stable=False, validate=False).state_dict()
 
     build, compilations = torch.compile(build, fullgraph=True, dynamic=True, backend=counter), []
     for num_src, num_dst, num_edges in ((7, 11, 29), (13, 5, 37), (19, 17, 23)):  # no two sizes are equal

@@ -108,17 +108,13 @@ def with_hook(block):
 @pytest.mark.parametrize(
     ("options", "change"),
     (
-        ({"dropout": 0.5}, None),
-        ({"qk_norm": True}, None),
-        ({"mlp_implementation": "glu"}, None),
-        ({"config": AttentionConfig("triton", precision="fp32")}, None),
-        ({}, with_hook),
-        ({}, with_own_combine),
+        ({"dropout": 0.5}, None), ({"qk_norm": True}, None), ({"mlp_implementation": "glu"}, None),
+        ({"config": AttentionConfig("triton", precision="fp32")}, None), ({}, with_hook), ({}, with_own_combine),
         ({}, lambda block: setattr(block, "projection", nn.Sequential(block.projection))),
         ({"kind": "mapper"}, lambda block: setattr(block, "layer_norm_attention", nn.LayerNorm(24))),
         ({}, lambda block: setattr(block, "__class__", OwnBlock)),
     ),
-)
+)  # fmt: skip
 def test_a_block_with_other_parts_is_computed_by_them(options, change):
     block, x, *given = make(**{"kind": "processor"} | options)
     if change is not None:

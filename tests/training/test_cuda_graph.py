@@ -103,9 +103,8 @@ def test_changes_of_a_gradient_do_not_reach_the_next_step(line, captured, change
 def test_a_batch_of_another_shape_or_dtype_is_refused(captured, size, dtype):
     captured(batch_of(0))
     kinds = [rf"inputs \({n},\) {kind}, target \({n},\) {kind}" for n, kind in ((2, torch.float32), (size, dtype))]
-    with pytest.raises(
-        ValueError, match="shapes and dtypes of the first, {}, .* got {}: .*cuda_graph=false".format(*kinds)
-    ):
+    said = "shapes and dtypes of the first, {}, .* got {}: .*cuda_graph=false".format(*kinds)
+    with pytest.raises(ValueError, match=said):
         captured(Sample(*(part.to(dtype) for part in batch_of(1, size))))
 
 

@@ -127,12 +127,10 @@ def test_configs_of_ones_own_and_their_target_are_found(place, start, monkeypatc
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["data=xarray", "data.path=nowhere.nc"],
-        ["data=xarray", "data.path=weather.nc", "graph=icosphere"],
-        ["training.batch_size=9999"],
-        ["training.steps=0"],
+        ["data=xarray", "data.path=nowhere.nc"], ["data=xarray", "data.path=weather.nc", "graph=icosphere"],
+        ["training.batch_size=9999"], ["training.steps=0"],
     ],
-)
+)  # fmt: skip
 def test_a_refused_command_leaves_no_folder(place, start, error_line, arguments):
     error_line(start, train, *arguments)
     assert {path.name for path in place.iterdir()} == {"weather.nc"}
@@ -162,6 +160,8 @@ def test_more_warmup_than_steps_is_taken_as_steps_with_a_note(capsys, begun):
 
 INTERRUPTED = """
 import os, signal, sys
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which the shell of a background job ignores
 
 class Interrupt:
     def find_spec(self, name, *_):
