@@ -7,7 +7,8 @@
 
 PYTHON ?= python3
 ERA5_PATH ?=
-WORKERS ?= $(shell nproc 2>/dev/null || echo 2)
+# One more than cores: tests wait for processes that they start.
+WORKERS ?= $(shell echo $$(( $$(nproc 2>/dev/null || echo 2) + 1 )))
 
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
