@@ -62,11 +62,8 @@ def _estimate(model: EncoderProcessorDecoder, batch: int, size: int) -> MemoryEs
     layer, layers_in_group = layers[0], -(-len(layers) // (groups or 1))
     whole = _is_one_operator(layer)
     group = hidden * (layers_in_group * _destination(layer, size, whole) + _gradients(layer, size, whole))
-    group += (
-        _structures(model.processor_edges)[0].num_src
-        * layers_in_group
-        * _source(layer, size, whole, model.processor_edges)
-    )
+    source = _source(layer, size, whole, model.processor_edges)
+    group += _structures(model.processor_edges)[0].num_src * layers_in_group * source
     group += layers_in_group * _weights(layer, size, whole)
     mappers = [*_mappers(model.encoder, model.encoder_edges, size), *_mappers(model.decoder, model.decoder_edges, size)]
     if groups is None:
