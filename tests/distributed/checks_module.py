@@ -129,15 +129,14 @@ def what_does_not_fit_the_module_is_named(group, verdict):
     net, up, _, _ = make()
     mesh = mesh_of(1, dist.get_world_size())  # all ranks make a mesh together
     for graphs, tables, said in (
-        ({}, None, "at least one graph"),
-        ({"up": up}, None, "keys (sources, destinations)"),
+        ({}, None, "at least one graph"), ({"up": up}, None, "keys (sources, destinations)"),
         ({UP: up, ("data", "data"): net.edges}, None, "the same number of data"),
         ({ALONG: copy.deepcopy(net.edges)}, None, "part of the module"),
         ({UP: up}, {"weight": "mesh"}, "name parameters or buffers"),
         ({UP: up}, {"embedding.weight": "sea"}, "name a set of nodes or a graph"),
         ({UP: up}, {"embedding.weight": "data"}, "one row for each of the"),
         ({UP: net}, None, "GraphStructures or StaticEdges"),
-    ):
+    ):  # fmt: skip
         verdict.raises(ValueError, said, lambda g=graphs, t=tables: shard_module(net, g, mesh, tables=t))
     verdict.that(net.embedding.weight.shape[0] == len(points), "a refused module was changed")
 

@@ -21,13 +21,7 @@ def speed_up_interpreter() -> None:
     assert not builder.options.debug  # else overflows would raise
     builder.options = replace(builder.options, sanitize_overflow=False)
     look_up, known = interpreter._get_np_dtype, {}
-
-    def look_up_once(dtype):
-        if dtype.name not in known:
-            known[dtype.name] = look_up(dtype)
-        return known[dtype.name]
-
-    interpreter._get_np_dtype = look_up_once
+    interpreter._get_np_dtype = lambda dtype: known.get(dtype.name) or known.setdefault(dtype.name, look_up(dtype))
 
 
 def call_directly(owner, name, builtin, builder, scope) -> None:
