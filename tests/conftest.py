@@ -51,9 +51,7 @@ def pytest_collection_finish():
 
 
 def pytest_addoption(parser):
-    parser.addoption(
-        "--era5-path", default=None, help="GRIB file of hourly ERA5 2 m temperature over the UK, March 2019"
-    )
+    parser.addoption("--era5-path", default=None, help="GRIB file of hourly ERA5 2 m temperature, UK, March 2019")
 
 
 @pytest.fixture(scope="session")

@@ -26,13 +26,8 @@ def speed_up_interpreter() -> None:
 
 def call_directly(owner, name, builtin, builder, scope) -> None:
     """Exchange a function for what the interpreter calls in the end, which has neither checks nor copies between."""
-    function, semantic = getattr(builtin, "__wrapped__", builtin), interpreter.interpreter_semantic
-
-    def call(*arguments, **options):
-        options["_semantic"] = semantic
-        return function(*arguments, **options)
-
-    scope.set_attr(owner, name, call)
+    function, semantic = getattr(builtin, "__wrapped__", builtin), {"_semantic": interpreter.interpreter_semantic}
+    scope.set_attr(owner, name, lambda *arguments, **options: function(*arguments, **options | semantic))
 
 
 def keep_shapes() -> None:
