@@ -23,7 +23,8 @@ LONG = (  # files with a test or a fixture of more than five seconds, longest fi
     *("integrations/test_anemoi_shards", "training/test_installed_configs", "integrations/test_anemoi_versions"),
     *("export/test_package", "integrations/test_anemoi_checkpointing", "integrations/test_anemoi_whole_blocks"),
     *("distributed/test_benchmark", "training/test_skill", "tests/test_commands", "compile/test_compiled_layers"),
-    *("data/test_era5_uk", "tests/test_docs", "ops/test_triton_random", "training/test_compiled"),
+    *("data/test_era5_uk", "tests/test_docs", "benchmarks/test_benchmarks", "export/test_program"),
+    *("training/test_compiled", "ops/test_triton_hubs"),
 )
 
 
@@ -44,14 +45,13 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """Leave what imports and collection made out of garbage collections, of which each would visit it."""
+    """Leave what imports and collection made out of garbage collections, and collect seldom."""
     gc.freeze()
+    gc.set_threshold(20_000, 20, 100)
 
 
 def pytest_addoption(parser):
-    parser.addoption(
-        "--era5-path", default=None, help="GRIB file of hourly ERA5 2 m temperature over the UK, March 2019"
-    )
+    parser.addoption("--era5-path", default=None, help="GRIB file of hourly ERA5 2 m temperature, UK, March 2019")
 
 
 @pytest.fixture(scope="session")

@@ -70,10 +70,8 @@ def write_grib(path, sample, states, **keys):
 def test_grib_on_regular_and_reduced_grids_is_read(tmp_path):
     rng = np.random.default_rng(0)
     grid = {"Ni": 4, "Nj": 3, "iDirectionIncrementInDegrees": 2.0, "jDirectionIncrementInDegrees": 2.0}
-    for which, latitude, longitude in (("First", 58.0, 350.0), ("Last", 54.0, 356.0)):
-        grid |= {
-            f"{axis}Of{which}GridPointInDegrees": x for axis, x in (("latitude", latitude), ("longitude", longitude))
-        }
+    for which, lat, lon in (("First", 58.0, 350.0), ("Last", 54.0, 356.0)):
+        grid |= {f"{axis}Of{which}GridPointInDegrees": x for axis, x in (("latitude", lat), ("longitude", lon))}
     cases = {
         "regular_ll_sfc_grib2": (regional([58, 56, 54], [350, 352, 354, 356]), grid | {"shortName": "2t"}),
         "reduced_gg_pl_32_grib2": (classic(32), {"shortName": "t", "level": 850}),
@@ -131,16 +129,13 @@ def test_samples_have_normalised_inputs_of_past_times_and_change_from_the_presen
     std = (inputs - inputs.mean(dim=(0, 1))).square().mean(dim=(0, 1)).sqrt()[:10]
     torch.testing.assert_close(std, torch.ones(10), atol=0.15, rtol=0)
     torch.testing.assert_close(inputs[2, :, 3], inputs[0, :, 6])  # one lead time earlier
-    assert torch.equal(
-        train.forecast(0, train[0].target)[:, 0].round(decimals=2), train.truth(0)[:, 0].round(decimals=2)
-    )
+    forecast_and_truth = train.forecast(0, train[0].target), train.truth(0)
+    assert torch.equal(*(each[:, 0].round(decimals=2) for each in forecast_and_truth))
 
 
 DATES = {
-    "train": ["2020-01-01", "2020-01-05"],
-    "valid": ["2020-01-06", "2020-01-07"],
-    "test": ["2020-01-08", "2020-02"],
-}
+    "train": ["2020-01-01", "2020-01-05"], "valid": ["2020-01-06", "2020-01-07"], "test": ["2020-01-08", "2020-02"],
+}  # fmt: skip
 
 
 def test_splits_follow_dates_and_samples_with_missing_times_are_left_out(tmp_path):

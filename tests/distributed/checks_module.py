@@ -117,9 +117,7 @@ def chunks_of_a_shard_with_few_nodes_or_edges_give_what_the_whole_graph_gives(gr
         )
         for n, gradient in enumerate(gradients):
             dist.all_reduce(gradient, group=group)
-            verdict.close(
-                f"{name}: gradient {n}", gradient, expected[n], terms=torch.cat([g.flatten() for g in expected])
-            )
+            verdict.close(f"{name}: gradient {n}", gradient, expected[n], torch.cat([g.flatten() for g in expected]))
         block.train()(own_x, shard.split(3), edge_attr[shard.edges], cond=own_cond)
         verdict.same(f"{name}: next draws", len(set(everywhere(float(torch.rand(1)), group))), 1)
 
@@ -129,15 +127,14 @@ def what_does_not_fit_the_module_is_named(group, verdict):
     net, up, _, _ = make()
     mesh = mesh_of(1, dist.get_world_size())  # all ranks make a mesh together
     for graphs, tables, said in (
-        ({}, None, "at least one graph"),
-        ({"up": up}, None, "keys (sources, destinations)"),
+        ({}, None, "at least one graph"), ({"up": up}, None, "keys (sources, destinations)"),
         ({UP: up, ("data", "data"): net.edges}, None, "the same number of data"),
         ({ALONG: copy.deepcopy(net.edges)}, None, "part of the module"),
         ({UP: up}, {"weight": "mesh"}, "name parameters or buffers"),
         ({UP: up}, {"embedding.weight": "sea"}, "name a set of nodes or a graph"),
         ({UP: up}, {"embedding.weight": "data"}, "one row for each of the"),
         ({UP: net}, None, "GraphStructures or StaticEdges"),
-    ):
+    ):  # fmt: skip
         verdict.raises(ValueError, said, lambda g=graphs, t=tables: shard_module(net, g, mesh, tables=t))
     verdict.that(net.embedding.weight.shape[0] == len(points), "a refused module was changed")
 

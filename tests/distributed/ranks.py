@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from support.forked import Program
+from support.interpreter import speed_up_interpreter
 from torch.distributed.device_mesh import DeviceMesh
 
 from anemoi_gt.distributed.process_group import exit_without_finalization
@@ -179,6 +180,8 @@ def main(folder, *modules):
     if ON_GPU:
         torch.cuda.set_device(device)
         torch.set_default_device(device)
+    else:
+        speed_up_interpreter()
     timeout = timedelta(seconds=TIMEOUT)
     dist.init_process_group("nccl" if ON_GPU else "gloo", timeout=timeout, device_id=device if ON_GPU else None)
     groups = {size: dist.new_group(range(size)) for size in range(1, WORLD_SIZE)} | {WORLD_SIZE: dist.group.WORLD}

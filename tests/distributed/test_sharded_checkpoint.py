@@ -146,9 +146,7 @@ def test_best_pt_is_replaced_when_the_new_file_is_complete(alone, form, monkeypa
 
 @pytest.mark.parametrize("asked", ["last.pt", "last"])
 @pytest.mark.parametrize("form", ["last", "last.former"])
-def test_a_folder_in_place_of_a_file_is_refused_with_the_command_that_converts_it(
-    written, asked, form, capfd, monkeypatch
-):
+def test_a_folder_in_place_of_a_file_is_refused_with_the_command_to_convert(written, asked, form, capfd, monkeypatch):
     written.rename(written.with_name(form))
     message = f"one file, got the folder {written.with_name(form)} of several ranks"
     with pytest.raises(ValueError, match=message) as refused:

@@ -245,14 +245,12 @@ def test_a_selective_checkpoint_keeps_what_the_operator_returns(mode, times, gra
 @pytest.mark.parametrize(
     ("options", "dtype", "whole"),
     (
-        ({}, torch.bfloat16, True),
-        ({}, torch.float16, True),
-        ({}, None, False),
+        ({}, torch.bfloat16, True), ({}, torch.float16, True), ({}, None, False),
         ({"blocks": False}, torch.bfloat16, False),
         ({"backend": "auto"}, torch.bfloat16, False),  # which computes with the reference on a CPU
         ({"blocks": True}, None, True),
     ),
-)
+)  # fmt: skip
 def test_whole_blocks_are_the_default_under_16_bit_autocast_where_triton_attends(options, dtype, whole, traced, said):
     compiler, graphs = traced
     with integration.install(**({"backend": "triton"} | options)), torch.autocast("cpu", dtype, enabled=bool(dtype)):

@@ -258,11 +258,10 @@ def test_kernels_get_their_mean_times_from_calls_of_their_sizes(explained):
 @pytest.mark.parametrize(
     ("device", "shapes", "message"),
     [
-        ("cpu", [], "with their shapes, got none"),
-        ("cpu", OTHER_SHAPES, "it has others"),
+        ("cpu", [], "with their shapes, got none"), ("cpu", OTHER_SHAPES, "it has others"),
         ("cuda:0", SHAPES, "must contain the calls that were explained"),  # a profile of a CPU has no time of a GPU
     ],
-)
+)  # fmt: skip
 def test_a_profile_without_the_explained_calls_raises(explained, device, shapes, message):
     (layer,) = explained.layers
     seen = SimpleNamespace(events=lambda: [event(layer.passes[0].operator, shapes, {})])

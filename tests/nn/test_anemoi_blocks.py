@@ -28,16 +28,13 @@ OUR_KERNELS = {"conditional": {"LayerNorm": OUR_NORM}, "silu": {"Activation": to
 PLAIN = {"mlp_implementation": "mlp", "qk_norm": False, "edge_pre_mlp": False, "bias": True, "attn_channels": None}
 PLAIN |= {"update_src_nodes": False, "norm": "plain", "activation": "gelu"}
 ROWS = pairwise(
-    kind=tuple(KINDS),
-    mlp_implementation=("mlp", "glu", "swiglu", "geglu", "reglu"),
-    qk_norm=(False, True),
-    edge_pre_mlp=(False, True),
-    bias=(True, False),
+    kind=tuple(KINDS), mlp_implementation=("mlp", "glu", "swiglu", "geglu", "reglu"), qk_norm=(False, True),
+    edge_pre_mlp=(False, True), bias=(True, False),
     attn_channels=(None, 24),  # 8 a head: a norm of 2 is their sign, whose gradient is what rounding leaves
     update_src_nodes=(False, True),
     norm=("plain", "conditional"),
     activation=("gelu", "silu"),
-)
+)  # fmt: skip
 
 
 def name_of(row):

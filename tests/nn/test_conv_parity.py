@@ -128,12 +128,11 @@ def test_dropout_drops_weights_at_its_rate_and_scales_the_others(rate):
 
 
 @refused(
-    ({"heads": 0}, "heads must be at least 1, got 0"),
-    ({"out_channels": 0}, "out_channels must be at least 1, got 0"),
+    ({"heads": 0}, "heads must be at least 1, got 0"), ({"out_channels": 0}, "out_channels must be at least 1, got 0"),
     ({"edge_dim": 0}, "edge_dim must be at least 1, .* got 0"),
     ({"dropout": 1.5}, "dropout must be a probability in 0 .. 1, got 1.5"),
     ({"aggr": "max"}, "aggr must be 'add', .* got 'max'"),
     ({"decomposed_layers": 2}, "decomposed_layers must be 1, .* got 2"),
-)
+)  # fmt: skip
 def test_wrong_option_is_refused(wrong, message):
     raises(lambda: GraphTransformerConv(**{"in_channels": 6, "out_channels": 8, **wrong}), message)

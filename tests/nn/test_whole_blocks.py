@@ -44,9 +44,7 @@ def differentiate(block, x, graph, attr, dtype=torch.float32, forward=None):
     weight = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view(out.shape)
     wanted = {f"x {i}": each for i, each in enumerate(x)} | {"attr": attr} | dict(block.named_parameters())
     gradients = torch.autograd.grad(out.double().mul(weight).sum(), list(wanted.values()), allow_unused=True)
-    return {"out": out.detach()} | {
-        name: each for name, each in zip(wanted, gradients, strict=True) if each is not None
-    }
+    return {"out": out.detach()} | {name: x for name, x in zip(wanted, gradients, strict=True) if x is not None}
 
 
 @pytest.mark.parametrize("kind", KINDS)

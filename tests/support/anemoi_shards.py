@@ -4,6 +4,7 @@ Four ranks are started once and run every case of `CASES` with us; rank 0 writes
 strategy makes of the gradients, and what it counted. `one_rank(case)` is the same with Anemoi's own code.
 """
 
+import gc
 import logging
 import sys
 from collections import Counter
@@ -23,6 +24,7 @@ from anemoi_gt.distributed import HaloExchange
 from anemoi_gt.integrations import anemoi as integration
 from anemoi_gt.ops.triton_backend import launch, node_rows
 from support.anemoi_model import build, graph_of, make_ensemble_options, make_options
+from support.interpreter import speed_up_interpreter
 from support.weather import KINDS, weather_graph
 
 RANKS = 4
@@ -266,7 +268,9 @@ def work(rank, folder):
 
 
 if __name__ == "__main__":
+    speed_up_interpreter()
     for case in CASES.values():
         model_of(case)
     conditioned_model()
+    gc.freeze()  # else each rank copies the pages that it visits
     mp.start_processes(work, (Path(sys.argv[1]),), nprocs=RANKS, start_method="fork")

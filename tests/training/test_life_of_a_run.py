@@ -148,10 +148,8 @@ def test_a_refused_command_removes_nothing_that_was_there(place, start, error_li
 def test_a_folder_that_cannot_be_created_is_one_sentence(place, start, error_line, folder):
     (place / Path(folder).parts[0]).write_text("a file")
     given = [] if folder == "outputs" else [f"hydra.run.dir={folder}"]
-    sentence = error_line(start, train, *given)
-    assert sentence.startswith(
-        f"anemoi_gt.train: hydra.run.dir must be a folder that can be created, got {place / folder}"
-    )
+    said = error_line(start, train, *given)
+    assert said.startswith(f"anemoi_gt.train: hydra.run.dir must be a folder that can be created, got {place / folder}")
 
 
 def test_more_warmup_than_steps_is_taken_as_steps_with_a_note(capsys, begun):
