@@ -186,7 +186,7 @@ class GraphTransformerBaseBlock(nn.Module):
             check_nodes(graph, *x)
         if self.is_one_operator(x[1], cond):
             x_src = None if x[0] is x[1] and self.source_norm is self.layer_norm_attention else x[0]
-            if is_shard:  # send what `attend` does: ranks whose parts have hooks call that
+            if is_shard:  # the rows that `attend` sends: a rank whose block has hooks calls it
                 check_attributes(edge_attr, self.lin_edge.weight.shape[1])
                 normed = self.normed(self.source_norm, x[0], cond[0])
                 x_src, graph = graph.start_exchange(normed).wait(), graph.structure

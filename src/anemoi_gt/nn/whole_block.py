@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from anemoi_gt.attention_config import AttentionConfig
+from anemoi_gt.graph import GraphStructure
 from anemoi_gt.nn.layer_kernels import has_global_hooks, has_wrapped_weights, hooks_of
 from anemoi_gt.nn.mlp import MLP
 from anemoi_gt.nn.norm import AutocastLayerNorm
@@ -82,12 +83,13 @@ def update_destinations(
 
 
 def run_block(
-    block: nn.Module, x_src: Tensor | None, x_dst: Tensor, edge_attr: Tensor, graph, batch: int, *, normed: bool = False
-) -> Tensor:
+    block: nn.Module, x_src: Tensor | None, x_dst: Tensor, edge_attr: Tensor, graph: GraphStructure, batch: int,
+    *, normed: bool = False,
+) -> Tensor:  # fmt: skip
     """Return destinations [B * N_dst, F] after a block for which there is no `unsupported_reason`.
 
     `x_src` [B * N_src, F] is None where the sources are the destinations, and `normed` where its norm was applied
-    before; `edge_attr` is [E, D] or [B, E, D], after `edge_pre_mlp`; `graph`, a GraphStructure, is of one batch entry.
+    before; `edge_attr` is [E, D] or [B, E, D], after `edge_pre_mlp`; `graph` is that of one batch entry.
     """
     modules = _modules(block)
     if normed:

@@ -26,7 +26,7 @@ def processor_block(
     if is_shard:
         local = local_edges(self, edge_index, 2 * (shard_info.nodes,), batch_size, model_comm_group)
     if _serves(self, x, edge_index, local is None, cond):
-        if is_shard:  # send what upstream does: ranks whose parts have hooks call that
+        if is_shard:  # the rows that upstream sends: a rank whose block has hooks calls it
             given = (self.layer_norm_attention(x), local, batch_size, shard_info.nodes, model_comm_group)
             x_src = start_halo(self, *given).wait().flatten(0, 1)
         return _run(self, x_src, x, edge_attr, local, normed=is_shard), edge_attr

@@ -194,7 +194,7 @@ def _node_map_launch(kernel, sizes: Sizes, tile: ContractionTile, stride: int) -
 
 
 def _stride(rows: Tensor) -> tuple[int, ...]:
-    """Return the elements between rows [.., H, C] of two nodes, of entries of the batch if each has one, if not H C."""
+    """Return the stride of the nodes in rows [.., H, C], of the batch where an entry has one node; () if contiguous."""
     return () if rows.is_contiguous() else (rows.stride(-3 if rows.shape[-3] > 1 else 0),)
 
 
