@@ -10,6 +10,7 @@ fallbacks too.
 
 import inspect
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from typing import NamedTuple, get_type_hints
 
@@ -89,6 +90,13 @@ _DISPATCHER = _private_dispatcher()
 
 
 _HAS_TRANSFORMS = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
+
+
+def on_device(tensor: Tensor) -> AbstractContextManager:
+    """Return a context in which the device of `tensor` is current."""
+    if not tensor.is_cuda or tensor.get_device() == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(tensor.get_device())
 
 
 def is_transformed() -> bool:

@@ -94,7 +94,7 @@ def replayed():
         return lambda *args, **how: made.append(make(*args, **how)) or made[-1]  # kept, so that no address comes twice
 
     makers = [(torch.Tensor, name) for name in ("new_empty", "contiguous")]
-    makers += [(torch, name) for name in ("empty_like", "zeros", "zeros_like", "ones_like")]
+    makers += [(torch, name) for name in ("empty_like", "empty_strided", "zeros", "zeros_like", "ones_like")]
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(Launch, "__call__", ONCE))
         for owner, name in makers:

@@ -114,7 +114,7 @@ def test_nothing_is_saved_and_no_source_side_is_made_without_a_gradient(problem_
             edge_attention(**leaves, graph=graph, config=TRITON)
     else:
         edge_attention(**{name: leaf.detach() for name, leaf in leaves.items()}, graph=graph, config=TRITON)
-    ((index, ((_, _, *saved), _)),) = seen
+    ((index, ((_, _, *saved), *_)),) = seen
     assert (index.rowptr, index.col, index.csr_to_csc) == (None,) * 3 and not saved
 
 

@@ -1,7 +1,6 @@
 """Grouping of edges by node: a stable sort, or faster GPU kernels without order for graphs that change every step."""
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import lru_cache
 from importlib.util import find_spec
 from typing import NamedTuple
@@ -9,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from anemoi_gt.custom_ops import assert_async, define_operator, is_plain
+from anemoi_gt.custom_ops import assert_async, define_operator, is_plain, on_device
 from anemoi_gt.graph.validation import check_edge_index, check_ends
 
 EDGES_PER_PROGRAM, WARPS = 256, 8  # one edge per thread: most atomics in flight, and whole memory sectors
@@ -126,7 +125,7 @@ def group_edges_by_rank(
     """Return the fields of `GroupedEdges` in the order of a stable sort, and [4], all 1 if all nodes are in range."""
     edge_index = edge_index.contiguous()
     grouped, inside = _empty_groups(edge_index, num_src, num_dst, torch.int32), edge_index.new_empty(4)
-    with _on_device(edge_index):
+    with on_device(edge_index):
         launch = _rank_launch(edge_index.shape[1], num_dst, num_src)
         launch(edge_index=edge_index, **grouped._asdict(), inside=inside)
     return *grouped, inside
@@ -154,7 +153,7 @@ def group_edges_unordered(edge_index: Tensor, num_dst: int, dtype: torch.dtype) 
     count, place = _launches(num_edges, num_dst, None)
     perm, row, rank = (edge_index.new_empty(num_edges, dtype=dtype) for _ in range(3))
     ranks = {"rank_dst": rank, "rank_src": None}
-    with _on_device(edge_index):
+    with on_device(edge_index):
         number = edge_index.new_zeros(1 + num_dst, dtype=dtype)
         count(edge_index=edge_index, number=number, **ranks)
         colptr = number.cumsum(0, dtype=dtype)
@@ -179,7 +178,7 @@ def group_both_ends_unordered(
     grouped = _empty_groups(edge_index, num_src, num_dst, dtype)
     rank_dst, rank_src = (edge_index.new_empty(num_edges, dtype=counting) for _ in range(2))
     ranks = {"rank_dst": rank_dst, "rank_src": rank_src}
-    with _on_device(edge_index):
+    with on_device(edge_index):
         number = edge_index.new_zeros(1 + num_dst + num_src, dtype=counting)
         count(edge_index=edge_index, number=number, **ranks)
         begin = number.cumsum(0, dtype=counting)
@@ -214,7 +213,3 @@ def _empty_groups(edge_index: Tensor, num_src: int, num_dst: int, dtype: torch.d
     num_edges = edge_index.shape[1]
     lengths = (num_dst + 1, num_edges, num_edges, num_src + 1, num_edges, num_edges)
     return GroupedEdges(*(edge_index.new_empty(length, dtype=dtype) for length in lengths))
-
-
-def _on_device(tensor: Tensor):
-    return torch.cuda.device(tensor.get_device()) if tensor.is_cuda else nullcontext()

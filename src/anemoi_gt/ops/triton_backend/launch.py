@@ -12,7 +12,6 @@ Where a node may have more than twice `Sizes.dst_segment` or `src_segment` edges
 segments of such hubs too, and `join` writes the hubs' rows (`anemoi_gt.kernels.join_segments`).
 """
 
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -32,11 +31,6 @@ from anemoi_gt.ops.triton_backend.tiles import ContractionTile, RowTile
 LOG2_E = 1.4426950408889634
 PROGRAMS = 528  # that share the sum of dW, all heads; fixed, so that its order never changes
 KEPT = 128  # launches of each kernel that are kept: graphs times layers of different sizes in use at a time
-
-
-def on_device(tensor: Tensor) -> AbstractContextManager:
-    """Return a context in which the device of `tensor` is current."""
-    return torch.cuda.device(tensor.get_device()) if tensor.is_cuda else nullcontext()
 
 
 def has_fixed_degree(sizes: Sizes) -> bool:

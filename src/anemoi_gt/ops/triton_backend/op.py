@@ -17,6 +17,7 @@ from anemoi_gt.custom_ops import (
     flat_arguments,
     is_plain,
     needs_gradient,
+    on_device,
     refuse_second_derivative,
 )
 from anemoi_gt.graph import GraphStructure
@@ -87,7 +88,7 @@ def edge_attention_triton(
     operands: AttentionOperands, index: IndexTensors, options: Options, save: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return out like query, lse [B, N_dst, H], without B as query, and what backward needs, empty unless `save`."""
-    (out, lse, *saved), _ = _forward(operands, index, options, save)
+    (out, lse, *saved), _, _ = _forward(operands, index, options, save)
     return out, lse, *(lse.new_empty(0) if tensor is None else tensor for tensor in saved or (None,) * 3)
 
 
@@ -154,7 +155,7 @@ class Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *given):
         *operands, index, options = given
-        (out, lse, *saved, projected), tensors = _forward(operands, index, options, save=True)
+        (out, lse, *saved, projected), tensors, ctx.forward_pass = _forward(operands, index, options, save=True)
         projected = lse.new_empty(0) if projected is None else projected  # as many as the operator saves
         ctx.set_materialize_grads(False)
         ctx.options = options[1:]
@@ -166,9 +167,9 @@ class Attention(torch.autograd.Function):
         tensors, needs = ctx.saved_tensors, ctx.needs_input_grad[:NUM_OPERANDS]
         if torch.is_grad_enabled() or not is_plain(*tensors, grad_out, grad_lse):
             return *_dispatched(ctx, tensors, grad_out, grad_lse), None, None
-        *tensors, projected = tensors
-        tensors = (*tensors, None if AttentionOperands(*tensors[:NUM_OPERANDS]).edge_weight is None else projected)
-        return *_differentiated(grad_out, grad_lse, tensors, ctx.options, needs), None, None
+        if AttentionOperands(*tensors[:NUM_OPERANDS]).edge_weight is None:
+            tensors = (*tensors[:-1], None)
+        return *_differentiated(grad_out, grad_lse, tensors, ctx.options, needs, ctx.forward_pass), None, None
 
 
 _attend = define_gradient(edge_attention_triton, _setup_context, _backward)
@@ -188,22 +189,21 @@ def _pass(compute: Callable, *sizes_and_dtypes) -> Pass:
     return Pass(compute)
 
 
-def _run(compute: Callable, tensors: tuple[Tensor | None, ...], *how) -> Sequence[Tensor | None]:
-    """Return what `compute` launches for `tensors`: one `Pass` for all calls of the same sizes, dtypes and options."""
-    from anemoi_gt.ops.triton_backend import launch
-
+def _pass_for(compute: Callable, tensors: tuple[Tensor | None, ...], *how) -> Pass:
+    """Return the pass for all calls of `compute` with tensors of the same sizes and dtypes, and the same options."""
     query, key, _, attr, weight, *_ = tensors
     row, fixed = tensors[NUM_OPERANDS + 1], tensors[NUM_OPERANDS + 5]
-    shapes = (None if each is None else each.shape for each in (query, key, attr, weight, row, fixed))
-    dtypes = (None if each is None else each.dtype for each in tensors)
-    with launch.on_device(query):
-        return _pass(compute, query.get_device(), *shapes, *dtypes, *how).run(tensors, *how)
+    shapes = [None if each is None else each.shape for each in (query, key, attr, weight, row, fixed)]
+    dtypes = [None if each is None else each.dtype for each in tensors]
+    return _pass(compute, query.get_device(), *shapes, *dtypes, *how)
 
 
-def _forward(operands, index, options: Options, save: bool) -> tuple[Sequence[Tensor | None], tuple]:
-    """Return what `_launch` returns, and the tensors that were read: operands, index tensors and seed."""
+def _forward(operands, index, options: Options, save: bool) -> tuple[Sequence[Tensor | None], tuple, Pass]:
+    """Return what `_launch` returns, the tensors that were read (operands, index tensors and seed), and the pass."""
     tensors = tuple(map(_readable, (*operands, *index, options.seed)))
-    return _run(_launch, tensors, options[1:], save), tensors
+    with on_device(tensors[0]):
+        forward = _pass_for(_launch, tensors, options[1:], save)
+        return forward.run(tensors, options[1:], save), tensors, forward
 
 
 def _launch(problem: Problem, save: bool) -> tuple[Tensor | None, ...]:
@@ -215,13 +215,19 @@ def _launch(problem: Problem, save: bool) -> tuple[Tensor | None, ...]:
 
 
 def _differentiated(
-    grad_out: Tensor | None, grad_lse: Tensor | None, tensors: tuple, options: tuple, needs: tuple[bool, ...]
-) -> Sequence[Tensor | None]:
+    grad_out: Tensor | None, grad_lse: Tensor | None, tensors: tuple, options: tuple, needs: tuple[bool, ...],
+    forward: Pass | None = None,
+) -> Sequence[Tensor | None]:  # fmt: skip
     """Return the gradients that `needs` asks for, None for others; `tensors` are those of `_forward`, and the saved."""
     if grad_out is None and grad_lse is None:
         return (None,) * NUM_OPERANDS
     grad_out = torch.zeros_like(tensors[0]) if grad_out is None else _readable(grad_out)
-    return _run(_launch_backward, (*tensors, grad_out, _readable(grad_lse)), options, needs)
+    tensors = (*tensors, grad_out, _readable(grad_lse))
+    followed_by = {} if forward is None else forward.followed_by
+    if (key := (needs, grad_lse is None)) not in followed_by:  # sizes and dtypes are those of the forward pass
+        followed_by[key] = _pass_for(_launch_backward, tensors, options, needs)
+    with on_device(grad_out):
+        return followed_by[key].run(tensors, options, needs)
 
 
 def _launch_backward(problem: Problem, needs: tuple[bool, ...], *saved: Tensor | None) -> tuple[Tensor | None, ...]:

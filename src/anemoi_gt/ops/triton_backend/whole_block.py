@@ -35,6 +35,7 @@ from anemoi_gt.custom_ops import (
     define_operator,
     flat_arguments,
     needs_gradient,
+    on_device,
     refuse_forward_mode,
     refuse_second_derivative,
 )
@@ -100,7 +101,7 @@ def transformer_block(
     from anemoi_gt.ops.triton_backend import launch, node_rows
 
     t, dtype = _readable(tensors), options.dtype
-    with launch.on_device(t.x_dst), without_autocast(t.x_dst.device.type):
+    with on_device(t.x_dst), without_autocast(t.x_dst.device.type):
         parameters = _parameters(t._replace(edge_bias=t.edge_bias + t.value_bias))
         parameters = torch.cat([parameter.reshape(-1) for parameter in parameters.values()]).to(dtype)
         p = _views(t, parameters)
@@ -175,7 +176,7 @@ def transformer_block_backward(
     from anemoi_gt.ops.triton_backend.node_rows import NodeSums
 
     t = _readable(tensors)
-    with launch.on_device(t.x_dst), without_autocast(t.x_dst.device.type):
+    with on_device(t.x_dst), without_autocast(t.x_dst.device.type):
         p, columns, wide = _views(t, kept.parameters), _columns(t), kept.query.shape[1]
         sums = NodeSums(t.x_dst, columns["in_bias"].stop)
         dz, in_weight, out_weight = _mlp_backward(t, options, p, grad.to(kept.z.dtype).contiguous(), kept, sums)
