@@ -234,8 +234,7 @@ def _launch_backward(problem: Problem, needs: tuple[bool, ...], *saved: Tensor |
     """Return the gradients in `needs`, from what `_launch` saved, grad_out and grad_lse."""
     from anemoi_gt.ops.triton_backend import launch
 
-    *saved, grad_out, grad_lse = saved
-    return gradients(problem, launch.Saved(*saved), grad_out, grad_lse, needs)
+    return gradients(problem, launch.Saved(*saved[:-2]), *saved[-2:], needs)
 
 
 def gradients(
@@ -248,7 +247,9 @@ def gradients(
     need_query, need_key, need_value, need_attr, need_weight, need_bias = needs
     raw, dweight, dbias = edge_weight is not None, None, None
     dquery = torch.empty_like(query) if need_query else None
-    dattr = _attribute_gradient(problem) if need_attr else None
+    dattr = torch.empty_like(edge_attr) if need_attr and not problem.shares_attributes else None
+    if need_attr and dattr is None:  # to be summed over the batch
+        dattr = edge_attr.new_empty((problem.batch, *edge_attr.shape[1:]), dtype=torch.float32)
     projected_grad = launch.project(problem, grad_out) if raw else None
     p_ds, sums = launch.differentiate_rows(problem, saved, projected_grad, grad_out, grad_lse, dquery, dattr)
     if raw and (need_query or need_attr or need_weight or need_bias):
@@ -265,11 +266,3 @@ def gradients(
     if need_attr and problem.shares_attributes:
         dattr = dattr.sum(0, keepdim=True).to(edge_attr.dtype)
     return dquery, dkey, dvalue, dattr, dweight, dbias
-
-
-def _attribute_gradient(problem: Problem) -> Tensor:
-    """Return memory for the gradient of edge_attr: [B, E, ..], float32 where it is to be summed over the batch."""
-    attr = problem.operands.edge_attr
-    if not problem.shares_attributes:
-        return torch.empty_like(attr)
-    return attr.new_empty((problem.batch, *attr.shape[1:]), dtype=torch.float32)
