@@ -159,7 +159,7 @@ def test_a_gpu_program_holds_kernels_that_compile_and_no_operator_of_this_librar
 
 def test_exported_kernels_have_the_arguments_of_eager_ones():
     lines = lines_of(TRACED, "eager")
-    assert {line["kernel"] for line in lines} == set(WRITTEN) | {"edge_attention_fwd_hub", "join_segments"}
+    assert {line["kernel"] for line in lines} == set(WRITTEN) | {"join_segments"}
     for line in lines:
         only_for_dropout = {"global_edge_id": None}
         assert line["exported"] | only_for_dropout == line["eager"] | only_for_dropout

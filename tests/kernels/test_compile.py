@@ -11,7 +11,7 @@ import pytest
 from support.compiling import lines_of
 from support.ir import narrow_offsets, unordered_updates
 
-ATTENTION = {"fwd", "bwd_dst", "bwd_src", "fixed_degree_fwd", "fixed_degree_bwd_dst", "fwd_hub", "bwd_dst_hub"}
+ATTENTION = {"fwd", "bwd_dst", "bwd_src", "fixed_degree_fwd", "fixed_degree_bwd_dst", "bwd_dst_hub"}
 GROUPING = {"group_edges_count", "group_edges_place", "rank_edges"}
 KERNELS = (
     {"project", "embed", "attribute_bwd", "weight_bwd", "weight_sum", "join_segments"}
@@ -52,7 +52,7 @@ def test_names_in_a_profile_tell_dtype_and_sizes():
     assert names == {
         "project": "project_bf16_h16_c64_d11", "embed": "embed_bf16_h16_c64_d11",
         "edge_attention_fwd": "fwd_bf16_h16_c64_d11", "edge_attention_bwd_dst": "bwd_dst_bf16_h16_c64_d11",
-        "edge_attention_bwd_src": "bwd_src_bf16_h16_c64", "edge_attention_fwd_hub": "fwd_hub_bf16_h16_c64_d11",
+        "edge_attention_bwd_src": "bwd_src_bf16_h16_c64",
         "edge_attention_bwd_dst_hub": "bwd_dst_hub_bf16_h16_c64",
         "edge_attention_fixed_degree_fwd": "fixed_degree_fwd_bf16_h16_c64_d11",
         "edge_attention_fixed_degree_bwd_dst": "fixed_degree_bwd_dst_bf16_h16_c64_d11",
@@ -63,7 +63,7 @@ def test_names_in_a_profile_tell_dtype_and_sizes():
 
 def test_standard_shapes_spill_nothing():
     compiled = compile_kernels("standard", "cuda:90")
-    assert len({line["name"] for line in compiled}) == 24  # attribute_bwd, join_segments: no channels, one name
+    assert len({line["name"] for line in compiled}) == 23  # attribute_bwd one, join_segments by dtype: no channels
     for line in compiled:
         assert (line["stack"], line["local"]) == (0, 0), line
 
@@ -83,7 +83,7 @@ def test_offsets_are_64_bit_where_sizes_can_pass_2_to_31_and_32_bit_where_they_c
 
 def test_no_warp_overwrites_a_number_that_another_has_yet_to_read():
     compiled = compile_kernels("updates", "cuda:90")
-    walking = {"edge_attention_fwd", "edge_attention_bwd_dst", "edge_attention_fwd_hub", "edge_attention_bwd_dst_hub"}
+    walking = {"edge_attention_fwd", "edge_attention_bwd_dst", "edge_attention_bwd_dst_hub"}
     assert walking <= {line["kernel"] for line in compiled}
     for line in compiled:
         assert not unordered_updates(line["ir"]), line["name"]

@@ -17,6 +17,7 @@ from support.run import attend, leaves_of, structure
 from anemoi_gt import AttentionConfig, GraphStructure, edge_attention
 from anemoi_gt.graph.validation import HUB_DEGREE
 from anemoi_gt.kernels.jit_launch import Launch
+from anemoi_gt.ops.triton_backend import tiles
 from anemoi_gt.ops.triton_backend.tiles import SEGMENT
 
 SMALL = AttentionConfig("triton", tile="segment=4")
@@ -87,10 +88,8 @@ def test_only_graphs_with_hubs_launch_more_than_before(to, of):
     graph = GraphStructure.from_edge_index(*crowd(5, 6, to, of, edges)).with_reverse()
     assert (graph.dst_hubs is not None, graph.src_hubs is not None) == (to is not None, of is not None)
     found, blocks = launches_of(graph), edges // SEGMENT
-    hub_kernels = {"fwd_hub", "bwd_dst_hub"} if to is not None else set()
-    assert set(found) == TODAY | hub_kernels | (
-        {"join_segments"} if graph.dst_hubs is not None or of is not None else set()
-    )
+    joined = set() if to is None and of is None else {"join_segments"}
+    assert set(found) == TODAY | joined | (set() if to is None else {"bwd_dst_hub"})
     assert found["fwd"] == found["bwd_dst"] == ((6 + blocks, SEGMENT) if to is not None else (6, 0))
     assert found["bwd_src"] == ((5 + blocks, SEGMENT) if of is not None else (5, 0))
 
@@ -107,6 +106,13 @@ def test_a_hub_is_divided_without_being_asked_for(kernel_device):
     problem, graph = make_problem(edges, 1, 2, 2), structure(edges, kernel_device)
     assert graph.dst_hubs is not None and graph.src_hubs is not None
     assert_accurate(attend(problem, graph, "triton"), problem, torch.float32)
+
+
+def test_more_segments_than_are_read_together_are_joined(kernel_device):
+    edges = crowd(5, 6, to=3, of=2, edges=300)
+    problem, graph = make_problem(edges, 2, 4, 2), structure(edges, kernel_device)
+    with mock.patch.multiple(tiles, JOINED=64, STATISTICS=16):  # of sizes that no other test has: launches are kept
+        assert_accurate(attend(problem, graph, SMALL), problem, torch.float32)
 
 
 def test_compiled_attention_on_hubs_equals_eager_and_never_recompiles(kernel_device):

@@ -14,7 +14,7 @@ Symbols as in `anemoi_gt.kernels.forward`, with the upstream gradients do_i, dls
         dk_j = sum_e ds_e q_i,     dv_j = sum_e m_e p_e do_i
 
 Hubs are divided into segments as in the forward pass, sources too. The first loop over a segment ends with its parts of
-the two sums of delta, and `edge_attention_bwd_dst_hub` takes the second loop.
+the two sums of delta, which are joined before `edge_attention_bwd_dst_hub` takes the second loop.
 """
 
 import triton
@@ -48,7 +48,7 @@ from anemoi_gt.kernels.primitives import (
     row_offsets,
     row_or_segment,
     segment_of_program,
-    segment_offsets,
+    segment_row,
 )
 
 
@@ -63,7 +63,7 @@ def edge_attention_bwd_dst(
     projected_grad,  # [B, N_dst, H, ATTRIBUTES] g, or None
     grad_out,  # [B, N_dst, H, C]
     grad_lse,  # [B, N_dst, H] or None
-    inv_denominator,  # [B, N_dst, H]
+    inv_denominator,  # [B, N_dst, H]; with hubs [B * N_dst + B * blocks, H], weights of segments behind
     exp_scores,  # [B, E, H] r
     colptr,  # [N_dst + 1]
     row,  # [E]
@@ -76,7 +76,8 @@ def edge_attention_bwd_dst(
     p_ds,  # [B, E, 2, H]
     attr_dp,  # [B, E, H] float32, scratch
     dp,  # [B, E, H] float32, scratch
-    segment_sums,  # [B, blocks, 2, H] sums of p and of p dp of segments, or None without hubs
+    segment_p,  # [B, blocks, H] float32, sum_e p_e of a segment, or None without hubs
+    segment_p_dp,  # [B, blocks, H] float32, sum_e p_e dp_e, or None
     num_dst, num_src, num_edges, attr_stride, scale, drop_below, survivor,
     H: tl.constexpr, C: tl.constexpr, D: tl.constexpr, BIAS: tl.constexpr, EMBEDDED: tl.constexpr, HEADS: tl.constexpr,
     CHANNELS: tl.constexpr, ATTRIBUTES: tl.constexpr, PACKED: tl.constexpr, UNROLL: tl.constexpr, EDGES: tl.constexpr,
@@ -87,7 +88,7 @@ def edge_attention_bwd_dst(
 
     Writes its row of dquery (without W B), and of its in-edges dx (embedded features), and p_ds = [m p, ds], which the
     kernels over sources and over attributes read. With hubs the grid is (B * (blocks + N_dst), ..), and the program of
-    a segment writes its dp and segment_sums.
+    a segment writes its dp and its parts of the sums of p and p dp.
     """
     if SEGMENT > 0:
         b, i, begin, end, slot = row_or_segment(colptr, dst_schedule, num_dst, num_edges, SEGMENT, INT64)
@@ -114,15 +115,18 @@ def edge_attention_bwd_dst(
     edges = ((perm, global_edge_id, seed, b, h, drop_below, survivor), source, layout, heads, first_edge)
     main_end = end - (end - begin) % UNROLL
     do = load_unpacked(grad_out, node * GRADIENT, layout, PACKED)
-    inverse = load_heads(inv_denominator, node, heads, H)
+    place = node
+    if SEGMENT > 0 and slot >= 0:
+        place = segment_row(slot, num_blocks(num_edges, SEGMENT) + num_dst, num_dst)
+    inverse = load_heads(inv_denominator, place, heads, H)
     p_sum = tl.zeros((HEADS,), tl.float32)
     delta = tl.zeros((HEADS,), tl.float32)
     weights = (do, inverse, value, attr_dp if D > 0 else None, exp_scores, dp)
     p_sum, delta = _differentiate_weights(p_sum, delta, begin, main_end, *weights, *edges, H, WIDTH, PACKED, UNROLL)
     p_sum, delta = _differentiate_weights(p_sum, delta, main_end, end, *weights, *edges, H, WIDTH, PACKED, 1)
     if SEGMENT > 0 and slot >= 0:
-        store_heads(segment_sums, 2 * slot, heads, p_sum, H)
-        store_heads(segment_sums, 2 * slot + 1, heads, delta, H)
+        store_heads(segment_p, slot, heads, p_sum, H)
+        store_heads(segment_p_dp, slot, heads, delta, H)
         return
     delta = delta / tl.where(p_sum == 0.0, 1.0, p_sum)
     if grad_lse is not None:
@@ -145,7 +149,7 @@ def edge_attention_bwd_dst_hub(
     edge_attr,  # [1 or B, E, H, C] or None
     grad_out,  # [B, N_dst, H, C]
     grad_lse,  # [B, N_dst, H] or None
-    inv_denominator,  # [B, N_dst, H]
+    inv_denominator,  # [B * N_dst + B * blocks, H]
     exp_scores,  # [B, E, H] r
     colptr,  # [N_dst + 1]
     row,  # [E]
@@ -155,17 +159,18 @@ def edge_attention_bwd_dst_hub(
     dedge_attr,  # [B, E, H, C] or None
     p_ds,  # [B, E, 2, H]
     dp,  # [B, E, H] float32
-    segment_sums,  # [B, blocks, 2, H]
+    p_sum,  # [B, N_dst, H] float32, sum_e p_e of hubs
+    p_dp_sum,  # [B, N_dst, H] float32, sum_e p_e dp_e of hubs
     segment_dquery,  # [B, blocks, H, C] float32, or None
     num_dst, num_src, num_edges, attr_stride, scale, drop_below, survivor,
     H: tl.constexpr, C: tl.constexpr, EMBEDDED: tl.constexpr, HEADS: tl.constexpr, CHANNELS: tl.constexpr,
-    PACKED: tl.constexpr, UNROLL: tl.constexpr, INT64: tl.constexpr, SEGMENT: tl.constexpr, SEGMENTS: tl.constexpr,
+    PACKED: tl.constexpr, UNROLL: tl.constexpr, INT64: tl.constexpr, SEGMENT: tl.constexpr,
 ):  # fmt: skip
     """Grid (B * blocks, ceil(H / HEADS)): a program owns HEADS heads of one segment of a hub.
 
     Writes its row of segment_dquery, and dx and p_ds of its edges.
     """
-    b, i, begin, end, slot, first, count = segment_of_program(colptr, num_dst, num_edges, SEGMENT, INT64)
+    b, i, begin, end, slot, _, _ = segment_of_program(colptr, num_dst, num_edges, SEGMENT, INT64)
     if begin == end:
         return
     node, first_edge, first_attr = b * num_dst + i, b * num_edges, b * attr_stride
@@ -177,20 +182,15 @@ def edge_attention_bwd_dst_hub(
     source = (row, b * num_src, edge_attr if EMBEDDED else None, perm, first_attr)
     edges = ((perm, global_edge_id, seed, b, h, drop_below, survivor), source, layout, heads, first_edge)
     main_end = end - (end - begin) % UNROLL
-    p_sum = tl.zeros((HEADS,), tl.float32)
-    delta = tl.zeros((HEADS,), tl.float32)
-    for k in range(0, count, SEGMENTS):  # in the same order in every program of the hub
-        at, known = segment_offsets(first, k, count, h, 2 * H, H, SEGMENTS)
-        p_sum += tl.sum(tl.load(segment_sums + at, mask=known, other=0.0), axis=0)
-        delta += tl.sum(tl.load(segment_sums + at + H, mask=known, other=0.0), axis=0)
-    delta = delta / tl.where(p_sum == 0.0, 1.0, p_sum)
+    total = load_heads(p_sum, node, heads, H)
+    delta = load_heads(p_dp_sum, node, heads, H) / tl.where(total == 0.0, 1.0, total)
     if grad_lse is not None:
         delta -= load_heads(grad_lse, node, heads, H)
 
     dq = zero_row(HEADS, CHANNELS, PACKED)
     do = load_unpacked(grad_out, node * WIDTH, layout, PACKED) if EMBEDDED else dq
     q = load_unpacked(query, node * WIDTH, layout, PACKED) if EMBEDDED else dq
-    inverse = load_heads(inv_denominator, node, heads, H)
+    inverse = load_heads(inv_denominator, segment_row(slot, num_blocks(num_edges, SEGMENT), num_dst), heads, H)
     read = key if segment_dquery is not None else None
     scores = (delta, do, q, inverse, scale, read, exp_scores, dp, p_ds, dedge_attr)
     dq = _differentiate_scores(dq, begin, main_end, *scores, *edges, H, WIDTH, PACKED, UNROLL)

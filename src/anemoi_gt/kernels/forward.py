@@ -19,8 +19,8 @@ element, and one could overwrite it before another has read it. Arrays of D elem
 power of two, zero behind D + BIAS: whole rows, no mask.
 
 A destination with more than 2 SEGMENT edges, a hub, is divided into segments (see `join_segments`), where its largest
-degree may be that large: SEGMENT is 0 in all other graphs. The first loop over a segment then ends with its
-part of row_max, and `edge_attention_fwd_hub` takes the rest.
+degree may be that large: SEGMENT is 0 in all other graphs. A segment is computed as a
+destination is, with a row_max of its own, and `join_segments` writes the hub's rows.
 
 Each loop over rows is a function that takes EACH edges a step. It is called twice: with UNROLL up to `main_end`, then
 edge by edge for the remainder.
@@ -53,8 +53,6 @@ from anemoi_gt.kernels.primitives import (
     project_edges,
     row_offsets,
     row_or_segment,
-    segment_of_program,
-    segment_offsets,
     tile_offsets,
 )
 
@@ -82,6 +80,9 @@ def edge_attention_fwd(
     exp_scores,  # [B, E, H] r
     attr_sums,  # [B, N_dst, H, ATTRIBUTES] A, or None
     segment_max,  # [B, blocks, H] row_max of segments, or None without hubs
+    segment_denominator,  # [B, blocks, H], or None
+    segment_out,  # [B, blocks, H, C] float32, sum_e m_e r_e v_j, or None
+    segment_attr_sums,  # [B, blocks, H, ATTRIBUTES] float32, sum_e m_e r_e a_e, or None
     num_dst, num_src, num_edges,
     attr_stride,  # edges between the attributes of two batch entries: E, or 0 when they share them
     score_scale,  # scale * log2(e)
@@ -98,7 +99,7 @@ def edge_attention_fwd(
     """Grid (B * N_dst, ceil(H / HEADS)): a program owns HEADS heads of one destination of a batch entry.
 
     Writes its rows of out (without W A), lse, inv_denominator and A, and exp_scores of its in-edges. With hubs the grid
-    is (B * (blocks + N_dst), ..), and the program of a segment writes its scores and segment_max.
+    is (B * (blocks + N_dst), ..), and the program of a segment writes exp_scores and its rows of the partial results.
     """
     if SEGMENT > 0:
         b, i, begin, end, slot = row_or_segment(colptr, dst_schedule, num_dst, num_edges, SEGMENT, INT64)
@@ -130,7 +131,6 @@ def edge_attention_fwd(
     row_max = _score(row_max, main_end, end, *score, H, WIDTH, PACKED, 1)
     if SEGMENT > 0 and slot >= 0:
         store_heads(segment_max, slot, heads, row_max, H)
-        return
     row_max = tl.where(row_max == -float("inf"), 0.0, row_max)  # -inf minus -inf would be NaN
     tl.debug_barrier()
 
@@ -139,6 +139,15 @@ def edge_attention_fwd(
     values = (row_max, value, scores, exp_scores, dropout, source, layout, heads, first_edge)
     denominator, o = _sum_values(denominator, o, begin, main_end, *values, H, WIDTH, PACKED, UNROLL)
     denominator, o = _sum_values(denominator, o, main_end, end, *values, H, WIDTH, PACKED, 1)
+    if SEGMENT > 0 and slot >= 0:
+        store_unpacked(segment_out, slot * WIDTH, layout, o, PACKED)
+        store_heads(segment_denominator, slot, heads, denominator, H)
+        if D > 0:
+            _sum_attributes(
+                segment_attr_sums, exp_scores, None, edge_attr, dropout, slot, first_edge, first_attr, begin, end, head,
+                H, D, BIAS, HEADS, ATTRIBUTES, EDGES, PRECISION,
+            )  # fmt: skip
+        return
     inverse = 1.0 / tl.where(denominator == 0.0, 1.0, denominator)
     store_unpacked(out, node * WIDTH, layout, scale_row(inverse, o), PACKED)
     store_heads(lse, node, heads, (row_max + tl.log2(denominator)) * LN_2, H)
@@ -146,63 +155,6 @@ def edge_attention_fwd(
     if D > 0:
         _sum_attributes(
             attr_sums, exp_scores, inv_denominator, edge_attr, dropout, node, first_edge, first_attr, begin, end, head,
-            H, D, BIAS, HEADS, ATTRIBUTES, EDGES, PRECISION,
-        )  # fmt: skip
-
-
-@triton.jit(repr=row_kernel_name("edge_attention_fwd_hub", "value"), do_not_specialize=SIZES)
-def edge_attention_fwd_hub(
-    value,  # [B, N_src, H, C]
-    edge_attr,  # [1 or B, E, D] or [1 or B, E, H, C] or None
-    colptr,  # [N_dst + 1]
-    row,  # [E]
-    perm,  # [E] or None
-    global_edge_id,  # [E] int64, or None
-    seed,  # [1] int64, or None
-    scores,  # [B, E, H] float32
-    exp_scores,  # [B, E, H] r
-    segment_max,  # [B, blocks, H]
-    segment_denominator,  # [B, blocks, H]
-    segment_out,  # [B, blocks, H, C] float32, sum_e m_e r_e v_j
-    segment_attr_sums,  # [B, blocks, H, ATTRIBUTES] float32, sum_e m_e r_e a_e, or None
-    num_dst, num_src, num_edges, attr_stride, drop_below, survivor,
-    H: tl.constexpr, C: tl.constexpr, D: tl.constexpr, BIAS: tl.constexpr, EMBEDDED: tl.constexpr, HEADS: tl.constexpr,
-    CHANNELS: tl.constexpr, ATTRIBUTES: tl.constexpr, PACKED: tl.constexpr, UNROLL: tl.constexpr, EDGES: tl.constexpr,
-    PRECISION: tl.constexpr, INT64: tl.constexpr, SEGMENT: tl.constexpr,
-    SEGMENTS: tl.constexpr,  # whose maxima are read together
-):  # fmt: skip
-    """Grid (B * blocks, ceil(H / HEADS)): a program owns HEADS heads of one segment of a hub.
-
-    Writes exp_scores of its edges and its rows of the partial sums.
-    """
-    b, _, begin, end, slot, first, count = segment_of_program(colptr, num_dst, num_edges, SEGMENT, INT64)
-    if begin == end:
-        return
-    first_edge, first_attr = b * num_edges, b * attr_stride
-    head = tl.program_id(1) * HEADS
-    h = head + tl.arange(0, HEADS)
-    heads = (h, None if H % HEADS == 0 else h < H)
-    layout = raw_offsets(head, H, C, HEADS, CHANNELS, PACKED)
-    WIDTH: tl.constexpr = H * C // 2 if PACKED is not None else H * C
-    source = (row, b * num_src, edge_attr if EMBEDDED else None, perm, first_attr)
-    dropout = (perm, global_edge_id, seed, b, h, drop_below, survivor)
-    main_end = end - (end - begin) % UNROLL
-    row_max = tl.full((HEADS,), -float("inf"), tl.float32)
-    for k in range(0, count, SEGMENTS):
-        at, known = segment_offsets(first, k, count, h, H, H, SEGMENTS)
-        row_max = tl.maximum(row_max, tl.max(tl.load(segment_max + at, mask=known, other=-float("inf")), axis=0))
-    row_max = tl.where(row_max == -float("inf"), 0.0, row_max)
-
-    denominator = tl.zeros((HEADS,), tl.float32)
-    o = zero_row(HEADS, CHANNELS, PACKED)
-    values = (row_max, value, scores, exp_scores, dropout, source, layout, heads, first_edge)
-    denominator, o = _sum_values(denominator, o, begin, main_end, *values, H, WIDTH, PACKED, UNROLL)
-    denominator, o = _sum_values(denominator, o, main_end, end, *values, H, WIDTH, PACKED, 1)
-    store_unpacked(segment_out, slot * WIDTH, layout, o, PACKED)
-    store_heads(segment_denominator, slot, heads, denominator, H)
-    if D > 0:
-        _sum_attributes(
-            segment_attr_sums, exp_scores, None, edge_attr, dropout, slot, first_edge, first_attr, begin, end, head,
             H, D, BIAS, HEADS, ATTRIBUTES, EDGES, PRECISION,
         )  # fmt: skip
 

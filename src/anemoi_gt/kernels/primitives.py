@@ -87,12 +87,9 @@ def segment_of_program(pointers, num_rows, num_edges, SEGMENT: tl.constexpr, INT
 
 
 @triton.jit
-def segment_offsets(
-    first, k, count, column, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, SEGMENTS: tl.constexpr
-):  # fmt: skip
-    """Return offsets and mask [SEGMENTS, columns] of segments k, k + 1, .. of a hub in a tensor [B * blocks, WIDTH]."""
-    n = k + tl.arange(0, SEGMENTS)
-    return tile_offsets(first + n, n < count, column, WIDTH, COLUMNS)
+def segment_row(slot, programs, num_rows):
+    """Return the row of a segment behind those of B * num_rows nodes: grid (B * programs, ..)."""
+    return (tl.num_programs(0) // programs).to(slot.dtype) * num_rows + slot
 
 
 @triton.jit

@@ -125,22 +125,23 @@ def _row_launch(kernel, sizes: Sizes, tile: RowTile, scale: dict[str, float]) ->
     constants |= {"EMBEDDED": sizes.embedded, "UNROLL": tile.unroll, "SEGMENT": sizes.dst_segment}
     constants["EDGES"] = tiles.attribute_edges(sizes.degree(sizes.num_dst))
     blocks = sizes.batch * sizes.blocks(sizes.dst_segment)
-    if kernel in HUB_KERNELS:
-        programs, constants = blocks, constants | {"SEGMENTS": tiles.segments(tile.heads)}
+    if kernel is backward.edge_attention_bwd_dst_hub:
+        programs = blocks
         constants = {name: each for name, each in constants.items() if name in (*kernel.arg_names, "num_warps")}
     else:
         programs = blocks + sizes.destinations
     return Launch(kernel, (programs, -(-sizes.heads // tile.heads)), scalars, constants)
 
 
-HUB_KERNELS = (forward.edge_attention_fwd_hub, backward.edge_attention_bwd_dst_hub)
+def _segment_rows(sizes: Sizes, like: Tensor | None, width: int, segment: int | None = None) -> Tensor | None:
+    """Return memory for a float32 result of each segment [B, blocks, H, width]; None without segments or `like`.
 
-
-def _segment_rows(sizes: Sizes, segment: int, like: Tensor | None, width: int, heads: int = 0) -> Tensor | None:
-    """Return memory for a float32 result of each segment [B, blocks, heads, width]; None without segments or `like`."""
+    Segments are those of destinations, or `segment` edges each.
+    """
+    segment = sizes.dst_segment if segment is None else segment
     if like is None or not segment:
         return None
-    shape = (sizes.batch * sizes.blocks(segment), heads or sizes.heads, width)
+    shape = (sizes.batch * sizes.blocks(segment), sizes.heads, width)
     return like.new_empty(shape, dtype=torch.float32)
 
 
@@ -149,7 +150,8 @@ def join_launch(sizes: Sizes, segment: int, num_nodes: int, width: int, others: 
     """Return the launch of `join` for rows [H, width] of `num_nodes` nodes, and rows [H, others] if any."""
     scalars = {"num_nodes": num_nodes, "num_edges": sizes.num_edges}
     constants = {"H": sizes.heads, "WIDTH": width, "OTHERS": others, "COLUMNS": min(tiles.next_power_of_two(width), 64)}
-    constants |= {"SEGMENTS": tiles.JOINED, "INT64": sizes.needs_int64, "SEGMENT": segment, "num_warps": 4}
+    constants |= {"SEGMENTS": tiles.JOINED // constants["COLUMNS"], "STATISTICS": tiles.STATISTICS, "num_warps": 4}
+    constants |= {"INT64": sizes.needs_int64, "SEGMENT": segment}
     constants["STRIDE"] = stride or sizes.heads * width
     return Launch(join_segments.join_segments, (sizes.batch * sizes.blocks(segment),), scalars, constants)
 
@@ -161,7 +163,7 @@ def join(
     """Join `parts` [B * blocks, H, ..] of the segments of hubs into the hubs' rows of `results` [B, N, H, ..].
 
     Those that are None are left out. With `statistics`, the tensors by name, lse and inv_denominator are made from
-    those of the segments, and results are divided by the denominator.
+    those of the segments, which also weigh their parts.
     """
     found = [(part, result) for part, result in zip(parts, results, strict=True) if part is not None]
     if not found:
@@ -244,48 +246,27 @@ def attend_rows(problem: Problem, projected: Tensor | None) -> tuple[Tensor, ...
     """Attend over destinations: return out without W A, lse, inv_denominator, exp_scores and A."""
     query, sizes = problem.operands.query, problem.sizes
     out, lse = torch.empty_like(query), query.new_empty(query.shape[:-1], dtype=torch.float32)
-    inv_denominator, exp_scores = torch.empty_like(lse), lse.new_empty((sizes.batch, sizes.num_edges, sizes.heads))
+    inv_denominator = lse.new_empty(problem.inverse_shape)
+    exp_scores = lse.new_empty((sizes.batch, sizes.num_edges, sizes.heads))
     attr_sums = None if projected is None else torch.empty_like(projected)
     tensors = problem.destination_tensors | {"projected": projected, "out": out, "lse": lse, "attr_sums": attr_sums}
     if not has_fixed_degree(sizes):
         tensors["scores"] = torch.empty_like(exp_scores)
-        tensors["segment_max"] = segment_max = _segment_rows(sizes, sizes.dst_segment, lse, sizes.heads, 1)
+        parts = [_segment_rows(sizes, *rows) for rows in ((out, sizes.channels), (attr_sums, sizes.columns))]
+        statistics = {name: _segment_rows(sizes, lse, 1) for name in ("segment_max", "segment_denominator")}
+        tensors |= {"segment_out": parts[0], "segment_attr_sums": parts[1], **statistics}
     problem.launch(forward_launch)(**tensors, inv_denominator=inv_denominator, exp_scores=exp_scores)
     if dst_segment(sizes):
-        statistics = {"lse": lse, "inv_denominator": inv_denominator, "segment_max": segment_max}
-        _attend_hubs(problem, tensors["scores"], exp_scores, out, attr_sums, statistics)
+        statistics |= {"lse": lse, "inv_denominator": inv_denominator}
+        join(problem, problem.index.colptr, sizes.dst_segment, parts, (out, attr_sums), statistics)
     return out, lse, inv_denominator, exp_scores, attr_sums
-
-
-@lru_cache(KEPT)
-def hub_launch(sizes: Sizes) -> Launch:
-    """Return the launch of the second half of `attend_rows` over the segments of hubs."""
-    return _row_launch(forward.edge_attention_fwd_hub, sizes, forward_tile(sizes), {})
-
-
-def _attend_hubs(
-    problem: Problem, scores: Tensor, exp_scores: Tensor, out: Tensor, attr_sums: Tensor | None, statistics: dict
-) -> None:
-    """Fill the rows of hubs, whose scores and segment_max are there."""
-    sizes, tensors = problem.sizes, problem.destination_tensors
-    denominator = torch.empty_like(statistics["segment_max"])
-    given = zip((out, attr_sums), (sizes.channels, sizes.columns), strict=True)
-    parts = [_segment_rows(sizes, sizes.dst_segment, *rows) for rows in given]
-    names = ("value", "edge_attr", "colptr", "row", "perm", "global_edge_id", "seed")
-    problem.launch(hub_launch)(
-        **{name: tensors[name] for name in names}, scores=scores, exp_scores=exp_scores,
-        segment_max=statistics["segment_max"], segment_denominator=denominator, segment_out=parts[0],
-        segment_attr_sums=parts[1],
-    )  # fmt: skip
-    statistics["segment_denominator"] = denominator
-    join(problem, problem.index.colptr, sizes.dst_segment, parts, (out, attr_sums), statistics)
 
 
 @dataclass(frozen=True)
 class Saved:
     """Tensors that the forward pass saves for the backward pass."""
 
-    inv_denominator: Tensor  # [B, N_dst, H]
+    inv_denominator: Tensor  # [B, N_dst, H], or with hubs as `Problem.inverse_shape`
     exp_scores: Tensor  # [B, E, H]
     projected: Tensor | None  # [B, N_dst, H, columns]
 
@@ -321,10 +302,14 @@ def differentiate_rows(
     else:
         tensors |= {name: torch.empty_like(saved.exp_scores) for name in ("attr_dp", "dp")}
         tensors["dedge_attr"] = dedge_attr if sizes.embedded else None
-        tensors["segment_sums"] = _segment_rows(sizes, sizes.dst_segment, p_ds, 2 * sizes.heads, 1)
+        parts = [_segment_rows(sizes, p_ds, 1) for _ in range(2)]
+        tensors |= {"segment_p": parts[0], "segment_p_dp": parts[1]}
     problem.launch(destination_launch)(**tensors)
     if dst_segment(sizes):
-        part = _segment_rows(sizes, sizes.dst_segment, dquery, sizes.channels)
+        hub_sums = [part.new_empty((sizes.destinations, sizes.heads, 1)) for part in parts]
+        join(problem, problem.index.colptr, sizes.dst_segment, parts, hub_sums)
+        tensors |= {"p_sum": hub_sums[0], "p_dp_sum": hub_sums[1]}
+        part = _segment_rows(sizes, dquery, sizes.channels)
         read = {name: tensors[name] for name in hub_destination_launch(sizes).tensors if name in tensors}
         problem.launch(hub_destination_launch)(**read, segment_dquery=part)
         join(problem, problem.index.colptr, sizes.dst_segment, [part], (dquery,))
@@ -355,7 +340,7 @@ def differentiate_sources(
 ) -> None:
     """Differentiate over sources: fill dkey and dvalue."""
     sizes, index = problem.sizes, problem.index
-    parts = [_segment_rows(sizes, sizes.src_segment, rows, sizes.channels) for rows in (dkey, dvalue)]
+    parts = [_segment_rows(sizes, rows, sizes.channels, sizes.src_segment) for rows in (dkey, dvalue)]
     problem.launch(source_launch)(
         query=problem.operands.query, grad_out=grad_out, p_ds=p_ds, rowptr=index.rowptr, col=index.col,
         csr_to_csc=index.csr_to_csc, dkey=dkey, dvalue=dvalue, segment_dkey=parts[0], segment_dvalue=parts[1],
@@ -380,7 +365,7 @@ def differentiate_attributes(
 ) -> tuple[Tensor, Tensor]:
     """Return A and B of each destination [B, N_dst, H, columns]; fill dedge_attr [B, E, D]."""
     sizes, sums = problem.sizes, (torch.empty_like(projected_grad), torch.empty_like(projected_grad))
-    parts = [_segment_rows(sizes, sizes.dst_segment, rows, sizes.columns) for rows in sums]
+    parts = [_segment_rows(sizes, rows, sizes.columns) for rows in sums]
     problem.launch(attribute_launch)(
         p_ds=p_ds, edge_attr=problem.operands.edge_attr, projected=saved.projected, projected_grad=projected_grad,
         colptr=problem.index.colptr, perm=problem.index.perm, attr_sums=sums[0], dscore_sums=sums[1],

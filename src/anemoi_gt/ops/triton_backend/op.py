@@ -105,7 +105,8 @@ def _(operands: AttentionOperands, index: IndexTensors, options: Options, save: 
     if edge_weight is not None:
         attributes = int(edge_weight.shape[1]) + (operands.edge_bias is not None)  # D never changes: a constant
         projected = query.new_empty((*statistic, attribute_columns(attributes)), dtype=scratch_dtype(query.dtype))
-    return out, lse, lse.new_empty(statistic), lse.new_empty(edges), projected
+    inv_denominator = lse.new_empty(Problem(operands, index, options).inverse_shape)
+    return out, lse, inv_denominator, lse.new_empty(edges), projected
 
 
 def _setup_context(ctx, inputs, output):

@@ -153,9 +153,20 @@ class Problem:
         """Edges of a segment of hubs, of destinations and of sources; 0 where there are none, and none are forced."""
         if self.index.dst_hubs is None and self.index.src_hubs is None and not self.options.tile:
             return 0, 0
-        forced, num_edges = parse_tile(self.options.tile).get("segment", 0), self.index.row.shape[0]
-        found = (forced or (0 if hubs is None else SEGMENT) for hubs in (self.index.dst_hubs, self.index.src_hubs))
-        return tuple(0 if self.is_at_most(num_edges, 2 * segment) else segment for segment in found)
+        found = map(self.segments_of, (self.index.dst_hubs, self.index.src_hubs))
+        return tuple(0 if self.is_at_most(self.index.row.shape[0], 2 * segment) else segment for segment in found)
+
+    @property
+    def inverse_shape(self) -> tuple[int, ...]:
+        """Shape of inv_denominator: that of lse, with hubs [B * N_dst + B * blocks, H], behind nodes their segments."""
+        shape, segment = self.operands.query.shape[:-1], self.segments_of(self.index.dst_hubs)
+        if not segment:
+            return tuple(shape)
+        return self.batch * (shape[-2] - (-self.index.row.shape[0] // segment)), shape[-1]
+
+    def segments_of(self, hubs: Tensor | None) -> int:
+        """Return the edges of a segment where there are more; 0 without hubs, where none are forced."""
+        return parse_tile(self.options.tile).get("segment", 0) or (0 if hubs is None else SEGMENT)
 
     def is_at_most(self, size: int, bound: int) -> bool:
         """Return whether a size is at most `bound`."""

@@ -22,7 +22,7 @@ MOST_ATTRIBUTES = 256  # columns of W for which a program's arrays fit the regis
 FLIGHT_BYTES = 6144  # bytes of rows in flight for which a warp has registers
 MAX_WARPS = 8  # of a program
 SEGMENT = HUB_DEGREE // 2  # edges of a segment of a hub, which has more than twice as many
-JOINED = 64  # segments whose results a program reads together
+JOINED, STATISTICS = 4096, 512  # elements of results and segments' statistics that a program reads together
 PARTS, SUMMED = 16, 256  # partial sums of dW, and elements of it, that a program adds at a time
 CACHED_TILES = 128  # choices of each kernel that are cached
 
@@ -145,11 +145,6 @@ def fixed_degree_tile(shape: Shape, degree: int) -> RowTile | None:
     if not 1 <= degree <= BUSY_DEGREE or widest > MAX_WARPS * ROW_ELEMENTS:
         return None
     return RowTile(heads, padded, degree, max(1, widest // ROW_ELEMENTS))
-
-
-def segments(heads: int) -> int:
-    """Return the segments of a hub whose statistics of `heads` heads a program of one warp reads together."""
-    return max(1, 512 // heads)
 
 
 def attribute_columns(attributes: int) -> int:

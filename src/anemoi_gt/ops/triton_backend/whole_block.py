@@ -145,10 +145,12 @@ def _(tensors: BlockTensors, index: IndexTensors, options: BlockOptions, save: b
     key = empty(nodes if t.x_src is None else t.x_src.shape[0], wide)
     statistic = empty(*((batch, nodes // batch) if batch > 1 else (nodes,)), options.heads, dtype=torch.float32)
     columns = attribute_columns(int(t.edge_weight.shape[1]) + 1)  # D never changes: a constant
+    query = empty(nodes, wide)
+    problem = Problem(AttentionOperands(*(_split_heads(x, options) for x in (query, key, key))), index, Options())
     return torch.empty_like(z), *Kept(
-        query=empty(nodes, wide), key=key, value=torch.empty_like(key), attended=empty(nodes, wide), z=z,
+        query=query, key=key, value=torch.empty_like(key), attended=torch.empty_like(query), z=z,
         hidden=empty(nodes, t.in_weight.shape[0]), parameters=empty(sum(p.numel() for p in _parameters(t).values())),
-        attr=empty(*t.edge_attr.shape), inv_denominator=statistic,
+        attr=empty(*t.edge_attr.shape), inv_denominator=statistic.new_empty(problem.inverse_shape),
         exp_scores=statistic.new_empty((batch, index.row.shape[0], options.heads)),
         projected=empty(*statistic.shape, columns, dtype=scratch_dtype(options.dtype)),
     )  # fmt: skip
