@@ -42,32 +42,47 @@ def join_segments(
     INT64: tl.constexpr, SEGMENT: tl.constexpr,
     STRIDE: tl.constexpr,  # elements between two nodes in rows, and in others if they are as wide
 ):  # fmt: skip
-    """Grid (B * blocks,): the programs of a hub's segments divide its heads among them.
+    """Grid (B * blocks,): the programs of a hub's segments divide its heads and columns among them.
 
-    Write the hub's rows of the results, SEGMENTS segments and COLUMNS columns at a time.
+    Write the hub's rows of the results, SEGMENTS segments and COLUMNS columns at a time. One warp each: most programs
+    do nothing but look for their hub, and the more of them there are at a time, the less its latency counts.
     """
     b, i, begin, end, slot, first, count = segment_of_program(pointers, num_nodes, num_edges, SEGMENT, INT64)
     if begin == end:
         return
+    node = b * num_nodes + i
     weights = segment_row(0 * slot, num_blocks(num_edges, SEGMENT), num_nodes) * H
-    for head in range(slot - first, H, count):
-        node = b * num_nodes + i
-        parts = (first, count, head, inv_denominator, weights)
+    TILES: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
+    EACH: tl.constexpr = TILES + (OTHERS + COLUMNS - 1) // COLUMNS
+    for task in range(slot - first, H * EACH, count):
+        head, tile = task // EACH, task % EACH
+        statistics = (None, 0.0, 1.0)
         if segment_denominator is not None:
-            _weigh(segment_max, segment_denominator, lse, node * H + head, *parts, H, STATISTICS)
-            tl.debug_barrier()
-        _join(segment_rows, rows, node * STRIDE + head * WIDTH, *parts, H, WIDTH, COLUMNS, SEGMENTS)
-        if segment_others is not None:
+            row_max, denominator = _statistics(segment_max, segment_denominator, first, count, head, H, STATISTICS)
+            inverse = 1.0 / tl.where(denominator == 0.0, 1.0, denominator)
+            statistics = (segment_max, row_max, inverse)
+            if tile == 0:
+                tl.store(lse + node * H + head, (row_max + tl.log2(denominator)) * LN_2)
+                tl.store(inv_denominator + node * H + head, tl.where(denominator == 0.0, 0.0, inverse))
+                for k in range(0, count, STATISTICS):
+                    n = k + tl.arange(0, STATISTICS)
+                    part = (first + n) * H + head
+                    weight = _weight(statistics, part, n < count)
+                    tl.store(inv_denominator + weights + part, weight, mask=n < count)
+        if tile < TILES:
+            at = node * STRIDE + head * WIDTH
+            _join(segment_rows, rows, at, tile, first, count, head, statistics, H, WIDTH, COLUMNS, SEGMENTS)
+        elif segment_others is not None:
             ROW: tl.constexpr = STRIDE if OTHERS == WIDTH else H * OTHERS
-            _join(segment_others, others, node * ROW + head * OTHERS, *parts, H, OTHERS, COLUMNS, SEGMENTS)
+            at = node * ROW + head * OTHERS
+            _join(segment_others, others, at, tile - TILES, first, count, head, statistics, H, OTHERS, COLUMNS, SEGMENTS)
 
 
 @triton.jit
-def _weigh(
-    segment_max, segment_denominator, lse, at, first, count, head, inv_denominator, weights,
-    H: tl.constexpr, STATISTICS: tl.constexpr,
+def _statistics(
+    segment_max, segment_denominator, first, count, head, H: tl.constexpr, STATISTICS: tl.constexpr
 ):  # fmt: skip
-    """Write lse and inv_denominator at `at`, and from `weights` on those of the `count` segments from `first` on."""
+    """Return row_max, 0 for -inf, and denominator of a head of the hub with `count` segments from `first` on."""
     row_max = -float("inf")
     for k in range(0, count, STATISTICS):
         n = k + tl.arange(0, STATISTICS)
@@ -78,33 +93,32 @@ def _weigh(
     for k in range(0, count, STATISTICS):
         n = k + tl.arange(0, STATISTICS)
         part = (first + n) * H + head
-        factor = tl.exp2(tl.load(segment_max + part, mask=n < count, other=-float("inf")) - row_max)
-        denominator += tl.sum(factor * tl.load(segment_denominator + part, mask=n < count, other=0.0), axis=0)
-    inverse = 1.0 / tl.where(denominator == 0.0, 1.0, denominator)
-    tl.store(lse + at, (row_max + tl.log2(denominator)) * LN_2)
-    tl.store(inv_denominator + at, tl.where(denominator == 0.0, 0.0, inverse))
-    for k in range(0, count, STATISTICS):
-        n = k + tl.arange(0, STATISTICS)
-        part = (first + n) * H + head
-        factor = tl.exp2(tl.load(segment_max + part, mask=n < count, other=-float("inf")) - row_max)
-        tl.store(inv_denominator + weights + part, factor * inverse, mask=n < count)
+        found = tl.load(segment_denominator + part, mask=n < count, other=0.0)
+        denominator += tl.sum(_weight((segment_max, row_max, 1.0), part, n < count) * found, axis=0)
+    return row_max, denominator
+
+
+@triton.jit
+def _weight(statistics, part, inside):
+    """Return the weights of the segments whose statistics are at `part`, 0 where they are not `inside`."""
+    segment_max, row_max, inverse = statistics
+    return tl.exp2(tl.load(segment_max + part, mask=inside, other=-float("inf")) - row_max) * inverse
 
 
 @triton.jit
 def _join(
-    segment_rows, rows, at, first, count, head, inv_denominator, weights,
+    segment_rows, rows, at, tile, first, count, head, statistics,
     H: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, SEGMENTS: tl.constexpr,
 ):  # fmt: skip
-    """Write rows[at ..] = sum of segment_rows[n, head], weighted or not, over the `count` segments from `first` on."""
-    for column in range(0, WIDTH, COLUMNS):
-        c = column + tl.arange(0, COLUMNS)
-        total = tl.zeros((COLUMNS,), tl.float32)
-        for k in range(0, count, SEGMENTS):
-            n = k + tl.arange(0, SEGMENTS)
-            part = (first + n) * H + head
-            inside = (n < count)[:, None] & (c < WIDTH)[None, :]
-            found = tl.load(segment_rows + part[:, None] * WIDTH + c[None, :], mask=inside, other=0.0)
-            if inv_denominator is not None:
-                found *= tl.load(inv_denominator + weights + part, mask=n < count, other=0.0)[:, None]
-            total += tl.sum(found, axis=0)
-        tl.store(rows + at + c, total.to(rows.dtype.element_ty), mask=c < WIDTH)
+    """Write a tile of rows[at ..], the sum of segment_rows[n, head] over `count` segments from `first` on, weighted."""
+    c = tile * COLUMNS + tl.arange(0, COLUMNS)
+    total = tl.zeros((COLUMNS,), tl.float32)
+    for k in range(0, count, SEGMENTS):
+        n = k + tl.arange(0, SEGMENTS)
+        part = (first + n) * H + head
+        inside = (n < count)[:, None] & (c < WIDTH)[None, :]
+        found = tl.load(segment_rows + part[:, None] * WIDTH + c[None, :], mask=inside, other=0.0)
+        if statistics[0] is not None:
+            found *= _weight(statistics, part, n < count)[:, None]
+        total += tl.sum(found, axis=0)
+    tl.store(rows + at + c, total.to(rows.dtype.element_ty), mask=c < WIDTH)

@@ -149,8 +149,9 @@ def _segment_rows(sizes: Sizes, like: Tensor | None, width: int, segment: int | 
 def join_launch(sizes: Sizes, segment: int, num_nodes: int, width: int, others: int = 0, stride: int = 0) -> Launch:
     """Return the launch of `join` for rows [H, width] of `num_nodes` nodes, and rows [H, others] if any."""
     scalars = {"num_nodes": num_nodes, "num_edges": sizes.num_edges}
-    constants = {"H": sizes.heads, "WIDTH": width, "OTHERS": others, "COLUMNS": min(tiles.next_power_of_two(width), 64)}
-    constants |= {"SEGMENTS": tiles.JOINED // constants["COLUMNS"], "STATISTICS": tiles.STATISTICS, "num_warps": 4}
+    columns = min(tiles.next_power_of_two(width), tiles.JOINED_COLUMNS)
+    constants = {"H": sizes.heads, "WIDTH": width, "OTHERS": others, "COLUMNS": columns, "num_warps": 1}
+    constants |= {"SEGMENTS": tiles.JOINED // columns, "STATISTICS": tiles.STATISTICS}
     constants |= {"INT64": sizes.needs_int64, "SEGMENT": segment}
     constants["STRIDE"] = stride or sizes.heads * width
     return Launch(join_segments.join_segments, (sizes.batch * sizes.blocks(segment),), scalars, constants)

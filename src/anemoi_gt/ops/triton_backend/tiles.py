@@ -22,7 +22,8 @@ MOST_ATTRIBUTES = 256  # columns of W for which a program's arrays fit the regis
 FLIGHT_BYTES = 6144  # bytes of rows in flight for which a warp has registers
 MAX_WARPS = 8  # of a program
 SEGMENT = HUB_DEGREE // 2  # edges of a segment of a hub, which has more than twice as many
-JOINED, STATISTICS = 4096, 512  # elements of results and segments' statistics that a program reads together
+JOINED, JOINED_COLUMNS = 1024, 8  # elements of segments' results that a program reads together, and columns: a sector
+STATISTICS = 512  # segments whose statistics a program reads together
 PARTS, SUMMED = 16, 256  # partial sums of dW, and elements of it, that a program adds at a time
 CACHED_TILES = 128  # choices of each kernel that are cached
 
