@@ -85,12 +85,12 @@ def errors(ours, theirs):
 
 
 def compare(model):
-    """Return the error of a model with us, the shapes of the edges we attended to, and whether it pickles as before."""
-    theirs, shapes, attend = differentiate(model), [], attention.edge_attention
+    """Return the error of a model with us, whether edges that we attended to were raw, and whether it pickles as before."""
+    theirs, raw, attend = differentiate(model), [], attention.edge_attention
     pickled, keys = pickle.dumps(model), list(model.state_dict())
 
     def record(query, key, value, graph, edges, *rest, **options):
-        shapes.append((edges.dim(), graph.num_dst))
+        raw.append(bool(rest))  # with the weight of lin_edge
         return attend(query, key, value, graph, edges, *rest, **options)
 
     attention.edge_attention = record
@@ -100,7 +100,7 @@ def compare(model):
     attention.edge_attention = attend
     again = differentiate(model)
     assert all(torch.equal(again[name], theirs[name]) for name in theirs), "uninstalled, it computes something else"
-    return {"error": errors(ours, theirs), "shapes": shapes, "same": same}
+    return {"error": errors(ours, theirs), "raw": raw, "same": same}
 
 
 def block(kind, triton=False):

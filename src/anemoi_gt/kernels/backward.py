@@ -284,7 +284,8 @@ def edge_attention_bwd_src(
     head = tl.program_id(1) * HEADS
     h = head + tl.arange(0, HEADS)
     offsets, mask = row_offsets(head, H, C, HEADS, CHANNELS)
-    operands = (query, grad_out, p_ds, col, csr_to_csc, b, num_dst, num_edges, h, offsets, mask)
+    # With 64-bit products inside the loop, ptxas would load one edge after the other.
+    operands = (query, grad_out, p_ds, col, csr_to_csc, b * num_dst, b * num_edges, h, offsets, mask)
     if SEGMENT > 0:
         block = as_index(tl.program_id(0) % programs, INT64)
         if block < blocks:
@@ -305,7 +306,7 @@ def edge_attention_bwd_src(
 
 @triton.jit
 def _sum_over_edges(
-    dkey, dvalue, begin, end, query, grad_out, p_ds, col, csr_to_csc, b, num_dst, num_edges, h, offsets, mask,
+    dkey, dvalue, begin, end, query, grad_out, p_ds, col, csr_to_csc, first_dst, first_edge, h, offsets, mask,
     H: tl.constexpr, C: tl.constexpr, HEADS: tl.constexpr, CHANNELS: tl.constexpr, UNROLL: tl.constexpr,
     STRIDE: tl.constexpr,
 ):  # fmt: skip
@@ -313,8 +314,8 @@ def _sum_over_edges(
     dk = tl.zeros((HEADS, CHANNELS), tl.float32)
     dv = tl.zeros((HEADS, CHANNELS), tl.float32)
     for x in tl.range(begin, end, loop_unroll_factor=UNROLL):
-        i = b * num_dst + tl.load(col + x)
-        pair = p_ds + (b * num_edges + tl.load(csr_to_csc + x)) * (2 * H) + h
+        i = first_dst + tl.load(col + x)
+        pair = p_ds + (first_edge + tl.load(csr_to_csc + x)) * (2 * H) + h
         if dvalue is not None:
             w = tl.load(pair, mask=h < H, other=0.0).to(tl.float32)
             dv += w[:, None] * load_row(grad_out, i, offsets, mask, STRIDE)

@@ -294,7 +294,7 @@ def _apply_patches() -> None:
 def _wanted() -> list[tuple]:
     """Return what is replaced in this version; the attention comes first, which is `attention_block` before 0.11."""
     block = find(*BLOCK)
-    method = getattr(block, "attention_block", None)
+    method = _upstream.get((block, "attention_block"), getattr(block, "attention_block", None))
     attends = not hasattr(block, "apply_gt") and method is not None and parameters_of(method)[-1] == "num_chunks"
     return [seam for seam in PATCHES if seam != (BLOCK, "apply_gt") or not attends]
 
