@@ -1,6 +1,7 @@
 """Blocks of this library by one operator: which are, with what numbers, in chunks and compiled."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -14,12 +15,20 @@ from anemoi_gt.nn import GraphTransformerMapperBlock, GraphTransformerProcessor,
 from anemoi_gt.nn.chunking import split_destinations
 
 pytestmark = [
-    pytest.mark.usefixtures("few_programs"),
+    pytest.mark.usefixtures("few_programs", "default_device"),
     pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),  # numpy's, of the interpreter
 ]
 KINDS = {"processor": GraphTransformerProcessorBlock, "mapper": GraphTransformerMapperBlock}
 OPERATOR = "anemoi_gt.transformer_block.default"
 TRITON = AttentionConfig("triton")
+autocast = partial(torch.autocast, "cuda" if torch.cuda.is_available() else "cpu", torch.bfloat16)
+
+
+@pytest.fixture
+def default_device(kernel_device):
+    """Tensors and modules are made where kernels run."""
+    with kernel_device:
+        yield
 
 
 def make(kind, batch=(), num_chunks=1, shared=False, **options):
@@ -56,7 +65,7 @@ def test_errors_are_at_most_three_times_those_of_separate_operators(kind, batch,
     results = []
     for config, calls in ((block.config, 0), (TRITON, num_chunks)):
         block.config = config
-        with torch.autocast("cpu", torch.bfloat16), Operators() as operators:
+        with autocast(), Operators() as operators:
             results.append(differentiate(block, *given))
         assert operators.names.count(OPERATOR) == calls
     for name, expected in exact.items():
@@ -72,7 +81,7 @@ def test_a_compiled_block_gives_the_bits_of_the_eager_one(kind, dynamic):
     block, *given = make(kind, (2,))
     recorder = EagerAndRecordGraphs()
     compiled = torch.compile(block, fullgraph=True, dynamic=dynamic, backend=recorder)
-    with torch.autocast("cpu", torch.bfloat16):
+    with autocast():
         eager, again = (differentiate(block, *given, forward=forward) for forward in (block, compiled))
     assert [str(node.target) for graph in recorder.graphs for node in graph.graph.nodes].count(OPERATOR) == 1
     assert all(torch.equal(again[name], expected) for name, expected in eager.items())
@@ -82,9 +91,9 @@ def test_a_compiled_block_gives_the_bits_of_the_eager_one(kind, dynamic):
 @pytest.mark.parametrize(("batch", "shape"), (((), (30, 3)), ((), (1, 31, 3)), ((2,), (1, 31, 3)), ((2,), (3, 31, 3))))
 def test_attributes_of_another_shape_are_refused_as_by_the_attention(kind, batch, shape):
     block, x, graph, _ = make(kind, batch)
-    with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match=r"edge_attr must have shape \[E, D\]"):
+    with autocast(), pytest.raises(ValueError, match=r"edge_attr must have shape \[E, D\]"):
         block(x[0] if kind == "processor" else x, graph, torch.randn(shape))
-    with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match="edge_attr must be floating point"):
+    with autocast(), pytest.raises(ValueError, match="edge_attr must be floating point"):
         block(x[0] if kind == "processor" else x, graph, torch.ones(31, 3, dtype=torch.int64))
 
 
@@ -117,7 +126,7 @@ def test_a_block_with_other_parts_is_computed_by_them(options, change):
     block, x, *given = make(**{"kind": "processor"} | options)
     if change is not None:
         change(block)
-    with torch.autocast("cpu", torch.bfloat16), Operators() as operators:
+    with autocast(), Operators() as operators:
         block(x if len(x) > 1 else x[0], *given)
     assert OPERATOR not in operators.names and "anemoi_gt.edge_attention_triton.default" in operators.names
 
@@ -126,6 +135,6 @@ def test_compiled_groups_of_layers_are_recomputed_one_at_a_time():
     _, (x,), *given = make("processor")
     sizes = {"num_layers": 4, "num_channels": 24, "num_heads": 2, "edge_dim": 3, "checkpoint_groups": 2}
     processor, block = GraphTransformerProcessor(**sizes, config=TRITON), "anemoi_gt.transformer_block"
-    with torch.autocast("cpu", torch.bfloat16):
+    with autocast():
         found = whole_blocks_of_backward(lambda backend: torch.compile(processor, backend=backend)(x, *given))
     assert found == 2 * (2 * [block] + 2 * [f"{block}_backward"])

@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+from support.accuracy import assert_within
 from support.differentiate import differentiate
 from support.same_numbers import assert_same_numbers
 
@@ -61,15 +62,17 @@ def by_operator(block, x_src, x_dst, attr, graph, batch):
 
 @pytest.mark.parametrize("kind", ("processor", "mapper"))
 @pytest.mark.parametrize(("batch", "hubs", "num_dst"), ((1, False, 9), (2, False, 9), (2, True, 9), (2, False, 1)))
-def test_float32_is_as_float64_of_separate_operators(kind, batch, hubs, num_dst, kernel_device, monkeypatch):
+def test_float32_is_as_accurate_as_separate_operators(kind, batch, hubs, num_dst, kernel_device, monkeypatch):
     *problem, graph = make(kind, kernel_device, batch=batch, num_dst=num_dst)
     if hubs:  # of more than four edges
         monkeypatch.setattr(launches, "SEGMENT", 2)
         graph = replace(graph, **dict.fromkeys(("dst_hubs", "src_hubs"), graph.row.new_empty(257, 0)))
     problem.append(graph)
     ours = differentiated(by_operator, *problem, batch, torch.float32)
+    plain = differentiated(separate, *problem, batch, torch.float32)
     exact = differentiated(separate, problem[0].double(), *problem[1:], batch, torch.float64)
-    assert_same_numbers(ours, exact, torch.float32)
+    vanishes = {"dlin_key.weight": exact["dlin_value.weight"]} if (kind, num_dst) == ("processor", 1) else {}
+    assert_within(ours, exact, plain, exact | vanishes, torch.float32)
 
 
 def test_chunks_of_the_feed_forward_network_change_rounding_alone(kernel_device, monkeypatch):

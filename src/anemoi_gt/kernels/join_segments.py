@@ -74,8 +74,9 @@ def join_segments(
             _join(segment_rows, rows, at, tile, first, count, head, statistics, H, WIDTH, COLUMNS, SEGMENTS)
         elif segment_others is not None:
             ROW: tl.constexpr = STRIDE if OTHERS == WIDTH else H * OTHERS
+            tile -= TILES
             at = node * ROW + head * OTHERS
-            _join(segment_others, others, at, tile - TILES, first, count, head, statistics, H, OTHERS, COLUMNS, SEGMENTS)
+            _join(segment_others, others, at, tile, first, count, head, statistics, H, OTHERS, COLUMNS, SEGMENTS)
 
 
 @triton.jit

@@ -118,17 +118,23 @@ def transformer_block(
         out, _, inv_denominator, exp_scores, sums = launch.attend_rows(problem, projected)
         launch.embed(problem, sums, out, skip=skip)
         attended = out.view(query.shape)
+        del skip, sums, problem
+        if not save:
+            del query, key, value, projected, exp_scores
         delta = _linear(attended, p, "projection")
+        if not save:
+            del attended, out
         z, normed = node_rows.add_norm(t.x_dst, delta, _norm(t, "mlp_norm", options), dtype)
-        del skip, delta
+        del delta
         x, width = torch.empty_like(z), t.in_weight.shape[0]
-        hidden = normed.new_empty((len(normed) if save else 0, width))
+        hidden = normed.new_empty((len(normed) if save else min(len(normed), CHUNK), width))
         for part in _chunks(len(z)):
-            out = hidden[part] if save else normed.new_empty((len(normed[part]), width))
+            out = hidden[part] if save else hidden[: len(normed[part])]
             h = torch.addmm(p["in_bias"], normed[part], p["in_weight"].t(), out=out)
             torch.add(z[part], _linear(node_rows.gelu(h), p, "out"), out=x[part])
-    kept = Kept(query, key, value, attended, z, hidden, parameters, attr, inv_denominator, exp_scores, projected)
-    return x, *(kept if save else (x.new_empty(0) for _ in kept))
+    if not save:
+        return x, *(x.new_empty(0) for _ in Kept._fields)
+    return x, query, key, value, attended, z, hidden, parameters, attr, inv_denominator, exp_scores, projected
 
 
 @torch.library.register_fake("anemoi_gt::transformer_block")
