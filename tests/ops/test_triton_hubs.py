@@ -83,9 +83,9 @@ TODAY = {"project", "fwd", "embed", "bwd_dst", "bwd_attributes", "bwd_weight", "
 
 
 @pytest.mark.parametrize(("to", "of"), [(None, None), (3, None), (None, 2), (3, 2)])
-def test_only_graphs_with_hubs_launch_more_than_before(to, of):
+def test_only_graphs_with_hubs_launch_more_than_before(to, of, kernel_device):
     edges = 2 * HUB_DEGREE
-    graph = GraphStructure.from_edge_index(*crowd(5, 6, to, of, edges)).with_reverse()
+    graph = structure(crowd(5, 6, to, of, edges), kernel_device).with_reverse()
     assert (graph.dst_hubs is not None, graph.src_hubs is not None) == (to is not None, of is not None)
     found, blocks = launches_of(graph), edges // SEGMENT
     joined = set() if to is None and of is None else {"join_segments"}
@@ -95,8 +95,8 @@ def test_only_graphs_with_hubs_launch_more_than_before(to, of):
 
 
 @pytest.mark.parametrize("edges", [HUB_DEGREE, HUB_DEGREE + 1])
-def test_where_values_were_not_checked_the_launch_is_bounded_by_the_number_of_edges(edges):
-    graph = GraphStructure.from_edge_index(*crowd(5, 6, edges=edges), validate=False).with_reverse()
+def test_where_values_were_not_checked_the_launch_is_bounded_by_the_number_of_edges(edges, kernel_device):
+    graph = structure(crowd(5, 6, edges=edges), kernel_device, validate=False).with_reverse()
     expected = (6, 0) if edges == HUB_DEGREE else (6 + 3, SEGMENT)
     assert graph.dst_hubs is not None and launches_of(graph)["fwd"] == expected
 
