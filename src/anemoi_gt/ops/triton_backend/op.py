@@ -71,7 +71,7 @@ def embeds_first(operands: AttentionOperands, save: bool) -> bool:
     """
     query, _, _, edge_attr, edge_weight, edge_bias = operands
     heads, channels, edge_dim = int(query.shape[-2]), int(query.shape[-1]), int(edge_weight.shape[1])
-    columns = edge_dim + (edge_bias is not None)
+    columns = edge_dim + int(edge_bias is not None)
     if columns > MOST_ATTRIBUTES or edge_dim <= channels:
         return columns > MOST_ATTRIBUTES
     samples, sets = (each.shape[0] if query.dim() == 4 else 1 for each in (query, edge_attr))
@@ -103,7 +103,7 @@ def _(operands: AttentionOperands, index: IndexTensors, options: Options, save: 
         return out, lse, *(lse.new_empty(0) for _ in range(3))
     projected = lse.new_empty(0)
     if edge_weight is not None:
-        attributes = int(edge_weight.shape[1]) + (operands.edge_bias is not None)  # D never changes: a constant
+        attributes = int(edge_weight.shape[1]) + int(operands.edge_bias is not None)  # D never changes: a constant
         projected = query.new_empty((*statistic, attribute_columns(attributes)), dtype=scratch_dtype(query.dtype))
     inv_denominator = lse.new_empty(Problem(operands, index, options).inverse_shape)
     return out, lse, inv_denominator, lse.new_empty(edges), projected

@@ -206,7 +206,7 @@ class Problem:
         query, key, _, _, edge_weight, edge_bias = self.operands
         num_dst, heads, channels = query.shape[-3:]
         edge_dim = 0 if edge_weight is None else edge_weight.shape[1]
-        columns = attribute_columns(edge_dim + (edge_bias is not None))
+        columns = attribute_columns(edge_dim + int(edge_bias is not None))
         per_edge, per_node = max(heads * (channels if self.embedded else 2), columns), heads * max(channels, columns)
         per_node = max(per_node, self.gradient_stride)
         batch, num_edges = self.batch, self.index.row.shape[0]
