@@ -26,7 +26,6 @@ autocast = partial(torch.autocast, "cuda" if torch.cuda.is_available() else "cpu
 
 @pytest.fixture
 def default_device(kernel_device):
-    """Tensors and modules are made where kernels run."""
     with kernel_device:
         yield
 

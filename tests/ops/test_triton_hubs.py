@@ -23,7 +23,6 @@ from anemoi_gt.ops.triton_backend.tiles import SEGMENT
 SMALL = AttentionConfig("triton", tile="segment=4")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # numpy's, of the interpreter
 
-
 COLUMNS = {
     "graph": tuple(HUBS),
     "shape": ((1, 1, 1), (2, 8, 3), (3, 5, 17), (20, 64, 2)),  # heads, channels, edge_dim; the last in two programs
@@ -65,9 +64,9 @@ def test_large_and_infinite_logits_of_a_segment_reach_the_whole_hub_and_no_other
         assert_accurate(result, problem, torch.float32)
 
 
-def launches_of(graph, config=None):
+def launches_of(graph):
     """Kernels of a forward and a backward pass, with grid and segment; nothing is launched."""
-    seen, config = [], config or AttentionConfig("triton")
+    seen, config = [], AttentionConfig("triton")
 
     def note(launch, **tensors):
         name = launch.name(dict.fromkeys(tensors, "fp32"))
@@ -101,18 +100,13 @@ def test_where_values_were_not_checked_the_launch_is_bounded_by_the_number_of_ed
     assert graph.dst_hubs is not None and launches_of(graph)["fwd"] == expected
 
 
-def test_a_hub_is_divided_without_being_asked_for(kernel_device):
-    edges = crowd(5, 6, to=3, of=2, edges=400)
-    problem, graph = make_problem(edges, 1, 2, 2), structure(edges, kernel_device)
-    assert graph.dst_hubs is not None and graph.src_hubs is not None
-    assert_accurate(attend(problem, graph, "triton"), problem, torch.float32)
-
-
-def test_more_segments_than_are_read_together_are_joined(kernel_device):
-    edges = crowd(5, 6, to=3, of=2, edges=300)
+@pytest.mark.parametrize(("config", "num_edges"), [(AttentionConfig("triton"), 400), (SMALL, 420)])
+def test_more_segments_than_are_read_together_are_joined(config, num_edges, kernel_device):
+    edges = crowd(5, 6, to=3, of=2, edges=num_edges)
     problem, graph = make_problem(edges, 2, 4, 2), structure(edges, kernel_device)
-    with mock.patch.multiple(tiles, JOINED=64, STATISTICS=16):  # of sizes that no other test has: launches are kept
-        assert_accurate(attend(problem, graph, SMALL), problem, torch.float32)
+    assert graph.dst_hubs is not None and graph.src_hubs is not None
+    with mock.patch.multiple(tiles, JOINED=16, STATISTICS=2):  # of sizes that no other test has: launches are kept
+        assert_accurate(attend(problem, graph, config), problem, torch.float32)
 
 
 def test_compiled_attention_on_hubs_equals_eager_and_never_recompiles(kernel_device):
