@@ -119,7 +119,7 @@ def test_the_listed_kernels_are_those_of_a_call_with_hubs(launched, graph, form,
     names = compare(launched, operands, graph, AttentionConfig("triton", tile="segment=4"))
     joined = sum("join_segments" in name for name in names)
     is_fixed = graph.fixed_in_degree is not None and form != "embedded"
-    over_destinations = 0 if is_fixed else 1 + (wanted != "value") + (form == "raw" and wanted != "value")
+    over_destinations = 0 if is_fixed else 2 + (wanted != "value") + (form == "raw" and wanted != "value")
     assert joined == over_destinations + (wanted != "query")
 
 
