@@ -2,10 +2,11 @@
 
     python benchmarks/sharding.py --ranks 4 --commit HASH --output benchmarks/results/sharding_h200x4.json
     python benchmarks/sharding.py --ranks 2 --tiny --output FILE       on a CPU, with gloo
-    python benchmarks/sharding.py --table benchmarks/results/sharding_h200x4.json --plot outputs/sharding.svg
+    python benchmarks/sharding.py --table benchmarks/results/sharding_h200x4.json --page docs/distributed.md
 
 The ranks of a job are started by torchrun, one job for each number of ranks. A job that fails is reported; what its
-earlier tasks found is kept. Parts:
+earlier tasks found is kept. With --alone RANK, one GPU shows what a rank of several computes and holds, without
+messages and without a check of results. Parts:
 
     strong      encoder, processor and decoder on 1, 2, 4, ... ranks, launched by Python
     replay      the same captured in a CUDA graph
@@ -30,11 +31,9 @@ import torch
 from suite import ROOT, results
 from suite.command_line import make_parser
 from suite.environment import describe
-from suite.plot import BAR, WIDE, canvas, words, write
 from suite.table import EMPTY, markdown, put_into
 
 PARTS = ("strong", "replay", "compiled", "anemoi", "sizes")
-PLOTTED = PARTS[:4]  # the large graph
 RANKS = (1, 2, 4, 8)
 SIZES = (("O96", 5), ("O176", 5), ("O192", 6))  # O192 on 4 ranks is as much work for each as O96 on 1
 ANEMOI = ("anemoi-models, edges", "anemoi-models, heads", "anemoi-models, edges, install")
@@ -42,7 +41,6 @@ HALO = "anemoi-models, edges, install, halo"
 TINY = {"grid": "O8", "refinement": 2, "heads": 4, "channels": 4, "layers": 2, "repeats": 2}
 TINY_SIZES = (("O4", 1),)
 NEAR = 0.25  # relative: work of a rank that counts as the same
-ENDS = 130  # width left for figures behind bars
 
 
 def tasks_of(options: argparse.Namespace, ranks: int) -> list[dict]:
@@ -72,9 +70,11 @@ def run_job(ranks: int, tasks: list[dict], report: dict, options: argparse.Names
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         work = {"tasks": tasks, "repeats": options.repeats, "expected": expected}
+        work |= {"ranks": ranks, "alone": options.alone}
         (folder / "work.json").write_text(json.dumps(work))
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-        command += [str(ROOT / "benchmarks" / "sharding_rank.py"), name]
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        launcher = launcher if options.alone is None else []
+        command = [sys.executable, *launcher, str(ROOT / "benchmarks" / "sharding_rank.py"), name]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=options.seconds)
             error = done.stderr[-3000:] if done.returncode else None
@@ -97,12 +97,11 @@ def graph_of(record: dict) -> str:
     return f"{record['grid']}, icosphere {record['refinement']}"
 
 
-def series(report: dict, parts: tuple[str, ...] = PARTS) -> dict[str, dict[int, dict]]:
+def series(report: dict) -> dict[str, dict[int, dict]]:
     """Return records by name, then by number of ranks."""
     found = {}
     for record in sorted(report["results"], key=lambda record: PARTS.index(record["part"])):
-        if record["part"] in parts:
-            found.setdefault(name_of(record), {})[record["ranks"]] = record
+        found.setdefault(name_of(record), {})[record["ranks"]] = record
     for name, records in found.items():  # on one rank, strategies do not differ
         alone = found.get(name.replace("heads", "edges"), {}).get(1)
         if alone:
@@ -185,56 +184,16 @@ def _cell(value: float | None, form: str) -> str:
     return EMPTY if value is None else format(value, form)
 
 
-def plot(report: dict) -> str:
-    """Return times as bars, one for each number of ranks, with a line at ideal scaling.
-
-    Raises
-    ------
-    ValueError
-        If nothing was measured on one rank and on several.
-    """
-    found = {name: records for name, records in series(report, PLOTTED).items() if 1 in records and len(records) > 1}
-    if not found:
-        raise ValueError("results must hold times of one graph on one rank and on several: run the part strong")
-    ranks = sorted({n for records in found.values() for n in records})
-    scale = (WIDE - ENDS) / max(record["ms"] for records in found.values() for record in records.values())
-    shapes, y = [words(0, 16, "Forward and backward, time in ms", size=15)], 66
-    for place, n in enumerate(ranks):
-        shapes.append(f'<rect class="peer{place}" x="{110 * place}" y="31" width="13" height="13"/>')
-        shapes.append(words(110 * place + 19, 42, f"{n} rank{'s' * (n > 1)}", size=14))
-    for name, records in found.items():
-        shapes.append(words(0, y + 12, name, size=14))
-        y += 20
-        for n in records:
-            shapes.append(_bar(records, n, ranks.index(n), y, scale))
-            y += BAR
-        y += 12
-    label = "; ".join(
-        f"{name}: " + ", ".join(f"{record['ms']:.1f} ms on {n}" for n, record in records.items())
-        for name, records in found.items()
-    )
-    foot = words(0, y + 8, "in brackets: efficiency; line: ideal scaling", size=14)
-    return canvas(WIDE, y + 16, f"Time of forward and backward. {label}", "".join([*shapes, foot]))
-
-
-def _bar(records: dict[int, dict], n: int, place: int, y: float, scale: float) -> str:
-    ms, ideal = records[n]["ms"], scale * records[1]["ms"] / n
-    figures = f"{ms:.1f}" + (f" ({efficiency(records, n):.3f})" if n > 1 else "")
-    bar = f'<rect class="peer{place}" x="0" y="{y}" width="{scale * ms:.1f}" height="{BAR - 2}"/>'
-    bar += words(scale * ms + 7, y + BAR - 5, figures, size=14)
-    return bar + (f'<path class="floor" d="M{ideal:.1f},{y - 2}V{y + BAR}"/>' if n > 1 else "")
-
-
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """Read the command line."""
     sizes = {"grid": "N320", "refinement": 6, "heads": 16, "channels": 64, "layers": 16, "repeats": 10}
     parser = make_parser(__doc__, seconds=600, **sizes)
     parser.add_argument("--ranks", type=int, default=max(torch.cuda.device_count(), 1), help="the most; one a GPU")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--alone", type=int, metavar="RANK", help="of each job this rank by itself: no message is sent")
     parser.add_argument("--tiny", action="store_true", help="small enough for a CPU")
     parser.add_argument("--table", type=Path, help="results file; make its tables and measure nothing")
     parser.add_argument("--page", type=Path, help="Markdown page with comments that name the file of --table")
-    parser.add_argument("--plot", type=Path, help="SVG file for the plot; one for dark ground is written beside it")
     options = parser.parse_args(arguments)
     if options.tiny:
         vars(options).update(TINY)
@@ -242,7 +201,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure or read, then write tables and plots; 1 if a job failed."""
+    """Measure or read, then write tables; 1 if a job failed."""
     options, errors = parse(arguments), []
     if options.table:
         report = json.loads(options.table.read_text())
@@ -251,6 +210,7 @@ def main(arguments: list[str] | None = None) -> int:
         facts = describe(device, {"torch", "triton", "anemoi-models"}, options.commit)
         facts["nccl"] = ".".join(map(str, torch.cuda.nccl.version())) if device == "cuda" else None
         facts["dtype"] = "bfloat16 autocast" if device == "cuda" else "float32"
+        facts["alone"] = options.alone
         report = {"environment": facts, "errors": errors, "results": []}
         for ranks in (n for n in RANKS if n <= options.ranks):
             error = run_job(ranks, tasks_of(options, ranks), report, options)
@@ -260,8 +220,6 @@ def main(arguments: list[str] | None = None) -> int:
     print(tables(report), *errors, sep="\n\n")
     if options.page:
         options.page.write_text(put_into(options.page.read_text(), options.table.name, summary(report)))
-    if options.plot:
-        write(plot(report), options.plot)
     return int(bool(errors))
 
 

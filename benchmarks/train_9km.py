@@ -55,7 +55,7 @@ def start(part: str, options: argparse.Namespace, results: Results, folder: Path
     lines, errors = folder / f"{part}.jsonl", folder / f"{part}.err"
     with lines.open("w") as out, errors.open("w") as err:
         launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={options.ranks}")
-        launcher = launcher if part == "sharded" else ()
+        launcher = launcher if part == "sharded" and options.alone is None else ()
         command = [sys.executable, *launcher, __file__, *options.arguments, "--worker", part, str(folder)]
         process = subprocess.Popen(command, stdout=out, stderr=err)
         try:
@@ -97,6 +97,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--fields", type=int, nargs=2, default=[200, 90], help="that come in and go out at a point")
     parser.add_argument("--parts", nargs="+", choices=WORKERS, default=[part for part in WORKERS if part != "sharded"])
     parser.add_argument("--ranks", type=int, default=2, help="that share the model of the part `sharded`")
+    parser.add_argument("--alone", type=int, metavar="RANK", help="of these, by itself: no message is sent")
     parser.add_argument("--chunks", type=int, nargs="+", default=[16, 8, 4], help="of anemoi_gt")
     parser.add_argument("--anemoi-chunks", type=int, nargs="+", default=[2, 4, 8, 16])
     parser.add_argument("--check-chunks", type=json.loads, default=[[2, 8], [5, 8]], help="of encoder and decoder")

@@ -1,10 +1,9 @@
 """A training step of an encoder-processor-decoder model on one grid: ours and Anemoi's, and the checks of ours."""
 
-import os
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 
 from anemoi_gt import AttentionConfig, EncoderProcessorDecoder, GraphStructure
 from anemoi_gt.data.forecast_dataset import Sample
-from anemoi_gt.distributed import ShardingConfig, init_distributed, reduce_gradients, shard_model
+from anemoi_gt.distributed import ShardingConfig, init_distributed, make_mesh, reduce_gradients, shard_model
 from anemoi_gt.distributed.module_shard import FixedGraph
 from anemoi_gt.distributed.process_group import local_device, make_cpu_group
 from anemoi_gt.nn import GraphTransformerBaseBlock, split_destinations
@@ -24,6 +23,7 @@ from anemoi_gt.training.config import TrainingConfig
 from anemoi_gt.training.memory_estimate import estimate_memory
 from anemoi_gt.training.sharded import ShardedTrainingStep
 from anemoi_gt.training.step import AUTOCAST, TrainingStep
+from suite import lone_rank
 from suite.inference import PARTS, Setting, checked_destinations, plain_mapper
 from suite.timing import CLOCKS, seconds_of
 
@@ -135,34 +135,40 @@ def ours(options: Namespace, folder: Path) -> Iterator[dict]:
 def sharded(options: Namespace, folder: Path) -> Iterator[dict]:
     """Yield, on the first rank of torchrun, loss and gradients of all ranks beside those of one GPU, then timed steps.
 
-    Times are those of the slowest rank, memory is that of the rank that needs most.
+    Times are those of the slowest rank, memory is that of the rank that needs most. A rank alone only times steps.
     """
-    sharding = ShardingConfig("edges", int(os.environ["WORLD_SIZE"]), timeout=options.limit)
-    with init_distributed(sharding, options.device) as mesh:
+    sharding = ShardingConfig("edges", options.ranks, timeout=options.limit)
+    device, is_alone = options.device, options.alone is not None
+    if is_alone:
+        lone_rank.start(options.alone, options.ranks)
+    with nullcontext(make_mesh(device, options.ranks)) if is_alone else init_distributed(sharding, device) as mesh:
         graph = torch.load(folder / "9km.graph", weights_only=False)
         batch, model = draw(graph["data"].num_nodes, options), make_model(graph, options)
         weights = torch.ones(graph["data"].num_nodes)
         del graph
-        with computing(model, max(options.chunks)), autocast(options.precision, options.device):
-            loss = (model(batch.inputs) - batch.target).square().mean()
-            loss.backward()
-        expected = {name: parameter.grad for name, parameter in model.named_parameters()}
-        model.zero_grad()
+        if not is_alone:
+            with computing(model, max(options.chunks)), autocast(options.precision, device):
+                loss = (model(batch.inputs) - batch.target).square().mean()
+                loss.backward()
+            expected = {name: parameter.grad for name, parameter in model.named_parameters()}
+            model.zero_grad()
         shard = shard_model(model, mesh)
-        own = shard.partitions["data"].nodes(shard.rank, options.device)
+        own = shard.partitions["data"].nodes(shard.rank, device)
         batch, weights, num_nodes = Sample(*(side[:, own] for side in batch)), weights[own.cpu()], len(weights)
-        config = TrainingConfig(steps=1000, batch_size=1, precision=options.precision, device=options.device)
-        parts = {"num_nodes": num_nodes, "shard": shard, "mesh": mesh, "group": make_cpu_group(sharding)}
-        step = ShardedTrainingStep(model, weights, config, local_device(options.device), **parts)
-        off = abs(step.forward_backward(batch) - loss).item()
-        reduce_gradients(step.shared, step.own, mesh)
-        for name, table in shard.tables.items():
-            expected[name] = expected[name][table.index]
-        found = difference({name: parameter.grad for name, parameter in model.named_parameters()}, expected)
-        found |= {"ranks": mesh.size(), "num_chunks": max(options.chunks), "loss_off": off / loss.item()}
-        found["outcome"] = "right" if max(found["off"], found["loss_off"]) < 5e-2 else "wrong"
-        del expected
-        yield from on_first_rank({"check": "loss and gradients of all ranks"} | found)
+        config = TrainingConfig(steps=1000, batch_size=1, precision=options.precision, device=device)
+        group = mesh.get_group("model") if is_alone else make_cpu_group(sharding)
+        parts = {"num_nodes": num_nodes, "shard": shard, "mesh": mesh, "group": group}
+        step = ShardedTrainingStep(model, weights, config, local_device(device), **parts)
+        if not is_alone:
+            off = abs(step.forward_backward(batch) - loss).item()
+            reduce_gradients(step.shared, step.own, mesh)
+            for name, table in shard.tables.items():
+                expected[name] = expected[name][table.index]
+            found = difference({name: parameter.grad for name, parameter in model.named_parameters()}, expected)
+            found |= {"ranks": mesh.size(), "num_chunks": max(options.chunks), "loss_off": off / loss.item()}
+            found["outcome"] = "right" if max(found["off"], found["loss_off"]) < 5e-2 else "wrong"
+            del expected
+            yield from on_first_rank({"check": "loss and gradients of all ranks"} | found)
         for compiled, chunks in product(options.compiled, options.chunks):
             found = {"contender": "anemoi_gt", "ranks": mesh.size(), "num_chunks": chunks, "compiled": bool(compiled)}
             with computing(model, chunks, bool(compiled), step.average.module):
@@ -174,7 +180,7 @@ def on_first_rank(found: dict) -> Iterator[dict]:
     """Yield, on the first rank, what was found, with the largest numbers of all ranks. Collective."""
     ranks = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, found)
-    if dist.get_rank() == 0:
+    if dist.get_rank() == 0 or dist.get_backend() == "fake":
         yield found | {
             key: max(each[key] for each in ranks) for key, value in found.items() if isinstance(value, float)
         }

@@ -3,30 +3,30 @@
 import json
 import re
 
+import pytest
 import sharding
 from suite.table import put_into
 from support.forked import forked_commands
 from support.pages import ROOT
 
 
-def test_one_and_two_ranks_and_models_of_anemoi_are_compared_timed_and_plotted(tmp_path, monkeypatch):
-    tasks = sharding.tasks_of
-
-    def feasible(options, ranks):  # gloo cannot exchange what anemoi-models' sharding sends
+def test_one_and_two_ranks_and_models_of_anemoi_are_compared_and_timed(tmp_path, monkeypatch):
+    def feasible(options, ranks, tasks=sharding.tasks_of):  # gloo cannot exchange what anemoi-models' sharding sends
         return [task for task in tasks(options, ranks) if ranks == 1 or task["part"] != "anemoi"]
 
     monkeypatch.setattr(sharding, "tasks_of", feasible)
-    out, figure = tmp_path / "sharding.json", tmp_path / "sharding.svg"
-    arguments = ["--tiny", "--ranks", "2", "--parts", "strong", "sizes", "anemoi", "--out", str(out), "--commit", "abc"]
+    out, parts, reports = tmp_path / "sharding.json", ("strong", "sizes", "anemoi"), []
+    arguments = ["--tiny", "--ranks", "2", "--parts", *parts, "--out", str(out), "--commit", "abc"]
     with forked_commands():
-        assert sharding.main([*arguments, "--plot", str(figure)]) == 0, out.read_text()
-    report = json.loads(out.read_text())
-    ours = [record for record in report["results"] if record["part"] != "anemoi"]
-    found = [(record["part"], record["ranks"], record["halo_bytes"] > 0) for record in ours]
-    assert found == [(part, ranks, ranks == 2) for ranks in (1, 2) for part in ("strong", "sizes")]
-    models = [record["model"] for record in report["results"] if record["part"] == "anemoi"]
-    assert models == ["anemoi-models, edges", "anemoi-models, edges, install", sharding.HALO]
-    assert "efficiency" in sharding.tables(report) and figure.read_text().count("<svg") == 1
+        for switch in ([], ["--alone", "1"]):
+            assert sharding.main([*arguments, *switch]) == 0, out.read_text()
+            reports.append(json.loads(out.read_text()))
+    work, work_alone = ([each.get("work", 0) for each in report["results"]] for report in reports)
+    assert work_alone == pytest.approx(work, rel=0.01)
+    found = [(each["part"], each["ranks"], each.get("halo_bytes", 0) > 0) for each in reports[0]["results"]]
+    assert found[:2] + found[5:] == [(part, ranks, ranks == 2) for ranks in (1, 2) for part in parts[:2]]
+    assert [each["model"] for each in reports[0]["results"][2:5]] == [*sharding.ANEMOI[::2], sharding.HALO]
+    assert all("efficiency" in sharding.tables(report) for report in reports)
 
 
 def test_the_page_holds_the_tables_of_the_results():

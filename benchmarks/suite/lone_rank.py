@@ -1,0 +1,30 @@
+"""One rank of several by itself, where there is one GPU: it computes what it would in a job, and no message is sent.
+
+Its time and memory are those of a job but for the messages. What it computes means nothing: halos are not filled in.
+"""
+
+import os
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from anemoi_gt.distributed import halo
+from anemoi_gt.distributed.partition import Ranges
+
+
+def start(rank: int, num_ranks: int) -> None:
+    """Initialise a process group whose collectives do nothing, the last rank for a `rank` that is too large."""
+    rank = min(rank, num_ranks - 1)
+    os.environ |= {"LOCAL_RANK": "0"}
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=num_ranks)
+    halo.HaloExchange.of_requests = _mirrored
+
+
+def _mirrored(wanted: Tensor, ranges: Ranges, group: dist.ProcessGroup) -> halo.HaloExchange:
+    """Return an exchange that sends to each rank as many rows as it receives: nobody tells what others want."""
+    counts = torch.bincount(ranges.owner(wanted), minlength=ranges.num_ranks).tolist()
+    rows = torch.cat([torch.arange(count, device=wanted.device) for count in counts])
+    positions = halo._sent_position(rows, counts, ranges.counts[dist.get_rank(group)])
+    return halo.HaloExchange(group.group_name, rows, tuple(counts), tuple(counts), positions)
