@@ -284,7 +284,7 @@ def edge_attention_bwd_src(
     head = tl.program_id(1) * HEADS
     h = head + tl.arange(0, HEADS)
     offsets, mask = row_offsets(head, H, C, HEADS, CHANNELS)
-    # With 64-bit products inside the loop, ptxas would load one edge after the other.
+    # With these 64-bit products inside the loop, ptxas would load one edge after the other.
     operands = (query, grad_out, p_ds, col, csr_to_csc, b * num_dst, b * num_edges, h, offsets, mask)
     if SEGMENT > 0:
         block = as_index(tl.program_id(0) % programs, INT64)

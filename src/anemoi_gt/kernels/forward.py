@@ -18,9 +18,9 @@ elements visible to all threads of the program. No loop reads and writes one arr
 element, and one could overwrite it before another has read it. Arrays of D elements a node have ATTRIBUTES columns, a
 power of two, zero behind D + BIAS: whole rows, no mask.
 
-A destination with more than 2 SEGMENT edges, a hub, is divided into segments (see `join_segments`), where its largest
-degree may be that large: SEGMENT is 0 in all other graphs. A segment is computed as a
-destination is, with a row_max of its own, and `join_segments` writes the hub's rows.
+A destination with more than 2 SEGMENT edges, a hub, is divided into segments (see `join_segments`), where the largest
+degree may be that large: SEGMENT is 0 in all other graphs. A segment is computed as a destination is, with a row_max of
+its own, and `join_segments` writes the hub's rows.
 
 Each loop over rows is a function that takes EACH edges a step. It is called twice: with UNROLL up to `main_end`, then
 edge by edge for the remainder.
@@ -75,7 +75,7 @@ def edge_attention_fwd(
     seed,  # [1] int64, or None
     out,  # [B, N_dst, H, C]
     lse,  # [B, N_dst, H]
-    inv_denominator,  # [B, N_dst, H]
+    inv_denominator,  # [B, N_dst, H]; with hubs see `join_segments`
     scores,  # [B, E, H] float32, scratch
     exp_scores,  # [B, E, H] r
     attr_sums,  # [B, N_dst, H, ATTRIBUTES] A, or None
