@@ -22,7 +22,7 @@ def run(*command, **environment):
     """Run a command of Anemoi and return what it wrote."""
     result = subprocess.run(
         [COMMANDS / command[0], *map(str, command[1:])],
-        env=os.environ | {"PYTHONPATH": str(HERE)} | {name: str(value) for name, value in environment.items()},
+        env=os.environ | {"PYTHONPATH": f"{HERE}:{HERE.parent}"} | {name: str(value) for name, value in environment.items()},
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=900,
     )  # fmt: skip
     assert result.returncode == 0, result.stdout[-4000:]
@@ -99,6 +99,15 @@ def test_two_ranks_of_one_model_exchange_halos_with_us_and_have_the_losses_of_on
     two, one = train("with_us", *ranks, launcher=launcher), train("untouched")
     assert two["exchanges"] >= 20 * (2 + 1 + 1)
     assert two["losses"] == pytest.approx(one["losses"], rel=RELATIVE)
+
+
+@pytest.mark.parametrize("models", (1, 2))
+def test_replays_on_two_ranks_have_the_bits_of_steps_that_ddp_reduces(train, models):
+    ranks = ["system.hardware.num_gpus_per_node=2", f"system.hardware.num_gpus_per_model={2 // models}"]
+    two_batches = ("training.accum_grad_batches=2", "training.max_steps=10")
+    replayed, launched = train("replayed", *ranks, *two_batches), train("with_us", *ranks, *two_batches)
+    assert replayed["losses"] == launched["losses"] and len(set(launched["losses"])) >= 20
+    assert replayed["attentions"] > launched["attentions"] > 0  # in warm-up and capture
 
 
 def forecast(folder, checkpoint, name, *overrides):

@@ -32,8 +32,13 @@ def reduce_gradients(shared: Iterable[Parameter], own: Iterable[Parameter], mesh
     """
     check_mesh(mesh)
     shared, own = ([parameter for parameter in both if parameter.requires_grad] for both in (shared, own))
-    _reduce(shared, mesh, "model", factor=1.0)
-    _reduce(shared + own, mesh, "data", factor=1.0 / mesh["data"].size())
+    _reduce(shared, mesh.get_group("model"), factor=1.0)
+    average_gradients(shared + own, mesh.get_group("data"))
+
+
+def average_gradients(parameters: Iterable[Parameter], group: dist.ProcessGroup) -> None:
+    """Replace gradients by their mean over the ranks of a group; a missing one counts as zero. Collective."""
+    _reduce([parameter for parameter in parameters if parameter.requires_grad], group, factor=1.0 / group.size())
 
 
 def clip_gradients(shared: Iterable[Parameter], own: Iterable[Parameter], max_norm: float, mesh: DeviceMesh) -> Tensor:
@@ -62,13 +67,13 @@ def sum_loss(loss: Tensor, mesh: DeviceMesh) -> Tensor:
     return total / mesh["data"].size()
 
 
-def _reduce(parameters: list[Parameter], mesh: DeviceMesh, axis: str, factor: float) -> None:
-    """Replace gradients by `factor` times their sum along an axis."""
-    if mesh[axis].size() == 1:
+def _reduce(parameters: list[Parameter], group: dist.ProcessGroup, factor: float) -> None:
+    """Replace gradients by `factor` times their sum over the ranks of a group."""
+    if group.size() == 1:
         return
     for bucket in _buckets(parameters):
         flat = torch.cat([torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten() for p in bucket])
-        dist.all_reduce(flat, group=mesh.get_group(axis))
+        dist.all_reduce(flat, group=group)
         parts = flat.mul_(factor).split([parameter.numel() for parameter in bucket])
         for parameter, part in zip(bucket, parts, strict=True):
             parameter.grad = part.view_as(parameter)

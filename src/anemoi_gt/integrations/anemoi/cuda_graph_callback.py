@@ -2,7 +2,7 @@
 
 strategy.training_step     replays forward and backward of the batch, logs what the module logs, returns the loss
 zero_grad                  Lightning's
-module.backward            adds the gradients of the replay to those of the parameters
+module.backward            adds the gradients of the replay to those of the parameters, and averages them over all ranks
 unscale, clip, optimiser   Lightning's
 """
 
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from anemoi_gt.cuda_graph import Capture, CUDAGraphedStep, capture_cuda_graph
+from anemoi_gt.distributed.grad_sync import average_gradients
 from anemoi_gt.integrations.anemoi.cuda_graph import check_device, held, indices_on_device, places_of
 
 log = logging.getLogger(__name__)
@@ -28,7 +29,8 @@ class CUDAGraphCallback(Callback):
     """Replay forward and backward of every training step from a CUDA graph; losses and weights are the same.
 
     The step is captured at the first batch of every epoch, since an epoch may change the rollout, and again when two
-    batches in a row have other shapes. Validation, and single batches of other shapes, are launched as without. A
+    batches in a row have other shapes. Validation, and single batches of other shapes, are launched as without. The
+    gradients of several processes are averaged once they are complete, not by DDP, whose hooks no replay calls. A
     replay repeats what the captured step did on the host: numbers that the module logs without a tensor, and
     `batch_idx`, are those of the captured batch. `capture` is as for `anemoi_gt.cuda_graph.CUDAGraphedStep`.
     """
@@ -36,8 +38,7 @@ class CUDAGraphCallback(Callback):
     def __init__(self, capture: Capture = capture_cuda_graph):
         self._capture = capture
         self._step: CUDAGraphedStep | None = None
-        self._launch: Any = None  # the strategy's training_step, while it is replaced
-        self._differentiate: Any = None  # the module's backward
+        self._differentiate: Any = None  # the module's backward, while it is replaced
         self._gradients: list[Tensor | None] | None = None  # of the batch that was replayed
         self._refused = False  # the last batch could not be replayed
 
@@ -47,7 +48,7 @@ class CUDAGraphCallback(Callback):
         Raises ValueError for a trainer whose steps cannot be captured.
         """
         check_capturable(trainer, pl_module, self._capture)
-        self._launch, self._differentiate = trainer.strategy.training_step, pl_module.backward
+        self._differentiate = pl_module.backward
         trainer.strategy.training_step = partial(self._training_step, trainer, pl_module)
         pl_module.backward = partial(self._backward, trainer, pl_module)
 
@@ -57,9 +58,9 @@ class CUDAGraphCallback(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Put back what was replaced, and release the captured step."""
-        if self._launch is not None:
+        if self._differentiate is not None:
             del trainer.strategy.training_step, pl_module.backward
-        self._launch = self._differentiate = None
+        self._differentiate = None
         self._release()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -74,7 +75,8 @@ class CUDAGraphCallback(Callback):
             if not self._refused:
                 log.warning("a training batch of other shapes than the captured one is launched without CUDA graph")
                 self._refused, self._gradients = True, None
-                return self._launch(batch, *rest)
+                with trainer.precision_plugin.train_step_context():
+                    return module.training_step(batch, *rest)  # past DDP, which would average gradients
             self._release()
         if self._step is None:
             indices = indices_on_device(module, trainer.strategy.root_device)
@@ -111,8 +113,12 @@ class CUDAGraphCallback(Callback):
         """Add the gradients of the replay to those of the parameters, or compute those of a launched step."""
         if self._gradients is None:
             self._differentiate(loss, *arguments, **options)
-            return
-        keeps = trainer.accumulate_grad_batches > 1  # beyond the next replay
+        else:
+            self._add_gradients(module, keeps=trainer.accumulate_grad_batches > 1)  # beyond the next replay
+        if trainer.world_size > 1 and trainer.strategy.model.require_backward_grad_sync:  # not in DDP's no_sync
+            average_gradients(module.parameters(), trainer.strategy.model.process_group)
+
+    def _add_gradients(self, module: LightningModule, keeps: bool) -> None:
         for parameter, gradient in zip(module.parameters(), self._gradients, strict=True):
             if gradient is not None and parameter.requires_grad:
                 if parameter.grad is not None:
@@ -134,11 +140,6 @@ def check_capturable(trainer: Trainer, module: LightningModule, capture: Capture
         raise ValueError(
             f"CUDAGraphCallback needs a strategy on one device or DDP, got {type(strategy).__name__}: set "
             f"training.strategy._target_=anemoi.training.distributed.single.SingleDeviceStrategy, or {REMEDY}"
-        )
-    if trainer.world_size > 1:
-        raise ValueError(
-            "CUDAGraphCallback needs one process, because DDP reduces gradients in hooks that a replay does not call, "
-            f"got {trainer.world_size} processes: {REMEDY}"
         )
     if not module.automatic_optimization:
         raise ValueError(
