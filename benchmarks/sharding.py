@@ -31,15 +31,18 @@ import torch
 from suite import ROOT, results
 from suite.command_line import make_parser
 from suite.environment import describe
+from suite.plot import BAR, WIDE, canvas, words
 from suite.table import EMPTY, markdown, put_into
 
 PARTS = ("strong", "replay", "compiled", "anemoi", "sizes")
+PLOTTED = PARTS[:4]  # the large graph
 RANKS = (1, 2, 4, 8)
 SIZES = (("O96", 5), ("O176", 5), ("O192", 6))  # O192 on 4 ranks is as much work for each as O96 on 1
 ANEMOI = ("anemoi-models, edges", "anemoi-models, heads", "anemoi-models, edges, install")
 HALO = "anemoi-models, edges, install, halo"
 TINY = {"grid": "O8", "refinement": 2, "heads": 4, "channels": 4, "layers": 2, "repeats": 2}
 TINY_SIZES = (("O4", 1),)
+ENDS = 130  # width left for figures behind bars
 NEAR = 0.25  # relative: work of a rank that counts as the same
 
 
@@ -52,7 +55,8 @@ def tasks_of(options: argparse.Namespace, ranks: int) -> list[dict]:
     for name, refinement in TINY_SIZES if options.tiny else SIZES:
         size = {"part": "sizes", "grid": name, "refinement": refinement}
         every += [size, size | {"replayed": True}]
-    every += [{"part": "anemoi", "model": name} for name in ANEMOI if ranks > 1 or "heads" not in name]
+    theirs = ANEMOI if ranks > 1 and options.alone is None else ANEMOI[::2] * (ranks == 1)  # all that it sends is work
+    every += [{"part": "anemoi", "model": name} for name in theirs]
     switches = [(c, r) for r in (False, True) for c in (False, True)]
     switches = [(c, r) for c, r in switches if c <= ("compiled" in options.parts) and r <= ("replay" in options.parts)]
     every += [{"part": "anemoi", "model": HALO, "compiled": c, "replayed": r} for c, r in switches]
@@ -182,6 +186,39 @@ def _ranks(report: dict) -> list[int]:
 
 def _cell(value: float | None, form: str) -> str:
     return EMPTY if value is None else format(value, form)
+
+
+def plot(report: dict) -> str:
+    """Return times of the large graph as bars, one for each number of ranks, with a line at ideal scaling."""
+    shown = report | {"results": [record for record in report["results"] if record["part"] in PLOTTED]}
+    found = {name: records for name, records in series(shown).items() if 1 in records and len(records) > 1}
+    ranks = sorted({n for records in found.values() for n in records})
+    scale = (WIDE - ENDS) / max(record["ms"] for records in found.values() for record in records.values())
+    shapes, y = [words(0, 16, "Forward and backward, time in ms", size=15)], 66
+    for place, n in enumerate(ranks):
+        shapes.append(f'<rect class="peer{place}" x="{110 * place}" y="31" width="13" height="13"/>')
+        shapes.append(words(110 * place + 19, 42, f"{n} rank{'s' * (n > 1)}", size=14))
+    for name, records in found.items():
+        shapes.append(words(0, y + 12, name, size=14))
+        y += 20
+        for n in records:
+            shapes.append(_bar(records, n, ranks.index(n), y, scale))
+            y += BAR
+        y += 12
+    label = "; ".join(
+        f"{name}: " + ", ".join(f"{record['ms']:.1f} ms on {n}" for n, record in records.items())
+        for name, records in found.items()
+    )
+    foot = words(0, y + 8, "in brackets: efficiency; line: ideal scaling", size=14)
+    return canvas(WIDE, y + 16, f"Time of forward and backward. {label}", "".join([*shapes, foot]))
+
+
+def _bar(records: dict[int, dict], n: int, place: int, y: float, scale: float) -> str:
+    ms, ideal = records[n]["ms"], scale * records[1]["ms"] / n
+    figures = f"{ms:.1f}" + (f" ({efficiency(records, n):.3f})" if n > 1 else "")
+    bar = f'<rect class="peer{place}" x="0" y="{y}" width="{scale * ms:.1f}" height="{BAR - 2}"/>'
+    bar += words(scale * ms + 7, y + BAR - 5, figures, size=14)
+    return bar + (f'<path class="floor" d="M{ideal:.1f},{y - 2}V{y + BAR}"/>' if n > 1 else "")
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:

@@ -53,13 +53,7 @@ class LogAxis:
 
 
 def roofline(results: dict) -> list[str]:
-    """Return a panel for each pass and number of channels, of encoders, processors and decoders.
-
-    Raises
-    ------
-    ValueError
-        If the file has no measurement of such a problem.
-    """
+    """Return a panel for each pass and number of channels, of encoders, processors and decoders; raise as `drawn`."""
     problems = drawn(results)
     widths = sorted({facts["channels"] for facts in problems.values()}, reverse=True)
     return [
@@ -72,12 +66,7 @@ def roofline(results: dict) -> list[str]:
 def bars(results: dict) -> str:
     """Return the times of forward and backward as bars for each part of the widest model, lower bounds as lines.
 
-    The first two baselines are drawn: bars of others, up to 40 times as long, would leave no room for these.
-
-    Raises
-    ------
-    ValueError
-        If the file has no measurement of such a problem.
+    The first two baselines are drawn: bars of others, up to 40 times as long, would leave no room. Raises as `drawn`.
     """
     kind = "forward_backward"
     results = results | {"baselines": dict(list(results["baselines"].items())[:2])}
@@ -128,13 +117,7 @@ def as_file(svg: str, theme: str) -> str:
 
 
 def drawn(results: dict) -> dict[str, dict]:
-    """Return the problems that plots show: the timed parts of whole models.
-
-    Raises
-    ------
-    ValueError
-        If there is none.
-    """
+    """Return the problems that plots show, the timed parts of whole models; raise ValueError if there is none."""
     timed = {line["problem"] for line in results["results"] if "median_ms" in line}
     problems = {
         name: facts

@@ -101,12 +101,11 @@ def test_two_ranks_of_one_model_exchange_halos_with_us_and_have_the_losses_of_on
     assert two["losses"] == pytest.approx(one["losses"], rel=RELATIVE)
 
 
-@pytest.mark.parametrize("models", (1, 2))
-def test_replays_on_two_ranks_have_the_bits_of_steps_that_ddp_reduces(train, models):
-    ranks = ["system.hardware.num_gpus_per_node=2", f"system.hardware.num_gpus_per_model={2 // models}"]
+def test_replays_on_two_ranks_have_the_bits_of_steps_that_ddp_reduces(train):
+    ranks = [f"system.hardware.num_gpus_per_{group}=2" for group in ("node", "model")]
     two_batches = ("training.accum_grad_batches=2", "training.max_steps=10")
     replayed, launched = train("replayed", *ranks, *two_batches), train("with_us", *ranks, *two_batches)
-    assert replayed["losses"] == launched["losses"] and len(set(launched["losses"])) >= 20
+    assert replayed["losses"] == launched["losses"] and len(set(launched["losses"])) == 20
     assert replayed["attentions"] > launched["attentions"] > 0  # in warm-up and capture
 
 

@@ -10,7 +10,7 @@ from support.forked import forked_commands
 from support.pages import ROOT
 
 
-def test_one_and_two_ranks_and_models_of_anemoi_are_compared_and_timed(tmp_path, monkeypatch):
+def test_one_and_two_ranks_and_models_of_anemoi_are_compared_timed_and_plotted(tmp_path, monkeypatch):
     def feasible(options, ranks, tasks=sharding.tasks_of):  # gloo cannot exchange what anemoi-models' sharding sends
         return [task for task in tasks(options, ranks) if ranks == 1 or task["part"] != "anemoi"]
 
@@ -26,7 +26,7 @@ def test_one_and_two_ranks_and_models_of_anemoi_are_compared_and_timed(tmp_path,
     found = [(each["part"], each["ranks"], each.get("halo_bytes", 0) > 0) for each in reports[0]["results"]]
     assert found[:2] + found[5:] == [(part, ranks, ranks == 2) for ranks in (1, 2) for part in parts[:2]]
     assert [each["model"] for each in reports[0]["results"][2:5]] == [*sharding.ANEMOI[::2], sharding.HALO]
-    assert all("efficiency" in sharding.tables(report) for report in reports)
+    assert all("efficiency" in sharding.tables(report) and "<svg" in sharding.plot(report) for report in reports)
 
 
 def test_the_page_holds_the_tables_of_the_results():
