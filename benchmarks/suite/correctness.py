@@ -88,13 +88,7 @@ def check_attention(problem: Problem, operands: Operands, attention: Callable[[O
 
 
 def check_structure(coo: Coo, sides: Sides) -> None:
-    """Check that both sides hold exactly the edges of `coo`.
-
-    Raises
-    ------
-    AssertionError
-        If they do not.
-    """
+    """Raise AssertionError unless both sides hold exactly the edges of `coo`."""
     src, dst = coo.edge_index
     num_src, num_dst = coo.sizes
     identity = torch.arange(len(src), device=src.device)

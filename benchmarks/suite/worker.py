@@ -111,13 +111,7 @@ class Worker:
         theirs.close()  # so that the death of the process ends a wait for its answer
 
     def call(self, method: str, *arguments):
-        """Return what the method of `Baseline` returns.
-
-        Raises
-        ------
-        Refused
-            If the baseline does not do it, does it wrongly, or broke.
-        """
+        """Return what the method of `Baseline` returns; raise Refused if it does not do it, or wrongly, or broke."""
         if self.connection.closed:
             self._start()
         try:
