@@ -75,6 +75,32 @@ def test_float32_is_as_accurate_as_separate_operators(kind, batch, hubs, num_dst
     assert_within(ours, exact, plain, exact | vanishes, torch.float32)
 
 
+@pytest.mark.parametrize(("batch", "halo"), ((1, 3), (2, 3), (1, 0)))
+@pytest.mark.parametrize("kind", ("processor", "mapper"))
+def test_normed_rows_of_a_halo_are_sources_after_the_own_ones(kind, batch, halo, kernel_device):
+    block, _, x_dst, attr, graph = make("mapper", kernel_device, num_src=9 + halo, batch=batch)
+    block = make(kind, kernel_device)[0]
+    more = torch.randn(batch * halo, 24, device=kernel_device)
+
+    def joined(own, more):
+        return torch.cat([rows.unflatten(0, (batch, -1)) for rows in (own, more)], 1)
+
+    def apart(block, more, own, attr, graph, batch):
+        shared = {"edge_attr": attr.unflatten(0, (batch, -1)), "graph": graph, "batch": batch}
+        sources = None if kind == "processor" else own
+        return run_block(block, sources, own, **shared, halo=block.source_norm(more))
+
+    def together(block, more, own, attr, graph, batch):
+        x = joined(own, more), own.unflatten(0, (batch, -1))
+        return block.update_destinations(x, graph, attr.unflatten(0, (batch, -1)), (None, None)).flatten(0, 1)
+
+    problem = more, x_dst, attr, graph, batch
+    ours = differentiated(apart, block, *problem, torch.float32)
+    plain = differentiated(together, block, *problem, torch.float32)
+    exact = differentiated(together, block.double(), *problem, torch.float64)
+    assert_within(ours, exact, plain, exact, torch.float32)
+
+
 def test_chunks_of_the_feed_forward_network_change_rounding_alone(kernel_device, monkeypatch):
     problem = make("mapper", kernel_device)
     results = []
@@ -90,12 +116,13 @@ def test_results_repeat_bit_by_bit(kernel_device):
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-@pytest.mark.parametrize("kind", ("processor", "mapper"))
-def test_forward_and_backward_operators_pass_opcheck(kind, kernel_device, monkeypatch):
-    block, *operands = make(kind, kernel_device, num_src=3, num_dst=4, edges=7)
+@pytest.mark.parametrize(("kind", "halo"), (("processor", None), ("mapper", None), ("mapper", 1)))
+def test_forward_and_backward_operators_pass_opcheck(kind, halo, kernel_device, monkeypatch):
+    block, x_src, *operands = make(kind, kernel_device, num_src=3, num_dst=4, edges=7)
+    x_src, halo = (x_src, None) if halo is None else (x_src[halo:], x_src[:halo].requires_grad_())
     calls, call = [], whole.transformer_block
     monkeypatch.setattr(whole, "_transform", lambda *a: calls.append(a) or call(*a))
-    out = by_operator(block, *operands, 1)
+    out = run_block(block, x_src, *operands, 1, halo)
     (arguments,) = calls
     torch.library.opcheck(call, arguments)
     detached = [argument.detach() if torch.is_tensor(argument) else argument for argument in arguments[:-1]]

@@ -6,6 +6,7 @@ Every rank owns some destinations and all edges into them, so a softmax never cr
     n_local ..          halo, in the order of owner and position
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -68,18 +69,21 @@ class GraphShard:
         pending = self.halo.start(x_src)
         return RowsWithHalo(pending.own, pending.wait_halo())
 
-    def start_exchange(self, x_src: Tensor) -> "PendingExchange | LocalRows":
+    def start_exchange(
+        self, x_src: Tensor, prepare: Callable[[Tensor], Tensor] | None = None
+    ) -> "PendingExchange | LocalRows":
         """Send rows of local sources, cast for autocast, and return immediately. Collective, and so is its backward.
 
         `wait()` of the result returns local sources concatenated with the halo, [.., n_src + halo, F], once. What is
         computed before hides the messages, and so does its backward. With activation checkpointing, start the exchange
-        inside the checkpointed function. Raise ValueError, before anything is sent, unless `x_src` is [n_src, F] or
+        inside the checkpointed function. `prepare`, given the rows that leave [.., F], returns what is sent of them;
+        then wait for the halo alone, by `wait_halo()`: the local rows stay as they are, uncast. Raise ValueError, before anything is sent, unless `x_src` is [n_src, F] or
         [B, n_src, F].
         """
         self._check_sources(x_src)
         if self.sources.ranges.num_ranks == 1:
             return LocalRows(x_src)
-        return self.halo.start(cast_for_autocast(x_src))
+        return self.halo.start(cast_for_autocast(x_src) if prepare is None else x_src, prepare)
 
     def _check_sources(self, x_src: Tensor) -> None:
         count = self.sources.ranges.counts[self.rank]
@@ -99,6 +103,9 @@ class LocalRows:
     def wait(self) -> Tensor:
         """Return the local rows."""
         return self.own
+
+    def wait_halo(self) -> None:
+        """Return that there is no halo."""
 
 
 def shard_graph(

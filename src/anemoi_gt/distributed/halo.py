@@ -12,7 +12,7 @@ reproducible. Sending and waiting are separate, forward and backward, so that co
     ...                            work on y                                 1. backward of the work on y
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -92,9 +92,14 @@ class HaloExchange:
         """Return the wanted rows [.., R, F] from x [.., N, F] of all ranks. Collective, and so is its backward."""
         return self.start(x).wait_halo()
 
-    def start(self, x: Tensor) -> "PendingExchange":
-        """Send local rows x [N, F] or [B, N, F] and return immediately. Collective, and so is its backward."""
+    def start(self, x: Tensor, prepare: Callable[[Tensor], Tensor] | None = None) -> "PendingExchange":
+        """Send local rows x [N, F] or [B, N, F] and return immediately. Collective, and so is its backward.
+
+        `prepare`, given the rows to be sent [S, .., F], returns what is sent of them; the local rows stay as they are.
+        """
         own, sent = _SendRows.apply(x, self)
+        if prepare is not None:
+            sent = _AwaitGradient.apply(prepare(sent))
         return PendingExchange(own, sent, self.send(sent.detach()), self)
 
     def send(self, sent: Tensor) -> Tensor:
@@ -164,6 +169,19 @@ class _SendRows(torch.autograd.Function):
     def backward(ctx, own, returned):
         total = own.clone(memory_format=torch.contiguous_format)
         return ctx.exchange.scatter_add(returned, total.movedim(-2, 0)).movedim(0, -2), None
+
+
+class _AwaitGradient(torch.autograd.Function):
+    """Prepared rows to themselves; backward awaits their gradients, which an operator reads next."""
+
+    @staticmethod
+    def forward(ctx, sent):
+        return sent.view_as(sent)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, returned):
+        return functional.wait_tensor(returned)
 
 
 class _ReceiveRows(torch.autograd.Function):

@@ -10,7 +10,7 @@ Every W has a bias (W_self if `bias` is set). The norms q_norm, k_norm and the n
 default. W_edge and its bias are operands of the attention: x_e is never materialised.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
 
 from einops import rearrange
@@ -39,10 +39,21 @@ from anemoi_gt.option_checks import check_integer, check_probability
 
 
 class PendingRows(Protocol):
-    """Async handle of the sources of a sharded graph."""
+    """Async handle of the sources of a sharded graph; of `wait` and `wait_halo`, one is called, once.
+
+    Attributes
+    ----------
+    own : Tensor [.., N_local, F]
+        The local sources, to be read in place of what was passed.
+    """
+
+    own: Tensor
 
     def wait(self) -> Tensor:
-        """Return local sources concatenated with the halo [.., N_local + halo, F]; once."""
+        """Return local sources concatenated with the halo [.., N_local + halo, F]."""
+
+    def wait_halo(self) -> Tensor | None:
+        """Return the halo [.., halo, F], None on a single rank."""
 
 
 @runtime_checkable
@@ -59,8 +70,11 @@ class ShardedGraph(Protocol):
 
     structure: GraphStructure
 
-    def start_exchange(self, x_src: Tensor) -> PendingRows:
-        """Send rows of local sources [.., N_local, F] to the ranks that read them, and return at once. Collective."""
+    def start_exchange(self, x_src: Tensor, prepare: Callable[[Tensor], Tensor] | None = None) -> PendingRows:
+        """Send rows of local sources [.., N_local, F] to the ranks that read them, and return at once. Collective.
+
+        `prepare`, given the rows that leave, returns what is sent of them, row by row; the local ones stay as they are.
+        """
 
 
 class GraphTransformerBaseBlock(nn.Module):
@@ -185,12 +199,14 @@ class GraphTransformerBaseBlock(nn.Module):
             check_structure(graph)
             check_nodes(graph, *x)
         if self.is_one_operator(x[1], cond):
-            x_src = None if x[0] is x[1] and self.source_norm is self.layer_norm_attention else x[0]
-            if is_shard:  # the rows that `attend` sends: a rank whose block has hooks calls it
+            (x_src, x_dst), halo = x, None
+            is_one_set = x_src is x_dst and self.source_norm is self.layer_norm_attention
+            if is_shard:  # what `attend` sends: a rank whose block has hooks calls it
                 check_attributes(edge_attr, self.lin_edge.weight.shape[1])
-                normed = self.normed(self.source_norm, x[0], cond[0])
-                x_src, graph = graph.start_exchange(normed).wait(), graph.structure
-            return whole_block.update_destinations(self, x_src, x[1], edge_attr, graph, normed=is_shard)
+                pending = graph.start_exchange(x_src, lambda rows: self.normed(self.source_norm, rows, None))
+                x_src, halo, graph = pending.own, pending.wait_halo(), graph.structure
+            given = (None, x_src) if is_one_set else (x_src, x_dst)
+            return whole_block.update_destinations(self, *given, edge_attr, graph, halo)
         x_dst = x[1] + self.attend(*self.normed_sides(x, cond), graph, edge_attr)
         return x_dst + self.node_dst_mlp(apply_norm(self.layer_norm_mlp_dst, x_dst, cond[1]))
 

@@ -63,40 +63,39 @@ def unsupported_reason(block: nn.Module, x: Tensor, config: AttentionConfig, kno
 
 
 def update_destinations(
-    block: nn.Module, x_src: Tensor | None, x_dst: Tensor, edge_attr: Tensor, graph, *, normed: bool = False
+    block: nn.Module, x_src: Tensor | None, x_dst: Tensor, edge_attr: Tensor, graph, halo: Tensor | None = None
 ) -> Tensor:
     """Return destinations [.., N_dst, F] after a block of this library, for which there is no `unsupported_reason`.
 
-    `x_src` [.., N_src, F] is None where the sources are the destinations, and `normed` where its norm was applied
-    before; `edge_attr` is [.., E, D].
+    `x_src` [.., N_src, F] is None where the sources are the destinations; `halo` [.., R, F] are normed rows that follow
+    it in the graph; `edge_attr` is [.., E, D].
     """
     edges = edge_attr, weight, _ = block.edge_operands(edge_attr)
-    query, key = (_as_heads(x, block.num_heads, weight.shape[0]) for x in (x_dst, x_dst if x_src is None else x_src))
+    num_src = (x_dst if x_src is None else x_src).shape[-2] + (0 if halo is None else halo.shape[-2])
+    query, key = (_as_heads(x_dst, rows, block.num_heads, weight.shape[0]) for rows in (x_dst.shape[-2], num_src))
     check_operands(AttentionOperands(query, key, key, *edges), graph)
     batch = x_dst.shape[0] if x_dst.dim() == 3 else 1
     if batch > 1:
         edge_attr = edge_attr.expand(batch, *edge_attr.shape[-2:])
     elif edge_attr.dim() == 3:
         edge_attr = edge_attr.squeeze(0)
-    x_src, rows = (None if x is None else x.reshape(-1, x.shape[-1]) for x in (x_src, x_dst))
-    return run_block(block, x_src, rows, edge_attr, graph, batch, normed=normed).view(x_dst.shape)
+    x_src, halo, rows = (None if x is None else x.reshape(-1, x.shape[-1]) for x in (x_src, halo, x_dst))
+    return run_block(block, x_src, rows, edge_attr, graph, batch, halo).view(x_dst.shape)
 
 
 def run_block(
     block: nn.Module, x_src: Tensor | None, x_dst: Tensor, edge_attr: Tensor, graph: GraphStructure, batch: int,
-    *, normed: bool = False,
+    halo: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Return destinations [B * N_dst, F] after a block for which there is no `unsupported_reason`.
 
-    `x_src` [B * N_src, F] is None where the sources are the destinations, and `normed` where its norm was applied
-    before; `edge_attr` is [E, D] or [B, E, D], after `edge_pre_mlp`; `graph` is that of one batch entry.
+    `x_src` [B * N_src, F] is None where the sources are the destinations; `halo` [B * R, F] are normed rows that follow
+    those of each entry in its graph, `graph`; `edge_attr` is [E, D] or [B, E, D], after `edge_pre_mlp`.
     """
     modules = _modules(block)
-    if normed:
-        modules.pop("norm_src", None)
-    elif x_src is not None:
+    if x_src is not None:
         modules.setdefault("norm_src", modules["norm"])
-    parts = {"x_src": x_src, "x_dst": x_dst, "edge_attr": edge_attr}
+    parts = {"x_src": x_src, "halo": halo, "x_dst": x_dst, "edge_attr": edge_attr}
     parts |= {
         f"{name}_{kind}": getattr(module, kind) for name, module in modules.items() for kind in ("weight", "bias")
     }
@@ -105,9 +104,9 @@ def run_block(
     return transform_nodes(tensors, graph, BlockOptions(block.num_heads, batch, *eps, autocast_dtype(x_dst)))
 
 
-def _as_heads(rows: Tensor, heads: int, width: int) -> Tensor:
-    """Return what stands for the query or key of rows [.., N, F], a view [.., N, heads, width / heads], in checks."""
-    return rows[..., :1, None].expand(*rows.shape[:-1], heads, width // heads)
+def _as_heads(x: Tensor, num_rows: int, heads: int, width: int) -> Tensor:
+    """Return what stands in checks for query or key of so many rows, [.., num_rows, heads, width / heads]."""
+    return x.new_empty(()).expand(*x.shape[:-2], num_rows, heads, width // heads)
 
 
 def _modules(block: nn.Module) -> dict[str, nn.Module]:

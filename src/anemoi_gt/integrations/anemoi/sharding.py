@@ -14,6 +14,7 @@ Replacements call upstream on one rank, for other shard strategies, for blocks w
 for edge lists of unknown origin.
 """
 
+from collections.abc import Callable
 from importlib import import_module
 from itertools import accumulate
 
@@ -49,7 +50,8 @@ def forward_edges_strategy(
     if local is None:
         given = (x, edge_attr, edge_index, shard_info, batch_size, model_comm_group, num_chunks)
         return upstream(self, *given, edges_are_dst_sorted)
-    pending = start_halo(self, x, local, batch_size, shard_info.nodes, model_comm_group)
+    x = cast_for_projections(x, self.lin_query, self.lin_key, self.lin_value)
+    pending = start_halo(x, local, batch_size, shard_info.nodes, model_comm_group)
     query, key, value, edges = _project(self, pending, edge_attr)
     given = (query, key, value, edges, local, (key.shape[0], query.shape[0]), num_chunks)
     return self._forward_edges_sharded_attention(*given, edges_are_dst_sorted)
@@ -212,10 +214,9 @@ def _own_rows(rows: Tensor, sizes: list[int], copies: int, group) -> Tensor:
     return Upstream.partition.shard_tensor(rows, 1, sizes, group).flatten(0, 1)
 
 
-def start_halo(block, normed: Tensor, local: Tensor, copies: int, sizes: list[int], group):
-    """Send halo rows of the normed nodes of a processor block in autocast's dtype; `local` is of `local_edges`."""
-    normed = cast_for_projections(normed, block.lin_query, block.lin_key, block.lin_value)
-    return lookup(local).exchange.start(_by_copy(normed, copies, sizes, group))
+def start_halo(x: Tensor, local: Tensor, copies: int, sizes: list[int], group, prepare: Callable | None = None):
+    """Send halo rows of the nodes of a processor block, as `HaloExchange.start`; `local` is of `local_edges`."""
+    return lookup(local).exchange.start(_by_copy(x, copies, sizes, group), prepare)
 
 
 def _project(block, pending, edge_attr: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

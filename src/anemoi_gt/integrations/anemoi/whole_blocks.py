@@ -3,6 +3,8 @@
 They call upstream, whose attention is ours, for blocks that the operator cannot compute.
 """
 
+from functools import partial
+
 import torch
 
 from anemoi_gt.compatibility import is_exporting
@@ -12,6 +14,7 @@ from anemoi_gt.integrations.anemoi.edge_cache import structure_of
 from anemoi_gt.integrations.anemoi.sharding import is_distributed, local_edges, start_halo
 from anemoi_gt.integrations.anemoi.upstream import Upstream, replaces
 from anemoi_gt.nn import whole_block
+from anemoi_gt.nn.layer_kernels import cast_for_projections
 
 PARAMETERS = "self x edge_attr edge_index shard_info batch_size size model_comm_group cond edges_are_dst_sorted"
 
@@ -22,14 +25,14 @@ def processor_block(
     **named,
 ):  # fmt: skip
     """Compute the whole block, or the attention alone."""
-    local, is_shard, x_src = edge_index, is_distributed(model_comm_group), None
+    local, is_shard, halo = edge_index, is_distributed(model_comm_group), None
     if is_shard:
         local = local_edges(self, edge_index, 2 * (shard_info.nodes,), batch_size, model_comm_group)
     if _serves(self, x, edge_index, local is None, cond):
-        if is_shard:  # the rows that upstream sends: a rank whose block has hooks calls it
-            given = (self.layer_norm_attention(x), local, batch_size, shard_info.nodes, model_comm_group)
-            x_src = start_halo(self, *given).wait().flatten(0, 1)
-        return _run(self, x_src, x, edge_attr, local, normed=is_shard), edge_attr
+        if is_shard:
+            pending = start_halo(x, local, batch_size, shard_info.nodes, model_comm_group, partial(_sent, self))
+            x, halo = pending.own.flatten(0, 1), pending.wait_halo().flatten(0, 1)
+        return _run(self, None, x, edge_attr, local, halo), edge_attr
     given = (x, edge_attr, edge_index, shard_info, batch_size, size, model_comm_group, cond)
     return upstream(self, *given, *rest, **named)
 
@@ -49,12 +52,18 @@ def mapper_block(
     return upstream(self, *given, *rest, **named)
 
 
-def _run(block, x_src, x_dst, edge_attr, edge_index, *, normed=False):
-    num_nodes = ((x_dst if x_src is None else x_src).shape[0], x_dst.shape[0])
+def _sent(block, rows):
+    """Return what upstream sends of rows: a rank whose block has hooks calls it."""
+    return cast_for_projections(block.layer_norm_attention(rows), block.lin_query, block.lin_key, block.lin_value)
+
+
+def _run(block, x_src, x_dst, edge_attr, edge_index, halo=None):
+    num_src = sum(rows.shape[0] for rows in (x_dst if x_src is None else x_src, halo) if rows is not None)
+    num_nodes = (num_src, x_dst.shape[0])
     graph, batch = structure_of(edge_index, num_nodes, reverse=torch.is_grad_enabled())
     edge_attr = block.edge_pre_mlp(edge_attr)
     edge_attr = edge_attr if batch == 1 else edge_attr.unflatten(0, (batch, -1))
-    return whole_block.run_block(block, x_src, x_dst, edge_attr, graph, batch, normed=normed)
+    return whole_block.run_block(block, x_src, x_dst, edge_attr, graph, batch, halo)
 
 
 def _serves(block, x, edge_index, sharded_upstream: bool, cond) -> bool:

@@ -7,8 +7,8 @@
     x_i = z_i + W_out gelu(h_i) + b
 
 W_query, W_key, W_value, W_self are [H * C, F], W_edge [H * C, D], W_projection [F, H * C], W_in [K, F], W_out [F, K].
-x_src and norm_src are None where sources and destinations are one set, and the bias of W_self may be; norm_src alone
-where n_j = x_j, normed before, as halo rows of a sharded graph are.
+x_src and norm_src are None where sources and destinations are one set, and the bias of W_self may be. Of a sharded graph
+a rank's own sources are followed by its halo, rows n_j that their owners normed.
 
 Adding a vector to all keys shifts all scores of a destination alike and changes no weight: the bias of the keys has no
 effect, its gradient is 0, and the bias of the values may be added to key and value by the bias of the edges, whose
@@ -47,7 +47,7 @@ from anemoi_gt.ops.triton_backend.tiles import attribute_columns
 
 CHUNK = 131072
 PARTS = ("norm_src", "norm", "query", "self", "key", "value", "edge", "projection", "mlp_norm", "in", "out")
-NODES = {"x_src": Tensor | None, "x_dst": Tensor, "edge_attr": Tensor}  # [B * N, F], [E, D] or [B, E, D]
+NODES = {"x_src": Tensor | None, "halo": Tensor | None, "x_dst": Tensor, "edge_attr": Tensor}  # [B * N, F], [.., E, D]
 PARAMETERS = dict.fromkeys((f"{part}_{kind}" for part in PARTS for kind in ("weight", "bias")), Tensor | None)
 BlockTensors = NamedTuple("BlockTensors", (NODES | PARAMETERS).items())
 
@@ -86,7 +86,7 @@ NUM_INPUTS = NUM_TENSORS + len(IndexTensors._fields)
 
 
 def transform_nodes(tensors: BlockTensors, graph: GraphStructure, options: BlockOptions) -> Tensor:
-    """Return the destinations [B * N_dst, F] after the block; `graph` is that of one batch entry."""
+    """Return the destinations [B * N_dst, F] after the block; `graph` is that of one batch entry, with the halo."""
     refuse_forward_mode(*tensors)
     save = needs_gradient(*tensors)
     graph = graph.with_reverse() if save else graph
@@ -106,9 +106,11 @@ def transformer_block(
         parameters = torch.cat([parameter.reshape(-1) for parameter in parameters.values()]).to(dtype)
         p = _views(t, parameters)
         _, n_dst = node_rows.add_norm(t.x_dst, None, _norm(t, "norm", options), dtype)
-        n_src = n_dst if t.x_src is None else t.x_src.to(dtype)
-        if t.norm_src_weight is not None:
+        n_src = n_dst
+        if t.x_src is not None:
             _, n_src = node_rows.add_norm(t.x_src, None, _norm(t, "norm_src", options), dtype)
+        if t.halo is not None:
+            n_src = torch.cat([_by_entry(rows, options) for rows in (n_src, t.halo.to(dtype))], 1).flatten(0, 1)
         query, skip = _linear(n_dst, p, "query"), _linear(n_dst, p, "self")
         key, value = _linear(n_src, p, "key"), _linear(n_src, p, "value")
         del n_src, n_dst
@@ -148,7 +150,8 @@ def _(tensors: BlockTensors, index: IndexTensors, options: BlockOptions, save: b
     z = empty(*t.x_dst.shape, dtype=torch.promote_types(t.x_dst.dtype, options.dtype))
     if not save:
         return torch.empty_like(z), *(z.new_empty(0) for _ in Kept._fields)
-    key = empty(nodes if t.x_src is None else t.x_src.shape[0], wide)
+    num_src = (t.x_dst if t.x_src is None else t.x_src).shape[0] + (0 if t.halo is None else t.halo.shape[0])
+    key = empty(num_src, wide)
     statistic = empty(*((batch, nodes // batch) if batch > 1 else (nodes,)), options.heads, dtype=torch.float32)
     columns = attribute_columns(int(t.edge_weight.shape[1]) + 1)  # D never changes: a constant
     query = empty(nodes, wide)
@@ -176,9 +179,9 @@ def transformer_block_backward(
 ) -> list[Tensor]:
     """Return gradients in the dtype of sums but for nodes and edges, which have their own.
 
-    x_src or an empty one, x_dst, edge_attr or an empty one, [query, self, key, value] weights [4 H * C, F], with x_src
-    [query, self] and [key, value], edge weight, edge bias, weights of projection, in and out, biases of query and
-    self, and the other sums over nodes, which `_columns` names.
+    x_src, halo, x_dst, edge_attr, empty where there is none or it needs none, [query, self, key, value] weights
+    [4 H * C, F], with x_src [query, self] and [key, value], edge weight, edge bias, weights of projection, in and out,
+    biases of query and self, and the other sums over nodes, which `_columns` names.
     """
     from anemoi_gt.ops.triton_backend import launch
     from anemoi_gt.ops.triton_backend.node_rows import NodeSums
@@ -189,8 +192,10 @@ def transformer_block_backward(
         sums = NodeSums(t.x_dst, columns["in_bias"].stop)
         dz, in_weight, out_weight = _mlp_backward(t, options, p, grad.to(kept.z.dtype).contiguous(), kept, sums)
 
-        dst = dz.new_empty((len(dz), (4 if t.x_src is None else 2) * wide), dtype=options.dtype)
-        src = dst[:, 2 * wide :] if t.x_src is None else dst.new_empty((len(kept.key), 2 * wide))
+        in_one = t.x_src is None and (t.halo is None or options.batch == 1)  # a tensor, in whose rows the halo follows
+        dst = dz.new_empty((len(kept.key if in_one else dz), (4 if in_one else 2) * wide), dtype=options.dtype)
+        src = dst[:, 2 * wide :] if in_one else dst.new_empty((len(kept.key), 2 * wide))
+        dst = dst[: len(dz)]
         narrow = dz.to(options.dtype)
         dy = torch.mm(narrow, p["projection_weight"], out=dst[:, wide : 2 * wide])
         projection = _outer(narrow, kept.attended)
@@ -202,23 +207,29 @@ def transformer_block_backward(
         query_bias = dst[:, :wide].sum(0, dtype=torch.float32)  # a product with ones has nine times the error
 
         def through_norm(name, x, gradients, first, grad_total):
-            weights = kept.parameters[: 4 * wide * x.shape[1]].view(4 * wide, -1)[first:][: gradients.shape[1]]
-            norm, dn = _norm(t, name, options), gradients @ weights
-            if norm[0] is None:
-                return dn.to(x.dtype), _outer(gradients, x.to(dn.dtype))
-            dx = torch.empty_like(x)
-            normed = sums.norm_backward(dx, x, dn, grad_total, norm, columns[f"{name}_weight"])
+            dx, dn = torch.empty_like(x), gradients @ weights[first:][: gradients.shape[1]]
+            normed = sums.norm_backward(dx, x, dn, grad_total, _norm(t, name, options), columns[f"{name}_weight"])
             return dx, _outer(gradients, normed)
 
-        x_dst, *weights = through_norm("norm", t.x_dst, dst, 0, dz)
-        x_src = dz.new_empty(0)
-        if t.x_src is not None:
-            x_src, src_weights = through_norm("norm_src", t.x_src, src, 2 * wide, None)
-            weights.append(src_weights)
+        weights = kept.parameters[: 4 * wide * t.x_dst.shape[1]].view(4 * wide, -1)
+        x_src, halo = dz.new_empty(0), dz.new_empty(0)
+        if t.halo is not None:
+            by_entry = _by_entry(src, options)
+            ends = len(dz if t.x_src is None else t.x_src) // options.batch, by_entry.shape[1]
+            src, outer = (by_entry[:, slice(*part)].reshape(-1, 2 * wide) for part in ((ends[0],), ends))
+            halo = (outer @ weights[2 * wide :]).to(t.halo.dtype)
+        if t.x_src is None:
+            x_dst, *found = through_norm("norm", t.x_dst, dst if in_one else torch.cat([dst, src], 1), 0, dz)
+        else:
+            x_dst, *found = through_norm("norm", t.x_dst, dst, 0, dz)
+            x_src, more = through_norm("norm_src", t.x_src, src, 2 * wide, None)
+            found.append(more)
+        if t.halo is not None:
+            found[-1][-2 * wide :] += _outer(outer, t.halo.to(outer.dtype))
         total = sums.partial.sum(0)
         self_bias = total[columns["projection_bias"]] @ t.projection_weight.to(total.dtype)
     attr = dz.new_empty(0) if dattr is None else dattr.to(t.edge_attr.dtype)
-    return [x_src, x_dst, attr, *weights, *edge, projection, in_weight, out_weight, query_bias, self_bias, total]
+    return [x_src, halo, x_dst, attr, *found, *edge, projection, in_weight, out_weight, query_bias, self_bias, total]
 
 
 @torch.library.register_fake("anemoi_gt::transformer_block_backward")
@@ -229,8 +240,7 @@ def _(grad, tensors: BlockTensors, index: IndexTensors, options: BlockOptions, k
     shapes += [t.edge_weight.shape, (wide,), t.projection_weight.shape, t.in_weight.shape, t.out_weight.shape]
     shapes += [(wide,), (wide,), (_columns(t)["in_bias"].stop,)]
     sums = [grad.new_empty(shape, dtype=torch.float32) for shape in shapes]
-    nodes = [kept.z.new_empty(0) if t.x_src is None else t.x_src.new_empty(t.x_src.shape)]
-    nodes += [t.x_dst.new_empty(t.x_dst.shape)]
+    nodes = [kept.z.new_empty(0) if x is None else x.new_empty(x.shape) for x in (t.x_src, t.halo, t.x_dst)]
     return [*nodes, t.edge_attr.new_empty(t.edge_attr.shape) if need_attr else kept.z.new_empty(0), *sums]
 
 
@@ -244,9 +254,9 @@ def _backward(ctx, grad, *_):
     gradients = call_unrecorded(_differentiate, *given)
     t = BlockTensors(*tensors[:NUM_TENSORS])
     *nodes, edge, edge_bias, projection, in_weight, out_weight, query_bias, self_bias, total = gradients
-    x_src, x_dst, attr, *weights = nodes
+    x_src, halo, x_dst, attr, *weights = nodes
     found = {name: total[columns] for name, columns in _columns(t).items()}
-    found |= {"x_src": x_src, "x_dst": x_dst, "edge_attr": attr, "query_bias": query_bias}
+    found |= {"x_src": x_src, "halo": halo, "x_dst": x_dst, "edge_attr": attr, "query_bias": query_bias}
     found |= {"self_bias": self_bias, "key_bias": torch.zeros_like(t.key_bias)}
     rows = [row for weight in weights for row in weight.chunk(4 // len(weights))]
     found |= {f"{name}_weight": row for name, row in zip(MATRICES, rows, strict=False)}
@@ -301,7 +311,7 @@ def _norm(t: BlockTensors, name: str, options: BlockOptions) -> tuple[Tensor, Te
 def _columns(t: BlockTensors) -> dict[str, slice]:
     """Return the columns of the sums over nodes by the parameters whose gradients they are; the last is in_bias."""
     names = ("mlp_norm_weight", "mlp_norm_bias", "out_bias", "projection_bias", "norm_weight", "norm_bias")
-    names += ("norm_src_weight", "norm_src_bias") if t.norm_src_weight is not None else ()
+    names += () if t.x_src is None else ("norm_src_weight", "norm_src_bias")
     sizes = dict.fromkeys(names, t.x_dst.shape[1]) | {"in_bias": t.in_weight.shape[0]}
     ends = accumulate(sizes.values())
     return {name: slice(end - size, end) for (name, size), end in zip(sizes.items(), ends, strict=True)}
@@ -339,6 +349,11 @@ def _split_heads(rows: Tensor, options: BlockOptions) -> Tensor:
     """Return rows [B * N, H * C] as [N, H, C], or [B, N, H, C] where there is a batch."""
     heads = rows.unflatten(-1, (options.heads, -1))
     return heads if options.batch == 1 else heads.unflatten(0, (options.batch, -1))
+
+
+def _by_entry(rows: Tensor, options: BlockOptions) -> Tensor:
+    """Return rows [B * N, F] as [B, N, F]."""
+    return rows.view(options.batch, len(rows) // options.batch, rows.shape[1])
 
 
 def _linear(x: Tensor, p: dict[str, Tensor], name: str) -> Tensor:
