@@ -77,8 +77,8 @@ class GraphShard:
         `wait()` of the result returns local sources concatenated with the halo, [.., n_src + halo, F], once. What is
         computed before hides the messages, and so does its backward. With activation checkpointing, start the exchange
         inside the checkpointed function. `prepare`, given the rows that leave [.., F], returns what is sent of them;
-        then wait for the halo alone, by `wait_halo()`: the local rows stay as they are, uncast. Raise ValueError, before anything is sent, unless `x_src` is [n_src, F] or
-        [B, n_src, F].
+        then call `wait_halo()` alone: local rows stay as they are, uncast. Raise ValueError, before anything is sent,
+        unless `x_src` is [n_src, F] or [B, n_src, F].
         """
         self._check_sources(x_src)
         if self.sources.ranges.num_ranks == 1:

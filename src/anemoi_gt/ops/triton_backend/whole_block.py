@@ -7,8 +7,8 @@
     x_i = z_i + W_out gelu(h_i) + b
 
 W_query, W_key, W_value, W_self are [H * C, F], W_edge [H * C, D], W_projection [F, H * C], W_in [K, F], W_out [F, K].
-x_src and norm_src are None where sources and destinations are one set, and the bias of W_self may be. Of a sharded graph
-a rank's own sources are followed by its halo, rows n_j that their owners normed.
+x_src and norm_src are None where sources and destinations are one set, and the bias of W_self may be. On a shard of a
+graph, a rank's own sources are followed by its halo, rows n_j that their owners normed.
 
 Adding a vector to all keys shifts all scores of a destination alike and changes no weight: the bias of the keys has no
 effect, its gradient is 0, and the bias of the values may be added to key and value by the bias of the edges, whose
@@ -72,7 +72,6 @@ class Kept(NamedTuple):
     attended: Tensor  # y [B * N_dst, H * C]
     z: Tensor  # [B * N_dst, F]
     hidden: Tensor  # h [B * N_dst, K]
-    parameters: Tensor  # of the linear maps, in the dtype of products
     attr: Tensor  # edge attributes in the dtype of products
     inv_denominator: Tensor  # of the attention, as `launch.Saved`
     exp_scores: Tensor
@@ -96,15 +95,13 @@ def transform_nodes(tensors: BlockTensors, graph: GraphStructure, options: Block
 @define_operator
 def transformer_block(
     tensors: BlockTensors, index: IndexTensors, options: BlockOptions, save: bool
-) -> tuple[(Tensor,) * 12]:
+) -> tuple[(Tensor,) * 11]:
     """Return the destinations [B * N_dst, F] after the block, and `Kept`, empty unless `save`."""
     from anemoi_gt.ops.triton_backend import launch, node_rows
 
     t, dtype = _readable(tensors), options.dtype
     with on_device(t.x_dst), without_autocast(t.x_dst.device.type):
-        parameters = _parameters(t._replace(edge_bias=t.edge_bias + t.value_bias))
-        parameters = torch.cat([parameter.reshape(-1) for parameter in parameters.values()]).to(dtype)
-        p = _views(t, parameters)
+        p, _ = _cast(t, dtype)
         _, n_dst = node_rows.add_norm(t.x_dst, None, _norm(t, "norm", options), dtype)
         n_src = n_dst
         if t.x_src is not None:
@@ -136,7 +133,7 @@ def transformer_block(
             torch.add(z[part], _linear(node_rows.gelu(h), p, "out"), out=x[part])
     if not save:
         return x, *(x.new_empty(0) for _ in Kept._fields)
-    return x, query, key, value, attended, z, hidden, parameters, attr, inv_denominator, exp_scores, projected
+    return x, query, key, value, attended, z, hidden, attr, inv_denominator, exp_scores, projected
 
 
 @torch.library.register_fake("anemoi_gt::transformer_block")
@@ -158,8 +155,8 @@ def _(tensors: BlockTensors, index: IndexTensors, options: BlockOptions, save: b
     problem = Problem(AttentionOperands(*(_split_heads(x, options) for x in (query, key, key))), index, Options())
     return torch.empty_like(z), *Kept(
         query=query, key=key, value=torch.empty_like(key), attended=torch.empty_like(query), z=z,
-        hidden=empty(nodes, t.in_weight.shape[0]), parameters=empty(sum(p.numel() for p in _parameters(t).values())),
-        attr=empty(*t.edge_attr.shape), inv_denominator=statistic.new_empty(problem.inverse_shape),
+        hidden=empty(nodes, t.in_weight.shape[0]), attr=empty(*t.edge_attr.shape),
+        inv_denominator=statistic.new_empty(problem.inverse_shape),
         exp_scores=statistic.new_empty((batch, index.row.shape[0], options.heads)),
         projected=empty(*statistic.shape, columns, dtype=scratch_dtype(options.dtype)),
     )  # fmt: skip
@@ -188,13 +185,13 @@ def transformer_block_backward(
 
     t = _readable(tensors)
     with on_device(t.x_dst), without_autocast(t.x_dst.device.type):
-        p, columns, wide = _views(t, kept.parameters), _columns(t), kept.query.shape[1]
+        (p, in_one), columns, wide = _cast(t, options.dtype), _columns(t), kept.query.shape[1]
         sums = NodeSums(t.x_dst, columns["in_bias"].stop)
         dz, in_weight, out_weight = _mlp_backward(t, options, p, grad.to(kept.z.dtype).contiguous(), kept, sums)
 
-        in_one = t.x_src is None and (t.halo is None or options.batch == 1)  # a tensor, in whose rows the halo follows
-        dst = dz.new_empty((len(kept.key if in_one else dz), (4 if in_one else 2) * wide), dtype=options.dtype)
-        src = dst[:, 2 * wide :] if in_one else dst.new_empty((len(kept.key), 2 * wide))
+        is_one = t.x_src is None and (t.halo is None or options.batch == 1)  # tensor, in whose rows the halo follows
+        dst = dz.new_empty((len(kept.key if is_one else dz), (4 if is_one else 2) * wide), dtype=options.dtype)
+        src = dst[:, 2 * wide :] if is_one else dst.new_empty((len(kept.key), 2 * wide))
         dst = dst[: len(dz)]
         narrow = dz.to(options.dtype)
         dy = torch.mm(narrow, p["projection_weight"], out=dst[:, wide : 2 * wide])
@@ -211,7 +208,7 @@ def transformer_block_backward(
             normed = sums.norm_backward(dx, x, dn, grad_total, _norm(t, name, options), columns[f"{name}_weight"])
             return dx, _outer(gradients, normed)
 
-        weights = kept.parameters[: 4 * wide * t.x_dst.shape[1]].view(4 * wide, -1)
+        weights = in_one[: 4 * wide * t.x_dst.shape[1]].view(4 * wide, -1)
         x_src, halo = dz.new_empty(0), dz.new_empty(0)
         if t.halo is not None:
             by_entry = _by_entry(src, options)
@@ -219,7 +216,7 @@ def transformer_block_backward(
             src, outer = (by_entry[:, slice(*part)].reshape(-1, 2 * wide) for part in ((ends[0],), ends))
             halo = (outer @ weights[2 * wide :]).to(t.halo.dtype)
         if t.x_src is None:
-            x_dst, *found = through_norm("norm", t.x_dst, dst if in_one else torch.cat([dst, src], 1), 0, dz)
+            x_dst, *found = through_norm("norm", t.x_dst, dst if is_one else torch.cat([dst, src], 1), 0, dz)
         else:
             x_dst, *found = through_norm("norm", t.x_dst, dst, 0, dz)
             x_src, more = through_norm("norm_src", t.x_src, src, 2 * wide, None)
@@ -283,6 +280,7 @@ def _mlp_backward(
         del dg
         normed = sums.norm_backward(dz[part], kept.z[part], dh @ p["in_weight"], grad[part], *norm, biases=True)
         products = _outer(dh, normed), _outer(narrow, activated)
+        del activated, dh, normed, narrow  # before those of the next part exist
         weights = [w.add_(dw) for w, dw in zip(weights, products, strict=True)] if weights else products
     return dz, *weights
 
@@ -317,17 +315,19 @@ def _columns(t: BlockTensors) -> dict[str, slice]:
     return {name: slice(end - size, end) for (name, size), end in zip(sizes.items(), ends, strict=True)}
 
 
-def _parameters(t: BlockTensors) -> dict[str, Tensor]:
-    """Return the parameters of the linear maps that are used, by name."""
+def _cast(t: BlockTensors, dtype: torch.dtype) -> tuple[dict[str, Tensor], Tensor]:
+    """Return the parameters of the linear maps in the dtype of products, by name, and the tensor that holds them all.
+
+    The backward pass casts them again: kept, they would be memory that several ranks do not share.
+    """
+    t = t._replace(edge_bias=t.edge_bias + t.value_bias)
     names = [f"{name}_weight" for name in MATRICES] + [f"{name}_bias" for name in BIASES]
-    return {name: getattr(t, name) for name in names if getattr(t, name) is not None}
-
-
-def _views(t: BlockTensors, cast: Tensor) -> dict[str, Tensor]:
-    """Return views of the parameters in the tensor that holds them all."""
-    like = _parameters(t)
-    parts = cast.split([parameter.numel() for parameter in like.values()])
-    return {name: part.view(like[name].shape) for name, part in zip(like, parts, strict=True)}
+    used = {name: getattr(t, name) for name in names if getattr(t, name) is not None}
+    in_one = t.x_dst.new_empty(sum(parameter.numel() for parameter in used.values()), dtype=dtype)
+    parts = in_one.split([parameter.numel() for parameter in used.values()])
+    views = {name: part.view(used[name].shape) for name, part in zip(used, parts, strict=True)}
+    torch._foreach_copy_(list(views.values()), list(used.values()))
+    return views, in_one
 
 
 def _readable(t: BlockTensors) -> BlockTensors:
