@@ -107,7 +107,7 @@ class AnemoiModel:
 
 def step(part: OwnModel | AnemoiModel, device: torch.device) -> Tensor:
     """Run forward, in bfloat16 on a GPU, and backward; return the loss of this rank."""
-    part.model.zero_grad(set_to_none=False)
+    part.model.zero_grad()
     with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
         loss = part.forward()
     loss.backward()

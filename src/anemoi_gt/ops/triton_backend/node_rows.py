@@ -28,16 +28,13 @@ def _launch(kernel, num_rows: int, width: int, tile: tuple[int, int, int], progr
     return Launch(kernel, grid, scalars, constants | more)
 
 
-def add_norm(
-    x: Tensor, delta: Tensor | None, norm: tuple[Tensor, Tensor, float], dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """Return x + delta [N, F], x itself without delta, and its layer norm in `dtype`; `norm` is weight, bias, eps."""
+def add_norm(x: Tensor, delta: Tensor | None, norm: tuple[Tensor, Tensor, float], normed: Tensor) -> Tensor:
+    """Return x + delta [N, F], x itself without delta, and fill `normed` with its layer norm of weight, bias, eps."""
     weight, bias, eps = norm
     total = None if delta is None else torch.empty_like(x, dtype=torch.promote_types(x.dtype, delta.dtype))
-    normed = torch.empty_like(x, dtype=dtype)
     launch = _launch(node_rows.layer_norm_fwd, *x.shape, NORM, eps=eps)
     launch(x=x, delta=delta, weight=weight, bias=bias, total=total, normed=normed)
-    return x if total is None else total, normed
+    return x if total is None else total
 
 
 def gelu(hidden: Tensor) -> Tensor:
@@ -54,20 +51,18 @@ class NodeSums:
         self.partial = like.new_zeros((PROGRAMS, width), dtype=torch.float32)
 
     def norm_backward(
-        self, dx: Tensor, x: Tensor, grad_normed: Tensor, grad_total: Tensor | None,
+        self, dx: Tensor, normed: Tensor, x: Tensor, grad_normed: Tensor, grad_total: Tensor | None,
         norm: tuple[Tensor, Tensor, float], columns: slice, biases: bool = False,
-    ) -> Tensor:  # fmt: skip
-        """Fill dx, and return the layer norm of x again like `grad_normed`.
+    ) -> None:  # fmt: skip
+        """Fill dx, and `normed` with the layer norm of x again.
 
         Gradients of weight and bias are added from the first of `columns` on; with `biases`, grad_total and dx follow.
         """
         weight, bias, eps = norm
-        normed = torch.empty_like(grad_normed)
         self._launch(node_rows.layer_norm_bwd, x, NORM_GRADIENT, columns, BIASES=biases, eps=eps)(
             x=x, grad_normed=grad_normed, grad_total=grad_total, weight=weight, bias=bias, dx=dx, normed=normed,
             partial=self.partial,
         )  # fmt: skip
-        return normed
 
     def gelu_backward(self, hidden: Tensor, grad: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
         """Return GELU of `hidden` [N, F] again, and the gradient of `hidden`, which is added."""

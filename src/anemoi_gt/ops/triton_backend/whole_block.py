@@ -102,12 +102,18 @@ def transformer_block(
     t, dtype = _readable(tensors), options.dtype
     with on_device(t.x_dst), without_autocast(t.x_dst.device.type):
         p, _ = _cast(t, dtype)
-        _, n_dst = node_rows.add_norm(t.x_dst, None, _norm(t, "norm", options), dtype)
-        n_src = n_dst
-        if t.x_src is not None:
-            _, n_src = node_rows.add_norm(t.x_src, None, _norm(t, "norm_src", options), dtype)
-        if t.halo is not None:
-            n_src = torch.cat([_by_entry(rows, options) for rows in (n_src, t.halo.to(dtype))], 1).flatten(0, 1)
+
+        def normed(name, x, halo=None):
+            rows, own = _rows_with_halo(x, halo, options)
+            for part, out in zip(x.tensor_split(len(own)), own, strict=True):
+                node_rows.add_norm(part, None, _norm(t, name, options), out)
+            return rows
+
+        if t.x_src is None:
+            n_src = normed("norm", t.x_dst, t.halo)
+            n_dst = _split_halo(n_src, t.halo, options)[0].flatten(0, 1)
+        else:
+            n_src, n_dst = normed("norm_src", t.x_src, t.halo), normed("norm", t.x_dst)
         query, skip = _linear(n_dst, p, "query"), _linear(n_dst, p, "self")
         key, value = _linear(n_src, p, "key"), _linear(n_src, p, "value")
         del n_src, n_dst
@@ -123,13 +129,14 @@ def transformer_block(
         delta = _linear(attended, p, "projection")
         if not save:
             del attended, out
-        z, normed = node_rows.add_norm(t.x_dst, delta, _norm(t, "mlp_norm", options), dtype)
+        n = torch.empty_like(t.x_dst, dtype=dtype)
+        z = node_rows.add_norm(t.x_dst, delta, _norm(t, "mlp_norm", options), n)
         del delta
         x, width = torch.empty_like(z), t.in_weight.shape[0]
-        hidden = normed.new_empty((len(normed) if save else min(len(normed), CHUNK), width))
+        hidden = n.new_empty((len(n) if save else min(len(n), CHUNK), width))
         for part in _chunks(len(z)):
-            out = hidden[part] if save else hidden[: len(normed[part])]
-            h = torch.addmm(p["in_bias"], normed[part], p["in_weight"].t(), out=out)
+            out = hidden[part] if save else hidden[: len(n[part])]
+            h = torch.addmm(p["in_bias"], n[part], p["in_weight"].t(), out=out)
             torch.add(z[part], _linear(node_rows.gelu(h), p, "out"), out=x[part])
     if not save:
         return x, *(x.new_empty(0) for _ in Kept._fields)
@@ -189,40 +196,43 @@ def transformer_block_backward(
         sums = NodeSums(t.x_dst, columns["in_bias"].stop)
         dz, in_weight, out_weight = _mlp_backward(t, options, p, grad.to(kept.z.dtype).contiguous(), kept, sums)
 
-        is_one = t.x_src is None and (t.halo is None or options.batch == 1)  # tensor, in whose rows the halo follows
-        dst = dz.new_empty((len(kept.key if is_one else dz), (4 if is_one else 2) * wide), dtype=options.dtype)
-        src = dst[:, 2 * wide :] if is_one else dst.new_empty((len(kept.key), 2 * wide))
-        dst = dst[: len(dz)]
+        src = dz.new_empty((len(kept.key), (4 if t.x_src is None else 2) * wide), dtype=options.dtype)
+        is_one = t.x_src is None and (t.halo is None or options.batch == 1)
+        dst = src[: len(dz)] if is_one else src.new_empty((len(dz), src.shape[1]))
         narrow = dz.to(options.dtype)
         dy = torch.mm(narrow, p["projection_weight"], out=dst[:, wide : 2 * wide])
         projection = _outer(narrow, kept.attended)
-        problem = _problem(*kept[:3], kept.attr, p, index, options, stride=dst.shape[1])
+        problem = _problem(*kept[:3], kept.attr, p, index, options, stride=src.shape[1])
         saved = launch.Saved(kept.inv_denominator, kept.exp_scores, kept.projected)
         dattr = torch.empty_like(kept.attr) if need_attr else None
-        rows = (dy, dst[:, :wide], src[:, :wide], src[:, wide:])
+        rows = (dy, dst[:, :wide], src[:, -2 * wide : -wide], src[:, -wide:])
         edge = _attention_backward(problem, saved, *(_split_heads(each, options) for each in rows), dattr)
         query_bias = dst[:, :wide].sum(0, dtype=torch.float32)  # a product with ones has nine times the error
 
-        def through_norm(name, x, gradients, first, grad_total):
-            dx, dn = torch.empty_like(x), gradients @ weights[first:][: gradients.shape[1]]
-            normed = sums.norm_backward(dx, x, dn, grad_total, _norm(t, name, options), columns[f"{name}_weight"])
-            return dx, _outer(gradients, normed)
+        if t.x_src is None and t.halo is not None:  # others' queries are theirs: one product for own rows and halo
+            own, outer = (rows[..., : 2 * wide] for rows in _split_halo(src, t.halo, options))
+            outer.zero_()
+            if not is_one:
+                own.copy_(dst[:, : 2 * wide].unflatten(0, own.shape[:2]))
+
+        def through_norm(name, x, gradients, first, grad_total, halo=None):
+            dn, dx = gradients @ weights[first:][: gradients.shape[1]], torch.empty_like(x)
+            (dn_own, dn_halo), (normed, own) = _split_halo(dn, halo, options), _rows_with_halo(x, halo, options)
+            totals = [None] * len(own) if grad_total is None else grad_total.tensor_split(len(own))
+            for *rows, total in zip(
+                dx.tensor_split(len(own)), own, x.tensor_split(len(own)), dn_own, totals, strict=True
+            ):
+                sums.norm_backward(*rows, total, _norm(t, name, options), columns[f"{name}_weight"])
+            dhalo = dz.new_empty(0) if halo is None else dn_halo.flatten(0, 1).to(halo.dtype, copy=True)
+            return dx, dhalo, _outer(gradients, normed)
 
         weights = in_one[: 4 * wide * t.x_dst.shape[1]].view(4 * wide, -1)
-        x_src, halo = dz.new_empty(0), dz.new_empty(0)
-        if t.halo is not None:
-            by_entry = _by_entry(src, options)
-            ends = len(dz if t.x_src is None else t.x_src) // options.batch, by_entry.shape[1]
-            src, outer = (by_entry[:, slice(*part)].reshape(-1, 2 * wide) for part in ((ends[0],), ends))
-            halo = (outer @ weights[2 * wide :]).to(t.halo.dtype)
         if t.x_src is None:
-            x_dst, *found = through_norm("norm", t.x_dst, dst if is_one else torch.cat([dst, src], 1), 0, dz)
+            x_src, (x_dst, halo, *found) = dz.new_empty(0), through_norm("norm", t.x_dst, src, 0, dz, t.halo)
         else:
-            x_dst, *found = through_norm("norm", t.x_dst, dst, 0, dz)
-            x_src, more = through_norm("norm_src", t.x_src, src, 2 * wide, None)
+            x_dst, _, *found = through_norm("norm", t.x_dst, dst, 0, dz)
+            x_src, halo, more = through_norm("norm_src", t.x_src, src, 2 * wide, None, t.halo)
             found.append(more)
-        if t.halo is not None:
-            found[-1][-2 * wide :] += _outer(outer, t.halo.to(outer.dtype))
         total = sums.partial.sum(0)
         self_bias = total[columns["projection_bias"]] @ t.projection_weight.to(total.dtype)
     attr = dz.new_empty(0) if dattr is None else dattr.to(t.edge_attr.dtype)
@@ -278,7 +288,8 @@ def _mlp_backward(
         dg = narrow @ p["out_weight"]
         activated, dh = sums.gelu_backward(kept.hidden[part], dg, columns["in_bias"])
         del dg
-        normed = sums.norm_backward(dz[part], kept.z[part], dh @ p["in_weight"], grad[part], *norm, biases=True)
+        normed = torch.empty_like(narrow)
+        sums.norm_backward(dz[part], normed, kept.z[part], dh @ p["in_weight"], grad[part], *norm, biases=True)
         products = _outer(dh, normed), _outer(narrow, activated)
         del activated, dh, normed, narrow  # before those of the next part exist
         weights = [w.add_(dw) for w, dw in zip(weights, products, strict=True)] if weights else products
@@ -351,9 +362,21 @@ def _split_heads(rows: Tensor, options: BlockOptions) -> Tensor:
     return heads if options.batch == 1 else heads.unflatten(0, (options.batch, -1))
 
 
-def _by_entry(rows: Tensor, options: BlockOptions) -> Tensor:
-    """Return rows [B * N, F] as [B, N, F]."""
-    return rows.view(options.batch, len(rows) // options.batch, rows.shape[1])
+def _rows_with_halo(x: Tensor, halo: Tensor | None, options: BlockOptions) -> tuple[Tensor, Tensor]:
+    """Return rows [B * (N + R), F] with those of the halo in each entry, and a view of the others, for those of x."""
+    rows = x.new_empty((len(x) + (0 if halo is None else len(halo)), x.shape[1]), dtype=options.dtype)
+    own, outer = _split_halo(rows, halo, options)
+    if halo is not None:
+        outer.copy_(halo.view(outer.shape))
+    return rows, own
+
+
+def _split_halo(rows: Tensor, halo: Tensor | None, options: BlockOptions) -> tuple[Tensor, Tensor | None]:
+    """Return views of rows [B * (N + R), F]: [B, N, F] and [B, R, F]; without a halo [1, B * N, F] and None."""
+    if halo is None:
+        return rows.unsqueeze(0), None
+    entries = rows.view(options.batch, len(rows) // options.batch, rows.shape[1])
+    return entries.split([entries.shape[1] - len(halo) // options.batch, len(halo) // options.batch], 1)
 
 
 def _linear(x: Tensor, p: dict[str, Tensor], name: str) -> Tensor:
