@@ -39,15 +39,9 @@ from anemoi_gt.option_checks import check_integer, check_probability
 
 
 class PendingRows(Protocol):
-    """Async handle of the sources of a sharded graph; of `wait` and `wait_halo`, one is called, once.
+    """Async handle of the sources of a sharded graph; of `wait` and `wait_halo`, one is called, once."""
 
-    Attributes
-    ----------
-    own : Tensor [.., N_local, F]
-        The local sources, to be read in place of what was passed.
-    """
-
-    own: Tensor
+    own: Tensor  # local sources [.., N_local, F], to be read in place of what was passed
 
     def wait(self) -> Tensor:
         """Return local sources concatenated with the halo [.., N_local + halo, F]."""

@@ -28,6 +28,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch._utils import _unflatten_dense_tensors
 
 from anemoi_gt.custom_ops import (
     call_unrecorded,
@@ -219,10 +220,9 @@ def transformer_block_backward(
             dn, dx = gradients @ weights[first:][: gradients.shape[1]], torch.empty_like(x)
             (dn_own, dn_halo), (normed, own) = _split_halo(dn, halo, options), _rows_with_halo(x, halo, options)
             totals = [None] * len(own) if grad_total is None else grad_total.tensor_split(len(own))
-            for *rows, total in zip(
-                dx.tensor_split(len(own)), own, x.tensor_split(len(own)), dn_own, totals, strict=True
-            ):
-                sums.norm_backward(*rows, total, _norm(t, name, options), columns[f"{name}_weight"])
+            (dxs, xs), norm = (rows.tensor_split(len(own)) for rows in (dx, x)), _norm(t, name, options)
+            for rows in zip(dxs, own, xs, dn_own, totals, strict=True):
+                sums.norm_backward(*rows, norm, columns[f"{name}_weight"])
             dhalo = dz.new_empty(0) if halo is None else dn_halo.flatten(0, 1).to(halo.dtype, copy=True)
             return dx, dhalo, _outer(gradients, normed)
 
@@ -334,11 +334,11 @@ def _cast(t: BlockTensors, dtype: torch.dtype) -> tuple[dict[str, Tensor], Tenso
     t = t._replace(edge_bias=t.edge_bias + t.value_bias)
     names = [f"{name}_weight" for name in MATRICES] + [f"{name}_bias" for name in BIASES]
     used = {name: getattr(t, name) for name in names if getattr(t, name) is not None}
-    in_one = t.x_dst.new_empty(sum(parameter.numel() for parameter in used.values()), dtype=dtype)
-    parts = in_one.split([parameter.numel() for parameter in used.values()])
-    views = {name: part.view(used[name].shape) for name, part in zip(used, parts, strict=True)}
-    torch._foreach_copy_(list(views.values()), list(used.values()))
-    return views, in_one
+    parameters = list(used.values())
+    in_one = t.x_dst.new_empty(sum(parameter.numel() for parameter in parameters), dtype=dtype)
+    views = _unflatten_dense_tensors(in_one, parameters)
+    torch._foreach_copy_(views, parameters)
+    return dict(zip(used, views, strict=True)), in_one
 
 
 def _readable(t: BlockTensors) -> BlockTensors:
