@@ -8,8 +8,8 @@
 
 A destination keeps two inputs of norms, two normed copies, query, result of the attention and input of its projection,
 and both sides of the activation in the feed-forward network. A source keeps its input, a normed copy, key and value.
-Norms keep float32. A block that is one operator keeps no copies, one side of the activation, and its weights in 16
-bits. Edges keep little beside that. Compiled blocks need less.
+Norms keep float32. A block that is one operator keeps no copies and one side of the activation. Edges keep little
+beside that. Compiled blocks need less.
 """
 
 from collections.abc import Mapping
@@ -62,9 +62,7 @@ def _estimate(model: EncoderProcessorDecoder, batch: int, size: int) -> MemoryEs
     layer, layers_in_group = layers[0], -(-len(layers) // (groups or 1))
     whole = _is_one_operator(layer)
     group = hidden * (layers_in_group * _destination(layer, size, whole) + _gradients(layer, size, whole))
-    source = _source(layer, size, whole, model.processor_edges)
-    group += _structures(model.processor_edges)[0].num_src * layers_in_group * source
-    group += layers_in_group * _weights(layer, size, whole)
+    group += _structures(model.processor_edges)[0].num_src * layers_in_group * _source(layer, size, whole)
     mappers = [*_mappers(model.encoder, model.encoder_edges, size), *_mappers(model.decoder, model.decoder_edges, size)]
     if groups is None:
         kept, working = group + sum(everything for everything, _ in mappers), 0
@@ -120,11 +118,10 @@ def _mappers(mappers: nn.ModuleDict, edges: nn.ModuleDict, size: int) -> list[tu
         graphs, whole = _structures(edges[name]), _is_one_operator(mapper.proc)
         end = (size + FLOAT32) * mapper.proc.channels * isinstance(mapper, GraphTransformerBackwardMapper)
         inputs = [(FLOAT32 + size) * channels for channels in (mapper.in_channels_src, mapper.in_channels_dst)]
-        source = _source(mapper.proc, size, whole, edges[name]) + inputs[0]
+        source = _source(mapper.proc, size, whole) + inputs[0]
         destination = _destination(mapper.proc, size, whole) + inputs[1] + end
         gradient = 3 * size * mapper.proc.channels
-        weights = _weights(mapper.proc, size, whole)
-        chunks = [graph.num_src * source + graph.num_dst * destination + weights for graph in graphs]
+        chunks = [graph.num_src * source + graph.num_dst * destination for graph in graphs]
         at_dst = _gradients(mapper.proc, size, whole)
         gradients = [max(graph.num_dst * at_dst, graph.num_src * gradient) for graph in graphs]
         found.append((sum(chunks), max(map(sum, zip(chunks, gradients, strict=True)))))
@@ -144,16 +141,9 @@ def _destination(block: GraphTransformerBaseBlock, size: int, whole: bool) -> in
     return 2 * FLOAT32 * block.channels + size * (2 * block.channels + 3 * width + hidden)
 
 
-def _source(block: GraphTransformerBaseBlock, size: int, whole: bool, edges: StaticEdges) -> int:
+def _source(block: GraphTransformerBaseBlock, size: int, whole: bool) -> int:
     """Return the bytes that a source keeps: its norm is not that of a destination in mappers."""
-    graph = edges.structure()  # the rows of a shard that is not in chunks are normed before the operator
-    norm = size if whole and (isinstance(graph, GraphStructure) or graph.chunks) else FLOAT32 + size
-    return size * 2 * block.lin_key.out_features + norm * block.channels
-
-
-def _weights(block: GraphTransformerBaseBlock, size: int, whole: bool) -> int:
-    """Return the bytes of the weights in 16 bits that a block keeps, where autocast keeps none."""
-    return size * sum(parameter.numel() for parameter in block.parameters()) if whole else 0
+    return size * 2 * block.lin_key.out_features + (size if whole else FLOAT32 + size) * block.channels
 
 
 def _gradients(block: GraphTransformerBaseBlock, size: int, whole: bool) -> int:
