@@ -98,9 +98,8 @@ class HaloExchange:
         `prepare`, given the rows to be sent [S, .., F], returns what is sent of them; the local rows stay as they are.
         """
         own, sent = _SendRows.apply(x, self)
-        if prepare is not None:
-            sent = _AwaitGradient.apply(prepare(sent))
-        return PendingExchange(own, sent, self.send(sent.detach()), self)
+        sent = sent if prepare is None else prepare(sent)
+        return PendingExchange(own, sent, self.send(sent.detach()), self, is_prepared=prepare is not None)
 
     def send(self, sent: Tensor) -> Tensor:
         """Start to send rows [S, ...]; return [R, ...], not to be read before `functional.wait_tensor`."""
@@ -134,8 +133,8 @@ class PendingExchange:
         The local rows, to be read in place of what was sent: then their gradients meet in one sum.
     """
 
-    def __init__(self, own: Tensor, sent: Tensor, arriving: Tensor, exchange: HaloExchange):
-        self.own, self.exchange = own, exchange
+    def __init__(self, own: Tensor, sent: Tensor, arriving: Tensor, exchange: HaloExchange, is_prepared: bool):
+        self.own, self.exchange, self.is_prepared = own, exchange, is_prepared
         self._in_flight: tuple[Tensor, Tensor] | None = (sent, arriving)
 
     def wait(self) -> Tensor:
@@ -153,7 +152,7 @@ class PendingExchange:
                 "with activation checkpointing, start it inside the checkpointed function"
             )
         (sent, arriving), self._in_flight = self._in_flight, None
-        return _ReceiveRows.apply(sent, arriving, self.exchange).movedim(0, -2)
+        return _ReceiveRows.apply(sent, arriving, self.exchange, self.is_prepared).movedim(0, -2)
 
 
 class _SendRows(torch.autograd.Function):
@@ -171,34 +170,23 @@ class _SendRows(torch.autograd.Function):
         return ctx.exchange.scatter_add(returned, total.movedim(-2, 0)).movedim(0, -2), None
 
 
-class _AwaitGradient(torch.autograd.Function):
-    """Prepared rows to themselves; backward awaits their gradients, which an operator reads next."""
-
-    @staticmethod
-    def forward(ctx, sent):
-        return sent.view_as(sent)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, returned):
-        return functional.wait_tensor(returned)
-
-
 class _ReceiveRows(torch.autograd.Function):
-    """Arrived rows [R, ...]; backward starts the reverse exchange and does not wait for it."""
+    """Arrived rows [R, ...]; backward starts the reverse exchange, and waits for it if rows were prepared."""
 
     @staticmethod
-    def forward(ctx, sent, arriving, exchange):
-        ctx.exchange = exchange
+    def forward(ctx, sent, arriving, exchange, is_prepared):
+        ctx.exchange, ctx.is_prepared = exchange, is_prepared
         return functional.wait_tensor(arriving)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
         returned = ctx.exchange.send_reverse(grad)
-        if not torch.compiler.is_compiling() and torch.is_anomaly_enabled():
-            returned = functional.wait_tensor(returned)  # anomaly detection reads it at once
-        return returned, None, None
+        if ctx.is_prepared or (not torch.compiler.is_compiling() and torch.is_anomaly_enabled()):
+            returned = functional.wait_tensor(
+                returned
+            )  # the gradient of `prepare`, or anomaly detection, reads it next
+        return returned, None, None, None
 
 
 def _sent_position(rows: Tensor, counts: list[int], size: int) -> Tensor:
