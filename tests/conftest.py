@@ -57,8 +57,7 @@ def pytest_addoption(parser):
 @pytest.fixture(scope="session")
 def era5_path(request):
     """Path of the ERA5 file."""
-    path = request.config.getoption("--era5-path")
-    if path is None:
+    if (path := request.config.getoption("--era5-path")) is None:
         pytest.skip("needs real weather data: pass --era5-path=FILE")
     return path
 

@@ -123,8 +123,7 @@ def described():
     names = set(re.findall(r"\.\. auto(?:class|exception|function):: (\S+)", text))
     for module, options in re.findall(r"\.\. automodule:: (\S+)((?:\n   :.*)*)", text):
         names.add(module)
-        members = re.search(r":members: (.*)", options)
-        if members:
+        if members := re.search(r":members: (.*)", options):
             names |= {f"{module}.{name.strip()}" for name in members[1].split(",")}
         elif ":no-members:" not in options:
             names |= {f"{module}.{name}" for name in definitions(importlib.import_module(module))}
@@ -220,8 +219,7 @@ def test_parameter_without_description_raises(config_tables, monkeypatch):
 
 
 def test_import_table_of_the_contributing_page_is_the_enforced_one():
-    page = (ROOT / "docs" / "contributing.md").read_text()
-    rows = re.findall(r"^\| `(\w+)` \|.*\| ([^|]+) \|$", page, re.MULTILINE)
+    rows = re.findall(r"^\| `(\w+)` \|.*\| ([^|]+) \|$", (ROOT / "docs" / "contributing.md").read_text(), re.MULTILINE)
     table = {part: set() if imports == "nothing" else set(imports.split(", ")) for part, imports in rows}
     assert table == {part: imports for part, imports in MAY_IMPORT.items() if part != "version"}
 

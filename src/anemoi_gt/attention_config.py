@@ -69,8 +69,7 @@ class AttentionConfig:
         if self.backend not in BACKENDS:
             raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {self.backend!r}")
         if self.precision not in PRECISIONS:
-            names = ", ".join(str(name) for name in PRECISIONS)
-            raise ValueError(f"precision must be one of {names}, got {self.precision!r}")
+            raise ValueError(f"precision must be one of {', '.join(map(str, PRECISIONS))}, got {self.precision!r}")
         for name in ("fixed_degree_kernels", "stable_sort"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")

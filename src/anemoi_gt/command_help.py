@@ -34,8 +34,7 @@ def options_help(*, _root_: "DictConfig") -> str:
     """Return a line for each option of a composed config: name, value, and the first sentence of its description."""
     from omegaconf import OmegaConf
 
-    name = _root_.hydra.job.name
-    text = files("anemoi_gt.configs").joinpath(f"{name}.yaml").read_text()
+    text = files("anemoi_gt.configs").joinpath(f"{_root_.hydra.job.name}.yaml").read_text()
     rows = re.findall(r"^(\w+: \S+)  # (.*)$", text, re.MULTILINE)
     rows = [(option.replace(": ", "=", 1), meaning) for option, meaning in rows]
     for group, values in OmegaConf.to_container(_root_, resolve=False).items():

@@ -62,8 +62,7 @@ def is_exporting() -> bool:
 @cache
 def _warn(backend: str) -> None:
     torch_release, triton_release = installed()
-    reason = why_untested(torch_release, triton_release if backend == "triton" else None)
-    if reason is not None:
+    if (reason := why_untested(torch_release, triton_release if backend == "triton" else None)) is not None:
         warnings.warn(f"anemoi_gt, backend {backend}: {reason}", UntestedVersionsWarning, stacklevel=3)
 
 

@@ -221,19 +221,17 @@ def checkpoints_without_generator(state: Callable[[], Tensor | None]) -> Iterato
 
 def _kind(batch: Any) -> list[tuple]:
     """Return name, shape, dtype and device of every tensor, name and value of everything else."""
-    leaves, _ = tree_flatten_with_path(batch)
     return [
         (_name(path), leaf.shape, leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else (_name(path), leaf)
-        for path, leaf in leaves
+        for path, leaf in tree_flatten_with_path(batch)[0]
     ]
 
 
 def _described(batch: Any) -> str:
-    texts = [
+    return ", ".join(
         f"{name} {tuple(rest[0])} {rest[1]}" if len(rest) == 3 else f"{name}={rest[0]!r}"
         for name, *rest in _kind(batch)
-    ]
-    return ", ".join(texts)
+    )
 
 
 def _name(path: tuple) -> str:

@@ -150,8 +150,7 @@ def argument_value(arguments: list[str], key: str) -> Any:
 
 def check_folder(arguments: list[str]) -> Path:
     """Return the existing folder in which Hydra will create that of the run; raise a ValueError if it cannot."""
-    given = argument_value(arguments, "hydra.run.dir")
-    if given == "":
+    if (given := argument_value(arguments, "hydra.run.dir")) == "":
         raise ValueError("hydra.run.dir must name a folder, got nothing: the run would write to the working directory")
     folder = Path(str(given or "outputs")).absolute()
     there = next(path for path in (folder, *folder.parents) if path.exists())

@@ -72,8 +72,7 @@ def prepare(config: "hydra_app.DictConfig") -> Callable[[], float]:
         )
     folder, description = hydra_app.output_folder(), hydra_app.describe(config)
     hydra_app.check_device(config)
-    state = checkpoint_to_resume(folder, config.resume, description)
-    if state is not None:
+    if (state := checkpoint_to_resume(folder, config.resume, description)) is not None:
         config.init_from = None  # weights are those of the checkpoint
     run = hydra_app.build(config)
     if run.training.compile:
@@ -95,8 +94,7 @@ def checkpoint_to_resume(folder: Path, resume: bool, description: dict) -> dict 
     plain values. Raises ValueError if the folder holds a run that is not to be continued, or one of torchrun or another
     config.
     """
-    path = checkpoint_to_continue(folder / LAST, ONE_PROCESS, resume=resume)
-    if path is None:
+    if (path := checkpoint_to_continue(folder / LAST, ONE_PROCESS, resume=resume)) is None:
         return None
     state = load_checkpoint(path)
     check_same_config(path, state.get("config", {}), description)
@@ -109,8 +107,7 @@ def check_same_config(path: Path, before: dict, now: dict) -> None:
     if before.get("training.steps", math.inf) < now.get("training.steps", 0):  # a run may grow
         now["training.steps"] = before["training.steps"]
     changed = (key for key in dict.fromkeys([*before, *now]) if before.get(key) != now.get(key))
-    changes = [f"{k}={before.get(k)}, not {now.get(k)}" for k in changed if not k.startswith(MAY_DIFFER)]
-    if changes:
+    if changes := [f"{k}={before.get(k)}, not {now.get(k)}" for k in changed if not k.startswith(MAY_DIFFER)]:
         raise ValueError(f"a run is continued with its own config, {path} was written with {'; '.join(changes)}")
 
 
@@ -187,8 +184,7 @@ def _train_on_ranks(config: "hydra_app.DictConfig", sharding: ShardingConfig, de
 
 def resumes_on_ranks(folder: Path, resume: bool, description: dict) -> bool:
     """Return True if a run of torchrun continues what is in its folder; raise as `checkpoint_to_resume` does."""
-    path = checkpoint_to_continue(folder / LAST, TORCHRUN, resume=resume)
-    if path is None:
+    if (path := checkpoint_to_continue(folder / LAST, TORCHRUN, resume=resume)) is None:
         return False
     check_same_config(path, load_values(path, "config"), description)
     return True
@@ -221,8 +217,7 @@ def primary_config(arguments: list[str]) -> str:
     chooses = any(argument.lstrip("+~").split("=")[0].split("@")[0] in hydra_app.GROUPS for argument in arguments)
     if not folder or chooses or hydra_app.argument_value(arguments, "resume") is not True:
         return "train"
-    found = find_run(Path(folder) / LAST)
-    if found is None:
+    if (found := find_run(Path(folder) / LAST)) is None:
         return "train"
     config = load_checkpoint(found).get("config") if found.is_file() else load_values(found, "config")
     hydra_app.store_config(config, found)

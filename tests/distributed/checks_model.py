@@ -161,8 +161,7 @@ def models_that_cannot_be_sharded_are_refused(group, verdict):
     if dist.get_rank() == dist.get_world_size() - 1:
         next(model.parameters()).data += 1
     for other in (mesh, mesh_of(dist.get_world_size(), 1)):
-        call = partial(shard_model, model, other)
-        verdict.raises(ValueError, "weights must be the same on all ranks, got", call)
+        verdict.raises(ValueError, "weights must be the same on all ranks, got", partial(shard_model, model, other))
     model = make_model()
     if dist.get_rank() == 1:
         model.decoder_edges["data"].edge_attr += 1

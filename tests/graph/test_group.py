@@ -52,8 +52,7 @@ def group_by_sorting(edge_index, sizes):
 
 
 def as_structure(groups, num_src):
-    sources = groups.row.new_empty(num_src, 0)
-    return GraphStructure(**groups._asdict(), sources=sources).validate()
+    return GraphStructure(**groups._asdict(), sources=groups.row.new_empty(num_src, 0)).validate()
 
 
 def assert_same_edges_of_each_node(pointers, order, stable_order):
@@ -73,8 +72,7 @@ def assert_by_destination(groups, edge_index, num_dst, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_ranking_places_edges_as_the_stable_sort_does(named, dtype):
     edge_index, sizes = named
-    groups = rank_edges(edge_index.to(dtype), *sizes)
-    for name, expected in as_structure(groups, sizes[0]).state_dict().items():
+    for name, expected in as_structure(rank_edges(edge_index.to(dtype), *sizes), sizes[0]).state_dict().items():
         assert torch.equal(getattr(group_by_sorting(edge_index, sizes), name), expected), name
 
 

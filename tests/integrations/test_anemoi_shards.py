@@ -109,8 +109,7 @@ def test_batches_on_ranks_are_refused_where_a_layer_does_not_divide_them(graph, 
 
 @pytest.mark.parametrize(("place", "name"), [*SHARDING, *CALLED], ids=str)
 def test_another_version_of_a_method_or_function_leaves_anemois_sharding_whole(monkeypatch, said, place, name):
-    owner = find(*place)
-    monkeypatch.setattr(owner, name, lambda self, everything: everything)
+    monkeypatch.setattr(find(*place), name, lambda self, everything: everything)
     before = {key: vars(find(*key[0]))[key[1]] for key in SHARDING}
     with integration.install():
         assert not SETTINGS.everywhere.sharding

@@ -85,8 +85,7 @@ def test_wrong_option_is_refused(kind, wrong, message):
 
 @every_kind
 def test_conditional_norms_without_a_condition_are_refused(kind):
-    kernels = LayerKernels(LayerNorm=partial(ConditionalLayerNorm, condition_shape=2))
-    block = make_block(kind, layer_kernels=kernels)
+    block = make_block(kind, layer_kernels=LayerKernels(LayerNorm=partial(ConditionalLayerNorm, condition_shape=2)))
     with pytest.raises(ValueError, match="cond must be a tensor .* ConditionalLayerNorm require a condition, got None"):
         run(block, draw(8, CHANNELS), *make_edges(8, 8))
 

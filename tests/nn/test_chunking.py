@@ -144,8 +144,7 @@ def test_condition_of_every_node_or_of_all_gives_the_same_in_chunks(kind, rows, 
     cond = draw(*batch, rows or SRC, 5), draw(*batch, rows or DST, 5)
     cond = cond if "src" in inputs else cond[1]
     expected = run(layer, inputs, graph, cond=cond)
-    actual = run(layer, inputs, split_destinations(graph, 3), cond=cond)
-    assert_same(actual, expected)
+    assert_same(run(layer, inputs, split_destinations(graph, 3), cond=cond), expected)
 
 
 @pytest.mark.parametrize("kind", ("conv", "mapper block", "processor block", *MAPPERS))

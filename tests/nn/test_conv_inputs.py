@@ -29,8 +29,7 @@ def x():
 @pytest.fixture
 def edge_index():
     """Edges without duplicates, which a sparse matrix cannot hold, in no order; the last destination has none."""
-    generator = torch.Generator().manual_seed(2)
-    cells = torch.randperm(SRC * (DST - 1), generator=generator)[:EDGES]
+    cells = torch.randperm(SRC * (DST - 1), generator=torch.Generator().manual_seed(2))[:EDGES]
     return torch.stack([cells % SRC, cells // SRC])
 
 
@@ -99,14 +98,12 @@ def test_graph_structure_gives_what_a_tensor_gives_and_weights_in_the_callers_or
 @pytest.mark.parametrize("layout", ("COO", "uncoalesced COO", "CSR", "CSC"))
 def test_sparse_adjacency_gives_what_a_tensor_gives(conv, x, edge_index, edge_attr, layout):
     adj_t = make_adj_t(layout, edge_index, torch.arange(1.0, EDGES + 1))
-    order = stored_order(adj_t)
-    assert_same(conv(x, adj_t, edge_attr[order]), conv(x, edge_index, edge_attr))
+    assert_same(conv(x, adj_t, edge_attr[stored_order(adj_t)]), conv(x, edge_index, edge_attr))
 
 
 @pytest.mark.parametrize("layout", ("COO", "uncoalesced COO", "CSR"))
 def test_values_of_a_sparse_adjacency_are_its_edge_attributes(conv, x, edge_index, edge_attr, layout):
-    adj_t = make_adj_t(layout, edge_index, edge_attr)
-    assert_same(conv(x, adj_t), conv(x, edge_index, edge_attr))
+    assert_same(conv(x, make_adj_t(layout, edge_index, edge_attr)), conv(x, edge_index, edge_attr))
 
 
 def test_weights_of_a_sparse_adjacency_are_not_attributes_as_in_pyg(x, edge_index):
@@ -132,8 +129,7 @@ def test_sparse_tensor_gives_what_a_tensor_gives_and_holds_the_weights(conv, x, 
     out, weights = conv(x, adj_t, return_attention_weights=True)
     expected, (_, expected_weights) = conv(x, edge_index, edge_attr, return_attention_weights=True)
     assert_same((out, weights), (expected, expected_weights[adj_t.order]))
-    empty = FakeSparseTensor(edge_index, None, (DST, SRC))
-    assert_same(conv(x, empty, edge_attr[adj_t.order]), expected)
+    assert_same(conv(x, FakeSparseTensor(edge_index, None, (DST, SRC)), edge_attr[adj_t.order]), expected)
 
 
 @pytest.mark.parametrize("shared", (True, False), ids=("one edge_attr", "edge_attr per element"))
@@ -158,8 +154,7 @@ def test_a_pyg_batch_of_different_graphs_gives_what_each_gives_alone():
     graphs = make_graphs((7, 20), (3, 1), (4, 0), (9, 40))
     batch = Batch.from_data_list(graphs)
     out = conv(batch.x, batch.edge_index, batch.edge_attr)
-    alone = [conv(data.x, data.edge_index, data.edge_attr) for data in graphs]
-    assert_same(out, torch.cat(alone))
+    assert_same(out, torch.cat([conv(data.x, data.edge_index, data.edge_attr) for data in graphs]))
     structure = GraphStructure.disjoint([GraphStructure.from_edge_index(g.edge_index, g.num_nodes) for g in graphs])
     from_structure = conv(batch.x, structure, batch.edge_attr)
     sorted_once = GraphStructure.from_edge_index(batch.edge_index, 23)

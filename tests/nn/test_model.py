@@ -140,8 +140,7 @@ def test_model_with_its_graph_moves_to_a_device(graph, chunks):
 
 @pytest.mark.parametrize("option", ({"trainable_nodes": 0}, {"trainable_edges": 0}))
 def test_trainable_features_and_attributes_are_optional(graph, x, option):
-    result = train_step(make_model(graph, **option), x)
-    assert not any(gradient is None for gradient in result.values())
+    assert not any(gradient is None for gradient in train_step(make_model(graph, **option), x).values())
 
 
 def change(graph, kind, **fields):

@@ -47,8 +47,7 @@ def test_chunks_of_the_edges_merge_into_the_whole_with_gradients(problem_and_gra
 
     def chunk(ids):
         ids = ids.to(graph.device)
-        edges = problem.edge_index.to(graph.device)[:, ids]
-        chunk = GraphStructure.from_edge_index(edges, sizes, global_edge_id=ids)
+        chunk = GraphStructure.from_edge_index(problem.edge_index.to(graph.device)[:, ids], sizes, global_edge_id=ids)
         operands = leaves | ({"edge_attr": leaves["edge_attr"][ids]} if "edge_attr" in leaves else {})
         torch.manual_seed(7)
         return edge_attention(**operands, graph=chunk, dropout_p=dropout_p, config=AttentionConfig(backend))

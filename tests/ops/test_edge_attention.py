@@ -45,8 +45,7 @@ def test_gradient_of_lse_alone_is_right():
     problem.grad_out.zero_()
     expected = oracle(problem)
     problem.grad_out = None
-    result = attend(problem, graph, "torch")
-    assert_same(result, expected, F64)
+    assert_same(attend(problem, graph, "torch"), expected, F64)
 
 
 def test_reverse_structure_is_built_only_for_gradients(monkeypatch):

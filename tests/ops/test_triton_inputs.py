@@ -75,8 +75,7 @@ def test_expanded_inputs_get_the_summed_gradient(problem_and_graph):
 @pytest.mark.parametrize("dropout_p", [0.0, 0.4])
 def test_a_batch_over_graphs_side_by_side_equals_the_oracle(kernel_device, dropout_p):
     names = ("self_loops", "no_edges", "isolated")
-    graphs = [structure(GRAPHS[name], kernel_device) for name in names]
-    joined = GraphStructure.disjoint(graphs)
+    joined = GraphStructure.disjoint([structure(GRAPHS[name], kernel_device) for name in names])
     assert joined.perm is not None
     edges = (joined.edge_index().cpu(), (joined.num_src, joined.num_dst))
     samples = share([make_problem(edges, 2, 4, 3, seed=seed) for seed in range(2)], "edge_weight", "edge_bias")

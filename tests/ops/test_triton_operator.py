@@ -140,8 +140,7 @@ def test_a_checkpointed_pass_may_be_watched_or_recorded_in_one_direction_alone(p
     problem, graph = problem_and_graph("one_edge", form)
     leaves, results = leaves_of(problem, graph), []
     for watch, create_graph in ((nullcontext, False), (Operators, False), (nullcontext, True)):
-        call = partial(edge_attention, **leaves, graph=graph, config=TRITON)
-        out, _ = checkpoint(call, use_reentrant=False)
+        out, _ = checkpoint(partial(edge_attention, **leaves, graph=graph, config=TRITON), use_reentrant=False)
         with watch():
             results.append(torch.autograd.grad(out.sum(), list(leaves.values()), create_graph=create_graph))
     assert all(torch.equal(*each) for found in results[1:] for each in zip(found, results[0], strict=True))
@@ -166,8 +165,7 @@ def test_extra_outputs_take_no_gradient(problem_and_graph):
 @pytest.mark.parametrize("form", ["raw", "embedded"])
 def test_no_tensor_of_edges_by_heads_by_channels_is_made_from_raw_attributes(form, kernel_device):
     nodes, edges, heads, channels = (3, 100, 4, 64) if kernel_device.type == "cpu" else (200, 40_000, 16, 64)
-    generator = torch.Generator().manual_seed(0)
-    edge_index = torch.randint(nodes, (2, edges), generator=generator)
+    edge_index = torch.randint(nodes, (2, edges), generator=torch.Generator().manual_seed(0))
     problem = make_problem((edge_index, (nodes, nodes)), heads, channels, 3, form, torch.bfloat16)
     graph = structure((edge_index, (nodes, nodes)), kernel_device).with_reverse()
     bound = edges * heads * channels * 2 / 2

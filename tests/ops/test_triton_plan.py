@@ -129,16 +129,14 @@ def test_the_listed_kernels_are_those_of_a_call_with_hubs(launched, graph, form,
 )
 def test_kernels_over_destinations_read_even_16_bit_rows_as_packed_pairs(launched, dtype, channels, pairs):
     graph = GraphStructure.from_edge_index(torch.tensor([[0, 1, 2], [0, 0, 1]]), (3, 2))
-    rows = [torch.zeros(nodes, 2, channels, dtype=dtype) for nodes in (2, 3)]
-    forward, backward = passes_of(graph, *rows)
+    forward, backward = passes_of(graph, *(torch.zeros(nodes, 2, channels, dtype=dtype) for nodes in (2, 3)))
     assert forward.kernels[0].tile["packed"] == backward.kernels[0].tile["packed"] == pairs
 
 
 @pytest.mark.parametrize(("channels", "pairs"), [(32, 1), (64, 0)])  # 16 and 32 elements of a row in each thread
 def test_fixed_degree_backward_reads_pairs_where_threads_hold_few_elements(launched, channels, pairs):
     graph = GraphStructure.from_edge_index(torch.tensor([[0, 1, 2, 1, 2, 0], [0, 0, 0, 1, 1, 1]]), (3, 2))
-    rows = [torch.zeros(count, 16, channels, dtype=torch.bfloat16) for count in (2, 3)]
-    forward, backward = passes_of(graph, *rows)
+    forward, backward = passes_of(graph, *(torch.zeros(count, 16, channels, dtype=torch.bfloat16) for count in (2, 3)))
     assert "_fixed_degree_" in forward.kernels[0].name and "_fixed_degree_" in backward.kernels[0].name
     assert forward.kernels[0].tile["packed"] == 0 and backward.kernels[0].tile["packed"] == pairs
 
@@ -164,8 +162,7 @@ def differentiate(operands, graph, **options):
 @pytest.mark.parametrize("use", [True, False])
 def test_the_config_switches_the_fixed_degree_kernels(launched, graph, use):
     differentiate(operands_of("raw", torch.bfloat16, 1), graph, fixed_degree_kernels=use)
-    found = any("_fixed_degree_" in name for name, _ in launched)
-    assert found == (use and graph.fixed_in_degree is not None)
+    assert any("_fixed_degree_" in name for name, _ in launched) == (use and graph.fixed_in_degree is not None)
 
 
 def test_the_config_forces_the_fields_of_a_tile_that_a_kernel_has():

@@ -26,8 +26,7 @@ def graphs(draw):
         most = draw(st.sampled_from([10, 24])) if num_src and num_dst else 0
         pairs = draw(st.lists(st.tuples(source, destination), min_size=most * 9 // 10 * (most > 10), max_size=most))
     else:
-        dst = draw(st.permutations(sorted([*range(num_dst)] * degree)))
-        pairs = [(draw(source), i) for i in dst]
+        pairs = [(draw(source), i) for i in draw(st.permutations(sorted([*range(num_dst)] * degree)))]
     return torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2).T.contiguous(), (num_src, num_dst)
 
 

@@ -82,22 +82,18 @@ def test_normed_rows_of_a_halo_are_sources_after_the_own_ones(kind, batch, halo,
     block = make(kind, kernel_device)[0]
     more = torch.randn(batch * halo, 24, device=kernel_device)
 
-    def joined(own, more):
-        return torch.cat([rows.unflatten(0, (batch, -1)) for rows in (own, more)], 1)
-
     def apart(block, more, own, attr, graph, batch):
-        shared = {"edge_attr": attr.unflatten(0, (batch, -1)), "graph": graph, "batch": batch}
-        sources = None if kind == "processor" else own
-        return run_block(block, sources, own, **shared, halo=block.source_norm(more))
+        sources, attr = None if kind == "processor" else own, attr.unflatten(0, (batch, -1))
+        return run_block(block, sources, own, attr, graph, batch, block.source_norm(more))
 
-    def together(block, more, own, attr, graph, batch):
-        x = joined(own, more), own.unflatten(0, (batch, -1))
-        return block.update_destinations(x, graph, attr.unflatten(0, (batch, -1)), (None, None)).flatten(0, 1)
+    def together(block, *rows):
+        *rows, graph, batch = rows
+        more, own, attr = (each.unflatten(0, (batch, -1)) for each in rows)
+        return block.update_destinations((torch.cat([own, more], 1), own), graph, attr, (None, None)).flatten(0, 1)
 
     problem = more, x_dst, attr, graph, batch
     ours = differentiated(apart, block, *problem, torch.float32)
-    plain = differentiated(together, block, *problem, torch.float32)
-    exact = differentiated(together, block.double(), *problem, torch.float64)
+    plain, exact = (differentiated(together, block.to(t), *problem, t) for t in (torch.float32, torch.float64))
     assert_within(ours, exact, plain, exact, torch.float32)
 
 

@@ -56,8 +56,7 @@ class Corpus:
         """Add one case with its exact values and plain PyTorch's."""
         for name in exact:
             for sums, tensor in ((self.ours, result[name]), (self.plain, baseline[name])):
-                error = _errors(tensor, exact[name]).double().square().sum().item()
-                sums[name] = sums.get(name, 0.0) + error
+                sums[name] = sums.get(name, 0.0) + _errors(tensor, exact[name]).double().square().sum().item()
             size = exact[name][torch.isfinite(exact[name])].square().sum().item()
             self.exact[name] = self.exact.get(name, 0.0) + size
 

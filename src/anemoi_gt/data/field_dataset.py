@@ -245,8 +245,7 @@ class FieldDataset(ForecastDataset):
         changes = (self.truth(i) - self.reference(i) for i in chosen)
         _, self.change_mean, self.change_std = _moments(changes, self.weights)
         self._climate = mean[:, : len(self.variables)]
-        constant = [name for name, std in zip(self.variables, self.change_std, strict=True) if not std > 0]
-        if constant:
+        if constant := [name for name, std in zip(self.variables, self.change_std, strict=True) if not std > 0]:
             raise ValueError(f"variables must change within {self.lead_time:g} h, {', '.join(constant)} does not")
 
 

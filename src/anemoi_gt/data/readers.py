@@ -126,8 +126,7 @@ def _open(file: str) -> list["xarray.Dataset"]:
         with open(file, "rb") as head:
             is_grib = head.read(4) == b"GRIB" or Path(file).suffix.startswith(".gr")
         if is_grib:  # no index file: the folder may be read-only
-            options = {"indexpath": "", "errors": "raise"}
-            parts = import_cfgrib().open_datasets(file, backend_kwargs=options)
+            parts = import_cfgrib().open_datasets(file, backend_kwargs={"indexpath": "", "errors": "raise"})
             return [part.drop_vars([key for key, c in part.coords.items() if c.ndim == 0]) for part in parts]
         return [xarray.open_dataset(file, engine="netcdf4")]
     except ImportError:
@@ -160,8 +159,7 @@ def _coordinate(source: "xarray.Dataset", axis: str, name: str) -> "xarray.DataA
 
 def _levels(name: str, array: "xarray.DataArray", dims: set[str]):
     """Yield the names and arrays of a variable's levels, the variable itself if it has none."""
-    other = next((dim for dim in array.dims if dim not in dims), None)
-    if other is None:
+    if (other := next((dim for dim in array.dims if dim not in dims), None)) is None:
         yield name, array
         return
     for index, value in enumerate(array[other].values):
@@ -194,8 +192,7 @@ def _concatenate(parts: list[Fields]) -> Fields:
 
 def _join(parts: list[Fields]) -> Fields:
     """Join files of different variables at the same times."""
-    times = next((part.times for part in parts if len(part.times)), None)
-    if times is None:
+    if (times := next((part.times for part in parts if len(part.times)), None)) is None:
         raise ValueError("files must have a time coordinate of dates in the standard calendar, found none")
     if not all(np.array_equal(part.times, times) for part in parts if len(part.times)):
         counts = ", ".join(str(len(part.times)) for part in parts)

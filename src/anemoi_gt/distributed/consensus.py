@@ -18,8 +18,7 @@ def raise_on_all_ranks(problem: str | None, group: dist.ProcessGroup, error: typ
     """
     problems = [None] * dist.get_world_size(group)
     dist.all_gather_object(problems, problem, group=group)
-    wrong = [rank for rank, said in enumerate(problems) if said is not None]
-    if wrong:
+    if wrong := [rank for rank, said in enumerate(problems) if said is not None]:
         raise error(f"{_ranks(wrong)}: {problems[wrong[0]]}")
 
 
@@ -44,8 +43,7 @@ def check_same(values: Mapping[str, Any], group: dist.ProcessGroup) -> None:
     for name in dict.fromkeys(name for values in of_ranks for name in values):
         # Compared as text: 1 is not 1.0, and NaN is NaN.
         first, *others = (repr(values[name]) if name in values else "no such value" for values in of_ranks)
-        wrong = [rank for rank, other in enumerate(others, 1) if other != first]
-        if wrong:
+        if wrong := [rank for rank, other in enumerate(others, 1) if other != first]:
             got = f"{others[wrong[0] - 1]} on {_ranks(wrong)} and {first} on rank 0"
             raise ValueError(f"{name} must be the same on all ranks, got {got}")
 

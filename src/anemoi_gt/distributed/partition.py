@@ -143,8 +143,7 @@ class Partition:
         if self.order.dtype != torch.int64:
             raise ValueError(f"order must have dtype int64, got {self.order.dtype}")
         ascending = self.order.sort().values  # a node listed twice would leave another without owner, and ranks hang
-        wrong = (ascending != torch.arange(size, device=ascending.device)).nonzero()
-        if len(wrong):
+        if len(wrong := (ascending != torch.arange(size, device=ascending.device)).nonzero()):
             i = int(wrong[0])
             raise ValueError(
                 f"order must hold each node 0 .. {size - 1} once, got {int(ascending[i])} at position {i} when sorted"

@@ -112,8 +112,7 @@ def find_checkpoint(folder: Path) -> Path | None:
 
 def require_checkpoint(folder: Path) -> Path:
     """Return `find_checkpoint(folder)`, or raise FileNotFoundError when there is none."""
-    found = find_checkpoint(folder)
-    if found is None:
+    if (found := find_checkpoint(folder)) is None:
         raise FileNotFoundError(f"there must be a checkpoint in {folder}, found none")
     return found
 
@@ -236,8 +235,7 @@ def checkpoint_to_continue(last: Path, writer: str, *, resume: bool) -> Path | N
     """
     if not isinstance(resume, bool):
         raise ValueError(f"resume must be true or false, got {resume!r}")
-    found = find_run(last)
-    if found is None:
+    if (found := find_run(last)) is None:
         return None
     former_writer = ONE_PROCESS if found == last else TORCHRUN
     if resume and writer == former_writer:

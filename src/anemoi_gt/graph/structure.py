@@ -119,8 +119,7 @@ class GraphStructure:
             )
         lengths = dict.fromkeys(("perm", "global_edge_id", "col", "csr_to_csc"), self.num_edges)
         for name, length in (lengths | {"rowptr": self.num_src + 1, "dst_schedule": self.num_dst}).items():
-            index = getattr(self, name)
-            if index is not None:
+            if (index := getattr(self, name)) is not None:
                 check_index(name, index, like=self.colptr, dtypes=(torch.int64,) if name == "global_edge_id" else None)
                 if not have_size(index.shape[0], length):
                     raise ValueError(f"{name} must have {length} entries, got {index.shape[0]}")
@@ -222,8 +221,7 @@ class GraphStructure:
         num_src, num_dst = _sizes(edge_index, num_nodes)
         edge_index = edge_index.as_tensor() if hasattr(edge_index, "as_tensor") else edge_index
         check_edge_index(edge_index)
-        num_edges = edge_index.shape[1]
-        dtype = _index_dtype(num_src, num_dst, num_edges)
+        dtype = _index_dtype(num_src, num_dst, edge_index.shape[1])
         if stable and not validate and can_rank(edge_index, num_src, num_dst):
             groups = rank_edges(edge_index, num_src, num_dst)
             groups = (groups if reverse else GroupedEdges(*groups[:3]))._asdict()
@@ -238,8 +236,7 @@ class GraphStructure:
         if global_edge_id is not None:
             check_edge_ids(global_edge_id, edge_index)
             global_edge_id = global_edge_id.clone() if groups["perm"] is None else global_edge_id[groups["perm"]]
-        sources = torch.empty(num_src, 0, device=edge_index.device)
-        graph = cls(**groups, sources=sources, global_edge_id=global_edge_id)
+        graph = cls(**groups, sources=torch.empty(num_src, 0, device=edge_index.device), global_edge_id=global_edge_id)
         return (graph.with_reverse(stable=stable) if reverse else graph)._with_degrees(is_known=validate)
 
     @classmethod
@@ -277,8 +274,7 @@ class GraphStructure:
         if perm is not None:
             check_index("perm", perm, like=colptr, dtypes=INDEX_DTYPES)
             perm = _copy(perm, dtype)
-        sources = torch.empty(num_src, 0, device=colptr.device)
-        graph = cls(_copy(colptr, dtype), _copy(row, dtype), sources, perm=perm)
+        graph = cls(_copy(colptr, dtype), _copy(row, dtype), torch.empty(num_src, 0, device=colptr.device), perm=perm)
         if validate:
             graph.validate()
         else:
@@ -471,11 +467,9 @@ class GraphStructure:
         """
         if not isinstance(state, Mapping):
             raise ValueError(f"state must be a dict of tensors from state_dict(), got {type(state).__name__}")
-        unknown = set(state) - set(FIELDS)
-        if unknown:
+        if unknown := set(state) - set(FIELDS):
             raise ValueError(f"state must hold only fields of a GraphStructure, got also {sorted(unknown)}")
-        missing = {"colptr", "row", "sources"} - set(state)
-        if missing:
+        if missing := {"colptr", "row", "sources"} - set(state):
             raise ValueError(f"state must hold colptr, row and sources, got no {', '.join(sorted(missing))}")
         return cls(**state)
 

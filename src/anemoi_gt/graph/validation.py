@@ -111,8 +111,7 @@ def check_pointers(name: str, pointers: Tensor, num_edges: int) -> None:
     first, last = int(pointers[0]), int(pointers[-1])
     if first != 0 or last != num_edges:
         raise ValueError(f"{name} must start at 0 and end at the number of edges {num_edges}, got {first} and {last}")
-    decreases = (pointers.diff() < 0).nonzero()
-    if len(decreases):
+    if len(decreases := (pointers.diff() < 0).nonzero()):
         at = int(decreases[0])
         raise ValueError(f"{name} must not decrease, got {int(pointers[at])}, {int(pointers[at + 1])} at position {at}")
 

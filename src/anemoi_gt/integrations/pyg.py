@@ -132,8 +132,7 @@ def _checked_subclasses(subclasses: Sequence[type[TransformerConv]]) -> tuple[ty
         if not isinstance(kind, type) or not issubclass(kind, TransformerConv):
             raise ValueError(f"subclasses must be classes that inherit from TransformerConv, got {kind!r}")
         between = kind.__mro__[: kind.__mro__.index(TransformerConv)]
-        own = [name for name in COMPUTING if any(_defines(each, name) for each in between)]
-        if own:
+        if own := [name for name in COMPUTING if any(_defines(each, name) for each in between)]:
             raise ValueError(
                 f"subclasses must compute what TransformerConv does, got {kind.__qualname__} with {own[0]} of its own; "
                 "leave it out, or put what it adds into a module around the layer"
@@ -155,8 +154,7 @@ def _layers_of(model: nn.Module, wanted: str, accepts: Callable[[nn.Module], boo
             f"model must be a module that holds layers, got a bare {type(model).__name__}, which cannot be replaced in "
             "place; put it into a container: layers = torch.nn.ModuleList([layer]), and use layers[0] afterwards"
         )
-    layers = [module for module in model.modules() if accepts(module)]
-    if not layers:
+    if not (layers := [module for module in model.modules() if accepts(module)]):
         raise ValueError(f"model must have {wanted}, got {type(model).__name__} without one")
     return layers
 
@@ -171,8 +169,7 @@ def _replace(model: nn.Module, replacements: dict[int, nn.Module]) -> None:
 
 def _replacement(upstream: TransformerConv, config: AttentionConfig, subclasses: tuple[type, ...]) -> nn.Module:
     """Return our layer with the parameters of `upstream`, or `upstream` itself if `config` allows that."""
-    reason = _unsupported_reason(upstream, subclasses)
-    if reason is None:
+    if (reason := _unsupported_reason(upstream, subclasses)) is None:
         try:
             return _with_parameters_of(upstream, config)
         except ValueError as error:  # an option that our constructor refuses
@@ -202,8 +199,7 @@ def _unsupported_reason(upstream: TransformerConv, subclasses: tuple[type, ...])
         kind = type(getattr(upstream, name))
         if not issubclass(kind, Linear):
             return f"its {name} is {kind.__qualname__}, and PyG's Linear is needed, which knows its in_channels"
-    embed = upstream.lin_edge
-    if embed is None:
+    if (embed := upstream.lin_edge) is None:
         return None
     if type(embed) is not Linear:
         return f"its lin_edge is {type(embed).__qualname__}, and PyG's Linear is needed, whose weight is all it does"

@@ -154,8 +154,7 @@ def _calls_in(profile) -> dict[tuple[str, tuple[int, ...]], list]:
         raise ValueError(f"profile must be a torch.profiler.profile that has ended, got {type(profile).__name__}")
     calls = defaultdict(list)
     for event in profile.events():
-        operator = event.name.removesuffix(BACKWARD)
-        if operator in OPERATORS and event.input_shapes:
+        if event.name.removesuffix(BACKWARD) in OPERATORS and event.input_shapes:
             schema = getattr(torch.ops.anemoi_gt, event.name.removeprefix(f"{NAMESPACE}::")).default._schema
             shapes = dict(zip([argument.name for argument in schema.arguments], event.input_shapes, strict=False))
             calls[event.name, _told_apart_by_shapes(shapes)].append(event)

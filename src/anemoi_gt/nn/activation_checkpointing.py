@@ -16,8 +16,7 @@ def checkpoint_activations(function: Callable[..., Tensor], *inputs, device: tor
     the generator state to draw the same. PyTorch cannot read that state while a CUDA graph is captured, and raises;
     without draws the state is not read during capture.
     """
-    traced = torch.compiler.is_compiling()
-    captured = not traced and device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    captured = not torch.compiler.is_compiling() and device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=draws or not captured)
 
 

@@ -170,8 +170,7 @@ def _make_chunk(graph: GraphStructure, dst: slice, num_local: int) -> Chunk:
     colptr = graph.colptr[dst.start : dst.stop + 1]
     edges = slice(int(colptr[0]), int(colptr[-1]))
     src, row = graph.row[edges].unique(return_inverse=True)
-    schedule = graph.dst_schedule
-    if schedule is not None:
+    if (schedule := graph.dst_schedule) is not None:
         schedule = schedule[(schedule >= dst.start) & (schedule < dst.stop)] - dst.start
     kept = {name: getattr(graph, name) for name in ("fixed_in_degree", "dst_hubs", "src_hubs")}
     kept["dst_schedule"] = schedule
@@ -180,8 +179,7 @@ def _make_chunk(graph: GraphStructure, dst: slice, num_local: int) -> Chunk:
     sources = torch.empty(src.shape[0], 0, device=graph.device)
     structure = GraphStructure(colptr - colptr[0], row.to(graph.row.dtype), sources, **kept)
     sizes, local = (num_local, graph.num_dst, graph.num_edges), int((src < num_local).sum())
-    halo = src[local:].long() - num_local
-    return Chunk(structure.with_reverse(), src[:local].long(), dst, edges, sizes, halo)
+    return Chunk(structure.with_reverse(), src[:local].long(), dst, edges, sizes, src[local:].long() - num_local)
 
 
 def _check_chunks(chunks: Sequence[Chunk]) -> None:

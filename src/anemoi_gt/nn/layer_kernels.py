@@ -96,8 +96,7 @@ def _warn_of_call(kind: type) -> None:
 def check_kernels(kernels: object) -> None:
     """Raise ValueError unless `kernels` has all constructors that blocks need."""
     names = [field.name for field in fields(LayerKernels)]
-    missing = [name for name in names if not hasattr(kernels, name)]
-    if missing:
+    if missing := [name for name in names if not hasattr(kernels, name)]:
         raise ValueError(
             f"layer_kernels must have the attributes {', '.join(names)}, as LayerKernels(...) does, got "
             f"{type(kernels).__name__} without {', '.join(missing)}"

@@ -219,8 +219,7 @@ def _by_data_set(
         if not side or HIDDEN in side:
             raise ValueError(f"{name} must name at least one data set, none of them {HIDDEN!r}, got {list(side)}")
         modules = nn.ModuleDict()  # names become part of the keys of the state dict
-        refused = [d for d in side if not isinstance(d, str) or d == "" or "." in d or hasattr(modules, d)]
-        if refused:
+        if refused := [d for d in side if not isinstance(d, str) or d == "" or "." in d or hasattr(modules, d)]:
             raise ValueError(
                 f"{name} must have names that torch.nn.ModuleDict accepts, not empty, without a dot, and not an "
                 f"attribute such as 'train', got {refused}; rename these nodes of the graph"

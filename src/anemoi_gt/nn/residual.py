@@ -31,8 +31,7 @@ class Residual(nn.Module):
             )
         sides = {"output": (channels.keys(), out_channels), "input": (channels.values(), in_channels)}
         for side, (numbers, size) in sides.items():
-            wrong = [number for number in numbers if not 0 <= number < size]
-            if wrong:
+            if wrong := [number for number in numbers if not 0 <= number < size]:
                 raise ValueError(f"residual must name {side} channels in 0 .. {size - 1}, got {wrong}")
         self.register_buffer("outputs", torch.tensor(list(channels.keys()), dtype=torch.int64), persistent=False)
         self.register_buffer("inputs", torch.tensor(list(channels.values()), dtype=torch.int64), persistent=False)

@@ -217,8 +217,7 @@ def edges_of(graph: HeteroData, source: str, destination: str, trainable: int, n
     if kind not in graph.edge_types:
         raise ValueError(f"graph must have edges {kind}, got edges {graph.edge_types}")
     edges = graph[kind]
-    missing = [name for name in ("edge_index", *EDGE_ATTRIBUTES) if name not in edges]
-    if missing:
+    if missing := [name for name in ("edge_index", *EDGE_ATTRIBUTES) if name not in edges]:
         raise ValueError(f"edges {kind} must have edge_index, edge_length and edge_dirs, missing {', '.join(missing)}")
     wanted = "[2, E], sources and destinations"
     check_shape(f"edge_index of edges {kind}", edges.edge_index, wanted, lambda x: x.dim() == 2 and len(x) == 2)

@@ -51,14 +51,12 @@ def unsupported_reason(name: str, query: Tensor) -> str | None:
 def choose_backend(name: str, query: Tensor) -> Backend:
     """Return the backend called `name`, or for "auto" the first that can run for `query`; raise ValueError if none."""
     if name != "auto":
-        reason = unsupported_reason(name, query)
-        if reason is not None:
+        if (reason := unsupported_reason(name, query)) is not None:
             raise ValueError(f"attention backend {name!r} cannot run here: {reason}")
         return BACKENDS[name]
     reasons = {}
     for candidate, backend in BACKENDS.items():
-        reason = backend.auto_unsupported_reason(query)
-        if reason is None:
+        if (reason := backend.auto_unsupported_reason(query)) is None:
             if not torch.compiler.is_compiling():
                 log.debug("attention backend auto: %s; rejected: %s", candidate, reasons or "none")
             return backend

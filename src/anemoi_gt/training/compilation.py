@@ -22,8 +22,7 @@ def compile_blocks(model: nn.Module) -> None:
     its block. Weights and their names do not change, and a copy of the model is not compiled. Raises ValueError when
     the model has no such block.
     """
-    blocks = [module for module in model.modules() if isinstance(module, GraphTransformerBaseBlock)]
-    if not blocks:
+    if not (blocks := [module for module in model.modules() if isinstance(module, GraphTransformerBaseBlock)]):
         name = type(model).__name__
         raise ValueError(
             f"training.compile must be false for a model without graph-transformer blocks, got true and {name}"

@@ -57,6 +57,5 @@ def load(dataset: ForecastDataset, batch_size: int, device: torch.device, order=
     `order` yields indices of the samples; None is all of them once, in order.
     """
     # Its own generator: otherwise each loader draws from the one that dropout uses.
-    loader = DataLoader(dataset, batch_size=batch_size, sampler=order, generator=torch.Generator())
-    for batch in loader:
+    for batch in DataLoader(dataset, batch_size=batch_size, sampler=order, generator=torch.Generator()):
         yield Sample(*(part.to(device) for part in batch))

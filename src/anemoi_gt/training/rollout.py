@@ -72,8 +72,7 @@ def score_rollouts(model: nn.Module, dataset: ForecastDataset, steps: int) -> Ro
             for name, baseline in baselines[n].items():
                 errors[n].add(name, i, baseline(i), truth)
     scores = [score for each in errors for score in each.scores()]
-    diverged = next((score for score in scores if not math.isfinite(score.rmse)), None)
-    if diverged is not None:
+    if (diverged := next((score for score in scores if not math.isfinite(score.rmse)), None)) is not None:
         raise FloatingPointError(
             f"rollouts must stay finite, got an RMSE of {diverged.rmse} at {diverged.lead_time:g} h: take fewer steps"
         )

@@ -229,8 +229,7 @@ def data_parallel_rng(mesh: DeviceMesh, device: torch.device) -> Iterator[None]:
     So dropout differs between the batches of two data ranks, and a sharded model drops what one device would. All ranks
     of the mesh (data, model) enter with generators in the same state: that of the CPU, and of `device`.
     """
-    models = mesh["data"].size()
-    if models == 1:
+    if (models := mesh["data"].size()) == 1:
         yield
         return
     seeds = torch.randint(2**62, (models,), device="cpu").tolist()

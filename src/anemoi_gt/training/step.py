@@ -63,8 +63,7 @@ class TrainingStep:
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self._relative_rate)
         self.optimizer.zero_grad()
         self.optimizer.step()  # moves nothing without gradients; LambdaLR warns when a scaler skips the very first step
-        scaled = config.precision == "16-mixed"
-        self.scaler = torch.amp.GradScaler(device.type, init_scale=LOSS_SCALE, enabled=scaled)
+        self.scaler = torch.amp.GradScaler(device.type, init_scale=LOSS_SCALE, enabled=config.precision == "16-mixed")
         self.global_step = 0
         self._captured: CUDAGraphedStep | None = None
         if config.cuda_graph:
@@ -104,8 +103,7 @@ class TrainingStep:
 
     def capture(self, capture: Capture) -> None:
         """Replay forward and backward from the next step on, as `capture` makes them; see `CUDAGraphedStep`."""
-        parameters = self.model.parameters()
-        self._captured = CUDAGraphedStep(self._forward_backward, parameters, self.device, capture, REMEDY)
+        self._captured = CUDAGraphedStep(self._forward_backward, self.model.parameters(), self.device, capture, REMEDY)
 
     def close(self) -> None:
         """Release a captured step with its memory and NCCL messages, which destroying the process group waits for."""

@@ -131,8 +131,7 @@ class Trainer:
 
         Raises ValueError if the state lacks an entry, or its weights are those of another model.
         """
-        missing = sorted(self.state_dict().keys() - state.keys())
-        if missing:
+        if missing := sorted(self.state_dict().keys() - state.keys()):
             raise ValueError(f"state must be the last.pt of a run, this checkpoint lacks {', '.join(missing)}")
         self.step.load_state_dict(state)
         self.best_loss = state["best_loss"]

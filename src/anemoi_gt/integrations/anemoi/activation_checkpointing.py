@@ -71,8 +71,7 @@ def maybe_checkpoint(upstream, func, enabled, *args, **kwargs):
 
 def _mode_of(component: nn.Module | None) -> str | None:
     """Return the mode of `install` for a component, None for its own switch."""
-    modes = SETTINGS.everywhere and SETTINGS.everywhere.checkpointing
-    if modes is None:
+    if (modes := SETTINGS.everywhere and SETTINGS.everywhere.checkpointing) is None:
         return None
     if isinstance(component, Upstream.mapper.GraphTransformerForwardMapper):
         return modes.encoder

@@ -141,11 +141,9 @@ def _attend(block, query: Tensor, key: Tensor, value: Tensor, edges: Tensor, edg
 
 def _serves(block, edge_index) -> bool:
     """Return whether we compute the attention of a block; if not, warn once, or raise if a backend was named."""
-    settings = SETTINGS.of(block)
-    if settings is None:
+    if (settings := SETTINGS.of(block)) is None:
         return False
-    reason = unsupported_reason(block, edge_index)
-    if reason is None:
+    if (reason := unsupported_reason(block, edge_index)) is None:
         return True
     if settings.config.backend != "auto":
         raise ValueError(

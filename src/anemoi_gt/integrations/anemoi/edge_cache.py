@@ -178,8 +178,7 @@ def gather_tensor(upstream, input_, dim, sizes, mgroup):
     The shards are exchanged all the same: if one rank left out the collective and another did not know its shard, it
     would hang.
     """
-    cache = lookup(input_)
-    if cache is None:
+    if (cache := lookup(input_)) is None:
         return upstream(input_, dim, sizes, mgroup)
     gathered = input_ if not mgroup else upstream(input_, dim, sizes, mgroup)
     if mgroup and not torch.compiler.is_compiling():
@@ -231,8 +230,7 @@ def build_graph_partition(upstream, edge_index, num_parts, num_nodes):
 @replaces("self partition_id x edge_attr edge_index cond")
 def materialise(upstream, self, partition_id, x, edge_attr, edge_index, cond=None):
     """Renumber the sources of a cached list once for each chunk."""
-    cache = lookup(edge_index)
-    if cache is None:
+    if (cache := lookup(edge_index)) is None:
         return upstream(self, partition_id, x, edge_attr, edge_index, cond=cond)
     edges, destinations = self._get_edge_range(partition_id), self._get_dst_range(partition_id)
     key = (edges.start, edges.stop, destinations.start, destinations.stop, self.num_parts)

@@ -217,8 +217,7 @@ def swap_layers(
     config = AttentionConfig(backend=backend, precision=precision)
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be a torch.nn.Module, got {model!r}")
-    found = [module for module in model.modules() if isinstance(module, find(*BLOCK))]
-    if not found:
+    if not (found := [module for module in model.modules() if isinstance(module, find(*BLOCK))]):
         raise ValueError(f"model must have a graph-transformer block of Anemoi, got {type(model).__name__} without one")
     settings = _switch_on(config, fuse_edges, blocks, sharding)
     for each in found:
@@ -276,8 +275,7 @@ def _apply_patches() -> None:
             f"anemoi-models must have {BLOCK[1]}.{attends[1]} as one of 0.9.3 to 0.19.0 has it, "
             f"got {version('anemoi-models')}"
         )
-    others = [f"{place[-1]}.{name}" for (place, name), match in matches.items() if match.reason is not None]
-    if others:
+    if others := [f"{place[-1]}.{name}" for (place, name), match in matches.items() if match.reason is not None]:
         message = "this anemoi-models lacks, or has with other parameters, %s: expect less speed, not other results"
         log.warning(message, ", ".join(others))
     if matches[PARTITION, "materialise"].reason is not None:  # before 0.16, what leaves a provider is sorted afterwards

@@ -112,9 +112,8 @@ def _precision(dtype: torch.dtype) -> str:
 def _row_launch(kernel, sizes: Sizes, tile: RowTile, scale: dict[str, float]) -> Launch:
     """Return the launch of a kernel over destinations that gathers rows."""
     scalars = {"num_dst": sizes.num_dst, "num_src": sizes.num_src, "num_edges": sizes.num_edges}
-    survivor = 1.0 / (1.0 - sizes.dropout_p) if sizes.dropout_p < 1.0 else 0.0
-    scalars |= {"attr_stride": sizes.attr_stride, **scale}
-    scalars |= {"drop_below": drop_threshold(sizes.dropout_p), "survivor": survivor}
+    scalars |= {"attr_stride": sizes.attr_stride, **scale, "drop_below": drop_threshold(sizes.dropout_p)}
+    scalars["survivor"] = 1.0 / (1.0 - sizes.dropout_p) if sizes.dropout_p < 1.0 else 0.0
     constants = _constants(sizes, HEADS=tile.heads, CHANNELS=tile.channels, num_warps=tile.num_warps)
     constants["PACKED"] = PACKED_DTYPES[sizes.dtype] if tile.pairs else None
     if "STRIDE" in kernel.arg_names:  # of the backward pass
@@ -141,8 +140,7 @@ def _segment_rows(sizes: Sizes, like: Tensor | None, width: int, segment: int | 
     segment = sizes.dst_segment if segment is None else segment
     if like is None or not segment:
         return None
-    shape = (sizes.batch * sizes.blocks(segment), sizes.heads, width)
-    return like.new_empty(shape, dtype=torch.float32)
+    return like.new_empty((sizes.batch * sizes.blocks(segment), sizes.heads, width), dtype=torch.float32)
 
 
 @lru_cache(KEPT)
@@ -152,8 +150,7 @@ def join_launch(sizes: Sizes, segment: int, num_nodes: int, width: int, others: 
     columns = min(tiles.next_power_of_two(width), tiles.JOINED_COLUMNS)
     constants = {"H": sizes.heads, "WIDTH": width, "OTHERS": others, "COLUMNS": columns, "num_warps": 1}
     constants |= {"SEGMENTS": tiles.JOINED // columns, "STATISTICS": tiles.STATISTICS}
-    constants |= {"INT64": sizes.needs_int64, "SEGMENT": segment}
-    constants["STRIDE"] = stride or sizes.heads * width
+    constants |= {"INT64": sizes.needs_int64, "SEGMENT": segment, "STRIDE": stride or sizes.heads * width}
     return Launch(join_segments.join_segments, (sizes.batch * sizes.blocks(segment),), scalars, constants)
 
 
@@ -228,8 +225,7 @@ def embed(problem: Problem, sums: Tensor, rows: Tensor, skip: Tensor | None = No
 @lru_cache(KEPT)
 def forward_launch(sizes: Sizes, tile: RowTile | None = None) -> Launch:
     """Return the launch of `attend_rows`."""
-    fixed = has_fixed_degree(sizes)
-    kernel = fixed_degree.edge_attention_fixed_degree_fwd if fixed else forward.edge_attention_fwd
+    kernel = fixed_degree.edge_attention_fixed_degree_fwd if has_fixed_degree(sizes) else forward.edge_attention_fwd
     return _row_launch(kernel, sizes, tile or forward_tile(sizes), {"score_scale": sizes.scale * LOG2_E})
 
 
@@ -354,8 +350,7 @@ def attribute_launch(sizes: Sizes) -> Launch:
     """Return the launch of `differentiate_attributes`."""
     scalars = {"num_dst": sizes.num_dst, "num_edges": sizes.num_edges, "attr_stride": sizes.attr_stride}
     constants = _constants(sizes, HEADS=tiles.attribute_heads(sizes.heads), EDGES=tiles.PRODUCT)
-    constants |= {"num_warps": tiles.attribute_warps(sizes.heads, sizes.attributes)}
-    constants["SEGMENT"] = sizes.dst_segment
+    constants |= {"num_warps": tiles.attribute_warps(sizes.heads, sizes.attributes), "SEGMENT": sizes.dst_segment}
     del constants["C"]
     programs = sizes.destinations + sizes.batch * sizes.blocks(sizes.dst_segment)
     return Launch(edge_features.attribute_bwd, (programs,), scalars, constants)

@@ -89,8 +89,7 @@ class Pass:
             missing -= set(map(id, ordered))
             if 0 in launch.grid:
                 continue
-            compiled = launch.compiled_for(ordered)
-            if compiled is None:
+            if (compiled := launch.compiled_for(ordered)) is None:
                 return
             run, self._stream_of, *kept = compiled
             pick = itemgetter(*(places[id(tensor)] for tensor in ordered))
