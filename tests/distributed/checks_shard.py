@@ -148,6 +148,9 @@ def an_exchange_is_completed_once_and_double_backward_raises(group, verdict):
     pending.wait()
     for again in (pending.wait, pending.wait_halo):
         verdict.raises(ValueError, "exchange already completed: start one for each use", again)
+    prepared = exchange.start(torch.ones(1, 2), torch.neg)
+    verdict.raises(ValueError, "prepared rows must be awaited by wait_halo", prepared.wait)
+    verdict.same("prepared", prepared.wait_halo(), -torch.ones(1, 2).expand(len(exchange.send_rows), 2))
     x = torch.ones(1, 2, requires_grad=True)
     for rows_of in (exchange, partial(own_rows, exchange)):
         (gradient,) = torch.autograd.grad(rows_of(x).square().sum(), x, create_graph=True)

@@ -188,8 +188,7 @@ def test_saved_structure_loads_with_safe_defaults():
 
 def test_repr_is_one_line():
     assert repr(GRAPH) == "GraphStructure(num_src=3, num_dst=3, num_edges=4, reverse=False, int32, cpu)"
-    nearest = repr(GraphStructure.from_edge_index(*GRAPHS["nearest"]))
-    assert "reverse=True, fixed_in_degree=3, int32" in nearest
+    assert "reverse=True, fixed_in_degree=3, int32" in repr(GraphStructure.from_edge_index(*GRAPHS["nearest"]))
 
 
 def test_schedule_puts_neighbours_together():

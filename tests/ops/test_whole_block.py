@@ -97,6 +97,14 @@ def test_normed_rows_of_a_halo_are_sources_after_the_own_ones(kind, batch, halo,
     assert_within(ours, exact, plain, exact, torch.float32)
 
 
+def test_sides_of_a_mapper_that_share_nodes_and_norm_give_what_they_give_apart(kernel_device):
+    block, *problem = make("mapper", kernel_device, num_src=9)
+    block.layer_norm_attention_src = block.layer_norm_attention
+    ways = [lambda block, _, x, *given, one=one: run_block(block, None if one else x, x, *given) for one in (0, 1)]
+    results = [differentiated(way, block, None, *problem[1:], 1, torch.float32) for way in ways]
+    assert_same_numbers(*results)
+
+
 def test_chunks_of_the_feed_forward_network_change_rounding_alone(kernel_device, monkeypatch):
     problem = make("mapper", kernel_device)
     results = []

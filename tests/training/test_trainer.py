@@ -20,8 +20,7 @@ CPU = torch.device("cpu")
 
 
 def test_loss_is_the_mean_square_by_area():
-    output = torch.tensor([[[1.0], [2.0]], [[3.0], [0.0]]])
-    loss = weighted_mse(output, torch.zeros(2, 2, 1), torch.tensor([0.5, 1.5]))
+    loss = weighted_mse(torch.tensor([[[1.0], [2.0]], [[3.0], [0.0]]]), torch.zeros(2, 2, 1), torch.tensor([0.5, 1.5]))
     assert loss.item() == pytest.approx((0.5 * 1 + 1.5 * 4 + 0.5 * 9) / 4)
 
 

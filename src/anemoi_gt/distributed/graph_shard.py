@@ -105,7 +105,7 @@ class LocalRows:
         return self.own
 
     def wait_halo(self) -> None:
-        """Return that there is no halo."""
+        """Return None: there is no halo."""
 
 
 def shard_graph(

@@ -103,7 +103,7 @@ class HaloExchange:
 
     def send(self, sent: Tensor) -> Tensor:
         """Start to send rows [S, ...]; return [R, ...], not to be read before `functional.wait_tensor`."""
-        return functional.all_to_all_single(sent, self.recv_counts, self.send_counts, self.group_name)
+        return functional.all_to_all_single(sent.contiguous(), self.recv_counts, self.send_counts, self.group_name)
 
     def send_reverse(self, y: Tensor) -> Tensor:
         """Start to return rows [R, ...] to their owners; return [S, ...], to be awaited by `scatter_add`."""
@@ -138,7 +138,12 @@ class PendingExchange:
         self._in_flight: tuple[Tensor, Tensor] | None = (sent, arriving)
 
     def wait(self) -> Tensor:
-        """Return the local rows concatenated with the halo, [N + R, F] or [B, N + R, F]; raise as `wait_halo`."""
+        """Return the local rows concatenated with the halo, [N + R, F] or [B, N + R, F]; raise as `wait_halo`.
+
+        Raise ValueError after `prepare`, too: the local rows are as they were.
+        """
+        if self.is_prepared:
+            raise ValueError("prepared rows must be awaited by wait_halo(), got wait(): local rows are not prepared")
         return torch.cat([self.own, self.wait_halo()], dim=-2)
 
     def wait_halo(self) -> Tensor:

@@ -39,7 +39,10 @@ from anemoi_gt.option_checks import check_integer, check_probability
 
 
 class PendingRows(Protocol):
-    """Async handle of the sources of a sharded graph; of `wait` and `wait_halo`, one is called, once."""
+    """Async handle of the sources of a sharded graph; of `wait` and `wait_halo`, one is called, once.
+
+    Where the rows were prepared it is `wait_halo`: local rows and halo do not belong together.
+    """
 
     own: Tensor  # local sources [.., N_local, F], to be read in place of what was passed
 
@@ -197,7 +200,7 @@ class GraphTransformerBaseBlock(nn.Module):
             is_one_set = x_src is x_dst and self.source_norm is self.layer_norm_attention
             if is_shard:  # what `attend` sends: a rank whose block has hooks calls it
                 check_attributes(edge_attr, self.lin_edge.weight.shape[1])
-                pending = graph.start_exchange(x_src, lambda rows: self.normed(self.source_norm, rows, None))
+                pending = graph.start_exchange(x_src, prepare=lambda rows: self.normed(self.source_norm, rows, None))
                 x_src, halo, graph = pending.own, pending.wait_halo(), graph.structure
             given = (None, x_src) if is_one_set else (x_src, x_dst)
             return whole_block.update_destinations(self, *given, edge_attr, graph, halo)

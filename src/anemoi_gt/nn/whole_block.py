@@ -67,8 +67,8 @@ def update_destinations(
 ) -> Tensor:
     """Return destinations [.., N_dst, F] after a block of this library, for which there is no `unsupported_reason`.
 
-    `x_src` [.., N_src, F] is None where the sources are the destinations; `halo` [.., R, F] are normed rows that follow
-    it in the graph; `edge_attr` is [.., E, D].
+    `x_src` [.., N_src, F] is None where the sources are the destinations; `halo` [.., R, F] are normed sources,
+    numbered after the local ones; `edge_attr` is [.., E, D].
     """
     edges = edge_attr, weight, _ = block.edge_operands(edge_attr)
     num_src = (x_dst if x_src is None else x_src).shape[-2] + (0 if halo is None else halo.shape[-2])
@@ -89,11 +89,14 @@ def run_block(
 ) -> Tensor:  # fmt: skip
     """Return destinations [B * N_dst, F] after a block for which there is no `unsupported_reason`.
 
-    `x_src` [B * N_src, F] is None where the sources are the destinations; `halo` [B * R, F] are normed rows that follow
-    those of each entry in its graph, `graph`; `edge_attr` is [E, D] or [B, E, D], after `edge_pre_mlp`.
+    `x_src` [B * N_src, F] is None where the sources are the destinations; `halo` [B * R, F] are normed sources of each
+    batch entry, numbered after its local ones; `edge_attr` is [E, D] or [B, E, D], after `edge_pre_mlp`; `graph` is
+    that of one batch entry.
     """
     modules = _modules(block)
-    if x_src is not None:
+    if x_src is None:
+        modules.pop("norm_src", None)  # of a mapper whose sides share it
+    else:
         modules.setdefault("norm_src", modules["norm"])
     parts = {"x_src": x_src, "halo": halo, "x_dst": x_dst, "edge_attr": edge_attr}
     parts |= {
@@ -105,7 +108,7 @@ def run_block(
 
 
 def _as_heads(x: Tensor, num_rows: int, heads: int, width: int) -> Tensor:
-    """Return what stands in checks for query or key of so many rows, [.., num_rows, heads, width / heads]."""
+    """Return a stand-in for query or key in checks, [.., num_rows, heads, width / heads]."""
     return x.new_empty(()).expand(*x.shape[:-2], num_rows, heads, width // heads)
 
 

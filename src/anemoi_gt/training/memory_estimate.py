@@ -8,8 +8,8 @@
 
 A destination keeps two inputs of norms, two normed copies, query, result of the attention and input of its projection,
 and both sides of the activation in the feed-forward network. A source keeps its input, a normed copy, key and value.
-Norms keep float32. A block that is one operator keeps no copies and one side of the activation. Edges keep little
-beside that. Compiled blocks need less.
+Norms keep float32. A block that is one operator keeps no copies and one side of the activation. Edges, and rows
+that other ranks read, keep little beside that. Compiled blocks need less.
 """
 
 from collections.abc import Mapping

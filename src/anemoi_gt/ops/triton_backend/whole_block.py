@@ -210,7 +210,7 @@ def transformer_block_backward(
         edge = _attention_backward(problem, saved, *(_split_heads(each, options) for each in rows), dattr)
         query_bias = dst[:, :wide].sum(0, dtype=torch.float32)  # a product with ones has nine times the error
 
-        if t.x_src is None and t.halo is not None:  # others' queries are theirs: one product for own rows and halo
+        if t.x_src is None and t.halo is not None:  # no destinations: zeros for query and y, so one product serves all
             own, outer = (rows[..., : 2 * wide] for rows in _split_halo(src, t.halo, options))
             outer.zero_()
             if not is_one:
@@ -329,7 +329,7 @@ def _columns(t: BlockTensors) -> dict[str, slice]:
 def _cast(t: BlockTensors, dtype: torch.dtype) -> tuple[dict[str, Tensor], Tensor]:
     """Return the parameters of the linear maps in the dtype of products, by name, and the tensor that holds them all.
 
-    The backward pass casts them again: kept, they would be memory that several ranks do not share.
+    The backward pass casts them again: kept, they would take the same memory on every rank that shares the graph.
     """
     t = t._replace(edge_bias=t.edge_bias + t.value_bias)
     names = [f"{name}_weight" for name in MATRICES] + [f"{name}_bias" for name in BIASES]
@@ -363,7 +363,7 @@ def _split_heads(rows: Tensor, options: BlockOptions) -> Tensor:
 
 
 def _rows_with_halo(x: Tensor, halo: Tensor | None, options: BlockOptions) -> tuple[Tensor, Tensor]:
-    """Return rows [B * (N + R), F] with those of the halo in each entry, and a view of the others, for those of x."""
+    """Return rows [B * (N + R), F] with the halo filled in, and a view [.., N, F] of the rest, to be filled from x."""
     rows = x.new_empty((len(x) + (0 if halo is None else len(halo)), x.shape[1]), dtype=options.dtype)
     own, outer = _split_halo(rows, halo, options)
     if halo is not None:
