@@ -62,8 +62,7 @@ def test_figures_of_results_use_only_colours_of_the_theme(extension, directive):
     figures = extension("results_figures")
     results = json.loads((ROOT / "benchmarks" / "results" / "n320_h200.json").read_text())
     html = getattr(figures, directive).html(None, results)
-    drawn = elements(f"<div>{html}</div>")
-    assert all(picture.get("aria-label") for picture in drawn["svg"])
+    assert all(picture.get("aria-label") for picture in elements(f"<div>{html}</div>")["svg"])
     assert not re.search(r'(?:fill|stroke)="#', html) and "peer0" in html and "peer1" in html
 
 

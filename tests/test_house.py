@@ -133,8 +133,7 @@ def test_docstring_examples_run(path):
     name = ".".join(("anemoi_gt", *path.relative_to(SOURCE).with_suffix("").parts)).removesuffix(".__init__")
     if ">>>" not in path.read_text():
         return
-    module = importlib.import_module(name)
-    result = doctest.testmod(module, extraglobs={"torch": torch, **vars(anemoi_gt)})
+    result = doctest.testmod(importlib.import_module(name), extraglobs={"torch": torch, **vars(anemoi_gt)})
     assert result.attempted > 0 and result.failed == 0
 
 

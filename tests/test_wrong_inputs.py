@@ -20,6 +20,7 @@ from anemoi_gt.data.meshes import icosphere, limited_area_icosphere, stretched_i
 from anemoi_gt.data.nodes import Nodes, area_weights
 from anemoi_gt.data.sphere_advection import Flow, sphere
 from anemoi_gt.distributed import Partition, ShardingConfig
+from anemoi_gt.distributed.graph_shard import LocalRows
 from anemoi_gt.option_checks import check_integer, check_number, check_probability
 from anemoi_gt.training import Trainer, TrainingConfig
 from anemoi_gt.training.step import weighted_mse
@@ -71,6 +72,7 @@ def test_the_operation_names_wrong_arguments(wrong, message):
     (lambda: GraphStructure.from_adj_t(np.eye(3)), "adj_t must be a torch.sparse tensor .*, got ndarray"),
     (lambda: GraphStructure.disjoint(GRAPH), "disjoint must get a sequence of GraphStructures, got GraphStructure"),
     (lambda: GraphStructure.disjoint([EDGES]), "disjoint must get a sequence of GraphStructures, got Tensor"),
+    (lambda: LocalRows(QUERY, is_prepared=True).wait(), "prepared rows must be awaited by wait_halo"),
     (lambda: GRAPH.with_dst_schedule([[0.0]] * 3), r"positions must be a tensor \[3, 1 to 3\], .*, got list"),
     (lambda: GraphStructure.from_state(None), "state must be a dict of tensors from state_dict.., got NoneType"),
     (lambda: GraphStructure.from_state({"row": EDGES[0]}), "state must hold .*, got no colptr, sources"),

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from anemoi_gt.distributed.consensus import check_same, consensus, fingerprint
-from anemoi_gt.distributed.halo import HaloExchange, PendingExchange
+from anemoi_gt.distributed.halo import HaloExchange, PendingExchange, check_unprepared
 from anemoi_gt.distributed.partition import Partition, Ranges, destination_cost
 from anemoi_gt.graph import GraphStructure
 from anemoi_gt.graph.validation import check_edge_ids, check_edge_index, check_range, check_shape
@@ -82,7 +82,7 @@ class GraphShard:
         """
         self._check_sources(x_src)
         if self.sources.ranges.num_ranks == 1:
-            return LocalRows(x_src)
+            return LocalRows(x_src, is_prepared=prepare is not None)
         return self.halo.start(cast_for_autocast(x_src) if prepare is None else x_src, prepare)
 
     def _check_sources(self, x_src: Tensor) -> None:
@@ -99,9 +99,11 @@ class LocalRows:
     """Handle of an exchange on a single rank, where nothing is sent."""
 
     own: Tensor
+    is_prepared: bool = False
 
     def wait(self) -> Tensor:
-        """Return the local rows."""
+        """Return the local rows; raise as `PendingExchange.wait`."""
+        check_unprepared(self.is_prepared)
         return self.own
 
     def wait_halo(self) -> None:

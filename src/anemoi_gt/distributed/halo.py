@@ -140,10 +140,9 @@ class PendingExchange:
     def wait(self) -> Tensor:
         """Return the local rows concatenated with the halo, [N + R, F] or [B, N + R, F]; raise as `wait_halo`.
 
-        Raise ValueError after `prepare`, too: the local rows are as they were.
+        Raise ValueError after `prepare`, too: the local rows are not prepared.
         """
-        if self.is_prepared:
-            raise ValueError("prepared rows must be awaited by wait_halo(), got wait(): local rows are not prepared")
+        check_unprepared(self.is_prepared)
         return torch.cat([self.own, self.wait_halo()], dim=-2)
 
     def wait_halo(self) -> Tensor:
@@ -188,10 +187,14 @@ class _ReceiveRows(torch.autograd.Function):
     def backward(ctx, grad):
         returned = ctx.exchange.send_reverse(grad)
         if ctx.is_prepared or (not torch.compiler.is_compiling() and torch.is_anomaly_enabled()):
-            returned = functional.wait_tensor(
-                returned
-            )  # the gradient of `prepare`, or anomaly detection, reads it next
+            returned = functional.wait_tensor(returned)  # backward of `prepare` or anomaly detection reads it next
         return returned, None, None, None
+
+
+def check_unprepared(is_prepared: bool) -> None:
+    """Raise ValueError for `wait` after `prepare`."""
+    if is_prepared:
+        raise ValueError("prepared rows must be awaited by wait_halo(), got wait(): local rows are not prepared")
 
 
 def _sent_position(rows: Tensor, counts: list[int], size: int) -> Tensor:

@@ -39,10 +39,7 @@ from anemoi_gt.option_checks import check_integer, check_probability
 
 
 class PendingRows(Protocol):
-    """Async handle of the sources of a sharded graph; of `wait` and `wait_halo`, one is called, once.
-
-    Where the rows were prepared it is `wait_halo`: local rows and halo do not belong together.
-    """
+    """Async handle of the sources of a sharded graph: call `wait`, or after `prepare` `wait_halo`, once."""
 
     own: Tensor  # local sources [.., N_local, F], to be read in place of what was passed
 
@@ -70,7 +67,7 @@ class ShardedGraph(Protocol):
     def start_exchange(self, x_src: Tensor, prepare: Callable[[Tensor], Tensor] | None = None) -> PendingRows:
         """Send rows of local sources [.., N_local, F] to the ranks that read them, and return at once. Collective.
 
-        `prepare`, given the rows that leave, returns what is sent of them, row by row; the local ones stay as they are.
+        `prepare` maps the rows to be sent, each by itself; the local rows stay as they are.
         """
 
 

@@ -179,7 +179,8 @@ def _make_chunk(graph: GraphStructure, dst: slice, num_local: int) -> Chunk:
     sources = torch.empty(src.shape[0], 0, device=graph.device)
     structure = GraphStructure(colptr - colptr[0], row.to(graph.row.dtype), sources, **kept)
     sizes, local = (num_local, graph.num_dst, graph.num_edges), int((src < num_local).sum())
-    return Chunk(structure.with_reverse(), src[:local].long(), dst, edges, sizes, src[local:].long() - num_local)
+    halo = src[local:].long() - num_local
+    return Chunk(structure.with_reverse(), src[:local].long(), dst, edges, sizes, halo)
 
 
 def _check_chunks(chunks: Sequence[Chunk]) -> None:

@@ -14,7 +14,6 @@ Replacements call upstream on one rank, for other shard strategies, for blocks w
 for edge lists of unknown origin.
 """
 
-from collections.abc import Callable
 from importlib import import_module
 from itertools import accumulate
 
@@ -50,8 +49,7 @@ def forward_edges_strategy(
     if local is None:
         given = (x, edge_attr, edge_index, shard_info, batch_size, model_comm_group, num_chunks)
         return upstream(self, *given, edges_are_dst_sorted)
-    x = cast_for_projections(x, self.lin_query, self.lin_key, self.lin_value)
-    pending = start_halo(x, local, batch_size, shard_info.nodes, model_comm_group)
+    pending = start_halo(self, x, local, batch_size, shard_info.nodes, model_comm_group)
     query, key, value, edges = _project(self, pending, edge_attr)
     given = (query, key, value, edges, local, (key.shape[0], query.shape[0]), num_chunks)
     return self._forward_edges_sharded_attention(*given, edges_are_dst_sorted)
@@ -214,9 +212,15 @@ def _own_rows(rows: Tensor, sizes: list[int], copies: int, group) -> Tensor:
     return Upstream.partition.shard_tensor(rows, 1, sizes, group).flatten(0, 1)
 
 
-def start_halo(x: Tensor, local: Tensor, copies: int, sizes: list[int], group, prepare: Callable | None = None):
-    """Send halo rows of the nodes of a processor block, as `HaloExchange.start`; `local` is of `local_edges`."""
-    return lookup(local).exchange.start(_by_copy(x, copies, sizes, group), prepare)
+def start_halo(block, x: Tensor, local: Tensor, copies: int, sizes: list[int], group, norm: nn.Module | None = None):
+    """Send halo rows of a processor block, normed, in autocast's dtype; `local` is of `local_edges`.
+
+    `norm` is applied to the rows to be sent; None: x is normed. Both send the same, since ranks may differ.
+    """
+    start, projections = lookup(local).exchange.start, (block.lin_query, block.lin_key, block.lin_value)
+    if norm is None:
+        return start(_by_copy(cast_for_projections(x, *projections), copies, sizes, group))
+    return start(_by_copy(x, copies, sizes, group), lambda rows: cast_for_projections(norm(rows), *projections))
 
 
 def _project(block, pending, edge_attr: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

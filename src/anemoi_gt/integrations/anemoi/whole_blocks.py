@@ -3,8 +3,6 @@
 They call upstream, whose attention is ours, for blocks that the operator cannot compute.
 """
 
-from functools import partial
-
 import torch
 
 from anemoi_gt.compatibility import is_exporting
@@ -14,7 +12,6 @@ from anemoi_gt.integrations.anemoi.edge_cache import structure_of
 from anemoi_gt.integrations.anemoi.sharding import is_distributed, local_edges, start_halo
 from anemoi_gt.integrations.anemoi.upstream import Upstream, replaces
 from anemoi_gt.nn import whole_block
-from anemoi_gt.nn.layer_kernels import cast_for_projections
 
 PARAMETERS = "self x edge_attr edge_index shard_info batch_size size model_comm_group cond edges_are_dst_sorted"
 
@@ -30,7 +27,8 @@ def processor_block(
         local = local_edges(self, edge_index, 2 * (shard_info.nodes,), batch_size, model_comm_group)
     if _serves(self, x, edge_index, local is None, cond):
         if is_shard:
-            pending = start_halo(x, local, batch_size, shard_info.nodes, model_comm_group, partial(_sent, self))
+            given = (x, local, batch_size, shard_info.nodes, model_comm_group, self.layer_norm_attention)
+            pending = start_halo(self, *given)
             x, halo = pending.own.flatten(0, 1), pending.wait_halo().flatten(0, 1)
         return _run(self, None, x, edge_attr, local, halo), edge_attr
     given = (x, edge_attr, edge_index, shard_info, batch_size, size, model_comm_group, cond)
@@ -50,11 +48,6 @@ def mapper_block(
         return (x_src, x_dst), edge_attr
     given = (x, edge_attr, edge_index, shard_info, batch_size, size, model_comm_group, cond)
     return upstream(self, *given, *rest, **named)
-
-
-def _sent(block, rows):
-    """Return what upstream sends of rows: a rank whose block has hooks calls it."""
-    return cast_for_projections(block.layer_norm_attention(rows), block.lin_query, block.lin_key, block.lin_value)
 
 
 def _run(block, x_src, x_dst, edge_attr, edge_index, halo=None):

@@ -193,13 +193,13 @@ def transformer_block_backward(
 
     t = _readable(tensors)
     with on_device(t.x_dst), without_autocast(t.x_dst.device.type):
-        (p, in_one), columns, wide = _cast(t, options.dtype), _columns(t), kept.query.shape[1]
+        (p, buffer), columns, wide = _cast(t, options.dtype), _columns(t), kept.query.shape[1]
         sums = NodeSums(t.x_dst, columns["in_bias"].stop)
         dz, in_weight, out_weight = _mlp_backward(t, options, p, grad.to(kept.z.dtype).contiguous(), kept, sums)
 
         src = dz.new_empty((len(kept.key), (4 if t.x_src is None else 2) * wide), dtype=options.dtype)
-        is_one = t.x_src is None and (t.halo is None or options.batch == 1)
-        dst = src[: len(dz)] if is_one else src.new_empty((len(dz), src.shape[1]))
+        shares_rows = t.x_src is None and (t.halo is None or options.batch == 1)
+        dst = src[: len(dz)] if shares_rows else src.new_empty((len(dz), src.shape[1]))
         narrow = dz.to(options.dtype)
         dy = torch.mm(narrow, p["projection_weight"], out=dst[:, wide : 2 * wide])
         projection = _outer(narrow, kept.attended)
@@ -210,10 +210,10 @@ def transformer_block_backward(
         edge = _attention_backward(problem, saved, *(_split_heads(each, options) for each in rows), dattr)
         query_bias = dst[:, :wide].sum(0, dtype=torch.float32)  # a product with ones has nine times the error
 
-        if t.x_src is None and t.halo is not None:  # no destinations: zeros for query and y, so one product serves all
+        if t.x_src is None and t.halo is not None:  # the halo has no query or y: zeros, so that one product serves all
             own, outer = (rows[..., : 2 * wide] for rows in _split_halo(src, t.halo, options))
             outer.zero_()
-            if not is_one:
+            if not shares_rows:
                 own.copy_(dst[:, : 2 * wide].unflatten(0, own.shape[:2]))
 
         def through_norm(name, x, gradients, first, grad_total, halo=None):
@@ -226,7 +226,7 @@ def transformer_block_backward(
             dhalo = dz.new_empty(0) if halo is None else dn_halo.flatten(0, 1).to(halo.dtype, copy=True)
             return dx, dhalo, _outer(gradients, normed)
 
-        weights = in_one[: 4 * wide * t.x_dst.shape[1]].view(4 * wide, -1)
+        weights = buffer[: 4 * wide * t.x_dst.shape[1]].view(4 * wide, -1)
         if t.x_src is None:
             x_src, (x_dst, halo, *found) = dz.new_empty(0), through_norm("norm", t.x_dst, src, 0, dz, t.halo)
         else:
@@ -327,7 +327,7 @@ def _columns(t: BlockTensors) -> dict[str, slice]:
 
 
 def _cast(t: BlockTensors, dtype: torch.dtype) -> tuple[dict[str, Tensor], Tensor]:
-    """Return the parameters of the linear maps in the dtype of products, by name, and the tensor that holds them all.
+    """Return the parameters of the linear maps in the dtype of products, by name, and the buffer that holds them all.
 
     The backward pass casts them again: kept, they would take the same memory on every rank that shares the graph.
     """
@@ -335,10 +335,10 @@ def _cast(t: BlockTensors, dtype: torch.dtype) -> tuple[dict[str, Tensor], Tenso
     names = [f"{name}_weight" for name in MATRICES] + [f"{name}_bias" for name in BIASES]
     used = {name: getattr(t, name) for name in names if getattr(t, name) is not None}
     parameters = list(used.values())
-    in_one = t.x_dst.new_empty(sum(parameter.numel() for parameter in parameters), dtype=dtype)
-    views = _unflatten_dense_tensors(in_one, parameters)
+    buffer = t.x_dst.new_empty(sum(parameter.numel() for parameter in parameters), dtype=dtype)
+    views = _unflatten_dense_tensors(buffer, parameters)
     torch._foreach_copy_(views, parameters)
-    return dict(zip(used, views, strict=True)), in_one
+    return dict(zip(used, views, strict=True)), buffer
 
 
 def _readable(t: BlockTensors) -> BlockTensors:
