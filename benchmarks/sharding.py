@@ -13,7 +13,7 @@ messages and without a check of results. Parts:
     compiled    the same with blocks compiled by Inductor, launched and replayed
     sizes       smaller grids: weak scaling
     anemoi      the same model of anemoi-models: with its own sharding, untouched and under `install`, and with our
-                halo, launched, and compiled and replayed where these parts are asked for
+                halo, launched, and compiled where that part is asked for; with our halo replayed too
 
     efficiency        t(1) / (n t(n))                          of one graph on n ranks
     share             n memory(n) / memory(1)                  1 if memory falls as 1 / n
@@ -55,13 +55,11 @@ def tasks_of(options: argparse.Namespace, ranks: int) -> list[dict]:
     for name, refinement in TINY_SIZES if options.tiny else SIZES:
         size = {"part": "sizes", "grid": name, "refinement": refinement}
         every += [size, size | {"replayed": True}]
-    if (
-        ranks == 1 or options.alone is None
-    ):  # a rank alone would leave out the messages that Anemoi's sharding consists of
-        every += [{"part": "anemoi", "model": name} for name in ANEMOI if ranks > 1 or "heads" not in name]
-    switches = [(c, r) for r in (False, True) for c in (False, True)]
-    switches = [(c, r) for c, r in switches if c <= ("compiled" in options.parts) and r <= ("replay" in options.parts)]
-    every += [{"part": "anemoi", "model": HALO, "compiled": c, "replayed": r} for c, r in switches]
+    compiled, replayed = ((False, True)[: 1 + (part in options.parts)] for part in ("compiled", "replay"))
+    if ranks == 1 or options.alone is None:  # Anemoi's own sharding consists of messages, which a rank alone leaves out
+        pairs = [(name, c) for name in ANEMOI for c in compiled if "heads" not in name or (ranks > 1 and not c)]
+        every += [{"part": "anemoi", "model": name, "compiled": c} for name, c in pairs]
+    every += [{"part": "anemoi", "model": HALO, "compiled": c, "replayed": r} for r in replayed for c in compiled]
     asked = [model | task for task in every if task["part"] in options.parts]
     return [task for task in asked if torch.cuda.is_available() or not task["replayed"]]
 

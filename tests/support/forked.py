@@ -1,7 +1,8 @@
 """Python programs in processes of their own, forks of a server that has imported what they import, which takes seconds.
 
 Under `python -m torch.distributed.run` the ranks are forks too, all else is torchrun's. A run of the application leaves
-an empty file where it draws its forecast.
+an empty file where it draws its forecast. Where there is a GPU, nothing is forked: no fork of a process that has looked
+for GPUs can use one.
 """
 
 import multiprocessing
@@ -29,24 +30,27 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import Subproc
 import anemoi_gt.train  # noqa: F401
 from anemoi_gt.training import score_report
 
-FORKSERVER, FORK = (multiprocessing.get_context(method) for method in ("forkserver", "fork"))
+HAS_GPU = torch.cuda.is_available()
+PROCESSES = multiprocessing.get_context("spawn" if HAS_GPU else "forkserver")
+FORK = multiprocessing.get_context("fork")
 
 
 @cache
 def start_server():
     """Start the server, which has the path of this process from Python 3.13 on."""
-    FORKSERVER.set_forkserver_preload([__name__])
+    PROCESSES.set_forkserver_preload([__name__])
     with patch.dict(os.environ, {"PYTHONPATH": os.pathsep.join(sys.path)}):
         multiprocessing.forkserver.ensure_running()
 
 
-class Program(FORKSERVER.Process):
+class Program(PROCESSES.Process):
     """`python *arguments` in a folder, started, with these changes of its environment."""
 
     def __init__(self, *arguments, folder, environment=(), files=None):
         super().__init__(args=(list(map(str, arguments)), dict(environment)))
         self.folder, self.files = folder, files or [Path(tempfile.mkstemp()[1]) for _ in ("stdout", "stderr")]
-        start_server()
+        if not HAS_GPU:
+            start_server()
         self.start()
 
     def run(self):
@@ -58,7 +62,8 @@ class Program(FORKSERVER.Process):
         arguments, environment = self._args
         os.environ |= environment
         torch.set_num_threads(1)
-        SubprocessHandler._popen = fork_rank
+        if not HAS_GPU:
+            SubprocessHandler._popen = fork_rank
         score_report.draw_training_plot = lambda path, *_: path.touch()
         run_python(arguments)
 
