@@ -143,6 +143,24 @@ def test_readme_and_page_have_the_figures_of_training_at_9_km():
     assert {f"{found['seconds']:.2f}" for found in timed} <= numbers_in(words_of("docs/training.md"))
 
 
+def test_readme_and_pages_have_the_figures_of_two_gpus():
+    def shown(one, two, time, memory):
+        factor, share = one[time] / two[time], two[memory] / one[memory]
+        return rf"{factor:.2f}x faster[^.;]* {100 * share:.0f}%"
+
+    halo = [line for line in load("sharding_h200x2")["results"] if "halo" in line["model"] and line["compiled"]]
+    launched, replayed = ([line for line in halo if line["replayed"] == way] for way in (False, True))
+    one, two = (line | {"peak_gb": held["peak_gb"]} for line, held in zip(replayed, launched, strict=True))
+    assert re.search(shown(one, two, "ms", "peak_gb"), words_of("README.md"))
+    assert {f"{one['ms']:.1f}", f"{two['ms']:.1f}", f"{two['peak_gb']:.0f}"} <= numbers_in(words_of("docs/anemoi.md"))
+    one, two = (line for line in load("train_9km_h200x2")["runs"] if line["outcome"] == "done")
+    assert re.search(shown(one, two, "seconds", "peak_gb"), words_of("README.md"))
+    assert {f"{line['seconds']:.2f}" for line in (one, two)} <= numbers_in(words_of("docs/training.md"))
+    own = [line for line in load("sharding_anemoi_h200x2")["results"] if line["model"] == "anemoi-models, edges"]
+    theirs = f"{own[-1]['ms']:.1f}"  # compiled, on two
+    assert all(theirs in numbers_in(words_of(f"docs/{page}.md")) for page in ("anemoi", "distributed"))
+
+
 def test_readme_and_page_have_the_figures_of_inference_in_anemoi():
     for name in ("anemoi_inference_h200", "anemoi_inference_0.9.3_h200"):
         found = {(line["part"], line["chunks"], line["contender"]): line for line in load(name)["results"]}

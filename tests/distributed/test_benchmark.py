@@ -31,7 +31,9 @@ def test_one_and_two_ranks_and_models_of_anemoi_are_compared_timed_and_plotted(t
 
 def test_the_page_holds_the_tables_of_the_results():
     page = (ROOT / "docs" / "distributed.md").read_text()
-    file = re.search(r"^```\{sharding\} (.+)$", page, re.MULTILINE)[1]
-    report = json.loads((ROOT / "benchmarks" / "results" / file).read_text())
-    expected = put_into(page, file, sharding.summary(report))
-    assert expected == page, f"run python benchmarks/sharding.py --table {file} --page docs/distributed.md"
+    files = re.findall(r"^<!-- figures of (.+) -->$", page, re.MULTILINE)
+    assert re.findall(r"^```\{sharding.*\} (.+)$", page, re.MULTILINE) == 2 * files[:1]
+    for file in files:
+        report = json.loads((ROOT / "benchmarks" / "results" / file).read_text())
+        expected = put_into(page, file, sharding.summary(report))
+        assert expected == page, f"run python benchmarks/sharding.py --table {file} --page docs/distributed.md"
