@@ -13,7 +13,7 @@ messages and without a check of results. Parts:
     compiled    the same with blocks compiled by Inductor, launched and replayed
     sizes       smaller grids: weak scaling
     anemoi      the same model of anemoi-models: with its own sharding, untouched and under `install`, and with our
-                halo, launched, and compiled where that part is asked for; with our halo replayed too
+                halo, launched, and where these parts are asked for compiled (not strategy `heads`) and replayed (halo)
 
     efficiency        t(1) / (n t(n))                          of one graph on n ranks
     share             n memory(n) / memory(1)                  1 if memory falls as 1 / n
@@ -55,7 +55,7 @@ def tasks_of(options: argparse.Namespace, ranks: int) -> list[dict]:
     for name, refinement in TINY_SIZES if options.tiny else SIZES:
         size = {"part": "sizes", "grid": name, "refinement": refinement}
         every += [size, size | {"replayed": True}]
-    compiled, replayed = ((False, True)[: 1 + (part in options.parts)] for part in ("compiled", "replay"))
+    compiled, replayed = ((False, True) if part in options.parts else (False,) for part in ("compiled", "replay"))
     if ranks == 1 or options.alone is None:  # Anemoi's own sharding consists of messages, which a rank alone leaves out
         pairs = [(name, c) for name in ANEMOI for c in compiled if "heads" not in name or (ranks > 1 and not c)]
         every += [{"part": "anemoi", "model": name, "compiled": c} for name, c in pairs]

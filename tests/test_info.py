@@ -83,7 +83,7 @@ def test_every_device_is_listed_with_every_backend():
 def test_what_install_would_replace_is_listed_with_the_reason_where_it_would_not(monkeypatch, anemoi_as_it_is):
     listed = rows("anemoi-models")
     assert listed.pop("version") == importlib.metadata.version("anemoi-models")
-    assert len(listed) == len(patch.PATCHES) and set(listed.values()) == {"replaced by install"}
+    assert len(listed) == len(patch.PATCHES | patch.SHARDING) and set(listed.values()) == {"replaced by install"}
     with patch.install():
         assert rows("anemoi-models").items() >= listed.items()
     monkeypatch.setattr(GraphTransformerBaseBlock, "get_qkve", lambda self, x: None)
@@ -94,6 +94,7 @@ def test_what_install_would_replace_is_listed_with_the_reason_where_it_would_not
     assert listed[name("get_qkve")] == "stays upstream's: it takes (self, x), not (self, x, edge_attr)"
     assert listed[name("apply_gt")].startswith("install refuses this version: it takes (self), not (self, query, ")
     assert listed["StaticGraphProvider._get_edges_impl"] == "stays upstream's: it has no _get_edges_impl"
+    assert listed["NoiseConditioning.forward"] == "stays upstream's: sharding is replaced as a whole, or not at all"
 
 
 @pytest.mark.parametrize(("arguments", "status"), [([], 0), (["--help"], 0), (["inform"], 2)])

@@ -26,14 +26,14 @@ from suite import baselines, correctness, graphs, operands, problems
 from suite.baselines import compiled, eager
 from suite.inference import CONTENDERS, PARTS, Setting, build_graphs, checked_destinations, compare_with_plain
 from support.corpus import corpus
-from support.forked import FORKSERVER, forked_commands, start_server
+from support.forked import PROCESSES, forked_commands, start_server
 
 STEP = shlex.split("--grid O4 --refinement 1 --channels 8 --heads 2 --layers 2 --variables 3 --device cpu")
 ANEMOI = shlex.split("--grid O4 --refinement 1 --channels 16 --heads 2 --layers 1 --variables 4 --device cpu")
 
 
 def test_the_suite_measures_and_makes_tables_plots_and_a_page(tiny, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("multiprocessing.get_context", lambda _: FORKSERVER)  # its processes need no new imports
+    monkeypatch.setattr("multiprocessing.get_context", lambda _: PROCESSES)  # its processes need no new imports
     start_server()
     out, page = tmp_path / "r.json", tmp_path / "page.md"
     page.write_text("<!-- figures of r.json -->\n<!-- end of r.json -->\n")

@@ -29,6 +29,17 @@ def test_one_and_two_ranks_and_models_of_anemoi_are_compared_timed_and_plotted(t
     assert all("efficiency" in sharding.tables(report) and "<svg" in sharding.plot(report) for report in reports)
 
 
+def test_strategies_of_anemoi_are_compiled_too_and_its_halo_is_replayed(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)  # a CUDA graph is asked for
+    options = sharding.parse(["--ranks", "2", "--parts", "compiled", "replay", "anemoi"])
+    names = [[sharding.name_of(task) for task in sharding.tasks_of(options, ranks)] for ranks in (1, 2)]
+    edges, heads, install = sharding.ANEMOI
+    ways = ("", ", compiled", ", CUDA graph", ", compiled, CUDA graph")
+    expected = [*(name + way for name in (edges, install) for way in ways[:2]), *(sharding.HALO + way for way in ways)]
+    found = [[name for name in each if name.startswith("anemoi-models")] for each in names]
+    assert found[0] == expected and sorted(found[1]) == sorted([*expected, heads])
+
+
 def test_the_page_holds_the_tables_of_the_results():
     page = (ROOT / "docs" / "distributed.md").read_text()
     files = re.findall(r"^<!-- figures of (.+) -->$", page, re.MULTILINE)

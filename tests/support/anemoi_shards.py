@@ -60,8 +60,9 @@ CASES = {
         for name, (ranks, models) in TOPOLOGIES.items()
         for batch in (1, 2)
     },
-    **{f"ensemble-{name}": Case(*TOPOLOGIES[name], ensemble=2) for name in ("1", "2", "3", "2x2")},
-    "ensemble-batch2": Case(3, batch=2, ensemble=2, graph="asymmetric"),
+    **{f"ensemble-{name}": Case(*topology, ensemble=2) for name, topology in TOPOLOGIES.items()},
+    **{f"ensemble-{name}-batch2": Case(*topology, batch=2, ensemble=2, graph="asymmetric")
+       for name, topology in TOPOLOGIES.items()},
     **{f"tiny-{batch}": Case(4, graph="tiny", batch=batch) for batch in (1, 2)},
     **{f"replicated-{ranks}-{b}": Case(ranks, graph="asymmetric", batch=b, keep_sharded=False)
        for ranks, b in ((2, 1), (3, 2))},

@@ -1,8 +1,8 @@
 """Python programs in processes of their own, forks of a server that has imported what they import, which takes seconds.
 
 Under `python -m torch.distributed.run` the ranks are forks too, all else is torchrun's. A run of the application leaves
-an empty file where it draws its forecast. Where there is a GPU, nothing is forked: no fork of a process that has looked
-for GPUs can use one.
+an empty file where it draws its forecast. Where there is a GPU, programs are spawned and ranks are torchrun's: CUDA
+cannot be used in a fork of a process that has initialised it.
 """
 
 import multiprocessing
@@ -37,7 +37,9 @@ FORK = multiprocessing.get_context("fork")
 
 @cache
 def start_server():
-    """Start the server, which has the path of this process from Python 3.13 on."""
+    """Start the server, if any, which has the path of this process from Python 3.13 on."""
+    if HAS_GPU:
+        return
     PROCESSES.set_forkserver_preload([__name__])
     with patch.dict(os.environ, {"PYTHONPATH": os.pathsep.join(sys.path)}):
         multiprocessing.forkserver.ensure_running()
@@ -49,8 +51,7 @@ class Program(PROCESSES.Process):
     def __init__(self, *arguments, folder, environment=(), files=None):
         super().__init__(args=(list(map(str, arguments)), dict(environment)))
         self.folder, self.files = folder, files or [Path(tempfile.mkstemp()[1]) for _ in ("stdout", "stderr")]
-        if not HAS_GPU:
-            start_server()
+        start_server()
         self.start()
 
     def run(self):

@@ -162,7 +162,7 @@ def install(
     SETTINGS.everywhere = settings
     log.info(
         "graph-transformer blocks of anemoi-models %s compute with anemoi_gt: %s; replaced %d of %d methods",
-        version("anemoi-models"), _describe(settings), len(_upstream), len(_wanted() + list(SHARDING.keys() - PATCHES)),
+        version("anemoi-models"), _describe(settings), len(_upstream), len(plan()),
     )  # fmt: skip
     return installation
 
@@ -180,7 +180,11 @@ def plan() -> dict[str, str | None]:
 
     Raise ImportError without anemoi-models. Nothing is replaced.
     """
-    return {f"{seam[0][-1]}.{seam[1]}": _match(seam, PATCHES[seam]).reason for seam in _wanted()}
+    reasons = {seam: _match(seam, PATCHES[seam]).reason for seam in _wanted()}
+    shards = {seam: _match(seam, patch).reason for seam, patch in SHARDING.items()}
+    if any(shards.values()) or any(reasons[seam] for seam in CALLED):
+        shards = {seam: reason or "sharding is replaced as a whole, or not at all" for seam, reason in shards.items()}
+    return {f"{place[-1]}.{name}": reason for (place, name), reason in (reasons | shards | reasons).items()}
 
 
 def uninstall() -> None:
