@@ -2,7 +2,7 @@
 
     python benchmarks/sharding.py --ranks 4 --commit HASH --output benchmarks/results/sharding_h200x4.json
     python benchmarks/sharding.py --ranks 2 --tiny --output FILE       on a CPU, with gloo
-    python benchmarks/sharding.py --table benchmarks/results/sharding_h200x4.json --page docs/distributed.md
+    python benchmarks/sharding.py --table benchmarks/results/sharding_h200x2.json --page docs/distributed.md
 
 The ranks of a job are started by torchrun, one job for each number of ranks. A job that fails is reported; what its
 earlier tasks found is kept. With --alone RANK, one GPU shows what a rank of several computes and holds, without

@@ -6,7 +6,7 @@
 ```{times} n320_h200.json
 ```
 
-```{sharding} sharding_h200x4.json
+```{sharding} sharding_h200x2.json
 ```
 
 ```{results-tables} n320_variants_h200.json

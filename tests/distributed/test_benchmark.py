@@ -40,11 +40,15 @@ def test_strategies_of_anemoi_are_compiled_too_and_its_halo_is_replayed(monkeypa
     assert found[0] == expected and sorted(found[1]) == sorted([*expected, heads])
 
 
-def test_the_page_holds_the_tables_of_the_results():
+def test_the_page_holds_the_figures_of_the_results():
     page = (ROOT / "docs" / "distributed.md").read_text()
-    files = re.findall(r"^<!-- figures of (.+) -->$", page, re.MULTILINE)
-    assert re.findall(r"^```\{sharding.*\} (.+)$", page, re.MULTILINE) == 2 * files[:1]
-    for file in files:
-        report = json.loads((ROOT / "benchmarks" / "results" / file).read_text())
-        expected = put_into(page, file, sharding.summary(report))
-        assert expected == page, f"run python benchmarks/sharding.py --table {file} --page docs/distributed.md"
+    (file,) = set(re.findall(r"^```\{sharding.*\} (.+)$", page, re.MULTILINE))
+    two, four = (
+        json.loads((ROOT / "benchmarks" / "results" / name).read_text()) for name in (file, "sharding_h200x4.json")
+    )
+    expected = put_into(page, file, sharding.summary(two))
+    assert expected == page, f"run python benchmarks/sharding.py --table {file} --page docs/distributed.md"
+    numbers, found = set(re.findall(r"\d+\.\d+", page)), sharding.series(four)
+    for name in ("anemoi_gt, compiled, CUDA graph", "O96, icosphere 5", "O96, icosphere 5, CUDA graph"):
+        assert {f"{found[name][ranks]['ms']:.1f}" for ranks in (1, 4)} <= numbers
+    assert {f"{found[name][4]['ms']:.1f}" for name in ("anemoi_gt, compiled", "anemoi-models, edges")} <= numbers
