@@ -76,8 +76,7 @@ class EdgeRows:
 
     def dot(self, left: Tensor, right: Tensor) -> Tensor:
         """Return the dot products of rows [B E, H C], of which `right` is overwritten, by head [B E, H]."""
-        products = right.mul_(left).view(-1, self.heads[1])
-        return products.mv(products.new_ones(self.heads[1])).view(-1, self.heads[0])  # half the time of a sum
+        return right.mul_(left).view(-1, *self.heads).sum(-1)  # a product with ones rounds a row by where it is
 
     def scaled(self, rows: Tensor, weight: Tensor) -> Tensor:
         """Multiply rows [B E, H C], which are overwritten, by weights [B E, H]."""
