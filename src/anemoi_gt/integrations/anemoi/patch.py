@@ -184,9 +184,7 @@ def plan() -> dict[str, str | None]:
     shards = {seam: _match(seam, patch).reason for seam, patch in SHARDING.items()}
     if any(shards.values()) or any(reasons[seam] for seam in CALLED):
         shards = {seam: reason or "sharding is replaced as a whole, or not at all" for seam, reason in shards.items()}
-    for seam, reason in shards.items():
-        reasons.setdefault(seam, reason)
-    return {f"{place[-1]}.{name}": reason for (place, name), reason in reasons.items()}
+    return {f"{place[-1]}.{name}": reason for (place, name), reason in (shards | reasons).items()}
 
 
 def uninstall() -> None:
