@@ -157,8 +157,8 @@ def test_readme_and_pages_have_the_figures_of_two_gpus():
     assert re.search(shown(one, two, "seconds", "peak_gb"), words_of("README.md"))
     assert {f"{line['seconds']:.2f}" for line in (one, two)} <= numbers_in(words_of("docs/training.md"))
     own = [line for line in load("sharding_anemoi_h200x2")["results"] if line["model"] == "anemoi-models, edges"]
-    theirs = f"{own[-1]['ms']:.1f}"  # compiled, on two
-    assert all(theirs in numbers_in(words_of(f"docs/{page}.md")) for page in ("anemoi", "distributed"))
+    upstream = f"{own[-1]['ms']:.1f}"  # compiled, on two
+    assert all(upstream in numbers_in(words_of(f"docs/{page}.md")) for page in ("anemoi", "distributed"))
 
 
 def test_readme_and_page_have_the_figures_of_inference_in_anemoi():
