@@ -1,18 +1,15 @@
-"""Custom operators from functions whose arguments may be tuples, and their derivatives, in PyTorch's dispatcher.
+"""Custom operators from functions whose arguments may be tuples, and what a call of one has to know of PyTorch.
 
 An operator's schema is flat. A function takes operands that belong together as one NamedTuple; `flat_arguments` turns
-each into its fields, in order.
-
-The dispatcher's private functions save 0.15 to 0.7 ms a call. They are in `_private_dispatcher`; without them, in
-another version of PyTorch, `torch.library.register_autograd` serves. `assert_async` and `is_transformed` have public
-fallbacks too.
+each into its fields, in order. An operator costs 0.15 to 0.7 ms of host time per call (torch 2.11), so eager calls of
+the `triton` backend go through autograd functions where `is_plain`, and operators are for traced code.
 """
 
 import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
-from typing import NamedTuple, get_type_hints
+from typing import get_type_hints
 
 import torch
 from torch import Tensor
@@ -24,7 +21,6 @@ NO_FORWARD_MODE = (
     "(torch.func.jvp, torch.autograd.forward_ad); use torch.autograd.grad, or plain PyTorch operations where "
     "tangents are needed"
 )
-_LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")  # what it registers lives as long as it does
 
 
 def flat_arguments(function: Callable) -> Callable:
@@ -66,29 +62,6 @@ def define_operator(function: Callable) -> torch._ops.OpOverload:
     return operator
 
 
-class _Dispatcher(NamedTuple):
-    """Private parts of PyTorch's dispatcher."""
-
-    after_autograd: object  # key set
-    below_autograd: Callable  # makes the context in which autograd is skipped
-    any_requires_grad: Callable
-
-
-def _private_dispatcher() -> _Dispatcher | None:
-    """Return the private parts of PyTorch that make calls cheap; None where this version does not have them."""
-    try:
-        if "with_keyset" not in inspect.signature(torch.library.Library.impl).parameters:
-            return None
-        _ = torch._ops.OpOverload.redispatch
-        names = ("_after_autograd_keyset", "_AutoDispatchBelowAutograd", "_any_requires_grad")
-        return _Dispatcher(*(getattr(torch._C, name) for name in names))
-    except AttributeError:
-        return None
-
-
-_DISPATCHER = _private_dispatcher()
-
-
 _HAS_TRANSFORMS = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
 
 
@@ -123,100 +96,22 @@ def is_plain(*args) -> bool:
     return _PLAIN.issuperset(map(type, args)) and not next(arg.is_meta for arg in args if isinstance(arg, Tensor))
 
 
+_IS_BATCHED = getattr(getattr(torch._C, "_functorch", None), "is_legacy_batchedtensor", lambda tensor: False)
+
+
+def is_batched(*gradients: Tensor | None) -> bool:
+    """Return whether gradients have a hidden batch dimension, as with `torch.autograd.grad(is_grads_batched=True)`.
+
+    Operators that take and return plain tensors are then called once per entry, by PyTorch's own fallback.
+    """
+    return any(gradient is not None and _IS_BATCHED(gradient) for gradient in gradients)
+
+
 def needs_gradient(*operands: Tensor | None) -> bool:
     """Return whether a gradient of an operand may be asked for; under torch.func, whose wrappers hide it, always."""
     if not torch.is_grad_enabled():
         return False
     return any(operand is not None and operand.requires_grad for operand in operands) or is_transformed()
-
-
-def define_gradient(operator: torch._ops.OpOverload, setup_context: Callable, backward: Callable) -> Callable:
-    """Make `operator` differentiable, as `torch.library.register_autograd` does for operators of any schema.
-
-    Return what is to be called in place of `operator`: the same, and under transforms of torch.func, which take no
-    gradient that is registered with the dispatcher, an autograd function above it.
-
-    `register_autograd` reads the schema at every call, argument by argument (0.15 ms with 18 arguments, torch 2.11 on
-    Python 3.12). Our operators have no defaults, keyword-only arguments or lists of tensors, so this is not needed.
-
-    `operator` is of `define_operator`. `setup_context(ctx, inputs, output)` and `backward(ctx, *output gradients)` are
-    those of `register_autograd`; the latter returns a tuple of a gradient or None for each argument.
-    """
-    private = _DISPATCHER
-    if private is None:
-        torch.library.register_autograd(operator, backward, setup_context=setup_context)
-        return transformable(operator, setup_context, backward)
-
-    def below(keyset, args):
-        if keyset is None:
-            return operator.function(*args)
-        with private.below_autograd():
-            return operator.redispatch(keyset & private.after_autograd, *args)
-
-    class Differentiable(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, *args_and_keyset):  # the keyset last, so that ctx.needs_input_grad begins with the arguments
-            *args, keyset = args_and_keyset
-            output = below(keyset, args)
-            setup_context(ctx, args, output)
-            return output
-
-        @staticmethod
-        def backward(ctx, *gradients):
-            return *backward(ctx, *gradients), None
-
-    def autograd(keyset, *args):
-        if torch.is_grad_enabled() and private.any_requires_grad(*args):
-            return Differentiable.apply(*args, keyset)
-        return below(keyset, args)
-
-    _LIBRARY.impl(operator.name().partition("::")[2], autograd, "Autograd", with_keyset=True)
-    dispatched = transformable(operator, setup_context, backward)
-    return lambda *args: autograd(None, *args) if is_plain(*args) else dispatched(*args)
-
-
-def transformable(operator: torch._ops.OpOverload, setup_context: Callable, backward: Callable) -> Callable:
-    """Return a function that calls `operator`, through an autograd function while torch.func transforms it."""
-    keep_context, differentiate = setup_context, backward
-
-    class Transformed(torch.autograd.Function):
-        setup_context = staticmethod(keep_context)
-        backward = staticmethod(differentiate)
-
-        @staticmethod
-        def forward(*args):
-            results = operator(*args)
-            return tuple(results) if isinstance(results, list) else results
-
-        @staticmethod
-        def jvp(ctx, *_):
-            raise RuntimeError(NO_FORWARD_MODE)
-
-        @staticmethod
-        def vmap(info, in_dims, *args):
-            def entry(i: int) -> list:
-                pairs = zip(args, in_dims, strict=True)
-                return [arg.select(dim, i) if isinstance(dim, int) else arg for arg, dim in pairs]
-
-            results = zip(*(Transformed.apply(*entry(i)) for i in range(info.batch_size)), strict=True)
-            results = tuple(torch.stack(entries) for entries in results)
-            return results, (0,) * len(results)
-
-    def call(*args):
-        return Transformed.apply(*args) if is_transformed() else operator(*args)
-
-    call.function = operator.function
-    return call
-
-
-def call_unrecorded(operator: Callable, *args):
-    """Call `operator` where a backward pass calls it: past autograd, unless that records a second derivative."""
-    if not torch.is_grad_enabled() and is_plain(*args):
-        return operator.function(*args)
-    if torch.is_grad_enabled() or torch.compiler.is_compiling() or _DISPATCHER is None or is_transformed():
-        return operator(*args)
-    with _DISPATCHER.below_autograd():
-        return operator(*args)
 
 
 _ASSERT_ASYNC = getattr(torch, "_assert_async", None)
@@ -233,10 +128,9 @@ def assert_async(holds: Tensor, claim: str) -> None:
         raise RuntimeError(claim)
 
 
-def refuse_second_derivative(operator: torch._ops.OpOverload) -> Callable:
-    """Make `operator`, the backward of edge attention, refuse a backward of its own; return what is to be called."""
+def refuse_second_derivative(operator: torch._ops.OpOverload) -> None:
+    """Make `operator`, which computes a first derivative, raise where a derivative of its own is asked for."""
     torch.library.register_autograd(operator, _refuse_second_derivative)
-    return transformable(operator, lambda ctx, inputs, output: None, _refuse_second_derivative)
 
 
 def _refuse_second_derivative(ctx, *_):

@@ -1,19 +1,20 @@
 """Launching a kernel, keeping what Triton compiled for it, and what a profiler shows of it.
 
-`kernel[grid](...)` binds names and asks every argument what to compile for, at every call: 50 us for 30 arguments, many
-times what the driver needs. A `Launch` does that when it meets something new, and from then on hands the addresses to
-the compiled kernel itself. Sizes must not change what is compiled: a kernel names them in `do_not_specialize`.
+`kernel[grid](...)` binds names and recomputes the specialisation key at every call: 50 us for 30 arguments, many times
+what the driver needs. A `Launch` does that the first time, and keeps what was compiled: a plan (`ops.triton_backend`)
+hands later addresses to the compiled kernel itself. Sizes must not change what is compiled: a kernel names them in
+`do_not_specialize`.
 """
 
 from collections.abc import Callable, Mapping
-from functools import cache, reduce
+from functools import cache
 from math import prod
-from operator import or_
 from types import SimpleNamespace
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 ALIGNMENT = 16  # bytes; Triton compiles pointers that are multiples of it apart from others
-_COMPILED = WeakKeyDictionary()  # kernel: {widths, constants: {device, dtypes: repeat_launch of it}}; no tensors
+_COMPILED = WeakKeyDictionary()  # kernel: {widths, constants, dtypes: {device: Repeat}}; no tensors
 
 
 def row_kernel_name(base: str, tensor: str) -> Callable[..., str]:
@@ -34,6 +35,13 @@ def launch_facts(grid, kernel, args) -> dict:
     edges = args["num_edges"]  # two rows gathered for each, and with embedded features its own beside either
     rows = 2 * (edges * (2 if args.get("EMBEDDED") else 1) + nodes)
     return {"name": kernel.name, "bytes": rows * elements * size, f"flops{8 * size}": 4 * edges * elements}
+
+
+class Repeat(NamedTuple):
+    """A compiled kernel, launched past Triton's binder."""
+
+    launch: Callable  # grid, stream, `kept`, hooks, then the arguments of the kernel
+    kept: tuple  # function and metadata
 
 
 class Launch:
@@ -57,42 +65,44 @@ class Launch:
         first = next(place for place, name in enumerate(kernel.arg_names) if name in values)
         self.tensors = kernel.arg_names[:first]
         self.values = [values[name] for name in kernel.arg_names[first:]]
-        widths = tuple(scalar.bit_length() < 32 for scalar in scalars.values() if isinstance(scalar, int))
-        self._compiled = _COMPILED.setdefault(kernel, {}).setdefault((widths, *constants.items()), {})
 
     def name(self, dtypes: Mapping[str, str]) -> str:
         """Return the name in a profile of a launch on tensors of these dtypes, such as "bf16"; nothing is compiled."""
         make = getattr(self.kernel, "repr", None) or self.kernel.kwargs["repr"]  # the latter under the interpreter
         return make(SimpleNamespace(signature=dtypes, constants=self.constants))
 
+    def compiled_for(self, dtypes: tuple) -> dict[int, Repeat]:
+        """Return what was compiled for tensors of these dtypes, by device; `on` fills it at the first launch.
+
+        Triton compiles for the width of each integer too; a float is passed as it is.
+        """
+        widths = tuple(scalar.bit_length() < 32 for scalar in self.scalars.values() if isinstance(scalar, int))
+        of_kernel = _COMPILED.setdefault(self.kernel, {})
+        return of_kernel.setdefault((widths, *self.constants.items(), dtypes), {})
+
     def __call__(self, **tensors) -> None:
-        """Launch on tensors by name, contiguous and on the current device; None stands for one that is absent."""
+        """Launch on tensors by name, on the current device; None stands for one that is absent."""
+        self.on([tensors[name] for name in self.tensors])
+
+    def on(self, ordered: list) -> None:
+        """Launch on tensors in the order of the kernel's arguments, as `__call__`, by Triton's own launch."""
         if 0 in self.grid:
             return
-        ordered = [tensors[name] for name in self.tensors]
-        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in ordered]
-        key = None
-        if reduce(or_, addresses, 0) % ALIGNMENT == 0 and (device := repeating_device()) is not None:
-            key = (device, *[None if tensor is None else tensor.dtype for tensor in ordered])
-            if key in self._compiled:
-                run, stream_of, *kept = self._compiled[key]
-                return run(*self.grid, stream_of(device), *kept, None, None, None, *addresses, *self.values)
         named = dict(zip(self.tensors, ordered, strict=True))
         compiled = self.kernel[self.grid](**named, **self.scalars, **self.constants)
-        if key is not None and (repeat := repeat_launch(compiled)) is not None:
-            self._compiled[key] = repeat
-
-    def compiled_for(self, ordered: list) -> tuple | None:
-        """Return the `repeat_launch` of what was launched on tensors like these, in order; None if there is none."""
-        dtypes = [None if tensor is None else tensor.dtype for tensor in ordered]
-        return self._compiled.get((repeating_device(), *dtypes))
+        device = repeating_device()
+        if device is None or any(tensor.data_ptr() % ALIGNMENT for tensor in ordered if tensor is not None):
+            return
+        repeat = repeat_launch(compiled)
+        if repeat is not None:
+            self.compiled_for(tuple(None if tensor is None else tensor.dtype for tensor in ordered))[device] = repeat
 
 
 def repeating_device() -> int | None:
     """Return the current device where launches may be repeated past Triton's binder, else None.
 
-    They may not while a profiler has asked Triton to be told of launches: it is told of tensors, not of addresses. Nor
-    in a Triton without the private parts that this and `repeat_launch` use; then `kernel[grid](...)` serves each time.
+    They may not while a launch hook is installed, as a profiler does: hooks get tensors, not addresses. Nor in a Triton
+    without the private parts that this and `repeat_launch` use; then `kernel[grid](...)` launches each time.
     """
     try:
         runtime, driver = _triton()
@@ -104,24 +114,28 @@ def repeating_device() -> int | None:
         return None
 
 
+def current_stream(device: int) -> int:
+    """Return the stream of a `repeating_device` on which PyTorch computes now."""
+    return _triton()[1].active.get_current_stream(device)
+
+
 @cache
 def _triton() -> tuple:
-    """Return what says whether Triton is to tell of launches, and what knows its driver."""
+    """Return Triton's runtime knobs and driver."""
     from triton import knobs
     from triton.runtime import driver
 
     return knobs.runtime, driver
 
 
-def repeat_launch(compiled) -> tuple | None:
-    """Return what launches a compiled kernel again, or None: the call, the stream of a device, what the call takes.
+def repeat_launch(compiled) -> Repeat | None:
+    """Return the compiled kernel as `Plan.run` launches it again, None where this Triton has other private parts.
 
     None for AMD too, where what is compiled depends on the size of a tensor's memory.
     """
     try:
         if compiled.metadata.target.backend != "cuda":
             return None
-        stream_of = _triton()[1].active.get_current_stream
-        return compiled.run, stream_of, compiled.function, compiled.packed_metadata
-    except (ImportError, AttributeError):
+        return Repeat(compiled.run, (compiled.function, compiled.packed_metadata))
+    except AttributeError:
         return None

@@ -9,8 +9,6 @@ from torch import Tensor
 from anemoi_gt.attention_config import AttentionConfig
 from anemoi_gt.compatibility import warn_if_untested
 from anemoi_gt.custom_ops import (
-    call_unrecorded,
-    define_gradient,
     define_operator,
     flat_arguments,
     needs_gradient,
@@ -137,7 +135,8 @@ def attend(
     warn_if_untested("torch")
     reverse = (graph.rowptr, graph.col, graph.csr_to_csc)
     structure = (graph.colptr, graph.row, graph.perm, graph.global_edge_id)
-    return _attend(*operands, *structure, *reverse, seed, scale, dropout_p, needs_gradient(*operands))[:2]
+    save = needs_gradient(*operands)
+    return edge_attention_torch(*operands, *structure, *reverse, seed, scale, dropout_p, save)[:2]
 
 
 @define_operator
@@ -181,8 +180,11 @@ def _setup_context(ctx, inputs, output):
 @define_operator
 def edge_attention_torch_backward(
     grad_out: Tensor | None, grad_lse: Tensor | None, flat: FlatArguments, lse: Tensor, p: Tensor, needs: list[bool]
-) -> list[Tensor]:
-    """Backward: the gradients that `needs` asks for, in the order of the six operands."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of the six operands, empty for those that `needs` does not ask for.
+
+    Not a list: PyTorch's fallback for batched gradients takes operators that return single tensors.
+    """
     needs = Needs(*needs)
     operands, dtype, flat = flat[:6], flat.query.dtype, flat.in_accumulator_dtype()
     do = torch.zeros_like(flat.query) if grad_out is None else grad_out.to(flat.query.dtype).view_as(flat.query)
@@ -212,16 +214,22 @@ def edge_attention_torch_backward(
         return _like(operands, gradients, dtype)
 
 
-def _like(operands: tuple, gradients: Iterable[Tensor | None], dtype: torch.dtype) -> list[Tensor]:
-    """Return the gradients that are needed with the shapes of the operands."""
-    pairs = zip(operands, gradients, strict=True)
-    return [gradient.view(operand.shape).to(dtype) for operand, gradient in pairs if gradient is not None]
+def _like(operands: tuple, gradients: Iterable[Tensor | None], dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Return the gradients with the shapes of the operands, empty where none is needed."""
+    shaped = []
+    for operand, gradient in zip(operands, gradients, strict=True):
+        if gradient is None:
+            shaped.append(operands[0].new_empty(0))
+        else:
+            shaped.append(gradient.view(operand.shape).to(dtype))
+    return tuple(shaped)
 
 
 @torch.library.register_fake("anemoi_gt::edge_attention_torch_backward")
 @flat_arguments
 def _(grad_out, grad_lse, flat: FlatArguments, lse, p, needs):
-    return [operand.new_empty(operand.shape) for operand, need in zip(flat[:6], needs, strict=True) if need]
+    pairs = zip(flat[:6], needs, strict=True)
+    return tuple(operand.new_empty(operand.shape) if need else p.new_empty(0) for operand, need in pairs)
 
 
 def _backward(ctx, grad_out, grad_lse, _):
@@ -231,12 +239,12 @@ def _backward(ctx, grad_out, grad_lse, _):
         return (None,) * 6 + rest
     *tensors, lse, p = ctx.saved_tensors
     arguments = (grad_out, grad_lse, *tensors, ctx.scale, ctx.dropout_p, True, lse, p, needs)
-    gradients = iter(call_unrecorded(_differentiate, *arguments))
-    return *(next(gradients) if need else None for need in needs), *rest
+    gradients = edge_attention_torch_backward(*arguments)
+    return *(gradient if need else None for gradient, need in zip(gradients, needs, strict=True)), *rest
 
 
-_attend = define_gradient(edge_attention_torch, _setup_context, _backward)
-_differentiate = refuse_second_derivative(edge_attention_torch_backward)
+torch.library.register_autograd(edge_attention_torch, _backward, setup_context=_setup_context)
+refuse_second_derivative(edge_attention_torch_backward)
 
 
 class Gradients(NamedTuple):

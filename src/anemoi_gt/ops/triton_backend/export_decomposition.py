@@ -12,20 +12,17 @@ of the sizes prove that 32 do. Grids and sizes stay symbols.
 Nothing here runs under Triton's interpreter, which leaves no graph behind.
 """
 
-from collections.abc import Callable
-from functools import cached_property
-
 import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.library import triton_op, wrap_triton
 
 from anemoi_gt.custom_ops import flat_arguments
-from anemoi_gt.kernels.jit_launch import Launch
 from anemoi_gt.ops.operands import AttentionOperands
-from anemoi_gt.ops.triton_backend import launch
-from anemoi_gt.ops.triton_backend.problem import IndexTensors, Options, Problem, Sizes
-from anemoi_gt.ops.triton_backend.tiles import BUSY_DEGREE, ContractionTile, RowTile
+from anemoi_gt.ops.triton_backend.attention_steps import AttentionCall, attend
+from anemoi_gt.ops.triton_backend.plan import PlanBuilder
+from anemoi_gt.ops.triton_backend.sizes import IndexTensors, Options, Sizes, sizes_of
+from anemoi_gt.ops.triton_backend.tiles import BUSY_DEGREE
 
 
 class TracedSizes(Sizes):
@@ -34,44 +31,35 @@ class TracedSizes(Sizes):
     def degree(self, num_nodes: int) -> float:
         """Return the mean number of edges of a node in the example; a busy node's where there is no example."""
         edges, nodes = _example(self.num_edges), _example(num_nodes)
-        return float(BUSY_DEGREE) if None in (edges, nodes) else edges / max(nodes, 1)
-
-
-class TracedProblem(Problem):
-    """A problem whose launches become nodes of the graph that is being traced."""
-
-    @cached_property
-    def sizes(self) -> Sizes:
-        """Read once from the operands."""
-        return TracedSizes(*super().sizes)
-
-    def needs_int64(self) -> bool:
-        """Return whether an offset may pass 2^31 for sizes that the program admits."""
-        return not all(statically_known_true(elements < 2**31) for elements in self.largest_offsets())
-
-    def is_at_most(self, size: int, bound: int) -> bool:
-        """Return whether a size is at most `bound` for all sizes that the program admits."""
-        return statically_known_true(size <= bound)
-
-    def launch(self, launch_of: Callable[..., Launch], *how: RowTile | ContractionTile | int | None) -> Callable:
-        """Return what traces a launch on tensors by name; nothing is kept, because symbols are no keys."""
-        found = launch_of.__wrapped__(self.sizes, *how)
-        kernel = wrap_triton(found.kernel)[found.grid]
-        return lambda **tensors: kernel(**tensors, **found.scalars, **found.constants)
+        if edges is None or nodes is None:
+            return float(BUSY_DEGREE)
+        return edges / max(nodes, 1)
 
 
 @triton_op("anemoi_gt::edge_attention_triton_exported", mutates_args=())
 @flat_arguments
 def edge_attention_triton_exported(
     operands: AttentionOperands, colptr: Tensor, row: Tensor, perm: Tensor | None, dst_schedule: Tensor | None,
-    dst_hubs: Tensor | None, scale: float, tile: str,
+    dst_hubs: Tensor | None, scale: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return out like query and lse [B, N_dst, H], without B as query; without dropout and fixed-degree kernels."""
-    tensors = (*operands, colptr, row, perm, dst_schedule)
-    *operands, colptr, row, perm, dst_schedule = (None if each is None else each.contiguous() for each in tensors)
+    inputs = [None if x is None else x.contiguous() for x in (*operands, colptr, row, perm, dst_schedule, dst_hubs)]
+    builder = PlanBuilder([None if tensor is None else (tensor.shape, tensor.dtype) for tensor in inputs])
+    *buffers, colptr, row, perm, dst_schedule, dst_hubs = builder.inputs
+    operands = AttentionOperands(*buffers)
     index = IndexTensors(colptr, row, perm, dst_schedule=dst_schedule, dst_hubs=dst_hubs)
-    problem = TracedProblem(AttentionOperands(*operands), index, Options(scale=scale, tile=tile))
-    return launch.attend(problem)[:2]
+    sizes = TracedSizes(*sizes_of(operands, index, scale, holds=statically_known_true))
+    out, lse, _ = attend(AttentionCall(builder, sizes, operands, index))
+
+    tensors = list(inputs)
+    for block in builder.blocks[len(inputs) :]:
+        tensors.append(inputs[0].new_empty(block.shape, dtype=block.dtype))
+    for step in builder.steps:  # all of them launch kernels on whole blocks
+        launch = step.launch
+        ordered = [None if buffer is None else tensors[buffer.block] for buffer in step.buffers]
+        named = dict(zip(launch.tensors, ordered, strict=True))
+        wrap_triton(launch.kernel)[launch.grid](**named, **launch.scalars, **launch.constants)
+    return tensors[out.block], tensors[lse.block]
 
 
 @flat_arguments
@@ -81,12 +69,12 @@ def decompose(operands: AttentionOperands, index: IndexTensors, options: Options
         p = options.dropout_p
         raise ValueError(f"a program is exported for inference, got dropout_p={p}; call model.eval() first")
     structure = (index.colptr, index.row, index.perm, index.dst_schedule, index.dst_hubs)
-    out, lse = edge_attention_triton_exported(*operands, *structure, options.scale, options.tile)
+    out, lse = edge_attention_triton_exported(*operands, *structure, options.scale)
     return out, lse, *(lse.new_empty(0) for _ in range(3))
 
 
 def _example(size: int | torch.SymInt) -> int | None:
-    """Return the number that a size had in the example; None where it had none."""
+    """Return the size in the example; None where it had none."""
     if isinstance(size, int):
         return size
     return int(size.node.hint) if size.node.has_hint() else None

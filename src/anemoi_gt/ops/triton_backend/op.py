@@ -1,6 +1,10 @@
-"""The `triton` backend as PyTorch custom operators: flat tensors in, kernel launches, flat tensors out."""
+"""The `triton` backend: plans of forward and backward pass, and the two ways in that run them.
 
-from collections.abc import Callable, Sequence
+Eager calls go through `EdgeAttention`, an autograd function, which takes half the host's time of an operator. Traced
+code, dispatch modes and tensor subclasses see the registered operators `edge_attention_triton` and its backward.
+"""
+
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
@@ -11,10 +15,9 @@ from torch.nn.functional import linear
 from anemoi_gt.attention_config import AttentionConfig
 from anemoi_gt.compatibility import warn_if_untested
 from anemoi_gt.custom_ops import (
-    call_unrecorded,
-    define_gradient,
     define_operator,
     flat_arguments,
+    is_batched,
     is_plain,
     needs_gradient,
     on_device,
@@ -22,12 +25,14 @@ from anemoi_gt.custom_ops import (
 )
 from anemoi_gt.graph import GraphStructure
 from anemoi_gt.ops.dtypes import scratch_dtype, without_autocast
-from anemoi_gt.ops.operands import AttentionOperands
-from anemoi_gt.ops.triton_backend.problem import IndexTensors, Options, Problem
-from anemoi_gt.ops.triton_backend.replay import NUM_OPERANDS, NUM_TENSORS, Pass
+from anemoi_gt.ops.operands import AttentionOperands, Needs
+from anemoi_gt.ops.triton_backend.plan import Plan, PlanBuilder
+from anemoi_gt.ops.triton_backend.sizes import IndexTensors, Options, sizes_of
 from anemoi_gt.ops.triton_backend.tiles import MOST_ATTRIBUTES, attribute_columns
 
-KEPT = 128  # passes that are replayed: those of graphs and layers of different sizes in use at a time
+KEPT = 128  # plans of each pass that are kept: graphs times layers of different sizes in use at a time
+NUM_OPERANDS = len(AttentionOperands._fields)
+NUM_TENSORS = NUM_OPERANDS + len(IndexTensors._fields) + 1  # and the seed
 
 
 def attend(
@@ -47,15 +52,19 @@ def attend(
     warn_if_untested("triton")
     query, key, value, edge_attr, edge_weight, edge_bias = operands
     save = needs_gradient(*operands)
-    first = edge_weight is not None and embeds_first(operands, save)
-    if first:
+    if edge_weight is not None and embeds_first(operands, save):
         with without_autocast(query.device.type):
             edge_attr = linear(edge_attr, edge_weight, edge_bias).unflatten(-1, query.shape[-2:])
         operands = AttentionOperands(query, key, value, edge_attr)
-    index, options = IndexTensors.of(graph), Options.of(seed, scale, dropout_p, config, embedded_first=first)
+    index = IndexTensors.of(graph)
     if not is_plain(*operands, *index, seed):
-        return _attend(*operands, *index, *options, save)[:2]
-    return Attention.apply(*operands, index, options) if save else _forward(operands, index, options, save)[0]
+        out, lse, *_ = edge_attention_triton(*operands, *index, seed, scale, dropout_p, save)
+    elif save:
+        out, lse = EdgeAttention.apply(*operands, index, Options(seed, scale, dropout_p))
+    else:
+        tensors = _readable_tensors(*operands, *index, seed)
+        out, lse, *_ = _run_forward(tensors, scale, dropout_p, save=False)
+    return out, lse
 
 
 def embeds_first(operands: AttentionOperands, save: bool) -> bool:
@@ -83,187 +92,193 @@ def embeds_first(operands: AttentionOperands, save: bool) -> bool:
     return statically_known_true(embedded < factored)
 
 
+# ------------------------------------------------------------------------------------------------------------- plans
+
+
+def _spec(tensor: Tensor | None) -> tuple[torch.Size, torch.dtype] | None:
+    """Return what a plan depends on of a contiguous tensor."""
+    return None if tensor is None else (tensor.shape, tensor.dtype)
+
+
+@lru_cache(KEPT)
+def forward_plan(specs: tuple, scale: float, dropout_p: float, save: bool) -> Plan:
+    """Return the plan of a forward pass over operands, index tensors and seed; see `forward_steps`."""
+    builder = PlanBuilder(specs)
+    return builder.finish(forward_steps(builder, scale, dropout_p, save))
+
+
+def forward_steps(builder: PlanBuilder, scale: float, dropout_p: float, save: bool, holds=bool) -> list:
+    """Add the steps of a forward pass; return the buffers of out, lse, and with `save` what the backward pass reads."""
+    from anemoi_gt.ops.triton_backend.attention_steps import AttentionCall, attend
+
+    *tensors, seed = builder.inputs
+    operands = AttentionOperands(*tensors[:NUM_OPERANDS])
+    index = IndexTensors(*tensors[NUM_OPERANDS:])
+    sizes = sizes_of(operands, index, scale, dropout_p, holds=holds)
+    out, lse, saved = attend(AttentionCall(builder, sizes, operands, index, seed))
+    return [out, lse, *saved] if save else [out, lse]
+
+
+@lru_cache(KEPT)
+def backward_plan(specs: tuple, scale: float, dropout_p: float, needs: Needs) -> Plan:
+    """Return the plan of a backward pass over the inputs of the forward pass, what it saved, grad_out and grad_lse.
+
+    Its results are the gradients of the operands, None for those that are not needed.
+    """
+    from anemoi_gt.ops.triton_backend.attention_steps import AttentionCall, Saved, gradients
+
+    builder = PlanBuilder(specs)
+    *tensors, seed = builder.inputs[:NUM_TENSORS]
+    *saved, grad_out, grad_lse = builder.inputs[NUM_TENSORS:]
+    operands = AttentionOperands(*tensors[:NUM_OPERANDS])
+    index = IndexTensors(*tensors[NUM_OPERANDS:])
+    call = AttentionCall(builder, sizes_of(operands, index, scale, dropout_p), operands, index, seed)
+    return builder.finish(gradients(call, Saved(*saved), grad_out, grad_lse, needs))
+
+
+def _readable_tensors(*tensors: Tensor | None) -> list[Tensor | None]:
+    """Return the same elements where a kernel can read them: contiguous, 16-bit pairs aligned to 32 bits."""
+    readable = []
+    for tensor in tensors:
+        if tensor is not None:
+            tensor = tensor.contiguous()
+            if tensor.data_ptr() % 4:
+                tensor = tensor.clone()
+        readable.append(tensor)
+    return readable
+
+
+def _run_forward(tensors: Sequence[Tensor | None], scale: float, dropout_p: float, save: bool) -> list[Tensor | None]:
+    """Run the forward pass on readable operands, index tensors and seed; see `forward_steps`."""
+    with on_device(tensors[0]):
+        plan = forward_plan(tuple(_spec(tensor) for tensor in tensors), scale, dropout_p, save)
+        return plan.run(tensors)
+
+
+def _run_backward(
+    tensors: Sequence[Tensor | None],
+    grad_out: Tensor | None,
+    grad_lse: Tensor | None,
+    scale: float,
+    dropout_p: float,
+    needs: Needs,
+) -> list[Tensor | None]:
+    """Run the backward pass on what the forward pass read and saved; return a gradient or None for each operand."""
+    if grad_out is None:
+        grad_out = torch.zeros_like(tensors[0])
+    tensors = [*tensors, *_readable_tensors(grad_out, grad_lse)]
+    with on_device(grad_out):
+        plan = backward_plan(tuple(_spec(tensor) for tensor in tensors), scale, dropout_p, needs)
+        return plan.run(tensors)
+
+
+# ------------------------------------------------------------------------------------------------------- eager calls
+
+
+class EdgeAttention(torch.autograd.Function):
+    """Edge attention of eager calls: apply(*operands, index, options) returns out and lse."""
+
+    @staticmethod
+    def forward(ctx, *arguments):
+        *operands, index, options = arguments
+        tensors = _readable_tensors(*operands, *index, options.seed)
+        out, lse, *saved = _run_forward(tensors, options.scale, options.dropout_p, save=True)
+        ctx.set_materialize_grads(False)
+        ctx.scale, ctx.dropout_p = options.scale, options.dropout_p
+        ctx.save_for_backward(*tensors, *saved)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx, grad_out, grad_lse):
+        needs = Needs(*ctx.needs_input_grad[:NUM_OPERANDS])
+        if grad_out is None and grad_lse is None:
+            return (None,) * (NUM_OPERANDS + 2)
+        tensors = ctx.saved_tensors
+        is_eager = is_plain(*tensors, grad_out, grad_lse) and not is_batched(grad_out, grad_lse)
+        if torch.is_grad_enabled() or not is_eager:
+            gradients = _call_backward(tensors, grad_out, grad_lse, ctx.scale, ctx.dropout_p, needs)
+        else:
+            gradients = _run_backward(tensors, grad_out, grad_lse, ctx.scale, ctx.dropout_p, needs)
+        return *gradients, None, None
+
+
+# --------------------------------------------------------------------------------------------------------- operators
+
+
 @define_operator
 def edge_attention_triton(
     operands: AttentionOperands, index: IndexTensors, options: Options, save: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return out like query, lse [B, N_dst, H], without B as query, and what backward needs, empty unless `save`."""
-    (out, lse, *saved), _, _ = _forward(operands, index, options, save)
-    return out, lse, *(lse.new_empty(0) if tensor is None else tensor for tensor in saved or (None,) * 3)
+    tensors = _readable_tensors(*operands, *index, options.seed)
+    out, lse, *saved = _run_forward(tensors, options.scale, options.dropout_p, save)
+    saved = saved or [None, None, None]
+    return out, lse, *(lse.new_empty(0) if tensor is None else tensor for tensor in saved)
 
 
 @torch.library.register_fake("anemoi_gt::edge_attention_triton")
 @flat_arguments
 def _(operands: AttentionOperands, index: IndexTensors, options: Options, save: bool):
-    query, edge_weight = operands.query, operands.edge_weight
-    statistic = query.shape[:-1]
-    edges = (query.shape[0] if query.dim() == 4 else 1, index.row.shape[0], query.shape[-2])
-    out, lse = query.new_empty(query.shape), query.new_empty(statistic, dtype=torch.float32)
+    query = operands.query
+    out, lse = query.new_empty(query.shape), query.new_empty(query.shape[:-1], dtype=torch.float32)
     if not save:
         return out, lse, *(lse.new_empty(0) for _ in range(3))
-    projected = lse.new_empty(0)
-    if edge_weight is not None:
-        attributes = int(edge_weight.shape[1]) + int(operands.edge_bias is not None)  # D never changes: a constant
-        projected = query.new_empty((*statistic, attribute_columns(attributes)), dtype=scratch_dtype(query.dtype))
-    inv_denominator = lse.new_empty(Problem(operands, index, options).inverse_shape)
-    return out, lse, inv_denominator, lse.new_empty(edges), projected
+    sizes = sizes_of(operands, index, holds=statically_known_true)
+    exp_scores = lse.new_empty((sizes.batch, sizes.num_edges, sizes.heads))
+    inv_denominator = lse.new_empty(sizes.inverse_shape(lse.shape))
+    if operands.edge_weight is None:
+        return out, lse, inv_denominator, exp_scores, lse.new_empty(0)
+    projected = query.new_empty((*lse.shape, sizes.columns), dtype=scratch_dtype(query.dtype))
+    return out, lse, inv_denominator, exp_scores, projected
 
 
 def _setup_context(ctx, inputs, output):
     ctx.set_materialize_grads(False)
-    ctx.options = inputs[NUM_TENSORS:-1]
+    *tensors, ctx.scale, ctx.dropout_p, _ = inputs
     _, _, *saved = output
     ctx.mark_non_differentiable(*saved)
-    ctx.save_for_backward(*inputs[:NUM_TENSORS], *saved)
+    ctx.save_for_backward(*tensors, *saved)
 
 
 @define_operator
 def edge_attention_triton_backward(
     grad_out: Tensor | None, grad_lse: Tensor | None, operands: AttentionOperands, index: IndexTensors,
     options: Options, inv_denominator: Tensor, exp_scores: Tensor, projected: Tensor | None, needs: list[bool],
-) -> list[Tensor]:  # fmt: skip
-    """Return the gradients that `needs` asks for, in the order of the operands."""
-    saved = (inv_denominator, exp_scores, None if operands.edge_weight is None else projected)
-    tensors = (*map(_readable, (*operands, *index, options.seed)), *saved)
-    gradients = _differentiated(grad_out, grad_lse, tensors, options[1:], tuple(needs))
-    return [gradient for gradient in gradients if gradient is not None]
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return the gradients of the operands, empty for those that `needs` does not ask for.
+
+    Not a list: PyTorch's fallback for batched gradients takes operators that return single tensors.
+    """
+    if operands.edge_weight is None:
+        projected = None
+    tensors = _readable_tensors(*operands, *index, options.seed)
+    tensors += [inv_denominator, exp_scores, projected]
+    gradients = _run_backward(tensors, grad_out, grad_lse, options.scale, options.dropout_p, Needs(*needs))
+    return tuple(exp_scores.new_empty(0) if gradient is None else gradient for gradient in gradients)
 
 
 @torch.library.register_fake("anemoi_gt::edge_attention_triton_backward")
 @flat_arguments
 def _(grad_out, grad_lse, operands: AttentionOperands, index: IndexTensors, options: Options, inv, exp, proj, needs):
-    return [operand.new_empty(operand.shape) for operand, need in zip(operands, needs, strict=True) if need]
+    pairs = zip(operands, needs, strict=True)
+    return tuple(operand.new_empty(operand.shape) if need else exp.new_empty(0) for operand, need in pairs)
 
 
 def _backward(ctx, grad_out, grad_lse, *_):
-    found = _dispatched(ctx, ctx.saved_tensors, grad_out, grad_lse)
-    return *found, *((None,) * (NUM_TENSORS + len(ctx.options) + 1 - NUM_OPERANDS))
-
-
-def _dispatched(ctx, tensors: tuple, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Return a gradient or None for each operand; `tensors` were saved, and checkpointing unpacks at each access."""
-    needs = list(ctx.needs_input_grad[:NUM_OPERANDS])
+    num_arguments = NUM_TENSORS + 3
     if grad_out is None and grad_lse is None:
-        return (None,) * NUM_OPERANDS
-    given = (grad_out, grad_lse, *tensors[:NUM_TENSORS], *ctx.options, *tensors[NUM_TENSORS:], needs)
-    gradients = iter(call_unrecorded(_differentiate, *given))
-    return tuple(next(gradients) if need else None for need in needs)
+        return (None,) * num_arguments
+    needs = Needs(*ctx.needs_input_grad[:NUM_OPERANDS])
+    gradients = _call_backward(ctx.saved_tensors, grad_out, grad_lse, ctx.scale, ctx.dropout_p, needs)
+    return *gradients, *((None,) * (num_arguments - NUM_OPERANDS))
 
 
-class Attention(torch.autograd.Function):
-    """Both operators for calls that concern autograd alone: the same launches, without PyTorch's dispatcher."""
-
-    @staticmethod
-    def forward(ctx, *given):
-        *operands, index, options = given
-        (out, lse, *saved, projected), tensors, ctx.forward_pass = _forward(operands, index, options, save=True)
-        projected = lse.new_empty(0) if projected is None else projected  # as many as the operator saves
-        ctx.set_materialize_grads(False)
-        ctx.options = options[1:]
-        ctx.save_for_backward(*tensors, *saved, projected)
-        return out, lse
-
-    @staticmethod
-    def backward(ctx, grad_out, grad_lse):
-        tensors, needs = ctx.saved_tensors, ctx.needs_input_grad[:NUM_OPERANDS]
-        if torch.is_grad_enabled() or not is_plain(*tensors, grad_out, grad_lse):
-            return *_dispatched(ctx, tensors, grad_out, grad_lse), None, None
-        if AttentionOperands(*tensors[:NUM_OPERANDS]).edge_weight is None:
-            tensors = (*tensors[:-1], None)
-        return *_differentiated(grad_out, grad_lse, tensors, ctx.options, needs, ctx.forward_pass), None, None
+def _call_backward(tensors, grad_out, grad_lse, scale: float, dropout_p: float, needs: Needs) -> list[Tensor | None]:
+    """Call the backward operator on what the forward pass read and saved; return a gradient or None per operand."""
+    arguments = (*tensors[:NUM_TENSORS], scale, dropout_p, *tensors[NUM_TENSORS:], list(needs))
+    gradients = edge_attention_triton_backward(grad_out, grad_lse, *arguments)
+    return [gradient if need else None for gradient, need in zip(gradients, needs, strict=True)]
 
 
-_attend = define_gradient(edge_attention_triton, _setup_context, _backward)
-_differentiate = refuse_second_derivative(edge_attention_triton_backward)
-
-
-def _readable(tensor: Tensor | None) -> Tensor | None:
-    """Return the same elements where a kernel can read them: contiguous, 16-bit pairs aligned to 32 bits."""
-    if tensor is None:
-        return None
-    tensor = tensor.contiguous()
-    return tensor.clone() if tensor.data_ptr() % 4 else tensor
-
-
-@lru_cache(KEPT)
-def _pass(compute: Callable, *sizes_and_dtypes) -> Pass:
-    return Pass(compute)
-
-
-def _pass_for(compute: Callable, tensors: tuple[Tensor | None, ...], *how) -> Pass:
-    """Return the pass for all calls of `compute` with tensors of the same sizes and dtypes, and the same options."""
-    query, key, _, attr, weight, *_ = tensors
-    row, fixed = tensors[NUM_OPERANDS + 1], tensors[NUM_OPERANDS + 5]
-    shapes = [None if each is None else each.shape for each in (query, key, attr, weight, row, fixed)]
-    dtypes = [None if each is None else each.dtype for each in tensors]
-    return _pass(compute, query.get_device(), *shapes, *dtypes, *how)
-
-
-def _forward(operands, index, options: Options, save: bool) -> tuple[Sequence[Tensor | None], tuple, Pass]:
-    """Return what `_launch` returns, the tensors that were read (operands, index tensors and seed), and the pass."""
-    tensors = tuple(map(_readable, (*operands, *index, options.seed)))
-    with on_device(tensors[0]):
-        forward = _pass_for(_launch, tensors, options[1:], save)
-        return forward.run(tensors, options[1:], save), tensors, forward
-
-
-def _launch(problem: Problem, save: bool) -> tuple[Tensor | None, ...]:
-    """Return out, lse, and with `save` what the backward pass reads: inv_denominator, exp_scores, projected."""
-    from anemoi_gt.ops.triton_backend import launch
-
-    found = launch.attend(problem)
-    return found if save else found[:2]
-
-
-def _differentiated(
-    grad_out: Tensor | None, grad_lse: Tensor | None, tensors: tuple, options: tuple, needs: tuple[bool, ...],
-    forward: Pass | None = None,
-) -> Sequence[Tensor | None]:  # fmt: skip
-    """Return the gradients that `needs` asks for, None for others; `tensors` are those of `_forward`, and the saved."""
-    if grad_out is None and grad_lse is None:
-        return (None,) * NUM_OPERANDS
-    grad_out = torch.zeros_like(tensors[0]) if grad_out is None else _readable(grad_out)
-    tensors = (*tensors, grad_out, _readable(grad_lse))
-    followed_by = {} if forward is None else forward.followed_by
-    if (key := (needs, grad_lse is None)) not in followed_by:  # sizes and dtypes are those of the forward pass
-        followed_by[key] = _pass_for(_launch_backward, tensors, options, needs)
-    with on_device(grad_out):
-        return followed_by[key].run(tensors, options, needs)
-
-
-def _launch_backward(problem: Problem, needs: tuple[bool, ...], *saved: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Return the gradients in `needs`, from what `_launch` saved, grad_out and grad_lse."""
-    from anemoi_gt.ops.triton_backend import launch
-
-    return gradients(problem, launch.Saved(*saved[:-2]), *saved[-2:], needs)
-
-
-def gradients(
-    problem: Problem, saved, grad_out: Tensor, grad_lse: Tensor | None, needs: Sequence[bool]
-) -> tuple[Tensor | None, ...]:
-    """Launch the kernels that the gradients in `needs` take; return all six, None for others."""
-    from anemoi_gt.ops.triton_backend import launch
-
-    query, key, value, edge_attr, edge_weight, _ = problem.operands
-    need_query, need_key, need_value, need_attr, need_weight, need_bias = needs
-    raw, dweight, dbias = edge_weight is not None, None, None
-    dquery = torch.empty_like(query) if need_query else None
-    dattr = torch.empty_like(edge_attr) if need_attr and not problem.shares_attributes else None
-    if need_attr and dattr is None:  # to be summed over the batch
-        dattr = edge_attr.new_empty((problem.batch, *edge_attr.shape[1:]), dtype=torch.float32)
-    projected_grad = launch.project(problem, grad_out) if raw else None
-    p_ds, sums = launch.differentiate_rows(problem, saved, projected_grad, grad_out, grad_lse, dquery, dattr)
-    if raw and (need_query or need_attr or need_weight or need_bias):
-        if sums is None:
-            sums = launch.differentiate_attributes(problem, p_ds, saved, projected_grad, dattr)
-        if need_query:
-            launch.embed(problem, sums[1], dquery)
-        if need_weight or need_bias:
-            dweight, dbias = launch.differentiate_weight(problem, grad_out, *sums, (need_weight, need_bias))
-    dkey = torch.empty_like(key) if need_key else None
-    dvalue = torch.empty_like(value) if need_value else None
-    if need_key or need_value:
-        launch.differentiate_sources(problem, p_ds, grad_out, dkey, dvalue)
-    if need_attr and problem.shares_attributes:
-        dattr = dattr.sum(0, keepdim=True).to(edge_attr.dtype)
-    return dquery, dkey, dvalue, dattr, dweight, dbias
+torch.library.register_autograd(edge_attention_triton, _backward, setup_context=_setup_context)
+refuse_second_derivative(edge_attention_triton_backward)

@@ -1,0 +1,556 @@
+"""Steps of edge attention on a plan: grids, tiles, scratch memory. One function per kernel, buffers in and out.
+
+    attend                      forward: project, rows over destinations, embed
+    gradients                   backward: rows over destinations, attributes, dW, rows over sources
+
+Where all destinations have the same small in-degree, the kernels of `anemoi_gt.kernels.fixed_degree` compute the passes
+over destinations: they need fewer scratch arrays and compute A, B and d edge_attr in passing.
+
+Where a node may have more than twice `Sizes.dst_segment` or `src_segment` edges, the row kernels have programs for the
+segments of such hubs too, and `join` writes the hubs' rows (`anemoi_gt.kernels.join_segments`).
+
+A launch may be given a tile, to measure it; None uses the heuristic of `tiles`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+
+from anemoi_gt.kernels import backward, edge_features, fixed_degree, forward, join_segments
+from anemoi_gt.kernels.jit_launch import Launch
+from anemoi_gt.ops.dropout import drop_threshold
+from anemoi_gt.ops.dtypes import scratch_dtype
+from anemoi_gt.ops.operands import AttentionOperands, Needs
+from anemoi_gt.ops.triton_backend import tiles
+from anemoi_gt.ops.triton_backend.device import interpreted
+from anemoi_gt.ops.triton_backend.plan import Buffer, PlanBuilder
+from anemoi_gt.ops.triton_backend.sizes import PACKED_DTYPES, IndexTensors, Sizes
+from anemoi_gt.ops.triton_backend.tiles import ContractionTile, RowTile
+
+LOG2_E = 1.4426950408889634
+PROGRAMS = 528  # that share the sum of dW, all heads; fixed, so that its order never changes
+
+
+class AttentionCall(NamedTuple):
+    """One call of edge attention on a plan: sizes, and the buffers of its tensors."""
+
+    builder: PlanBuilder
+    sizes: Sizes
+    operands: AttentionOperands  # of buffers
+    index: IndexTensors  # of buffers
+    seed: Buffer | None = None
+
+    def destination_buffers(self) -> dict[str, Buffer | None]:
+        """Return what all row kernels over destinations read, by the names of their arguments."""
+        buffers = {name: getattr(self.operands, name) for name in ("query", "key", "value", "edge_attr")}
+        for name in ("colptr", "row", "perm", "global_edge_id", "dst_schedule"):
+            buffers[name] = getattr(self.index, name)
+        buffers["seed"] = self.seed
+        return buffers
+
+
+class Saved(NamedTuple):
+    """Buffers that the forward pass saves for the backward pass."""
+
+    inv_denominator: Buffer  # [B, N_dst, H], or with hubs as `Sizes.inverse_shape`
+    exp_scores: Buffer  # [B, E, H]
+    projected: Buffer | None  # [B, N_dst, H, columns]
+
+
+def attend(call: AttentionCall, out: Buffer | None = None) -> tuple[Buffer, Buffer, Saved]:
+    """Attend, into `out` if given; return out, lse and what the backward pass reads."""
+    query, edge_weight = call.operands.query, call.operands.edge_weight
+    if out is None:
+        out = call.builder.empty_like(query)
+    projected = None if edge_weight is None else project(call, query)
+    lse, inv_denominator, exp_scores, attr_sums = attend_rows(call, projected, out)
+    if attr_sums is not None:
+        embed(call, attr_sums, out)
+    return out, lse, Saved(inv_denominator, exp_scores, projected)
+
+
+def gradients(
+    call: AttentionCall,
+    saved: Saved,
+    grad_out: Buffer,
+    grad_lse: Buffer | None,
+    needs: Needs,
+    rows: tuple[Buffer | None, Buffer | None, Buffer | None] = (None, None, None),
+    sum_dtype: torch.dtype | None = None,
+) -> AttentionOperands:
+    """Differentiate; return the gradients that `needs` asks for, None for others.
+
+    `rows` are buffers for the gradients of query, key and value, with the row stride of `Sizes`; None allocates them.
+    Gradients of W and its bias have their dtype, or `sum_dtype`.
+    """
+    builder, sizes = call.builder, call.sizes
+    query, key, value, edge_attr, edge_weight, _ = call.operands
+    is_raw = edge_weight is not None
+    dquery, dkey, dvalue = rows
+    if dquery is None and needs.query:
+        dquery = builder.empty_like(query)
+    if dkey is None and needs.key:
+        dkey = builder.empty_like(key)
+    if dvalue is None and needs.value:
+        dvalue = builder.empty_like(value)
+    dattr = None
+    if needs.edge_attr and sizes.shares_attributes:  # summed over the batch below
+        dattr = builder.empty((sizes.batch, *edge_attr.shape[1:]), torch.float32)
+    elif needs.edge_attr:
+        dattr = builder.empty_like(edge_attr)
+    dweight = None
+    dbias = None
+
+    projected_grad = project(call, grad_out) if is_raw else None
+    p_ds, sums = differentiate_rows(call, saved, projected_grad, grad_out, grad_lse, dquery, dattr)
+    if is_raw and (needs.query or needs.edge_attr or needs.edge_weight or needs.edge_bias):
+        if sums is None:
+            sums = differentiate_attributes(call, p_ds, saved, projected_grad, dattr)
+        if needs.query:
+            embed(call, sums[1], dquery)
+        if needs.edge_weight or needs.edge_bias:
+            dweight, dbias = differentiate_weight(call, grad_out, *sums, needs, sum_dtype)
+    if needs.key or needs.value:
+        differentiate_sources(call, p_ds, grad_out, dkey, dvalue)
+    if needs.edge_attr and sizes.shares_attributes:
+        per_entry = dattr
+        dattr = builder.empty_like(edge_attr)
+        builder.compute(_sum_over_batch, per_entry, dattr)
+    return AttentionOperands(dquery, dkey, dvalue, dattr, dweight, dbias)
+
+
+def _sum_over_batch(entries: torch.Tensor, out: torch.Tensor) -> None:
+    out.copy_(entries.sum(0, keepdim=True))
+
+
+def has_fixed_degree(sizes: Sizes) -> bool:
+    """Return whether the fixed-degree kernels run: a small known in-degree, raw attributes, rows that fit."""
+    if not sizes.fixed_in_degree or sizes.embedded:
+        return False
+    return tiles.fixed_degree_tile(sizes.over_destinations, sizes.fixed_in_degree) is not None
+
+
+def dst_segment(sizes: Sizes) -> int:
+    """Return the edges of a segment of hubs in the row kernels over destinations; 0 where they need none."""
+    return 0 if has_fixed_degree(sizes) else sizes.dst_segment
+
+
+def forward_tile(sizes: Sizes) -> RowTile:
+    """Return the tile of `attend_rows`.
+
+    Measured with a fixed in-degree, decoder at C = 64 / 32: 1.02, 0.60 ms; with packed pairs 1.10, 0.61.
+    """
+    if has_fixed_degree(sizes):
+        return tiles.fixed_degree_tile(sizes.over_destinations, sizes.fixed_in_degree)
+    return tiles.forward_tile(sizes.over_destinations)
+
+
+def destination_tile(sizes: Sizes) -> RowTile:
+    """Return the tile of `differentiate_rows`.
+
+    Measured with a fixed in-degree, decoder at C = 64 / 32: 1.26, 0.98 ms; with packed pairs 1.31, 0.88.
+    """
+    if has_fixed_degree(sizes):
+        tile = tiles.fixed_degree_tile(sizes.over_destinations, sizes.fixed_in_degree)
+        packed = sizes.pairs_possible and tile.heads * tile.channels < tiles.ROW_ELEMENTS * tile.num_warps
+        return replace(tile, pairs=packed)
+    return tiles.destination_tile(sizes.over_destinations)
+
+
+def source_tile(sizes: Sizes) -> RowTile:
+    """Return the tile of `differentiate_sources`."""
+    return tiles.source_tile(sizes.over_sources)
+
+
+def _attribute_constants(sizes: Sizes) -> dict:
+    """Return the constants of all kernels on edge attributes."""
+    return {
+        "H": sizes.heads,
+        "C": sizes.channels,
+        "D": sizes.edge_dim,
+        "BIAS": sizes.bias,
+        "ATTRIBUTES": sizes.columns,
+        "PRECISION": _precision(sizes.dtype),
+        "INT64": sizes.needs_int64,
+    }
+
+
+def _precision(dtype: torch.dtype) -> str:
+    """Return the precision to which operands of matrix products are rounded; 16-bit elements stay as they are.
+
+    tf32 holds them exactly, but not every AMD GPU has it. The interpreter has no bfloat16 products.
+    """
+    if dtype == torch.float32 or torch.version.hip:
+        return "ieee"
+    return "tf32" if interpreted() else PACKED_DTYPES[dtype]
+
+
+def _row_launch(kernel, sizes: Sizes, tile: RowTile, scale: dict[str, float]) -> Launch:
+    """Return the launch of a kernel over destinations that gathers rows."""
+    scalars = {
+        "num_dst": sizes.num_dst,
+        "num_src": sizes.num_src,
+        "num_edges": sizes.num_edges,
+        "attr_stride": sizes.attr_stride,
+        **scale,
+        "drop_below": drop_threshold(sizes.dropout_p),
+        "survivor": 1.0 / (1.0 - sizes.dropout_p) if sizes.dropout_p < 1.0 else 0.0,
+    }
+    constants = _attribute_constants(sizes)
+    constants |= {"HEADS": tile.heads, "CHANNELS": tile.channels, "num_warps": tile.num_warps}
+    constants["PACKED"] = PACKED_DTYPES[sizes.dtype] if tile.pairs else None
+    if "STRIDE" in kernel.arg_names:  # of the backward pass
+        constants["STRIDE"] = sizes.gradient_stride
+    if has_fixed_degree(sizes):
+        del constants["PRECISION"]
+        return Launch(kernel, (sizes.destinations,), scalars, constants | {"K": tile.unroll})
+    constants |= {"EMBEDDED": sizes.embedded, "UNROLL": tile.unroll, "SEGMENT": sizes.dst_segment}
+    constants["EDGES"] = tiles.attribute_edges(sizes.degree(sizes.num_dst))
+    blocks = sizes.batch * sizes.blocks(sizes.dst_segment)
+    programs = blocks + sizes.destinations
+    if kernel is backward.edge_attention_bwd_dst_hub:
+        programs = blocks
+        constants = {n: value for n, value in constants.items() if n in (*kernel.arg_names, "num_warps")}
+    return Launch(kernel, (programs, -(-sizes.heads // tile.heads)), scalars, constants)
+
+
+def _segment_rows(call: AttentionCall, like: Buffer | None, width: int, segment: int) -> Buffer | None:
+    """Return memory for a float32 result of each segment [B * blocks, H, width]; None without segments or `like`."""
+    if like is None or not segment:
+        return None
+    sizes = call.sizes
+    return call.builder.empty((sizes.batch * sizes.blocks(segment), sizes.heads, width), torch.float32)
+
+
+def _row_stride(rows: Buffer) -> int:
+    """Return the elements between two nodes of rows [.., N, H, C], of two entries where an entry has one node."""
+    if rows.is_contiguous:
+        return rows.shape[-2] * rows.shape[-1]
+    if len(rows.shape) == 4 and rows.shape[1] == 1:
+        return rows.stride[0]
+    return rows.stride[-3]
+
+
+def join(
+    call: AttentionCall,
+    pointers: Buffer,
+    segment: int,
+    parts: Sequence[Buffer | None],
+    results: Sequence[Buffer | None],
+    statistics: dict[str, Buffer] | None = None,
+) -> None:
+    """Join `parts` [B * blocks, H, ..] of the segments of hubs into the hubs' rows of `results` [B, N, H, ..].
+
+    Parts that are None are left out. With `statistics`, the buffers by name, lse and inv_denominator are made from
+    those of the segments, which also weigh their parts.
+    """
+    pairs = [(part, rows) for part, rows in zip(parts, results, strict=True) if part is not None]
+    if not pairs:
+        return
+    part, rows = pairs[0]
+    other_part, other_rows = pairs[1] if len(pairs) > 1 else (None, None)
+    sizes, width = call.sizes, part.shape[-1]
+    columns = min(tiles.next_power_of_two(width), tiles.JOINED_COLUMNS)
+    constants = {
+        "H": sizes.heads,
+        "WIDTH": width,
+        "OTHERS": 0 if other_part is None else other_part.shape[-1],
+        "COLUMNS": columns,
+        "SEGMENTS": tiles.JOINED // columns,
+        "STATISTICS": tiles.STATISTICS,
+        "INT64": sizes.needs_int64,
+        "SEGMENT": segment,
+        "STRIDE": _row_stride(rows),
+        "num_warps": 1,
+    }
+    scalars = {"num_nodes": pointers.shape[0] - 1, "num_edges": sizes.num_edges}
+    grid = (sizes.batch * sizes.blocks(segment),)
+    if statistics is None:
+        statistics = dict.fromkeys(("segment_max", "segment_denominator", "lse", "inv_denominator"))
+    call.builder.launch(
+        Launch(join_segments.join_segments, grid, scalars, constants),
+        segment_rows=part, segment_others=other_part, pointers=pointers, rows=rows, others=other_rows, **statistics,
+    )  # fmt: skip
+
+
+def _contraction_launch(kernel, sizes: Sizes, tile: ContractionTile, grid: tuple[int, ...], **more) -> Launch:
+    """Return the launch of a contraction of rows with W, over all destinations."""
+    constants = _attribute_constants(sizes)
+    constants |= {"CHANNELS": tile.channels, "NODES": tile.nodes, "num_warps": tile.num_warps}
+    constants |= {"num_stages": tile.num_stages, **more}
+    return Launch(kernel, grid, {"num_nodes": sizes.destinations}, constants)
+
+
+def _node_map_launch(kernel, sizes: Sizes, tile: ContractionTile, stride: int) -> Launch:
+    """Return the launch of a contraction that maps the rows of each node."""
+    grid = (-(-sizes.destinations // (tile.nodes * tile.tiles)) * sizes.heads,)
+    return _contraction_launch(kernel, sizes, tile, grid, TILES=tile.tiles, STRIDE=stride)
+
+
+def project_launch(sizes: Sizes, stride: int, tile: ContractionTile | None = None) -> Launch:
+    """Return the launch of `project`; `stride` is 0 for contiguous rows."""
+    tile = tile or tiles.project_tile(sizes.channels, sizes.attributes)
+    return _node_map_launch(edge_features.project, sizes, tile, stride)
+
+
+def project(call: AttentionCall, rows: Buffer) -> Buffer:
+    """Return W^T of rows [B, N_dst, H, C]: [B, N_dst, H, columns]."""
+    projected = call.builder.empty((*rows.shape[:-1], call.sizes.columns), scratch_dtype(rows.dtype))
+    call.builder.launch(
+        project_launch(call.sizes, _map_stride(rows)),
+        rows=rows,
+        edge_weight=call.operands.edge_weight,
+        edge_bias=call.operands.edge_bias,
+        projected=projected,
+    )
+    return projected
+
+
+def _map_stride(rows: Buffer) -> int:
+    """Return the row stride as the contractions take it: 0 for contiguous rows."""
+    return 0 if rows.is_contiguous else _row_stride(rows)
+
+
+def embed_launch(sizes: Sizes, stride: int, tile: ContractionTile | None = None) -> Launch:
+    """Return the launch of `embed`; `stride` is 0 for contiguous rows."""
+    tile = tile or tiles.embed_tile(sizes.channels, sizes.attributes)
+    return _node_map_launch(edge_features.embed, sizes, tile, stride)
+
+
+def embed(call: AttentionCall, sums: Buffer, rows: Buffer, skip: Buffer | None = None) -> None:
+    """Add W sums [B, N_dst, H, columns], and `skip` like rows, to rows [B, N_dst, H, C]."""
+    call.builder.launch(
+        embed_launch(call.sizes, _map_stride(rows)),
+        sums=sums,
+        edge_weight=call.operands.edge_weight,
+        edge_bias=call.operands.edge_bias,
+        skip=skip,
+        rows=rows,
+    )
+
+
+def forward_launch(sizes: Sizes, tile: RowTile | None = None) -> Launch:
+    """Return the launch of `attend_rows`."""
+    kernel = fixed_degree.edge_attention_fixed_degree_fwd if has_fixed_degree(sizes) else forward.edge_attention_fwd
+    return _row_launch(kernel, sizes, tile or forward_tile(sizes), {"score_scale": sizes.scale * LOG2_E})
+
+
+def attend_rows(
+    call: AttentionCall, projected: Buffer | None, out: Buffer
+) -> tuple[Buffer, Buffer, Buffer, Buffer | None]:
+    """Attend over destinations, into `out` without W A; return lse, inv_denominator, exp_scores and A."""
+    builder, sizes = call.builder, call.sizes
+    statistic_shape = out.shape[:-1]
+    lse = builder.empty(statistic_shape, torch.float32)
+    inv_denominator = builder.empty(sizes.inverse_shape(statistic_shape), torch.float32)
+    exp_scores = builder.empty((sizes.batch, sizes.num_edges, sizes.heads), torch.float32)
+    attr_sums = None if projected is None else builder.empty_like(projected)
+    buffers = call.destination_buffers()
+    buffers |= {"projected": projected, "out": out, "lse": lse, "attr_sums": attr_sums}
+    buffers |= {"inv_denominator": inv_denominator, "exp_scores": exp_scores}
+    if has_fixed_degree(sizes):
+        builder.launch(forward_launch(sizes), **buffers)
+        return lse, inv_denominator, exp_scores, attr_sums
+
+    segment = sizes.dst_segment
+    buffers["scores"] = builder.empty_like(exp_scores)
+    segment_out = _segment_rows(call, out, sizes.channels, segment)
+    segment_attr_sums = _segment_rows(call, attr_sums, sizes.columns, segment)
+    statistics = {
+        "segment_max": _segment_rows(call, lse, 1, segment),
+        "segment_denominator": _segment_rows(call, lse, 1, segment),
+    }
+    buffers |= {"segment_out": segment_out, "segment_attr_sums": segment_attr_sums, **statistics}
+    builder.launch(forward_launch(sizes), **buffers)
+    if segment:
+        statistics |= {"lse": lse, "inv_denominator": inv_denominator}
+        parts = (segment_out, segment_attr_sums)
+        join(call, call.index.colptr, segment, parts, (out, attr_sums), statistics)
+    return lse, inv_denominator, exp_scores, attr_sums
+
+
+def destination_launch(sizes: Sizes, tile: RowTile | None = None) -> Launch:
+    """Return the launch of `differentiate_rows`."""
+    kernel = backward.edge_attention_bwd_dst
+    if has_fixed_degree(sizes):
+        kernel = fixed_degree.edge_attention_fixed_degree_bwd_dst
+    return _row_launch(kernel, sizes, tile or destination_tile(sizes), {"scale": sizes.scale})
+
+
+def differentiate_rows(
+    call: AttentionCall,
+    saved: Saved,
+    projected_grad: Buffer | None,
+    grad_out: Buffer,
+    grad_lse: Buffer | None,
+    dquery: Buffer | None,
+    dedge_attr: Buffer | None,
+) -> tuple[Buffer, tuple[Buffer, Buffer] | None]:
+    """Differentiate over destinations: fill dquery (without W B) and the gradient of embedded features.
+
+    Return p_ds [B, E, 2, H], m p and ds of each edge, and sums: A and B of each destination where the in-degree is
+    fixed and attributes are raw, else None. With sums, dedge_attr is filled too.
+    """
+    builder, sizes = call.builder, call.sizes
+    p_ds = builder.empty((sizes.batch, sizes.num_edges, 2, sizes.heads), scratch_dtype(sizes.dtype))
+    buffers = call.destination_buffers()
+    buffers |= {"inv_denominator": saved.inv_denominator, "exp_scores": saved.exp_scores}
+    buffers |= {"projected_grad": projected_grad, "grad_out": grad_out, "grad_lse": grad_lse}
+    buffers |= {"dquery": dquery, "p_ds": p_ds}
+    if has_fixed_degree(sizes):
+        sums = None
+        if projected_grad is not None:
+            sums = (builder.empty_like(projected_grad), builder.empty_like(projected_grad))
+        attr_sums, dscore_sums = sums or (None, None)
+        projected = None if dedge_attr is None else saved.projected
+        buffers |= {"attr_sums": attr_sums, "dscore_sums": dscore_sums}
+        buffers |= {"projected": projected, "dedge_attr": dedge_attr}
+        builder.launch(destination_launch(sizes), **buffers)
+        return p_ds, sums
+
+    segment = sizes.dst_segment
+    buffers["attr_dp"] = builder.empty_like(saved.exp_scores)
+    buffers["dp"] = builder.empty_like(saved.exp_scores)
+    buffers["dedge_attr"] = dedge_attr if sizes.embedded else None
+    segment_p = _segment_rows(call, p_ds, 1, segment)
+    segment_p_dp = _segment_rows(call, p_ds, 1, segment)
+    buffers |= {"segment_p": segment_p, "segment_p_dp": segment_p_dp}
+    builder.launch(destination_launch(sizes), **buffers)
+    if segment:
+        p_sum = builder.empty((sizes.destinations, sizes.heads, 1), torch.float32)
+        p_dp_sum = builder.empty_like(p_sum)
+        join(call, call.index.colptr, segment, (segment_p, segment_p_dp), (p_sum, p_dp_sum))
+        buffers |= {"p_sum": p_sum, "p_dp_sum": p_dp_sum}
+        segment_dquery = _segment_rows(call, dquery, sizes.channels, segment)
+        buffers["segment_dquery"] = segment_dquery
+        hub_launch = hub_destination_launch(sizes)
+        builder.launch(hub_launch, **{name: buffers[name] for name in hub_launch.tensors})
+        join(call, call.index.colptr, segment, [segment_dquery], [dquery])
+    return p_ds, None
+
+
+def hub_destination_launch(sizes: Sizes) -> Launch:
+    """Return the launch of the second half of `differentiate_rows` over the segments of hubs."""
+    return _row_launch(backward.edge_attention_bwd_dst_hub, sizes, destination_tile(sizes), {"scale": sizes.scale})
+
+
+def source_launch(sizes: Sizes, tile: RowTile | None = None) -> Launch:
+    """Return the launch of `differentiate_sources`."""
+    tile = tile or source_tile(sizes)
+    programs = sizes.blocks(sizes.src_segment) + -(-sizes.num_src // tile.nodes)
+    grid = (sizes.batch * programs, -(-sizes.heads // tile.heads))
+    scalars = {"num_dst": sizes.num_dst, "num_src": sizes.num_src, "num_edges": sizes.num_edges}
+    constants = {
+        "H": sizes.heads,
+        "C": sizes.channels,
+        "HEADS": tile.heads,
+        "CHANNELS": tile.channels,
+        "NODES": tile.nodes,
+        "UNROLL": tile.unroll,
+        "INT64": sizes.needs_int64,
+        "SEGMENT": sizes.src_segment,
+        "STRIDE": sizes.gradient_stride,
+        "num_warps": tile.num_warps,
+    }
+    return Launch(backward.edge_attention_bwd_src, grid, scalars, constants)
+
+
+def differentiate_sources(
+    call: AttentionCall, p_ds: Buffer, grad_out: Buffer, dkey: Buffer | None, dvalue: Buffer | None
+) -> None:
+    """Differentiate over sources: fill dkey and dvalue."""
+    sizes, index = call.sizes, call.index
+    segment_dkey = _segment_rows(call, dkey, sizes.channels, sizes.src_segment)
+    segment_dvalue = _segment_rows(call, dvalue, sizes.channels, sizes.src_segment)
+    call.builder.launch(
+        source_launch(sizes),
+        query=call.operands.query, grad_out=grad_out, p_ds=p_ds, rowptr=index.rowptr, col=index.col,
+        csr_to_csc=index.csr_to_csc, dkey=dkey, dvalue=dvalue, segment_dkey=segment_dkey,
+        segment_dvalue=segment_dvalue,
+    )  # fmt: skip
+    join(call, index.rowptr, sizes.src_segment, (segment_dkey, segment_dvalue), (dkey, dvalue))
+
+
+def attribute_launch(sizes: Sizes) -> Launch:
+    """Return the launch of `differentiate_attributes`."""
+    scalars = {"num_dst": sizes.num_dst, "num_edges": sizes.num_edges, "attr_stride": sizes.attr_stride}
+    constants = _attribute_constants(sizes)
+    constants |= {"HEADS": tiles.attribute_heads(sizes.heads), "EDGES": tiles.PRODUCT}
+    constants |= {"num_warps": tiles.attribute_warps(sizes.heads, sizes.attributes), "SEGMENT": sizes.dst_segment}
+    del constants["C"]
+    programs = sizes.destinations + sizes.batch * sizes.blocks(sizes.dst_segment)
+    return Launch(edge_features.attribute_bwd, (programs,), scalars, constants)
+
+
+def differentiate_attributes(
+    call: AttentionCall, p_ds: Buffer, saved: Saved, projected_grad: Buffer, dedge_attr: Buffer | None
+) -> tuple[Buffer, Buffer]:
+    """Return A and B of each destination [B, N_dst, H, columns]; fill dedge_attr [B, E, D]."""
+    sizes, index = call.sizes, call.index
+    attr_sums = call.builder.empty_like(projected_grad)
+    dscore_sums = call.builder.empty_like(projected_grad)
+    segment_attr_sums = _segment_rows(call, attr_sums, sizes.columns, sizes.dst_segment)
+    segment_dscore_sums = _segment_rows(call, dscore_sums, sizes.columns, sizes.dst_segment)
+    call.builder.launch(
+        attribute_launch(sizes),
+        p_ds=p_ds, edge_attr=call.operands.edge_attr, projected=saved.projected, projected_grad=projected_grad,
+        colptr=index.colptr, perm=index.perm, attr_sums=attr_sums, dscore_sums=dscore_sums, dedge_attr=dedge_attr,
+        segment_attr_sums=segment_attr_sums, segment_dscore_sums=segment_dscore_sums,
+    )  # fmt: skip
+    parts = (segment_attr_sums, segment_dscore_sums)
+    join(call, index.colptr, sizes.dst_segment, parts, (attr_sums, dscore_sums))
+    return attr_sums, dscore_sums
+
+
+def weight_launch(sizes: Sizes, tile: ContractionTile | None = None) -> Launch:
+    """Return the launch that writes the partial sums of `differentiate_weight`, grid[0] of all heads."""
+    tile = tile or tiles.weight_tile(sizes.channels, sizes.attributes)
+    partials = max(1, min(-(-PROGRAMS // sizes.heads), -(-sizes.destinations // tile.nodes)))
+    grid = (partials * sizes.heads, -(-sizes.channels // tile.channels))
+    return _contraction_launch(edge_features.weight_bwd, sizes, tile, grid, STRIDE=sizes.gradient_stride)
+
+
+def weight_sum_launch(sizes: Sizes, num_parts: int) -> Launch:
+    """Return the launch that adds up `num_parts` partial sums of each head."""
+    rows = max(1, tiles.SUMMED // sizes.columns)
+    grid = (-(-sizes.heads * sizes.channels // rows),)
+    constants = {
+        "H": sizes.heads,
+        "C": sizes.channels,
+        "D": sizes.edge_dim,
+        "BIAS": sizes.bias,
+        "ATTRIBUTES": sizes.columns,
+        "PARTS": tiles.PARTS,
+        "ROWS": rows,
+        "num_warps": 4,
+    }
+    return Launch(edge_features.weight_sum, grid, {"num_parts": num_parts}, constants)
+
+
+def differentiate_weight(
+    call: AttentionCall,
+    grad_out: Buffer,
+    attr_sums: Buffer,
+    dscore_sums: Buffer,
+    needs: Needs,
+    dtype: torch.dtype | None = None,
+) -> tuple[Buffer | None, Buffer | None]:
+    """Return the gradients of W [H * C, D] and of the bias [H * C] that `needs` asks for, in their dtype or `dtype`."""
+    builder, sizes = call.builder, call.sizes
+    launch = weight_launch(sizes)
+    num_parts = launch.grid[0] // sizes.heads
+    partial = builder.empty((num_parts, sizes.heads * sizes.channels, sizes.attributes), torch.float32)
+    query = call.operands.query
+    builder.launch(
+        launch, query=query, grad_out=grad_out, attr_sums=attr_sums, dscore_sums=dscore_sums, partial=partial
+    )
+    dweight = None
+    dbias = None
+    if needs.edge_weight:
+        dweight = builder.empty_like(call.operands.edge_weight, dtype)
+    if needs.edge_bias:
+        dbias = builder.empty_like(call.operands.edge_bias, dtype)
+    builder.launch(weight_sum_launch(sizes, num_parts), partial=partial, dweight=dweight, dbias=dbias)
+    return dweight, dbias

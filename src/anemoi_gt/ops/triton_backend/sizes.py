@@ -1,0 +1,185 @@
+"""The sizes of a call of edge attention, which decide its kernels, tiles and memory, and its index tensors."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from anemoi_gt.graph import GraphStructure
+from anemoi_gt.ops.operands import AttentionOperands
+from anemoi_gt.ops.triton_backend.tiles import SEGMENT, Shape, attribute_columns
+
+PACKED_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}  # rows may be read as packed 16-bit pairs
+
+
+class IndexTensors(NamedTuple):
+    """The index tensors of a `GraphStructure`, by its names; the reverse structure only where it is read."""
+
+    colptr: Tensor  # [N_dst + 1]
+    row: Tensor  # [E]
+    perm: Tensor | None = None  # [E]
+    global_edge_id: Tensor | None = None  # [E] int64
+    dst_schedule: Tensor | None = None  # [N_dst]
+    fixed_in_degree: Tensor | None = None  # [K, 0]
+    rowptr: Tensor | None = None  # [N_src + 1]
+    col: Tensor | None = None  # [E]
+    csr_to_csc: Tensor | None = None  # [E]
+    dst_hubs: Tensor | None = None  # [257, 0]
+    src_hubs: Tensor | None = None  # [257, 0]
+
+    @classmethod
+    def of(cls, graph: GraphStructure) -> "IndexTensors":
+        """Collect the index tensors of `graph`."""
+        return cls(*(getattr(graph, name) for name in cls._fields))
+
+
+class Options(NamedTuple):
+    """Options of a call next to its tensors of nodes and edges."""
+
+    seed: Tensor | None = None  # [1] int64, with dropout
+    scale: float = 1.0
+    dropout_p: float = 0.0
+
+
+class Sizes(NamedTuple):
+    """All that a plan depends on; equal sizes have equal plans."""
+
+    batch: int
+    num_dst: int
+    num_src: int
+    num_edges: int
+    heads: int
+    channels: int
+    edge_dim: int  # 0 without raw attributes
+    bias: int  # 1 with a bias, else 0
+    embedded: bool  # edge_attr is [E, H, C]
+    shares_attributes: bool  # several batch entries read one set of edge attributes
+    dtype: torch.dtype
+    needs_int64: bool  # an offset may pass 2^31
+    scale: float
+    dropout_p: float
+    fixed_in_degree: int = 0  # in-edges of every destination; 0: they differ, or are not known
+    dst_segment: int = 0  # edges of a segment of a hub among the destinations; 0: there is none
+    src_segment: int = 0
+    inverse_segment: int = 0  # as dst_segment, but 0 only where the structure excludes hubs: shapes do not depend on E
+    gradient_stride: int = 0  # elements between two nodes in grad_out, dquery, dkey and dvalue
+
+    @property
+    def attributes(self) -> int:
+        """Columns of W, the bias among them; 0 without raw attributes."""
+        return self.edge_dim + self.bias
+
+    @property
+    def columns(self) -> int:
+        """Columns of what passes between kernels: `attributes` padded, at least the 16 of a matrix product."""
+        return attribute_columns(self.attributes)
+
+    @property
+    def attr_stride(self) -> int:
+        """Edges between the attributes of two batch entries: E, or 0 where they share them."""
+        return 0 if self.batch == 1 or self.shares_attributes else self.num_edges
+
+    @property
+    def pairs_possible(self) -> bool:
+        """True if a row can be read as packed pairs: two 16-bit elements in 32 bits."""
+        return self.dtype in PACKED_DTYPES and self.channels % 2 == 0
+
+    @property
+    def destinations(self) -> int:
+        """Destinations of the whole batch."""
+        return self.batch * self.num_dst
+
+    def blocks(self, segment: int) -> int:
+        """Return the number of blocks of `segment` edges of a batch entry; 0 without segments."""
+        return -(-self.num_edges // segment) if segment else 0
+
+    def degree(self, num_nodes: int) -> float:
+        """Return the mean number of edges of `num_nodes` nodes of a batch entry."""
+        return self.num_edges / max(num_nodes, 1)
+
+    @property
+    def over_destinations(self) -> Shape:
+        """The work of kernels that walk the edges of destinations, and gather rows of sources."""
+        degree = self.degree(self.num_dst)
+        return Shape(self.heads, self.channels, self.attributes, degree, self.dtype.itemsize, self.pairs_possible)
+
+    @property
+    def over_sources(self) -> Shape:
+        """The work of the kernel that walks the edges of sources, and gathers rows of destinations one by one."""
+        return Shape(self.heads, self.channels, 0, self.degree(self.num_src), self.dtype.itemsize)
+
+    def inverse_shape(self, statistic_shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of inv_denominator: like lse; with hubs segment rows follow the node rows."""
+        if not self.inverse_segment:
+            return statistic_shape
+        return self.batch * (self.num_dst + self.blocks(self.inverse_segment)), self.heads
+
+
+def sizes_of(
+    operands: AttentionOperands,
+    index: IndexTensors,
+    scale: float = 1.0,
+    dropout_p: float = 0.0,
+    gradient_stride: int = 0,
+    holds: Callable[[bool], bool] = bool,
+    fixed_degree_kernels: bool = True,
+) -> Sizes:
+    """Read the sizes of a call from its operands [.., N, H, C] and index tensors.
+
+    Parameters
+    ----------
+    gradient_stride : int
+        Elements between two nodes in grad_out, dquery, dkey and dvalue; 0: they are contiguous.
+    holds : callable
+        Decides a statement about sizes; for symbolic ones True only where it holds for all that are admitted.
+    fixed_degree_kernels : bool
+        Use the kernels for a fixed in-degree where the structure has one.
+    """
+    query, key, _, edge_attr, edge_weight, edge_bias = operands
+    num_dst, heads, channels = query.shape[-3:]
+    num_src = key.shape[-3]
+    num_edges = index.row.shape[0]
+    batch = query.shape[0] if len(query.shape) == 4 else 1
+    edge_dim = 0 if edge_weight is None else int(edge_weight.shape[1])  # D never changes: a constant
+    embedded = edge_attr is not None and edge_weight is None
+    dst_segment = _segment_of(index.dst_hubs, num_edges, holds)
+    src_segment = _segment_of(index.src_hubs, num_edges, holds)
+    gradient_stride = gradient_stride or heads * channels
+
+    columns = attribute_columns(edge_dim + int(edge_bias is not None))
+    per_edge = max(heads * (channels if embedded else 2), columns)
+    per_node = max(heads * max(channels, columns), gradient_stride)
+    largest = [batch * num_edges * per_edge, batch * num_dst * per_node, batch * num_src * per_node]
+    for segment in (dst_segment, src_segment):
+        if segment:
+            largest.append(batch * -(-num_edges // segment) * per_node)
+    degree = index.fixed_in_degree
+    return Sizes(
+        batch=batch,
+        num_dst=num_dst,
+        num_src=num_src,
+        num_edges=num_edges,
+        heads=heads,
+        channels=channels,
+        edge_dim=edge_dim,
+        bias=int(edge_bias is not None),
+        embedded=embedded,
+        shares_attributes=edge_attr is not None and batch != 1 and edge_attr.shape[0] == 1,
+        dtype=query.dtype,
+        needs_int64=not all(holds(elements < 2**31) for elements in largest),
+        scale=scale,
+        dropout_p=dropout_p,
+        fixed_in_degree=degree.shape[0] if degree is not None and fixed_degree_kernels else 0,
+        dst_segment=dst_segment,
+        src_segment=src_segment,
+        inverse_segment=0 if index.dst_hubs is None else SEGMENT,
+        gradient_stride=gradient_stride,
+    )
+
+
+def _segment_of(hubs: Tensor | None, num_edges: int, holds: Callable[[bool], bool]) -> int:
+    """Return the edges of a segment of hubs; 0 without hubs, and where the graph is too small for one."""
+    if hubs is None or holds(num_edges <= 2 * SEGMENT):
+        return 0
+    return SEGMENT
