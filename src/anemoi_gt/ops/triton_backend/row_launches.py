@@ -1,0 +1,307 @@
+"""Launches of the row kernels, `anemoi_gt.kernels.norms_and_activations`, from sizes and options alone.
+
+Each function returns a `Launch`, which is then called with tensors by the kernel's argument names; None stands for an
+absent one. Of backward kernels, `programs` is the number of rows of `partial` [programs, sums], and `first_sum` the
+column of the first sum of this launch. Sums are added to `partial`, which is zero at first, so that several launches
+may share a column. An output that may be the memory of an input is named in the kernel's docstring.
+"""
+
+from typing import NamedTuple
+
+from anemoi_gt.kernels import norms_and_activations as kernels
+from anemoi_gt.kernels.jit_launch import Launch
+from anemoi_gt.ops.triton_backend.tiles import next_power_of_two
+
+ACTIVATIONS = ("gelu", "gelu_tanh", "silu", "relu", "sigmoid")
+MOST_FEATURES = 8192  # of a norm: 16 warps with 16 elements of a row in each thread
+MOST_WARPS = 16
+
+
+class Tile(NamedTuple):
+    """Elements of a tile and its columns at most, warps, and elements of a wider row in each thread at most.
+
+    A tile has at least 8 elements for each of its threads, one load of 16 bytes: with fewer, threads would share
+    elements, and no output could be the memory of an input.
+    """
+
+    elements: int
+    columns: int
+    num_warps: int
+
+
+# Measured on an H200 with 528 programs, 16-bit rows of 512, N = 40,962 and 271,040. NORM_BACKWARD takes 65 and 376 us,
+# with 2048 elements 100 and 610. What is wider than a tile has a row to itself, and more warps in proportion.
+NORM_FORWARD = Tile(2048, MOST_FEATURES, 2)
+NORM_BACKWARD = Tile(1024, MOST_FEATURES, 2)
+ACTIVATION = Tile(2048, 512, 4)
+HEAD_NORM = Tile(1024, MOST_FEATURES, 2)  # not measured yet: as the gradient of a norm, which reads as many tensors
+
+
+def norm_forward(
+    num_rows: int,
+    features: int,
+    eps: float,
+    *,
+    out_stride: int | None = None,
+    batch: int = 1,
+    out_entry_rows: int | None = None,
+) -> Launch:
+    """Return the launch of `norm_fwd`: x, scale, shift, modulation -> out.
+
+    Parameters
+    ----------
+    num_rows : int
+        Rows of x, of all batch entries.
+    features : int
+        At most MOST_FEATURES, else ValueError.
+    eps : float
+    out_stride : int or None
+        Elements between rows of `out`; None: `features`.
+    batch : int
+        Batch entries, which have the same number of rows.
+    out_entry_rows : int or None
+        Rows of `out` in each batch entry, of which the first num_rows / batch are written; None: they are all.
+    """
+    rows, columns, num_warps = _norm_tile(NORM_FORWARD, features)
+    stride = features if out_stride is None else out_stride
+    entries = _entries(num_rows, batch, out_entry_rows)
+    scalars = {
+        "num_rows": num_rows,
+        "rows_per_entry": entries.rows,
+        "entry_rows": entries.stride,
+        "eps": float(eps),
+    }
+    constants = {
+        "F": features,
+        "FEATURES": columns,
+        "ROWS": rows,
+        "OUT_STRIDE": stride,
+        "ENTRIES": entries.are_apart,
+        "INT64": _needs_int64(entries.last_row + rows, max(stride, 2 * features)),
+        "num_warps": num_warps,
+    }
+    return Launch(kernels.norm_fwd, (-(-num_rows // rows),), scalars, constants)
+
+
+def norm_backward(
+    num_rows: int,
+    features: int,
+    eps: float,
+    *,
+    programs: int,
+    sums: int,
+    first_sum: int,
+    total: bool = False,
+    normed_stride: int | None = None,
+    batch: int = 1,
+    normed_entry_rows: int | None = None,
+) -> Launch:
+    """Return the launch of `norm_bwd`.
+
+    Tensors x, grad_normed, grad_total, scale, shift, modulation -> dx, normed, grad_scale, partial. The columns of
+    `partial` from `first_sum` on are the sums of dscale and dshift, and with `total` of grad_total, `features` of each.
+
+    Parameters
+    ----------
+    num_rows, features, eps, batch
+        As in `norm_forward`.
+    programs : int
+        Rows of `partial`.
+    sums : int
+        Columns of `partial`; 0 where it is None.
+    first_sum : int
+    total : bool
+        Whether to sum grad_total too.
+    normed_stride, normed_entry_rows : int or None
+        Layout of both `normed` and `grad_normed`, as that of `out` in `norm_forward`.
+    """
+    rows, columns, num_warps = _norm_tile(NORM_BACKWARD, features)
+    stride = features if normed_stride is None else normed_stride
+    entries = _entries(num_rows, batch, normed_entry_rows)
+    scalars = {
+        "num_rows": num_rows,
+        "rows_per_entry": entries.rows,
+        "entry_rows": entries.stride,
+        "first_sum": first_sum,
+        "eps": float(eps),
+    }
+    constants = {
+        "F": features,
+        "FEATURES": columns,
+        "ROWS": rows,
+        "NORMED_STRIDE": stride,
+        "ENTRIES": entries.are_apart,
+        "SUMS": sums,
+        "TOTAL": total,
+        "INT64": _needs_int64(entries.last_row + 2 * programs * rows, max(stride, 2 * features)),
+        "num_warps": num_warps,
+    }
+    return Launch(kernels.norm_bwd, _programs(programs, num_rows), scalars, constants)
+
+
+def head_norm_forward(
+    num_rows: int, heads: int, channels: int, eps: float, *, x_stride: int, out_stride: int
+) -> Launch:
+    """Return the launch of `head_norm_fwd`: x, scale -> out; strides are elements between nodes."""
+    pairs, columns, num_warps = _norm_tile(HEAD_NORM, channels)
+    num_pairs = num_rows * heads
+    scalars = {"num_pairs": num_pairs, "eps": float(eps)}
+    constants = {
+        "H": heads,
+        "C": channels,
+        "CHANNELS": columns,
+        "PAIRS": pairs,
+        "X_STRIDE": x_stride,
+        "OUT_STRIDE": out_stride,
+        "INT64": _pairs_need_int64(num_pairs + pairs, heads, x_stride, out_stride),
+        "num_warps": num_warps,
+    }
+    return Launch(kernels.head_norm_fwd, (-(-num_pairs // pairs),), scalars, constants)
+
+
+def head_norm_backward(
+    num_rows: int,
+    heads: int,
+    channels: int,
+    eps: float,
+    *,
+    x_stride: int,
+    grad_stride: int,
+    dx_stride: int,
+    programs: int,
+    sums: int,
+    first_sum: int,
+) -> Launch:
+    """Return the launch of `head_norm_bwd`: x, grad_normed, scale -> dx, partial.
+
+    Strides are elements between nodes. The columns of `partial` from `first_sum` on are `channels` sums of dscale.
+    """
+    pairs, columns, num_warps = _norm_tile(HEAD_NORM, channels)
+    num_pairs = num_rows * heads
+    last_pair = num_pairs + 2 * programs * pairs
+    scalars = {"num_pairs": num_pairs, "first_sum": first_sum, "eps": float(eps)}
+    constants = {
+        "H": heads,
+        "C": channels,
+        "CHANNELS": columns,
+        "PAIRS": pairs,
+        "X_STRIDE": x_stride,
+        "GRAD_STRIDE": grad_stride,
+        "DX_STRIDE": dx_stride,
+        "SUMS": sums,
+        "INT64": _pairs_need_int64(last_pair, heads, x_stride, grad_stride, dx_stride),
+        "num_warps": num_warps,
+    }
+    return Launch(kernels.head_norm_bwd, _programs(programs, num_pairs), scalars, constants)
+
+
+def activation_forward(num_rows: int, features: int, activation: str, *, gated: bool) -> Launch:
+    """Return the launch of `activation_fwd`: hidden -> out [num_rows, features].
+
+    `hidden` has the same shape, and if `gated` twice the columns: those of the gate, which `activation` is applied to,
+    then those of the value.
+    """
+    rows, columns = _activation_tile(features)
+    width = 2 * features if gated else features
+    constants = {
+        "K": features,
+        "COLUMNS": columns,
+        "ROWS": rows,
+        "ACTIVATION": _checked(activation),
+        "GATED": gated,
+        "INT64": _needs_int64(num_rows + rows, width),
+        "num_warps": ACTIVATION.num_warps,
+    }
+    grid = (-(-num_rows // rows), -(-features // columns))
+    return Launch(kernels.activation_fwd, grid, {"num_rows": num_rows}, constants)
+
+
+def activation_backward(
+    num_rows: int,
+    features: int,
+    activation: str,
+    *,
+    gated: bool,
+    programs: int,
+    sums: int,
+    first_sum: int,
+) -> Launch:
+    """Return the launch of `activation_bwd`: hidden, grad_activated -> activated, grad_hidden, partial.
+
+    The columns of `partial` from `first_sum` on are the sums of grad_hidden, as many as it has columns.
+    """
+    rows, columns = _activation_tile(features)
+    width = 2 * features if gated else features
+    scalars = {"num_rows": num_rows, "first_sum": first_sum}
+    constants = {
+        "K": features,
+        "COLUMNS": columns,
+        "ROWS": rows,
+        "ACTIVATION": _checked(activation),
+        "GATED": gated,
+        "SUMS": sums,
+        "INT64": _needs_int64(num_rows + 2 * programs * rows, width),
+        "num_warps": ACTIVATION.num_warps,
+    }
+    grid = (*_programs(programs, num_rows), -(-features // columns))
+    return Launch(kernels.activation_bwd, grid, scalars, constants)
+
+
+class _Entries(NamedTuple):
+    """Rows of batch entries in a buffer that may have more rows in each."""
+
+    rows: int  # of an entry; at least 1, because kernels divide by it
+    stride: int  # rows between the first rows of two entries
+    are_apart: bool
+    last_row: int  # of the buffer
+
+
+def _entries(num_rows: int, batch: int, entry_rows: int | None) -> _Entries:
+    if num_rows % batch:
+        raise ValueError(f"num_rows must be a multiple of batch, got {num_rows} and {batch}")
+    rows = num_rows // batch
+    stride = rows if entry_rows is None else entry_rows
+    if stride < rows:
+        raise ValueError(f"a batch entry of the buffer must have at least {rows} rows, got {stride}")
+    return _Entries(max(1, rows), stride, batch > 1 and stride != rows, batch * stride)
+
+
+def _norm_tile(tile: Tile, features: int) -> tuple[int, int, int]:
+    """Return the rows and columns of a tile, and its warps."""
+    if not 1 <= features <= MOST_FEATURES:
+        raise ValueError(
+            f"a norm must have 1 to {MOST_FEATURES} features, which a program holds in registers, "
+            f"got {features}; compute it by the module"
+        )
+    columns = next_power_of_two(features)
+    rows = max(1, tile.elements // columns)
+    widening = max(1, columns // tile.elements)
+    return rows, columns, min(MOST_WARPS, widening * tile.num_warps)
+
+
+def _activation_tile(features: int) -> tuple[int, int]:
+    """Return the rows and columns of a tile."""
+    if features < 1:
+        raise ValueError(f"an activation must have at least 1 feature, got {features}")
+    columns = min(next_power_of_two(features), ACTIVATION.columns)
+    return max(1, ACTIVATION.elements // columns), columns
+
+
+def _checked(activation: str) -> str:
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
+    return activation
+
+
+def _programs(programs: int, num_rows: int) -> tuple[int]:
+    """Return the grid of a backward kernel: nothing to launch without rows."""
+    return (programs if num_rows else 0,)
+
+
+def _needs_int64(rows: int, stride: int) -> bool:
+    """Return whether an offset of `rows` rows, those that loads ahead are masked for included, can pass 2^31."""
+    return rows * stride >= 2**31
+
+
+def _pairs_need_int64(num_pairs: int, heads: int, *strides: int) -> bool:
+    return _needs_int64(-(-num_pairs // heads) + 1, max(heads, *strides))

@@ -1,0 +1,400 @@
+"""Row kernels against float64 PyTorch: each result is exact but for its rounding and float32 arithmetic."""
+
+import pytest
+import torch
+from torch.nn import functional
+
+from anemoi_gt.ops.triton_backend import row_launches
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+ROWS = (0, 1, 37)
+FEATURES = (1, 24, 67, 1000)
+EPS = 1e-5
+PROGRAMS = 2  # few, so that each has several tiles
+FLOAT32 = 64 * torch.finfo(torch.float32).eps  # of float32 sums over a row, relative to their terms
+
+ACTIVATIONS = {
+    "gelu": functional.gelu,
+    "gelu_tanh": lambda h: functional.gelu(h, approximate="tanh"),
+    "silu": functional.silu,
+    "relu": functional.relu,
+    "sigmoid": torch.sigmoid,
+}
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def draw(kernel_device):
+    def make(*shape, dtype=torch.float32):
+        return torch.randn(*shape, dtype=torch.float32).to(kernel_device, dtype)
+
+    return make
+
+
+@pytest.fixture
+def poisoned(kernel_device):
+    def make(*shape, dtype=torch.float32):
+        return torch.full(shape, float("nan"), dtype=dtype, device=kernel_device)
+
+    return make
+
+
+@pytest.fixture
+def make_partial(kernel_device):
+    return lambda sums: torch.zeros(PROGRAMS, sums, device=kernel_device)
+
+
+def exact(tensor):
+    """Return the same elements in float64, as a leaf that takes a gradient."""
+    return None if tensor is None else tensor.detach().double().requires_grad_()
+
+
+def assert_rounded(name, result, reference):
+    """Assert that `result` is `reference` but for one rounding to its dtype and float32 arithmetic."""
+    assert result.shape == reference.shape
+    eps = torch.finfo(result.dtype).eps
+    size = max(1.0, reference.abs().max().item()) if reference.numel() else 1.0
+    torch.testing.assert_close(
+        result.double(), reference.detach().double(), rtol=eps, atol=FLOAT32 * size, msg=lambda text: f"{name}: {text}"
+    )
+
+
+def normal(x):
+    return functional.layer_norm(x, x.shape[-1:], eps=EPS)
+
+
+def modulated(n, scale, shift, modulation):
+    """Return n scale + shift, with scale and shift [F], absent, or rows of `modulation`."""
+    if modulation is not None:
+        scale, shift = modulation.chunk(2, dim=-1)
+    n = n if scale is None else n * scale
+    return n if shift is None else n + shift
+
+
+def norm_parameters(draw, num_rows, features, form, dtype):
+    """Return scale, shift and modulation of one of FORMS; parameters are float32, modulation has `dtype`."""
+    scale = draw(features) if form in ("scale and shift", "scale") else None
+    shift = draw(features) if form in ("scale and shift", "shift") else None
+    modulation = draw(num_rows, 2 * features, dtype=dtype) if form == "modulated" else None
+    return {"scale": scale, "shift": shift, "modulation": modulation}
+
+
+FORMS = ("scale and shift", "scale", "shift", "neither", "modulated")
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("features", FEATURES)
+@pytest.mark.parametrize("num_rows", ROWS)
+def test_norm_is_that_of_pytorch(draw, poisoned, num_rows, features, form):
+    x, parameters = draw(num_rows, features), norm_parameters(draw, num_rows, features, form, torch.float32)
+    out = poisoned(num_rows, features)
+    row_launches.norm_forward(num_rows, features, EPS)(x=x, out=out, **parameters)
+    assert_rounded("out", out, modulated(normal(x.double()), **{k: exact(v) for k, v in parameters.items()}))
+
+
+@pytest.mark.parametrize("form", ["scale and shift", "modulated"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("out_dtype", DTYPES)
+def test_norm_rounds_once_to_the_dtype_of_its_output(draw, poisoned, form, dtype, out_dtype):
+    x, parameters = draw(37, 67, dtype=dtype), norm_parameters(draw, 37, 67, form, out_dtype)
+    out = poisoned(37, 67, dtype=out_dtype)
+    row_launches.norm_forward(37, 67, EPS)(x=x, out=out, **parameters)
+    assert_rounded("out", out, modulated(normal(x.double()), **{k: exact(v) for k, v in parameters.items()}))
+
+
+def test_norm_of_batch_entries_fills_rows_before_the_halo_and_no_others(draw, poisoned):
+    x, scale, shift = draw(3 * 7, 24), draw(24), draw(24)
+    out = poisoned(3, 9, 24)
+    launch = row_launches.norm_forward(21, 24, EPS, batch=3, out_entry_rows=9)
+    launch(x=x, scale=scale, shift=shift, modulation=None, out=out)
+    assert_rounded("out", out[:, :7].flatten(0, 1), normal(x.double()) * scale.double() + shift.double())
+    assert out[:, 7:].isnan().all()
+
+
+def test_norm_fills_columns_of_a_wider_buffer_and_no_others(draw, poisoned):
+    x, out = draw(37, 24), poisoned(37, 60)
+    columns = out[:, 20:44]
+    launch = row_launches.norm_forward(37, 24, EPS, out_stride=60)
+    launch(x=x, scale=None, shift=None, modulation=None, out=columns)
+    assert_rounded("out", columns, normal(x.double()))
+    assert out[:, :20].isnan().all() and out[:, 44:].isnan().all()
+
+
+def norm_gradients(x, grad_normed, grad_total, parameters):
+    """Return results of `norm_bwd` by name, in float64."""
+    leaves = {name: exact(value) for name, value in parameters.items()}
+    x = exact(x)
+    n = normal(x)
+    y = modulated(n, **leaves)
+    dy = grad_normed.double()
+    (dx,) = torch.autograd.grad(y, x, dy)
+    results = {"dx": dx, "normed": y, "grad_scale": dy * n}
+    results["sums"] = torch.cat([(dy * n).sum(0), dy.sum(0)])
+    if grad_total is not None:
+        results["dx"] = dx + grad_total.double()
+        results["sums"] = torch.cat([results["sums"], grad_total.double().sum(0)])
+    return results
+
+
+def run_norm_backward(draw, poisoned, make_partial, num_rows, features, form, dtype, residual_dtype, total_dtype):
+    x, grad_normed = draw(num_rows, features, dtype=residual_dtype), draw(num_rows, features, dtype=dtype)
+    grad_total = None if total_dtype is None else draw(num_rows, features, dtype=total_dtype)
+    parameters = norm_parameters(draw, num_rows, features, form, dtype)
+    results = {"dx": poisoned(num_rows, features, dtype=residual_dtype)}
+    results |= {name: poisoned(num_rows, features, dtype=dtype) for name in ("normed", "grad_scale")}
+    has_total = grad_total is not None
+    sums = (3 if has_total else 2) * features
+    partial = make_partial(5 + sums + 3)
+    launch = row_launches.norm_backward(
+        num_rows, features, EPS, programs=PROGRAMS, sums=5 + sums + 3, first_sum=5, total=has_total
+    )
+    launch(x=x, grad_normed=grad_normed, grad_total=grad_total, partial=partial, **parameters, **results)
+    reference = norm_gradients(x, grad_normed, grad_total, parameters)
+    for name, result in results.items():
+        assert_rounded(name, result, reference[name])
+    assert_rounded("sums", partial.sum(0)[5:-3], reference["sums"])
+    assert not partial[:, :5].any() and not partial[:, -3:].any()
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("features", FEATURES)
+@pytest.mark.parametrize("num_rows", ROWS)
+def test_gradients_of_a_norm_are_those_of_pytorch(draw, poisoned, make_partial, num_rows, features, form):
+    float32 = torch.float32
+    run_norm_backward(draw, poisoned, make_partial, num_rows, features, form, float32, float32, float32)
+
+
+@pytest.mark.parametrize("form", ["scale and shift", "modulated"])
+@pytest.mark.parametrize("total_dtype", [None, *DTYPES])
+@pytest.mark.parametrize("residual_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_gradients_of_a_norm_with_any_dtypes(draw, poisoned, make_partial, form, total_dtype, residual_dtype, dtype):
+    run_norm_backward(draw, poisoned, make_partial, 19, 67, form, dtype, residual_dtype, total_dtype)
+
+
+def test_gradient_of_a_norm_alone_writes_nothing_else(draw, poisoned):
+    x, grad_normed, dx = draw(37, 67), draw(37, 67), poisoned(37, 67)
+    launch = row_launches.norm_backward(37, 67, EPS, programs=PROGRAMS, sums=0, first_sum=0)
+    launch(
+        x=x, grad_normed=grad_normed, grad_total=None, scale=None, shift=None, modulation=None, dx=dx, normed=None,
+        grad_scale=None, partial=None,
+    )  # fmt: skip
+    parameters = {"scale": None, "shift": None, "modulation": None}
+    assert_rounded("dx", dx, norm_gradients(x, grad_normed, None, parameters)["dx"])
+
+
+def test_gradient_of_a_norm_reads_and_writes_rows_before_the_halo(draw, poisoned, make_partial):
+    x, scale, wide = draw(3 * 7, 24), draw(24), draw(3, 9, 24)
+    normed, dx, partial = poisoned(3, 9, 24), poisoned(21, 24), make_partial(48)
+    launch = row_launches.norm_backward(
+        21, 24, EPS, programs=PROGRAMS, sums=48, first_sum=0, batch=3, normed_entry_rows=9
+    )
+    launch(
+        x=x, grad_normed=wide, grad_total=None, scale=scale, shift=None, modulation=None, dx=dx, normed=normed,
+        grad_scale=None, partial=partial,
+    )  # fmt: skip
+    parameters = {"scale": scale, "shift": None, "modulation": None}
+    reference = norm_gradients(x, wide[:, :7].flatten(0, 1), None, parameters)
+    assert_rounded("dx", dx, reference["dx"])
+    assert_rounded("normed", normed[:, :7].flatten(0, 1), reference["normed"])
+    assert_rounded("sums", partial.sum(0), reference["sums"])
+    assert normed[:, 7:].isnan().all()
+
+
+def test_launches_add_to_the_same_sums(draw, poisoned, make_partial):
+    partial, total = make_partial(2 * 24), 0.0
+    launch = row_launches.norm_backward(9, 24, EPS, programs=PROGRAMS, sums=48, first_sum=0)
+    parameters = {"scale": draw(24), "shift": None, "modulation": None}
+    for _ in range(2):
+        x, grad_normed = draw(9, 24), draw(9, 24)
+        launch(
+            x=x, grad_normed=grad_normed, grad_total=None, dx=poisoned(9, 24), normed=None, grad_scale=None,
+            partial=partial, **parameters,
+        )  # fmt: skip
+        total = total + norm_gradients(x, grad_normed, None, parameters)["sums"]
+    assert_rounded("sums", partial.sum(0), total)
+
+
+@pytest.mark.parametrize("features", [1025, 3000])
+def test_norm_of_more_features_than_a_tile(draw, poisoned, make_partial, features):
+    x, parameters = draw(5, features), norm_parameters(draw, 5, features, "scale and shift", torch.float32)
+    out = poisoned(5, features)
+    row_launches.norm_forward(5, features, EPS)(x=x, out=out, **parameters)
+    assert_rounded("out", out, modulated(normal(x.double()), **{k: exact(v) for k, v in parameters.items()}))
+    float32 = torch.float32
+    run_norm_backward(draw, poisoned, make_partial, 5, features, "modulated", float32, float32, float32)
+
+
+def test_a_norm_of_too_many_features_is_refused_with_the_number():
+    with pytest.raises(ValueError, match="1 to 8192 features, .* got 8193; compute it by the module"):
+        row_launches.norm_forward(3, 8193, EPS)
+
+
+# ---------------------------------------------------------------------------------------------- norms of heads
+
+
+@pytest.mark.parametrize("has_scale", [True, False], ids=["scale", "no scale"])
+@pytest.mark.parametrize(("heads", "channels"), [(1, 1), (3, 5), (4, 32), (16, 64), (2, 67)])
+@pytest.mark.parametrize("num_rows", ROWS)
+def test_head_norm_and_its_gradients(draw, poisoned, make_partial, num_rows, heads, channels, has_scale):
+    packed = draw(num_rows, 3 * heads * channels)  # query, key, value
+    key = packed[:, heads * channels : 2 * heads * channels]
+    scale, out = draw(channels) if has_scale else None, poisoned(num_rows, heads, channels)
+    stride, width = packed.shape[1], heads * channels
+    forward = row_launches.head_norm_forward(num_rows, heads, channels, EPS, x_stride=stride, out_stride=width)
+    forward(x=key, scale=scale, out=out)
+    x = exact(key.unflatten(-1, (heads, channels)))
+    n = normal(x)
+    y = n if scale is None else n * scale.double()
+    assert_rounded("out", out, y)
+
+    grad, partial = draw(num_rows, heads, channels), make_partial(channels)
+    dx = poisoned(num_rows, 2 * width)
+    backward = row_launches.head_norm_backward(
+        num_rows, heads, channels, EPS, x_stride=stride, grad_stride=width, dx_stride=2 * width, programs=PROGRAMS,
+        sums=channels, first_sum=0,
+    )  # fmt: skip
+    columns = dx[:, width:]
+    backward(x=key, grad_normed=grad, scale=scale, dx=columns, partial=partial if has_scale else None)
+    (exact_dx,) = torch.autograd.grad(y, x, grad.double())
+    assert_rounded("dx", columns, exact_dx.flatten(1))
+    assert dx[:, :width].isnan().all()
+    if has_scale:
+        assert_rounded("dscale", partial.sum(0), (grad.double() * n).sum((0, 1)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradient_of_a_head_norm_may_overwrite_the_gradient_that_comes_in(draw, make_partial, dtype):
+    key, scale, grads = draw(37, 4 * 10, dtype=dtype), draw(10), draw(37, 3 * 40, dtype=dtype)
+    partial, before = make_partial(10), grads.clone()
+    columns = grads[:, 40:80]
+    launch = row_launches.head_norm_backward(
+        37, 4, 10, EPS, x_stride=40, grad_stride=120, dx_stride=120, programs=PROGRAMS, sums=10, first_sum=0
+    )
+    launch(x=key, grad_normed=columns, scale=scale, dx=columns, partial=partial)
+    x, dy = exact(key.view(37, 4, 10)), before[:, 40:80].reshape(37, 4, 10).double()
+    (dx,) = torch.autograd.grad(normal(x) * scale.double(), x, dy)
+    assert_rounded("dx", columns, dx.flatten(1))
+    assert_rounded("dscale", partial.sum(0), (dy * normal(x)).sum((0, 1)))
+    assert torch.equal(grads[:, :40], before[:, :40]) and torch.equal(grads[:, 80:], before[:, 80:])
+
+
+# ---------------------------------------------------------------------------------------------- activations
+
+
+def activate(hidden, activation, gated):
+    if not gated:
+        return ACTIVATIONS[activation](hidden)
+    gate, value = hidden.chunk(2, dim=-1)
+    return ACTIVATIONS[activation](gate) * value
+
+
+def run_activation(draw, poisoned, make_partial, num_rows, features, activation, gated, dtype):
+    width = 2 * features if gated else features
+    hidden, grad = 3 * draw(num_rows, width, dtype=dtype), draw(num_rows, features, dtype=dtype)
+    out = poisoned(num_rows, features, dtype=dtype)
+    row_launches.activation_forward(num_rows, features, activation, gated=gated)(hidden=hidden, out=out)
+    h = exact(hidden)
+    reference = activate(h, activation, gated)
+    assert_rounded("out", out, reference)
+
+    partial, grad_hidden = make_partial(width + 4), poisoned(num_rows, width, dtype=dtype)
+    launch = row_launches.activation_backward(
+        num_rows, features, activation, gated=gated, programs=PROGRAMS, sums=width + 4, first_sum=3
+    )
+    activated = poisoned(num_rows, features, dtype=dtype)
+    launch(hidden=hidden, grad_activated=grad, activated=activated, grad_hidden=grad_hidden, partial=partial)
+    (dh,) = torch.autograd.grad(reference, h, grad.double())
+    assert_rounded("activated", activated, reference)
+    assert_rounded("grad_hidden", grad_hidden, dh)
+    assert_rounded("sums", partial.sum(0)[3:-1], dh.sum(0))
+    assert not partial[:, :3].any() and not partial[:, -1].any()
+
+    in_place, grad_hidden = grad.clone(), torch.full_like(hidden, float("nan"))
+    launch(hidden=hidden, grad_activated=in_place, activated=in_place, grad_hidden=grad_hidden, partial=None)
+    assert_rounded("activated in place", in_place, reference)
+    assert_rounded("grad_hidden in place", grad_hidden, dh)
+
+
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_activation_and_its_gradient(draw, poisoned, make_partial, activation, gated, dtype):
+    run_activation(draw, poisoned, make_partial, 13, 67, activation, gated, dtype)
+
+
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+@pytest.mark.parametrize("features", FEATURES)
+@pytest.mark.parametrize("num_rows", ROWS)
+def test_activation_of_any_number_of_rows_and_features(draw, poisoned, make_partial, num_rows, features, gated):
+    run_activation(draw, poisoned, make_partial, num_rows, features, "silu", gated, torch.float32)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activation_of_the_largest_finite_numbers_is_finite(poisoned, make_partial, kernel_device, activation):
+    most = torch.finfo(torch.float32).max
+    hidden = torch.tensor([[-most, -1e20, -100.0, -0.0, 0.0, 100.0, 1e20, most]], device=kernel_device)
+    out, grad_hidden = poisoned(1, 8), poisoned(1, 8)
+    row_launches.activation_forward(1, 8, activation, gated=False)(hidden=hidden, out=out)
+    launch = row_launches.activation_backward(1, 8, activation, gated=False, programs=1, sums=0, first_sum=0)
+    ones = torch.ones_like(hidden)
+    launch(hidden=hidden, grad_activated=ones, activated=None, grad_hidden=grad_hidden, partial=None)
+    slope = {"sigmoid": [0, 0, 0, 0.25, 0.25, 0, 0, 0], "relu": [0, 0, 0, 0, 0, 1, 1, 1]}
+    expected = slope.get(activation, [0, 0, 0, 0.5, 0.5, 1, 1, 1])
+    assert torch.isfinite(out).all()
+    torch.testing.assert_close(grad_hidden[0].cpu(), torch.tensor(expected, dtype=torch.float32))
+
+
+def test_relu_passes_nan_as_pytorch_does(poisoned, kernel_device):
+    hidden, out = torch.tensor([[float("nan"), 1.0]], device=kernel_device), poisoned(1, 2)
+    row_launches.activation_forward(1, 2, "relu", gated=False)(hidden=hidden, out=out)
+    assert out[0, 0].isnan() and out[0, 1] == 1
+
+
+def test_an_unknown_activation_is_refused():
+    with pytest.raises(ValueError, match="must be one of gelu, gelu_tanh, silu, relu, sigmoid, got 'mish'"):
+        row_launches.activation_forward(3, 8, "mish", gated=False)
+
+
+# ---------------------------------------------------------------------------------------------- launches
+
+
+def all_launches(num_rows):
+    forward = {"x_stride": 512, "out_stride": 512}
+    sums = {"programs": PROGRAMS, "sums": 9, "first_sum": 0}
+    yield row_launches.norm_forward(num_rows, 512, EPS)
+    yield row_launches.norm_backward(num_rows, 512, EPS, **sums)
+    yield row_launches.head_norm_forward(num_rows, 16, 32, EPS, **forward)
+    yield row_launches.head_norm_backward(num_rows, 16, 32, EPS, x_stride=512, grad_stride=512, dx_stride=512, **sums)
+    yield row_launches.activation_forward(num_rows, 512, "silu", gated=True)
+    yield row_launches.activation_backward(num_rows, 512, "silu", gated=True, **sums)
+
+
+def test_offsets_have_64_bits_where_they_can_pass_2_to_31():
+    assert not any(launch.constants["INT64"] for launch in all_launches(2_000_000))
+    assert all(launch.constants["INT64"] for launch in all_launches(2**31 // 512))
+
+
+def test_sizes_of_a_graph_change_nothing_that_is_compiled():
+    for few, many in zip(all_launches(1), all_launches(542_080), strict=True):
+        assert few.constants == many.constants
+        interpreted = getattr(few.kernel, "kwargs", None)
+        names = few.kernel.do_not_specialize if interpreted is None else interpreted["do_not_specialize"]
+        assert set(few.scalars) == {*names} | ({"eps"} & set(few.scalars))
+
+
+def test_nothing_is_launched_without_rows():
+    assert all(0 in launch.grid for launch in all_launches(0))
+
+
+def test_names_in_a_profile_tell_kernel_dtype_and_sizes():
+    names = [launch.name({"x": "*bf16", "hidden": "*bf16"}) for launch in all_launches(37)]
+    assert names == [
+        "anemoi_gt_norm_fwd_bf16_f512", "anemoi_gt_norm_bwd_bf16_f512", "anemoi_gt_head_norm_fwd_bf16_h16_c32",
+        "anemoi_gt_head_norm_bwd_bf16_h16_c32", "anemoi_gt_activation_fwd_bf16_silu_k512",
+        "anemoi_gt_activation_bwd_bf16_silu_k512",
+    ]  # fmt: skip
