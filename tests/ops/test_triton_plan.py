@@ -1,14 +1,17 @@
 """The kernels that explain lists for a call are those that the call launches."""
 
+from dataclasses import replace
 from unittest import mock
 
 import pytest
 import torch
+from support.run import with_hubs
 
 from anemoi_gt import AttentionConfig, GraphStructure, edge_attention, explain_attention
 from anemoi_gt.kernels.jit_launch import Launch
 from anemoi_gt.ops.triton_backend import launch
 from anemoi_gt.ops.triton_backend.problem import Sizes
+from anemoi_gt.ops.triton_backend.tiles import RowTile
 
 INDICES = ("colptr", "rowptr", "pointers", "perm", "dst_schedule")  # pointers of nodes and orders: not counted
 CONFIG = AttentionConfig(backend="triton")
@@ -70,12 +73,12 @@ def bytes_of(name, tensors, raw):
     return sum(rows) + twice + indices
 
 
-def compare(launched, operands, graph, config=CONFIG):
+def compare(launched, operands, graph):
     """Compare the kernels that explain lists with those of a forward and a backward pass; returns their names."""
     query, key, value, *edges = operands.values()
-    (layer,) = explain_attention(query, key, value, graph, *edges, config=config).layers
+    (layer,) = explain_attention(query, key, value, graph, *edges, config=CONFIG).layers
     launched.clear()
-    out, _ = edge_attention(query, key, value, graph, *edges, config=config)
+    out, _ = edge_attention(query, key, value, graph, *edges, config=CONFIG)
     out.sum().backward()
     listed = [kernel for pass_ in layer.passes for kernel in pass_.kernels]
     raw = operands["edge_weight"] is not None
@@ -116,7 +119,7 @@ def test_the_listed_kernels_are_those_of_a_call_with_hubs(launched, graph, form,
     for name, operand in operands.items():
         if operand is not None:
             operand.requires_grad_(wanted in ("all", name))
-    names = compare(launched, operands, graph, AttentionConfig("triton", tile="segment=4"))
+    names = compare(launched, operands, with_hubs(graph, 4))
     joined = sum("join_segments" in name for name in names)
     is_fixed = graph.fixed_in_degree is not None and form != "embedded"
     over_destinations = 0 if is_fixed else 2 + (wanted != "value") + (form == "raw" and wanted != "value")
@@ -153,40 +156,21 @@ def sizes(heads=2, channels=8, dtype=torch.bfloat16, **more):
     )  # fmt: skip
 
 
-def differentiate(operands, graph, **options):
-    query, key, value, *edges = operands.values()
-    config = AttentionConfig(backend="triton", **options)
-    edge_attention(query, key, value, graph, *edges, config=config)[0].sum().backward()
+@pytest.mark.parametrize("is_known", [True, False])
+def test_the_fixed_degree_kernels_serve_a_structure_that_has_the_degree(launched, graph, is_known):
+    query, key, value, *edges = operands_of("raw", torch.bfloat16, 1).values()
+    structure = graph if is_known else replace(graph, fixed_in_degree=None)
+    edge_attention(query, key, value, structure, *edges, config=CONFIG)[0].sum().backward()
+    uses_fixed_degree = any("_fixed_degree_" in name for name, _ in launched)
+    assert uses_fixed_degree == (structure.fixed_in_degree is not None)
 
 
-@pytest.mark.parametrize("use", [True, False])
-def test_the_config_switches_the_fixed_degree_kernels(launched, graph, use):
-    differentiate(operands_of("raw", torch.bfloat16, 1), graph, fixed_degree_kernels=use)
-    assert any("_fixed_degree_" in name for name, _ in launched) == (use and graph.fixed_in_degree is not None)
-
-
-def test_the_config_forces_the_fields_of_a_tile_that_a_kernel_has():
-    forced = "heads=1,unroll=2,num_warps=8,nodes=4,packed=0"
+def test_a_launch_takes_another_tile_than_the_chosen_one():
+    tile = RowTile(heads=1, channels=8, unroll=2, num_warps=8, nodes=4)
     for launch_of, names in (
         (launch.forward_launch, {"HEADS": 1, "UNROLL": 2, "num_warps": 8, "PACKED": None}),
         (launch.destination_launch, {"HEADS": 1, "UNROLL": 2, "num_warps": 8, "PACKED": None}),
         (launch.source_launch, {"HEADS": 1, "UNROLL": 2, "num_warps": 8, "NODES": 4}),
     ):
-        constants = launch_of(sizes(tile=forced)).constants
+        constants = launch_of(sizes(), tile).constants
         assert {name: constants[name] for name in names} == names
-    constants = launch.forward_launch(sizes(tile=forced, fixed_in_degree=3)).constants
-    assert (constants["HEADS"], constants["K"], constants["num_warps"]) == (2, 3, 8)
-
-
-def test_packed_pairs_are_forced_on_16_bit_rows_only():
-    assert launch.forward_launch(sizes(fixed_in_degree=3, tile="packed=1")).constants["PACKED"] == "bf16"
-    with pytest.raises(ValueError, match=r"packed=1 for 16-bit rows .*, got torch.float32 and 8 channels"):
-        launch.forward_launch(sizes(dtype=torch.float32, tile="packed=1"))
-
-
-def test_a_forced_tile_reaches_the_kernels_of_a_call(graph):
-    seen = []
-    with mock.patch.object(Launch, "__call__", lambda launch, **_: seen.append(launch.constants)):
-        differentiate(operands_of("raw", torch.bfloat16, 1), graph, tile="num_warps=2")
-    row_kernels = [constants for constants in seen if "UNROLL" in constants or "K" in constants]
-    assert len(row_kernels) == 3 and {constants["num_warps"] for constants in row_kernels} == {2}

@@ -77,9 +77,7 @@ def test_every_config_builds_its_object(option, monkeypatch):
         *((f"attention{way}backend=triton", AttentionConfig("triton")) for way in "/."),
         ("attention/backend=torch attention/precision=bf16", AttentionConfig("torch", "bf16")),
         ("attention.precision=fp16", AttentionConfig(precision="fp16")),
-        ("attention.fixed_degree_kernels=false", AttentionConfig(fixed_degree_kernels=False)),
         ("attention.stable_sort=false", AttentionConfig(stable_sort=False)),
-        ("attention.tile='unroll=1,num_warps=4'", AttentionConfig(tile="unroll=1,num_warps=4")),
     ],
 )
 def test_attention_is_chosen_by_group_or_by_value(overrides, expected):

@@ -85,8 +85,8 @@ class GraphStructure:
         elements. None: not so, or not known. Detected when values are checked.
     dst_hubs, src_hubs : Tensor [257, 0], or None
         Some destination or source has, or may have, 257 edges or more: GPU kernels look for such hubs and divide their
-        edges among programs. Have no elements. None: there are none, or they may be slow. Detected when values are
-        checked; present where they are not.
+        edges among programs, in segments of half as many. Have no elements. None: there are none, or they may be slow.
+        Detected when values are checked; present where they are not.
 
     Raises
     ------

@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import torch
 from torch import nn
@@ -70,7 +69,7 @@ def swap_layers(
     _replace(model, ours)
     for layer in layers:
         if isinstance(layer, GraphTransformerConv):
-            layer.config = replace(layer.config, backend=backend, precision=precision, stable_sort=stable_sort)
+            layer.config = config
     return model
 
 

@@ -36,7 +36,7 @@ def attention_in_block(arguments: dict) -> dict:
     attention["edge_attr"] = rows(attr, *attr.shape, needs_grad=attr.requires_grad)
     attention |= {"edge_weight": rows(weight, *weight.shape), "edge_bias": rows(weight, width)}
     options = {"seed": None, "scale": (width // heads) ** -0.5, "dropout_p": 0.0}
-    options |= {"fixed_degree_kernels": True, "tile": "", "embedded_first": False}
+    options |= {"embedded_first": False}
     return arguments | attention | options
 
 

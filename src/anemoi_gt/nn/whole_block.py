@@ -55,8 +55,8 @@ def unsupported_reason(block: nn.Module, x: Tensor, config: AttentionConfig, kno
         return f"it has more than {WIDEST} features"
     if modules["edge"].in_features >= MOST_ATTRIBUTES:
         return f"its edges have {MOST_ATTRIBUTES} attributes or more"
-    if config.precision is not None or config.tile is not None or not config.fixed_degree_kernels:
-        return "the precision or the kernels of its attention are set"
+    if config.precision is not None:
+        return "the precision of its attention is set"
     if x.dtype != modules["query"].weight.dtype and not autocast_is_active(x.device.type):
         return f"its features are {x.dtype} and its parameters {modules['query'].weight.dtype}, without autocast"
     return None if _attends_by_triton(x, config) else "another backend than triton computes its attention"

@@ -49,6 +49,10 @@ class TracedProblem(Problem):
         """Return whether an offset may pass 2^31 for sizes that the program admits."""
         return not all(statically_known_true(elements < 2**31) for elements in self.largest_offsets())
 
+    def segments_of(self, hubs: Tensor | None) -> int:
+        """Return the edges of a segment of hubs in the example; 0 without hubs."""
+        return 0 if hubs is None else _example(hubs.shape[0]) // 2
+
     def is_at_most(self, size: int, bound: int) -> bool:
         """Return whether a size is at most `bound` for all sizes that the program admits."""
         return statically_known_true(size <= bound)
@@ -64,13 +68,13 @@ class TracedProblem(Problem):
 @flat_arguments
 def edge_attention_triton_exported(
     operands: AttentionOperands, colptr: Tensor, row: Tensor, perm: Tensor | None, dst_schedule: Tensor | None,
-    dst_hubs: Tensor | None, scale: float, tile: str,
+    dst_hubs: Tensor | None, scale: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return out like query and lse [B, N_dst, H], without B as query; without dropout and fixed-degree kernels."""
     tensors = (*operands, colptr, row, perm, dst_schedule)
     *operands, colptr, row, perm, dst_schedule = (None if each is None else each.contiguous() for each in tensors)
     index = IndexTensors(colptr, row, perm, dst_schedule=dst_schedule, dst_hubs=dst_hubs)
-    problem = TracedProblem(AttentionOperands(*operands), index, Options(scale=scale, tile=tile))
+    problem = TracedProblem(AttentionOperands(*operands), index, Options(scale=scale))
     return launch.attend(problem)[:2]
 
 
@@ -81,7 +85,7 @@ def decompose(operands: AttentionOperands, index: IndexTensors, options: Options
         p = options.dropout_p
         raise ValueError(f"a program is exported for inference, got dropout_p={p}; call model.eval() first")
     structure = (index.colptr, index.row, index.perm, index.dst_schedule, index.dst_hubs)
-    out, lse = edge_attention_triton_exported(*operands, *structure, options.scale, options.tile)
+    out, lse = edge_attention_triton_exported(*operands, *structure, options.scale)
     return out, lse, *(lse.new_empty(0) for _ in range(3))
 
 

@@ -2,8 +2,8 @@
 
 Beside each stands its launch for given sizes, which is worked out once: a graph is static, and its sizes come again at
 every step. What is kept holds numbers and compiled kernels, no tensors. A launch may be given a tile, to measure it;
-None is the one that is chosen for the sizes, with the fields that the config forces. A problem makes the launches, so
-that others trace them for an export, or list them.
+None is the one that is chosen for the sizes. A problem makes the launches, so that others trace them for an export, or
+list them.
 
 Where all destinations have the same few in-edges, `attend_rows` and `differentiate_rows` launch the kernels of
 `anemoi_gt.kernels.fixed_degree`, which need fewer scratch arrays and compute A, B and d edge_attr in passing.
@@ -18,7 +18,6 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from anemoi_gt.attention_config import parse_tile
 from anemoi_gt.kernels import backward, edge_features, fixed_degree, forward, join_segments
 from anemoi_gt.kernels.jit_launch import Launch
 from anemoi_gt.ops.dropout import drop_threshold
@@ -54,8 +53,8 @@ def forward_tile(sizes: Sizes) -> RowTile:
     Measured with a fixed in-degree, decoder at C = 64 / 32: 1.02, 0.60 ms; with packed pairs 1.10, 0.61.
     """
     if has_fixed_degree(sizes):
-        return _forced(_fixed_degree_tile(sizes), sizes, ("num_warps", "packed"))
-    return _forced(tiles.forward_tile(sizes.over_destinations), sizes, DESTINATION_FIELDS)
+        return _fixed_degree_tile(sizes)
+    return tiles.forward_tile(sizes.over_destinations)
 
 
 def destination_tile(sizes: Sizes) -> RowTile:
@@ -66,30 +65,13 @@ def destination_tile(sizes: Sizes) -> RowTile:
     if has_fixed_degree(sizes):
         tile = _fixed_degree_tile(sizes)
         packed = sizes.pairs_possible and tile.heads * tile.channels < tiles.ROW_ELEMENTS * tile.num_warps
-        return _forced(replace(tile, pairs=packed), sizes, ("num_warps", "packed"))
-    return _forced(tiles.destination_tile(sizes.over_destinations), sizes, DESTINATION_FIELDS)
+        return replace(tile, pairs=packed)
+    return tiles.destination_tile(sizes.over_destinations)
 
 
 def source_tile(sizes: Sizes) -> RowTile:
     """Return the tile of `differentiate_sources`."""
-    return _forced(tiles.source_tile(sizes.over_sources), sizes, ("heads", "unroll", "num_warps", "nodes"))
-
-
-DESTINATION_FIELDS = ("heads", "unroll", "num_warps", "packed")
-
-
-def _forced(tile: RowTile, sizes: Sizes, names: tuple[str, ...]) -> RowTile:
-    """Return `tile` with those of the fields called `names` that the config forces."""
-    forced = {name: number for name, number in parse_tile(sizes.tile).items() if name in names}
-    if "packed" in forced:
-        packed = bool(forced.pop("packed"))
-        if packed and not sizes.pairs_possible:
-            raise ValueError(
-                f"tile can force packed=1 for 16-bit rows with an even number of channels, got {sizes.dtype} and "
-                f"{sizes.channels} channels; leave packed out of AttentionConfig.tile"
-            )
-        forced["pairs"] = packed
-    return replace(tile, **forced)
+    return tiles.source_tile(sizes.over_sources)
 
 
 def _constants(sizes: Sizes, **more) -> dict:

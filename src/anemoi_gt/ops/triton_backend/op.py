@@ -8,7 +8,6 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.nn.functional import linear
 
-from anemoi_gt.attention_config import AttentionConfig
 from anemoi_gt.compatibility import warn_if_untested
 from anemoi_gt.custom_ops import (
     call_unrecorded,
@@ -36,7 +35,6 @@ def attend(
     seed: Tensor | None,
     scale: float,
     dropout_p: float,
-    config: AttentionConfig = AttentionConfig(),  # noqa: B008  frozen, hence one value for all calls
 ) -> tuple[Tensor, Tensor]:
     """Return out and lse of checked operands; the meaning of all is that of `anemoi_gt.edge_attention`.
 
@@ -52,7 +50,7 @@ def attend(
         with without_autocast(query.device.type):
             edge_attr = linear(edge_attr, edge_weight, edge_bias).unflatten(-1, query.shape[-2:])
         operands = AttentionOperands(query, key, value, edge_attr)
-    index, options = IndexTensors.of(graph), Options.of(seed, scale, dropout_p, config, embedded_first=first)
+    index, options = IndexTensors.of(graph), Options(seed, scale, dropout_p, first)
     if not is_plain(*operands, *index, seed):
         return _attend(*operands, *index, *options, save)[:2]
     return Attention.apply(*operands, index, options) if save else _forward(operands, index, options, save)[0]
@@ -193,8 +191,9 @@ def _pass(compute: Callable, *sizes_and_dtypes) -> Pass:
 def _pass_for(compute: Callable, tensors: tuple[Tensor | None, ...], *how) -> Pass:
     """Return the pass for all calls of `compute` with tensors of the same sizes and dtypes, and the same options."""
     query, key, _, attr, weight, *_ = tensors
-    row, fixed = tensors[NUM_OPERANDS + 1], tensors[NUM_OPERANDS + 5]
-    shapes = [None if each is None else each.shape for each in (query, key, attr, weight, row, fixed)]
+    index = IndexTensors(*tensors[NUM_OPERANDS : NUM_TENSORS - 1])
+    shaped = (query, key, attr, weight, index.row, index.fixed_in_degree, index.dst_hubs, index.src_hubs)
+    shapes = [None if each is None else each.shape for each in shaped]
     dtypes = [None if each is None else each.dtype for each in tensors]
     return _pass(compute, query.get_device(), *shapes, *dtypes, *how)
 

@@ -8,10 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from anemoi_gt.attention_config import AttentionConfig, parse_tile
 from anemoi_gt.graph import GraphStructure
 from anemoi_gt.ops.operands import AttentionOperands
-from anemoi_gt.ops.triton_backend.tiles import SEGMENT, ContractionTile, RowTile, Shape, attribute_columns
+from anemoi_gt.ops.triton_backend.tiles import ContractionTile, RowTile, Shape, attribute_columns
 
 PACKED_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}  # whose rows may be read as packed 16-bit pairs
 
@@ -28,8 +27,8 @@ class IndexTensors(NamedTuple):
     rowptr: Tensor | None = None  # [N_src + 1]
     col: Tensor | None = None  # [E]
     csr_to_csc: Tensor | None = None  # [E]
-    dst_hubs: Tensor | None = None  # [257, 0]
-    src_hubs: Tensor | None = None  # [257, 0]
+    dst_hubs: Tensor | None = None  # [257, 0]: the number of edges from which a node is a hub
+    src_hubs: Tensor | None = None
 
     @classmethod
     def of(cls, graph: GraphStructure) -> "IndexTensors":
@@ -43,14 +42,7 @@ class Options(NamedTuple):
     seed: Tensor | None = None  # [1] int64, where something is dropped
     scale: float = 1.0
     dropout_p: float = 0.0
-    fixed_degree_kernels: bool = True  # as `AttentionConfig` documents it, and so is tile
-    tile: str = ""
     embedded_first: bool = False  # whether edge_attr was raw, and is embedded before the call; `explain` reports it
-
-    @classmethod
-    def of(cls, seed: Tensor | None, scale: float, dropout_p: float, config: AttentionConfig, **more) -> "Options":
-        """Return those of a call and its config, and `more`."""
-        return cls(seed, scale, dropout_p, config.fixed_degree_kernels, config.tile or "", **more)
 
 
 class Sizes(NamedTuple):
@@ -70,8 +62,7 @@ class Sizes(NamedTuple):
     needs_int64: bool  # whether an offset passes 2^31
     scale: float
     dropout_p: float
-    fixed_in_degree: int = 0  # in-edges of every destination; 0: they differ, are not known, or are not to be used
-    tile: str = ""  # forced fields of the tiles of row kernels
+    fixed_in_degree: int = 0  # in-edges of every destination; 0: they differ or are not known
     dst_segment: int = 0  # edges of a segment of a hub among the destinations; 0: there is none
     src_segment: int = 0
     gradient_stride: int = 0  # elements between two nodes in grad_out, dquery, dkey and dvalue
@@ -141,8 +132,7 @@ class Problem:
             needs_int64=self.needs_int64(),
             scale=options.scale,
             dropout_p=options.dropout_p,
-            fixed_in_degree=degree.shape[0] if degree is not None and options.fixed_degree_kernels else 0,
-            tile=options.tile,
+            fixed_in_degree=0 if degree is None else degree.shape[0],
             dst_segment=self.segments[0],
             src_segment=self.segments[1],
             gradient_stride=self.gradient_stride or heads * channels,
@@ -150,8 +140,8 @@ class Problem:
 
     @cached_property
     def segments(self) -> tuple[int, int]:
-        """Edges of a segment of hubs, of destinations and of sources; 0 where there are none, and none are forced."""
-        if self.index.dst_hubs is None and self.index.src_hubs is None and not self.options.tile:
+        """Edges of a segment of hubs, of destinations and of sources; 0 where there are none."""
+        if self.index.dst_hubs is None and self.index.src_hubs is None:
             return 0, 0
         found = map(self.segments_of, (self.index.dst_hubs, self.index.src_hubs))
         return tuple(0 if self.is_at_most(self.index.row.shape[0], 2 * segment) else segment for segment in found)
@@ -160,13 +150,13 @@ class Problem:
     def inverse_shape(self) -> tuple[int, ...]:
         """Shape of inv_denominator: that of lse, with hubs [B * N_dst + B * blocks, H], behind nodes their segments."""
         shape, segment = self.operands.query.shape[:-1], self.segments_of(self.index.dst_hubs)
-        if not segment:
+        if self.index.dst_hubs is None:
             return tuple(shape)
         return self.batch * (shape[-2] - (-self.index.row.shape[0] // segment)), shape[-1]
 
     def segments_of(self, hubs: Tensor | None) -> int:
-        """Return the edges of a segment where there are more; 0 without hubs, where none are forced."""
-        return parse_tile(self.options.tile).get("segment", 0) or (0 if hubs is None else SEGMENT)
+        """Return the edges of a segment of hubs: half of what makes a hub; 0 without hubs."""
+        return 0 if hubs is None else hubs.shape[0] // 2
 
     def is_at_most(self, size: int, bound: int) -> bool:
         """Return whether a size is at most `bound`."""
