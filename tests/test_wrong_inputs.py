@@ -13,17 +13,17 @@ import torch
 from support.refusals import options, raises, refused
 
 from anemoi_gt import GraphStructure, GraphTransformerConv, attention_weights, edge_attention, explain, merge
+from anemoi_gt.app.data.sphere_advection import Flow, sphere
+from anemoi_gt.app.training import Trainer, TrainingConfig
+from anemoi_gt.app.training.step import weighted_mse
 from anemoi_gt.data import edges, graphs
 from anemoi_gt.data.edge_attributes import edge_direction, edge_length
 from anemoi_gt.data.grids import classic, grid, octahedral
 from anemoi_gt.data.meshes import icosphere, limited_area_icosphere, stretched_icosphere
 from anemoi_gt.data.nodes import Nodes, area_weights
-from anemoi_gt.data.sphere_advection import Flow, sphere
 from anemoi_gt.distributed import Partition, ShardingConfig
 from anemoi_gt.distributed.graph_shard import LocalRows
 from anemoi_gt.option_checks import check_integer, check_number, check_probability
-from anemoi_gt.training import Trainer, TrainingConfig
-from anemoi_gt.training.step import weighted_mse
 
 EDGES = torch.tensor([[3, 0, 2, 1, 0], [0, 2, 0, 2, 0]])
 from_edge_index = GraphStructure.from_edge_index

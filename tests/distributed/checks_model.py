@@ -8,10 +8,10 @@ import torch.distributed as dist
 from support.weather import KINDS, weather_graph
 
 from anemoi_gt import AttentionConfig, EncoderProcessorDecoder
+from anemoi_gt.app.training import TrainingConfig
+from anemoi_gt.app.training.memory_estimate import STATE, estimate_memory
 from anemoi_gt.distributed import reduce_gradients, sum_loss
 from anemoi_gt.distributed.model_shard import edges_of_model, scatter_model, shard_model
-from anemoi_gt.training import TrainingConfig
-from anemoi_gt.training.memory_estimate import STATE, estimate_memory
 from distributed.problems import CONFIG, data
 from distributed.problems import mesh as mesh_points
 from distributed.ranks import everywhere, mesh_of, meshes_with_this_rank, on_all_ranks
