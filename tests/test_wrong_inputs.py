@@ -12,7 +12,7 @@ import pytest
 import torch
 from support.refusals import options, raises, refused
 
-from anemoi_gt import GraphStructure, GraphTransformerConv, attention_weights, edge_attention, explain, merge
+from anemoi_gt import GraphStructure, GraphTransformerConv, attention_weights, edge_attention, merge
 from anemoi_gt.app.data.sphere_advection import Flow, sphere
 from anemoi_gt.app.training import Trainer, TrainingConfig
 from anemoi_gt.app.training.step import weighted_mse
@@ -95,7 +95,6 @@ def test_numpy_integers_are_sizes():
     *options(partial(ShardingConfig, "edges"), "be a", model=1.5, timeout="5"),
     (lambda: Partition.balanced([1, 1], 2), r"cost must be a tensor \[N\], got list"),
     (lambda: Partition.balanced(torch.ones(3).long(), 0), "num_ranks must be at least 1, got 0"),
-    (lambda: explain(CONV, QUERY[:, 0], RING).with_profile(None), "profile must be a torch.profiler"),
 )
 def test_a_run_names_wrong_arguments(wrong, message):
     raises(wrong, message)

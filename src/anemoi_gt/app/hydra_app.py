@@ -227,7 +227,7 @@ def check_explain(target: Any) -> None:
 def write_explanation(model: nn.Module, dataset: ForecastDataset, training: TrainingConfig, target: str) -> None:
     """Log which kernels serve a model on its device for the first batch (target "print"), or write it to a file.
 
-    A target is below the folder of the run unless it is absolute: JSON if it ends in .json, else the table.
+    A target is below the folder of the run unless it is absolute: JSON if it ends in .json, else text.
     """
     batch = next(load(dataset, training.batch_size, next(model.parameters()).device))
     with cpu_threads(training.threads):
