@@ -26,7 +26,7 @@ MAY_IMPORT = {  # package or module: the others that it may import
     "rng": set(),
     "integrations": {"attention_config", "compatibility", "cuda_graph", "custom_ops", "distributed", "graph", "nn"}
     | {"ops"},
-    "distributed": {"graph", "nn", "ops", "option_checks"},
+    "distributed": {"attention_config", "graph", "nn", "ops", "option_checks"},
     "training": {"attention_config", "cuda_graph", "data", "distributed", "extras", "graph", "nn", "ops"}
     | {"option_checks", "rng"},
     "export": {"custom_ops", "graph", "nn", "ops", "data", "evaluate", "hydra_app", "option_checks", "training"}
