@@ -26,7 +26,7 @@ MAY_IMPORT = {  # package or module: the others that it may import
     "rng": set(),
     "integrations": {"attention_config", "compatibility", "cuda_graph", "custom_ops", "distributed", "graph", "nn"}
     | {"ops"},
-    "distributed": {"graph", "nn", "ops", "option_checks"},
+    "distributed": {"attention_config", "graph", "nn", "ops", "option_checks"},
     "export": {"custom_ops", "graph", "nn", "ops", "option_checks"},
     "app": {"attention_config", "compatibility", "cuda_graph", "data", "distributed", "export", "extras", "graph"}
     | {"integrations", "kernel_report", "nn", "ops", "option_checks", "rng", "version"},

@@ -170,9 +170,10 @@ def models_that_cannot_be_sharded_are_refused(group, verdict):
 
 @on_all_ranks
 def ranks_whose_layers_differ_beside_their_weights_are_found(group, verdict):
-    for other in ({"heads": 2}, {"dropout": 0.5}, {"config": AttentionConfig(backend="torch", precision="bf16")}):
+    config = AttentionConfig(backend="torch", precision="bf16")
+    for name, other in ("num_heads", {"heads": 2}), ("dropout", {"dropout": 0.5}), ("config", {"config": config}):
         call = partial(sharded, one_model(), **(other if dist.get_rank() == 1 else {}))
-        said = "heads, dropout and config of the layers must be the same on all ranks, got "
+        said = f"processor.proc.0.{name} must be the same on all ranks, got "
         verdict.raises(ValueError, said, call)
 
 
