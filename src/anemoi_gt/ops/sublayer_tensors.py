@@ -1,0 +1,94 @@
+"""Tensors and options of the two fused sub-layers of a block, by name.
+
+    attention_sublayer      z_i = x_i + W_proj (edge attention of n + W_self n_i) + b,    n = norm(x)
+    feed_forward_sublayer   y_i = x_i + W_out act(W_in norm(x_i) + b) + b
+
+A norm is one description: n = (x - mean) / sqrt(var + eps), times a scale, plus a shift. Without a condition scale and
+shift are [F], None for 1 and 0. With a condition c_i of K channels per row they are affine in it,
+
+    scale_i = 1 + W_scale c_i + b_scale        shift_i = W_shift c_i + b_shift
+
+where `norm_scale` is W_scale [F, K] and `norm_scale_bias` is b_scale [F].
+
+Dimensions: N nodes of a batch entry, B batch entries, F features, K_h hidden features, H heads of C channels, D edge
+attributes, R halo rows.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class FeedForwardTensors(NamedTuple):
+    """Tensors of a feed-forward sub-layer; or their gradients, None where none is needed."""
+
+    x: Tensor | None  # [N, F]
+    norm_scale: Tensor | None  # [F], or [F, K] with a condition
+    norm_shift: Tensor | None
+    norm_scale_bias: Tensor | None  # [F], with a condition alone
+    norm_shift_bias: Tensor | None
+    condition: Tensor | None  # [N, K]
+    weight_gate: Tensor | None  # [K_h, F] of a gated network
+    bias_gate: Tensor | None  # [K_h]
+    weight_in: Tensor | None  # [K_h, F]
+    bias_in: Tensor | None  # [K_h]
+    weight_out: Tensor | None  # [F, K_h]
+    bias_out: Tensor | None  # [F]
+
+
+class FeedForwardOptions(NamedTuple):
+    """Options of a feed-forward sub-layer."""
+
+    eps: float
+    activation: str  # of the hidden layer, or of the gate: "gelu", "gelu_tanh", "silu", "relu", "sigmoid"
+    dtype: torch.dtype  # of the products
+
+
+class AttentionTensors(NamedTuple):
+    """Tensors of an attention sub-layer; or their gradients, None where none is needed.
+
+    x_src is None where sources and destinations are one set of nodes with one norm. The halo follows a rank's own
+    sources in each batch entry; its owners normed it.
+    """
+
+    x_src: Tensor | None  # [B * N_src, F]
+    halo: Tensor | None  # [B * R, F]
+    x_dst: Tensor | None  # [B * N_dst, F]
+    edge_attr: Tensor | None  # [E, D] or [B, E, D]
+    norm_scale: Tensor | None  # of destinations: [F], or [F, K] with a condition
+    norm_shift: Tensor | None
+    norm_scale_bias: Tensor | None  # [F], with a condition alone
+    norm_shift_bias: Tensor | None
+    condition: Tensor | None  # [B * N_dst, K]
+    norm_src_scale: Tensor | None  # of sources, where x_src is not None
+    norm_src_shift: Tensor | None
+    norm_src_scale_bias: Tensor | None
+    norm_src_shift_bias: Tensor | None
+    condition_src: Tensor | None  # [B * N_src, K]
+    query_weight: Tensor | None  # [H * C, F]
+    query_bias: Tensor | None  # [H * C]
+    self_weight: Tensor | None  # [H * C, F]
+    self_bias: Tensor | None
+    key_weight: Tensor | None  # [H * C, F]
+    key_bias: Tensor | None
+    value_weight: Tensor | None  # [H * C, F]
+    value_bias: Tensor | None
+    edge_weight: Tensor | None  # [H * C, D]
+    edge_bias: Tensor | None
+    projection_weight: Tensor | None  # [F, H * C]
+    projection_bias: Tensor | None
+    query_norm_scale: Tensor | None  # [C]
+    key_norm_scale: Tensor | None
+
+
+class AttentionOptions(NamedTuple):
+    """Options of an attention sub-layer."""
+
+    heads: int
+    batch: int
+    norm_eps: float
+    norm_src_eps: float
+    query_norm_eps: float  # 0.0 without a norm of queries; so for keys
+    key_norm_eps: float
+    dtype: torch.dtype  # of the products and the attention
