@@ -17,7 +17,7 @@ SOURCE = Path(anemoi_gt.__file__).parent
 MAY_IMPORT = {  # package or module: the others that it may import
     **{part: set() for part in ("version", "attention_config", "extras", "compatibility", "custom_ops", "kernels")},
     "option_checks": set(),
-    "graph": {"kernels", "custom_ops"},  # grouping edges on a GPU
+    "graph": {"compatibility", "kernels", "custom_ops"},  # grouping edges on a GPU
     "ops": {"attention_config", "compatibility", "custom_ops", "graph", "kernels", "option_checks"},
     "nn": {"attention_config", "compatibility", "custom_ops", "graph", "ops", "option_checks"},
     "kernel_report": {"custom_ops", "graph", "ops"},
@@ -41,7 +41,8 @@ FOREIGN = {  # package or module: the packages beyond the standard library that 
     "kernels": {"triton"},
     "nn": {"torch", "torch_geometric", "einops"},
     "cuda_graph": {"torch"},
-    "integrations": {"torch", "torch_geometric", "pytorch_lightning"},  # a callback, imported when it is used
+    # A callback and a runner are imported when they are used.
+    "integrations": {"torch", "torch_geometric", "pytorch_lightning", "anemoi"},
 }
 
 

@@ -123,6 +123,60 @@ def is_plain(*args) -> bool:
     return _PLAIN.issuperset(map(type, args)) and not next(arg.is_meta for arg in args if isinstance(arg, Tensor))
 
 
+class _SavedOnce:
+    """The context of an autograd function; checkpointing lets `saved_tensors` be read only once."""
+
+    def __init__(self, ctx):
+        self._ctx = ctx
+        self.saved_tensors = ctx.saved_tensors
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._ctx, name)
+
+
+# False without PyTorch's private function: then PyTorch's own error says that a batch is not supported.
+_IS_BATCHED_BY_AUTOGRAD = getattr(torch._C._functorch, "is_legacy_batchedtensor", lambda _: False)
+
+
+def by_batch_entry(backward: Callable) -> Callable:
+    """Let `backward(ctx, *gradients)` take batched gradients: it is called for each entry.
+
+    They are those of `torch.autograd.grad(is_grads_batched=True)` and `jacobian(vectorize=True)`, which run PyTorch's
+    older vmap: `is_transformed` does not see it, and it has no rule for lists of results.
+    """
+
+    @wraps(backward)
+    def backward_of_batch(ctx, *gradients):
+        if torch.compiler.is_compiling():
+            return backward(ctx, *gradients)
+        batched = [gradient is not None and _IS_BATCHED_BY_AUTOGRAD(gradient) for gradient in gradients]
+        if not any(batched):
+            return backward(ctx, *gradients)
+
+        level = torch._C._vmapmode_increment_nesting() - 1
+        torch._C._vmapmode_decrement_nesting()
+        unwrapped = [
+            torch._remove_batch_dim(gradient, level, 1, 0) if wrapped else gradient
+            for gradient, wrapped in zip(gradients, batched, strict=True)
+        ]
+        size = unwrapped[batched.index(True)].shape[0]
+        ctx = _SavedOnce(ctx)
+        entries = []
+        for i in range(size):
+            pairs = zip(unwrapped, batched, strict=True)
+            entry = [rows[i] if wrapped else rows for rows, wrapped in pairs]
+            entries.append(backward(ctx, *entry))
+        results = []
+        for values in zip(*entries, strict=True):
+            if values[0] is None:
+                results.append(None)
+            else:
+                results.append(torch._add_batch_dim(torch.stack(values), 0, level))
+        return tuple(results)
+
+    return backward_of_batch
+
+
 def needs_gradient(*operands: Tensor | None) -> bool:
     """Return whether a gradient of an operand may be asked for; under torch.func, whose wrappers hide it, always."""
     if not torch.is_grad_enabled():
@@ -143,6 +197,7 @@ def define_gradient(operator: torch._ops.OpOverload, setup_context: Callable, ba
     those of `register_autograd`; the latter returns a tuple of a gradient or None for each argument.
     """
     private = _DISPATCHER
+    backward = by_batch_entry(backward)
     if private is None:
         torch.library.register_autograd(operator, backward, setup_context=setup_context)
         return transformable(operator, setup_context, backward)

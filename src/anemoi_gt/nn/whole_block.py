@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from anemoi_gt.attention_config import AttentionConfig
 from anemoi_gt.graph import GraphStructure
-from anemoi_gt.nn.layer_kernels import has_global_hooks, has_wrapped_weights, hooks_of
+from anemoi_gt.nn.layer_kernels import class_path, has_global_hooks, has_wrapped_weights, hooks_of
 from anemoi_gt.nn.mlp import MLP
 from anemoi_gt.nn.norm import AutocastLayerNorm
 from anemoi_gt.ops.backends import BACKENDS, choose_backend
@@ -42,7 +42,7 @@ def unsupported_reason(block: nn.Module, x: Tensor, config: AttentionConfig, kno
         is_norm = "norm" in name
         if type(module) not in ((nn.LayerNorm, AutocastLayerNorm, *known) if is_norm else (nn.Linear,)):
             needed = "LayerNorm" if is_norm else "Linear"
-            return f"its {name} is a {type(module).__name__}, and torch.nn.{needed} is needed"
+            return f"its {name} is a {class_path(type(module))}, and torch.nn.{needed} is needed"
         if module.weight is None or (module.bias is None and name != "self") or (is_norm and module.weight.dim() != 1):
             return f"its {name} lacks a weight or a bias, or is over several dimensions"
         if has_wrapped_weights(module):

@@ -10,6 +10,7 @@ from torch.nn.functional import linear
 
 from anemoi_gt.compatibility import warn_if_untested
 from anemoi_gt.custom_ops import (
+    by_batch_entry,
     call_unrecorded,
     define_gradient,
     define_operator,
@@ -162,6 +163,7 @@ class Attention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
+    @by_batch_entry
     def backward(ctx, grad_out, grad_lse):
         tensors, needs = ctx.saved_tensors, ctx.needs_input_grad[:NUM_OPERANDS]
         if torch.is_grad_enabled() or not is_plain(*tensors, grad_out, grad_lse):
