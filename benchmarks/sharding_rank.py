@@ -23,12 +23,12 @@ from suite.timing import CLOCKS
 from torch import Tensor, nn
 
 from anemoi_gt import EncoderProcessorDecoder
+from anemoi_gt.app.training.step import compile_blocks
 from anemoi_gt.data.graphs import icosphere_graph
 from anemoi_gt.data.grids import grid
 from anemoi_gt.distributed import make_mesh
 from anemoi_gt.distributed.model_shard import shard_model
 from anemoi_gt.distributed.partition import NODE_COST
-from anemoi_gt.training.compilation import compile_blocks
 
 FIELDS = 100  # in and out of the data grid
 AGREE = {"cuda": 3e-2, "cpu": 1e-4}  # relative, of loss and gradients: bfloat16 on a GPU, float32 on a CPU

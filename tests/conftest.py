@@ -2,6 +2,7 @@
 
 import gc
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -19,10 +20,10 @@ if not torch.cuda.is_available():
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))  # which are not part of the package
 
 LONG = (  # files with a test or a fixture of more than five seconds, longest first
-    *("distributed/test_application", "distributed/test_on_ranks", "kernels/test_compile", "export/test_application"),
-    *("integrations/test_anemoi_shards", "training/test_installed_configs", "integrations/test_anemoi_versions"),
+    *("distributed/test_application", "distributed/test_on_ranks", "kernels/test_compile", "app/test_export"),
+    *("integrations/test_anemoi_shards", "app/test_installed_configs", "integrations/test_anemoi_versions"),
     *("export/test_package", "integrations/test_anemoi_checkpointing", "integrations/test_anemoi_whole_blocks"),
-    *("distributed/test_benchmark", "training/test_skill", "tests/test_commands", "compile/test_compiled_layers"),
+    *("distributed/test_benchmark", "app/test_skill", "tests/test_commands", "compile/test_compiled_layers"),
     *("data/test_era5_uk", "tests/test_docs", "benchmarks/test_benchmarks", "export/test_program"),
     *("training/test_compiled", "ops/test_triton_hubs"),
 )
@@ -99,4 +100,26 @@ def anemoi_as_it_is():
 @pytest.fixture
 def without_pictures(monkeypatch):
     """Leave an empty file where a run draws its forecast, which takes longer than a small run."""
-    monkeypatch.setattr("anemoi_gt.training.score_report.draw_training_plot", lambda path, *_: path.touch())
+    monkeypatch.setattr("anemoi_gt.app.evaluate.draw_training_plot", lambda path, *_: path.touch())
+
+
+@pytest.fixture(scope="session")
+def unoptimised_packages():
+    """Compile the C++ of packages without optimisation and vector instructions, which take seconds."""
+    with torch._inductor.config.patch({"aot_inductor.debug_compile": True, "cpp.vec_isa_ok": False}):
+        yield
+
+
+@pytest.fixture(scope="session")
+def run_without_library():
+    """Run a Python script with arguments in a process that cannot import this library, and return its output."""
+
+    def run(*arguments):
+        guard = "import runpy, sys; sys.modules['anemoi_gt'] = None; sys.argv = sys.argv[1:]; "
+        guard += "runpy.run_path(sys.argv[0], run_name='__main__')"
+        command = [sys.executable, "-I", "-c", guard, *map(str, arguments)]
+        result = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        assert result.returncode == 0, result.stderr
+        return result.stdout
+
+    return run

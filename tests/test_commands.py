@@ -11,7 +11,7 @@ from support.forked import Program
 from support.pages import FILE, PAGES, ROOT, blocks, commands, name_of
 
 from anemoi_gt import __main__ as command_line
-from anemoi_gt import train
+from anemoi_gt.app import train
 
 SMALL = [
     *applications.SMALL,

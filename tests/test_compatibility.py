@@ -9,7 +9,8 @@ import pytest
 import torch
 from test_house import run_without
 
-from anemoi_gt import AttentionConfig, GraphStructure, UntestedVersionsWarning, compatibility, edge_attention, info
+from anemoi_gt import AttentionConfig, GraphStructure, UntestedVersionsWarning, compatibility, edge_attention
+from anemoi_gt.app import info
 
 ROOT = Path(__file__).parents[1]
 GRAPH = GraphStructure.from_edge_index(torch.tensor([[0, 1], [1, 0]]), 2)

@@ -19,11 +19,12 @@ from support.pages import BLOCK, FILE, LANGUAGES, PAGES, ROOT, blocks, name_of, 
 from test_house import MAY_IMPORT
 
 import anemoi_gt
+import anemoi_gt.app.data
+import anemoi_gt.app.training
 import anemoi_gt.data
 import anemoi_gt.distributed
 import anemoi_gt.export
 import anemoi_gt.nn
-import anemoi_gt.training
 from anemoi_gt.integrations import anemoi, pyg
 
 MARKDOWN_LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
@@ -139,11 +140,13 @@ def definitions(module):
 
 def public():
     """Return the full names of the public API."""
-    packages = (anemoi_gt.nn, anemoi_gt.distributed, anemoi_gt.training, anemoi_gt.export, anemoi)
+    packages = (anemoi_gt.nn, anemoi_gt.distributed, anemoi_gt.app.training, anemoi_gt.export, anemoi)
     names = {f"anemoi_gt.{name}" for name in anemoi_gt.__all__ if not name.startswith("__")}
     names |= {f"{package.__name__}.{name}" for package in packages for name in package.__all__}
     names -= {f"anemoi_gt.nn.{name}" for name in anemoi_gt.__all__}
-    modules = [importlib.import_module(f"anemoi_gt.data.{part.name}") for part in iter_modules(anemoi_gt.data.__path__)]
+    folders = (anemoi_gt.data, anemoi_gt.app.data)
+    parts = [f"{folder.__name__}.{part.name}" for folder in folders for part in iter_modules(folder.__path__)]
+    modules = [importlib.import_module(name) for name in parts]
     names |= {f"{module.__name__}.{name}" for module in (*modules, pyg) for name in definitions(module)}
     return sorted(names)
 

@@ -17,7 +17,7 @@ SOURCE = Path(anemoi_gt.__file__).parent
 MAY_IMPORT = {  # package or module: the others that it may import
     **{part: set() for part in ("version", "attention_config", "extras", "compatibility", "custom_ops", "kernels")},
     "option_checks": set(),
-    "graph": {"kernels", "custom_ops"},  # grouping edges on a GPU
+    "graph": {"compatibility", "kernels", "custom_ops"},  # grouping edges on a GPU
     "ops": {"attention_config", "compatibility", "custom_ops", "graph", "kernels", "option_checks"},
     "nn": {"attention_config", "compatibility", "custom_ops", "graph", "ops", "option_checks"},
     "kernel_report": {"custom_ops", "graph", "ops"},
@@ -26,19 +26,14 @@ MAY_IMPORT = {  # package or module: the others that it may import
     "rng": set(),
     "integrations": {"attention_config", "compatibility", "cuda_graph", "custom_ops", "distributed", "graph", "nn"}
     | {"ops"},
-    "distributed": {"graph", "nn", "ops", "option_checks"},
-    "training": {"attention_config", "cuda_graph", "data", "distributed", "extras", "graph", "nn", "ops"}
-    | {"option_checks", "rng"},
-    "export": {"custom_ops", "graph", "nn", "ops", "data", "evaluate", "hydra_app", "option_checks", "training"}
-    | {"version"},
-    "command_help": set(),
-    "hydra_app": {"attention_config", "command_help", "data", "kernel_report", "extras", "ops", "training"},
-    "train": {"distributed", "hydra_app", "training"},
-    "evaluate": {"distributed", "hydra_app", "option_checks", "training"},
-    "rollout": {"evaluate", "extras", "hydra_app", "option_checks", "training"},
-    "info": {"compatibility", "integrations", "ops", "version"},
-    "__main__": {"info", "version"},
+    "distributed": {"attention_config", "graph", "nn", "ops", "option_checks"},
+    "export": {"custom_ops", "graph", "nn", "ops", "option_checks"},
+    "app": {"attention_config", "compatibility", "cuda_graph", "data", "distributed", "export", "extras", "graph"}
+    | {"integrations", "kernel_report", "nn", "ops", "option_checks", "rng", "version"},
+    **{command: {"app"} for command in ("train", "evaluate", "rollout")},
+    "__main__": {"app", "version"},
 }
+COMMANDS = {"__main__.py", "train.py", "evaluate.py", "rollout.py", "export/__main__.py"}  # python -m anemoi_gt.NAME
 FOREIGN = {  # package or module: the packages beyond the standard library that it may import at top level
     **{part: set() for part in ("version", "attention_config", "extras", "option_checks")},
     **{part: {"torch"} for part in ("compatibility", "custom_ops", "graph", "ops", "kernel_report")},
@@ -46,7 +41,8 @@ FOREIGN = {  # package or module: the packages beyond the standard library that 
     "kernels": {"triton"},
     "nn": {"torch", "torch_geometric", "einops"},
     "cuda_graph": {"torch"},
-    "integrations": {"torch", "torch_geometric", "pytorch_lightning"},  # a callback, imported when it is used
+    # A callback and a runner are imported when they are used.
+    "integrations": {"torch", "torch_geometric", "pytorch_lightning", "anemoi"},
 }
 
 
@@ -74,7 +70,14 @@ def imports(path, top_level_only=False):
 def test_imports_go_one_way(path):
     here = part(path)
     read = {name.split(".")[1] for name in imports(path) if name.startswith("anemoi_gt.")}
-    assert read <= MAY_IMPORT[here] | {here}
+    command = {"app"} if str(path.relative_to(SOURCE)) in COMMANDS else set()
+    assert read <= MAY_IMPORT[here] | {here} | command
+
+
+def test_the_library_does_not_import_the_application():
+    library = [path for path in modules() if part(path) != "app" and str(path.relative_to(SOURCE)) not in COMMANDS]
+    importers = [path for path in library if any(name.startswith("anemoi_gt.app") for name in imports(path))]
+    assert importers == []
 
 
 @pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(SOURCE)))

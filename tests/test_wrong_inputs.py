@@ -12,18 +12,18 @@ import pytest
 import torch
 from support.refusals import options, raises, refused
 
-from anemoi_gt import GraphStructure, GraphTransformerConv, attention_weights, edge_attention, explain, merge
+from anemoi_gt import GraphStructure, GraphTransformerConv, attention_weights, edge_attention, merge
+from anemoi_gt.app.data.sphere_advection import Flow, sphere
+from anemoi_gt.app.training import Trainer, TrainingConfig
+from anemoi_gt.app.training.step import weighted_mse
 from anemoi_gt.data import edges, graphs
 from anemoi_gt.data.edge_attributes import edge_direction, edge_length
 from anemoi_gt.data.grids import classic, grid, octahedral
 from anemoi_gt.data.meshes import icosphere, limited_area_icosphere, stretched_icosphere
 from anemoi_gt.data.nodes import Nodes, area_weights
-from anemoi_gt.data.sphere_advection import Flow, sphere
 from anemoi_gt.distributed import Partition, ShardingConfig
 from anemoi_gt.distributed.graph_shard import LocalRows
 from anemoi_gt.option_checks import check_integer, check_number, check_probability
-from anemoi_gt.training import Trainer, TrainingConfig
-from anemoi_gt.training.step import weighted_mse
 
 EDGES = torch.tensor([[3, 0, 2, 1, 0], [0, 2, 0, 2, 0]])
 from_edge_index = GraphStructure.from_edge_index
@@ -95,7 +95,6 @@ def test_numpy_integers_are_sizes():
     *options(partial(ShardingConfig, "edges"), "be a", model=1.5, timeout="5"),
     (lambda: Partition.balanced([1, 1], 2), r"cost must be a tensor \[N\], got list"),
     (lambda: Partition.balanced(torch.ones(3).long(), 0), "num_ranks must be at least 1, got 0"),
-    (lambda: explain(CONV, QUERY[:, 0], RING).with_profile(None), "profile must be a torch.profiler"),
 )
 def test_a_run_names_wrong_arguments(wrong, message):
     raises(wrong, message)

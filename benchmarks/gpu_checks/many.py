@@ -11,9 +11,8 @@ from support.batch import run_batch, share
 from support.cases import full_cases, judge, pairwise_cases, run
 from support.oracle import make_problem
 from support.poison import poisoned_memory
-from support.run import scheduled, structure
+from support.run import scheduled, structure, with_hubs
 
-from anemoi_gt import AttentionConfig
 from gpu_checks import DEVICE
 
 FORMS = ("raw", "raw", "raw_without_bias", "embedded", "none")
@@ -111,31 +110,31 @@ def _random_configuration(configuration: Configuration) -> Outcome:
     rng, outcome = random.Random(configuration.seed), Outcome()
     shape = rng.choice(HEADS), rng.choice(CHANNELS), rng.choice(EDGE_DIMS)
     form, dtype, dropout_p = rng.choice(FORMS), rng.choice(DTYPES), rng.choice((0.0, 0.0, 0.4))
-    config = AttentionConfig("triton", tile=rng.choice((None, None, "segment=4", "segment=8")))  # the latter two: hubs
+    segment = rng.choice((None, None, 4, 8))  # the latter two: nodes with more than 8 or 16 edges are hubs
     corpus = outcome.corpora.setdefault(str(dtype).removeprefix("torch."), Corpus())
     for number in range(configuration.graphs):
         outcome.count += 1
         try:
             with poisoned_memory():
-                found = _random_graph(rng, shape, form, dtype, dropout_p, config)
+                found = _random_graph(rng, shape, form, dtype, dropout_p, segment)
             assert_within(*found, dtype)
             corpus.add_errors(*found[:3])
         except Exception as error:
-            facts = f"seed {configuration.seed} graph {number} {shape} {form} {dtype} dropout {dropout_p} {config.tile}"
+            facts = f"seed {configuration.seed} graph {number} {shape} {form} {dtype} {dropout_p=} {segment=}"
             outcome.failures.append(f"{facts}: {error}")
     return outcome
 
 
 def _random_graph(
-    rng: random.Random, shape: tuple, form: str, dtype: torch.dtype, dropout_p: float, config: AttentionConfig
+    rng: random.Random, shape: tuple, form: str, dtype: torch.dtype, dropout_p: float, segment: int | None
 ) -> tuple:
     edges = _random_edges(rng)
     samples = [make_problem(edges, *shape, form, dtype, rng.getrandbits(40)) for _ in range(rng.choice((1, 1, 2, 3)))]
     samples = share(samples, "edge_weight", "edge_bias", *rng.choice(([], ["edge_attr"])))
-    graph = structure(edges, DEVICE)
+    graph = with_hubs(structure(edges, DEVICE), segment)
     if rng.random() < 0.3:
         graph = scheduled(graph)
-    return run_batch(samples, graph, config, dropout_p=dropout_p, seed=rng.getrandbits(40))
+    return run_batch(samples, graph, "triton", dropout_p=dropout_p, seed=rng.getrandbits(40))
 
 
 def _random_edges(rng: random.Random) -> tuple:

@@ -13,15 +13,9 @@ def kernel_names() -> str:
     """Compare the kernels of traces with those of the explanation."""
     work = Work(HERE)
     query, key, value, *edges = work.leaves
-    explained = explain_attention(query, key, value, work.graph, *edges, config=TRITON)
-    (layer,) = explained.layers
-    named = {kernel.name for pass_ in layer.passes for kernel in pass_.kernels}
-    eager = _profiled(work)
-    _assert_same(named, eager, "eager")
-    timed = explained.with_profile(eager)
-    untimed = [kernel.name for pass_ in timed.layers[0].passes for kernel in pass_.kernels if not kernel.achieved_ms]
-    if untimed:
-        raise AssertionError(f"a profile of the explained calls has no times of {untimed}")
+    (layer,) = explain_attention(query, key, value, work.graph, *edges, config=TRITON).layers
+    named = {kernel for pass_ in layer.passes for kernel in pass_.kernels}
+    _assert_same(named, _profiled(work), "eager")
 
     @torch.compile(fullgraph=True)
     def attend(*operands):
@@ -36,16 +30,14 @@ def kernel_names() -> str:
     others = _kernels(compiled) - named
     if len(operators) != 2 or not any(name.startswith("triton_") for name in others):
         raise AssertionError(f"a compiled trace needs two operators and kernels of Inductor, got {operators}, {others}")
-    forward = timed.layers[0].passes[0]
-    figures = f"forward {forward.achieved_ms:.3f} ms, lower bound {forward.lower_bound_ms:.3f}"
-    return f"{len(named)} names, eager and compiled; {figures}"
+    return f"{len(named)} names, eager and compiled"
 
 
 def _profiled(step) -> profile:
-    """A profile of the second and third call, with the shapes of operators."""
+    """Profile the second and third call."""
     step()
     torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], record_shapes=True) as seen:
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
         step()
         step()
         torch.cuda.synchronize()

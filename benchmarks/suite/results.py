@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from anemoi_gt.training.atomic_write import atomic_write
+from anemoi_gt.app.training.run_files import atomic_write
 
 LONGEST = 2000  # characters of an error: a compiler's messages have their reason at the end
 

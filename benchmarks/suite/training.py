@@ -13,16 +13,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from anemoi_gt import AttentionConfig, EncoderProcessorDecoder, GraphStructure
-from anemoi_gt.data.forecast_dataset import Sample
+from anemoi_gt.app.data.forecast_dataset import Sample
+from anemoi_gt.app.training.config import TrainingConfig
+from anemoi_gt.app.training.memory_estimate import estimate_memory
+from anemoi_gt.app.training.sharded import ShardedTrainingStep
+from anemoi_gt.app.training.step import AUTOCAST, TrainingStep, compile_blocks
 from anemoi_gt.distributed import ShardingConfig, init_distributed, make_mesh, reduce_gradients, shard_model
 from anemoi_gt.distributed.module_shard import FixedGraph
 from anemoi_gt.distributed.process_group import local_device, make_cpu_group
 from anemoi_gt.nn import GraphTransformerBaseBlock, split_destinations
-from anemoi_gt.training.compilation import compile_blocks
-from anemoi_gt.training.config import TrainingConfig
-from anemoi_gt.training.memory_estimate import estimate_memory
-from anemoi_gt.training.sharded import ShardedTrainingStep
-from anemoi_gt.training.step import AUTOCAST, TrainingStep
 from suite import lone_rank
 from suite.inference import PARTS, Setting, checked_destinations, plain_mapper
 from suite.timing import CLOCKS, seconds_of

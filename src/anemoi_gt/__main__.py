@@ -20,7 +20,7 @@ def main(arguments: list[str] | None = None) -> None:
     if arguments[0] in APPLICATIONS:
         name, *rest = arguments
         sys.argv = [f"anemoi_gt.{name}", *rest]  # read by Hydra
-        import_module("anemoi_gt.export.__main__" if name == "export" else f"anemoi_gt.{name}").main()
+        import_module(f"anemoi_gt.app.{name}").main()
         return
     parser = argparse.ArgumentParser(
         prog="anemoi-gt",
@@ -33,7 +33,7 @@ def main(arguments: list[str] | None = None) -> None:
         commands.add_parser(name, help=summary)
     parser.parse_args(arguments)
 
-    from anemoi_gt.info import describe
+    from anemoi_gt.app.info import describe
 
     print(describe())
 

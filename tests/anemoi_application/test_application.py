@@ -109,12 +109,13 @@ def test_replays_on_two_ranks_have_the_bits_of_steps_that_ddp_reduces(train):
     assert replayed["attentions"] > launched["attentions"] > 0  # in warm-up and capture
 
 
-def forecast(folder, checkpoint, name, *overrides):
+def forecast(folder, checkpoint, name, *overrides, launcher=(), data="uk.zarr"):
     """Run a forecast; returns the 2 m temperature [time, point] and the log."""
     import netCDF4
 
-    options = (f"checkpoint={checkpoint}", f"input.dataset.dataset={folder / 'uk.zarr'}", *overrides)
-    log = run("anemoi-inference", "run", HERE / "forecast.yaml", f"output.netcdf.path={folder / name}", *options)
+    options = (f"checkpoint={checkpoint}", f"input.dataset.dataset={folder / data}", *overrides)
+    command = (*launcher, COMMANDS / "anemoi-inference", "run", HERE / "forecast.yaml")
+    log = run(*command, f"output.netcdf.path={folder / name}", *options)
     with netCDF4.Dataset(folder / name) as file:
         return file.variables["2t"][:], log
 
@@ -128,6 +129,31 @@ def test_the_runner_computes_with_us_says_so_and_gives_the_same_forecast(folder,
     ours, log = forecast(folder, checkpoint, f"{config}_ours.nc", "runner=anemoi-gt")
     assert said in log and ours.shape == theirs.shape and ours.shape[0] == 3
     assert abs(ours - theirs).max() < 1e-3 and abs(ours[-1] - ours[0]).max() > 0.1  # kelvin, float32 at 280 K
+
+
+TWO_RANKS = {
+    "around ours": ("runner.parallel.base_runner=anemoi-gt", "runner.parallel.cluster.manual=2"),
+    "inside ours": ("runner.anemoi-gt.runner=parallel", "runner.anemoi-gt.cluster.manual=2"),
+    "torchrun": ("runner.anemoi-gt.runner=parallel",),
+}
+
+
+@pytest.mark.parametrize("spelling", TWO_RANKS)
+def test_every_rank_of_a_parallel_forecast_computes_with_us(folder, train, spelling):
+    checkpoint = folder / "out" / "checkpoint" / train("untouched")["id"] / "inference-last.ckpt"
+    launcher = ("torchrun", "--nproc-per-node=2", "--no-python") if spelling == "torchrun" else ()
+    expected, _ = forecast(folder, checkpoint, "one_rank.nc")
+    options = (*TWO_RANKS[spelling], "verbosity=1")  # else only the first rank logs
+    ours, log = forecast(folder, checkpoint, f"{spelling}.nc", *options, launcher=launcher)
+    assert log.count("anemoi_gt computes the attention of 4 graph-transformer blocks") == 2
+    assert abs(ours - expected).max() < 1e-3  # kelvin, float32 at 280 K
+
+
+def test_a_model_without_graph_transformers_is_refused_before_data_are_read(folder, train):
+    trained = train("untouched", "model=gnn", "config_validation=false")["id"]
+    checkpoint = folder / "out" / "checkpoint" / trained / "inference-last.ckpt"
+    with pytest.raises(AssertionError, match="must have a graph-transformer block, got .* without one"):
+        forecast(folder, checkpoint, "refused.nc", "runner=anemoi-gt", data="missing.zarr")
 
 
 def test_the_runner_refuses_a_wrong_option(folder, train):

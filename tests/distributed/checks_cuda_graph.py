@@ -7,7 +7,7 @@ import torch.distributed as dist
 from support.capturing import capture_in_place, without_inductor
 
 from anemoi_gt import AttentionConfig
-from anemoi_gt.training.sharded import check_messages_capturable
+from anemoi_gt.app.training.sharded import check_messages_capturable
 from distributed.checks_trainer import Records, make_parts, make_sharded, same_losses
 from distributed.ranks import device_type, mesh_of, on_all_ranks, shared_folder, without_default_device
 

@@ -8,10 +8,10 @@ import torch.distributed as dist
 from support.weather import KINDS, weather_graph
 
 from anemoi_gt import AttentionConfig, EncoderProcessorDecoder
+from anemoi_gt.app.training import TrainingConfig
+from anemoi_gt.app.training.memory_estimate import STATE, estimate_memory
 from anemoi_gt.distributed import reduce_gradients, sum_loss
 from anemoi_gt.distributed.model_shard import edges_of_model, scatter_model, shard_model
-from anemoi_gt.training import TrainingConfig
-from anemoi_gt.training.memory_estimate import STATE, estimate_memory
 from distributed.problems import CONFIG, data
 from distributed.problems import mesh as mesh_points
 from distributed.ranks import everywhere, mesh_of, meshes_with_this_rank, on_all_ranks
@@ -170,9 +170,10 @@ def models_that_cannot_be_sharded_are_refused(group, verdict):
 
 @on_all_ranks
 def ranks_whose_layers_differ_beside_their_weights_are_found(group, verdict):
-    for other in ({"heads": 2}, {"dropout": 0.5}, {"config": AttentionConfig(backend="torch", precision="bf16")}):
+    config = AttentionConfig(backend="torch", precision="bf16")
+    for name, other in ("num_heads", {"heads": 2}), ("dropout", {"dropout": 0.5}), ("config", {"config": config}):
         call = partial(sharded, one_model(), **(other if dist.get_rank() == 1 else {}))
-        said = "heads, dropout and config of the layers must be the same on all ranks, got "
+        said = f"processor.proc.0.{name} must be the same on all ranks, got "
         verdict.raises(ValueError, said, call)
 
 

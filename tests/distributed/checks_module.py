@@ -25,7 +25,7 @@ from anemoi_gt.nn import GraphTransformerProcessorBlock as Processor
 from anemoi_gt.ops.triton_backend import launch, node_rows
 from distributed.problems import CONFIG, data, nearest, structure
 from distributed.problems import mesh as points
-from distributed.ranks import everywhere, mesh_of, meshes_with_this_rank, on_all_ranks
+from distributed.ranks import everywhere, mesh_of, mesh_of_group, meshes_with_this_rank, on_all_ranks, on_ranks
 
 UP, ALONG = ("data", "mesh"), ("mesh", "mesh")
 
@@ -172,3 +172,83 @@ def blocks_of_a_shard_by_one_operator_give_what_they_give_on_the_whole_graph(gro
         for n, gradient in enumerate(gradients):
             dist.all_reduce(gradient := gradient.clone(), group=group)  # two biases share theirs
             verdict.close(f"{name}: gradient {n}", gradient, expected[n], terms)
+
+
+@on_ranks(2)
+def an_optimizer_made_before_sharding_trains_the_rows_and_ties_stay_ties(group, verdict):
+    mesh = mesh_of_group(group)
+    net, _, _, _ = make()
+    net.head = nn.Linear(4, len(points), bias=False).double()
+    net.head.weight = net.embedding.weight  # the table has two names
+    whole = copy.deepcopy(net)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.5) for model in (net, whole)]
+    before = dict(net.named_parameters())
+    shard = shard_module(net, {ALONG: net.edges}, mesh, tables={"embedding.weight": "mesh"})
+    verdict.that(net.head.weight is net.embedding.weight, "the tie is cut")
+    for name, parameter in net.named_parameters():
+        verdict.that(parameter is before[name], f"{name} is another object than the optimiser has")
+    for model, optimizer in zip((net, whole), optimizers, strict=True):
+        (model.embedding.weight.square().sum() + model.head.weight.square().sum()).backward()
+        optimizer.step()
+    rows = shard.tables["embedding.weight"].index
+    verdict.close("trained rows", net.embedding.weight.detach(), whole.embedding.weight[rows].detach())
+
+
+@on_ranks(2)
+def one_name_of_a_tied_table_is_enough(group, verdict):
+    mesh = mesh_of_group(group)
+    net, _, _, _ = make()
+    net.head = nn.Linear(4, len(points), bias=False).double()
+    net.head.weight = net.embedding.weight
+    number = len(list(net.parameters()))
+    shard = shard_module(net, {ALONG: net.edges}, mesh, tables={"head.weight": "mesh"})  # its second name
+    names = {"head.weight", "embedding.weight", "edges.trainable"}
+    verdict.same("tables", set(shard.tables), names)
+    shared, own = shard.parameters(net)
+    verdict.same("own", {id(parameter) for parameter in own}, {id(net.head.weight), id(net.edges.trainable)})
+    verdict.same("shared", len(shared), number - 2)
+
+
+@on_ranks(2)
+def a_module_with_gradients_of_the_whole_is_refused(group, verdict):
+    mesh = mesh_of_group(group)
+    net, _, _, _ = make()
+    net.embedding.weight.sum().backward()
+    shard = partial(shard_module, net, {ALONG: net.edges}, mesh, tables={"embedding.weight": "mesh"})
+    verdict.raises(ValueError, "must have no gradient when their module is sharded, got one of embedding.weight", shard)
+    net.zero_grad()
+    shard()
+
+
+@on_ranks(2)
+def a_saved_buffer_with_a_row_per_node_is_a_table_and_the_callers_tensor_is_kept(group, verdict):
+    mesh = mesh_of_group(group)
+    net, _, _, _ = make()
+    levels = torch.arange(float(len(points)))
+    net.register_buffer("levels", levels)
+    net.block.register_buffer("levels", levels)  # tied
+    shard = shard_module(net, {ALONG: net.edges}, mesh, tables={"levels": "mesh"})
+    index = shard.tables["levels"].index
+    verdict.same("rows", net.levels, levels[index])
+    verdict.that(net.block.levels is net.levels, "the tie is cut")
+    verdict.same("table", shard.tables["block.levels"].to_dtensor(net.levels).full_tensor(), levels)
+
+
+@on_ranks(2)
+def options_of_any_layer_that_differ_between_ranks_are_named(group, verdict):
+    mesh, is_last = mesh_of_group(group), dist.get_rank(group) == 1
+    graph = structure("symmetric")
+    options = {
+        "heads": (2, 4), "dropout": (0.0, 0.5), "beta": (False, True), "concat": (True, False),
+        "config": (CONFIG, AttentionConfig("torch", precision="bf16")),
+    }  # fmt: skip
+    for name, values in options.items():
+        sizes = {"out_channels": 8} | ({"heads": 1} if name == "concat" else {})
+        torch.manual_seed(0)
+        conv = GraphTransformerConv(8, **sizes, edge_dim=3)  # the same weights on all ranks
+        setattr(conv, name, values[is_last])
+        net = nn.Sequential(nn.Dropout(0.1), conv)
+        shard = partial(shard_module, net, {ALONG: graph}, mesh)
+        verdict.raises(ValueError, f"1.{name} must be the same on all ranks, got {values[1]!r} on rank 1", shard)
+    net = nn.Sequential(nn.Dropout(0.1 + is_last / 2), conv)
+    verdict.raises(ValueError, "0.p must be the same", partial(shard_module, net, {ALONG: graph}, mesh))

@@ -13,21 +13,21 @@ import torch
 import torch.distributed as dist
 
 from anemoi_gt import AttentionConfig, EncoderProcessorDecoder
-from anemoi_gt.data.graphs import icosphere_graph
-from anemoi_gt.data.sphere_advection import sphere
-from anemoi_gt.distributed import run_on_rank0, save_checkpoint
-from anemoi_gt.distributed.model_shard import shard_model
-from anemoi_gt.train import resumes_on_ranks
-from anemoi_gt.training import Trainer, TrainingConfig
-from anemoi_gt.training.metrics_log import MetricsFile
-from anemoi_gt.training.sharded import (
+from anemoi_gt.app.data.sphere_advection import sphere
+from anemoi_gt.app.train import resumes_on_ranks
+from anemoi_gt.app.training import Trainer, TrainingConfig
+from anemoi_gt.app.training.progress import Stopped
+from anemoi_gt.app.training.run_files import MetricsFile
+from anemoi_gt.app.training.sharded import (
     SharedStopRequest,
     check_same_data,
     data_parallel_rng,
     fit_sharded,
     make_sharded_trainer,
 )
-from anemoi_gt.training.signals import Stopped
+from anemoi_gt.data.graphs import icosphere_graph
+from anemoi_gt.distributed import run_on_rank0, save_checkpoint
+from anemoi_gt.distributed.model_shard import shard_model
 from distributed.ranks import device_type, everywhere, mesh_of, on_all_ranks, shared_folder, without_default_device
 
 

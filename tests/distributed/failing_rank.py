@@ -19,8 +19,8 @@ def fail(kind):
 
 
 def main(kind, rank, step, *arguments):
-    from anemoi_gt import train
-    from anemoi_gt.training.sharded import ShardedTrainingStep
+    from anemoi_gt.app import train
+    from anemoi_gt.app.training.sharded import ShardedTrainingStep
 
     take_step = ShardedTrainingStep.training_step
 

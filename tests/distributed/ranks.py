@@ -125,6 +125,14 @@ def mesh_of(data, model, axes=("data", "model")):
     return DeviceMesh(device_type(), ranks, mesh_dim_names=axes)
 
 
+def mesh_of_group(group):
+    """Mesh (1, ranks) of one model on the ranks of a check, which others take no part in."""
+    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    names = ("data", "model")
+    ranks = [dist.get_process_group_ranks(group)]
+    return DeviceMesh.from_group([alone, group], device_type(), ranks, mesh_dim_names=names)
+
+
 def seeded(seed):
     return torch.Generator(torch.get_default_device()).manual_seed(seed)
 

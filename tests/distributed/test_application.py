@@ -14,10 +14,10 @@ import torch
 from omegaconf import OmegaConf
 from support.forked import Program
 
-from anemoi_gt import train
+from anemoi_gt.app import train
+from anemoi_gt.app.training.run_files import load_checkpoint
+from anemoi_gt.app.training.sharded import write_as_file
 from anemoi_gt.distributed.process_group import VARIABLES
-from anemoi_gt.training.checkpoint import load_checkpoint
-from anemoi_gt.training.sharded import write_as_file
 from distributed.ranks import HERE, free_port
 
 DEVICE = "cuda" if torch.cuda.device_count() >= 4 else "cpu"  # NCCL if all ranks have a GPU

@@ -11,7 +11,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from support.refusals import raises
 
-from anemoi_gt import train
+from anemoi_gt.app import train
+from anemoi_gt.app.training.run_files import load_checkpoint as load_file
+from anemoi_gt.app.training.sharded import write_as_file
 from anemoi_gt.distributed import load_checkpoint, save_checkpoint, sharded_checkpoint
 from anemoi_gt.distributed.sharded_checkpoint import (
     ONE_PROCESS,
@@ -20,8 +22,6 @@ from anemoi_gt.distributed.sharded_checkpoint import (
     find_run,
     load_values,
 )
-from anemoi_gt.training.checkpoint import load_checkpoint as load_file
-from anemoi_gt.training.sharded import write_as_file
 
 FORMS = {"last.pt": ONE_PROCESS, "last/.metadata": TORCHRUN, "last.former/.metadata": TORCHRUN}
 OTHERS = [(form, writer) for form, former in FORMS.items() for writer in (ONE_PROCESS, TORCHRUN) if writer != former]

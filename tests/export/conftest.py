@@ -1,7 +1,4 @@
-"""Fixtures of the export tests: small models on random weather graphs, and processes without this library."""
-
-import subprocess
-import sys
+"""Fixtures of the export tests: small models on random weather graphs."""
 
 import pytest
 import torch
@@ -15,10 +12,8 @@ OTHER = {"data": 17, "hidden": 23}, {kind: edges // 2 + 9 for kind, edges in KIN
 
 
 @pytest.fixture(scope="session", autouse=True)
-def unoptimised_packages():
-    """Compile the C++ of packages without optimisation and vector instructions, which take seconds."""
-    with torch._inductor.config.patch({"aot_inductor.debug_compile": True, "cpp.vec_isa_ok": False}):
-        yield
+def compile_packages_fast(unoptimised_packages):
+    """Compile all packages without optimisation."""
 
 
 @pytest.fixture
@@ -40,18 +35,3 @@ def fields():
         return torch.randn(batch, nodes, IN, generator=torch.Generator().manual_seed(batch))
 
     return fields
-
-
-@pytest.fixture(scope="session")
-def run_without_library():
-    """Run a Python script with arguments in a process that cannot import this library, and return its output."""
-
-    def run(*arguments):
-        guard = "import runpy, sys; sys.modules['anemoi_gt'] = None; sys.argv = sys.argv[1:]; "
-        guard += "runpy.run_path(sys.argv[0], run_name='__main__')"
-        command = [sys.executable, "-I", "-c", guard, *map(str, arguments)]
-        result = subprocess.run(command, capture_output=True, text=True, timeout=300)
-        assert result.returncode == 0, result.stderr
-        return result.stdout
-
-    return run

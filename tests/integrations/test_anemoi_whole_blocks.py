@@ -147,8 +147,10 @@ UNSERVED = {
     "its feed-forward network is not a linear map, an exact": with_part(
         "node_dst_mlp.mlp.1", lambda _: nn.GELU("tanh")
     ),
-    "its query is a OwnLinear, and torch.nn.Linear is": lambda block: setattr(block.lin_query, "__class__", OwnLinear),
-    "its norm is a RMSNorm": with_part("layer_norm_attention", lambda _: nn.RMSNorm(16)),
+    "its query is a support.anemoi_model.OwnLinear, and torch.nn.Linear is": lambda block: setattr(
+        block.lin_query, "__class__", OwnLinear
+    ),
+    "its norm is a torch.nn.modules.normalization.RMSNorm": with_part("layer_norm_attention", lambda _: nn.RMSNorm(16)),
     "its mlp_norm lacks a weight or a bias": with_part("layer_norm_mlp_dst", lambda _: nn.LayerNorm(16, bias=False)),
     "its value lacks": with_part("lin_value", lambda _: nn.Linear(16, 16, bias=False)),
     "hooks watch a part of it": lambda block: block.node_dst_mlp.mlp[1].register_full_backward_hook(lambda *_: None),

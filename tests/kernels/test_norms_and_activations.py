@@ -1,7 +1,12 @@
 """Row kernels against float64 PyTorch: each result is exact but for its rounding and float32 arithmetic."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
+from support.compiling import lines_of
+from support.ir import narrow_offsets
 from torch.nn import functional
 
 from anemoi_gt.ops.triton_backend import row_launches
@@ -230,8 +235,8 @@ def test_norm_of_more_features_than_a_tile(draw, poisoned, make_partial, feature
 
 
 def test_a_norm_of_too_many_features_is_refused_with_the_number():
-    with pytest.raises(ValueError, match="1 to 8192 features, .* got 8193; compute it by the module"):
-        row_launches.norm_forward(3, 8193, EPS)
+    with pytest.raises(ValueError, match="1 to 4096 features, .* got 4097; compute it by the module"):
+        row_launches.norm_forward(3, 4097, EPS)
 
 
 # ---------------------------------------------------------------------------------------------- norms of heads
@@ -395,6 +400,41 @@ def test_names_in_a_profile_tell_kernel_dtype_and_sizes():
     names = [launch.name({"x": "*bf16", "hidden": "*bf16"}) for launch in all_launches(37)]
     assert names == [
         "anemoi_gt_norm_fwd_bf16_f512", "anemoi_gt_norm_bwd_bf16_f512", "anemoi_gt_head_norm_fwd_bf16_h16_c32",
-        "anemoi_gt_head_norm_bwd_bf16_h16_c32", "anemoi_gt_activation_fwd_bf16_silu_k512",
-        "anemoi_gt_activation_bwd_bf16_silu_k512",
+        "anemoi_gt_head_norm_bwd_bf16_h16_c32", "anemoi_gt_activation_fwd_bf16_silu_gated_k512",
+        "anemoi_gt_activation_bwd_bf16_silu_gated_k512",
     ]  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------- compiled
+
+COMPILE = Path(__file__).with_name("compile_row_kernels.py")
+KERNELS = {"norm_fwd", "norm_bwd", "head_norm_fwd", "head_norm_bwd", "activation_fwd", "activation_bwd"}
+GROWING = {  # arguments whose size grows with nodes
+    "x", "grad_normed", "grad_total", "modulation", "dx", "normed", "grad_scale", "out", "hidden", "grad_activated",
+    "activated", "grad_hidden",
+}  # fmt: skip
+
+
+def test_rows_of_512_and_1024_features_spill_nothing():
+    lines = lines_of(COMPILE, "resources", "cuda:90")
+    assert {line["kernel"] for line in lines} == KERNELS
+    for line in lines:
+        assert (line["stack"], line["local"]) == (0, 0), line
+
+
+@pytest.mark.parametrize(("target", "binary"), [("cuda:80", "cubin"), ("hip:gfx90a", "hsaco")])
+def test_row_kernels_compile_for_other_gpus(target, binary):
+    lines = lines_of(COMPILE, "binaries", target)
+    assert {line["kernel"] for line in lines} == KERNELS
+    assert all(line["binaries"] == [binary] for line in lines)
+
+
+def test_compiled_offsets_are_64_bit_where_they_can_pass_2_to_31_and_32_bit_where_they_cannot():
+    compiled = {False: set(), True: set()}
+    for line in lines_of(COMPILE, "offsets", "cuda:90"):
+        narrow = narrow_offsets(line["ir"]) & GROWING
+        assert bool(narrow) != line["wide"], f"{line['name']}: {narrow}"
+        if not line["wide"]:
+            assert not re.search(r"\bi64\b", line["ir"]), f"{line['name']} computes in 64 bits"
+        compiled[line["wide"]].add(line["kernel"])
+    assert compiled[False] == compiled[True] == KERNELS

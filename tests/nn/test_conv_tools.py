@@ -9,6 +9,7 @@ import pytest
 import torch
 from support.pyg_models import DIM, TwoLayers, make_hetero
 from support.refusals import raises
+from torch.export import Dim
 from torch_geometric.explain import AttentionExplainer, Explainer, GNNExplainer
 from torch_geometric.nn import HeteroConv, Sequential, TransformerConv, summary, to_hetero
 
@@ -126,6 +127,18 @@ def test_layer_refuses_a_batch_while_a_hook_is_active(data):
     conv = GraphTransformerConv(6, 4, edge_dim=DIM)
     conv.register_message_forward_hook(lambda *_: None)
     raises(lambda: conv(x.expand(3, -1, -1), edge_index, edge_attr), r"shape \[N, F\] while .* got a batch of 3")
+
+
+@pytest.mark.parametrize("smallest", [None, 0])
+def test_an_exported_layer_takes_any_named_number_of_nodes_and_edges(data, smallest):
+    x, edge_index, edge_attr = data
+    conv = GraphTransformerConv(6, 4, heads=2, edge_dim=DIM).eval()
+    nodes, edges = (Dim(name, min=smallest) for name in ("N", "E"))
+    sizes = ({0: nodes}, {1: edges}, {0: edges})
+    program = torch.export.export(conv, data, dynamic_shapes=sizes)
+    for num_nodes, num_edges in ((8, 7), (11, 25)):
+        inputs = (x.repeat(2, 1)[:num_nodes], edge_index[:, :num_edges], edge_attr[:num_edges])
+        torch.testing.assert_close(program.module()(*inputs), conv(*inputs))
 
 
 def test_copies_are_complete_and_independent(data):

@@ -1,11 +1,14 @@
 """Derivatives of edge attention at the edge of what it has: NaN that arrives where no edge does, and forward mode."""
 
+from functools import partial
+
 import pytest
 import torch
 from support.graphs import GRAPHS
 from support.oracle import make_problem
 from support.run import structure
 from torch.autograd import forward_ad
+from torch.utils.checkpoint import checkpoint
 
 from anemoi_gt import AttentionConfig, edge_attention
 
@@ -59,6 +62,20 @@ def test_torch_func_differentiates(attend, operands, name):
     leaves = two.clone().requires_grad_()
     torch.func.vmap(of_one)(leaves)[0].square().sum().backward()
     torch.testing.assert_close(leaves.grad, torch.stack([expected, torch.zeros_like(expected)]))
+
+
+@pytest.mark.parametrize("is_checkpointed", [False, True], ids=["kept", "recomputed"])
+def test_a_batch_of_incoming_gradients_gives_the_gradients_of_each(attend, operands, is_checkpointed):
+    """PyTorch's vmap is around the backward pass alone, as `jacobian(vectorize=True)` has it."""
+    forward = partial(checkpoint, attend, use_reentrant=False) if is_checkpointed else attend
+    out, leaves = forward(operands)[0], list(operands.values())
+    incoming = torch.randn(3, *out.shape, generator=torch.Generator().manual_seed(0)).to(out.device)
+    each = [torch.autograd.grad(out, leaves, rows, retain_graph=True) for rows in incoming]
+    expected = [torch.stack(gradients) for gradients in zip(*each, strict=True)]
+    mapped = torch.func.vmap(lambda rows: torch.autograd.grad(out, leaves, rows, retain_graph=True))
+    torch.testing.assert_close(list(mapped(incoming)), expected)
+    batched = torch.autograd.grad(out, leaves, incoming, is_grads_batched=True)
+    torch.testing.assert_close(list(batched), expected)
 
 
 def test_jacrev_gives_the_jacobian_and_a_second_derivative_is_refused(attend, operands):

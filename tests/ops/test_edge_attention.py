@@ -1,7 +1,6 @@
 """Edge attention on the torch backend, mostly in float64: values, derivatives, and what is refused."""
 
 import logging
-import re
 
 import pytest
 import torch
@@ -173,12 +172,7 @@ EMPTY = {"query": zeros(13, 0, 4), "key": zeros(11, 0, 4), "value": zeros(11, 0,
     (lambda: changed(edge_bias=zeros(3, 4)), r"edge_bias must have shape \[12\], got \(3, 4\)"),
     (lambda: changed(dropout_p=1.5), "dropout_p must be a probability in 0 .. 1, got 1.5"),
     (lambda: changed(config=AttentionConfig("triton")), "attention backend 'triton' cannot run here: "),
-    (lambda: AttentionConfig(fixed_degree_kernels=1), "fixed_degree_kernels must be True or False, got 1"),
     (lambda: AttentionConfig(stable_sort=None), "stable_sort must be True or False, got None"),
-    *(
-        (lambda tile=tile: AttentionConfig(tile=tile), f"tile must be such as .*, got {re.escape(repr(tile))}")
-        for tile in ("unroll", "edges=1", "heads=3", "unroll=1;num_warps=4", 4)
-    ),
     (lambda: AttentionConfig("cuda"), "backend must be one of auto, triton, torch, got 'cuda'"),
     (lambda: AttentionConfig(precision="bf32"), "precision must be one of None, fp32, bf16, fp16, got 'bf32'"),
 )

@@ -12,15 +12,15 @@ from support.graphs import GRAPHS, HUBS, crowd
 from support.oracle import make_problem
 from support.pairwise import pairwise
 from support.poison import poisoned_memory
-from support.run import attend, leaves_of, structure
+from support.run import attend, leaves_of, structure, with_hubs
 
 from anemoi_gt import AttentionConfig, GraphStructure, edge_attention
 from anemoi_gt.graph.validation import HUB_DEGREE
 from anemoi_gt.kernels.jit_launch import Launch
 from anemoi_gt.ops.triton_backend import tiles
-from anemoi_gt.ops.triton_backend.tiles import SEGMENT
 
-SMALL = AttentionConfig("triton", tile="segment=4")
+SEGMENT, SMALL = HUB_DEGREE // 2, 4  # edges of a segment, and of the small ones here
+TRITON = AttentionConfig("triton")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # numpy's, of the interpreter
 
 COLUMNS = {
@@ -30,19 +30,22 @@ COLUMNS = {
     "dtype": (torch.float32, torch.bfloat16, torch.float16),
     "option": ("plain", "dropout", *BATCHES, *GRADIENTS, "dst_schedule"),
 }
-CASES = [Case(**row | {"shape": row["shape"][:2], "edge_dim": row["shape"][2]}) for row in pairwise(**COLUMNS)]
+CASES = [
+    Case(**row | {"shape": row["shape"][:2], "edge_dim": row["shape"][2], "segment": SMALL})
+    for row in pairwise(**COLUMNS)
+]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_hubs_are_as_accurate_as_plain_pytorch(case, kernel_device):
     with poisoned_memory():
-        judge(case, run(case, SMALL, kernel_device))
+        judge(case, run(case, TRITON, kernel_device))
 
 
 def test_destinations_that_are_no_hubs_keep_their_bits(kernel_device):
     problem, graph = make_problem(HUBS["destination"], 3, 8, 5), structure(HUBS["destination"], kernel_device)
     others = (graph.colptr.diff() <= 8).cpu()
-    divided, whole = (attend(problem, graph, config) for config in (SMALL, AttentionConfig("triton")))
+    divided, whole = attend(problem, with_hubs(graph, SMALL), TRITON), attend(problem, graph, TRITON)
     assert 0 < int(others.sum()) < graph.num_dst
     for name in ("out", "lse", "dquery"):
         assert torch.equal(divided[name][others], whole[name][others]), name
@@ -51,11 +54,12 @@ def test_destinations_that_are_no_hubs_keep_their_bits(kernel_device):
 
 @pytest.mark.parametrize("logit", [1e4, torch.inf])
 def test_large_and_infinite_logits_of_a_segment_reach_the_whole_hub_and_no_other(logit, kernel_device):
-    problem, graph = make_problem(HUBS["destination"], 1, 2, 3, "none"), structure(HUBS["destination"], kernel_device)
+    problem = make_problem(HUBS["destination"], 1, 2, 3, "none")
+    graph = with_hubs(structure(HUBS["destination"], kernel_device), SMALL)
     edge = (problem.edge_index[1] == 3).nonzero()[-1]
-    base = attend(problem, graph, SMALL)
+    base = attend(problem, graph, TRITON)
     problem.query[3], problem.key[problem.edge_index[0, edge]] = 1.0, logit
-    result, reads = attend(problem, graph, SMALL), torch.zeros(graph.num_dst, dtype=torch.bool)
+    result, reads = attend(problem, graph, TRITON), torch.zeros(graph.num_dst, dtype=torch.bool)
     reads[problem.edge_index[1, problem.edge_index[0] == problem.edge_index[0, edge]]] = True
     assert torch.equal(result["out"][~reads], base["out"][~reads])
     if logit == torch.inf:
@@ -66,7 +70,7 @@ def test_large_and_infinite_logits_of_a_segment_reach_the_whole_hub_and_no_other
 
 def launches_of(graph):
     """Kernels of a forward and a backward pass, with grid and segment; nothing is launched."""
-    seen, config = [], AttentionConfig("triton")
+    seen = []
 
     def note(launch, **tensors):
         name = launch.name(dict.fromkeys(tensors, "fp32"))
@@ -74,7 +78,7 @@ def launches_of(graph):
 
     problem = make_problem((graph.edge_index(), (graph.num_src, graph.num_dst)), 2, 4, 3)
     with mock.patch.object(Launch, "__call__", note):
-        edge_attention(**leaves_of(problem, graph), graph=graph, config=config)[0].sum().backward()
+        edge_attention(**leaves_of(problem, graph), graph=graph, config=TRITON)[0].sum().backward()
     return {name: (grid[0], constants.get("SEGMENT", 0)) for name, grid, constants in seen}
 
 
@@ -100,22 +104,23 @@ def test_where_values_were_not_checked_the_launch_is_bounded_by_the_number_of_ed
     assert graph.dst_hubs is not None and launches_of(graph)["fwd"] == expected
 
 
-@pytest.mark.parametrize(("config", "num_edges"), [(AttentionConfig("triton"), 400), (SMALL, 420)])
-def test_more_segments_than_are_read_together_are_joined(config, num_edges, kernel_device):
+@pytest.mark.parametrize(("segment", "num_edges"), [(SEGMENT, 400), (SMALL, 420)])
+def test_more_segments_than_are_read_together_are_joined(segment, num_edges, kernel_device):
     edges = crowd(5, 6, to=3, of=2, edges=num_edges)
     problem, graph = make_problem(edges, 2, 4, 2), structure(edges, kernel_device)
     assert graph.dst_hubs is not None and graph.src_hubs is not None
+    graph = with_hubs(graph, segment)
     with mock.patch.multiple(tiles, JOINED=16, STATISTICS=2):  # of sizes that no other test has: launches are kept
-        assert_accurate(attend(problem, graph, config), problem, torch.float32)
+        assert_accurate(attend(problem, graph, TRITON), problem, torch.float32)
 
 
 def test_compiled_attention_on_hubs_equals_eager_and_never_recompiles(kernel_device):
     cases = []
     for num_src, num_dst, edges in ((5, 3, 40), (4, 6, 56)):
         sizes = crowd(num_src, num_dst, to=1, of=2, edges=edges)
-        cases.append((make_problem(sizes, 1, 7, 2), structure(sizes, kernel_device, validate=False).with_reverse()))
-        assert cases[-1][1].dst_hubs is not None and cases[-1][1].src_hubs is not None
-    assert_compiled_attention_is_eager(SMALL, cases)
+        graph = structure(sizes, kernel_device, validate=False).with_reverse()
+        cases.append((make_problem(sizes, 1, 7, 2), with_hubs(graph, SMALL)))
+    assert_compiled_attention_is_eager(TRITON, cases)
 
 
 class TestStructure:

@@ -29,7 +29,7 @@ def operator_arguments(problem, graph):
     index = [graph.colptr, graph.row, graph.perm, graph.global_edge_id, graph.dst_schedule, graph.fixed_in_degree]
     seed = torch.tensor([3], device=graph.device)
     reverse = [graph.rowptr, graph.col, graph.csr_to_csc, graph.dst_hubs, graph.src_hubs]
-    return [*leaves, *index, *reverse, seed, 0.5, 0.2, True, "", False, True]
+    return [*leaves, *index, *reverse, seed, 0.5, 0.2, False, True]
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,7 @@ from support.accuracy import assert_within
 from support.batch import run_batch, share
 from support.oracle import make_problem
 from support.poison import poisoned_memory
-from support.run import structure
-
-from anemoi_gt import AttentionConfig
+from support.run import structure, with_hubs
 
 SHAPES = ((1, 1, 1), (2, 3, 4), (3, 8, 2), (5, 2, 16))  # heads, channels, edge_dim; few, for each is compiled on a GPU
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # numpy's, of the interpreter
@@ -35,15 +33,16 @@ def graphs(draw):
     form=st.sampled_from(["raw", "raw_without_bias", "embedded", "none"]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]), count=st.integers(1, 2),
     dropout_p=st.sampled_from([0.0, 0.0, 0.5]),
-    tile=st.sampled_from([None, "segment=4"]),  # nodes with more than 8 edges are hubs
+    segment=st.sampled_from([None, 4]),  # nodes with more than 8 edges are hubs
     seed=st.integers(0, 2**32),
 )  # fmt: skip
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_random_graphs_are_as_accurate_as_plain_torch(
-    kernel_device, edges, shape, form, dtype, count, dropout_p, tile, seed
+    kernel_device, edges, shape, form, dtype, count, dropout_p, segment, seed
 ):
     samples = [make_problem(edges, *shape, form, dtype, seed + number) for number in range(count)]
-    samples, graph = share(samples, "edge_weight", "edge_bias"), structure(edges, kernel_device)
+    samples = share(samples, "edge_weight", "edge_bias")
+    graph = with_hubs(structure(edges, kernel_device), segment)
     with poisoned_memory():
-        judged = run_batch(samples, graph, AttentionConfig("triton", tile=tile), dropout_p=dropout_p, seed=seed)
+        judged = run_batch(samples, graph, "triton", dropout_p=dropout_p, seed=seed)
     assert_within(*judged, dtype)

@@ -1,18 +1,17 @@
 """Whole blocks as one operator: against blocks of separate operators, and as PyTorch sees it."""
 
-from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 from support.accuracy import assert_within
 from support.differentiate import differentiate
+from support.run import with_hubs
 from support.same_numbers import assert_same_numbers
 
 from anemoi_gt import AttentionConfig, GraphStructure
 from anemoi_gt.nn import GraphTransformerMapperBlock, GraphTransformerProcessorBlock
 from anemoi_gt.nn.whole_block import run_block, unsupported_reason
-from anemoi_gt.ops.triton_backend import problem as launches
 from anemoi_gt.ops.triton_backend import whole_block as whole
 
 pytestmark = [
@@ -61,12 +60,10 @@ def by_operator(block, x_src, x_dst, attr, graph, batch):
 
 
 @pytest.mark.parametrize("kind", ("processor", "mapper"))
-@pytest.mark.parametrize(("batch", "hubs", "num_dst"), ((1, False, 9), (2, False, 9), (2, True, 9), (2, False, 1)))
-def test_float32_is_as_accurate_as_separate_operators(kind, batch, hubs, num_dst, kernel_device, monkeypatch):
+@pytest.mark.parametrize(("batch", "segment", "num_dst"), ((1, None, 9), (2, None, 9), (2, 2, 9), (2, None, 1)))
+def test_float32_is_as_accurate_as_separate_operators(kind, batch, segment, num_dst, kernel_device):
     *problem, graph = make(kind, kernel_device, batch=batch, num_dst=num_dst)
-    if hubs:  # of more than four edges
-        monkeypatch.setattr(launches, "SEGMENT", 2)
-        graph = replace(graph, **dict.fromkeys(("dst_hubs", "src_hubs"), graph.row.new_empty(257, 0)))
+    graph = with_hubs(graph, segment)
     problem.append(graph)
     ours = differentiated(by_operator, *problem, batch, torch.float32)
     plain = differentiated(separate, *problem, batch, torch.float32)

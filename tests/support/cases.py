@@ -13,7 +13,7 @@ from support.batch import run_batch, share
 from support.graphs import GRAPHS, HUBS, sort_edges
 from support.oracle import make_problem
 from support.pairwise import pairwise
-from support.run import scheduled, structure
+from support.run import scheduled, structure, with_hubs
 
 BATCHES = ("batch_shares_attributes", "batch_of_attributes")
 GRADIENTS = {"only_out_has_a_gradient": ["grad_out"], "only_lse_has_a_gradient": ["grad_lse"]}  # that arrive
@@ -39,6 +39,7 @@ class Case:
     form: str
     option: str
     graph: str
+    segment: int | None = None  # edges of a segment of hubs
 
     def __str__(self):
         heads, channels = self.shape
@@ -66,7 +67,7 @@ def full_cases():
 
 def run(case, backend, device):
     """Run a case and compute what it is judged by."""
-    graph = structure(edges(case), device)
+    graph = with_hubs(structure(edges(case), device), case.segment)
     if case.option == "dst_schedule":
         graph = scheduled(graph)
     arriving = GRADIENTS.get(case.option, ["grad_out", "grad_lse"])

@@ -27,8 +27,8 @@ import torch.distributed.run
 import torch_geometric.data  # noqa: F401
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
-import anemoi_gt.train  # noqa: F401
-from anemoi_gt.training import score_report
+import anemoi_gt.app.train  # noqa: F401
+from anemoi_gt.app import evaluate
 
 HAS_GPU = torch.cuda.is_available()
 PROCESSES = multiprocessing.get_context("spawn" if HAS_GPU else "forkserver")
@@ -65,7 +65,7 @@ class Program(PROCESSES.Process):
         torch.set_num_threads(1)
         if not HAS_GPU:
             SubprocessHandler._popen = fork_rank
-        score_report.draw_training_plot = lambda path, *_: path.touch()
+        evaluate.draw_training_plot = lambda path, *_: path.touch()
         run_python(arguments)
 
     def finish(self, timeout):

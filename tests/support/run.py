@@ -1,5 +1,7 @@
 """`edge_attention` of a problem of the oracle, with all gradients by name."""
 
+from dataclasses import replace
+
 import torch
 
 from anemoi_gt import AttentionConfig, GraphStructure, edge_attention
@@ -9,6 +11,14 @@ def structure(graph, device="cpu", **options):
     """Return the GraphStructure of (edge_index, (num_src, num_dst)) on `device`."""
     edge_index, sizes = graph
     return GraphStructure.from_edge_index(edge_index.to(device), sizes, **options)
+
+
+def with_hubs(graph, segment):
+    """Return a GraphStructure whose nodes with more than 2 * segment edges are hubs; the same one for None."""
+    if segment is None:
+        return graph
+    hubs = graph.row.new_empty(2 * segment + 1, 0)
+    return replace(graph, dst_hubs=hubs, src_hubs=hubs)
 
 
 def scheduled(graph):

@@ -8,7 +8,7 @@ from anemoi_gt.distributed.consensus import (
     raise_on_all_ranks,
     run_on_rank0,
 )
-from anemoi_gt.distributed.grad_sync import clip_gradients, reduce_gradients, sum_loss
+from anemoi_gt.distributed.grad_sync import clip_gradients, optimizer_step, reduce_gradients, sum_loss
 from anemoi_gt.distributed.graph_shard import GraphShard, shard_edges, shard_graph
 from anemoi_gt.distributed.halo import HaloExchange, PendingExchange
 from anemoi_gt.distributed.model_shard import scatter_model, shard_model
@@ -20,7 +20,7 @@ from anemoi_gt.distributed.sharded_checkpoint import ShardedTable, load_checkpoi
 __all__ = [
     "GraphShard", "HaloExchange", "ModuleShard", "Partition", "PendingExchange", "Ranges", "ShardedTable",
     "ShardingConfig", "broadcast_from_rank0", "check_finite", "check_same", "clip_gradients", "destination_cost",
-    "fingerprint", "init_distributed", "is_launched", "load_checkpoint", "make_mesh", "raise_on_all_ranks",
-    "reduce_gradients", "run_on_rank0", "save_checkpoint", "scatter_model", "shard_edges", "shard_graph",
-    "shard_model", "shard_module", "sum_loss",
+    "fingerprint", "init_distributed", "is_launched", "load_checkpoint", "make_mesh", "optimizer_step",
+    "raise_on_all_ranks", "reduce_gradients", "run_on_rank0", "save_checkpoint", "scatter_model", "shard_edges",
+    "shard_graph", "shard_model", "shard_module", "sum_loss",
 ]  # fmt: skip

@@ -4,16 +4,20 @@
     tables      parameters and buffers with a row for each node or edge keep the rows of this rank
     the rest    unchanged, the same on all ranks
 
+Parameters stay the same objects, so an optimiser made before trains the rows that they hold now, and ties stay ties.
+
 A set of nodes has one partition in all graphs, balanced by the cost of its nodes over all graphs that end in it.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from anemoi_gt.attention_config import AttentionConfig
 from anemoi_gt.distributed.consensus import check_same, consensus, fingerprint
 from anemoi_gt.distributed.graph_shard import GraphShard, shard_graph
 from anemoi_gt.distributed.partition import Partition, destination_cost
@@ -21,9 +25,10 @@ from anemoi_gt.distributed.process_group import AXES, check_mesh
 from anemoi_gt.distributed.sharded_checkpoint import ShardedTable
 from anemoi_gt.graph import GraphStructure
 from anemoi_gt.graph.ordering import morton_order
-from anemoi_gt.nn import GraphTransformerBaseBlock, StaticEdges
+from anemoi_gt.nn import GraphTransformerBaseBlock, GraphTransformerConv, StaticEdges
 
 EDGE_ROWS = ("edge_attr", "trainable")
+LIBRARIES = ("anemoi_gt", "torch", "torch_geometric")  # whose layers keep no value of one rank in an attribute
 Kind = tuple[str, str]  # sets of sources and of destinations
 Graphs = Mapping[Kind, GraphStructure | StaticEdges]
 
@@ -39,7 +44,8 @@ class ModuleShard:
     rank : int
         This rank among those that share the module: it reads rows `partitions[name].nodes(rank)` of a sample.
     tables : dict of str to ShardedTable
-        Rows of the whole table that this rank trains, by the name of the parameter. All other parameters are shared.
+        Rows of the whole table that this rank holds, by the name of the parameter or buffer, under each name of a tied
+        one; of buffers only those in the state dict. All other parameters are shared.
     graphs : dict of (str, str) to GraphShard
         By the names of the sets of sources and destinations; layers take them in place of structures.
     """
@@ -51,9 +57,10 @@ class ModuleShard:
 
     def parameters(self, module: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
         """Return the parameters that the ranks of a module share, and those of which each rank owns some rows."""
-        named = list(module.named_parameters())
-        own = [parameter for name, parameter in named if name in self.tables]
-        return [parameter for name, parameter in named if name not in self.tables], own
+        shared, own = [], []
+        for name, parameter in module.named_parameters():  # a tied one once, by its first name
+            (own if name in self.tables else shared).append(parameter)
+        return shared, own
 
     def nodes(self, name: str, rows: Tensor) -> Tensor:
         """Return this rank's nodes [.., n, F] of rows [.., N, F] of a set of nodes."""
@@ -98,7 +105,8 @@ def shard_module(
         With axes (data, model).
     tables : mapping of str to str or (str, str), optional
         Parameters and buffers with one row for each node of a set or edge of a graph, such as the weight of an
-        embedding of nodes, by their name: the set or the graph. They keep the rows of this rank.
+        embedding of nodes, by their name: the set or the graph. They keep the rows of this rank. One name of a tied
+        parameter is enough.
     positions : mapping of str to Tensor [N, 3], optional
         Points of a set of nodes. They are ordered along a Morton curve, which makes halos small; others by number.
 
@@ -110,7 +118,8 @@ def shard_module(
     Raises
     ------
     ValueError
-        On all ranks, when weights or graphs are not the same on all of them, or do not fit together.
+        On all ranks, when weights, graphs or options of layers are not the same on all of them, or do not fit
+        together, or a parameter has a gradient, which would be of the whole module.
     """
     check_mesh(mesh)
     with consensus(mesh.get_group("model")):
@@ -137,7 +146,8 @@ class ShardPlan:
         self.module, self.graphs, self.positions = module, graphs, positions
         self.structures = {kind: _structure(kind, edges) for kind, edges in graphs.items()}
         sizes = _sizes(self.structures)
-        tables = {**tables, **_rows_of_static_edges(module, graphs)}
+        _check_no_gradients(module)
+        tables = _with_tied_names(module, {**tables, **_rows_of_static_edges(module, graphs)})
         rows = {**sizes, **{kind: structure.num_edges for kind, structure in self.structures.items()}}
         self.tables = {name: (of, _table_size(module, name, of, rows)) for name, of in tables.items()}
         costs = {name: torch.ones(size, dtype=torch.int64, device="cpu") for name, size in sizes.items()}
@@ -151,12 +161,11 @@ class ShardPlan:
 
         Raise ValueError on all ranks when they do not hold the same.
         """
-        blocks = (part for part in self.module.modules() if isinstance(part, GraphTransformerBaseBlock))
         structures = (tensor for structure in self.structures.values() for tensor in structure.state_dict().values())
         same = {
             "weights": fingerprint(*self.module.state_dict().values()),
             "graphs": fingerprint(*structures, *self.module.buffers()),
-            "heads, dropout and config of the layers": [(b.num_heads, b.dropout, b.config) for b in blocks],
+            **_options(self.module),
             "positions": {name: fingerprint(points) for name, points in self.positions.items()},
             "tables": self.tables,
         }
@@ -186,13 +195,23 @@ class OwnRows:
     tables: dict[str, tuple[Tensor, int]]  # rows of each table [n], int64, and how many the whole has
 
     def cut(self, whole: nn.Module, module: nn.Module) -> None:
-        """Give a module these rows of the tables of the whole; both may be the same."""
+        """Give a module these rows of the tables of the whole; both may be the same.
+
+        Parameters stay the objects that they are: optimisers hold them, and other layers are tied to them. Buffers are
+        replaced: a caller may go on to use the tensor that became one.
+        """
+        cut = {}  # rows by the id of the whole tensor, which tied names share
         for name, (index, _) in self.tables.items():
             path, _, attribute = name.rpartition(".")
             tensor = getattr(whole.get_submodule(path), attribute)
-            rows = tensor.detach()[index.to(tensor.device)]
-            rows = nn.Parameter(rows, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else rows
-            setattr(module.get_submodule(path), attribute, rows)
+            part = module.get_submodule(path)
+            if id(tensor) not in cut:
+                rows = tensor.detach()[index.to(tensor.device)]
+                if isinstance(tensor, nn.Parameter):
+                    getattr(part, attribute).data = rows
+                cut[id(tensor)] = rows
+            if not isinstance(tensor, nn.Parameter):
+                setattr(part, attribute, cut[id(tensor)])
 
     def attach(
         self, module: nn.Module, graphs: Graphs, shards: dict[Kind, GraphShard], mesh: DeviceMesh
@@ -202,10 +221,10 @@ class OwnRows:
             if isinstance(edges, StaticEdges):  # in the same number of chunks
                 edges.structure = FixedGraph(shards[kind].split(max(1, len(edges.chunks))))
                 edges.chunks = nn.ModuleList()
-        trained, tables = dict(module.named_parameters()), {}
+        saved, tables = module.state_dict(), {}
         for name, (index, size) in self.tables.items():
-            if name in trained:
-                tables[name] = ShardedTable(index.to(trained[name].device), size, mesh)
+            if name in saved:
+                tables[name] = ShardedTable(index.to(saved[name].device), size, mesh)
         return ModuleShard(self.partitions, self.rank, tables, shards)
 
 
@@ -258,9 +277,49 @@ def _rows_of_static_edges(module: nn.Module, graphs: Graphs) -> dict[str, Kind]:
     return found
 
 
+def _with_tied_names(module: nn.Module, tables: Mapping[str, str | Kind]) -> dict[str, str | Kind]:
+    """Return tables under every name that a module has for the same parameter or buffer."""
+    names: dict[int, list[str]] = {}
+    tensors = dict(module.named_parameters(remove_duplicate=False))
+    tensors |= dict(module.named_buffers(remove_duplicate=False))
+    for name, tensor in tensors.items():
+        names.setdefault(id(tensor), []).append(name)
+    tied = {}
+    for name, of in tables.items():
+        for other in names[id(tensors[name])] if name in tensors else [name]:
+            if tied.setdefault(other, of) != of:
+                raise ValueError(f"tied tables must have the same rows, got {tied[other]!r} and {of!r} for {other}")
+    return tied
+
+
+def _check_no_gradients(module: nn.Module) -> None:
+    for name, parameter in module.named_parameters():
+        if parameter.grad is not None:
+            raise ValueError(
+                f"parameters must have no gradient when their module is sharded, got one of {name}, of the whole "
+                "module: call optimizer.zero_grad() before"
+            )
+
+
+def _options(module: nn.Module) -> dict[str, Any]:
+    """Return what configures each layer of a module beside its weights: plain values of its attributes, by name.
+
+    Only of layers of `LIBRARIES` and those derived from ours: a layer of the user may keep its rank in an attribute.
+    """
+    options = {}
+    for path, layer in module.named_modules():
+        is_ours = isinstance(layer, (GraphTransformerBaseBlock, GraphTransformerConv))
+        if is_ours or type(layer).__module__.partition(".")[0] in LIBRARIES:
+            for name, value in vars(layer).items():
+                if not name.startswith("_") and isinstance(value, (bool, int, float, str, tuple, AttentionConfig)):
+                    options[f"{path}.{name}" if path else name] = value
+    return options
+
+
 def _table_size(module: nn.Module, name: str, of: str | Kind, rows: Mapping[str | Kind, int]) -> int:
     """Return the number of rows of a table, that of its set of nodes or graph, checked."""
-    tensors = dict(module.named_parameters()) | dict(module.named_buffers())
+    tensors = dict(module.named_parameters(remove_duplicate=False))
+    tensors |= dict(module.named_buffers(remove_duplicate=False))
     if name not in tensors:
         raise ValueError(f"tables must name parameters or buffers of the module, got {name!r}")
     if of not in rows:

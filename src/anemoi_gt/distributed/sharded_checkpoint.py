@@ -1,7 +1,8 @@
 """Checkpoints of a sharded model by torch.distributed.checkpoint (DCP), and the last checkpoint of a run.
 
 Rows of nodes and edges (trainable features, and their optimiser state) are written as the table of the whole graph, in
-the caller's numbering, so a checkpoint does not depend on the sharding: it is read on any number of ranks.
+the caller's numbering, so a checkpoint does not depend on the sharding: it is read on any number of ranks. All other
+tensors are the same on all ranks, and written once.
 
     one process   the file last.pt
     torchrun      the folder last/, or last.former/ when the job was interrupted between the two renames
@@ -10,8 +11,9 @@ the caller's numbering, so a checkpoint does not depend on the sharding: it is r
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +23,9 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from anemoi_gt.distributed.consensus import check_same, consensus, fingerprint
 from anemoi_gt.distributed.halo import HaloExchange
 from anemoi_gt.distributed.partition import Ranges
 
@@ -52,48 +55,62 @@ class ShardedTable:
         self.exchange = HaloExchange.of_requests(ascending, self.chunks, mesh.get_group("model"))
 
     def to_dtensor(self, rows: Tensor) -> DTensor:
-        """Return the table [size, F] of all ranks' rows [n, F], as a DTensor sharded over model. Collective."""
+        """Return the table [size, ..] of all ranks' rows [n, ..], as a DTensor sharded over model. Collective.
+
+        Rows that `fully_shard` has divided over data are gathered first.
+        """
         own = self.chunks.counts[self.mesh.get_local_rank("model")]
-        rows = rows.detach()[self.order]
+        rows = rows.detach()
+        rows = rows.full_tensor() if isinstance(rows, DTensor) else rows
+        rows = rows[self.order]
         chunk = self.exchange.scatter_add(self.exchange.send_reverse(rows), rows.new_zeros(own, *rows.shape[1:]))
         table = torch.empty((self.size, *rows.shape[1:]), device="meta")
         layout = {"run_check": False, "shape": table.shape, "stride": table.stride()}
         return DTensor.from_local(chunk, self.mesh, [Replicate(), Shard(0)], **layout)
 
     def from_dtensor(self, table: DTensor) -> Tensor:
-        """Return this rank's rows [n, F] of a table from `to_dtensor`. Collective."""
-        rows = self.exchange(table.to_local())
+        """Return this rank's rows [n, ..] of a table from `to_dtensor`. Collective."""
+        chunk = table.to_local()
+        rows = self.exchange(chunk.reshape(len(chunk), prod(chunk.shape[1:])))
+        rows = rows.view(len(rows), *chunk.shape[1:])
         return torch.empty_like(rows).index_copy_(0, self.order, rows)
 
 
 def save_checkpoint(
-    folder: Path, state: dict[str, Any], tables: Mapping[str, ShardedTable], group: dist.ProcessGroup
+    folder: str | Path, state: dict[str, Any], tables: Mapping[str, ShardedTable], group: dist.ProcessGroup
 ) -> None:
     """Write a checkpoint so that `folder` always holds a complete one, the former or this one. Collective.
 
     Parameters
     ----------
-    folder : Path
+    folder : str or Path
         On a file system that all ranks share; its parent exists.
     state : dict
-        Tensors and plain values, and dicts of them; the same on all ranks outside `tables`.
+        Tensors and plain values, and dicts and lists of them; the same on all ranks outside `tables`.
     tables : mapping of str to ShardedTable
-        By the name of a parameter. Tensors with rows below a key of that name are rows of that table.
+        By the name of a parameter. A key that is this name, or ends in it after a dot, as in the state dict of DDP,
+        `AveragedModel` or a compiled module, has rows of that table: a tensor, or a dict of them, such as the state of
+        an optimiser by names (`torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`).
     group : ProcessGroup
         All ranks of the job.
 
     Raises
     ------
+    ValueError
+        On all ranks, before anything is written, when a table does not occur in the state, or a tensor with rows of
+        none differs between ranks, whose rows would be lost but for those of one rank.
     OSError
         If it cannot be written; the former one is kept.
     """
+    folder = Path(folder)
     partial, former = folder.with_name(folder.name + ".partial"), _former(folder)
+    _check_saves_all(state, tables, group)
     is_first = dist.get_rank(group) == 0
     if is_first:
         shutil.rmtree(partial, ignore_errors=True)
     dist.barrier(group)
     try:
-        dcp.save(_map_rows(state, tables, ShardedTable.to_dtensor), checkpoint_id=partial, process_group=group)
+        dcp.save(_to_dtensors(state, tables), checkpoint_id=partial, process_group=group)
     except CheckpointException as error:
         raise OSError(f"could not write the checkpoint {partial}: {_reason(error)}") from error
     if is_first:
@@ -105,12 +122,13 @@ def save_checkpoint(
     dist.barrier(group)
 
 
-def find_checkpoint(folder: Path) -> Path | None:
+def find_checkpoint(folder: str | Path) -> Path | None:
     """Return `folder` of `save_checkpoint`, the former one if the job was interrupted between the renames, or None."""
+    folder = Path(folder)
     return next((place for place in (folder, _former(folder)) if (place / ".metadata").exists()), None)
 
 
-def require_checkpoint(folder: Path) -> Path:
+def require_checkpoint(folder: str | Path) -> Path:
     """Return `find_checkpoint(folder)`, or raise FileNotFoundError when there is none."""
     if (found := find_checkpoint(folder)) is None:
         raise FileNotFoundError(f"there must be a checkpoint in {folder}, found none")
@@ -118,13 +136,13 @@ def require_checkpoint(folder: Path) -> Path:
 
 
 def load_checkpoint(
-    folder: Path, state: dict[str, Any], tables: Mapping[str, ShardedTable], group: dist.ProcessGroup
+    folder: str | Path, state: dict[str, Any], tables: Mapping[str, ShardedTable], group: dist.ProcessGroup
 ) -> dict[str, Any]:
     """Return the state in a checkpoint, written on any number of ranks, with this rank's rows. Collective.
 
     Parameters
     ----------
-    folder : Path
+    folder : str or Path
         Written by `save_checkpoint`.
     state : dict
         As it would be saved now: the keys to read, and the tensors to read into.
@@ -136,16 +154,18 @@ def load_checkpoint(
     FileNotFoundError
         When there is none.
     ValueError
-        On all ranks, when it is corrupt or of another model.
+        On all ranks, when it is corrupt or of another model, or a table does not occur in the state.
     """
     found = require_checkpoint(folder)
-    whole = _map_rows(state, tables, ShardedTable.to_dtensor)
+    with consensus(group):
+        _check_tables(state, tables)
+    whole = _to_dtensors(state, tables)
     with _reading(found):
         dcp.load(whole, checkpoint_id=found, process_group=group)
-    return _map_rows(whole, tables, ShardedTable.from_dtensor)
+    return _from_dtensors(whole, state, tables)
 
 
-def load_values(folder: Path, key: str) -> Any:
+def load_values(folder: str | Path, key: str) -> Any:
     """Return the dict of plain values, and dicts of them, below a key of a checkpoint; not collective.
 
     Empty dicts are left out. Raise FileNotFoundError when `folder` has no checkpoint, ValueError when it is corrupt.
@@ -194,20 +214,112 @@ def _former(folder: Path) -> Path:
     return folder.with_name(folder.name + ".former")
 
 
-def _map_rows(
-    value: Any, tables: Mapping[str, ShardedTable], function: Callable, table: ShardedTable | None = None
+def _check_saves_all(state: dict[str, Any], tables: Mapping[str, ShardedTable], group: dist.ProcessGroup) -> None:
+    """Raise ValueError on all ranks unless every tensor has rows of a table or is the same on all ranks. Collective."""
+    same = {}
+    with consensus(group):
+        for key, name, tensor in _check_tables(state, tables):
+            if name is None and not isinstance(tensor, DTensor):  # of which each rank writes what it holds
+                same[key] = fingerprint(tensor)
+    try:
+        check_same(same, group)
+    except ValueError as error:
+        raise ValueError(
+            f"{error}; one rank's would be lost. A key of rows must end in the name of their table, one of "
+            f"{[*tables]}: name the state of an optimiser by get_optimizer_state_dict"
+        ) from None
+
+
+def _check_tables(state: dict[str, Any], tables: Mapping[str, ShardedTable]) -> list[tuple[str, str | None, Tensor]]:
+    """Return key, name of table or None, and tensor of all tensors; raise ValueError unless each table's rows occur."""
+    tensors: list[tuple[str, str | None, Tensor]] = []
+
+    def note(key: str, name: str | None, tensor: Tensor) -> Tensor:
+        tensors.append((key, name, tensor))
+        return tensor
+
+    _map_tensors(state, tables, note)
+    for key, name, tensor in tensors:
+        if name is not None and len(tensor) != len(tables[name].index):
+            raise ValueError(
+                f"{key} must have the {len(tables[name].index)} rows of {name} that this rank holds, "
+                f"got {tuple(tensor.shape)}"
+            )
+    if missing := sorted(tables.keys() - {name for _, name, _ in tensors}):
+        raise ValueError(
+            f"the state must have a key that ends in the name of each table, got none for {', '.join(missing)}: "
+            "name parameters as state_dict() and get_optimizer_state_dict do"
+        )
+    return tensors
+
+
+def _to_dtensors(state: dict[str, Any], tables: Mapping[str, ShardedTable]) -> dict[str, Any]:
+    """Return a state with the table of the whole graph in place of rows. Collective."""
+
+    def to_dtensor(_: str, name: str | None, tensor: Tensor) -> Tensor:
+        return tensor if name is None else tables[name].to_dtensor(tensor)
+
+    return _map_tensors(state, tables, to_dtensor)
+
+
+def _from_dtensors(whole: dict[str, Any], state: dict[str, Any], tables: Mapping[str, ShardedTable]) -> dict[str, Any]:
+    """Return a state of `_to_dtensors` with this rank's rows, each in the layout that it has in `state`. Collective."""
+    layouts = {key: tensor for key, _, tensor in _check_tables(state, tables)}
+
+    def from_dtensor(key: str, name: str | None, tensor: Tensor) -> Tensor:
+        if name is None:
+            return tensor
+        rows, layout = tables[name].from_dtensor(tensor), layouts[key]
+        if isinstance(layout, DTensor):  # of fully_shard; all ranks have the rows: nothing is sent
+            return distribute_tensor(rows, layout.device_mesh, layout.placements, src_data_rank=None)
+        return rows
+
+    return _map_tensors(whole, tables, from_dtensor)
+
+
+def _map_tensors(
+    value: Any,
+    tables: Mapping[str, ShardedTable],
+    function: Callable[[str, str | None, Tensor], Tensor],
+    path: tuple[str, ...] = (),
+    name: str | None = None,
 ) -> Any:
-    """Return `value` with `function(table, rows)` in place of every tensor of rows of a table."""
+    """Return `value` with `function(key, name, tensor)` in place of each tensor in its dicts, lists and tuples.
+
+    The key is the path of keys to the tensor, joined by dots; the name that of the table whose rows it has, or None.
+    """
     if isinstance(value, dict):
-        return {key: _map_rows(part, tables, function, tables.get(key, table)) for key, part in value.items()}
-    if table is not None and isinstance(value, Tensor) and value.dim() > 0:
-        return function(table, value)
+        names = _names_of_tables(value, tables)
+        return {
+            key: _map_tensors(part, tables, function, (*path, str(key)), names.get(key, name))
+            for key, part in value.items()
+        }
+    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):  # a named tuple is a plain value
+        parts = (_map_tensors(part, tables, function, (*path, str(n)), name) for n, part in enumerate(value))
+        return type(value)(parts)
+    if isinstance(value, Tensor):
+        return function(".".join(path), name if value.dim() else None, value)  # 0-dim: the steps of an optimiser
     return value
 
 
-def sharded(path: Path) -> Path:
+def _names_of_tables(keys: Iterable[Any], tables: Mapping[str, ShardedTable]) -> dict[str, str]:
+    """Return the name of the table for each key that is this name, or ends in it after a dot.
+
+    Beside `module.weight`, a key `module.conv.weight` is no table `weight`: its module is inside that of the table.
+    """
+    names = {}
+    for name in sorted(tables, key=len):  # a longer name says more, and replaces a shorter one
+        ends = [key for key in keys if isinstance(key, str) and f".{key}".endswith(f".{name}")]
+        prefixes = [key.removesuffix(name) for key in ends]
+        for prefix in prefixes:
+            if not any(prefix != outer and prefix.startswith(outer) for outer in prefixes):
+                names[prefix + name] = name
+    return names
+
+
+def sharded(path: str | Path) -> Path:
     """Return the folder that several ranks write in place of a file: `last` for `last.pt`."""
-    return path.with_suffix("")
+    return Path(path).with_suffix("")
 
 
 def find_run(last: Path) -> Path | None:

@@ -25,9 +25,10 @@ from itertools import accumulate
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.symbolic_shapes import guard_or_false
+from torch.fx.experimental.symbolic_shapes import guard_or_false, statically_known_true
 from torch.utils._pytree import MappingKey, register_pytree_node, tree_map
 
+from anemoi_gt.compatibility import is_exporting
 from anemoi_gt.custom_ops import assert_async
 from anemoi_gt.graph.edge_grouping import GroupedEdges, can_rank, group_coo, group_edges, pointers, rank_edges
 from anemoi_gt.graph.ordering import morton_order
@@ -85,8 +86,8 @@ class GraphStructure:
         elements. None: not so, or not known. Detected when values are checked.
     dst_hubs, src_hubs : Tensor [257, 0], or None
         Some destination or source has, or may have, 257 edges or more: GPU kernels look for such hubs and divide their
-        edges among programs. Have no elements. None: there are none, or they may be slow. Detected when values are
-        checked; present where they are not.
+        edges among programs, in segments of half as many. Have no elements. None: there are none, or they may be slow.
+        Detected when values are checked; present where they are not.
 
     Raises
     ------
@@ -524,8 +525,12 @@ def _sizes(edge_index: Tensor, num_nodes: tuple[int, int] | int | None) -> tuple
 
 
 def _index_dtype(*sizes: int) -> torch.dtype:
-    """Return int32 where all sizes are known to allow it; data-dependent sizes in traced code are unbounded."""
-    return torch.int32 if all(guard_or_false(size < 2**31) for size in sizes) else torch.int64
+    """Return int32 where all sizes are known to allow it; data-dependent sizes in traced code are unbounded.
+
+    An exported program serves the whole range of a named dimension, so no guard may narrow it there.
+    """
+    is_below = statically_known_true if is_exporting() else guard_or_false
+    return torch.int32 if all(is_below(size < 2**31) for size in sizes) else torch.int64
 
 
 def _concatenate(indices: Sequence[Tensor], offsets: Sequence[int], dtype: torch.dtype) -> Tensor:

@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import torch
 from torch import nn
@@ -13,7 +12,7 @@ from torch_geometric.nn import Linear, TransformerConv
 from anemoi_gt.attention_config import AttentionConfig
 from anemoi_gt.graph import GraphStructure
 from anemoi_gt.nn import GraphTransformerConv
-from anemoi_gt.nn.layer_kernels import hooks_of
+from anemoi_gt.nn.layer_kernels import class_path, hooks_of
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +69,7 @@ def swap_layers(
     _replace(model, ours)
     for layer in layers:
         if isinstance(layer, GraphTransformerConv):
-            layer.config = replace(layer.config, backend=backend, precision=precision, stable_sort=stable_sort)
+            layer.config = config
     return model
 
 
@@ -186,7 +185,7 @@ def _unsupported_reason(upstream: TransformerConv, subclasses: tuple[type, ...])
     """Return why our layer cannot stand for this one, or None when it can."""
     kind = type(upstream)
     if kind is not TransformerConv and kind not in subclasses:
-        return f"{kind.__qualname__} is a class of its own, which may compute something else; see `subclasses`"
+        return f"{class_path(kind)} is a class of its own, which may compute something else; see `subclasses`"
     pygs = (kind._orig_propagate, kind._jinja_propagate)  # which explainers leave on the layer
     replaced = [
         name
@@ -198,11 +197,12 @@ def _unsupported_reason(upstream: TransformerConv, subclasses: tuple[type, ...])
     for name in ("lin_query", "lin_key"):
         kind = type(getattr(upstream, name))
         if not issubclass(kind, Linear):
-            return f"its {name} is {kind.__qualname__}, and PyG's Linear is needed, which knows its in_channels"
+            return f"its {name} is {class_path(kind)}, and PyG's Linear is needed, which knows its in_channels"
     if (embed := upstream.lin_edge) is None:
         return None
     if type(embed) is not Linear:
-        return f"its lin_edge is {type(embed).__qualname__}, and PyG's Linear is needed, whose weight is all it does"
+        kind = class_path(type(embed))
+        return f"its lin_edge is {kind}, and PyG's Linear is needed, whose weight is all it does"
     if embed.bias is not None:
         return "its lin_edge has a bias, which PyG's does not have and ours would leave out"
     if any(getattr(hook, "__func__", None) is not Linear.initialize_parameters for hook in hooks_of(embed)):
@@ -229,8 +229,15 @@ def _restored(ours: GraphTransformerConv) -> TransformerConv:
 
 
 def _move(source: nn.Module, target: nn.Module, attributes: Sequence[str]) -> None:
-    """Give one layer what another holds: modules, parameters, buffers, mode, and these attributes, such as hooks."""
+    """Give one layer what another holds: modules, parameters, buffers, mode, and these attributes, such as hooks.
+
+    What the other does not hold is taken away, so that their state dicts are the same.
+    """
     vars(target).update({name: vars(source)[name] for name in attributes})
+    held = source._modules | source._parameters | source._buffers
+    for name, state in (target._modules | target._parameters | target._buffers).items():
+        if state is not None and name not in held:
+            delattr(target, name)
     for name, held in (source._modules | source._parameters).items():  # what else somebody has put there, too
         setattr(target, name, held)
     for name, buffer in source._buffers.items():

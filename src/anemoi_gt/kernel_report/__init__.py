@@ -1,6 +1,6 @@
-"""Explanation of a model: backend, kernels, tiles, bytes, lower bounds and achieved times of each attention."""
+"""Explanation of a model: backend, operators and kernels of each attention."""
 
 from anemoi_gt.kernel_report.explain import explain, explain_attention
-from anemoi_gt.kernel_report.explanation import Explanation, Kernel, Layer, Pass
+from anemoi_gt.kernel_report.explanation import Explanation, Layer, Pass
 
-__all__ = ["Explanation", "Kernel", "Layer", "Pass", "explain", "explain_attention"]
+__all__ = ["Explanation", "Layer", "Pass", "explain", "explain_attention"]

@@ -5,7 +5,6 @@ Modules get no hooks of their own: Anemoi's blocks compute differently while one
 
 import threading
 from collections.abc import Callable
-from math import isfinite
 from typing import Any, NamedTuple
 
 import torch
@@ -14,20 +13,27 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from anemoi_gt.custom_ops import NAMESPACE
 from anemoi_gt.graph import GraphStructure
-from anemoi_gt.kernel_report.byte_counts import attention_in_block, bandwidth_of, features_of, passes_of
-from anemoi_gt.kernel_report.explanation import BLOCK, OPERANDS, OPERATORS, Explanation, Layer, sizes_of
+from anemoi_gt.kernel_report.explanation import Explanation, Layer, Pass
 from anemoi_gt.ops import edge_attention
 from anemoi_gt.ops.backends import rejected
 
+BLOCK = f"{NAMESPACE}::transformer_block"  # a whole block, whose attention is that of backend triton
+OPERATORS = {  # names of operators and their backends
+    f"{NAMESPACE}::edge_attention_torch": "torch",
+    f"{NAMESPACE}::edge_attention_triton": "triton",
+    BLOCK: "triton",
+}
+OPERANDS = ("query", "key", "value", "edge_attr", "edge_weight", "edge_bias")
 
-def explain(model: nn.Module, *inputs, bandwidth: float | None = None, **named) -> Explanation:
-    """Return the backend and the kernels of each attention of a model, with tiles, bytes and lower bounds.
+
+def explain(model: nn.Module, *inputs, **named) -> Explanation:
+    """Return the backend of each attention of a model, why others were rejected, and its operators and kernels.
 
     The model computes once on the inputs, in its mode, under the caller's autocast and with or without gradients. With
     gradients, the kernels of the backward pass are listed as well. The state of random generators is restored. Raises
-    ValueError if the model is not a module or computes no attention of this library, or the bandwidth is not a positive
-    number.
+    ValueError if the model is not a module or computes no attention of this library.
 
     Parameters
     ----------
@@ -36,14 +42,11 @@ def explain(model: nn.Module, *inputs, bandwidth: float | None = None, **named) 
         explained.
     *inputs, **named
         Arguments of its call.
-    bandwidth : float, optional
-        Bytes per second for the lower bounds. None is what a copy attains on the GPU on which the kernels run; where
-        Triton's interpreter runs them, what it attains on an H200; unknown for the `torch` backend.
 
     Returns
     -------
     Explanation
-        `print` shows a table, `to_dict()` gives plain values, `with_profile(profile)` adds achieved times.
+        `print` shows it as text, `to_dict()` gives plain values.
 
     Examples
     --------
@@ -62,7 +65,7 @@ def explain(model: nn.Module, *inputs, bandwidth: float | None = None, **named) 
         )
     names = {module: name for name, module in model.named_modules()}
     tensors = [*model.parameters(), *model.buffers()]
-    found = _explain(lambda: model(*inputs, **named), names, bandwidth, _gpus_of(tensors, inputs, named))
+    found = _explain(lambda: model(*inputs, **named), names, _gpus_of(tensors, inputs, named))
     if not found.layers:
         raise ValueError(
             f"model must compute an attention of anemoi_gt on these inputs, {type(model).__name__} computed none; "
@@ -77,29 +80,19 @@ def explain_attention(
     value: Tensor,
     graph: GraphStructure,
     *edges: Tensor | None,
-    bandwidth: float | None = None,
     **options,
 ) -> Explanation:
     """Return the same for one call of `anemoi_gt.edge_attention`, computed once, as one layer without a name.
 
-    Takes the arguments of `edge_attention`, and the bandwidth as `explain` does. Raises ValueError as `edge_attention`
-    does, and if the bandwidth is not a positive number.
+    Takes the arguments of `edge_attention`, and raises ValueError as it does.
     """
-    return _explain(lambda: edge_attention(query, key, value, graph, *edges, **options), {}, bandwidth, _gpus_of(query))
+    return _explain(lambda: edge_attention(query, key, value, graph, *edges, **options), {}, _gpus_of(query))
 
 
-def _explain(compute: Callable, names: dict, bandwidth: float | None, gpus: list[torch.device]) -> Explanation:
+def _explain(compute: Callable, names: dict, gpus: list[torch.device]) -> Explanation:
     """Compute once and describe each attention on the way, so that no layer's operands are kept."""
-    if bandwidth is not None and not (isinstance(bandwidth, (int, float)) and bandwidth > 0 and isfinite(bandwidth)):
-        raise ValueError(f"bandwidth must be a positive number of bytes per second, or None, got {bandwidth!r}")
-    layers, known = [], set()
-
-    def record(call: Call) -> None:
-        attained = bandwidth or bandwidth_of(call)
-        known.add(attained)
-        layers.append(_layer(call, names, attained))
-
-    recorder = _Recorder(record)
+    layers: list[Layer] = []
+    recorder = _Recorder(lambda call: layers.append(_layer(call, names)))
     with (
         torch.random.fork_rng(gpus),
         register_module_forward_pre_hook(recorder.enter_module),
@@ -107,7 +100,7 @@ def _explain(compute: Callable, names: dict, bandwidth: float | None, gpus: list
         recorder,
     ):
         compute()
-    return Explanation(tuple(layers), min(known - {None}, default=None))
+    return Explanation(tuple(layers))
 
 
 def _gpus_of(*tensors) -> list[torch.device]:
@@ -140,7 +133,8 @@ class _Recorder(TorchDispatchMode):
         if name in OPERATORS:
             names = [argument.name for argument in operator._schema.arguments]
             arguments = dict(zip(names, args, strict=False)) | (kwargs or {})
-            arguments = attention_in_block(arguments) if name == BLOCK else arguments
+            if name == BLOCK:
+                arguments = _attention_in_block(arguments)
             module, grad_enabled = self._inside[-1]
             self._record(Call(module, name, OPERATORS[name], arguments, grad_enabled))
         return operator(*args, **(kwargs or {}))
@@ -155,17 +149,85 @@ class _Recorder(TorchDispatchMode):
             self._inside.pop()
 
 
-def _layer(call: Call, names: dict, bandwidth: float | None) -> Layer:
+def _layer(call: Call, names: dict) -> Layer:
     query = call.arguments["query"]
-    sizes = sizes_of([getattr(call.arguments[name], "shape", ()) for name in OPERANDS])
     return Layer(
         name=names.get(call.module, ""),
         module="" if call.module is None else type(call.module).__name__,
-        sizes=sizes,
-        features=features_of(call),
+        sizes=_sizes_of(call),
+        features=_features_of(call),
         dtype=str(query.dtype).removeprefix("torch."),
         device=str(query.device),
         backend=call.backend,
         rejected=rejected(call.backend, query),
-        passes=passes_of(call, sizes, bandwidth),
+        passes=_passes_of(call),
     )
+
+
+def _sizes_of(call: Call) -> dict[str, int]:
+    query, key, weight = (call.arguments[name] for name in ("query", "key", "edge_weight"))
+    return {
+        "batch": query.shape[0] if query.dim() == 4 else 1,
+        "sources": key.shape[-3],
+        "destinations": query.shape[-3],
+        "edges": call.arguments["row"].shape[0],
+        "heads": query.shape[-2],
+        "channels": query.shape[-1],
+        "attributes": 0 if weight is None else weight.shape[1],
+    }
+
+
+def _features_of(call: Call) -> str:
+    if call.arguments["edge_attr"] is None:
+        return "none"
+    if call.arguments.get("embedded_first"):
+        return "embedded first"
+    return "embedded" if call.arguments["edge_weight"] is None else "raw"
+
+
+def _passes_of(call: Call) -> tuple[Pass, ...]:
+    """Return the forward pass, and the backward pass if some operand gets a gradient."""
+    needs = {}
+    for name in OPERANDS:
+        operand = call.arguments[name]
+        needs[name] = call.grad_enabled and operand is not None and operand.requires_grad
+    forward, backward = _kernels_of(call, needs) if call.backend == "triton" else ([], [])
+    passes = [Pass("forward", call.operator, tuple(forward))]
+    if any(needs.values()):
+        passes.append(Pass("backward", f"{call.operator}_backward", tuple(backward)))
+    return tuple(passes)
+
+
+def _kernels_of(call: Call, needs: dict[str, bool]) -> tuple[list[str], list[str]]:
+    """Return the names of the kernels of a forward and a backward pass of backend `triton`."""
+    from anemoi_gt.ops.operands import AttentionOperands, Needs
+    from anemoi_gt.ops.triton_backend.launched_kernels import kernel_names
+    from anemoi_gt.ops.triton_backend.problem import IndexTensors, Options
+
+    operands, index, options = (
+        group(*(call.arguments[name] for name in group._fields)) for group in (AttentionOperands, IndexTensors, Options)
+    )
+    return kernel_names(operands, index, options, Needs(**needs))
+
+
+def _attention_in_block(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of the attention in a block, from those of the block's operator; their rows have no memory.
+
+    It differentiates query, key, value, weight and bias as soon as the block has any gradient.
+    """
+    heads, batch, dtype, save = (arguments[name] for name in ("heads", "batch", "dtype", "save"))
+    width = arguments["query_weight"].shape[0]
+
+    def rows(x: Tensor, *shape: int, needs_grad: bool = save) -> Tensor:
+        return x.detach().new_empty((), dtype=dtype).expand(shape).requires_grad_(needs_grad)
+
+    def split_heads(x: Tensor) -> Tensor:
+        return rows(x, *((batch,) if batch > 1 else ()), x.shape[0] // batch, heads, width // heads)
+
+    x_dst, attr, weight = (arguments[name] for name in ("x_dst", "edge_attr", "edge_weight"))
+    x_src = x_dst if arguments["x_src"] is None else arguments["x_src"]
+    attention = {"query": split_heads(x_dst), "key": split_heads(x_src), "value": split_heads(x_src)}
+    attention["edge_attr"] = rows(attr, *attr.shape, needs_grad=attr.requires_grad)
+    attention |= {"edge_weight": rows(weight, *weight.shape), "edge_bias": rows(weight, width)}
+    options = {"seed": None, "scale": (width // heads) ** -0.5, "dropout_p": 0.0, "embedded_first": False}
+    return arguments | attention | options

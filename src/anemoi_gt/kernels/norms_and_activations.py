@@ -1,31 +1,35 @@
 """Row kernels of the sub-layers: norms of nodes, norms of heads, activations and gates.
 
-Norm of a row of F features, with its gradient; t is the residual stream, whose gradient is added:
+The norm of a row of F features; dt is the gradient of the residual connection around it:
 
     n  = (x - mean) / sqrt(var + eps)            y  = n scale + shift
-    dn = dy scale                                dx = (dn - mean dn - n mean (dn n)) / sqrt(var + eps) + dt
-    dscale = dy n                                dshift = dy
+    dn = dy scale                                dx = (dn - mean dn - n mean (dn n)) rstd + dt
+    dscale = dy n                                dshift = dy             rstd = 1 / sqrt(var + eps)
 
-scale and shift are [F], or rows [2 F] of `modulation` that a condition gives to every node. A head norm is the same
-over the C channels of each head of a row [H, C], with one scale [C] and no shift.
+scale and shift are [F], or one row [2 F] of `modulation` for each node, made from a condition.
+A head norm is the same over the C channels of each head of a row [H, C], with one scale [C] for all
+heads and no shift.
 
-Activations of a hidden row, plain a = f(h), or gated a = f(g) v with h = [g, v]:
+Activations of a hidden row, plain a = f(h), or gated a = f(g) v with h = [g, v]; s is the sigmoid:
 
     gelu       f(h) = h cdf(h)                   f'(h) = cdf(h) + h pdf(h)
-    gelu_tanh  f(h) = h s(u(h))                  f'(h) = s + h s (1 - s) u'(h),   u(h) = sqrt(8 / pi) (h + 0.044715 h^3)
-    silu       f(h) = h s(h)                     f'(h) = s + h s (1 - s)
-    sigmoid    f(h) = s(h) = 1 / (1 + exp(-h))   f'(h) = s (1 - s)
+    gelu_tanh  f(h) = h s(u)                     f'(h) = s(u) + h s(u) (1 - s(u)) u'
+               u = sqrt(8 / pi) (h + 0.044715 h^3)
+    silu       f(h) = h s(h)                     f'(h) = s(h) + h s(h) (1 - s(h))
+    sigmoid    f(h) = s(h) = 1 / (1 + exp(-h))   f'(h) = s(h) (1 - s(h))
     relu       f(h) = max(h, 0)                  f'(h) = 1 if h > 0 else 0
 
-Every kernel reads and writes each row once and computes in float32. A backward kernel recomputes the result of its
-forward kernel, which is then not kept, and sums over nodes while it has the rows in registers: program p takes every
-P-th tile and adds its sums to row p of `partial` [P, SUMS], from column `first_sum` on. Elements are added across
-tiles first and across rows last, so no step needs a barrier. A backward kernel loads the next tile before it stores
-anything of the current one, because loads cannot be hoisted above stores that may alias them.
+Every kernel reads and writes each row once and computes in float32. A backward kernel recomputes
+the result of its forward kernel, so that result is not kept. It also sums over nodes while it has
+the rows in registers: program p takes every P-th tile and adds its sums to row p of `partial`
+[P, SUMS], from column `first_sum` on. Elements are added across tiles first and across rows last,
+so no step needs a barrier. The next tile is loaded before anything of the current tile is stored,
+because loads cannot be hoisted above stores that may alias them.
 
-N nodes, F features, H heads, C channels of a head, K hidden features. FEATURES, CHANNELS and COLUMNS are the widths of
-a tile, powers of two; ROWS (PAIRS, of a node and a head) its height. Strides are elements between rows: they are
-constexpr because a stride that is only known at run time would forbid vector loads.
+N nodes, F features, H heads, C channels of a head, K hidden features. FEATURES, CHANNELS and
+COLUMNS are the widths of tiles, powers of two; ROWS and PAIRS (of a node and a head) are their
+heights. Strides are elements between rows. They are constexpr: with a stride that is known at run
+time only, Triton would load element by element.
 """
 
 import triton
@@ -35,21 +39,24 @@ from anemoi_gt.kernels.primitives import as_index
 
 
 def _kernel_name(base: str, tensor: str, *constants: str):
-    """Return the `repr` of a kernel: `base`, the dtype of argument `tensor`, and the constants that tell variants."""
+    """Return the `repr` of a kernel: `base`, the dtype of argument `tensor`, and `constants`."""
 
     def name(specialization) -> str:
-        dtype = str(specialization.signature[tensor]).lstrip("*")
-        words = [base, dtype]
+        words = [base, str(specialization.signature[tensor]).lstrip("*")]
         for constant in constants:
             value = specialization.constants[constant]
-            is_word = isinstance(value, str)
-            words.append(value if is_word else f"{constant.lower()}{value}")
+            if isinstance(value, bool):
+                words += [constant.lower()] if value else []
+            elif isinstance(value, str):
+                words.append(value)
+            else:
+                words.append(f"{constant.lower()}{value}")
         return "_".join(words)
 
     return name
 
 
-# ------------------------------------------------------------------------------------------------ tiles and sums
+# ---------------------------------------------------------------------------- tiles and sums
 
 
 @triton.jit
@@ -88,13 +95,13 @@ def _norm_gradient(n, inv_std, dn, mask, F: tl.constexpr):
 
 @triton.jit
 def _add_to_partial(partial, first_sum, f, mask, sums, SUMS: tl.constexpr):
-    """Add the column sums of a tile to this program's row of `partial`, from column `first_sum` on."""
+    """Add the column sums of a tile to this program's row of `partial`, from `first_sum` on."""
     pointers = partial + tl.program_id(0) * SUMS + first_sum + f
     before = tl.load(pointers, mask=mask, other=0.0)
     tl.store(pointers, before + tl.sum(sums, axis=0), mask=mask)
 
 
-# ------------------------------------------------------------------------------------------------ norms of nodes
+# ---------------------------------------------------------------------------- norms of nodes
 
 
 @triton.jit(
@@ -150,7 +157,7 @@ def norm_bwd(
     F: tl.constexpr, FEATURES: tl.constexpr, ROWS: tl.constexpr, NORMED_STRIDE: tl.constexpr,
     ENTRIES: tl.constexpr, SUMS: tl.constexpr, TOTAL: tl.constexpr, INT64: tl.constexpr,
 ):  # fmt: skip
-    """Grid (P,): a program owns every P-th tile of ROWS rows, and writes those of dx, normed and grad_scale."""
+    """Grid (P,): a program owns every P-th tile of ROWS rows, and these rows of all outputs."""
     start = as_index(tl.program_id(0), INT64) * ROWS
     step = tl.num_programs(0) * ROWS
     f = tl.arange(0, FEATURES)
@@ -236,16 +243,19 @@ def norm_bwd(
             _add_to_partial(partial, first_sum + 2 * F, f, inside, total_sum, SUMS)
 
 
-# ------------------------------------------------------------------------------------------------ norms of heads
+# ---------------------------------------------------------------------------- norms of heads
 
 
 @triton.jit
 def _pair_offsets(pair, c, STRIDE: tl.constexpr, H: tl.constexpr, C: tl.constexpr):
-    """Return offsets [PAIRS, CHANNELS] of pairs (node, head), numbered node * H + head, in rows [H, C]."""
+    """Return offsets [PAIRS, CHANNELS] of pairs (node, head), numbered node * H + head."""
     return (pair // H * STRIDE + pair % H * C)[:, None] + c[None, :]
 
 
-@triton.jit(repr=_kernel_name("anemoi_gt_head_norm_fwd", "x", "H", "C"), do_not_specialize=["num_pairs"])
+@triton.jit(
+    repr=_kernel_name("anemoi_gt_head_norm_fwd", "x", "H", "C"),
+    do_not_specialize=["num_pairs"],
+)
 def head_norm_fwd(
     x,  # [N, H, C] with X_STRIDE between nodes
     scale,  # [C] or None
@@ -282,8 +292,8 @@ def head_norm_bwd(
 ):  # fmt: skip
     """Grid (P,): a program owns every P-th tile of PAIRS heads of nodes.
 
-    dx may be the memory of grad_normed: all loads of a tile precede its stores, and no other program has part of it.
-    A tile has no fewer elements than its threads load together, so that no element is held by two threads.
+    dx may be the memory of grad_normed: a thread loads all its elements of a tile before it stores
+    any, and no other thread holds them, because a tile is at least as large as a load of its warps.
     """
     start = as_index(tl.program_id(0), INT64) * PAIRS
     step = tl.num_programs(0) * PAIRS
@@ -322,15 +332,16 @@ def head_norm_bwd(
         _add_to_partial(partial, first_sum, c, inside, scale_sum, SUMS)
 
 
-# ------------------------------------------------------------------------------------------------ activations
+# ---------------------------------------------------------------------------- activations
 
 
 @triton.jit
 def _normal_cdf(h):
     """Return cdf(h) and exp(-h^2 / 2) of the normal distribution.
 
-    cdf(-|h|) exp(h^2 / 2) is a polynomial of t = 1 / (1 + 0.3 |h|), fitted to a relative error of 1.5e-7. GELU of
-    PyTorch and of libdevice are bound by arithmetic; this shares its exponential with the density.
+    cdf(-|h|) exp(h^2 / 2) is a polynomial of t = 1 / (1 + 0.3 |h|), fitted to a relative error of
+    1.5e-7. PyTorch's GELU and erf of libdevice are bound by arithmetic; this has one exponential,
+    which the density shares.
     """
     t = 1.0 / (1.0 + 0.3 * tl.abs(h))
     q = ((0.03567487688161375 * t - 0.15720349929360247) * t + 0.2063541956667543) * t
@@ -366,12 +377,12 @@ def _activate(h, ACTIVATION: tl.constexpr):
         return s, s * (1.0 - s)
     else:
         tl.static_assert(ACTIVATION == "relu")
-        # Comparisons with NaN are false: as in PyTorch it passes.
+        # Comparisons with NaN are false, so NaN passes, as in PyTorch.
         return tl.where(h <= 0.0, 0.0, h), tl.where(h <= 0.0, 0.0, 1.0)
 
 
 @triton.jit(
-    repr=_kernel_name("anemoi_gt_activation_fwd", "hidden", "ACTIVATION", "K"),
+    repr=_kernel_name("anemoi_gt_activation_fwd", "hidden", "ACTIVATION", "GATED", "K"),
     do_not_specialize=["num_rows"],
 )
 def activation_fwd(
@@ -399,7 +410,7 @@ def activation_fwd(
 
 
 @triton.jit(
-    repr=_kernel_name("anemoi_gt_activation_bwd", "hidden", "ACTIVATION", "K"),
+    repr=_kernel_name("anemoi_gt_activation_bwd", "hidden", "ACTIVATION", "GATED", "K"),
     do_not_specialize=["num_rows", "first_sum"],
 )
 def activation_bwd(
@@ -412,10 +423,9 @@ def activation_bwd(
     K: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, ACTIVATION: tl.constexpr,
     GATED: tl.constexpr, SUMS: tl.constexpr, INT64: tl.constexpr,
 ):  # fmt: skip
-    """Grid (P, ceil(K / COLUMNS)): a program owns every P-th tile of ROWS rows, COLUMNS columns of each.
+    """Grid (P, ceil(K / COLUMNS)): a program owns COLUMNS columns of every P-th tile of ROWS rows.
 
-    `activated` may be the memory of grad_activated: all loads of a tile precede its stores, and no other program has
-    part of it. A tile has no fewer elements than its threads load together, so that no element is held by two threads.
+    `activated` may be the memory of grad_activated, as dx and grad_normed in `head_norm_bwd`.
     """
     WIDTH: tl.constexpr = 2 * K if GATED else K
     start = as_index(tl.program_id(0), INT64) * ROWS
@@ -428,9 +438,10 @@ def activation_bwd(
             value_sums = tl.zeros((ROWS, COLUMNS), tl.float32)
     next_row = start + tl.arange(0, ROWS)
     next_mask = (next_row < num_rows)[:, None] & inside[None, :]
+    next_at = next_row[:, None] * K + k[None, :]
     next_hidden = hidden + next_row[:, None] * WIDTH + k[None, :]
     next_h = tl.load(next_hidden, mask=next_mask, other=0.0)
-    next_da = tl.load(grad_activated + next_row[:, None] * K + k[None, :], mask=next_mask, other=0.0)
+    next_da = tl.load(grad_activated + next_at, mask=next_mask, other=0.0)
     if GATED:
         next_value = tl.load(next_hidden + K, mask=next_mask, other=0.0)
     for first in range(start, num_rows, step):
@@ -445,9 +456,10 @@ def activation_bwd(
 
         next_row = row + step
         next_mask = (next_row < num_rows)[:, None] & inside[None, :]
+        next_at = next_row[:, None] * K + k[None, :]
         next_hidden = hidden + next_row[:, None] * WIDTH + k[None, :]
         next_h = tl.load(next_hidden, mask=next_mask, other=0.0)
-        next_da = tl.load(grad_activated + next_row[:, None] * K + k[None, :], mask=next_mask, other=0.0)
+        next_da = tl.load(grad_activated + next_at, mask=next_mask, other=0.0)
         if GATED:
             next_value = tl.load(next_hidden + K, mask=next_mask, other=0.0)
 
@@ -456,7 +468,8 @@ def activation_bwd(
             dvalue = da * a
             a *= value
             da *= value
-            tl.store(grad_hidden + K + hidden_at, dvalue.to(grad_hidden.dtype.element_ty), mask=mask)
+            dv = dvalue.to(grad_hidden.dtype.element_ty)
+            tl.store(grad_hidden + K + hidden_at, dv, mask=mask)
         dh = da * slope
         if partial is not None:
             sums += dh

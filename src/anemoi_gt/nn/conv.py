@@ -159,7 +159,14 @@ class GraphTransformerConv(MessagePassing):
         ------
         ValueError
             When x, edges and attributes do not fit together, or `config` names a backend that cannot serve.
+        RuntimeError
+            In an ONNX export, which has no operator for it.
         """
+        if torch.onnx.is_in_onnx_export():
+            raise RuntimeError(
+                "a model for an ONNX export must have layers that ONNX has operators for, got GraphTransformerConv; "
+                "export PyG's TransformerConv: anemoi_gt.integrations.pyg.swap_back(model) puts it back"
+            )
         x_src, x_dst = x = self._sides(x)
         if is_chunked(edge_index):
             if return_attention_weights is not None:

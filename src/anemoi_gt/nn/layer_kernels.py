@@ -52,6 +52,15 @@ def cast_for_projections(x: Tensor, *projections: nn.Module) -> Tensor:
     return cast_for_autocast(x) if all(type(projection) is nn.Linear for projection in projections) else x
 
 
+@torch.compiler.assume_constant_result
+def class_path(kind: type) -> str:
+    """Return module and name of a class, for messages: other libraries have a `Linear` too.
+
+    Constant while torch.compile traces, where the names of classes are not what they seem.
+    """
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
 def hooks_of(module: nn.Module) -> list:
     """Return what a call of the module would run beside its class: hooks, or a `forward` set on the instance.
 
@@ -87,7 +96,7 @@ def must_be_called(linear: nn.Module, kind: type[nn.Module]) -> bool:
 @torch.compiler.assume_constant_result
 def _warn_of_call(kind: type) -> None:
     warnings.warn(
-        f"lin_edge, a {kind.__qualname__}, has hooks, weights that are a tensor subclass, or another class than it was "
+        f"lin_edge, a {class_path(kind)}, has hooks, weights that are a tensor subclass, or another class than it was "
         "built as: it is called, which makes a tensor of edges x heads x channels",
         stacklevel=3,
     )

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from anemoi_gt.attention_config import AttentionConfig
 from anemoi_gt.graph import GraphStructure
-from anemoi_gt.nn.layer_kernels import has_global_hooks, has_wrapped_weights, hooks_of
+from anemoi_gt.nn.layer_kernels import class_path, has_global_hooks, has_wrapped_weights, hooks_of
 from anemoi_gt.nn.mlp import MLP
 from anemoi_gt.nn.norm import AutocastLayerNorm
 from anemoi_gt.ops.backends import BACKENDS, choose_backend
@@ -42,7 +42,7 @@ def unsupported_reason(block: nn.Module, x: Tensor, config: AttentionConfig, kno
         is_norm = "norm" in name
         if type(module) not in ((nn.LayerNorm, AutocastLayerNorm, *known) if is_norm else (nn.Linear,)):
             needed = "LayerNorm" if is_norm else "Linear"
-            return f"its {name} is a {type(module).__name__}, and torch.nn.{needed} is needed"
+            return f"its {name} is a {class_path(type(module))}, and torch.nn.{needed} is needed"
         if module.weight is None or (module.bias is None and name != "self") or (is_norm and module.weight.dim() != 1):
             return f"its {name} lacks a weight or a bias, or is over several dimensions"
         if has_wrapped_weights(module):
@@ -55,8 +55,8 @@ def unsupported_reason(block: nn.Module, x: Tensor, config: AttentionConfig, kno
         return f"it has more than {WIDEST} features"
     if modules["edge"].in_features >= MOST_ATTRIBUTES:
         return f"its edges have {MOST_ATTRIBUTES} attributes or more"
-    if config.precision is not None or config.tile is not None or not config.fixed_degree_kernels:
-        return "the precision or the kernels of its attention are set"
+    if config.precision is not None:
+        return "the precision of its attention is set"
     if x.dtype != modules["query"].weight.dtype and not autocast_is_active(x.device.type):
         return f"its features are {x.dtype} and its parameters {modules['query'].weight.dtype}, without autocast"
     return None if _attends_by_triton(x, config) else "another backend than triton computes its attention"

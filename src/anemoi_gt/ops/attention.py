@@ -110,5 +110,5 @@ def edge_attention(
     backend = choose_backend(config.backend if is_sorted else "torch", q)
     if is_sorted and needs_gradient(k, v) and backend.needs_reverse(q, graph):
         graph = graph.with_reverse(stable=config.stable_sort)
-    out, lse = backend.attend(operands, graph, seed, float(scale), float(dropout_p), config)
+    out, lse = backend.attend(operands, graph, seed, float(scale), float(dropout_p))
     return out.to(out_dtype), lse

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from anemoi_gt.attention_config import AttentionConfig
 from anemoi_gt.integrations.anemoi.edge_cache import structure_of
 from anemoi_gt.integrations.anemoi.upstream import Upstream, replaces
-from anemoi_gt.nn.layer_kernels import cast_for_projections, has_wrapped_weights, hooks_of
+from anemoi_gt.nn.layer_kernels import cast_for_projections, class_path, has_wrapped_weights, hooks_of
 from anemoi_gt.ops import edge_attention
 
 if TYPE_CHECKING:
@@ -162,13 +162,8 @@ def unsupported_reason(block, edge_index) -> str | None:
     if Upstream.triton_conv is not None and Upstream.triton_conv in (conv, getattr(conv, "__self__", None)):
         return None
     if type(conv) is not Upstream.conv:
-        return f"its conv is {_name_of(type(conv))}, which is not Anemoi's attention"
+        return f"its conv is {class_path(type(conv))}, which is not Anemoi's attention"
     return "hooks watch its conv, which would not be called" if hooks_of(conv) else None
-
-
-@torch.compiler.assume_constant_result
-def _name_of(kind: type) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 @torch.compiler.assume_constant_result
@@ -184,7 +179,7 @@ def reads_raw_edges(block) -> bool:
         return False  # by heads, Anemoi exchanges embedded edges between ranks
     reason = _own_method(type(block))
     if reason is None and type(block.lin_edge) is not nn.Linear:
-        reason = f"its lin_edge is {_name_of(type(block.lin_edge))}, and torch.nn.Linear is needed"
+        reason = f"its lin_edge is {class_path(type(block.lin_edge))}, and torch.nn.Linear is needed"
     if reason is None and hooks_of(block.lin_edge):
         reason = "hooks watch its lin_edge, which would not be called"
     if reason is None and has_wrapped_weights(block.lin_edge):

@@ -1,49 +1,91 @@
 """A runner of anemoi-inference whose models compute with anemoi_gt: `runner: anemoi-gt` in its config.
 
 It is found by the entry-point group `anemoi.inference.runners`, and is the runner of the checkpoint's task, after
-`install`.
+`install`. On several ranks it is upstream's runner `parallel` around that of the task, with `install` on every rank:
+
+    runner: {parallel: {base_runner: anemoi-gt}}                       both are the same
+    runner: {anemoi-gt: {runner: parallel}}
 """
 
 import logging
-from functools import wraps
-from importlib import import_module
+
+from anemoi.inference.checkpoint import Checkpoint
+from anemoi.inference.runner import Runner
+from anemoi.inference.runners import runner_registry
+from anemoi.inference.runners.parallel import ParallelRunnerFactory, ParallelRunnerMixin
 
 from anemoi_gt.integrations.anemoi.patch import BLOCK, install
 from anemoi_gt.integrations.anemoi.upstream import find
 
 log = logging.getLogger(__name__)
+NAME = "anemoi-gt"  # of the entry point
 
 
-def runner(
-    config,
-    *,
-    runner: str = "auto",
-    backend: str = "auto",
-    precision: str | None = None,
-    fuse_edges: bool = True,
-    **options,
-):
-    """Call `install` and build a runner of anemoi-inference, which logs how many blocks compute with us.
+class AnemoiGTRunner(Runner):
+    """Call `install` and build a runner of anemoi-inference, which is what the constructor returns.
 
-    `config` is the RunConfiguration, `runner` the name of the runner to build (`auto`: the one of the checkpoint's
-    task), and `options` are those of that runner; the others are as for `install`, which may raise. Raise ValueError at
-    the first step if the model has no graph-transformer block.
+    It is a class because upstream's `parallel` derives a class from its `base_runner`.
+
+    Parameters
+    ----------
+    config : anemoi.inference.config.run.RunConfiguration
+        The config of the forecast.
+    runner : str
+        Name of the runner to build; `auto` is that of the checkpoint's task, `parallel` splits it over ranks.
+    backend, precision, fuse_edges
+        As for `install`, which may raise.
+    **options
+        Options of the runner to build.
+
+    Raises
+    ------
+    ValueError
+        If the model has no graph-transformer block; it is loaded here, before any data are read.
     """
-    install(backend, precision, fuse_edges)
-    made = import_module("anemoi.inference.runners").runner_registry.from_config({runner: options}, config)
-    predict_step = made.predict_step
 
-    @wraps(predict_step)
-    def count_first(model, *args, **kwargs):
-        blocks = sum(isinstance(module, find(*BLOCK)) for module in model.modules())
-        if not blocks:
-            raise ValueError(
-                "the model of runner 'anemoi-gt' must have a graph-transformer block, got "
-                f"{type(model).__name__} without one: use a runner of anemoi-inference"
-            )
-        log.info("anemoi_gt computes the attention of %d graph-transformer blocks", blocks)
-        made.predict_step = predict_step
-        return predict_step(model, *args, **kwargs)
+    def __new__(
+        cls,
+        config,
+        *,
+        runner: str = "auto",
+        backend: str = "auto",
+        precision: str | None = None,
+        fuse_edges: bool = True,
+        **options,
+    ):
+        settings = {"backend": backend, "precision": precision, "fuse_edges": fuse_edges}
+        if runner == "parallel":  # ranks that it starts read nothing but `parallel` in the config
+            base = options.pop("base_runner", "auto")
+            parallel = {"base_runner": NAME, "runner": base, **settings, **options}
+            config = config.model_copy(update={"runner": {"parallel": parallel}})
+            return runner_registry.from_config(config.runner, config)
+        install(**settings)
+        if issubclass(cls, ParallelRunnerMixin):  # derived by `parallel`, with `cls` as its base runner
+            kind = ParallelRunnerFactory.get_class(_runner_class(runner, config))
+            built = kind(config, **options)
+        else:
+            built = runner_registry.from_config({runner: options}, config)
+        _check_model(built.model)
+        return built
 
-    made.predict_step = count_first
-    return made
+
+def _runner_class(name: str, config) -> type[Runner]:
+    """Return the class of a runner; `auto`, which upstream cannot split over ranks, is that of the task."""
+    if name == "auto":
+        checkpoint = Checkpoint(config.checkpoint, patch_metadata=config.patch_metadata)
+        name = checkpoint.task or "forecaster"
+    kind = runner_registry.lookup(name)
+    if not isinstance(kind, type) or not issubclass(kind, Runner):
+        raise ValueError(f"runner must be a runner that `parallel` can split over ranks, got {name!r}")
+    return kind
+
+
+def _check_model(model) -> None:
+    """Log how many blocks compute with us; raise ValueError if there is none."""
+    blocks = sum(isinstance(module, find(*BLOCK)) for module in model.modules())
+    if not blocks:
+        raise ValueError(
+            f"the model of runner {NAME!r} must have a graph-transformer block, got "
+            f"{type(model).__name__} without one: use a runner of anemoi-inference"
+        )
+    log.info("anemoi_gt computes the attention of %d graph-transformer blocks", blocks)

@@ -6,7 +6,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from anemoi_gt.attention_config import AttentionConfig
 from anemoi_gt.compatibility import warn_if_untested
 from anemoi_gt.custom_ops import (
     define_operator,
@@ -125,7 +124,6 @@ def attend(
     seed: Tensor | None,
     scale: float,
     dropout_p: float,
-    config: AttentionConfig | None = None,  # not used by this backend
 ) -> tuple[Tensor, Tensor]:
     """Compute edge attention of checked operands, with the meaning they have in `anemoi_gt.edge_attention`.
 

@@ -602,7 +602,7 @@ class AttentionSublayer(torch.autograd.Function):
 @define_operator
 def attention_sublayer_triton(
     tensors: AttentionTensors, index: IndexTensors, options: AttentionOptions, save: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[(Tensor,) * (1 + len(SublayerSaved._fields))]:
     """Return z and `SublayerSaved`, with empty tensors for None; all of them are empty unless `save`."""
     z, *saved = _run_forward(tensors, index, options, save)
     saved = saved or [None] * len(SublayerSaved._fields)
@@ -660,14 +660,14 @@ def attention_sublayer_triton_backward(
     tensors: AttentionTensors, index: IndexTensors, options: AttentionOptions, query: Tensor, key: Tensor,
     value: Tensor, attended: Tensor, attr: Tensor, inv_denominator: Tensor, exp_scores: Tensor, projected: Tensor,
     packed: Tensor, grad: Tensor, needs: list[bool],
-) -> list[Tensor]:  # fmt: skip
+) -> tuple[(Tensor,) * len(SublayerGradients._fields)]:  # fmt: skip
     """Return `SublayerGradients`, empty for those that are None."""
     cast_attr = None if tensors.edge_attr.dtype == options.dtype else attr
     saved = SublayerSaved(
         query, key, value, attended, cast_attr, inv_denominator, exp_scores, projected, packed
     )
     results = _run_backward(tensors, index, options, saved, grad, SublayerNeeds(*needs))
-    return [grad.new_empty(0) if result is None else result for result in results]
+    return tuple(grad.new_empty(0) if result is None else result for result in results)
 
 
 @torch.library.register_fake("anemoi_gt::attention_sublayer_triton_backward")
@@ -695,7 +695,7 @@ def _(
     attr_shape = t.edge_attr.shape
     if options.batch > 1 and len(attr_shape) == 2:
         attr_shape = (1, *attr_shape)
-    return list(
+    return tuple(
         SublayerGradients(
             x_src=like(t.x_src),
             halo=like(t.halo),

@@ -1,9 +1,8 @@
-"""Devices on which the Triton kernels run: the reason when they cannot, and the memory bandwidth for lower bounds.
+"""Devices on which the Triton kernels run, and the reason when they cannot.
 
 Triton itself is imported where it is used.
 """
 
-from functools import lru_cache
 from importlib.util import find_spec
 
 import torch
@@ -12,8 +11,6 @@ from torch import Tensor
 from anemoi_gt.compatibility import constant_when_traced
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-H200_BANDWIDTH = 4.27e12  # bytes per second of a copy on an H200
-COPIED = 0.87  # part of the bus rate that a copy attains on an H200
 
 
 def unsupported_reason(query: Tensor) -> str | None:
@@ -49,13 +46,3 @@ def interpreted() -> bool:
     from anemoi_gt.kernels.forward import edge_attention_fwd
 
     return not isinstance(edge_attention_fwd, JITFunction)
-
-
-@lru_cache
-def copy_bandwidth(device: torch.device) -> float:
-    """Return the bytes per second that a copy attains on `device`; those of an H200 if they are not known."""
-    if device.type != "cuda" or not torch.cuda.is_available():
-        return H200_BANDWIDTH
-    found = torch.cuda.get_device_properties(device)
-    bus = 2e3 * getattr(found, "memory_clock_rate", 0) * getattr(found, "memory_bus_width", 0) / 8  # kHz, bits
-    return COPIED * bus or H200_BANDWIDTH

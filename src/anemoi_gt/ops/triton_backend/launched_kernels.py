@@ -10,23 +10,23 @@ from anemoi_gt.ops.triton_backend.sizes import IndexTensors
 NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 
 
-def launched_kernels(
+def kernel_names(
     operands: AttentionOperands, index: IndexTensors, scale: float, dropout_p: float, needs: Needs
 ) -> tuple[list[str], list[str]]:
-    """Return the kernels of a forward pass, and of a backward pass for the gradients in `needs`, as a profiler does."""
+    """Return the kernels of a forward pass, and of a backward pass for the gradients in `needs`, as a profiler shows them."""
     specs = []
     for tensor in (*operands, *index):
         specs.append(None if tensor is None else (tensor.shape, tensor.dtype))
     specs.append(((1,), torch.int64) if dropout_p > 0 else None)
     forward = forward_plan(tuple(specs), scale, dropout_p, True)
     if not any(needs):
-        return kernel_names(forward), []
+        return names_of(forward), []
     out, _, *saved = [None if result is None else (result.shape, result.dtype) for result in forward.results]
     backward = backward_plan((*specs, *saved, out, None), scale, dropout_p, needs)
-    return kernel_names(forward), kernel_names(backward)
+    return names_of(forward), names_of(backward)
 
 
-def kernel_names(plan: Plan) -> list[str]:
+def names_of(plan: Plan) -> list[str]:
     """Return the names of the kernels of a plan, in order."""
     names = []
     for step in plan.steps:

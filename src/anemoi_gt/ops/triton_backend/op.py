@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.nn.functional import linear
 
-from anemoi_gt.attention_config import AttentionConfig
 from anemoi_gt.compatibility import warn_if_untested
 from anemoi_gt.custom_ops import (
     define_operator,
@@ -41,7 +40,6 @@ def attend(
     seed: Tensor | None,
     scale: float,
     dropout_p: float,
-    config: AttentionConfig = AttentionConfig(),  # noqa: B008  frozen, hence one value for all calls
 ) -> tuple[Tensor, Tensor]:
     """Return out and lse of checked operands; the meaning of all is that of `anemoi_gt.edge_attention`.
 

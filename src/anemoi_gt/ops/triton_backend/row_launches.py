@@ -1,9 +1,11 @@
-"""Launches of the row kernels, `anemoi_gt.kernels.norms_and_activations`, from sizes and options alone.
+"""Launches of the row kernels, `anemoi_gt.kernels.norms_and_activations`.
 
-Each function returns a `Launch`, which is then called with tensors by the kernel's argument names; None stands for an
-absent one. Of backward kernels, `programs` is the number of rows of `partial` [programs, sums], and `first_sum` the
-column of the first sum of this launch. Sums are added to `partial`, which is zero at first, so that several launches
-may share a column. An output that may be the memory of an input is named in the kernel's docstring.
+Each function returns a `Launch` from sizes and options alone. Call it with tensors by the kernel's
+argument names; None stands for an absent one. An output may be the memory of an input where the
+kernel's docstring says so.
+
+`programs` is the number of rows of `partial` [programs, sums], and `first_sum` the first column
+that a launch adds to. `partial` must be zero at first, and launches may share columns.
 """
 
 from typing import NamedTuple
@@ -13,28 +15,31 @@ from anemoi_gt.kernels.jit_launch import Launch
 from anemoi_gt.ops.triton_backend.tiles import next_power_of_two
 
 ACTIVATIONS = ("gelu", "gelu_tanh", "silu", "relu", "sigmoid")
-MOST_FEATURES = 8192  # of a norm: 16 warps with 16 elements of a row in each thread
-MOST_WARPS = 16
+MOST_FEATURES = 4096  # of a norm: beyond, the gradient spills for want of registers
+MOST_WARPS = 8
 
 
 class Tile(NamedTuple):
-    """Elements of a tile and its columns at most, warps, and elements of a wider row in each thread at most.
+    """Shape of a tile.
 
-    A tile has at least 8 elements for each of its threads, one load of 16 bytes: with fewer, threads would share
-    elements, and no output could be the memory of an input.
+    It has at least 8 elements for each thread, one load of 16 bytes. With fewer, two threads would
+    hold the same element, and no output could be the memory of an input.
     """
 
     elements: int
-    columns: int
+    columns: int  # at most
     num_warps: int
 
 
-# Measured on an H200 with 528 programs, 16-bit rows of 512, N = 40,962 and 271,040. NORM_BACKWARD takes 65 and 376 us,
-# with 2048 elements 100 and 610. What is wider than a tile has a row to itself, and more warps in proportion.
+# Measured on an H200 with 528 programs, 16-bit rows of 512 features, 40,962 and 271,040 nodes:
+# NORM_BACKWARD takes 65 and 376 us; with 2048 elements it takes 100 and 610. A row that is wider
+# than a tile has a tile of its own, and more warps in proportion. Not measured: HEAD_NORM, which is
+# like NORM_BACKWARD, and GATE_BACKWARD, half of ACTIVATION so that it has as many registers.
 NORM_FORWARD = Tile(2048, MOST_FEATURES, 2)
 NORM_BACKWARD = Tile(1024, MOST_FEATURES, 2)
+HEAD_NORM = Tile(1024, MOST_FEATURES, 2)
 ACTIVATION = Tile(2048, 512, 4)
-HEAD_NORM = Tile(1024, MOST_FEATURES, 2)  # not measured yet: as the gradient of a norm, which reads as many tensors
+GATE_BACKWARD = Tile(1024, 512, 4)
 
 
 def norm_forward(
@@ -60,7 +65,8 @@ def norm_forward(
     batch : int
         Batch entries, which have the same number of rows.
     out_entry_rows : int or None
-        Rows of `out` in each batch entry, of which the first num_rows / batch are written; None: they are all.
+        Rows of `out` in each batch entry, of which the first num_rows / batch are written;
+        None: num_rows / batch.
     """
     rows, columns, num_warps = _norm_tile(NORM_FORWARD, features)
     stride = features if out_stride is None else out_stride
@@ -98,8 +104,9 @@ def norm_backward(
 ) -> Launch:
     """Return the launch of `norm_bwd`.
 
-    Tensors x, grad_normed, grad_total, scale, shift, modulation -> dx, normed, grad_scale, partial. The columns of
-    `partial` from `first_sum` on are the sums of dscale and dshift, and with `total` of grad_total, `features` of each.
+    Its tensors are x, grad_normed, grad_total, scale, shift, modulation -> dx, normed, grad_scale,
+    partial. The columns of `partial` from `first_sum` on are `features` sums of dscale, the same
+    number of dshift, and with `total` of grad_total.
 
     Parameters
     ----------
@@ -113,7 +120,7 @@ def norm_backward(
     total : bool
         Whether to sum grad_total too.
     normed_stride, normed_entry_rows : int or None
-        Layout of both `normed` and `grad_normed`, as that of `out` in `norm_forward`.
+        Layout of both `normed` and `grad_normed`, like `out` in `norm_forward`.
     """
     rows, columns, num_warps = _norm_tile(NORM_BACKWARD, features)
     stride = features if normed_stride is None else normed_stride
@@ -174,7 +181,8 @@ def head_norm_backward(
 ) -> Launch:
     """Return the launch of `head_norm_bwd`: x, grad_normed, scale -> dx, partial.
 
-    Strides are elements between nodes. The columns of `partial` from `first_sum` on are `channels` sums of dscale.
+    Strides are elements between nodes. The columns of `partial` from `first_sum` on are `channels`
+    sums of dscale.
     """
     pairs, columns, num_warps = _norm_tile(HEAD_NORM, channels)
     num_pairs = num_rows * heads
@@ -198,10 +206,10 @@ def head_norm_backward(
 def activation_forward(num_rows: int, features: int, activation: str, *, gated: bool) -> Launch:
     """Return the launch of `activation_fwd`: hidden -> out [num_rows, features].
 
-    `hidden` has the same shape, and if `gated` twice the columns: those of the gate, which `activation` is applied to,
-    then those of the value.
+    `hidden` has the same shape; if `gated`, twice the columns: the gate, which `activation` is
+    applied to, then the value.
     """
-    rows, columns = _activation_tile(features)
+    rows, columns = _activation_tile(ACTIVATION, features)
     width = 2 * features if gated else features
     constants = {
         "K": features,
@@ -226,11 +234,13 @@ def activation_backward(
     sums: int,
     first_sum: int,
 ) -> Launch:
-    """Return the launch of `activation_bwd`: hidden, grad_activated -> activated, grad_hidden, partial.
+    """Return the launch of `activation_bwd`.
 
-    The columns of `partial` from `first_sum` on are the sums of grad_hidden, as many as it has columns.
+    Its tensors are hidden, grad_activated -> activated, grad_hidden, partial. The sums of the columns
+    of grad_hidden are the columns of `partial` from `first_sum` on.
     """
-    rows, columns = _activation_tile(features)
+    tile = GATE_BACKWARD if gated else ACTIVATION
+    rows, columns = _activation_tile(tile, features)
     width = 2 * features if gated else features
     scalars = {"num_rows": num_rows, "first_sum": first_sum}
     constants = {
@@ -241,7 +251,7 @@ def activation_backward(
         "GATED": gated,
         "SUMS": sums,
         "INT64": _needs_int64(num_rows + 2 * programs * rows, width),
-        "num_warps": ACTIVATION.num_warps,
+        "num_warps": tile.num_warps,
     }
     grid = (*_programs(programs, num_rows), -(-features // columns))
     return Launch(kernels.activation_bwd, grid, scalars, constants)
@@ -262,7 +272,7 @@ def _entries(num_rows: int, batch: int, entry_rows: int | None) -> _Entries:
     rows = num_rows // batch
     stride = rows if entry_rows is None else entry_rows
     if stride < rows:
-        raise ValueError(f"a batch entry of the buffer must have at least {rows} rows, got {stride}")
+        raise ValueError(f"entries of the buffer must have at least {rows} rows, got {stride}")
     return _Entries(max(1, rows), stride, batch > 1 and stride != rows, batch * stride)
 
 
@@ -279,12 +289,12 @@ def _norm_tile(tile: Tile, features: int) -> tuple[int, int, int]:
     return rows, columns, min(MOST_WARPS, widening * tile.num_warps)
 
 
-def _activation_tile(features: int) -> tuple[int, int]:
+def _activation_tile(tile: Tile, features: int) -> tuple[int, int]:
     """Return the rows and columns of a tile."""
     if features < 1:
         raise ValueError(f"an activation must have at least 1 feature, got {features}")
-    columns = min(next_power_of_two(features), ACTIVATION.columns)
-    return max(1, ACTIVATION.elements // columns), columns
+    columns = min(next_power_of_two(features), tile.columns)
+    return max(1, tile.elements // columns), columns
 
 
 def _checked(activation: str) -> str:
@@ -299,7 +309,7 @@ def _programs(programs: int, num_rows: int) -> tuple[int]:
 
 
 def _needs_int64(rows: int, stride: int) -> bool:
-    """Return whether an offset of `rows` rows, those that loads ahead are masked for included, can pass 2^31."""
+    """Return whether an offset in `rows` rows can pass 2^31; `rows` includes masked rows ahead."""
     return rows * stride >= 2**31
 
 

@@ -12,8 +12,6 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from anemoi_gt.graph.validation import HUB_DEGREE
-
 PRODUCT = 16  # smallest inner size of a matrix product
 BUSY_DEGREE = 4  # mean degree from which the edges of one node keep a program busy
 MANY_DEGREE = 16  # mean degree from which the remainder of an unrolled loop does not count
@@ -21,7 +19,6 @@ ROW_ELEMENTS = 1024  # heads x channels that a program holds: 32 elements in eac
 MOST_ATTRIBUTES = 256  # columns of W for which a program's arrays fit the registers and the shared memory of every GPU
 FLIGHT_BYTES = 6144  # bytes of rows in flight for which a warp has registers
 MAX_WARPS = 8  # of a program
-SEGMENT = HUB_DEGREE // 2  # edges of a segment of a hub, which has more than twice as many
 JOINED, JOINED_COLUMNS = 1024, 8  # elements of segments' results that a program reads together, and columns: a sector
 STATISTICS = 512  # segments whose statistics a program reads together
 PARTS, SUMMED = 16, 256  # partial sums of dW, and elements of it, that a program adds at a time

@@ -1,0 +1,383 @@
+"""Common parts of the Hydra applications: objects from configs, the command line, and errors as one sentence.
+
+The config groups are in `anemoi_gt.configs`.
+"""
+
+import json
+import logging
+import os
+import re
+import shlex
+import shutil
+import signal
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import make_dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, get_type_hints
+
+import torch
+from torch import nn
+
+from anemoi_gt.app.command_help import options_help
+from anemoi_gt.app.data.forecast_dataset import ForecastDataset, Splits, load
+from anemoi_gt.app.training import TrainingConfig
+from anemoi_gt.app.training.config import choose_device, cpu_threads
+from anemoi_gt.app.training.memory_estimate import advice
+from anemoi_gt.app.training.progress import Stopped
+from anemoi_gt.app.training.run_files import load_checkpoint, load_fitting_weights, load_weights
+from anemoi_gt.app.training.step import check_device_has_cuda_graphs
+from anemoi_gt.attention_config import AttentionConfig
+from anemoi_gt.data.graphs import check_fit
+from anemoi_gt.distributed import is_launched
+from anemoi_gt.distributed.sharded_checkpoint import require_file
+from anemoi_gt.extras import import_extra
+from anemoi_gt.kernel_report import explain
+from anemoi_gt.ops.backends import BACKENDS, choose_backend
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+log = logging.getLogger(__name__)
+
+NEEDED = ("hydra", "tqdm", "matplotlib", "scipy")  # imported at the start, not after an hour of training
+GROUPS = ("attention", "data", "graph", "model", "training")
+ERRORS_OF_PREPARATION = (ValueError, TypeError, ImportError, OSError, FloatingPointError)
+ERRORS_OF_JOB = (FloatingPointError, OSError)  # others are bugs, and keep their traceback
+
+
+class Refused(Exception):
+    """A job found out that it cannot run as configured."""
+
+
+class Run(NamedTuple):
+    """Objects that a config describes."""
+
+    splits: Splits
+    model: nn.Module
+    training: TrainingConfig
+
+
+def build(config: "DictConfig") -> Run:
+    """Build the objects that a config describes, the model on the CPU with weights drawn from `training.seed`.
+
+    Raises ValueError, TypeError, ImportError or OSError of the constructor of the object that cannot be built.
+    """
+    splits, training = build_data(config)
+    return Run(splits, build_model(config, splits.train), training)
+
+
+def build_data(config: "DictConfig") -> tuple[Splits, TrainingConfig]:
+    """Check a config and build its data set and training config, which every rank has. Raises as `build` does."""
+    check_types(config, *GROUPS)
+    training = instantiate(config.training)
+    check_backend(instantiate(config.attention), choose_device(training.device))
+    return instantiate(config.data), training
+
+
+def build_model(config: "DictConfig", train: ForecastDataset) -> nn.Module:
+    """Build the graph and the model for a data set, on the CPU. Raises as `build` does."""
+    graph = instantiate(config.graph)(train.nodes)
+    check_fit(graph)
+    torch.manual_seed(config.training.seed)
+    make_model = instantiate(config.model)
+    model = make_model(graph, train.in_channels, train.out_channels, config=instantiate(config.attention))
+    if (path := config.get("init_from")) is not None:
+        unfit = load_fitting_weights(model, load_checkpoint(Path(path)))
+        log.info("weights loaded from %s; initialised, as they do not fit: %s", path, "; ".join(unfit) or "none")
+    return model
+
+
+def build_trained(config: "DictConfig") -> tuple[Run, int]:
+    """Build what the config of a checkpoint describes, with its weights, to be evaluated on the device of the config.
+
+    Returns it and the step of the checkpoint.
+    """
+    state, run = load_checkpoint(Path(config.checkpoint)), build(config)
+    load_weights(run.model, state)
+    run.model.to(choose_device(run.training.device)).eval()
+    return run, state.get("step")
+
+
+def store_config(config: Any, checkpoint: Path) -> None:
+    """Register the config in a checkpoint as Hydra's `run: of_checkpoint`; raise a ValueError if it is none."""
+    from hydra.core.config_store import ConfigStore
+
+    if not isinstance(config, dict):
+        raise ValueError(f"a checkpoint must contain the config of its run, {checkpoint} does not")
+    ConfigStore.instance().store("of_checkpoint", config, group="run", package="_global_")
+
+
+def describe(config: "DictConfig") -> dict[str, Any]:
+    """Check a config; return its `GROUPS` as plain values, for checkpoints, with an absolute `data.path`."""
+    from omegaconf import OmegaConf
+
+    def absolute(path: Any) -> Any:
+        if isinstance(path, list):
+            return [absolute(one) for one in path]
+        return str(Path(path).absolute()) if isinstance(path, str) and "://" not in path else path
+
+    check_types(config, *GROUPS)
+    described = OmegaConf.to_container(config, resolve=True)
+    if "path" in described["data"]:
+        described["data"]["path"] = absolute(described["data"]["path"])
+    return {group: described[group] for group in GROUPS}
+
+
+def instantiate(config: "DictConfig"):
+    """Build an object from its config; errors are those of its constructor, not wrapped by Hydra."""
+    from hydra.errors import InstantiationException
+    from hydra.utils import instantiate
+
+    try:
+        return instantiate(config)
+    except InstantiationException as error:
+        raise (error.__cause__ or error) from None
+
+
+def argument_value(arguments: list[str], key: str) -> Any:
+    """Return the value of the last KEY=VALUE as Hydra parses it, None if there is none or it is no single value."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    given = [argument for argument in arguments if argument.startswith(f"{key}=")]
+    try:
+        return OverridesParser.create().parse_override(given[-1]).value() if given else None
+    except HydraException:
+        return None
+
+
+def check_folder(arguments: list[str]) -> Path:
+    """Return the existing folder in which Hydra will create that of the run; raise a ValueError if it cannot."""
+    if (given := argument_value(arguments, "hydra.run.dir")) == "":
+        raise ValueError("hydra.run.dir must name a folder, got nothing: the run would write to the working directory")
+    folder = Path(str(given or "outputs")).absolute()
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    try:
+        TemporaryDirectory(dir=there).cleanup()
+    except OSError as error:
+        must = "hydra.run.dir must be a folder that can be created"
+        raise ValueError(f"{must}, got {folder}: {there}: {error.strerror}") from error
+    return there
+
+
+def remove_empty_run(there: Path) -> None:
+    """Remove the folder of a run that was refused, if it was created in `there` and holds nothing but Hydra's files."""
+    folder = output_folder()
+    contents = {path.name for path in folder.iterdir()} if there in folder.parents else {"not ours"}
+    if all(name == ".hydra" or name.endswith(".log") for name in contents):
+        shutil.rmtree(folder)
+        for parent in folder.parents[: folder.parents.index(there)]:
+            with suppress(OSError):  # another run is there
+                parent.rmdir()
+
+
+def check_types(config: "DictConfig", *groups: str) -> None:
+    """Convert the values of groups to the types in the signatures of their targets.
+
+    Types that structured configs do not know are not checked. Raises ValueError for another type, or if the command
+    line has removed a group.
+    """
+    from hydra.utils import get_object
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException, ValidationError
+
+    if missing := [group for group in groups if group not in config]:
+        raise ValueError(f"the config must have the groups {', '.join(groups)}, got no {', '.join(missing)}")
+    for group in groups:
+        target = get_object(config[group]["_target_"])
+        try:
+            hints = get_type_hints(target.__init__ if isinstance(target, type) else target)
+        except NameError:  # annotations for type checkers only
+            continue
+        for name, value in config[group].items():
+            try:
+                schema = OmegaConf.structured(make_dataclass(group, [(name, hints.get(name, Any))]))
+            except OmegaConfBaseException:
+                continue
+            try:
+                config[group][name] = OmegaConf.merge(schema, {name: value})[name]
+            except ValidationError:
+                kind = hints[name].__name__ if isinstance(hints[name], type) else hints[name]
+                raise ValueError(f"{group}.{name} must be {kind}, got {value!r}") from None
+
+
+def check_device(config: "DictConfig") -> TrainingConfig:
+    """Return the training config; raise a ValueError if its device does not support it."""
+    training = instantiate(config.training)
+    if training.cuda_graph:
+        check_device_has_cuda_graphs(choose_device(training.device))
+    return training
+
+
+def check_backend(attention: AttentionConfig, device: torch.device) -> str:
+    """Return the name of the attention backend for a device; raise a ValueError if none can run."""
+    chosen = choose_backend(attention.backend, torch.empty(1, 1, 1, 16, device=device))
+    return next(name for name, backend in BACKENDS.items() if backend is chosen)
+
+
+def check_explain(target: Any) -> None:
+    """Raise a ValueError unless `explain` is null, "print" or the name of a file."""
+    if not (target is None or (isinstance(target, str) and target)):
+        raise ValueError(f"explain must be null, print or the name of a file, got {target!r}")
+
+
+def write_explanation(model: nn.Module, dataset: ForecastDataset, training: TrainingConfig, target: str) -> None:
+    """Log which kernels serve a model on its device for the first batch (target "print"), or write it to a file.
+
+    A target is below the folder of the run unless it is absolute: JSON if it ends in .json, else text.
+    """
+    batch = next(load(dataset, training.batch_size, next(model.parameters()).device))
+    with cpu_threads(training.threads):
+        explanation = explain(model, batch.inputs)
+    if target == "print":
+        log.info("%s", explanation)
+        return
+    path = output_folder() / target
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(explanation.to_dict(), indent=1) if path.suffix == ".json" else f"{explanation}\n")
+    log.info("kernels of each layer: %s", path)
+
+
+def is_multirun() -> bool:
+    """Return True under Hydra's `--multirun`."""
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.types import RunMode
+
+    return HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
+
+
+def output_folder() -> Path:
+    """Return the folder that Hydra created for this run."""
+    from hydra.core.hydra_config import HydraConfig
+
+    return Path(HydraConfig.get().runtime.output_dir)
+
+
+def launch(name: str, prepare: Callable[["DictConfig"], Callable[[], Any]], choose_config: Callable[[], str]) -> None:
+    """Run a Hydra application with the arguments of the command line.
+
+    Errors that the user can fix end with one sentence on standard error and exit status 1, a signal with 128 and its
+    number. A run that is refused leaves no folder.
+
+    `name` is that of the application's module. `prepare` returns the job for the composed config, and its errors are
+    reported as errors in the config; `choose_config` returns the name of the primary config in `anemoi_gt.configs`.
+    """
+    module = f"anemoi_gt.{name}"
+    try:
+        hydra, *_ = (import_extra(module, "train") for module in NEEDED)
+        config_name = choose_config()
+        there = check_folder(sys.argv[1:])
+    except (ImportError, OSError, ValueError) as error:
+        exit_with_error(module, error)
+
+    from omegaconf import OmegaConf
+
+    composed = []
+
+    def run(config: "DictConfig"):
+        composed.append(config)
+        try:
+            return prepare_job(prepare, config)()
+        except Stopped as stopped:
+            exit_with_error(module, f"{stopped}: {resume_command(output_folder())}", stopped.exit_status)
+        except torch.OutOfMemoryError:
+            error = out_of_memory(config)
+        except (Refused, KeyboardInterrupt, *ERRORS_OF_JOB) as caught:
+            error = caught
+        remove_empty_run(there)
+        if isinstance(error, KeyboardInterrupt):
+            raise error
+        exit_with_error(module, error)
+
+    sys.argv[1:] = [quote_null(argument) for argument in sys.argv[1:]]
+    logging.raiseExceptions = False  # a log file on a full disk must not add tracebacks
+    OmegaConf.register_new_resolver("anemoi_gt_options", options_help, replace=True)
+    interrupt = signal.getsignal(signal.SIGINT)
+    if interrupt == signal.SIG_DFL:  # while packages were imported
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        hydra.main(version_base="1.3", config_path="pkg://anemoi_gt.configs", config_name=config_name)(run)()
+    except KeyboardInterrupt:
+        exit_with_error(module, "interrupted", 130)
+    except SystemExit as ended:
+        if ended.code == 1 and not composed:  # Hydra has printed what it cannot read
+            exit_with_error(module, f"nothing was started; anemoi-gt {name} --help lists all groups and options")
+        raise
+    finally:
+        if interrupt == signal.SIG_DFL:
+            signal.signal(signal.SIGINT, interrupt)
+
+
+def launch_on_checkpoint(name: str, prepare: Callable[["DictConfig"], Callable[[], Any]]) -> None:
+    """Run a Hydra application on the config of the checkpoint that the command line names."""
+
+    def choose_config() -> str:
+        if is_launched():
+            raise ValueError(f"{name} runs in one process, without torchrun: anemoi-gt {name} ...")
+        given = [argument for argument in sys.argv if argument.startswith("checkpoint=")]
+        if given:  # --help needs none; otherwise Hydra reports it as missing
+            value = argument_value(given, "checkpoint")
+            if not isinstance(value, str):
+                raise ValueError(
+                    f"checkpoint must name one file, got {given[-1]!r}; quote names with spaces or special characters "
+                    "twice: \"checkpoint='run (1)/best.pt'\""
+                )
+            path = Path(value)
+            require_file(path)
+            store_config(load_checkpoint(path).get("config"), path)
+        return name
+
+    launch(name, prepare, choose_config)
+
+
+def prepare_job(prepare: Callable[["DictConfig"], Callable[[], Any]], config: "DictConfig") -> Callable[[], Any]:
+    """Return the job for a config; raise Refused, with one sentence, for what the user can fix."""
+    from hydra.errors import HydraException
+    from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+
+    try:
+        return prepare(config)
+    except MissingMandatoryValue as error:  # left at ???
+        raise Refused(f"{error.full_key} must be given, as {error.full_key}=VALUE") from error
+    except OmegaConfBaseException as error:
+        raise Refused(str(error).splitlines()[0]) from error
+    except (HydraException, *ERRORS_OF_PREPARATION) as error:
+        raise Refused(error) from error
+
+
+def resume_command(folder: Path) -> str:
+    """Return the command that continues a run, to be pasted into a shell."""
+    place = f"hydra.run.dir={folder}"
+    if not re.fullmatch(r"[\w./=-]+", place):  # quoted for Hydra, and for the shell
+        escaped = str(folder).replace("'", "\\'")
+        place = shlex.quote(f"hydra.run.dir='{escaped}'")
+    program = "anemoi-gt train"
+    if "RANK" in os.environ:
+        shared = " ".join(argument for argument in sys.argv[1:] if argument.startswith("sharding"))
+        program = f"torchrun --nproc-per-node={os.environ['LOCAL_WORLD_SIZE']} -m anemoi_gt.train {shared}".rstrip()
+    return f"{program} resume=true {place}"
+
+
+def out_of_memory(config: "DictConfig") -> str:
+    """Return a sentence with advice for a run that does not fit into the memory of its GPU."""
+    properties = torch.cuda.get_device_properties() if torch.cuda.is_available() else None
+    size = "" if properties is None else f", {properties.total_memory / 1e9:.0f} GB of {properties.name}"
+    return f"out of GPU memory{size}: {advice(config.get('model', {}), config.get('training', {}))}"
+
+
+def exit_with_error(module: str, error: Exception | str, status: int = 1) -> NoReturn:
+    """Exit with one sentence on standard error; the traceback goes to the log at DEBUG level (`hydra.verbose=true`)."""
+    log.debug("traceback", exc_info=error if isinstance(error, Exception) else None)
+    error = " ".join(str(error).split()) if isinstance(error, Exception) else error
+    rank = f"[rank{os.environ['RANK']}]: " if "RANK" in os.environ else ""
+    sys.stderr.write(f"{rank}{module}: {error}\n")  # in one call, so that lines of several ranks do not mix
+    sys.exit(status)
+
+
+def quote_null(argument: str) -> str:
+    """Quote the null of `attention/precision=null`, which Hydra cannot parse as the name of a choice."""
+    groups = "|".join([*GROUPS, "sharding", "attention/backend", "attention/precision"])
+    return re.sub(rf"^(\+?(?:{groups})(?:@[\w.]+)?)=null$", r"\1='null'", argument)

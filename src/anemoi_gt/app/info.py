@@ -1,0 +1,107 @@
+"""The output of `anemoi-gt info`: versions, devices, available backends, Anemoi. Needs only torch."""
+
+import os
+import platform
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+
+import torch
+
+from anemoi_gt.compatibility import installed, why_untested
+from anemoi_gt.ops.backends import BACKENDS, choose_backend, unsupported_reason
+from anemoi_gt.version import __version__
+
+PACKAGES = {  # module: its package, and the extra that installs it (None: a dependency of the library itself)
+    "torch_geometric": ("torch-geometric", None),
+    "einops": ("einops", None),
+    "triton": ("triton", "triton"),
+    "numpy": ("numpy", "graphs"),
+    "scipy": ("scipy", "graphs"),
+    "hydra": ("hydra-core", "hydra"),
+    "tqdm": ("tqdm", "train"),
+    "matplotlib": ("matplotlib", "train"),
+    "xarray": ("xarray", "xarray"),
+    "netCDF4": ("netCDF4", "xarray"),
+    "zarr": ("zarr", "xarray"),
+    "cfgrib": ("cfgrib", "era5"),
+    "eccodes": ("eccodes", "era5"),
+    "pooch": ("pooch", "era5"),
+}
+
+
+def describe() -> str:
+    """Return versions, packages, devices, where each attention backend runs or why not, and what `install` replaces."""
+    sections = {"versions": versions(), "packages": packages(), "devices": devices(), "attention backends": backends()}
+    sections["anemoi-models"] = anemoi_models()
+    return "\n\n".join("\n".join([name, *_aligned(rows)]) for name, rows in sections.items())
+
+
+def versions() -> Iterator[tuple[str, str]]:
+    """Yield name and version of this package, Python and PyTorch, and whether they are tested."""
+    yield "anemoi_gt", __version__
+    yield "python", f"{platform.python_version()} on {platform.platform()}"
+    platforms = {"for CUDA": torch.version.cuda, "for ROCm": torch.version.hip}
+    built = next((f"{name} {number}" for name, number in platforms.items() if number), "without CUDA")
+    yield "torch", f"{torch.__version__}, built {built}"
+    yield "tested", why_untested(*installed()) or "yes, these releases of PyTorch and Triton are"
+
+
+def packages() -> Iterator[tuple[str, str]]:
+    """Yield the packages that parts of the library need, with version or install command."""
+    for module, (package, extra) in PACKAGES.items():
+        requirement = f"anemoi-gt[{extra}]" if extra else "anemoi-gt"
+        yield package, _version_of(package) if find_spec(module) else f"missing: pip install '{requirement}'"
+
+
+def devices() -> Iterator[tuple[str, str]]:
+    """Yield the devices that PyTorch can use."""
+    yield "cpu", f"{os.cpu_count()} cores, {torch.get_num_threads()} threads"
+    for device in _gpus():
+        properties = torch.cuda.get_device_properties(device)
+        memory, capability = f"{properties.total_memory / 2**30:.0f} GiB", f"{properties.major}.{properties.minor}"
+        yield str(device), f"{properties.name}, {memory}, compute capability {capability}"
+
+
+def backends() -> Iterator[tuple[str, str]]:
+    """Yield for each device and backend whether it runs there or why not, and which one `auto` takes."""
+    for device in (torch.device("cpu"), *_gpus()):
+        query = torch.empty(1, 1, 1, 16, device=device)
+        chosen = choose_backend("auto", query)
+        for name, backend in BACKENDS.items():
+            reason = unsupported_reason(name, query)
+            answer = "runs" if reason is None else f"does not run: {reason}"
+            yield f"{device} {name}", answer + (", auto takes it" if backend is chosen else "")
+
+
+def anemoi_models() -> Iterator[tuple[str, str]]:
+    """Yield the version of anemoi-models, and what `integrations.anemoi.install` would replace in it or why not."""
+    try:
+        from anemoi_gt.integrations.anemoi.patch import plan
+
+        replaced = plan()
+    except ImportError as error:
+        yield "version", _version_of("anemoi-models", "missing")
+        yield "install", f"not possible: {error}"
+        return
+    yield "version", _version_of("anemoi-models")
+    for name, reason in replaced.items():
+        without = "install refuses this version" if name.endswith(".apply_gt") else "stays upstream's"
+        yield name, "replaced by install" if reason is None else f"{without}: {reason}"
+
+
+def _gpus() -> list[torch.device]:
+    return [torch.device("cuda", i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+
+
+def _version_of(package: str, otherwise: str = "version unknown") -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:  # importable without having been installed
+        return otherwise
+
+
+def _aligned(rows: Iterator[tuple[str, str]]) -> list[str]:
+    rows = list(rows)
+    width = max(len(name) for name, _ in rows)
+    return [f"  {name:{width}}  {text}" for name, text in rows]

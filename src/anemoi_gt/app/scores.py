@@ -1,0 +1,194 @@
+"""Scores of forecasts in physical units, and tables that compare a model with the baselines of its data set.
+
+Forecasts are of one lead time, or autoregressive rollouts:
+
+    state_0 = the present,  state_n = reference_n + change_mean + model(inputs_n) * change_std
+
+`ForecastDataset.advance` makes inputs_n and reference_n from the states before n. The first step is the forecast that
+training scores.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from anemoi_gt.app.data.forecast_dataset import ForecastDataset
+from anemoi_gt.option_checks import check_integer
+
+Forecast = Callable[[int], Tensor]  # sample index -> [N, V], physical units, on the CPU
+
+
+@dataclass(frozen=True)
+class Score:
+    """Score of one forecast method for one variable, over all samples and nodes, weighted by the data set's weights.
+
+    `forecast` is the name of the method, `lead_time` the hours from the present to the truth, and `samples` the number
+    of scored forecasts. Root mean squared error and bias, the mean of forecast minus truth, are in `units`.
+    """
+
+    forecast: str
+    variable: str
+    units: str
+    lead_time: float
+    samples: int
+    rmse: float
+    bias: float
+
+
+def model_forecast(model: nn.Module, dataset: ForecastDataset) -> Forecast:
+    """Return a model's forecast as a function of the sample index."""
+    return lambda i: dataset.forecast(i, predict(model, dataset.inputs(i)))
+
+
+@torch.no_grad()
+def predict(model: nn.Module, inputs: Tensor) -> Tensor:
+    """Return a model's output [N, out_channels] on the CPU for the inputs [N, in_channels] of one sample."""
+    device = next(model.parameters()).device
+    return model(inputs.unsqueeze(0).to(device)).squeeze(0).cpu()
+
+
+def measure(forecasts: dict[str, Forecast], dataset: ForecastDataset) -> "Errors":
+    """Compute forecasts, by name, once for each sample of a data set; return their errors, which give the scores."""
+    errors = Errors(dataset, dataset.lead_time)
+    for i in range(len(dataset)):
+        truth = dataset.truth(i)
+        for name, forecast in forecasts.items():
+            errors.add(name, i, forecast(i), truth)
+    return errors
+
+
+class Errors:
+    """Errors of the forecasts of one lead time (hours), accumulated sample by sample, and their scores."""
+
+    def __init__(self, dataset: ForecastDataset, lead_time: float):
+        self._dataset, self._lead_time = dataset, lead_time
+        self._moments: dict[str, dict[int, Tensor]] = {}  # by sample [2, V]: weighted means of error^2 and error
+
+    def add(self, name: str, i: int, forecast: Tensor, truth: Tensor) -> None:
+        """Add the forecast [N, V] of sample i by method `name`."""
+        error = (forecast - truth).double()
+        moments = (torch.stack([error.square(), error]) * self._dataset.weights[:, None]).mean(dim=1)
+        self._moments.setdefault(name, {})[i] = moments
+
+    def median_sample(self, name: str) -> int:
+        """Return the sample of median error of the first variable as forecast by `name`, the lower one of two."""
+        order = sorted(self._moments[name], key=lambda i: self._moments[name][i][0, 0].item())
+        return order[(len(order) - 1) // 2]
+
+    def scores(self) -> list[Score]:
+        """Return the scores over the samples, variable by variable, in the order in which names were added."""
+        means = {name: torch.stack([*samples.values()]).mean(dim=0) for name, samples in self._moments.items()}
+        return [
+            Score(
+                *(name, variable, units, self._lead_time, len(self._moments[name])),
+                rmse=mean[0, v].sqrt().item(),
+                bias=mean[1, v].item(),
+            )
+            for v, (variable, units) in enumerate(zip(self._dataset.variables, self._dataset.units, strict=True))
+            for name, mean in means.items()
+        ]
+
+
+def as_table(scores: list[Score]) -> str:
+    """Return the scores as a text table, one line for each forecast of each variable.
+
+    Examples
+    --------
+    >>> from dataclasses import replace
+    >>> model = Score("model", "tracer", "kg/kg", lead_time=12, samples=64, rmse=0.01, bias=0.0)
+    >>> print(as_table([model, replace(model, forecast="persistence", rmse=0.1, bias=-0.002)]))
+    tracer [kg/kg]         RMSE        bias
+    model                0.0100      0.0000
+    persistence          0.1000     -0.0020
+    """
+    width = max(len(name) for score in scores for name in (score.forecast, f"{score.variable} [{score.units}]"))
+    lines, variable = [], None
+    for score in scores:
+        if score.variable != variable:
+            variable = score.variable
+            heading = f"{variable} [{score.units}]"
+            lines.append(f"{heading:{width}} {'RMSE':>12} {'bias':>11}")
+        lines.append(f"{score.forecast:{width}} {score.rmse:12.4f} {score.bias:11.4f}")
+    return "\n".join(lines)
+
+
+class Outcome(NamedTuple):
+    """Forecast and truth of one rollout step, [N, V] in physical units; truth is None beyond the end of the data."""
+
+    forecast: Tensor
+    truth: Tensor | None
+
+
+class RolloutScores(NamedTuple):
+    """Scores of the rollouts from all samples, by lead time, and the sample of median error at the last lead time.
+
+    The scores are of the model and of the baselines; their `samples` is the number of rollouts with a truth at that
+    lead time. Lead times without any truth are left out.
+    """
+
+    scores: list[Score]
+    median_sample: int
+
+
+def roll_out(model: nn.Module, dataset: ForecastDataset, i: int, steps: int) -> list[Outcome]:
+    """Roll out a model in evaluation mode from sample i of a data set; return one outcome per step, on the CPU.
+
+    Raises ValueError if the data set does not support rollouts (`advance`), or i or steps (at least 1) is out of range.
+    """
+    check_integer("steps", steps)
+    if not 0 <= i < len(dataset):
+        raise ValueError(f"i must be a sample index in [0, {len(dataset)}), got {i}")
+    return list(_outcomes(model, dataset, i, steps))
+
+
+def _outcomes(model: nn.Module, dataset: ForecastDataset, i: int, steps: int) -> Iterator[Outcome]:
+    forecasts = []
+    for _ in range(steps):
+        step = dataset.advance(i, forecasts)
+        forecasts.append(dataset.add_change(step.reference, predict(model, step.inputs)))
+        yield Outcome(forecasts[-1], step.truth)
+
+
+def score_rollouts(model: nn.Module, dataset: ForecastDataset, steps: int) -> RolloutScores:
+    """Roll out from every sample as `roll_out` does, and score the model and the baselines until the truth ends.
+
+    Raises ValueError if the data set does not support rollouts; FloatingPointError if forecasts become infinite or NaN.
+    """
+    check_integer("steps", steps)
+    errors: list[Errors] = []  # by lead time, as far as the truth reaches
+    baselines = [dataset.baselines(n + 1) for n in range(steps)]
+    for i in range(len(dataset)):
+        for n, (forecast, truth) in enumerate(_outcomes(model, dataset, i, steps)):
+            if truth is None:
+                break
+            if n == len(errors):
+                errors.append(Errors(dataset, (n + 1) * dataset.lead_time))
+            errors[n].add("model", i, forecast, truth)
+            for name, baseline in baselines[n].items():
+                errors[n].add(name, i, baseline(i), truth)
+    scores = [score for each in errors for score in each.scores()]
+    if (diverged := next((score for score in scores if not math.isfinite(score.rmse)), None)) is not None:
+        raise FloatingPointError(
+            f"rollouts must stay finite, got an RMSE of {diverged.rmse} at {diverged.lead_time:g} h: take fewer steps"
+        )
+    return RolloutScores(scores, errors[-1].median_sample("model"))
+
+
+def rollout_table(scores: list[Score]) -> str:
+    """Return the RMSE of rollouts as a text table: a row per variable and lead time, a column per forecast."""
+    names = list(dict.fromkeys(score.forecast for score in scores))
+    width = max(12, *map(len, names))
+    cells = {(score.variable, score.lead_time, score.forecast): score for score in scores}
+    lines = []
+    for variable, units in dict.fromkeys((score.variable, score.units) for score in scores):
+        heading = f"RMSE of {variable} [{units}]"
+        lines.append("".join([heading, *(f" {name:>{width}}" for name in names), f" {'samples':>8}"]))
+        for lead_time in dict.fromkeys(score.lead_time for score in scores):
+            row = [cells[variable, lead_time, name] for name in names]
+            figures = "".join(f" {score.rmse:{width}.4f}" for score in row)
+            lines.append(f"{f'{lead_time:g} h':{len(heading)}}{figures} {row[0].samples:8}")
+    return "\n".join(lines)

@@ -1,0 +1,153 @@
+"""Estimate of the memory of a training step, and advice for a GPU that is too small.
+
+    state          20 bytes a parameter: weight, gradient, two moments of AdamW, average
+    graph          buffers of the model; of a sharded model, this rank's structures too
+    fields         input and target, float32, and output, error and gradient at the loss
+    kept           inputs of the checkpointed groups of processor layers, or what all layers keep for the backward pass
+    working set    what the largest chunk of a mapper or group of layers keeps, and its largest gradients
+
+A destination keeps two inputs of norms, two normed copies, query, result of the attention and input of its projection,
+and both sides of the activation in the feed-forward network. A source keeps its input, a normed copy, key and value.
+Norms keep float32. A block that is one operator keeps no copies and one side of the activation. Edges, and rows
+that other ranks read, keep little beside that. Compiled blocks need less.
+"""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from torch import nn
+
+from anemoi_gt.app.training.config import TrainingConfig
+from anemoi_gt.app.training.step import autocast
+from anemoi_gt.graph import GraphStructure
+from anemoi_gt.nn import EncoderProcessorDecoder, GraphTransformerBackwardMapper, GraphTransformerBaseBlock, StaticEdges
+
+STATE = 20
+FLOAT32 = 4
+
+
+class MemoryEstimate(NamedTuple):
+    """Bytes of a training step by purpose; printed, in GB."""
+
+    state: int
+    graph: int
+    fields: int
+    kept: int
+    working_set: int
+
+    @property
+    def total(self) -> int:
+        """All of them: purposes that peak at different times are not many bytes apart."""
+        return sum(self)
+
+    def __str__(self) -> str:
+        parts = (f"{name.replace('_', ' ')} {size / 1e9:.2g}" for name, size in self._asdict().items())
+        return f"about {self.total / 1e9:.3g} GB: {', '.join(parts)}"
+
+
+def estimate_memory(model: nn.Module, config: TrainingConfig) -> MemoryEstimate | None:
+    """Return an estimate of a training step with eager blocks, of a sharded model on this rank; None for other models.
+
+    `config.batch_size` is that of one model.
+    """
+    if not isinstance(model, EncoderProcessorDecoder):
+        return None
+    batch, size = config.batch_size, FLOAT32 if config.precision == "32-true" else 2
+    with autocast(config.precision, next(model.parameters()).device):
+        return _estimate(model, batch, size)
+
+
+def _estimate(model: EncoderProcessorDecoder, batch: int, size: int) -> MemoryEstimate:
+    layers, hidden, groups = model.processor.proc, model.nodes["hidden"].num_nodes, model.processor.checkpoint_groups
+    layer, layers_in_group = layers[0], -(-len(layers) // (groups or 1))
+    whole = _is_one_operator(layer)
+    group = hidden * (layers_in_group * _destination(layer, size, whole) + _gradients(layer, size, whole))
+    group += _structures(model.processor_edges)[0].num_src * layers_in_group * _source(layer, size, whole)
+    mappers = [*_mappers(model.encoder, model.encoder_edges, size), *_mappers(model.decoder, model.decoder_edges, size)]
+    if groups is None:
+        kept, working = group + sum(everything for everything, _ in mappers), 0
+    else:
+        kept, working = groups * hidden * layer.channels * size, max(group, *(chunk for _, chunk in mappers))
+    at_loss = 0
+    for name, nodes in model.nodes.items():
+        inputs, outputs = model.in_channels.get(name, 0), model.out_channels.get(name, 0)
+        at_loss += nodes.num_nodes * (FLOAT32 * inputs + (3 * FLOAT32 + 2) * outputs)
+    return MemoryEstimate(
+        state=STATE * sum(parameter.numel() for parameter in model.parameters()),
+        graph=sum(buffer.nbytes for buffer in model.buffers()) + _shard_bytes(model),
+        fields=batch * at_loss,
+        kept=batch * kept,
+        working_set=batch * working,
+    )
+
+
+def advice(model: Mapping, training: Mapping) -> str:
+    """Return what to change in the configs `model` and `training` of a run that ran out of memory."""
+    layers, chunks = model.get("num_layers"), model.get("mapper_chunks", 1)
+    if layers is not None and model.get("checkpoint_groups") is None:
+        return f"set model.checkpoint_groups={layers} and model.mapper_chunks={2 * chunks}"
+    if layers is not None and model["checkpoint_groups"] < layers:
+        return f"set model.checkpoint_groups={layers}"
+    if training.get("precision") == "32-true":
+        return "set training.precision=bf16-mixed"
+    if chunks < 64:
+        return f"set model.mapper_chunks={4 * chunks}"
+    return "lower training.batch_size or model.channels, or share the model among GPUs by torchrun"
+
+
+def _structures(edges: StaticEdges) -> list[GraphStructure]:
+    """Return the structures of the chunks of edges, or the one of all; of a shard, this rank's."""
+    graph = edges.structure()
+    if isinstance(graph, GraphStructure):
+        return [chunk.structure() for chunk in edges.chunks] or [graph]
+    return [chunk.graph for chunk in graph.chunks] or [graph.structure]
+
+
+def _shard_bytes(model: EncoderProcessorDecoder) -> int:
+    """Return the bytes of the structures of graph shards and their chunks, which are no buffers."""
+    edges = (*model.encoder_edges.values(), model.processor_edges, *model.decoder_edges.values())
+    shards = [each.structure() for each in edges if not isinstance(each.structure(), GraphStructure)]
+    graphs = [graph for shard in shards for graph in (shard.structure, *(chunk.graph for chunk in shard.chunks))]
+    return sum(tensor.nbytes for graph in graphs for tensor in graph.state_dict().values())
+
+
+def _mappers(mappers: nn.ModuleDict, edges: nn.ModuleDict, size: int) -> list[tuple[int, int]]:
+    """Return the bytes that each mapper keeps in all, and those of its largest chunk with its gradients."""
+    found = []
+    for name, mapper in mappers.items():
+        graphs, whole = _structures(edges[name]), _is_one_operator(mapper.proc)
+        end = (size + FLOAT32) * mapper.proc.channels * isinstance(mapper, GraphTransformerBackwardMapper)
+        inputs = [(FLOAT32 + size) * channels for channels in (mapper.in_channels_src, mapper.in_channels_dst)]
+        source = _source(mapper.proc, size, whole) + inputs[0]
+        destination = _destination(mapper.proc, size, whole) + inputs[1] + end
+        gradient = 3 * size * mapper.proc.channels
+        chunks = [graph.num_src * source + graph.num_dst * destination for graph in graphs]
+        at_dst = _gradients(mapper.proc, size, whole)
+        gradients = [max(graph.num_dst * at_dst, graph.num_src * gradient) for graph in graphs]
+        found.append((sum(chunks), max(map(sum, zip(chunks, gradients, strict=True)))))
+    return found
+
+
+def _is_one_operator(block: GraphTransformerBaseBlock) -> bool:
+    return block.is_one_operator(block.lin_query.weight.new_empty(0, block.channels))
+
+
+def _destination(block: GraphTransformerBaseBlock, size: int, whole: bool) -> int:
+    """Return the bytes that a destination keeps for the backward pass."""
+    width = block.lin_query.out_features
+    if whole:
+        return size * (3 * block.channels + 2 * width + block.hidden_dim)
+    hidden = (2 if block.mlp_implementation == "mlp" else 4) * block.hidden_dim
+    return 2 * FLOAT32 * block.channels + size * (2 * block.channels + 3 * width + hidden)
+
+
+def _source(block: GraphTransformerBaseBlock, size: int, whole: bool) -> int:
+    """Return the bytes that a source keeps: its norm is not that of a destination in mappers."""
+    return size * 2 * block.lin_key.out_features + (size if whole else FLOAT32 + size) * block.channels
+
+
+def _gradients(block: GraphTransformerBaseBlock, size: int, whole: bool) -> int:
+    """Return the bytes of a destination's gradients where they are largest, at the activation or at the projections."""
+    if whole:
+        return size * (3 * block.lin_query.out_features + 2 * block.channels)
+    return size * (2 * block.hidden_dim + block.channels)

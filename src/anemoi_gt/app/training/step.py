@@ -1,0 +1,265 @@
+"""One training step: forward, backward, clipping, AdamW and the average of the weights, in the precision of the run.
+
+loss      = sum over nodes of weight * (model(inputs) - target)^2, averaged over batch, nodes and channels    (autocast)
+g         = clip(d loss / d weights, clip_norm)
+weights   = AdamW(weights, g, learning rate of the step)
+average   = d average + (1 - d) weights,  d = average_decay; the first average is the weights themselves
+"""
+
+import logging
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from anemoi_gt.app.data.forecast_dataset import Sample
+from anemoi_gt.app.training.config import TrainingConfig
+from anemoi_gt.app.training.run_files import load_weights
+from anemoi_gt.cuda_graph import Capture, CUDAGraphedStep, capture_cuda_graph
+from anemoi_gt.nn import GraphTransformerBackwardMapper, GraphTransformerBaseBlock, GraphTransformerMapperBlock
+
+log = logging.getLogger(__name__)
+
+LOSS_SCALE = 2.0**10  # where float16 begins; losses are about 1, and the scaler raises it
+LOWEST_SCALE = 2.0**-14  # a gradient that overflows float16 even here is above 2**30, and no scale helps
+AUTOCAST = {"32-true": None, "bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+REMEDY = "set training.cuda_graph=false"
+
+# Inductor sends messages as early as possible and waits for them as late as possible.
+OVERLAP_MESSAGES = {
+    "reorder_for_compute_comm_overlap": True,
+    "reorder_for_compute_comm_overlap_passes": ["sink_waits", "raise_comms"],
+}
+STATEFUL = ("optimizer", "schedule", "scaler")  # beside the weights, with state dicts of their own
+
+
+class TrainingStep:
+    """A model, the moving average of its weights, its optimiser, learning rate and loss scale.
+
+    Raises ValueError when `config.compile` or `config.cuda_graph` asks for what the device or the model does not
+    support.
+
+    Parameters
+    ----------
+    model : nn.Module
+        Maps [B, N, in_channels] to [B, N, out_channels]. It is moved to the device and trained in place.
+    weights : Tensor
+        [N] of mean 1: the weight of each node in the loss.
+
+    Attributes
+    ----------
+    model : nn.Module
+        With the weights after the last step; its blocks are compiled if `config.compile` is True.
+    average : torch.optim.swa_utils.AveragedModel
+        With an exponential moving average of them, which forecasts; its buffers are those of `model`.
+    global_step : int
+        Steps taken.
+    """
+
+    def __init__(self, model: nn.Module, weights: Tensor, config: TrainingConfig, device: torch.device):
+        self.config, self.device = config, device
+        if config.warmup_steps > config.steps:
+            log.warning("training.warmup_steps is %d, taken as training.steps=%d", config.warmup_steps, config.steps)
+        self.model, self.weights = model.to(device), weights.to(device)
+        self.average = AveragedModel(self.model, multi_avg_fn=get_ema_multi_avg_fn(config.average_decay))
+        share_buffers(self.average.module, self.model)
+        if config.compile:
+            compile_blocks(self.model)
+        self.optimizer = torch.optim.AdamW(parameter_groups(model, config.weight_decay), lr=config.learning_rate)
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self._relative_rate)
+        self.optimizer.zero_grad()
+        self.optimizer.step()  # moves nothing without gradients; LambdaLR warns when a scaler skips the very first step
+        self.scaler = torch.amp.GradScaler(device.type, init_scale=LOSS_SCALE, enabled=config.precision == "16-mixed")
+        self.global_step = 0
+        self._captured: CUDAGraphedStep | None = None
+        if config.cuda_graph:
+            check_capturable(self.model, device)
+            self.capture(capture_cuda_graph)
+
+    def training_step(self, batch: Sample) -> Tensor:
+        """Take one optimiser step and return the loss before it, a detached scalar."""
+        self.model.train()
+        self.optimizer.zero_grad()
+        loss = self.forward_backward(batch)
+        self.optimizer_step()
+        return loss
+
+    def forward_backward(self, batch: Sample) -> Tensor:
+        """Leave the gradients of the scaled loss at the parameters, which have none; return the loss, detached."""
+        return (self._captured or self._forward_backward)(batch)
+
+    def optimizer_step(self) -> None:
+        """Clip the gradients and update the weights, their average, the learning rate and the loss scale."""
+        if self.scaler.is_enabled():
+            self.wait_for_ranks()  # the scaler reads back from the device
+        self.clip_gradients()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.schedule.step()
+        self.average.update_parameters(self.model)
+        self.global_step += 1
+
+    def clip_gradients(self) -> None:
+        """Divide the gradients by the loss scale and shorten them to `config.clip_norm`."""
+        self.scaler.unscale_(self.optimizer)
+        nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip_norm)
+
+    def wait_for_ranks(self) -> None:
+        """Wait until all ranks of the run have launched the same work; called before each wait for the device."""
+
+    def capture(self, capture: Capture) -> None:
+        """Replay forward and backward from the next step on, as `capture` makes them; see `CUDAGraphedStep`."""
+        self._captured = CUDAGraphedStep(self._forward_backward, self.model.parameters(), self.device, capture, REMEDY)
+
+    def close(self) -> None:
+        """Release a captured step with its memory and NCCL messages, which destroying the process group waits for."""
+        if self._captured is not None:
+            self._captured.reset()
+
+    def loss(self, model: nn.Module, batch: Sample) -> Tensor:
+        """Return the loss of a model on a batch, over all ranks, a scalar."""
+        return self.own_loss(model, batch)
+
+    def own_loss(self, model: nn.Module, batch: Sample) -> Tensor:
+        """Return the part of this process in the loss, a scalar to differentiate, in the precision of the run."""
+        with autocast(self.config.precision, self.device):
+            return weighted_mse(model(batch.inputs), batch.target, self.weights)
+
+    def learning_rate(self) -> float:
+        """Return the learning rate of the next step."""
+        return self.optimizer.param_groups[0]["lr"]
+
+    def is_finite(self) -> bool:
+        """Return True if all weights are finite; waits for the device."""
+        return all(bool(parameter.isfinite().all()) for parameter in self.model.parameters())
+
+    def has_lost_gradients(self) -> bool:
+        """Return True if skipped steps have used up the loss scale; waits for the device."""
+        return self.scaler.is_enabled() and self.scaler.get_scale() < LOWEST_SCALE
+
+    def state_dict(self) -> dict:
+        """Return everything that a step changes."""
+        return {
+            "model": self.model.state_dict(),
+            "average": self.average.module.state_dict(),
+            **{name: getattr(self, name).state_dict() for name in STATEFUL},
+            "step": self.global_step,
+        }
+
+    def load_state_dict(self, state: dict) -> None:
+        """Continue from what `state_dict` returned. Raises ValueError if the weights are those of another model."""
+        load_weights(self.model, state, "model")
+        load_weights(self.average.module, state, "average")
+        for name in STATEFUL:
+            getattr(self, name).load_state_dict(state[name])
+        for group, rate in zip(self.optimizer.param_groups, self.schedule.base_lrs, strict=True):
+            group["lr"] = rate * self._relative_rate(state["step"])  # of the schedule of this config, if steps grew
+        self.global_step = state["step"]
+        self.average.n_averaged.fill_(self.global_step)  # 0 would make the next step overwrite the average
+
+    def _forward_backward(self, batch: Sample) -> Tensor:
+        loss = self.own_loss(self.model, batch)
+        self.scaler.scale(loss).backward()
+        return loss.detach()
+
+    def _relative_rate(self, step: int) -> float:
+        return warmup_cosine(step, min(self.config.warmup_steps, self.config.steps), self.config.steps)
+
+
+def autocast(precision: str, device: torch.device) -> torch.autocast:
+    """Return the context that computes in a precision of `TrainingConfig` on a device."""
+    dtype = AUTOCAST[precision]
+    return torch.autocast(device.type, dtype=dtype, enabled=dtype is not None)
+
+
+def share_buffers(copied: nn.Module, model: nn.Module) -> None:
+    """Give a copy of a model the model's own buffers: a graph is held once, and AveragedModel finds nothing to copy."""
+    for part, original in zip(copied.modules(), model.modules(), strict=True):
+        for name, buffer in original.named_buffers(recurse=False):
+            setattr(part, name, buffer)
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
+    """Return the parameter groups of AdamW: matrices decay, vectors (biases, norms) do not."""
+    matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
+    vectors = [parameter for parameter in model.parameters() if parameter.dim() <= 1]
+    return [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+
+
+def weighted_mse(output: Tensor, target: Tensor, weights: Tensor) -> Tensor:
+    """Return the mean over batch, nodes and channels of weight * (output - target)^2, a scalar.
+
+    Output and target [B, N, C] are normalised, weights [N] have mean 1. The mean is about 1 for a forecast without
+    skill, because targets have unit variance. Raises ValueError when output and target differ in shape, which PyTorch
+    would broadcast.
+    """
+    if output.shape != target.shape:
+        raise ValueError(f"output must have the shape of target, {tuple(target.shape)}, got {tuple(output.shape)}")
+    return ((output - target).square().mean(dim=(0, 2)) * weights).mean()
+
+
+def warmup_cosine(step: int, warmup_steps: int, steps: int) -> float:
+    """Return the learning rate of a step, 0 to steps - 1, as a fraction of its maximum, in [0, 1].
+
+        (step + 1) / (warmup_steps + 1)                                         step < warmup_steps
+        (1 + cos(pi (step - warmup_steps) / (steps - warmup_steps))) / 2        after that, down to 0
+
+    Examples
+    --------
+    >>> [round(warmup_cosine(step, warmup_steps=2, steps=6), 3) for step in range(7)]
+    [0.333, 0.667, 1.0, 0.854, 0.5, 0.146, 0.0]
+    """
+    if step < warmup_steps:
+        return (step + 1) / (warmup_steps + 1)
+    progress = (step - warmup_steps) / max(steps - warmup_steps, 1)
+    return (1 + math.cos(math.pi * min(progress, 1.0))) / 2
+
+
+def compile_blocks(model: nn.Module) -> None:
+    """Compile each graph-transformer block of a model, in place, at its first call and again for other sizes or dtypes.
+
+    Blocks are compiled one by one: those of a kind share the compiled code, so a deep model compiles as fast as a
+    shallow one, and chunks of a mapper share it too. The norm and linear map at the end of a decoder are compiled with
+    its block. Weights and their names do not change, and a copy of the model is not compiled. Raises ValueError when
+    the model has no such block.
+    """
+    if not (blocks := [module for module in model.modules() if isinstance(module, GraphTransformerBaseBlock)]):
+        name = type(model).__name__
+        raise ValueError(
+            f"training.compile must be false for a model without graph-transformer blocks, got true and {name}"
+        )
+    has_chunks = any(len(getattr(module, "chunks", ())) > 1 for module in model.modules())
+    ends = [part.node_data_extractor for part in model.modules() if isinstance(part, GraphTransformerBackwardMapper)]
+    for part in (*blocks, *ends):
+        # Other sizes are static: with dynamic ones PyTorch 2.13 fails on the row counts of all-to-all messages.
+        is_chunked = has_chunks and (part in ends or isinstance(part, GraphTransformerMapperBlock))
+        part.compile(dynamic=is_chunked, options=OVERLAP_MESSAGES)
+
+
+def check_capturable(model: nn.Module, device: torch.device) -> None:
+    """Raise a ValueError unless a step of a model can be captured in a CUDA graph.
+
+    It cannot on a device without CUDA graphs, nor with activation checkpointing of layers with dropout, for which
+    PyTorch would read the state of the generator during capture, and refuses.
+    """
+    check_device_has_cuda_graphs(device)
+    checkpointed = [name or type(part).__name__ for name, part in model.named_modules() if _checkpoints_dropout(part)]
+    if checkpointed:
+        raise ValueError(
+            "training.cuda_graph must be false with activation checkpointing of layers with dropout, got true and "
+            f"{', '.join(checkpointed)}: set model.checkpoint_groups=null or model.dropout=0"
+        )
+
+
+def check_device_has_cuda_graphs(device: torch.device) -> None:
+    """Raise a ValueError unless a device has CUDA graphs."""
+    if device.type != "cuda":
+        raise ValueError(f"training.cuda_graph must be false on device {device}, got true: set training.device=cuda")
+
+
+def _checkpoints_dropout(part: nn.Module) -> bool:
+    """Return True if a module, a processor or a mapper, recomputes layers with dropout in backward."""
+    recomputes = getattr(part, "checkpoint_groups", None) is not None or getattr(part, "gradient_checkpointing", False)
+    blocks = (block for block in part.modules() if isinstance(block, GraphTransformerBaseBlock))
+    return recomputes and any(block.dropout > 0 for block in blocks)

@@ -1,0 +1,190 @@
+"""Trainer: the loop over training steps, with validation, records, checkpoints and an early end by signal."""
+
+import copy
+import math
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from anemoi_gt.app.data.forecast_dataset import Splits, TrainingBatches, load
+from anemoi_gt.app.training.config import TrainingConfig, choose_device, cpu_threads
+from anemoi_gt.app.training.progress import Meter, Stopped, StopRequest, progress_bar
+from anemoi_gt.app.training.run_files import MetricsFile, load_checkpoint, load_weights, save_checkpoint
+from anemoi_gt.app.training.step import TrainingStep
+from anemoi_gt.rng import generator_states, seed_generators, set_generator_states
+
+LAST, BEST = "last.pt", "best.pt"
+
+
+class Trainer:
+    """Training of a model on a data set, with checkpoints in a folder.
+
+    `last.pt` is the state after the latest validation, or where the run was stopped; `best.pt` that of the lowest
+    validation loss. On a CPU two runs with the same config, data and number of threads give the same numbers, bit for
+    bit, and so does one that was interrupted and continued from `last.pt`. Raises ValueError when config is no
+    TrainingConfig, or names a device that is not available.
+
+    Parameters
+    ----------
+    model : nn.Module
+        Maps [B, N, in_channels] to [B, N, out_channels]. It is trained in place.
+    splits : Splits
+        Trains on `train`, validates on `valid`.
+    folder : Path or str
+        For the checkpoints; it exists.
+    description : dict
+        Plain values kept in the checkpoints: the whole config of the run.
+    make_step, make_batches, save, stop_request : callable
+        Called as `TrainingStep(model, weights, config, device)`, `TrainingBatches(dataset, batch_size, steps, seed,
+        device)`, `save_checkpoint(path, state)` and `StopRequest()`, their defaults.
+
+    Attributes
+    ----------
+    step : TrainingStep
+        With the model, its averaged weights and the optimiser.
+    best_loss : float
+        The lowest validation loss so far.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        splits: Splits,
+        config: TrainingConfig,
+        folder: Path | str,
+        description: dict,
+        *,
+        make_step: Callable[..., TrainingStep] = TrainingStep,
+        make_batches: Callable[..., TrainingBatches] = TrainingBatches,
+        save: Callable[[Path, dict], None] = save_checkpoint,
+        stop_request: Callable[[], StopRequest] = StopRequest,
+    ):
+        if not isinstance(config, TrainingConfig):
+            raise ValueError(f"config must be a TrainingConfig, got {config!r}")
+        self.splits, self.config, self.folder, self.description = splits, config, Path(folder), description
+        self.device = choose_device(config.device)
+        self.step = make_step(model, splits.train.weights, config, self.device)
+        self.batches = make_batches(splits.train, config.batch_size, config.steps, config.seed, self.device)
+        self._save_checkpoint, self._stop_request = save, stop_request
+        self.best_loss = math.inf
+        self._meter = Meter(self.device)
+        self._generators: dict | None = None  # states in the checkpoint of a continued run
+        self._metrics: MetricsFile | None = None
+
+    def fit(self, metrics: MetricsFile | None) -> None:
+        """Take the remaining steps; `metrics` gets a record every `log_every` steps and one every `valid_every`.
+
+        Their splits are "train" and "valid". None, on ranks other than the first, also shows no progress. Raises
+        Stopped on SIGTERM or SIGINT, when the step is finished and `last.pt` is written; FloatingPointError if loss,
+        gradients or weights are not finite (in 16-mixed single steps are skipped for their gradients); OSError if a
+        file cannot be written. After an error the checkpoints stay those before it.
+        """
+        self._metrics, shown = metrics, {}
+        if self._generators is None:
+            seed_generators(self.config.seed)
+        else:
+            set_generator_states(self._generators, self.device)
+        self._meter.start()
+        samples = self.config.batch_size  # of a step, in all processes; a batch here may be a part of them
+        with (
+            cpu_threads(self.config.threads),
+            closing(self.step),
+            progress_bar(self.config.steps, self.step.global_step, disable=metrics is None) as bar,
+            self._stop_request() as stop,
+        ):
+            for batch in self.batches.since(self.step.global_step):
+                rate = self.step.learning_rate()
+                self._meter.add(self.step.training_step(batch), samples)
+                bar.update()
+                if self._is_due(self.config.log_every):
+                    shown |= self._record_training(rate)
+                if self._is_due(self.config.valid_every):
+                    shown |= {"valid": self._validate()}
+                bar.set_postfix({name: f"{number:.4g}" for name, number in shown.items()}, refresh=False)
+                if (received := stop.should_stop()) is not None:
+                    self._save(LAST)
+                    raise Stopped(received, self.step.global_step)
+
+    def best_model(self) -> nn.Module:
+        """Return a model with the averaged weights that validated best, in evaluation mode."""
+        model = copy.deepcopy(self.step.model)
+        load_weights(model, load_checkpoint(self.folder / BEST))
+        return model.eval()
+
+    def state_dict(self) -> dict:
+        """Return the state of the run, for a checkpoint."""
+        return self.step.state_dict() | {
+            "best_loss": self.best_loss,
+            "pending": self._meter.state_dict(),
+            "generators": generator_states(self.device),
+            "config": self.description,
+        }
+
+    def load_state_dict(self, state: dict) -> None:
+        """Continue a run from what `load_checkpoint` returned; the next `fit` takes the remaining steps.
+
+        Raises ValueError if the state lacks an entry, or its weights are those of another model.
+        """
+        if missing := sorted(self.state_dict().keys() - state.keys()):
+            raise ValueError(f"state must be the last.pt of a run, this checkpoint lacks {', '.join(missing)}")
+        self.step.load_state_dict(state)
+        self.best_loss = state["best_loss"]
+        self._meter.load_state_dict(state["pending"])
+        self._generators = state["generators"]
+
+    def _is_due(self, every: int) -> bool:
+        return self.step.global_step % every == 0 or self.step.global_step == self.config.steps
+
+    def _record(self, split: str, **numbers: float) -> None:
+        if self._metrics is not None:
+            self._metrics.write(split=split, step=self.step.global_step, **numbers)
+
+    def _record_training(self, rate: float) -> dict[str, float]:
+        self.step.wait_for_ranks()
+        loss, speed = self._meter.read()
+        self._check_finite(loss)
+        self._record("train", loss=loss, learning_rate=rate, samples_per_second=speed)
+        return {"loss": loss, "samples/s": speed}
+
+    def _validate(self) -> float:
+        """Measure the averaged weights on the validation samples and write the checkpoints."""
+        loss = self._validation_loss()
+        self._check_finite(loss)
+        is_best = loss < self.best_loss
+        self.best_loss = min(loss, self.best_loss)
+        self._record("valid", loss=loss)
+        # last.pt comes second: a run that is killed in between continues from the former one, and writes best.pt again.
+        self._save(*((BEST, LAST) if is_best else (LAST,)))
+        return loss
+
+    @torch.no_grad()
+    def _validation_loss(self) -> float:
+        average = self.step.average.eval()
+        batches = load(self.splits.valid, self.config.batch_size, self.device)
+        losses = [self.step.loss(average, batch) * len(batch.inputs) for batch in batches]
+        self.step.wait_for_ranks()
+        return torch.stack(losses).sum().item() / len(self.splits.valid)
+
+    def _save(self, *names: str) -> None:
+        self.step.wait_for_ranks()
+        # Before a good checkpoint is replaced: a loss that waits to be recorded would fail every continued run.
+        self._check_finite(self._meter.loss())
+        if not self.step.is_finite():
+            raise self._not_finite("the weights must stay finite, got NaN or infinity")
+        if self._metrics is not None:
+            self._metrics.sync()
+        for name in names:
+            self._save_checkpoint(self.folder / name, self.state_dict())
+
+    def _check_finite(self, loss: float) -> None:
+        if not math.isfinite(loss):
+            raise self._not_finite(f"the loss must stay finite, got {loss}")
+        if self.step.has_lost_gradients():
+            reason = "the gradients must stay finite at some loss scale, got NaN or infinity at every one"
+            raise self._not_finite(reason, "set training.precision=bf16-mixed, or lower training.learning_rate")
+
+    def _not_finite(self, what: str, remedy: str = "lower training.learning_rate") -> FloatingPointError:
+        return FloatingPointError(f"{what} at step {self.step.global_step}: {remedy}")

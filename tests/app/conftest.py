@@ -1,0 +1,97 @@
+"""The smallest runs that are still runs."""
+
+import sys
+from functools import partial
+
+import pytest
+import torch
+from support import applications
+
+from anemoi_gt import EncoderProcessorDecoder
+from anemoi_gt.app.data.forecast_dataset import Splits
+from anemoi_gt.app.data.sphere_advection import sphere
+from anemoi_gt.app.training import Trainer, TrainingConfig
+from anemoi_gt.app.training.run_files import MetricsFile
+from anemoi_gt.data.graphs import icosphere_graph
+
+NUMBERS = {"steps": 6, "batch_size": 2, "warmup_steps": 2, "valid_every": 2, "log_every": 1, "device": "cpu"}
+SMALL = [*applications.SMALL, "training.warmup_steps=1", "training.device=cpu"]  # options of the application
+
+
+def fit(trainer):
+    with MetricsFile(trainer.folder / "metrics.jsonl", until=trainer.step.global_step) as metrics:
+        trainer.fit(metrics)
+    return metrics.records
+
+
+def without_speed(records):
+    """What must repeat of a run's records: all but how fast it was."""
+    return [{name: value for name, value in record.items() if name != "samples_per_second"} for record in records]
+
+
+def assert_same(actual, expected, name="state"):
+    """Nested dicts and lists of tensors and numbers must be equal bit by bit."""
+    if isinstance(expected, dict):
+        assert actual.keys() == expected.keys(), name
+        for key, value in expected.items():
+            assert_same(actual[key], value, f"{name}.{key}")
+    elif isinstance(expected, list | tuple):
+        for i, (one, other) in enumerate(zip(actual, expected, strict=True)):
+            assert_same(one, other, f"{name}[{i}]")
+    else:
+        assert torch.equal(actual, expected) if torch.is_tensor(expected) else actual == expected, name
+
+
+@pytest.fixture(scope="session")
+def splits():
+    return sphere("O4", train_size=8, valid_size=3, test_size=3)
+
+
+@pytest.fixture(scope="session")
+def make_model(splits):
+    """Make a small model for `splits` from a seed."""
+    graph, train = icosphere_graph(splits.train.nodes, refinement=1), splits.train
+
+    def make(seed=0, **options):
+        torch.manual_seed(seed)
+        options = {"channels": 8, "heads": 2, "num_layers": 1, "dropout": 0.1} | options
+        return EncoderProcessorDecoder(graph, train.in_channels, train.out_channels, **options)
+
+    return make
+
+
+@pytest.fixture
+def make_trainer(splits, make_model, tmp_path):
+    """Make the trainer of a small model, in a folder of this name."""
+
+    def make_trainer(name="run", train=splits.train, weights_seed=0, **numbers):
+        (tmp_path / name).mkdir(exist_ok=True)
+        data, config = Splits(train, *splits[1:]), TrainingConfig(**NUMBERS | numbers)
+        return Trainer(make_model(weights_seed), data, config, tmp_path / name, {"a run": True})
+
+    return make_trainer
+
+
+@pytest.fixture
+def run(make_trainer):
+    """Train a small model in a folder; returns the trainer and the records of its metrics."""
+
+    def run(name="run", **numbers):
+        trainer = make_trainer(name, weights_seed=numbers.get("seed", 0), **numbers)
+        return trainer, fit(trainer)
+
+    return run
+
+
+@pytest.fixture
+def start(monkeypatch, logging_as_before):
+    def start(application, *arguments):
+        monkeypatch.setattr(sys, "argv", [application.__name__, *arguments])
+        application.main()
+
+    return start
+
+
+@pytest.fixture
+def error_line(capsys):
+    return partial(applications.last_error, capsys)

@@ -1,0 +1,161 @@
+"""The configs: each builds its object, choices compose, and other applications can use the groups."""
+
+from importlib.resources import files
+
+import numpy as np
+import pytest
+import torch
+from hydra import compose, initialize_config_dir, initialize_config_module
+from hydra.utils import instantiate
+from support.own_data import weather_file
+from support.pages import ROOT, blocks
+from support.weather import hourly_field
+
+from anemoi_gt import AttentionConfig
+from anemoi_gt.app.data import era5_uk
+from anemoi_gt.app.data.readers import READERS, read_dataset
+from anemoi_gt.app.hydra_app import GROUPS, build
+from anemoi_gt.attention_config import BACKENDS, PRECISIONS
+from anemoi_gt.data.grids import regional
+from anemoi_gt.nn import GraphTransformerBaseBlock
+
+CONFIGS = files("anemoi_gt.configs")
+TINY_SPHERE = ["data.grid_name=O4", "data.train_size=2", "data.valid_size=1", "data.test_size=1", "data.lead_time=12"]
+COARSE = {  # graphs that fit the tiny grid
+    "graph=icosphere": ["graph.refinement=1"], "graph=n320": ["graph.refinement=1", "graph.grid=O4"],
+    "graph=o1280": ["graph.refinement=1", "graph.grid=O4"], "graph=era5_uk": ["graph.refinement=2"],
+    "graph=limited_area": ["graph.refinement=5"], "graph=hierarchical": ["graph.refinements=[2,1]"],
+    "graph=stretched": ["graph.refinement=1", "graph.area_refinement=2"],
+}  # fmt: skip
+SMALL_MODEL = ["model.channels=16", "model.num_layers=1", "model.checkpoint_groups=1"]
+FOR_ANEMOI = "anemoi"  # groups for Anemoi's configs, not for this application's
+
+
+def composed(*overrides):
+    with initialize_config_module("anemoi_gt.configs", version_base="1.3"):
+        return compose("train", list(overrides))
+
+
+def options(folder=CONFIGS, group=""):
+    """Every option of every group of the application, as an override."""
+    for entry in sorted(folder.iterdir(), key=lambda entry: entry.name):
+        if entry.is_dir() and entry.name != FOR_ANEMOI:
+            yield from options(entry, f"{group}/{entry.name}" if group else entry.name)
+        elif group and entry.name.endswith(".yaml"):
+            yield f"{group}={entry.name.removesuffix('.yaml')}".replace("=null", "='null'")
+
+
+def test_there_are_the_groups_that_the_documentation_names_and_every_backend_and_precision():
+    groups, choices = {option.split("=")[0] for option in options()}, {option.replace("'", "") for option in options()}
+    assert groups == {"attention/backend", "attention/precision", "sharding", *GROUPS}
+    assert {f"attention/backend={name}" for name in BACKENDS} <= choices
+    assert {f"attention/precision={name or 'null'}" for name in PRECISIONS} <= choices
+
+
+@pytest.mark.parametrize("option", list(options()))
+def test_every_config_builds_its_object(option, monkeypatch):
+    month = hourly_field(nodes=regional(np.arange(58.0, 49, -1), np.arange(-10.0, 3)))  # on every fourth point
+    monkeypatch.setattr(era5_uk, "read_era5_uk", lambda path: month)
+    needed = ["data=era5_uk"] if "limited" in option else [] if "era5" in option else TINY_SPHERE
+    if option in ("data=xarray", "data=anemoi"):
+        needed = ["data.path=file"]
+        monkeypatch.setitem(READERS, option.partition("=")[2], lambda path: read_dataset(weather_file()))
+    needed = [*needed, *SMALL_MODEL] if "o1280" in option else needed
+    config = composed(*needed, option, *COARSE.get(option, []))
+    if option == "attention/backend=triton":
+        assert instantiate(config.attention) == AttentionConfig(backend="triton")
+        return
+    splits, model, _ = build(config)
+    sample = splits.train[0]
+    assert model(sample.inputs[None])[0].shape == sample.target.shape
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        *((same, AttentionConfig()) for same in ("", "attention/precision='null'", "attention.precision=null")),
+        *((f"attention{way}backend=triton", AttentionConfig("triton")) for way in "/."),
+        ("attention/backend=torch attention/precision=bf16", AttentionConfig("torch", "bf16")),
+        ("attention.precision=fp16", AttentionConfig(precision="fp16")),
+        ("attention.stable_sort=false", AttentionConfig(stable_sort=False)),
+    ],
+)
+def test_attention_is_chosen_by_group_or_by_value(overrides, expected):
+    assert instantiate(composed(*overrides.split()).attention) == expected
+
+
+def test_graph_model_and_training_follow_the_data_unless_chosen():
+    config = composed("data=era5_uk")
+    assert config.graph._target_.endswith("limited_area_graph")
+    assert config.training == composed("data=era5_uk", "training=era5_uk").training != composed().training
+    assert composed("data=era5_uk", "model=graph_transformer").model.channels == 128
+
+
+def test_a_graph_for_a_grid_brings_the_data_onto_it_and_its_model_and_training_unless_chosen():
+    config = composed("graph=o1280")
+    assert (config.data.grid_name, config.model.channels, config.training.batch_size) == ("O1280", 1024, 1)
+    assert config.training == composed("training=o1280").training != composed("graph=n320").training
+    assert composed("graph=o1280", "model=sphere").model == composed().model
+    assert composed("graph=n320").data.grid_name == "N320" and composed().data.grid_name == "O16"
+
+
+def test_graphs_have_the_options_of_anemoi():
+    config, levels = composed("graph=n320").graph, composed("graph=hierarchical").graph
+    assert (config.refinement, config.cutoff, config.nearest) == (6, 0.6, 3)
+    assert (list(levels.refinements), levels.down_cutoff, levels.up_nearest) == ([5, 4, 3], 1.5, 5)
+
+
+def test_a_graph_for_another_grid_is_refused():
+    with pytest.raises(ValueError, match=r"the data must be on grid N320, .* of 542080 nodes, got 208 nodes"):
+        build(composed("graph=n320", *TINY_SPHERE))
+
+
+def test_data_of_ones_own_alone_take_the_default_graph_model_and_training(tmp_path):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "mine.yaml").write_text("_target_: my.splits\n")
+    config = composed("data=mine", f"hydra.searchpath=[{tmp_path}]")
+    default = composed("data=xarray")
+    assert config.data == {"_target_": "my.splits"}
+    assert all(config[group] == default[group] for group in ("graph", "model", "training"))
+    assert config.graph._target_.endswith("limited_area_graph") and config.graph.refinement is None
+    (text,) = [text for text in blocks(ROOT / "docs" / "own_data.md", "text") if text.startswith("defaults")]
+    (tmp_path / "data" / "mine.yaml").write_text(text)
+    config = composed("data=mine", f"hydra.searchpath=[{tmp_path}]")
+    assert config.data == {**composed("data=xarray", "data.path=a").data, "path": "weather.nc", "diagnostics": ["tp"]}
+    assert config.graph == composed("graph=icosphere").graph and config.model == default.model
+
+
+def test_the_attention_config_reaches_every_layer():
+    model = build(composed(*TINY_SPHERE, "attention/backend=torch", "attention/precision=bf16")).model
+    blocks = [module for module in model.modules() if isinstance(module, GraphTransformerBaseBlock)]
+    assert len(blocks) > 2 and {block.config for block in blocks} == {AttentionConfig("torch", "bf16")}
+
+
+def test_the_seed_draws_the_weights():
+    one, same, other = (build(composed(*TINY_SPHERE, f"training.seed={seed}")).model for seed in (1, 1, 2))
+    weights = [model.encoder["data"].emb_nodes_src.weight for model in (one, same, other)]
+    assert torch.equal(weights[0], weights[1]) and not torch.equal(weights[0], weights[2])
+
+
+FOREIGN = """
+defaults:
+  - attention: default
+  - model@networks.small: sphere
+  - graph: icosphere
+  - _self_
+hydra:
+  searchpath: [pkg://anemoi_gt.configs]
+learning: fast
+"""
+
+
+def test_a_foreign_application_uses_the_groups(tmp_path):
+    (tmp_path / "config.yaml").write_text(FOREIGN)
+    with initialize_config_dir(str(tmp_path), version_base="1.3"):
+        config = compose("config", ["attention/backend=torch", "graph.refinement=1"])
+    attention = instantiate(config.attention)
+    assert attention == AttentionConfig(backend="torch")
+    assert config.learning == "fast" and set(config) == {"attention", "networks", "graph", "learning"}
+    nodes = regional(np.arange(-80.0, 90, 20), np.arange(0.0, 360, 20))
+    model = instantiate(config.networks.small)(instantiate(config.graph)(nodes), 3, 2, config=attention)
+    assert model(torch.zeros(1, len(nodes), 3)).shape == (1, len(nodes), 2)

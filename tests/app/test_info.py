@@ -1,0 +1,112 @@
+"""`anemoi-gt info`: versions, devices and available backends."""
+
+import importlib.metadata
+import re
+import runpy
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+from anemoi.models.layers.block import GraphTransformerBaseBlock
+from anemoi.models.layers.graph_provider import StaticGraphProvider
+from test_house import OPTIONAL, run_without
+
+import anemoi_gt
+from anemoi_gt import __main__ as command_line
+from anemoi_gt.app import info
+from anemoi_gt.integrations.anemoi import patch
+from anemoi_gt.ops import backends
+
+ROOT = Path(__file__).parents[2]
+RUN = "import runpy, sys\nsys.argv = ['anemoi_gt', 'info']\nrunpy.run_module('anemoi_gt', run_name='__main__')"
+
+
+def rows(section):
+    block = next(block for block in info.describe().split("\n\n") if block.startswith(f"{section}\n"))
+    return dict(re.fullmatch(r"  (.+?)  +(.+)", line).groups() for line in block.splitlines()[1:])
+
+
+def test_the_command_prints_all_sections(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["anemoi_gt", "info"])
+    runpy.run_module("anemoi_gt", run_name="__main__")
+    sections = [block.splitlines()[0] for block in capsys.readouterr().out.strip().split("\n\n")]
+    assert sections == ["versions", "packages", "devices", "attention backends", "anemoi-models"]
+
+
+def test_versions_are_the_installed_ones():
+    versions = rows("versions")
+    assert versions["anemoi_gt"] == anemoi_gt.__version__
+    assert versions["torch"].startswith(f"{torch.__version__}, built ")
+    assert versions["python"].startswith(sys.version.split()[0])
+    assert rows("packages")["hydra-core"] == importlib.metadata.version("hydra-core")
+
+
+def test_with_only_torch_everything_else_is_reported_missing():
+    result = run_without(OPTIONAL | set(info.PACKAGES), RUN)
+    assert result.returncode == 0, result.stderr
+    for package, extra in info.PACKAGES.values():
+        requirement = "anemoi-gt" if extra is None else rf"anemoi-gt\[{extra}\]"
+        assert re.search(rf"^  {package} +missing: pip install '{requirement}'$", result.stdout, re.MULTILINE), package
+    assert re.search(r"^  install +not possible: ", result.stdout, re.MULTILINE)
+    assert re.search(r"^  cpu torch +runs, auto takes it$", result.stdout, re.MULTILINE)
+    assert re.search(r"^  cpu triton +does not run: the package triton is missing", result.stdout, re.MULTILINE)
+
+
+def test_every_package_of_an_extra_is_listed_with_it():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    needed = {None: project["dependencies"], **project["optional-dependencies"]}
+    for extra in (None, "triton", "graphs", "hydra", "train", "xarray", "era5"):
+        names = {re.match(r"[\w-]+", requirement)[0] for requirement in needed[extra]} - {"torch", "anemoi-gt"}
+        assert names == {package for package, its_extra in info.PACKAGES.values() if its_extra == extra}, extra
+
+
+def test_each_backend_reports_for_itself(monkeypatch):
+    cases = ((False, "does not run: no cpu", "runs, auto takes it"), (True, "runs, auto takes it", "runs"))
+    for runs, triton, torch_backend in cases:
+        reason = lambda query, runs=runs: None if runs else f"no {query.device}"  # noqa: E731
+        stub = backends.BACKENDS["triton"]._replace(unsupported_reason=reason, auto_unsupported_reason=reason)
+        monkeypatch.setitem(backends.BACKENDS, "triton", stub)
+        answers = rows("attention backends")
+        assert (answers["cpu triton"], answers["cpu torch"]) == (triton, torch_backend)
+
+
+def test_every_device_is_listed_with_every_backend():
+    devices = rows("devices")
+    assert set(devices) == {"cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))}
+    assert set(rows("attention backends")) == {f"{device} {name}" for device in devices for name in backends.BACKENDS}
+
+
+def test_what_install_would_replace_is_listed_with_the_reason_where_it_would_not(monkeypatch, anemoi_as_it_is):
+    listed = rows("anemoi-models")
+    assert listed.pop("version") == importlib.metadata.version("anemoi-models")
+    assert len(listed) == len(patch.PATCHES | patch.SHARDING) and set(listed.values()) == {"replaced by install"}
+    with patch.install():
+        assert rows("anemoi-models").items() >= listed.items()
+    monkeypatch.setattr(GraphTransformerBaseBlock, "get_qkve", lambda self, x: None)
+    monkeypatch.setattr(GraphTransformerBaseBlock, "apply_gt", lambda self: None)
+    monkeypatch.delattr(StaticGraphProvider, "_get_edges_impl")
+    listed = rows("anemoi-models")
+    name = "GraphTransformerBaseBlock.{}".format
+    assert listed[name("get_qkve")] == "stays upstream's: it takes (self, x), not (self, x, edge_attr)"
+    assert listed[name("apply_gt")].startswith("install refuses this version: it takes (self), not (self, query, ")
+    assert listed["StaticGraphProvider._get_edges_impl"] == "stays upstream's: it has no _get_edges_impl"
+    assert listed["NoiseConditioning.forward"] == "stays upstream's: sharding is replaced as a whole, or not at all"
+
+
+@pytest.mark.parametrize(("arguments", "status"), [([], 0), (["--help"], 0), (["inform"], 2)])
+def test_no_command_help_and_an_unknown_one_name_the_known_ones(arguments, status, capsys):
+    with pytest.raises(SystemExit, match=f"^{status}$"):
+        command_line.main(arguments)
+    text = "".join(capsys.readouterr())
+    assert "usage: anemoi-gt " in text and "{info,train,evaluate,rollout,export}" in text
+
+
+def test_the_version_is_an_option_and_in_the_changelog(capsys):
+    version = anemoi_gt.__version__
+    with pytest.raises(SystemExit, match="^0$"):
+        command_line.main(["--version"])
+    assert capsys.readouterr().out == f"{version}\n"
+    heading = rf"^## \[{re.escape(version)}\] - \d{{4}}-\d\d-\d\d$"
+    assert re.search(heading, (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)

@@ -1,0 +1,145 @@
+"""Training steps with compiled blocks: the results of eager ones, what is compiled, and what is refused."""
+
+import copy
+
+import pytest
+import torch
+import torch._inductor.comms
+from support.capturing import capture_in_place, without_inductor
+from torch import nn
+from torch._dynamo.utils import counters
+
+from anemoi_gt.app.data.forecast_dataset import TrainingBatches
+from anemoi_gt.app.training import TrainingConfig
+from anemoi_gt.app.training.run_files import load_checkpoint
+from anemoi_gt.app.training.step import OVERLAP_MESSAGES, TrainingStep, compile_blocks
+from anemoi_gt.nn import GraphTransformerBaseBlock
+
+from ..conftest import assert_same
+
+CPU, STEPS = torch.device("cpu"), 4
+MOVES = "reorder_for_compute_comm_overlap"  # an option of Inductor
+
+
+@pytest.fixture(autouse=True, scope="module")
+def in_seconds():
+    """Clear what was compiled before, and leave out Inductor."""
+    torch.compiler.reset()
+    with without_inductor():
+        yield
+
+
+@pytest.fixture
+def compiled_graphs():
+    """Return how many were compiled since the last call, at first in this test."""
+    torch.compiler.reset()
+    counters.clear()
+    return lambda: counters.pop("stats", {}).get("unique_graphs", 0)
+
+
+@pytest.fixture
+def make_step(splits, make_model):
+    """Make the step of a small model with dropout."""
+
+    def make_step(model=None, compile=False, precision="32-true", **options):
+        numbers = {"steps": 2 * STEPS, "batch_size": 2, "warmup_steps": 1, "device": "cpu"}
+        config = TrainingConfig(**numbers, compile=compile, precision=precision)
+        return TrainingStep(model or make_model(**options), splits.train.weights, config, CPU)
+
+    return make_step
+
+
+@pytest.fixture
+def trained(splits):
+    """Take steps; return their losses and the last weights."""
+
+    def trained(step):
+        torch.manual_seed(3)
+        losses = [step.training_step(batch) for batch in batches_of(splits)]
+        return [torch.stack(losses), *(parameter.detach() for parameter in step.model.parameters())]
+
+    return trained
+
+
+def batches_of(splits):
+    return TrainingBatches(splits.train, 2, STEPS, seed=0, device=CPU).since(0)
+
+
+def compiled_parts(model):
+    return [module for module in model.modules() if module._compiled_call_impl is not None]
+
+
+def test_every_block_and_the_end_of_the_decoder_are_compiled_and_nothing_else(make_step):
+    model = make_step(compile=True).model
+    blocks = [part for part in model.modules() if isinstance(part, GraphTransformerBaseBlock)]
+    assert compiled_parts(model) == [*blocks, model.decoder["data"].node_data_extractor]
+    assert len(compiled_parts(model)) == 4 and not compiled_parts(make_step().model)
+
+
+def test_copies_are_not_compiled_and_names_stay(make_step):
+    plain, step = make_step(), make_step(compile=True)
+    assert not compiled_parts(step.average) and not compiled_parts(copy.deepcopy(step.model))
+    ours, theirs = step.state_dict(), plain.state_dict()
+    for part in ("model", "average"):
+        assert list(ours[part]) == list(theirs[part])
+
+
+def test_validation_and_the_best_model_are_not_compiled(run, compiled_graphs):
+    trainer, _ = run(compile=True)
+    assert compiled_graphs() == 4  # each kind of block and the decoder's end in training, none without gradients
+    best = trainer.best_model()
+    assert not compiled_parts(best) and compiled_parts(trainer.step.model)
+    assert_same(best.state_dict(), load_checkpoint(trainer.folder / "best.pt")["average"])
+
+
+@pytest.mark.parametrize(("precision", "checkpointed"), [("32-true", False), ("bf16-mixed", True)])
+def test_compiled_steps_agree_with_eager_ones_to_rounding(make_step, trained, precision, checkpointed):
+    options = {"num_layers": 2, "precision": precision}
+    options |= {"checkpoint_groups": 1, "dropout": 0.0} if checkpointed else {}
+    compiled, eager = (trained(make_step(compile=way, **options)) for way in (True, False))
+    torch.testing.assert_close(compiled, eager)
+
+
+def test_blocks_are_compiled_with_overlapped_messages_by_options_that_inductor_has(make_model, monkeypatch):
+    assert set(OVERLAP_MESSAGES) <= set(torch._inductor.list_options())
+    assert all(hasattr(torch._inductor.comms, name) for name in OVERLAP_MESSAGES[f"{MOVES}_passes"])
+    calls = []
+    monkeypatch.setattr(nn.Module, "compile", lambda module, **options: calls.append(options))
+    compile_blocks(make_model())
+    moved = {MOVES: True, f"{MOVES}_passes": ["sink_waits", "raise_comms"]}
+    assert calls == [{"dynamic": False, "options": moved}] * 4
+
+
+def test_a_state_goes_from_a_compiled_step_to_another_and_back(make_step, trained):
+    compiled, plain = make_step(compile=True), make_step()
+    trained(compiled)
+    plain.load_state_dict(copy.deepcopy(compiled.state_dict()))
+    again = make_step(compile=True)
+    again.load_state_dict(copy.deepcopy(plain.state_dict()))
+    assert_same(trained(again), trained(compiled))
+
+
+def test_layers_of_a_kind_share_what_was_compiled(make_step, splits, compiled_graphs):
+    for layers, graphs in ((3, 4), (5, 0)):  # of the encoder, the processor, the decoder and its end, then none
+        make_step(compile=True, num_layers=layers, dropout=0.0).training_step(next(batches_of(splits)))
+        assert compiled_graphs() == graphs
+
+
+def test_chunks_of_a_mapper_share_what_was_compiled(make_step, splits, compiled_graphs):
+    options = {"num_layers": 2, "checkpoint_groups": 2, "dropout": 0.0}
+    steps = [make_step(compile=way, mapper_chunks=7, **options) for way in (True, False)]
+    losses = [step.training_step(next(batches_of(splits))) for step in steps]
+    assert compiled_graphs() == 4
+    torch.testing.assert_close(*losses)
+
+
+def test_captured_compiled_steps_have_the_bits_of_compiled_ones(make_step, trained):
+    launched, captured = (make_step(compile=True, precision="bf16-mixed") for _ in range(2))
+    captured.capture(capture_in_place)
+    assert_same(trained(captured), trained(launched))
+    assert compiled_parts(captured.model)
+
+
+def test_a_model_without_blocks_is_refused_before_a_step(make_step):
+    with pytest.raises(ValueError, match="false for a model without graph-transformer blocks, got true and Linear"):
+        make_step(nn.Linear(2, 2), compile=True)

@@ -1,0 +1,75 @@
+"""Estimate of the memory of a training step, and advice where it is short."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from support.weather import weather_graph
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from anemoi_gt import AttentionConfig, EncoderProcessorDecoder
+from anemoi_gt.app.training import TrainingConfig
+from anemoi_gt.app.training.memory_estimate import advice, estimate_memory
+from anemoi_gt.app.training.step import autocast
+
+NODES = {"data": 3000, "hidden": 700}
+KINDS = {("data", "to", "hidden"): 4400, ("hidden", "to", "hidden"): 2000, ("hidden", "to", "data"): 9000}
+CONFIG = TrainingConfig(batch_size=1)
+
+
+@pytest.fixture(scope="module")
+def make_model():
+    graph = weather_graph(NODES, KINDS)
+    return lambda **options: EncoderProcessorDecoder(graph, 20, 9, channels=128, heads=4, **options)
+
+
+WHOLE = {"num_layers": 2, "config": AttentionConfig("triton")}
+
+
+@pytest.mark.parametrize(
+    ("options", "precision"),
+    [
+        ({"num_layers": 1}, "32-true"), ({"num_layers": 4}, "32-true"),
+        ({"num_layers": 1, "mapper_chunks": 3}, "32-true"), (WHOLE, "bf16-mixed"),
+        (WHOLE | {"mapper_chunks": 3}, "bf16-mixed"),
+    ],
+)  # fmt: skip
+def test_estimate_is_at_most_30_percent_above_what_a_model_keeps_for_the_backward_pass(make_model, options, precision):
+    model, mode, kept = make_model(**options), FakeTensorMode(allow_non_fake_inputs=True), {}
+    own = [*model.parameters(), *model.buffers()]
+    own += [mode.from_tensor(tensor) for tensor in own]
+
+    def keep(tensor):
+        kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
+        return tensor
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+    with mode, hooks, autocast(precision, torch.device("cpu")):
+        model(torch.randn(1, NODES["data"], 20))
+    own = {tensor.untyped_storage()._cdata for tensor in own}
+    found = sum(storage.nbytes() for number, storage in kept.items() if number not in own)
+    assert found <= estimate_memory(model, replace(CONFIG, precision=precision)).kept <= 1.3 * found
+
+
+def test_checkpointing_chunks_and_precision_lower_the_estimate(make_model):
+    options = [{}, {"checkpoint_groups": 4}, {"checkpoint_groups": 4, "mapper_chunks": 4}]
+    totals = [estimate_memory(make_model(**each), CONFIG).total for each in options]
+    mixed = TrainingConfig(batch_size=1, precision="bf16-mixed")
+    totals.append(estimate_memory(make_model(**options[-1]), mixed).total)
+    assert totals == sorted(totals, reverse=True) and totals[0] > 2 * totals[-1]
+    assert estimate_memory(nn.Linear(2, 2), CONFIG) is None
+
+
+@pytest.mark.parametrize(
+    ("model", "training", "expected"),
+    [
+        ({"num_layers": 4}, {}, "set model.checkpoint_groups=4 and model.mapper_chunks=2"),
+        ({"num_layers": 4, "checkpoint_groups": 2}, {}, "set model.checkpoint_groups=4"),
+        ({"num_layers": 4, "checkpoint_groups": 4}, {"precision": "32-true"}, "set training.precision=bf16-mixed"),
+        ({"num_layers": 4, "checkpoint_groups": 4, "mapper_chunks": 8}, {}, "set model.mapper_chunks=32"),
+        ({"num_layers": 4, "checkpoint_groups": 4, "mapper_chunks": 64}, {}, "lower training.batch_size or"),
+    ],
+)
+def test_advice_names_what_saves_most(model, training, expected):
+    assert advice(model, training).startswith(expected)

@@ -1,0 +1,225 @@
+"""Stop and resume: an interrupted run ends with the bits of one that was not."""
+
+import os
+import random
+import signal
+import threading
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from support.capturing import capture_in_place, without_inductor
+
+from anemoi_gt.app.data.forecast_dataset import TrainingBatches
+from anemoi_gt.app.training.progress import Stopped, StopRequest
+from anemoi_gt.app.training.run_files import MetricsFile, load_checkpoint
+from anemoi_gt.rng import seed_generators
+
+from ..conftest import assert_same, fit, without_speed
+
+# Neither records nor validations fall on the step of the stop, so that a mean loss is half collected there.
+NUMBERS = {"steps": 9, "batch_size": 3, "valid_every": 3, "log_every": 3, "seed": 5}
+STOP_AFTER = 5
+
+
+class NoisySamples:
+    """Samples disturbed by the global generators of Python, NumPy and PyTorch."""
+
+    def __init__(self, dataset):
+        self._dataset = dataset
+
+    def __getattr__(self, name):
+        return getattr(self._dataset, name)
+
+    def __len__(self):
+        return len(self._dataset)
+
+    def __getitem__(self, i):
+        sample = self._dataset[i]
+        noise = random.random() + np.random.rand() + torch.rand(())  # noqa: NPY002
+        return sample._replace(inputs=sample.inputs + float(noise))
+
+
+class SignalAt:
+    """Batches that send this process a signal when that of a step is taken."""
+
+    def __init__(self, batches, step, number):
+        self._batches, self._step, self._number = batches, step, number
+
+    def since(self, step):
+        for n, batch in enumerate(self._batches.since(step), start=step + 1):
+            if n == self._step:
+                os.kill(os.getpid(), self._number)
+            yield batch
+
+
+@pytest.fixture(autouse=True)
+def heeded_interrupts():
+    """SIGINT as in the foreground: a shell script's `&` starts processes that ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture
+def trainer(make_trainer):
+    return partial(make_trainer, **NUMBERS)
+
+
+def load(trainer):
+    trainer.load_state_dict(load_checkpoint(trainer.folder / "last.pt"))
+    return trainer
+
+
+def stop(trainer, after=STOP_AFTER, number=signal.SIGTERM):
+    """Train until a signal comes in a step; return what fit raised."""
+    trainer.batches = SignalAt(trainer.batches, after, number)
+    with pytest.raises(Stopped) as stopped:
+        fit(trainer)
+    return stopped.value
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
+def test_a_run_that_is_stopped_twice_ends_with_the_same_bits(trainer, precision):
+    whole = trainer("whole", precision=precision)
+    records = fit(whole)
+    stop(trainer("stopped", precision=precision), after=2)
+    for after in (STOP_AFTER, None):
+        # Other weights at first, and generators elsewhere: all must come from the checkpoint.
+        continued = trainer("stopped", precision=precision, weights_seed=1)
+        seed_generators(99)
+        load(continued)
+        if after is not None:
+            stop(continued, after)
+    assert continued.step.global_step == STOP_AFTER
+    assert without_speed(fit(continued)) == without_speed(records)
+    for name in ("last.pt", "best.pt"):
+        assert_same(load_checkpoint(continued.folder / name), load_checkpoint(whole.folder / name), name)
+
+
+@pytest.mark.parametrize("captured_first", [True, False])
+def test_a_cuda_graph_that_is_switched_off_or_on_at_a_stop_changes_no_bit(trainer, captured_first):
+    records, parts = fit(trainer("whole")), [trainer("run"), trainer("run", weights_seed=1)]
+    parts[not captured_first].step.capture(capture_in_place)
+    stop(parts[0])
+    assert without_speed(fit(load(parts[1]))) == without_speed(records)
+
+
+def test_compilation_that_is_switched_off_at_a_stop_changes_rounding_alone(trainer):
+    with without_inductor():
+        records, compiled = fit(trainer("whole")), trainer("run", compile=True)
+        stop(compiled)
+    losses = [[record["loss"] for record in of_run] for of_run in (fit(load(trainer("run"))), records)]
+    torch.testing.assert_close(*map(torch.tensor, losses))
+
+
+def test_samples_that_draw_from_global_generators_continue_too(trainer, splits):
+    noisy = NoisySamples(splits.train)
+    records = fit(trainer("whole", noisy))
+    assert without_speed(records) != without_speed(fit(trainer("quiet")))
+    stop(trainer("stopped", noisy))
+    seed_generators(99)
+    assert without_speed(fit(load(trainer("stopped", noisy)))) == without_speed(records)
+
+
+def test_a_continued_run_keeps_the_best_weights_that_it_does_not_beat(trainer):
+    stop(trainer("run"))
+    continued = trainer("run")
+    best, last = continued.folder / "best.pt", continued.folder / "last.pt"
+    kept = best.read_bytes()
+    continued.load_state_dict(load_checkpoint(last) | {"best_loss": 0.0})
+    fit(continued)
+    assert best.read_bytes() == kept and load_checkpoint(last)["best_loss"] == 0.0
+
+
+def test_a_finished_run_takes_no_step_when_it_is_continued(trainer):
+    finished = trainer("run")
+    records, before = fit(finished), (finished.folder / "last.pt").read_bytes()
+    assert fit(load(trainer("run"))) == records
+    assert (finished.folder / "last.pt").read_bytes() == before
+
+
+def test_records_after_the_checkpoint_are_written_once(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    with MetricsFile(path) as metrics:
+        for step in range(1, 6):
+            metrics.write(split="train", step=step, loss=1.0)
+    with path.open("a") as file:
+        file.write('{"split": "train", "st')  # cut off by a kill
+    with MetricsFile(path, until=3) as metrics:
+        metrics.write(split="train", step=4, loss=2.0)
+    assert [record["step"] for record in metrics.records] == [1, 2, 3, 4]
+    with MetricsFile(path, until=9) as read:
+        assert read.records == metrics.records
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_ends_the_run_after_the_step_which_is_saved_and_handlers_are_restored(trainer, number, status):
+    before, run = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)], trainer("run")
+    stopped = stop(run, number=number)
+    assert stopped.exit_status == status
+    assert str(stopped) == f"stopped by {number.name} after step {STOP_AFTER}, which is saved"
+    assert load_checkpoint(run.folder / "last.pt")["step"] == STOP_AFTER
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
+
+
+def test_a_second_interrupt_does_not_wait_and_an_ignored_signal_stays_ignored():
+    with pytest.raises(KeyboardInterrupt), StopRequest() as request:
+        signal.raise_signal(signal.SIGINT)
+        assert request.received == signal.SIGINT
+        signal.raise_signal(signal.SIGINT)
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with StopRequest() as request:
+            signal.raise_signal(signal.SIGINT)
+        assert request.received is None
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_training_outside_the_main_thread_works(trainer):
+    run = trainer("run")
+    thread = threading.Thread(target=fit, args=(run,))
+    thread.start()
+    thread.join()
+    assert load_checkpoint(run.folder / "last.pt")["step"] == NUMBERS["steps"]
+
+
+@pytest.mark.parametrize("where", ["loss", "weights"])
+def test_a_stop_saves_no_state_that_is_not_finite(trainer, where):
+    run = trainer("run", log_every=9)
+    stop(run, after=4)
+    before = (run.folder / "last.pt").read_bytes()
+    if where == "weights":
+        torch.nn.init.constant_(next(run.step.model.parameters()), float("nan"))
+    run.step.training_step = lambda batch: torch.tensor(float("nan") if where == "loss" else 1.0)
+    run.batches = SignalAt(run.batches._batches, 5, signal.SIGTERM)
+    with pytest.raises(FloatingPointError, match=f"the {where} must stay finite"):
+        fit(run)
+    assert (run.folder / "last.pt").read_bytes() == before
+
+
+def test_a_run_does_not_continue_from_a_partial_state(trainer):
+    run = trainer("run")
+    fit(run)
+    state = load_checkpoint(run.folder / "last.pt")
+    del state["scaler"], state["generators"]
+    with pytest.raises(ValueError, match="must be the last.pt of a run, this checkpoint lacks generators, scaler"):
+        run.load_state_dict(state)
+
+
+def test_batches_follow_from_seed_and_step_and_every_sample_comes_once_before_any_comes_twice(splits):
+    def numbers(seed, since):
+        """Indices of the samples in the batches, by their inputs."""
+        known = torch.stack([splits.train.inputs(i) for i in range(len(splits.train))])
+        batches = TrainingBatches(splits.train, 3, steps=6, seed=seed, device=torch.device("cpu")).since(since)
+        return [[int((known == x).flatten(1).all(1).nonzero()) for x in batch.inputs] for batch in batches]
+
+    whole = numbers(seed=1, since=0)
+    assert len(whole) == 6 and {len(batch) for batch in whole} == {3}
+    order = [sample for batch in whole for sample in batch]
+    assert sorted(order[:8]) == sorted(order[8:16]) == list(range(8)) and list(range(8)) != order[:8] != order[8:16]
+    for step in (1, 4, 6):
+        assert numbers(seed=1, since=step) == whole[step:]
+    assert numbers(seed=2, since=0) != whole

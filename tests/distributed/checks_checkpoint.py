@@ -1,0 +1,129 @@
+"""Checks on ranks: a checkpoint loses no rows of a table, in whatever wrapper their module is, or it is refused."""
+
+import copy
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.fsdp import fully_shard
+from torch.optim.swa_utils import AveragedModel
+
+from anemoi_gt.distributed import load_checkpoint, reduce_gradients, save_checkpoint, shard_module
+from distributed.checks_module import ALONG, Net
+from distributed.ranks import mesh_of, mesh_of_group, on_ranks, shared_folder
+
+NAME = "embedding.weight"
+
+
+def sharded_net(mesh):
+    """A sharded net with a table of nodes and one of edges, and the whole net."""
+    torch.manual_seed(0)
+    net = Net(1).double()
+    nn.init.normal_(net.edges.trainable)
+    whole = copy.deepcopy(net)
+    return net, shard_module(net, {ALONG: net.edges}, mesh, tables={NAME: "mesh"}), whole
+
+
+def stepped(net, shard, mesh):
+    """An optimiser of a net after one step on its parameters."""
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+    sum(parameter.square().sum() for parameter in net.parameters()).backward()
+    reduce_gradients(*shard.parameters(net), mesh)
+    optimizer.step()
+    return optimizer
+
+
+@on_ranks(2)
+def rows_below_the_keys_of_a_wrapper_are_those_of_the_table(group, verdict):
+    mesh = mesh_of_group(group)
+    wrappers = {
+        "average": AveragedModel,
+        "compiled": partial(torch.compile, backend="eager"),
+        "DDP": partial(nn.parallel.DistributedDataParallel, process_group=mesh.get_group("data")),
+        "inside": lambda net: nn.ModuleDict({"net": net, "average": AveragedModel(net)}),
+    }
+    for name, wrap in wrappers.items():
+        net, shard, whole = sharded_net(mesh)
+        folder, wrapped = shared_folder(group) / "last", wrap(net)
+        save_checkpoint(folder, {"model": wrapped.state_dict()}, shard.tables, group)
+        expected = {key: tensor.clone() for key, tensor in wrapped.state_dict().items()}
+        for parameter in wrapped.parameters():
+            parameter.data.fill_(-1.0)
+        loaded = load_checkpoint(folder, {"model": wrapped.state_dict()}, shard.tables, group)["model"]
+        for key, tensor in expected.items():
+            verdict.same(f"{name}: {key}", loaded[key], tensor)
+        key = next(key for key in expected if key.endswith(NAME))
+        table = {"model": {key: torch.zeros_like(whole.embedding.weight)}}
+        torch.distributed.checkpoint.load(table, checkpoint_id=folder, process_group=group)
+        verdict.same(f"{name}: table", table["model"][key], whole.embedding.weight.detach())
+
+
+@on_ranks(2)
+def a_table_is_saved_whole_and_a_layer_of_its_name_inside_stays_shared(group, verdict):
+    class Root(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.arange(34.0).view(17, 2, 1))  # a table of three dimensions
+            self.linear = nn.Linear(2, 9)  # linear.weight ends in the name of the table
+
+    mesh, net = mesh_of_group(group), Root()
+    net.edges = Net(1).edges
+    shard = shard_module(net, {ALONG: net.edges}, mesh, tables={"weight": "mesh"})
+    folder = shared_folder(group) / "last"
+    wrapped = AveragedModel(net)
+    save_checkpoint(str(folder), wrapped.state_dict(), shard.tables, group)
+    whole = {"module.weight": torch.zeros(17, 2, 1), "module.linear.weight": torch.zeros(9, 2)}
+    torch.distributed.checkpoint.load(whole, checkpoint_id=folder, process_group=group)
+    verdict.same("table", whole["module.weight"], torch.arange(34.0).view(17, 2, 1))
+    verdict.same("shared", whole["module.linear.weight"], net.linear.weight.detach())
+    net.weight.data.fill_(-1.0)
+    loaded = load_checkpoint(str(folder), wrapped.state_dict(), shard.tables, group)
+    verdict.same("rows", loaded["module.weight"], whole["module.weight"][shard.tables["weight"].index])
+
+
+@on_ranks(2)
+def a_state_in_which_rows_would_be_lost_is_refused_before_anything_is_written(group, verdict):
+    mesh = mesh_of_group(group)
+    net, shard, _ = sharded_net(mesh)
+    optimizer = stepped(net, shard, mesh)
+    folder = shared_folder(group) / "last"
+    model, by_name = net.state_dict(), get_optimizer_state_dict(net, optimizer)
+    rank = dist.get_rank()
+    refused = {
+        "the state must have a key that ends in the name of each table, got none for edges.trainable, embedding.weight":
+            {"model": {"other": torch.zeros(2)}},
+        "optimizer.state.0.exp_avg must be the same on all ranks":
+            {"model": model, "optimizer": optimizer.state_dict()},
+        "rank must be the same on all ranks": {"model": model, "rank": torch.tensor(rank)},
+        "parts.1 must be the same on all ranks": {"model": model, "parts": [torch.zeros(2), torch.full((2,), rank)]},
+        "embedding.weight must have the": {"model": model | {NAME: torch.zeros(17, 4)}},
+        "only must be the same on all ranks": {"model": model} | ({"only": torch.zeros(1)} if rank else {}),
+    }  # fmt: skip
+    for said, state in refused.items():
+        save = partial(save_checkpoint, folder, state, shard.tables, group)
+        verdict.raises(ValueError, said, save)
+        dist.barrier(group)
+        verdict.same(f"files after {said}", list(folder.parent.iterdir()), [])
+    save_checkpoint(folder, {"model": model, "optimizer": by_name, "rank": rank}, shard.tables, group)
+    without = {"optimizer": {"state": {}}}
+    verdict.raises(ValueError, "got none for", partial(load_checkpoint, folder, without, shard.tables, group))
+
+
+@on_ranks(4)
+def rows_divided_by_fully_shard_are_saved_whole_and_read_in_their_layout(group, verdict):
+    mesh = mesh_of(2, 2)
+    net, shard, whole = sharded_net(mesh)
+    fully_shard(net, mesh=mesh["data"])
+    folder = shared_folder(group) / "last"
+    save_checkpoint(folder, net.state_dict(), shard.tables, group)
+    table = {NAME: torch.zeros_like(whole.embedding.weight)}
+    torch.distributed.checkpoint.load(table, checkpoint_id=folder, process_group=group)
+    verdict.same("table", table[NAME], whole.embedding.weight.detach())
+    before = {key: tensor.to_local().clone() for key, tensor in net.state_dict().items()}
+    for parameter in net.parameters():
+        parameter.data.fill_(-1.0)
+    net.load_state_dict(load_checkpoint(folder, net.state_dict(), shard.tables, group))
+    for key, tensor in net.state_dict().items():
+        verdict.same(key, tensor.to_local(), before[key])

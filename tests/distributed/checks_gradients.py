@@ -1,0 +1,118 @@
+"""Checks on ranks: one optimiser step of all ranks or none, and gradients that DDP or `fully_shard` have reduced."""
+
+import copy
+import math
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from anemoi_gt import GraphTransformerConv
+from anemoi_gt.distributed import clip_gradients, optimizer_step, reduce_gradients, shard_module
+from distributed.problems import CONFIG, mesh, structure
+from distributed.ranks import device_type, everywhere, mesh_of, mesh_of_group, on_ranks, seeded
+
+KIND, TABLE = ("mesh", "mesh"), "cities.weight"
+LOST = (math.inf, -math.inf, math.nan)
+
+
+class Net(nn.Module):
+    """A convolution on an embedding of nodes and features of a sample."""
+
+    def __init__(self):
+        super().__init__()
+        self.cities = nn.Embedding(len(mesh), 4)
+        self.conv = GraphTransformerConv(8, 4, heads=2, config=CONFIG)
+
+    def forward(self, x, graph):
+        table = self.cities.weight.expand(x.shape[0], -1, -1)
+        return self.conv(torch.cat([x, table], dim=-1), graph)
+
+
+def sharded_net(on):
+    torch.manual_seed(0)
+    net = Net().double()
+    return net, shard_module(net, {KIND: structure("symmetric")}, on, tables={TABLE: "mesh"}), copy.deepcopy(net)
+
+
+@on_ranks(2)
+def a_table_gradient_that_overflows_on_one_rank_makes_all_skip_the_step(group, verdict):
+    on = mesh_of_group(group)
+    for lost, max_norm in ((value, norm) for value in LOST for norm in (1.0, math.inf)):
+        net, shard, before = sharded_net(on)
+        optimizer, scaler = torch.optim.AdamW(net.parameters()), torch.amp.GradScaler(device_type(), init_scale=8.0)
+        shared, own = shard.parameters(net)
+        for is_lost in (True, False):
+            optimizer.zero_grad()
+            scaler.scale(sum(parameter.sum() for parameter in net.parameters())).backward()
+            if is_lost and dist.get_rank() == 1:
+                own[0].grad[0, 0] = lost
+            norm = optimizer_step(optimizer, shared, own, on, max_norm=max_norm, scaler=scaler)
+            said = f"{lost}, max_norm {max_norm}"
+            verdict.same(f"{said}: is finite", everywhere(bool(norm.isfinite()), group), [not is_lost] * 2)
+            verdict.same(f"{said}: scale", everywhere(scaler.get_scale(), group), [4.0] * 2)
+            changed = [not torch.equal(*pair) for pair in zip(net.parameters(), before.parameters(), strict=True)]
+            verdict.same(f"{said}: changed", set(changed), {not is_lost})
+            verdict.that(all(p.isfinite().all() for p in net.parameters()), f"{said}: weights are not finite")
+
+
+@on_ranks(2)
+def a_step_with_a_scaler_is_the_step_without_and_needs_a_shared_parameter(group, verdict):
+    on, results = mesh_of_group(group), []
+    for scaler in (None, torch.amp.GradScaler(device_type(), init_scale=8.0)):
+        net, shard, _ = sharded_net(on)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        loss = sum(parameter.square().sum() for parameter in net.parameters())
+        (loss if scaler is None else scaler.scale(loss)).backward()
+        norm = optimizer_step(optimizer, *shard.parameters(net), on, max_norm=0.5, scaler=scaler)
+        results.append([norm, *(parameter.detach() for parameter in net.parameters())])
+    verdict.that(results[0][0] > 0.5, "the gradients must be clipped")
+    for n, (without, scaled) in enumerate(zip(*results, strict=True)):
+        verdict.that(torch.allclose(scaled, without, rtol=1e-6), f"result {n} differs")  # 1e-6 beside the norm
+    step = partial(optimizer_step, optimizer, [], list(net.parameters()), on, scaler=scaler)
+    verdict.raises(ValueError, "shared must have a parameter to train with a scaler", step)
+
+
+def trained(net, shard, on, x, wrap):
+    """Norm and gradients, clipped and not, of a sharded net in a wrapper over the data axis, as whole tensors."""
+    wrapped = wrap(net) if wrap else net
+    batch = x.chunk(on["data"].size())[on.get_local_rank("data")]
+    out = wrapped(shard.nodes("mesh", batch), shard.graphs[KIND])
+    (out.square().sum() / batch.shape[0]).backward()
+    shared, own = shard.parameters(net)
+    reduce_gradients(shared, own, on)
+    whole = {name: full(parameter.grad) for name, parameter in net.named_parameters()}
+    norm = clip_gradients(shared, own, 0.5, on)
+    return norm, whole, {name: full(parameter.grad) for name, parameter in net.named_parameters()}
+
+
+def full(gradient):
+    return (gradient.full_tensor() if isinstance(gradient, DTensor) else gradient).clone()
+
+
+@on_ranks(4)
+def gradients_that_ddp_or_fully_shard_reduced_over_data_are_those_of_one_device(group, verdict):
+    on, x = mesh_of(2, 2), torch.randn(4, len(mesh), 4, generator=seeded(1), dtype=torch.float64)
+    _, _, whole = sharded_net(mesh_of(4, 1))  # of one rank: nothing is cut
+    whole(x, structure("symmetric")).square().sum().div(len(x)).backward()
+    gradients = {name: parameter.grad for name, parameter in whole.named_parameters()}
+    expected = torch.nn.utils.get_total_norm(gradients.values())
+    verdict.that(bool(expected > 0.5), "the gradients must be clipped")
+    wrappers = {
+        "plain": None,
+        "DDP": partial(DistributedDataParallel, process_group=on.get_group("data")),
+        "fully_shard": partial(fully_shard, mesh=on["data"]),
+    }
+    size = torch.cat([gradient.flatten() for gradient in gradients.values()])
+    for wrapper, wrap in wrappers.items():
+        net, shard, _ = sharded_net(on)
+        norm, reduced, clipped = trained(net, shard, on, x, wrap)
+        verdict.close(f"{wrapper}: norm", norm, expected)
+        for name, gradient in gradients.items():
+            rows = gradient[shard.tables[name].index] if name in shard.tables else gradient
+            verdict.close(f"{wrapper}: {name}", reduced[name], rows, terms=size)
+            verdict.close(f"{wrapper}: {name}, clipped", clipped[name], rows * (0.5 / (expected + 1e-6)), terms=size)

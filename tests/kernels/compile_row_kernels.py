@@ -1,0 +1,80 @@
+"""Compile the row kernels of sub-layers for a GPU that need not be there, and print JSON lines.
+
+python compile_row_kernels.py resources cuda:90    registers and spills of rows of 512 and 1024
+python compile_row_kernels.py binaries hip:gfx942  what comes out for any GPU
+python compile_row_kernels.py offsets cuda:90      with 32-bit and with 64-bit offsets, and TTIR
+"""
+
+import json
+import sys
+
+import torch
+from compile_all import ALIGNED, WARP, compile_launch, resources
+from triton.backends.compiler import GPUTarget
+
+from anemoi_gt.ops.triton_backend import row_launches
+
+SINGLE, HALF = torch.float32, torch.bfloat16
+SUMS = {"programs": 528, "sums": 8192, "first_sum": 0}
+
+
+def launches(features, x, half, num_rows=1000):
+    """Yield every launch for rows of `features`, with the dtypes of its tensors by name."""
+    parameters = {"scale": SINGLE, "shift": SINGLE}
+    modulation = {"modulation": half}
+    for norm in (parameters, modulation):
+        yield row_launches.norm_forward(num_rows, features, 1e-5), {"x": x, "out": half} | norm
+        backward = row_launches.norm_backward(num_rows, features, 1e-5, total=True, **SUMS)
+        tensors = {"x": x, "grad_normed": half, "grad_total": x, "dx": x, "normed": half}
+        if norm is modulation:
+            tensors["grad_scale"] = half
+        yield backward, tensors | norm | {"partial": SINGLE}
+    strides = {"x_stride": 2 * features, "out_stride": 4 * features}
+    head_norm = row_launches.head_norm_forward(num_rows, 16, features // 16, 1e-5, **strides)
+    yield head_norm, {"x": half, "scale": SINGLE, "out": half}
+    strides = {"x_stride": 2 * features, "grad_stride": 4 * features, "dx_stride": 4 * features}
+    head_norm = row_launches.head_norm_backward(num_rows, 16, features // 16, 1e-5, **strides, **SUMS)
+    tensors = {"x": half, "grad_normed": half, "scale": SINGLE, "dx": half, "partial": SINGLE}
+    yield head_norm, tensors
+    for activation, gated in (("gelu", False), ("gelu_tanh", False), ("gelu", True), ("silu", True)):
+        forward = row_launches.activation_forward(num_rows, 4 * features, activation, gated=gated)
+        yield forward, {"hidden": half, "out": half}
+        names = ("hidden", "grad_activated", "activated", "grad_hidden")
+        backward = row_launches.activation_backward(num_rows, 4 * features, activation, gated=gated, **SUMS)
+        yield backward, dict.fromkeys(names, half) | {"partial": SINGLE}
+
+
+def compiled(launch, dtypes, target):
+    """Compile a launch on tensors of these dtypes."""
+    tensors = dict.fromkeys(launch.tensors)
+    for name, dtype in dtypes.items():
+        tensors[name] = torch.empty(0, dtype=dtype)
+    args = tensors | launch.scalars | launch.constants
+    return compile_launch(launch.kernel, args, target, ALIGNED)
+
+
+def main(what, where):
+    backend, _, arch = where.partition(":")
+    target = GPUTarget(backend, int(arch) if arch.isdigit() else arch, WARP[backend])
+    if what == "resources":
+        cases = [*launches(512, SINGLE, HALF), *launches(1024, SINGLE, HALF)]
+        cases += [*launches(1024, HALF, HALF), *launches(512, SINGLE, SINGLE)]
+    elif what == "binaries":
+        cases = [*launches(64, SINGLE, torch.float16)]
+    else:
+        cases = [*launches(512, SINGLE, HALF), *launches(512, SINGLE, HALF, 2**31 // 512)]
+    for launch, dtypes in cases:
+        one = compiled(launch, dtypes, target)
+        line = {"kernel": launch.kernel.fn.__name__, "name": one.metadata.name}
+        line["dtypes"] = {name: str(dtype) for name, dtype in dtypes.items()}
+        if what == "resources":
+            line |= resources(one) | {"num_warps": one.metadata.num_warps}
+        elif what == "binaries":
+            line["binaries"] = sorted({"cubin", "hsaco"} & set(one.asm))
+        else:
+            line |= {"wide": launch.constants["INT64"], "ir": one.asm["ttir"]}
+        print(json.dumps(line), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
