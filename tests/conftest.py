@@ -78,7 +78,7 @@ def restore_logging():
 @pytest.fixture
 def few_programs(monkeypatch):
     """Few programs share sums over nodes, so that each has several tiles, and the interpreter few programs."""
-    for module in ("launch", "node_rows"):
+    for module in ("attention_steps", "sublayer_steps"):
         monkeypatch.setattr(f"anemoi_gt.ops.triton_backend.{module}.PROGRAMS", 3)
 
 

@@ -6,14 +6,6 @@ from support.graphs import GRAPHS
 from support.oracle import make_problem
 from support.run import structure
 
-from anemoi_gt.ops.triton_backend.op import _pass
-
-
-@pytest.fixture(autouse=True)
-def no_replay_of_other_tests():
-    """Tests that look at launches, or replace them, see those of their own passes."""
-    _pass.cache_clear()
-
 
 @pytest.fixture
 def problem_and_graph(kernel_device):

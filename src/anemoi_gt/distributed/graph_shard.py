@@ -70,20 +70,22 @@ class GraphShard:
         return RowsWithHalo(pending.own, pending.wait_halo())
 
     def start_exchange(
-        self, x_src: Tensor, prepare: Callable[[Tensor], Tensor] | None = None
+        self, x_src: Tensor, prepare: Callable[..., Tensor] | None = None, cond: Tensor | None = None
     ) -> "PendingExchange | LocalRows":
         """Send rows of local sources, cast for autocast, and return immediately. Collective, and so is its backward.
 
         `wait()` of the result returns local sources concatenated with the halo, [.., n_src + halo, F], once. What is
         computed before hides the messages, and so does its backward. With activation checkpointing, start the exchange
-        inside the checkpointed function. `prepare`, given the rows that leave [.., F], returns what is sent of them;
-        then call `wait_halo()` alone: local rows stay as they are, uncast. Raise ValueError, before anything is sent,
-        unless `x_src` is [n_src, F] or [B, n_src, F].
+        inside the checkpointed function. `prepare` maps the rows that leave [.., F], and with `cond` [.., n_src, K]
+        their conditions, to what is sent; then call `wait_halo()` alone: local rows stay as they are, uncast. Raise
+        ValueError, before anything is sent, unless `x_src` is [n_src, F] or [B, n_src, F].
         """
         self._check_sources(x_src)
         if self.sources.ranges.num_ranks == 1:
             return LocalRows(x_src, is_prepared=prepare is not None)
-        return self.halo.start(cast_for_autocast(x_src) if prepare is None else x_src, prepare)
+        if prepare is None:
+            return self.halo.start(cast_for_autocast(x_src))
+        return self.halo.start(x_src, prepare, cond)
 
     def _check_sources(self, x_src: Tensor) -> None:
         count = self.sources.ranges.counts[self.rank]

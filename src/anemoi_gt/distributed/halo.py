@@ -92,13 +92,21 @@ class HaloExchange:
         """Return the wanted rows [.., R, F] from x [.., N, F] of all ranks. Collective, and so is its backward."""
         return self.start(x).wait_halo()
 
-    def start(self, x: Tensor, prepare: Callable[[Tensor], Tensor] | None = None) -> "PendingExchange":
+    def start(
+        self, x: Tensor, prepare: Callable[..., Tensor] | None = None, cond: Tensor | None = None
+    ) -> "PendingExchange":
         """Send local rows x [N, F] or [B, N, F] and return immediately. Collective, and so is its backward.
 
-        `prepare`, given the rows to be sent [S, .., F], returns what is sent of them; the local rows stay as they are.
+        `prepare` maps the rows to be sent [S, .., F], and with `cond` [.., N, K] the conditions of these rows
+        [S, .., K], to what is sent; the local rows stay as they are.
         """
         own, sent = _SendRows.apply(x, self)
-        sent = sent if prepare is None else prepare(sent)
+        if prepare is not None:
+            conditions = ()
+            if cond is not None:
+                _, sent_cond = _SendRows.apply(cond, self)
+                conditions = (sent_cond,)
+            sent = prepare(sent, *conditions)
         return PendingExchange(own, sent, self.send(sent.detach()), self, is_prepared=prepare is not None)
 
     def send(self, sent: Tensor) -> Tensor:

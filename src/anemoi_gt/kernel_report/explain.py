@@ -19,11 +19,11 @@ from anemoi_gt.kernel_report.explanation import Explanation, Layer, Pass
 from anemoi_gt.ops import edge_attention
 from anemoi_gt.ops.backends import rejected
 
-BLOCK = f"{NAMESPACE}::transformer_block"  # a whole block, whose attention is that of backend triton
+SUBLAYER = f"{NAMESPACE}::attention_sublayer_triton"  # norms, projections and attention of a block
 OPERATORS = {  # names of operators and their backends
     f"{NAMESPACE}::edge_attention_torch": "torch",
     f"{NAMESPACE}::edge_attention_triton": "triton",
-    BLOCK: "triton",
+    SUBLAYER: "triton",
 }
 OPERANDS = ("query", "key", "value", "edge_attr", "edge_weight", "edge_bias")
 
@@ -133,8 +133,8 @@ class _Recorder(TorchDispatchMode):
         if name in OPERATORS:
             names = [argument.name for argument in operator._schema.arguments]
             arguments = dict(zip(names, args, strict=False)) | (kwargs or {})
-            if name == BLOCK:
-                arguments = _attention_in_block(arguments)
+            if name == SUBLAYER:
+                arguments = _attention_in_sublayer(arguments)
             module, grad_enabled = self._inside[-1]
             self._record(Call(module, name, OPERATORS[name], arguments, grad_enabled))
         return operator(*args, **(kwargs or {}))
@@ -180,8 +180,6 @@ def _sizes_of(call: Call) -> dict[str, int]:
 def _features_of(call: Call) -> str:
     if call.arguments["edge_attr"] is None:
         return "none"
-    if call.arguments.get("embedded_first"):
-        return "embedded first"
     return "embedded" if call.arguments["edge_weight"] is None else "raw"
 
 
@@ -202,18 +200,18 @@ def _kernels_of(call: Call, needs: dict[str, bool]) -> tuple[list[str], list[str
     """Return the names of the kernels of a forward and a backward pass of backend `triton`."""
     from anemoi_gt.ops.operands import AttentionOperands, Needs
     from anemoi_gt.ops.triton_backend.launched_kernels import kernel_names
-    from anemoi_gt.ops.triton_backend.problem import IndexTensors, Options
+    from anemoi_gt.ops.triton_backend.sizes import IndexTensors
 
-    operands, index, options = (
-        group(*(call.arguments[name] for name in group._fields)) for group in (AttentionOperands, IndexTensors, Options)
-    )
-    return kernel_names(operands, index, options, Needs(**needs))
+    operands = AttentionOperands(*(call.arguments[name] for name in AttentionOperands._fields))
+    index = IndexTensors(*(call.arguments[name] for name in IndexTensors._fields))
+    scale, dropout_p = call.arguments["scale"], call.arguments["dropout_p"]
+    return kernel_names(operands, index, scale, dropout_p, Needs(**needs))
 
 
-def _attention_in_block(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of the attention in a block, from those of the block's operator; their rows have no memory.
+def _attention_in_sublayer(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of the attention in a sub-layer, from the operator's; their rows have no memory.
 
-    It differentiates query, key, value, weight and bias as soon as the block has any gradient.
+    It differentiates query, key, value, weight and bias as soon as the sub-layer has any gradient.
     """
     heads, batch, dtype, save = (arguments[name] for name in ("heads", "batch", "dtype", "save"))
     width = arguments["query_weight"].shape[0]
@@ -221,13 +219,19 @@ def _attention_in_block(arguments: dict[str, Any]) -> dict[str, Any]:
     def rows(x: Tensor, *shape: int, needs_grad: bool = save) -> Tensor:
         return x.detach().new_empty((), dtype=dtype).expand(shape).requires_grad_(needs_grad)
 
-    def split_heads(x: Tensor) -> Tensor:
-        return rows(x, *((batch,) if batch > 1 else ()), x.shape[0] // batch, heads, width // heads)
+    def split_heads(x: Tensor, num_rows: int) -> Tensor:
+        return rows(x, *((batch,) if batch > 1 else ()), num_rows // batch, heads, width // heads)
 
     x_dst, attr, weight = (arguments[name] for name in ("x_dst", "edge_attr", "edge_weight"))
     x_src = x_dst if arguments["x_src"] is None else arguments["x_src"]
-    attention = {"query": split_heads(x_dst), "key": split_heads(x_src), "value": split_heads(x_src)}
-    attention["edge_attr"] = rows(attr, *attr.shape, needs_grad=attr.requires_grad)
-    attention |= {"edge_weight": rows(weight, *weight.shape), "edge_bias": rows(weight, width)}
-    options = {"seed": None, "scale": (width // heads) ** -0.5, "dropout_p": 0.0, "embedded_first": False}
-    return arguments | attention | options
+    halo = arguments["halo"]
+    num_src = x_src.shape[0] + (0 if halo is None else halo.shape[0])
+    key = split_heads(x_src, num_src)
+    attention = {"query": split_heads(x_dst, x_dst.shape[0]), "key": key, "value": key}
+    shape = attr.shape
+    if batch > 1 and attr.dim() == 2:
+        shape = (1, *shape)
+    attention["edge_attr"] = rows(attr, *shape, needs_grad=attr.requires_grad)
+    has_bias = arguments["edge_bias"] is not None or arguments["value_bias"] is not None
+    attention |= {"edge_weight": rows(weight, *weight.shape), "edge_bias": rows(weight, width) if has_bias else None}
+    return arguments | attention | {"scale": (width // heads) ** -0.5, "dropout_p": 0.0}

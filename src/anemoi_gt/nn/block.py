@@ -11,16 +11,17 @@ default. W_edge and its bias are operands of the attention: x_e is never materia
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol, runtime_checkable
 
 from einops import rearrange
 from torch import Tensor, nn
 
 from anemoi_gt.attention_config import AttentionConfig, check_config
-from anemoi_gt.compatibility import is_exporting
 from anemoi_gt.graph import GraphStructure
-from anemoi_gt.nn import whole_block
+from anemoi_gt.nn import fused_block
 from anemoi_gt.nn.chunking import Chunk, Pair, map_chunks
+from anemoi_gt.nn.fused_block import BlockPath
 from anemoi_gt.nn.input_validation import (
     check_attributes,
     check_batch,
@@ -31,9 +32,10 @@ from anemoi_gt.nn.input_validation import (
     check_sides,
     check_structure,
 )
-from anemoi_gt.nn.layer_kernels import LayerKernels, cast_for_projections, check_kernels, hooks_of, must_be_called
+from anemoi_gt.nn.layer_kernels import LayerKernels, cast_for_projections, check_kernels, must_be_called
 from anemoi_gt.nn.mlp import MLP
 from anemoi_gt.nn.norm import apply_norm
+from anemoi_gt.nn.sublayers import AttentionParts, FeedForwardParts
 from anemoi_gt.ops import edge_attention
 from anemoi_gt.option_checks import check_integer, check_probability
 
@@ -64,10 +66,13 @@ class ShardedGraph(Protocol):
 
     structure: GraphStructure
 
-    def start_exchange(self, x_src: Tensor, prepare: Callable[[Tensor], Tensor] | None = None) -> PendingRows:
+    def start_exchange(
+        self, x_src: Tensor, prepare: Callable[..., Tensor] | None = None, cond: Tensor | None = None
+    ) -> PendingRows:
         """Send rows of local sources [.., N_local, F] to the ranks that read them, and return at once. Collective.
 
-        `prepare` maps the rows to be sent, each by itself; the local rows stay as they are.
+        `prepare` maps the rows to be sent, and with `cond` [.., N_local, K] their conditions, each row by itself; the
+        local rows stay as they are.
         """
 
 
@@ -178,13 +183,22 @@ class GraphTransformerBaseBlock(nn.Module):
         out, _ = edge_attention(query, key, value, graph.structure, *edges, **options)
         return self.combine(out, skip)
 
+    def path(self, x_dst: Tensor, cond: Tensor | None) -> BlockPath:
+        """Return what computes each sub-layer in a call on destinations like x_dst; asked once per call."""
+        if type(self) not in (GraphTransformerProcessorBlock, GraphTransformerMapperBlock):
+            return BlockPath.by_modules(f"{type(self).__qualname__} may override what a fused sub-layer would skip")
+        replaced = [name for name in METHODS if name in self.__dict__]
+        if replaced:
+            return BlockPath.by_modules(f"its {replaced[0]} was replaced on the instance")
+        return BlockPath.of(self, x_dst, cond, self.config)
+
     def update_destinations(
-        self, x: Pair, graph: GraphStructure | ShardedGraph, edge_attr: Tensor, cond: Pair
+        self, path: BlockPath, x: Pair, graph: GraphStructure | ShardedGraph, edge_attr: Tensor, cond: Pair
     ) -> Tensor:
         """Return destinations [.., N_dst, out_channels] after attention and feed-forward network, both residual.
 
-        `x` is (x_src, x_dst), [N_src, in_channels] and [N_dst, in_channels], or [B, ...] both; `edge_attr` is
-        [E, edge_dim] or [B, E, edge_dim]; `cond` holds the conditions of sources and destinations.
+        `path` is that of the call; `x` is (x_src, x_dst), [N_src, in_channels] and [N_dst, in_channels], or [B, ...]
+        both; `edge_attr` is [E, edge_dim] or [B, E, edge_dim]; `cond` holds the conditions of sources and destinations.
         """
         is_shard = not isinstance(graph, GraphStructure) and isinstance(graph, ShardedGraph)
         if is_shard:
@@ -192,17 +206,40 @@ class GraphTransformerBaseBlock(nn.Module):
         else:
             check_structure(graph)
             check_nodes(graph, *x)
-        if self.is_one_operator(x[1], cond):
-            (x_src, x_dst), halo = x, None
-            is_one_set = x_src is x_dst and self.source_norm is self.layer_norm_attention
-            if is_shard:  # what `attend` sends: a rank whose block has hooks calls it
-                check_attributes(edge_attr, self.lin_edge.weight.shape[1])
-                pending = graph.start_exchange(x_src, prepare=lambda rows: self.normed(self.source_norm, rows, None))
-                x_src, halo, graph = pending.own, pending.wait_halo(), graph.structure
-            given = (None, x_src) if is_one_set else (x_src, x_dst)
-            return whole_block.update_destinations(self, *given, edge_attr, graph, halo)
-        x_dst = x[1] + self.attend(*self.normed_sides(x, cond), graph, edge_attr)
-        return x_dst + self.node_dst_mlp(apply_norm(self.layer_norm_mlp_dst, x_dst, cond[1]))
+        if isinstance(path.attention, str) or _is_empty_batch(x[1]):
+            z = x[1] + self.attend(*self.normed_sides(x, cond), graph, edge_attr)
+        else:
+            z = self._fused_attention(path.attention, x, graph, edge_attr, cond, is_shard)
+        return self._feed_forward(path.feed_forward, "dst", z, cond[1])
+
+    def _fused_attention(
+        self, parts: AttentionParts, x: Pair, graph: GraphStructure | ShardedGraph, edge_attr: Tensor, cond: Pair,
+        is_shard: bool,
+    ) -> Tensor:  # fmt: skip
+        x_src, x_dst = x
+        is_one_set = x_src is x_dst and self.source_norm is self.layer_norm_attention
+        check_attributes(edge_attr, self.lin_edge.weight.shape[1])
+        halo = None
+        if is_shard:  # the rows that `attend` sends: a rank whose block has hooks calls it
+            norm = partial(self.normed, self.source_norm)
+            if cond[0] is None:
+                pending = graph.start_exchange(x_src, prepare=partial(norm, cond=None))
+            else:
+                rows = cond[0].expand(*x_src.shape[:-1], cond[0].shape[-1])
+                pending = graph.start_exchange(x_src, prepare=norm, cond=rows)
+            x_src, halo, graph = pending.own, pending.wait_halo(), graph.structure
+        if len(self.edge_pre_mlp):
+            check_dtype("edge_attr", edge_attr, like=self.lin_edge.weight)
+            edge_attr = self.edge_pre_mlp(edge_attr)
+        nodes = (None, x_src) if is_one_set else (x_src, x_dst)
+        return fused_block.attention(parts, nodes, graph, edge_attr, cond, halo)
+
+    def _feed_forward(self, parts: FeedForwardParts | str, side: str, x: Tensor, cond: Tensor | None) -> Tensor:
+        """Return rows x after the feed-forward sub-layer of `side`, "dst" or "src"."""
+        if isinstance(parts, str):
+            norm, mlp = getattr(self, f"layer_norm_mlp_{side}"), getattr(self, f"node_{side}_mlp")
+            return x + mlp(apply_norm(norm, x, cond))
+        return fused_block.feed_forward(parts, x, cond)
 
     def normed_sides(self, x: Pair, cond: Pair) -> tuple[Tensor, Tensor]:
         """Return the normed features of sources and destinations; of one set of nodes they are the same tensor."""
@@ -246,26 +283,6 @@ class GraphTransformerBaseBlock(nn.Module):
             return self._split_heads(self.lin_edge(edge_attr)), None, None
         return edge_attr, weight, self.lin_edge.bias
 
-    def is_one_operator(self, x_dst: Tensor, cond: Pair = (None, None)) -> bool:
-        """Return whether one operator computes the block for destinations like these [.., N_dst, in_channels].
-
-        So it is where that is faster, under 16-bit autocast on backend `triton`, if no part of the block was replaced.
-        """
-        if is_exporting() or not whole_block.is_proven(x_dst, self.config) or any(c is not None for c in cond):
-            return False
-        if type(self) not in (GraphTransformerProcessorBlock, GraphTransformerMapperBlock):
-            return False
-        if any(name in self.__dict__ for name in METHODS) or (self.training and self.dropout):
-            return False
-        if x_dst.dim() == 3 and x_dst.shape[0] == 0:
-            return False
-        dst_norm = getattr(self, "layer_norm_attention_dest", self.layer_norm_attention)
-        if dst_norm is not self.layer_norm_attention:  # one name of the alias was replaced
-            return False
-        if any(type(norm) is not nn.Identity or hooks_of(norm) for norm in (self.q_norm, self.k_norm)):
-            return False
-        return whole_block.unsupported_reason(self, x_dst, self.config) is None
-
     def _make_norm(self) -> nn.Module:
         return self.layer_kernels.LayerNorm(normalized_shape=self.channels)
 
@@ -274,6 +291,11 @@ class GraphTransformerBaseBlock(nn.Module):
 
     def _split_heads(self, features: Tensor) -> Tensor:
         return rearrange(features, "... nodes (heads channels) -> ... nodes heads channels", heads=self.num_heads)
+
+
+def _is_empty_batch(x: Tensor) -> bool:
+    """Return whether x [B, N, F] has no batch entry, whose views could not be sized."""
+    return x.dim() == 3 and x.shape[0] == 0
 
 
 METHODS = tuple(name for name, method in vars(GraphTransformerBaseBlock).items() if callable(method))
@@ -321,7 +343,8 @@ class GraphTransformerProcessorBlock(GraphTransformerBaseBlock):
             When features, graph and attributes do not fit together.
         """
         check_features("x", x, self.channels, like=self.lin_query.weight)
-        return map_chunks(self.update_destinations, graph, (x, x), edge_attr, (cond, cond))
+        layer = partial(self.update_destinations, self.path(x, cond))
+        return map_chunks(layer, graph, (x, x), edge_attr, (cond, cond))
 
 
 class GraphTransformerMapperBlock(GraphTransformerBaseBlock):
@@ -391,9 +414,10 @@ class GraphTransformerMapperBlock(GraphTransformerBaseBlock):
         """
         x_src, _ = x = check_sides(x, (self.channels, self.channels), like=self.lin_query.weight)
         cond_src, _ = cond = check_conditions(cond)
-        x_dst = map_chunks(self.update_destinations, graph, x, edge_attr, cond)
+        path = self.path(x[1], cond[1])
+        x_dst = map_chunks(partial(self.update_destinations, path), graph, x, edge_attr, cond)
         if self.update_src_nodes:
-            x_src = x_src + self.node_src_mlp(apply_norm(self.layer_norm_mlp_src, x_src, cond_src))
+            x_src = self._feed_forward(path.source_feed_forward, "src", x_src, cond_src)
         return x_src, x_dst
 
 

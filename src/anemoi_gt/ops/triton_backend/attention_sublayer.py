@@ -276,9 +276,7 @@ def forward_plan(specs: tuple, options: AttentionOptions, save: bool) -> Plan:
     if not save:
         return builder.finish([z])
     cast_attr = None if attr is t.edge_attr else attr
-    saved = SublayerSaved(
-        query, key, value, attended, cast_attr, inv_denominator, exp_scores, projected, packed
-    )
+    saved = SublayerSaved(query, key, value, attended, cast_attr, inv_denominator, exp_scores, projected, packed)
     return builder.finish([z, *saved])
 
 
@@ -663,9 +661,7 @@ def attention_sublayer_triton_backward(
 ) -> tuple[(Tensor,) * len(SublayerGradients._fields)]:  # fmt: skip
     """Return `SublayerGradients`, empty for those that are None."""
     cast_attr = None if tensors.edge_attr.dtype == options.dtype else attr
-    saved = SublayerSaved(
-        query, key, value, attended, cast_attr, inv_denominator, exp_scores, projected, packed
-    )
+    saved = SublayerSaved(query, key, value, attended, cast_attr, inv_denominator, exp_scores, projected, packed)
     results = _run_backward(tensors, index, options, saved, grad, SublayerNeeds(*needs))
     return tuple(grad.new_empty(0) if result is None else result for result in results)
 

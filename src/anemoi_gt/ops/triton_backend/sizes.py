@@ -8,7 +8,7 @@ from torch import Tensor
 
 from anemoi_gt.graph import GraphStructure
 from anemoi_gt.ops.operands import AttentionOperands
-from anemoi_gt.ops.triton_backend.tiles import SEGMENT, Shape, attribute_columns
+from anemoi_gt.ops.triton_backend.tiles import Shape, attribute_columns
 
 PACKED_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}  # rows may be read as packed 16-bit pairs
 
@@ -25,8 +25,8 @@ class IndexTensors(NamedTuple):
     rowptr: Tensor | None = None  # [N_src + 1]
     col: Tensor | None = None  # [E]
     csr_to_csc: Tensor | None = None  # [E]
-    dst_hubs: Tensor | None = None  # [257, 0]
-    src_hubs: Tensor | None = None  # [257, 0]
+    dst_hubs: Tensor | None = None  # [257, 0]: the number of edges from which a node is a hub
+    src_hubs: Tensor | None = None
 
     @classmethod
     def of(cls, graph: GraphStructure) -> "IndexTensors":
@@ -173,13 +173,14 @@ def sizes_of(
         fixed_in_degree=degree.shape[0] if degree is not None and fixed_degree_kernels else 0,
         dst_segment=dst_segment,
         src_segment=src_segment,
-        inverse_segment=0 if index.dst_hubs is None else SEGMENT,
+        inverse_segment=0 if index.dst_hubs is None else index.dst_hubs.shape[0] // 2,
         gradient_stride=gradient_stride,
     )
 
 
 def _segment_of(hubs: Tensor | None, num_edges: int, holds: Callable[[bool], bool]) -> int:
-    """Return the edges of a segment of hubs; 0 without hubs, and where the graph is too small for one."""
-    if hubs is None or holds(num_edges <= 2 * SEGMENT):
+    """Return the edges of a segment of hubs, half of what makes a hub; 0 where the graph has none or is too small."""
+    if hubs is None:
         return 0
-    return SEGMENT
+    segment = hubs.shape[0] // 2
+    return 0 if holds(num_edges <= 2 * segment) else segment

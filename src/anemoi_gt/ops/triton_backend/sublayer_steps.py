@@ -332,8 +332,8 @@ def norm_backward(
 ) -> None:
     """Differentiate the norm of rows `rows` (begin, end) of its condition: fill dx, and `normed` with its output again.
 
-    Tensors are those of these rows alone, `grad_normed` and `normed` [rows, F], or [B * entry_rows, F]. The gradients of
-    scale and shift are added to the sums, or with a condition to `modulation`.
+    Tensors hold these rows alone, `grad_normed` and `normed` [rows, F], or [B * entry_rows, F]. The gradients of scale
+    and shift are added to the sums, or with a condition to `modulation`.
     """
     builder = sums.builder
     begin, end = rows
