@@ -1,0 +1,513 @@
+"""Parts of the two fused sub-layers of a block, or the reason why a sub-layer cannot be fused.
+
+    attention_sublayer      z_i = x_i + W_proj (edge attention of n + W_self n_i) + b,   n = norm(x)
+    feed_forward_sublayer   y_i = z_i + W_out act(W_in norm(z_i) + b) + b
+
+`attention_parts` and `feed_forward_parts` read the modules of a block of this library or of Anemoi,
+whose submodules have the same names. A fused sub-layer uses parameters without calling their
+modules, so it stands only for modules of classes whose `forward` is known, without hooks, and with
+plain tensors as parameters. Whatever else a module is, it is named in the reason, a sentence about
+"the block"; that costs its own sub-layer alone.
+
+Ask once per call of a block and hand the answer down. Nothing is remembered between calls: the
+answer depends on mutable modules, and to read them takes no longer than to compare them with what
+they were. It is about 20 us a block, and torch.compile turns it into guards.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from anemoi_gt.nn.layer_kernels import has_global_hooks
+from anemoi_gt.nn.mlp import MLP, GatedLinear
+from anemoi_gt.nn.norm import AutocastLayerNorm, ConditionalLayerNorm
+from anemoi_gt.ops.sublayer_tensors import (
+    AttentionOptions,
+    AttentionTensors,
+    FeedForwardOptions,
+    FeedForwardTensors,
+)
+from anemoi_gt.ops.triton_backend.tiles import MOST_ATTRIBUTES
+
+MOST_FEATURES = 1024  # of a row, which a program of the kernels holds in registers
+
+
+class KnownClasses:
+    """Classes that a fused sub-layer stands for; `register` adds those of other libraries."""
+
+    layer_norm: tuple[type[nn.Module], ...] = (nn.LayerNorm, AutocastLayerNorm)
+    conditional_norm: tuple[type[nn.Module], ...] = (ConditionalLayerNorm,)
+    mlp: tuple[type[nn.Module], ...] = (MLP,)
+    gated_linear: tuple[type[nn.Module], ...] = (GatedLinear,)
+
+
+# GELU is missing because it has two forms.
+ACTIVATIONS = {nn.SiLU: "silu", nn.ReLU: "relu", nn.Sigmoid: "sigmoid"}
+
+
+def register(
+    *,
+    layer_norm: type[nn.Module] | None = None,
+    conditional_norm: type[nn.Module] | None = None,
+    mlp: type[nn.Module] | None = None,
+    gated_linear: type[nn.Module] | None = None,
+) -> None:
+    """Declare that classes compute what the classes of this library do, with the same submodules.
+
+    Parameters
+    ----------
+    layer_norm : type, optional
+        Like `torch.nn.LayerNorm`, whatever the dtype of its result.
+    conditional_norm : type, optional
+        Like `ConditionalLayerNorm`: `norm`, `scale` and `bias`.
+    mlp : type, optional
+        Like `MLP`: calls `mlp`, a Sequential, and then `layer_norm` unless it is None or absent.
+    gated_linear : type, optional
+        Like `GatedLinear`: `gate_proj`, `value_proj` and `gating`.
+    """
+    kinds = {
+        "layer_norm": layer_norm,
+        "conditional_norm": conditional_norm,
+        "mlp": mlp,
+        "gated_linear": gated_linear,
+    }
+    for name, kind in kinds.items():
+        known = getattr(KnownClasses, name)
+        if kind is not None and kind not in known:
+            setattr(KnownClasses, name, (*known, kind))
+
+
+class NormParts(NamedTuple):
+    """Parameters of a norm, named as in `FeedForwardTensors`."""
+
+    scale: Tensor | None
+    shift: Tensor | None
+    scale_bias: Tensor | None
+    shift_bias: Tensor | None
+    eps: float
+    features: int
+    has_condition: bool
+
+
+class FeedForwardParts(NamedTuple):
+    """Parameters and options of a feed-forward sub-layer."""
+
+    norm: NormParts
+    weight_gate: Tensor | None
+    bias_gate: Tensor | None
+    weight_in: Tensor
+    bias_in: Tensor | None
+    weight_out: Tensor
+    bias_out: Tensor | None
+    activation: str
+    has_condition: bool  # whether the norm needs a condition; if not, it takes none
+
+    def tensors(self, x: Tensor, condition: Tensor | None) -> FeedForwardTensors:
+        """Return the tensors of a call on rows x [N, F], with a condition [N, K] or None."""
+        return FeedForwardTensors(
+            x=x,
+            norm_scale=self.norm.scale,
+            norm_shift=self.norm.shift,
+            norm_scale_bias=self.norm.scale_bias,
+            norm_shift_bias=self.norm.shift_bias,
+            condition=condition,
+            weight_gate=self.weight_gate,
+            bias_gate=self.bias_gate,
+            weight_in=self.weight_in,
+            bias_in=self.bias_in,
+            weight_out=self.weight_out,
+            bias_out=self.bias_out,
+        )
+
+    def options(self, dtype: torch.dtype) -> FeedForwardOptions:
+        """Return the options of a call with products in `dtype`."""
+        return FeedForwardOptions(self.norm.eps, self.activation, dtype)
+
+
+class AttentionParts(NamedTuple):
+    """Parameters and options of an attention sub-layer."""
+
+    norm: NormParts  # of destinations
+    norm_src: NormParts  # of sources; `norm` itself if the block has one norm
+    query_weight: Tensor
+    query_bias: Tensor | None
+    self_weight: Tensor
+    self_bias: Tensor | None
+    key_weight: Tensor
+    key_bias: Tensor | None
+    value_weight: Tensor
+    value_bias: Tensor | None
+    edge_weight: Tensor
+    edge_bias: Tensor | None
+    projection_weight: Tensor
+    projection_bias: Tensor | None
+    query_norm_scale: Tensor | None
+    query_norm_eps: float  # 0.0 without a norm of queries
+    key_norm_scale: Tensor | None
+    key_norm_eps: float
+    heads: int
+    has_condition: bool  # whether both norms need a condition; if not, neither takes one
+
+    def tensors(
+        self,
+        x_src: Tensor | None,
+        halo: Tensor | None,
+        x_dst: Tensor,
+        edge_attr: Tensor,
+        condition: Tensor | None,
+        condition_src: Tensor | None,
+    ) -> AttentionTensors:
+        """Return the tensors of a call; x_src is None for one set of nodes with one norm."""
+        norm = self.norm
+        norm_src = self.norm_src
+        if x_src is None:
+            norm_src = NormParts(None, None, None, None, 0.0, 0, False)
+        return AttentionTensors(
+            x_src=x_src,
+            halo=halo,
+            x_dst=x_dst,
+            edge_attr=edge_attr,
+            norm_scale=norm.scale,
+            norm_shift=norm.shift,
+            norm_scale_bias=norm.scale_bias,
+            norm_shift_bias=norm.shift_bias,
+            condition=condition,
+            norm_src_scale=norm_src.scale,
+            norm_src_shift=norm_src.shift,
+            norm_src_scale_bias=norm_src.scale_bias,
+            norm_src_shift_bias=norm_src.shift_bias,
+            condition_src=condition_src,
+            query_weight=self.query_weight,
+            query_bias=self.query_bias,
+            self_weight=self.self_weight,
+            self_bias=self.self_bias,
+            key_weight=self.key_weight,
+            key_bias=self.key_bias,
+            value_weight=self.value_weight,
+            value_bias=self.value_bias,
+            edge_weight=self.edge_weight,
+            edge_bias=self.edge_bias,
+            projection_weight=self.projection_weight,
+            projection_bias=self.projection_bias,
+            query_norm_scale=self.query_norm_scale,
+            key_norm_scale=self.key_norm_scale,
+        )
+
+    def options(self, batch: int, dtype: torch.dtype) -> AttentionOptions:
+        """Return the options of a call on `batch` entries with products in `dtype`."""
+        return AttentionOptions(
+            heads=self.heads,
+            batch=batch,
+            norm_eps=self.norm.eps,
+            norm_src_eps=self.norm_src.eps,
+            query_norm_eps=self.query_norm_eps,
+            key_norm_eps=self.key_norm_eps,
+            dtype=dtype,
+        )
+
+
+class CannotFuseError(Exception):
+    """The reason why a sub-layer cannot be fused; never leaves this module."""
+
+
+def feed_forward_parts(
+    norm: nn.Module,
+    mlp: nn.Module,
+    *,
+    norm_name: str = "layer_norm_mlp_dst",
+    mlp_name: str = "node_dst_mlp",
+) -> FeedForwardParts | str:
+    """Return the parts of `x + mlp(norm(x))`, or the reason why it cannot be fused.
+
+    Parameters
+    ----------
+    norm, mlp : nn.Module
+        Of any block with such a residual connection.
+    norm_name, mlp_name : str
+        Names of the modules in the block, for the reason.
+    """
+    try:
+        return _read_feed_forward(norm, mlp, norm_name, mlp_name)
+    except CannotFuseError as reason:
+        return str(reason)
+
+
+def attention_parts(block: nn.Module) -> AttentionParts | str:
+    """Return the parts of the attention of a graph-transformer block, or why it cannot be fused.
+
+    The network of edge attributes, `edge_pre_mlp`, is no part: its result is `edge_attr`.
+    """
+    try:
+        return _read_attention(block)
+    except CannotFuseError as reason:
+        return str(reason)
+
+
+def _read_feed_forward(
+    norm: nn.Module,
+    mlp: nn.Module,
+    norm_name: str,
+    mlp_name: str,
+) -> FeedForwardParts:
+    _check_global_hooks()
+    norm_parts = _read_norm(norm, norm_name)
+    # Up to anemoi-models 0.11 the network is the Sequential itself.
+    layers, layers_name = mlp, mlp_name
+    if type(mlp) is not nn.Sequential:
+        _check_module(mlp, KnownClasses.mlp, mlp_name, "an MLP or a torch.nn.Sequential")
+        if mlp._modules.get("layer_norm") is not None:
+            raise CannotFuseError(f"its {mlp_name} ends with a norm")
+        layers, layers_name = mlp._modules.get("mlp"), f"{mlp_name}.mlp"
+    _check_module(layers, (nn.Sequential,), layers_name, "a torch.nn.Sequential")
+
+    modules = tuple(layers._modules.values())
+    weight_gate = bias_gate = None
+    if len(modules) == 3:
+        activation = _read_activation(modules[1], f"{layers_name}.1")
+        weight_in, bias_in = _read_linear(modules[0], f"{layers_name}.0")
+    elif len(modules) == 2:
+        gated, gated_name = modules[0], f"{layers_name}.0"
+        _check_module(gated, KnownClasses.gated_linear, gated_name, "a gated linear map")
+        children = gated._modules
+        activation = _read_activation(children.get("gating"), f"{gated_name}.gating")
+        weight_gate, bias_gate = _read_linear(children.get("gate_proj"), f"{gated_name}.gate_proj")
+        weight_in, bias_in = _read_linear(children.get("value_proj"), f"{gated_name}.value_proj")
+    else:
+        raise CannotFuseError(
+            f"its {layers_name} has {len(modules)} layers, and a linear map, an activation and a "
+            "linear map, or a gated linear map and a linear map are needed"
+        )
+    weight_out, bias_out = _read_linear(modules[-1], f"{layers_name}.{len(modules) - 1}")
+
+    hidden = weight_in.shape[0]
+    _check_shape(weight_in, (hidden, norm_parts.features), layers_name, norm_name)
+    _check_shape(weight_out, (norm_parts.features, hidden), layers_name, norm_name)
+    if weight_gate is not None:
+        _check_shape(weight_gate, (hidden, norm_parts.features), layers_name, norm_name)
+    return FeedForwardParts(
+        norm_parts,
+        weight_gate,
+        bias_gate,
+        weight_in,
+        bias_in,
+        weight_out,
+        bias_out,
+        activation,
+        norm_parts.has_condition,
+    )
+
+
+def _read_attention(block: nn.Module) -> AttentionParts:
+    _check_global_hooks()
+    _check_dropout(block)
+    modules = block._modules
+    norm, norm_src = _read_attention_norms(modules)
+    query_weight, query_bias = _read_linear(modules.get("lin_query"), "lin_query")
+    self_weight, self_bias = _read_linear(modules.get("lin_self"), "lin_self")
+    key_weight, key_bias = _read_linear(modules.get("lin_key"), "lin_key")
+    value_weight, value_bias = _read_linear(modules.get("lin_value"), "lin_value")
+    edge_weight, edge_bias = _read_linear(modules.get("lin_edge"), "lin_edge")
+    projection_weight, projection_bias = _read_linear(modules.get("projection"), "projection")
+
+    width = query_weight.shape[0]
+    features = norm.features
+    _check_shape(query_weight, (width, features), "lin_query", "norm")
+    _check_shape(self_weight, (width, features), "lin_self", "norm and lin_query")
+    _check_shape(key_weight, (width, features), "lin_key", "norm and lin_query")
+    _check_shape(value_weight, (width, features), "lin_value", "norm and lin_query")
+    _check_shape(edge_weight, (width, edge_weight.shape[1]), "lin_edge", "lin_query")
+    _check_shape(projection_weight, (features, width), "projection", "norm and lin_query")
+    if width > MOST_FEATURES:
+        got = f"its queries have {width} features"
+        raise CannotFuseError(f"{got}, and at most {MOST_FEATURES} are possible")
+    if edge_weight.shape[1] >= MOST_ATTRIBUTES:
+        got = f"its edges have {edge_weight.shape[1]} attributes"
+        raise CannotFuseError(f"{got}, and at most {MOST_ATTRIBUTES - 1} are possible")
+
+    heads = block.num_heads
+    query_norm_scale, query_norm_eps = None, 0.0
+    key_norm_scale, key_norm_eps = None, 0.0
+    # Anemoi's blocks have the flag, and norms only where it is set; ours have identities instead.
+    if block.__dict__.get("qk_norm", True):
+        channels = width // heads
+        query_norm_scale, query_norm_eps = _read_head_norm(modules, "q_norm", channels)
+        key_norm_scale, key_norm_eps = _read_head_norm(modules, "k_norm", channels)
+    return AttentionParts(
+        norm,
+        norm_src,
+        query_weight,
+        query_bias,
+        self_weight,
+        self_bias,
+        key_weight,
+        key_bias,
+        value_weight,
+        value_bias,
+        edge_weight,
+        edge_bias,
+        projection_weight,
+        projection_bias,
+        query_norm_scale,
+        query_norm_eps,
+        key_norm_scale,
+        key_norm_eps,
+        heads,
+        norm.has_condition,
+    )
+
+
+def _read_attention_norms(modules: dict[str, nn.Module | None]) -> tuple[NormParts, NormParts]:
+    """Return the norms of destinations and of sources, which are the same object in a processor."""
+    dst = modules.get("layer_norm_attention")
+    norm = _read_norm(dst, "layer_norm_attention")
+    src = modules.get("layer_norm_attention_src")
+    if src is None:
+        return norm, norm
+    # In a mapper the norm has two names. Anemoi calls it by one of them, this library by the other.
+    if modules.get("layer_norm_attention_dest") is not dst:
+        raise CannotFuseError("its layer_norm_attention_dest is not its layer_norm_attention")
+    if src is dst:
+        return norm, norm
+    norm_src = _read_norm(src, "layer_norm_attention_src")
+    if norm_src.features != norm.features:
+        raise CannotFuseError("its norms of sources and destinations have different features")
+    if norm_src.has_condition != norm.has_condition:
+        raise CannotFuseError("one of its norms of sources and destinations takes a condition")
+    return norm, norm_src
+
+
+def _read_norm(norm: nn.Module | None, name: str) -> NormParts:
+    """Return the parts of a layer norm, plain or conditional."""
+    if type(norm) in KnownClasses.conditional_norm:
+        _check_module(norm, KnownClasses.conditional_norm, name, "")
+        children = norm._modules
+        plain = children.get("norm")
+        _check_module(plain, KnownClasses.layer_norm, f"{name}.norm", "a torch.nn.LayerNorm")
+        weight, bias = _parameter(plain, "weight", name), _parameter(plain, "bias", name)
+        if weight is not None or bias is not None:
+            raise CannotFuseError(f"its {name}.norm has parameters next to those of the condition")
+        scale, scale_bias = _read_linear(children.get("scale"), f"{name}.scale")
+        shift, shift_bias = _read_linear(children.get("bias"), f"{name}.bias")
+        has_condition = True
+    else:
+        plain = norm
+        _check_module(plain, KnownClasses.layer_norm, name, "a LayerNorm or a ConditionalLayerNorm")
+        scale, shift = _parameter(plain, "weight", name), _parameter(plain, "bias", name)
+        scale_bias = shift_bias = None
+        has_condition = False
+    shape = plain.normalized_shape
+    if len(shape) != 1:
+        raise CannotFuseError(f"its {name} is over {len(shape)} dimensions, and one is needed")
+    features = shape[0]
+    if features > MOST_FEATURES:
+        got = f"its {name} has {features} features"
+        raise CannotFuseError(f"{got}, and at most {MOST_FEATURES} are possible")
+    return NormParts(scale, shift, scale_bias, shift_bias, plain.eps, features, has_condition)
+
+
+def _read_head_norm(
+    modules: dict[str, nn.Module | None],
+    name: str,
+    channels: int,
+) -> tuple[Tensor | None, float]:
+    """Return scale and eps of a norm of queries or keys; None and 0.0 if there is none."""
+    norm = modules.get(name)
+    if norm is None:
+        return None, 0.0
+    if type(norm) is nn.Identity:
+        _check_module(norm, (nn.Identity,), name, "")
+        return None, 0.0
+    _check_module(norm, KnownClasses.layer_norm, name, "a LayerNorm")
+    if _parameter(norm, "bias", name) is not None:
+        raise CannotFuseError(f"its {name} has a bias")
+    if tuple(norm.normalized_shape) != (channels,):
+        shape = tuple(norm.normalized_shape)
+        raise CannotFuseError(f"its {name} is over {shape}, and its heads have {channels} channels")
+    if norm.eps <= 0.0:
+        raise CannotFuseError(f"its {name} has eps {norm.eps}, and a positive number is needed")
+    return _parameter(norm, "weight", name), norm.eps
+
+
+def _read_linear(linear: nn.Module | None, name: str) -> tuple[Tensor, Tensor | None]:
+    """Return weight and bias of a linear map."""
+    _check_module(linear, (nn.Linear,), name, "a torch.nn.Linear")
+    weight = _parameter(linear, "weight", name)
+    if weight is None:
+        raise CannotFuseError(f"its {name} has no weight")
+    return weight, _parameter(linear, "bias", name)
+
+
+def _read_activation(activation: nn.Module | None, name: str) -> str:
+    """Return the name of an activation for the kernels."""
+    kinds = (nn.GELU, *ACTIVATIONS)
+    _check_module(activation, kinds, name, "a GELU, SiLU, ReLU or Sigmoid of torch.nn")
+    if type(activation) is not nn.GELU:
+        return ACTIVATIONS[type(activation)]
+    return "gelu" if activation.approximate == "none" else "gelu_tanh"
+
+
+def _parameter(module: nn.Module, name: str, module_name: str) -> Tensor | None:
+    """Return a parameter of a module, None if it has none."""
+    parameter = module._parameters.get(name)
+    if parameter is None:
+        parameter = module.__dict__.get(name)  # replicas of DataParallel hold plain tensors
+        if parameter is None:
+            return None
+    # Subclasses with data of their own: DTensor, and quantisation of other libraries.
+    if type(parameter) is not nn.Parameter and hasattr(parameter, "__tensor_flatten__"):
+        kind = _path(type(parameter))
+        raise CannotFuseError(f"its {module_name} has a {name} of the tensor subclass {kind}")
+    return parameter
+
+
+def _check_module(
+    module: nn.Module | None,
+    kinds: tuple[type[nn.Module], ...],
+    name: str,
+    needed: str,
+) -> None:
+    """Raise CannotFuseError unless a call of the module would run `forward` of its class alone."""
+    if type(module) not in kinds:
+        if module is None:
+            raise CannotFuseError(f"it has no {name}, and {needed} is needed")
+        raise CannotFuseError(f"its {name} is a {_path(type(module))}, and {needed} is needed")
+    _check_hooks(module, name)
+
+
+def _check_hooks(module: nn.Module, name: str) -> None:
+    has_forward_hooks = module._forward_hooks or module._forward_pre_hooks
+    if has_forward_hooks or module._backward_hooks or module._backward_pre_hooks:
+        raise CannotFuseError(f"its {name} has hooks, which a fused sub-layer skips")
+    # Offloading and quantisation of other libraries.
+    if "forward" in module.__dict__:
+        raise CannotFuseError(f"its {name} has a forward set on it, which a fused sub-layer skips")
+
+
+def _check_global_hooks() -> None:
+    if has_global_hooks():
+        raise CannotFuseError("hooks are registered for all modules, which a fused sub-layer skips")
+
+
+def _check_dropout(block: nn.Module) -> None:
+    """Raise CannotFuseError if the attention drops weights now, or if its module has hooks."""
+    dropout = block.__dict__.get("dropout", 0.0) if block.training else 0.0
+    # Anemoi's attention is a module. Its class is not checked here: the integration knows it.
+    conv = block._modules.get("conv")
+    if conv is not None:
+        _check_hooks(conv, "conv")
+        if conv.training:
+            dropout = conv.__dict__.get("dropout", 0.0)
+    if dropout:
+        raise CannotFuseError("its attention drops weights in training")
+
+
+def _check_shape(weight: Tensor, shape: tuple[int, int], name: str, others: str) -> None:
+    if weight.shape != shape:
+        got = f"its {name} has a weight {tuple(weight.shape)}"
+        raise CannotFuseError(f"{got}, and its {others} need {shape}")
+
+
+def _path(kind: type) -> str:
+    """Return the name of a class with its module."""
+    return f"{kind.__module__}.{kind.__qualname__}"
