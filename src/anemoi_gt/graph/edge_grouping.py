@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from anemoi_gt.custom_ops import assert_async, define_operator, is_plain, on_device
-from anemoi_gt.graph.validation import check_edge_index, check_ends
 
 EDGES_PER_PROGRAM, WARPS = 256, 8  # one edge per thread: most atomics in flight, and whole memory sectors
 RANKED, RANKED_TOGETHER = 2**14, 64  # edges and nodes below which edges are ranked, and edges of a program
@@ -25,31 +24,6 @@ class GroupedEdges(NamedTuple):
     rowptr: Tensor | None = None  # [N_src + 1]
     csr_to_csc: Tensor | None = None  # [E]
     col: Tensor | None = None  # [E]
-
-
-class UnsortedEdges(NamedTuple):
-    """The edges of one call on a CPU in the caller's order, with what edge attention reads of a GraphStructure."""
-
-    row: Tensor  # [E], int64
-    col: Tensor  # [E], int64
-    num_src: int
-    num_dst: int
-    num_edges: int
-    device: torch.device
-    colptr = perm = global_edge_id = rowptr = csr_to_csc = None
-
-    @classmethod
-    def of(cls, edge_index: Tensor, num_src: int, num_dst: int) -> "UnsortedEdges":
-        """Return edges [2, E]; raise ValueError for another tensor, or an index that is not a node."""
-        check_edge_index(edge_index)
-        low, high = map(int, torch.aminmax(edge_index)) if edge_index.numel() else (0, -1)
-        if low < 0 or high >= min(num_src, num_dst):
-            check_ends(edge_index, num_src, num_dst)
-        return cls(*edge_index.long().unbind(0), num_src, num_dst, edge_index.shape[1], edge_index.device)
-
-    def edge_index(self) -> Tensor:
-        """Return the edges as COO [2, E]."""
-        return torch.stack([self.row, self.col])
 
 
 def group_coo(
