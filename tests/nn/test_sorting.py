@@ -59,8 +59,7 @@ def test_raw_edges_are_grouped_without_sorting_on_request(edges, expected, unord
     layer.config = AttentionConfig("triton")
     with Operators() as operators:
         assert_same(result, train([layer], edges), 1e-5)
-    is_ranked = isinstance(edges, torch.Tensor) and edges.layout == torch.strided and edges.is_cuda
-    assert set(groupings(operators)) == {"group_edges_by_rank" if is_ranked else "sort"}
+    assert set(groupings(operators)) == {"sort"}
 
 
 def test_raw_edges_are_grouped_by_destination_alone_without_gradients(unordered, kernel_device):

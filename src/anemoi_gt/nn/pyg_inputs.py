@@ -6,7 +6,6 @@ from torch_geometric.utils import is_torch_sparse_tensor
 
 from anemoi_gt.attention_config import AttentionConfig
 from anemoi_gt.graph import GraphStructure
-from anemoi_gt.graph.edge_grouping import can_rank
 
 
 def read_edges(
@@ -33,8 +32,6 @@ def read_edges(
             "edge_index must be a GraphStructure, a tensor [2, E], an EdgeIndex or a sparse adj_t [N_dst, N_src], "
             f"got {type(edges).__name__}"
         )
-    if stable and torch.is_grad_enabled() and can_rank(edges, *num_nodes):
-        options["reverse"] = True  # at no cost
     return GraphStructure.from_edge_index(edges, num_nodes, validate=_is_readable(edges), **options), edge_attr
 
 
