@@ -1,6 +1,5 @@
 """Grouping of edges on a GPU without sorting, and when the stable sort is used instead."""
 
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -18,9 +17,7 @@ from anemoi_gt.graph.edge_grouping import (
     group_both_ends_unordered,
     group_coo,
     group_edges,
-    group_edges_by_rank,
     group_edges_unordered,
-    rank_edges,
 )
 
 DTYPES = (torch.int32, torch.int64)
@@ -46,11 +43,6 @@ def group_both_ends(edge_index, sizes, dtype=torch.int32):
     return GroupedEdges(*group_both_ends_unordered(edge_index, *sizes, dtype))
 
 
-def group_by_sorting(edge_index, sizes):
-    graph = GraphStructure.from_edge_index(edge_index, sizes)
-    return replace(graph, perm=graph.edge_order(), fixed_in_degree=None, dst_hubs=None, src_hubs=None)
-
-
 def as_structure(groups, num_src):
     return GraphStructure(**groups._asdict(), sources=groups.row.new_empty(num_src, 0)).validate()
 
@@ -67,21 +59,6 @@ def assert_by_destination(groups, edge_index, num_dst, dtype):
     assert torch.equal(groups.colptr, colptr)
     assert torch.equal(groups.row, src[groups.perm.long()])
     assert_same_edges_of_each_node(colptr, groups.perm, perm)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_ranking_places_edges_as_the_stable_sort_does(named, dtype):
-    edge_index, sizes = named
-    for name, expected in as_structure(rank_edges(edge_index.to(dtype), *sizes), sizes[0]).state_dict().items():
-        assert torch.equal(getattr(group_by_sorting(edge_index, sizes), name), expected), name
-
-
-@pytest.mark.parametrize(("row", "index"), [(0, -1), (0, 5), (1, -1), (1, 3)])
-def test_ranking_tells_what_is_out_of_range_and_places_all_edges(row, index, kernel_device):
-    edge_index = torch.tensor([[4, 0, 1, 3], [0, 2, 2, 1]])
-    edge_index[row, 2] = index
-    _, perm, *_, inside = group_edges_by_rank(edge_index.to(kernel_device), 5, 3)
-    assert not inside.all() and perm.sort().values.tolist() == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

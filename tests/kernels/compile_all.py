@@ -28,7 +28,7 @@ from triton.compiler import ASTSource
 from triton.runtime import JITFunction
 
 from anemoi_gt.graph import GraphStructure
-from anemoi_gt.graph.edge_grouping import group_both_ends_unordered, group_edges_by_rank, group_edges_unordered
+from anemoi_gt.graph.edge_grouping import group_both_ends_unordered, group_edges_unordered
 from anemoi_gt.nn import GraphTransformerMapperBlock, whole_block
 from anemoi_gt.ops import triton_backend
 from anemoi_gt.ops.operands import AttentionOperands
@@ -176,7 +176,6 @@ def every():
         edges = torch.zeros(2, 7, dtype=dtype)
         launches += record(lambda edges=edges: group_edges_unordered(edges, 3, edges.dtype))
         launches += record(lambda edges=edges: group_both_ends_unordered(edges, 3, 4, torch.int32))
-        launches += record(lambda edges=edges: group_edges_by_rank(edges, 3, 4))
     for kernel, args in launches:
         yield (
             kernel, args, ALIGNED,

@@ -12,7 +12,7 @@ from support.compiling import lines_of
 from support.ir import narrow_offsets, unordered_updates
 
 ATTENTION = {"fwd", "bwd_dst", "bwd_src", "fixed_degree_fwd", "fixed_degree_bwd_dst", "bwd_dst_hub"}
-GROUPING = {"group_edges_count", "group_edges_place", "rank_edges"}
+GROUPING = {"group_edges_count", "group_edges_place"}
 KERNELS = {"project", "embed", "attribute_bwd", "weight_bwd", "weight_sum", "join_segments"} | GROUPING
 KERNELS |= {f"edge_attention_{n}" for n in ATTENTION}
 NODE_ROWS = {"layer_norm_fwd", "layer_norm_bwd", "gelu_fwd", "gelu_bwd"}  # of whole blocks

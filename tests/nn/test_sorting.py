@@ -8,7 +8,6 @@ from support.refusals import raises
 from support.same_numbers import assert_same
 
 from anemoi_gt import AttentionConfig, GraphStructure, GraphTransformerConv
-from anemoi_gt.ops.torch_backend import op
 
 EDGE_INDEX, NODES = GRAPHS["shuffled"][0], max(GRAPHS["shuffled"][1])
 
@@ -60,8 +59,7 @@ def test_raw_edges_are_grouped_without_sorting_on_request(edges, expected, unord
     layer.config = AttentionConfig("triton")
     with Operators() as operators:
         assert_same(result, train([layer], edges), 1e-5)
-    is_ranked = isinstance(edges, torch.Tensor) and edges.layout == torch.strided and edges.is_cuda
-    assert set(groupings(operators)) == {"group_edges_by_rank" if is_ranked else "sort"}
+    assert set(groupings(operators)) == {"sort"}
 
 
 def test_raw_edges_are_grouped_by_destination_alone_without_gradients(unordered, kernel_device):
@@ -72,19 +70,16 @@ def test_raw_edges_are_grouped_by_destination_alone_without_gradients(unordered,
 
 
 @pytest.mark.parametrize("dtype", (torch.int32, torch.int64))
-def test_few_raw_edges_on_a_cpu_are_not_sorted_and_many_are(monkeypatch, dtype):
+def test_raw_edges_on_a_cpu_are_sorted_once_a_side_in_every_call(dtype):
     layer, edge_index = GraphTransformerConv(4, 4), EDGE_INDEX.to(dtype)
     with Operators() as operators:
         result = train([layer], edge_index)
-    assert groupings(operators) == []
-    monkeypatch.setattr(op, "MAX_EDGE_ROWS", EDGE_INDEX.shape[1] * 4 - 1)
-    with Operators() as operators:
-        assert_same(result, train([layer], edge_index), 1e-5)
     assert groupings(operators) == ["sort", "sort"]
+    assert_same(result, train([layer], GraphStructure.from_edge_index(edge_index, NODES)), 0)
 
 
 @pytest.mark.parametrize("wrong", (-1, NODES))
-def test_an_index_that_is_no_node_is_refused_where_nothing_is_sorted(wrong):
+def test_an_index_that_is_no_node_is_refused(wrong):
     layer, edge_index = GraphTransformerConv(4, 4), EDGE_INDEX.clone()
     edge_index[1, -1] = wrong
     raises(lambda: train([layer], edge_index), r"destination \(row 1 of edge_index\) must hold values in 0 .. ")

@@ -14,8 +14,6 @@ from support.run import attend, leaves_of, structure
 from support.same_numbers import assert_same
 
 from anemoi_gt import AttentionConfig, GraphStructure, edge_attention
-from anemoi_gt.graph.edge_grouping import UnsortedEdges
-from anemoi_gt.ops.torch_backend import op
 
 TORCH = AttentionConfig(backend="torch")
 F64 = 1e-12
@@ -56,9 +54,6 @@ def test_reverse_structure_is_built_only_for_gradients(monkeypatch):
     with torch.no_grad():
         edge_attention(**leaves_of(problem, graph), graph=graph, config=TORCH)
     assert not built
-    edge_attention(**leaves_of(problem, graph), graph=graph, config=TORCH)
-    assert not built  # few edges: they are summed into sources unsorted
-    monkeypatch.setattr(op, "MAX_EDGE_ROWS", 1)
     edge_attention(**leaves_of(problem, graph), graph=graph, config=TORCH)
     assert built
 
@@ -102,10 +97,9 @@ def test_autocast_leaves_float64_unchanged():
 
 @pytest.mark.parametrize("form", ["raw", "raw_without_bias", "embedded", "none"])
 @pytest.mark.parametrize("name", ["shuffled", "no_edges", "isolated"])
-@pytest.mark.parametrize("is_sorted", [True, False])
-def test_forward_and_backward_operators_pass_opcheck(form, name, is_sorted):
+def test_forward_and_backward_operators_pass_opcheck(form, name):
     problem, graph = problem_and_graph(name, form, torch.float32)
-    graph = graph.with_reverse() if is_sorted else UnsortedEdges.of(problem.edge_index, graph.num_src, graph.num_dst)
+    graph = graph.with_reverse()
     operators = torch.ops.anemoi_gt
     every = [getattr(problem, name) for name in problem.names]
     every[:4] = [None if operand is None else operand.unsqueeze(0) for operand in every[:4]]

@@ -6,8 +6,7 @@ from support.differentiate import differentiate
 from support.same_numbers import assert_same
 
 from anemoi_gt import AttentionConfig, GraphStructure, edge_attention
-from anemoi_gt.graph.edge_grouping import UnsortedEdges
-from anemoi_gt.ops.torch_backend import op, reference, small_graphs
+from anemoi_gt.ops.torch_backend import op, reference
 
 BATCH, NODES, EDGES, HEADS, CHANNELS = 2, 9, 40, 6, 4
 TORCH = AttentionConfig(backend="torch")
@@ -48,61 +47,13 @@ CHUNKS = {"CHUNK": 7 * HEADS * CHANNELS, "NODE_CHUNK": 4}
 @pytest.mark.parametrize("sizes", [*HEAD_GROUPS, CHUNKS], ids=str)
 def test_result_and_gradients_do_not_depend_on_the_sizes(monkeypatch, sizes, edge_dim, dropout_p):
     attention, inputs = Attention(dropout_p), operands(edge_dim)
-    monkeypatch.setattr(op, "MAX_EDGE_ROWS", 0)
     expected = differentiate(attention, inputs, attention)
     for name, size in sizes.items():
         monkeypatch.setattr(op if hasattr(op, name) else reference, name, size)
     assert_same(differentiate(attention, inputs, attention), expected, 1e-12)
 
 
-@pytest.mark.parametrize("dropout_p", (0.0, 0.4))
-@pytest.mark.parametrize("edge_dim", (0, 2, 5), ids=("embedded", "fewer than channels", "more than channels"))
-@pytest.mark.parametrize("edges", ("sorted", "sorted by both ends", "unsorted"))
-@pytest.mark.parametrize("batched", (False, True))
-def test_formulas_on_edge_rows_sorted_or_not_agree_with_the_others(monkeypatch, batched, edges, edge_dim, dropout_p):
-    attention, inputs = Attention(dropout_p), operands(edge_dim)
-    graph = attention.graph.with_reverse() if edges == "sorted by both ends" else attention.graph
-    if not batched:
-        inputs = {name: each[0] if each.shape[0] == BATCH else each for name, each in inputs.items()}
-    attention.graph = UnsortedEdges.of(graph.edge_index(), NODES, NODES) if edges == "unsorted" else graph
-    actual = differentiate(attention, inputs, attention)
-    attention.graph = graph
-    monkeypatch.setattr(op, "MAX_EDGE_ROWS", 0)
-    assert_same(actual, differentiate(attention, inputs, attention), 1e-12)
-
-
-def test_unsorted_edges_give_the_same_bits_again_and_with_other_threads():
-    generator, threads = torch.Generator().manual_seed(0), torch.get_num_threads()
-    edges = UnsortedEdges.of(torch.randint(500, (2, 8000), generator=generator), 500, 500)
-    query = torch.randn(500, 4, 16, generator=generator, requires_grad=True)
-
-    def attend(threads):
-        torch.set_num_threads(threads)
-        out, lse = edge_attention(query, query, query, edges, config=TORCH)
-        return out, lse, *torch.autograd.grad(out.square().sum(), query)
-
-    try:
-        results = [attend(number) for number in (1, 1, 2)]
-    finally:
-        torch.set_num_threads(threads)
-    assert_same(results[1], results[0], 0)
-    assert_same(results[2], results[0], 0)
-
-
-def test_formulas_on_edge_rows_are_chosen_by_sizes_on_a_cpu(monkeypatch):
-    called, attend = [], small_graphs.attend
-    monkeypatch.setattr(small_graphs, "attend", lambda flat: called.append(flat) or attend(flat))
-    attention, inputs = Attention(), operands(2)
-    monkeypatch.setattr(op, "MAX_EDGE_ROWS", BATCH * EDGES * HEADS * CHANNELS)
-    attention(inputs)
-    assert len(called) == 1
-    monkeypatch.setattr(op, "MAX_EDGE_ROWS", BATCH * EDGES * HEADS * CHANNELS - 1)
-    attention(inputs)
-    assert len(called) == 1
-    assert not op.is_small(inputs["query"].to("meta"), 1)
-
-
-def test_logits_that_overflow_leave_no_nan_on_edge_rows():
+def test_logits_that_overflow_leave_no_nan():
     graph = GraphStructure.from_edge_index(torch.tensor([[0, 1, 1], [0, 0, 1]]), (2, 3))
     query, key = torch.full((3, 1, 4), 1e30, requires_grad=True), torch.full((2, 1, 4), -1e30)
     out, lse = edge_attention(query, key, torch.ones(2, 1, 4), graph, config=TORCH)

@@ -19,11 +19,6 @@ def hubs(seed=0):
     return edge_index, (NODES, NODES)
 
 
-@pytest.fixture(autouse=True)
-def large(monkeypatch):
-    monkeypatch.setattr(op, "MAX_EDGE_ROWS", 0)
-
-
 @pytest.mark.parametrize("heads_at_a_time", (1, 3))
 @pytest.mark.parametrize("form", ("raw", "embedded", "none"))
 def test_a_graph_with_hubs_gives_what_the_definition_gives(monkeypatch, form, heads_at_a_time):

@@ -2,17 +2,14 @@
 
 from collections.abc import Callable
 from functools import lru_cache
-from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from anemoi_gt.custom_ops import assert_async, define_operator, is_plain, on_device
-from anemoi_gt.graph.validation import check_edge_index, check_ends
+from anemoi_gt.custom_ops import define_operator, on_device
 
 EDGES_PER_PROGRAM, WARPS = 256, 8  # one edge per thread: most atomics in flight, and whole memory sectors
-RANKED, RANKED_TOGETHER = 2**14, 64  # edges and nodes below which edges are ranked, and edges of a program
 CACHED_LAUNCHES = 128  # graph sizes whose launches are cached
 
 
@@ -25,31 +22,6 @@ class GroupedEdges(NamedTuple):
     rowptr: Tensor | None = None  # [N_src + 1]
     csr_to_csc: Tensor | None = None  # [E]
     col: Tensor | None = None  # [E]
-
-
-class UnsortedEdges(NamedTuple):
-    """The edges of one call on a CPU in the caller's order, with what edge attention reads of a GraphStructure."""
-
-    row: Tensor  # [E], int64
-    col: Tensor  # [E], int64
-    num_src: int
-    num_dst: int
-    num_edges: int
-    device: torch.device
-    colptr = perm = global_edge_id = rowptr = csr_to_csc = None
-
-    @classmethod
-    def of(cls, edge_index: Tensor, num_src: int, num_dst: int) -> "UnsortedEdges":
-        """Return edges [2, E]; raise ValueError for another tensor, or an index that is not a node."""
-        check_edge_index(edge_index)
-        low, high = map(int, torch.aminmax(edge_index)) if edge_index.numel() else (0, -1)
-        if low < 0 or high >= min(num_src, num_dst):
-            check_ends(edge_index, num_src, num_dst)
-        return cls(*edge_index.long().unbind(0), num_src, num_dst, edge_index.shape[1], edge_index.device)
-
-    def edge_index(self) -> Tensor:
-        """Return the edges as COO [2, E]."""
-        return torch.stack([self.row, self.col])
 
 
 def group_coo(
@@ -94,56 +66,6 @@ def _order_may_vary(index: Tensor) -> bool:
 def _sort_edges(node: Tensor, neighbour: Tensor, num_nodes: int) -> tuple[Tensor, Tensor, Tensor]:
     node, order = torch.sort(node, stable=True)
     return pointers(node, num_nodes), order.to(node.dtype), neighbour.index_select(0, order)
-
-
-def can_rank(edge_index: Tensor, num_src: int, num_dst: int) -> bool:
-    """Return whether `rank_edges` serves: on a GPU, where comparing all edges takes less time than launching a sort."""
-    is_known = type(edge_index) is Tensor and not torch.compiler.is_compiling()
-    is_small = is_known and edge_index.is_cuda and max(edge_index.shape[1], num_src, num_dst) < RANKED
-    return is_small and _compiles_kernels(edge_index.device)
-
-
-@lru_cache
-def _compiles_kernels(device: torch.device) -> bool:
-    is_new = torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0)
-    return is_new and find_spec("triton") is not None
-
-
-def rank_edges(edge_index: Tensor, num_src: int, num_dst: int) -> GroupedEdges:
-    """Return both groupings of [2, E] in the order of a stable sort, int32; the device asserts the range of nodes."""
-    group = group_edges_by_rank.function if is_plain(edge_index) else group_edges_by_rank
-    *grouped, inside = group(edge_index, num_src, num_dst)
-    claim = "source and destination must hold values from 0 to below the number of nodes; build it with validate=True"
-    assert_async(inside.all(), claim)
-    return GroupedEdges(*grouped)
-
-
-@define_operator
-def group_edges_by_rank(
-    edge_index: Tensor, num_src: int, num_dst: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the fields of `GroupedEdges` in the order of a stable sort, and [4], all 1 if all nodes are in range."""
-    edge_index = edge_index.contiguous()
-    grouped, inside = _empty_groups(edge_index, num_src, num_dst, torch.int32), edge_index.new_empty(4)
-    with on_device(edge_index):
-        launch = _rank_launch(edge_index.shape[1], num_dst, num_src)
-        launch(edge_index=edge_index, **grouped._asdict(), inside=inside)
-    return *grouped, inside
-
-
-@torch.library.register_fake("anemoi_gt::group_edges_by_rank")
-def _(edge_index, num_src, num_dst):
-    return *_empty_groups(edge_index, num_src, num_dst, torch.int32), edge_index.new_empty(4)
-
-
-@lru_cache(CACHED_LAUNCHES)
-def _rank_launch(num_edges: int, num_dst: int, num_src: int) -> Callable[..., None]:
-    from anemoi_gt.kernels import edge_grouping
-    from anemoi_gt.kernels.jit_launch import Launch
-
-    sizes = {"num_edges": num_edges, "num_dst": num_dst, "num_src": num_src}
-    grid = (-(-max(num_edges, num_dst + 1, num_src + 1) // RANKED_TOGETHER),)
-    return Launch(edge_grouping.rank_edges, grid, sizes, {"EDGES": RANKED_TOGETHER, "num_warps": 4})
 
 
 @define_operator

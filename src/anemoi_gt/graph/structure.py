@@ -30,7 +30,7 @@ from torch.utils._pytree import MappingKey, register_pytree_node, tree_map
 
 from anemoi_gt.compatibility import is_exporting
 from anemoi_gt.custom_ops import assert_async
-from anemoi_gt.graph.edge_grouping import GroupedEdges, can_rank, group_coo, group_edges, pointers, rank_edges
+from anemoi_gt.graph.edge_grouping import group_coo, group_edges, pointers
 from anemoi_gt.graph.ordering import morton_order
 from anemoi_gt.graph.validation import (
     HUB_DEGREE,
@@ -223,17 +223,13 @@ class GraphStructure:
         edge_index = edge_index.as_tensor() if hasattr(edge_index, "as_tensor") else edge_index
         check_edge_index(edge_index)
         dtype = _index_dtype(num_src, num_dst, edge_index.shape[1])
-        if stable and not validate and can_rank(edge_index, num_src, num_dst):
-            groups = rank_edges(edge_index, num_src, num_dst)
-            groups = (groups if reverse else GroupedEdges(*groups[:3]))._asdict()
+        check_ends(edge_index, num_src, num_dst, check=check_range if validate else assert_range)
+        is_read = validate and not torch.compiler.is_compiling()
+        if is_read and bool((edge_index[1, 1:] >= edge_index[1, :-1]).all()):
+            colptr = pointers(edge_index[1].to(dtype), num_dst)
+            groups = {"colptr": colptr, "row": _copy(edge_index[0], dtype), "perm": None}
         else:
-            check_ends(edge_index, num_src, num_dst, check=check_range if validate else assert_range)
-            is_read = validate and not torch.compiler.is_compiling()
-            if is_read and bool((edge_index[1, 1:] >= edge_index[1, :-1]).all()):
-                colptr = pointers(edge_index[1].to(dtype), num_dst)
-                groups = {"colptr": colptr, "row": _copy(edge_index[0], dtype), "perm": None}
-            else:
-                groups = group_coo(edge_index, num_src, num_dst, dtype, stable=stable, reverse=reverse)._asdict()
+            groups = group_coo(edge_index, num_src, num_dst, dtype, stable=stable, reverse=reverse)._asdict()
         if global_edge_id is not None:
             check_edge_ids(global_edge_id, edge_index)
             global_edge_id = global_edge_id.clone() if groups["perm"] is None else global_edge_id[groups["perm"]]

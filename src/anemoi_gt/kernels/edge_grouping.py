@@ -7,10 +7,6 @@
 Both ends of the edges are grouped in one sweep. The numbers of the sources stand behind those of the destinations, so
 that one scan serves both; it reaches the sources with the E edges of the destinations, which `place` takes off again.
 
-Of a few thousand edges `rank_edges` finds the places in a stable order at once, comparing all with all:
-
-    place_e = number of edges o with (dst_o, o) < (dst_e, e),    begin[n] = number of edges with dst < n
-
 Counting is one integer atomic for each end, and what it returns is the rank. Numbers are exact, but which edge of a
 node comes first changes from run to run, so results that sum over a node's edges may differ in the last bit. The stable
 sort is there where that matters.
@@ -85,49 +81,3 @@ def group_edges_place(
         tl.store(rowptr + node, to_csr, mask=node <= num_src)
     tl.store(perm + in_csc, e, mask=inside)
     tl.store(row + in_csc, src, mask=inside)
-
-
-@triton.jit(repr=_name("rank_edges"), do_not_specialize=["num_edges", "num_dst", "num_src"])
-def rank_edges(
-    edge_index,  # [2, E]
-    perm,  # [E]
-    row,  # [E]
-    colptr,  # [N_dst + 1]
-    rowptr,  # [N_src + 1]
-    col,  # [E]
-    csr_to_csc,  # [E]
-    inside,  # [4], 1 where no destination, no source is below the first node or beyond the last
-    num_edges, num_dst, num_src,
-    EDGES: tl.constexpr,
-):  # fmt: skip
-    """Grid (ceil(max(E, N_dst + 1, N_src + 1) / EDGES),): a program places EDGES edges and EDGES pointers a side.
-
-    No address depends on the values of `edge_index`, which nobody has checked.
-    """
-    e = tl.program_id(0) * EDGES + tl.arange(0, EDGES)
-    src = tl.load(edge_index + e, mask=e < num_edges, other=0)[:, None]
-    dst = tl.load(edge_index + num_edges + e, mask=e < num_edges, other=0)[:, None]
-    in_csc = tl.zeros((EDGES,), tl.int32)
-    in_csr, to_csc, to_csr = in_csc, in_csc, in_csc
-    for first in range(0, num_edges, EDGES):
-        o = first + tl.arange(0, EDGES)
-        there = (o < num_edges)[None, :]
-        other_src = tl.load(edge_index + o, mask=o < num_edges, other=0)[None, :]
-        other_dst = tl.load(edge_index + num_edges + o, mask=o < num_edges, other=0)[None, :]
-        before = (other_dst < dst) | ((other_dst == dst) & (o[None, :] < e[:, None]))
-        in_csc += tl.sum((there & before).to(tl.int32), 1)
-        before = (other_src < src) | ((other_src == src) & before)
-        in_csr += tl.sum((there & before).to(tl.int32), 1)
-        to_csc += tl.sum((there & (other_dst < e[:, None])).to(tl.int32), 1)
-        to_csr += tl.sum((there & (other_src < e[:, None])).to(tl.int32), 1)
-    src, dst = tl.reshape(src, (EDGES,)), tl.reshape(dst, (EDGES,))
-    tl.store(perm + in_csc, e, mask=e < num_edges)
-    tl.store(row + in_csc, src, mask=e < num_edges)
-    tl.store(col + in_csr, dst, mask=e < num_edges)
-    tl.store(csr_to_csc + in_csr, in_csc, mask=e < num_edges)
-    tl.store(colptr + e, to_csc, mask=e <= num_dst)
-    tl.store(rowptr + e, to_csr, mask=e <= num_src)
-    tl.store(inside + e, (to_csc == 0), mask=e == 0)
-    tl.store(inside + 1 + e, (to_csr == 0), mask=e == 0)
-    tl.store(inside + 2 + e - num_dst, (to_csc == num_edges), mask=e == num_dst)
-    tl.store(inside + 3 + e - num_src, (to_csr == num_edges), mask=e == num_src)

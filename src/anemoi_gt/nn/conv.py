@@ -15,7 +15,6 @@ from torch_geometric.utils import softmax
 
 from anemoi_gt.attention_config import AttentionConfig, check_config
 from anemoi_gt.graph import GraphStructure
-from anemoi_gt.graph.edge_grouping import UnsortedEdges
 from anemoi_gt.nn.block import ShardedGraph
 from anemoi_gt.nn.chunking import Chunk, is_chunked, map_chunks
 from anemoi_gt.nn.input_validation import check_dtype, check_features, check_nodes
@@ -177,7 +176,7 @@ class GraphTransformerConv(MessagePassing):
             pending, edges = edge_index.start_exchange(x_src), edge_index.structure
         query = self._split_heads(self.lin_query(x_dst))
         x_src = x_src if pending is None else pending.wait()
-        graph, edge_attr = self._edges(edges, edge_attr, (x_src.shape[-2], x_dst.shape[-2]), query)
+        graph, edge_attr = self._edges(edges, edge_attr, (x_src.shape[-2], x_dst.shape[-2]))
         check_nodes(graph, x_src, x_dst)
         key, value = (self._split_heads(linear(x_src)) for linear in (self.lin_key, self.lin_value))
 
@@ -247,10 +246,10 @@ class GraphTransformerConv(MessagePassing):
         return sides
 
     def _edges(
-        self, edge_index, edge_attr: Tensor | None, num_nodes: tuple[int, int], query: Tensor
-    ) -> tuple[GraphStructure | UnsortedEdges, Tensor | None]:
-        """Return the edges as the attention of `query` reads them, and the attributes in the caller's edge order."""
-        graph, edge_attr = read_edges(self._along_flow(edge_index), edge_attr, num_nodes, query, self.config)
+        self, edge_index, edge_attr: Tensor | None, num_nodes: tuple[int, int]
+    ) -> tuple[GraphStructure, Tensor | None]:
+        """Return the edges as a structure, and the attributes in the caller's edge order."""
+        graph, edge_attr = read_edges(self._along_flow(edge_index), edge_attr, num_nodes, self.config)
         if (edge_attr is None) != (self.lin_edge is None):
             got = "none" if edge_attr is None else f"shape {tuple(edge_attr.shape)}"
             raise ValueError(

@@ -4,7 +4,6 @@ import torch
 from torch import Tensor
 
 from anemoi_gt.graph import GraphStructure
-from anemoi_gt.graph.edge_grouping import UnsortedEdges
 from anemoi_gt.graph.validation import check_shape, have_size
 
 
@@ -48,7 +47,7 @@ def _check_columns(name: str, columns: tuple[Tensor, ...], channels: int, like: 
         check_dtype(name, part, like)
 
 
-def check_nodes(graph: GraphStructure | UnsortedEdges, x_src: Tensor, x_dst: Tensor) -> None:
+def check_nodes(graph: GraphStructure, x_src: Tensor, x_dst: Tensor) -> None:
     """Raise unless both sides have one row per node of the graph and the same batch."""
     check_batch(x_src, x_dst)
     names = ("x", "x") if x_src is x_dst else ("x_src", "x_dst")

@@ -6,25 +6,20 @@ from torch_geometric.utils import is_torch_sparse_tensor
 
 from anemoi_gt.attention_config import AttentionConfig
 from anemoi_gt.graph import GraphStructure
-from anemoi_gt.graph.edge_grouping import UnsortedEdges, can_rank
-from anemoi_gt.ops import torch_backend
 
 
 def read_edges(
-    edges, edge_attr: Tensor | None, num_nodes: tuple[int, int], query: Tensor, config: AttentionConfig
-) -> tuple[GraphStructure | UnsortedEdges, Tensor | None]:
-    """Return `edges` for the attention of `query` [.., N_dst, H, C], and the attributes in the caller's edge order.
+    edges, edge_attr: Tensor | None, num_nodes: tuple[int, int], config: AttentionConfig
+) -> tuple[GraphStructure, Tensor | None]:
+    """Return `edges` as a structure, and the attributes in the caller's edge order.
 
     `edges` is a GraphStructure, a tensor [2, E], an EdgeIndex, or a sparse matrix [N_dst, N_src], whose values [E, D]
-    replace a missing `edge_attr` (scalars are edge weights, which attention ignores, as PyG does). A few edges on a CPU
-    stay unsorted: sorting takes longer than one call gains. Others have a reverse structure only if grouping without
-    order may make it too; else the attention does, if needed. Indices are checked on the CPU alone.
+    replace a missing `edge_attr` (scalars are edge weights, which attention ignores, as PyG does). They have a reverse
+    structure only if grouping without order may make it too; else the attention does, if needed. Indices are checked on
+    the CPU alone.
     """
     if isinstance(edges, GraphStructure):
         return edges, edge_attr
-    is_list = config.backend != "triton" and _is_readable(edges) and edges.layout == torch.strided and edges.dim() == 2
-    if is_list and torch_backend.is_small(query, edges.shape[1]):
-        return UnsortedEdges.of(edges, *num_nodes), edge_attr
     stable = config.stable_sort
     options = {"stable": stable, "reverse": not stable and torch.is_grad_enabled()}
     if is_adjacency(edges):
@@ -37,8 +32,6 @@ def read_edges(
             "edge_index must be a GraphStructure, a tensor [2, E], an EdgeIndex or a sparse adj_t [N_dst, N_src], "
             f"got {type(edges).__name__}"
         )
-    if stable and torch.is_grad_enabled() and can_rank(edges, *num_nodes):
-        options["reverse"] = True  # at no cost
     return GraphStructure.from_edge_index(edges, num_nodes, validate=_is_readable(edges), **options), edge_attr
 
 

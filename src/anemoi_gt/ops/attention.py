@@ -106,9 +106,8 @@ def edge_attention(
         operands = AttentionOperands(q, k, v, attr.unsqueeze(0), weight, bias)  # shared by the batch
     seed = draw_seed(query.device) if dropout_p > 0 else None
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    is_sorted = isinstance(graph, GraphStructure)
-    backend = choose_backend(config.backend if is_sorted else "torch", q)
-    if is_sorted and needs_gradient(k, v) and backend.needs_reverse(q, graph):
+    backend = choose_backend(config.backend, q)
+    if needs_gradient(k, v):
         graph = graph.with_reverse(stable=config.stable_sort)
     out, lse = backend.attend(operands, graph, seed, float(scale), float(dropout_p))
     return out.to(out_dtype), lse

@@ -7,7 +7,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from anemoi_gt.graph import GraphStructure
 from anemoi_gt.ops import torch_backend, triton_backend
 
 log = logging.getLogger(__name__)
@@ -17,14 +16,12 @@ class Backend(NamedTuple):
     """An implementation of edge attention.
 
     `attend` has the arguments of `torch_backend.attend`. `unsupported_reason(query)` returns why it cannot run, or
-    None; `auto_unsupported_reason(query)` why `auto` rejects it, even if it could run. `needs_reverse(query, graph)`
-    returns whether gradients of key and value need the reverse structure.
+    None; `auto_unsupported_reason(query)` why `auto` rejects it, even if it could run.
     """
 
     attend: Callable[..., tuple[Tensor, Tensor]]
     unsupported_reason: Callable[[Tensor], str | None]
     auto_unsupported_reason: Callable[[Tensor], str | None]
-    needs_reverse: Callable[[Tensor, GraphStructure], bool]
 
 
 BACKENDS = {  # in the order in which `auto` tries them
@@ -32,13 +29,11 @@ BACKENDS = {  # in the order in which `auto` tries them
         triton_backend.attend,
         triton_backend.unsupported_reason,
         triton_backend.auto_unsupported_reason,
-        needs_reverse=lambda *_: True,
     ),
     "torch": Backend(
         torch_backend.attend,
         unsupported_reason=lambda _: None,  # it runs wherever PyTorch does
         auto_unsupported_reason=lambda _: None,
-        needs_reverse=torch_backend.needs_reverse,
     ),
 }
 

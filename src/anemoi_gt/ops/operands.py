@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from anemoi_gt.graph import GraphStructure
-from anemoi_gt.graph.edge_grouping import UnsortedEdges
 from anemoi_gt.graph.validation import have_size
 from anemoi_gt.option_checks import check_number
 
@@ -37,7 +36,7 @@ class Needs(NamedTuple):
 def check_operands(operands: AttentionOperands, graph: GraphStructure) -> None:
     """Raise ValueError unless the operands of `edge_attention` fit together and fit `graph`."""
     query, key, value, *edges = operands
-    if not isinstance(graph, (GraphStructure, UnsortedEdges)):
+    if not isinstance(graph, GraphStructure):
         raise ValueError(
             f"graph must be a GraphStructure, got {type(graph).__name__}; build it once with "
             "GraphStructure.from_edge_index(edge_index, (num_src, num_dst))"

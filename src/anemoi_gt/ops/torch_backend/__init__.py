@@ -1,5 +1,5 @@
 """The `torch` backend: the definition of edge attention in plain PyTorch, fast enough for real use on a CPU."""
 
-from anemoi_gt.ops.torch_backend.op import attend, is_small, needs_reverse
+from anemoi_gt.ops.torch_backend.op import attend
 
-__all__ = ["attend", "is_small", "needs_reverse"]
+__all__ = ["attend"]

@@ -14,11 +14,9 @@ from anemoi_gt.custom_ops import (
     refuse_second_derivative,
 )
 from anemoi_gt.graph import GraphStructure
-from anemoi_gt.graph.edge_grouping import UnsortedEdges
 from anemoi_gt.ops.dropout import keep_factor
 from anemoi_gt.ops.dtypes import accumulator_dtype, without_autocast
 from anemoi_gt.ops.operands import AttentionOperands, Needs
-from anemoi_gt.ops.torch_backend import small_graphs
 from anemoi_gt.ops.torch_backend.reference import (
     Edges,
     HeadGradients,
@@ -30,7 +28,6 @@ from anemoi_gt.ops.torch_backend.reference import (
     weighted_sum,
 )
 
-MAX_EDGE_ROWS = 2**21  # elements of [B, E, H, C], up to which the formulas of `small_graphs` are faster
 MAX_EDGE_HEADS = 2**21  # of a group of heads: its number of heads times that of edges or nodes
 
 
@@ -43,7 +40,7 @@ class FlatArguments(NamedTuple):
     edge_attr: Tensor | None  # [1 or B, E, D] raw, or [1 or B, E, H, C]
     edge_weight: Tensor | None  # [H * C, D]
     edge_bias: Tensor | None  # [H * C]
-    colptr: Tensor | None  # None: edges (row, col) in the caller's order, for the formulas of `small_graphs`
+    colptr: Tensor
     row: Tensor
     perm: Tensor | None
     global_edge_id: Tensor | None
@@ -64,11 +61,6 @@ class FlatArguments(NamedTuple):
             rest = [None if each is None else each.unsqueeze(0) for each in rest]
         weight = None if weight is None else weight.reshape(*heads, -1)
         return FlatArguments(*rest, weight, None if bias is None else bias.reshape(heads), *self[6:])
-
-    @property
-    def is_small(self) -> bool:
-        """True if the formulas of `small_graphs` are used."""
-        return self.colptr is None or is_small(self.query, self.row.shape[0])
 
     def head_groups(self, edges: Edges) -> Iterator[tuple[int, slice, HeadGroup]]:
         """Yield (batch index, heads, their operands), `edges.heads` at a time."""
@@ -104,23 +96,9 @@ def head_group_size(heads: int, rows: int) -> int:
     return max(n for n in range(1, heads + 1) if heads % n == 0 and (n == 1 or n * rows <= MAX_EDGE_HEADS))
 
 
-def is_small(query: Tensor, num_edges: int) -> bool:
-    """Return whether the formulas of `small_graphs` serve a query like this one [.., N_dst, H, C]: by sizes alone."""
-    elements = num_edges * query.shape[-2] * query.shape[-1] * (query.shape[0] if query.dim() == 4 else 1)
-    return query.is_cpu and elements <= MAX_EDGE_ROWS
-
-
-def needs_reverse(query: Tensor, graph: GraphStructure) -> bool:
-    """Return whether gradients of key and value need the reverse structure.
-
-    In traced code always: what is chosen by sizes there would be compiled once for each choice.
-    """
-    return torch.compiler.is_compiling() or not is_small(query, graph.num_edges)
-
-
 def attend(
     operands: AttentionOperands,
-    graph: GraphStructure | UnsortedEdges,
+    graph: GraphStructure,
     seed: Tensor | None,
     scale: float,
     dropout_p: float,
@@ -142,10 +120,6 @@ def edge_attention_torch(flat: FlatArguments) -> tuple[Tensor, Tensor, Tensor]:
     """Forward: out like query, lse [B, N_dst, H], without B as query; softmax p [B, E, H], empty unless it is saved."""
     query, flat = flat.query, flat.in_accumulator_dtype()
     with without_autocast(flat.query.device.type):
-        if flat.is_small:
-            out, lse, p = small_graphs.attend(flat)
-            p = p if flat.save else p.new_empty(0)
-            return out.view(query.shape).to(query.dtype), lse.view(query.shape[:-1]), p
         edges, out = flat.edges(), torch.empty_like(flat.query, dtype=query.dtype)
         lse, p = flat.query.new_empty(out.shape[:3]), flat.query.new_empty(_saved_shape(flat))
         for b, group, heads in flat.head_groups(edges):
@@ -189,9 +163,6 @@ def edge_attention_torch_backward(
     if grad_lse is not None:
         grad_lse = torch.where(lse.isneginf(), 0.0, grad_lse).view(do.shape[:3])  # even NaN that arrives is ignored
     with without_autocast(do.device.type):
-        if flat.is_small:
-            gradients = small_graphs.differentiate(do, grad_lse, p, flat, needs)
-            return _like(operands, gradients, dtype)
         edges, pairs = flat.edges(), zip(flat[:6], needs, strict=True)
         gradients = Gradients(*(torch.zeros_like(operand) if need else None for operand, need in pairs))
         out_edges = None if flat.rowptr is None else Segments.of_heads(edges.heads, flat.col, flat.rowptr)
