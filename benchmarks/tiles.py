@@ -38,9 +38,10 @@ from torch.profiler import ProfilerActivity, profile
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # to try the script; read by triton when it is imported
 
+from anemoi_gt.ops.triton_backend.problem import Sizes
+
 from anemoi_gt import AttentionConfig, GraphStructure, edge_attention
 from anemoi_gt.ops.triton_backend import launch, op
-from anemoi_gt.ops.triton_backend.problem import Sizes
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 MEAN, WORST = 1.10, 1.25  # chosen over fastest

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from anemoi_gt.ops.triton_backend.problem import IndexTensors, Options, Problem
 
 from anemoi_gt.ops.operands import AttentionOperands
-from anemoi_gt.ops.triton_backend.problem import IndexTensors, Options, Problem
 
 
 def is_wide(samples, num_src, num_dst, num_edges, heads, channels, form="none", edge_dim=1):

@@ -6,12 +6,12 @@ from unittest import mock
 
 import pytest
 import torch
+from anemoi_gt.ops.triton_backend.problem import Sizes
 from support.run import with_hubs
 
 from anemoi_gt import AttentionConfig, GraphStructure, edge_attention, explain_attention
 from anemoi_gt.kernels.jit_launch import Launch
 from anemoi_gt.ops.triton_backend import launch
-from anemoi_gt.ops.triton_backend.problem import Sizes
 from anemoi_gt.ops.triton_backend.tiles import RowTile
 
 CONFIG = AttentionConfig(backend="triton")

@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+from anemoi_gt.nn.whole_block import run_block, unsupported_reason
 from support.accuracy import assert_within
 from support.differentiate import differentiate
 from support.run import with_hubs
@@ -11,7 +12,6 @@ from support.same_numbers import assert_same_numbers
 
 from anemoi_gt import AttentionConfig, GraphStructure
 from anemoi_gt.nn import GraphTransformerMapperBlock, GraphTransformerProcessorBlock
-from anemoi_gt.nn.whole_block import run_block, unsupported_reason
 from anemoi_gt.ops.triton_backend import whole_block as whole
 
 pytestmark = [
