@@ -71,6 +71,15 @@ def test_modes_have_the_same_bits_and_run_the_attention_once_unless_full(graph, 
     assert (counted(calls)[PRODUCT] > counts[PRODUCT]) == (mode == "full")
 
 
+@pytest.mark.parametrize("mode", [None, "selective", "full"])
+def test_hooks_on_saved_tensors_may_copy_what_is_saved(graph, expected, mode):
+    """As `save_on_cpu` does, and offloading of activations."""
+    copies = torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda tensor: tensor)
+    with anemoi.install(activation_checkpointing=mode), copies:
+        found = differentiate(make_model(graph), draw(graph))
+    assert_same_numbers(flat(found), flat(expected[0]))
+
+
 @pytest.mark.parametrize("cached", [True, False])
 def test_a_selective_checkpoint_under_autocast_casts_weights_anew_in_every_chunk(graph, cached):
     found = []

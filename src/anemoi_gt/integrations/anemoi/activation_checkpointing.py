@@ -22,7 +22,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from anemoi_gt.custom_ops import NAMESPACE
 from anemoi_gt.integrations.anemoi.attention import SETTINGS
-from anemoi_gt.integrations.anemoi.edge_cache import edge_structure
+from anemoi_gt.integrations.anemoi.edge_cache import edge_structure, lookup
 from anemoi_gt.integrations.anemoi.upstream import Upstream, replaces
 from anemoi_gt.nn.activation_checkpointing import copy_result
 
@@ -56,14 +56,16 @@ class Checkpointing:
 @replaces("func enabled args kwargs")
 def maybe_checkpoint(upstream, func, enabled, *args, **kwargs):
     """Checkpoint in the mode of the component whose chunk it is."""
-    mode = _mode_of(func.__self__)  # not getattr with a default, which Dynamo would return
+    component, name = func.__self__, func.__name__  # not getattr with a default, which Dynamo would return
+    mode = _mode_of(component)
     if mode == "none" or not (enabled or mode):
         return func(*args, **kwargs)
-    is_in_turn = isinstance(func.__self__, Upstream.processor.GraphTransformerProcessor)  # chunks of mappers are not
+    func, args = _with_bound_lists(func, args)
+    is_in_turn = isinstance(component, Upstream.processor.GraphTransformerProcessor)  # chunks of mappers are not
     run = _with_copied_results(func) if is_in_turn and torch.compiler.is_compiling() else func
     if mode is None:
         return upstream(run, enabled, *args, **kwargs)
-    if mode == "full" or func.__name__ == "prepare_edge_sharding_wrapper":  # which has neither
+    if mode == "full" or name == "prepare_edge_sharding_wrapper":  # which has neither
         return checkpoint(run, *args, use_reentrant=False, **kwargs)
     run = run if torch.compiler.is_compiling() else _without_cast_cache()(run)
     return checkpoint(run, *args, use_reentrant=False, context_fn=_selective, **kwargs)
@@ -78,6 +80,26 @@ def _mode_of(component: nn.Module | None) -> str | None:
     if isinstance(component, Upstream.processor.GraphTransformerProcessor):
         return modes.processor
     return modes.decoder if isinstance(component, Upstream.mapper.GraphTransformerBackwardMapper) else None
+
+
+def _with_bound_lists(func: Callable, args: tuple) -> tuple[Callable, tuple]:
+    """Return a function that holds the cached edge lists among its arguments, and the arguments without them.
+
+    A checkpoint saves its tensors for the recomputation, and hooks on saved tensors (`save_on_cpu`) make copies of
+    them. A copy of a list has no cache, so the recomputation would find another structure than the forward pass.
+    """
+    is_bound = [isinstance(arg, Tensor) and lookup(arg) is not None for arg in args]
+    if torch.compiler.is_compiling() or not any(is_bound):
+        return func, args
+
+    def with_lists(*others, **kwargs):
+        others = iter(others)
+        arguments = [arg if bound else next(others) for arg, bound in zip(args, is_bound, strict=True)]
+        return func(*arguments, **kwargs)
+
+    held = [arg for arg, bound in zip(args, is_bound, strict=True) if not bound]
+    args = [arg if bound else None for arg, bound in zip(args, is_bound, strict=True)]  # the others are not kept
+    return with_lists, tuple(held)
 
 
 def _with_copied_results(func: Callable) -> Callable:
