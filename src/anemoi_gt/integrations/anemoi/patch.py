@@ -141,10 +141,10 @@ def install(
         Exchange halo rows only, if Anemoi shards a model over several ranks with strategy "edges", for graphs of any
         symmetry, batches and ensembles. False keeps Anemoi's own sharding, as does a version whose methods differ,
         which is logged.
-    activation_checkpointing : {None, "none", "selective", "full"} or mapping
-        Keep for the backward pass everything ("none"), results of the attention and of matrix products ("selective"),
-        or inputs of each chunk ("full"). One for all components, or one for some of "encoder", "processor" and
-        "decoder". None leaves it to the `gradient_checkpointing` of Anemoi's config.
+    activation_checkpointing : {None, "none", "full"} or mapping
+        Keep for the backward pass everything ("none") or inputs of each chunk ("full"). One for all components, or one
+        for some of "encoder", "processor" and "decoder". None leaves it to the `gradient_checkpointing` of Anemoi's
+        config.
 
     Returns
     -------
@@ -155,8 +155,7 @@ def install(
     Raises
     ------
     ValueError
-        For another backend, precision or activation checkpointing; at a forward pass with "selective", if blocks are
-        compiled one by one, which would make wrong gradients.
+        For another backend, precision or activation checkpointing.
     ImportError
         If anemoi-models is missing, or its blocks do not attend as those of 0.9.3 to 0.19.0 do.
 
