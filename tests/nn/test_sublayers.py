@@ -466,7 +466,7 @@ def drop_in_training(block):
         ),
         (
             replaced("projection", lambda: nn.Linear(CHANNELS, 7)), "attention",
-            "its projection has a weight (7, 24), and its norm and lin_query need (24, 24)",
+            "its projection has a parameter (7, 24), and its lin_query needs (24, 24)",
         ),
         (
             replaced("lin_edge", lambda: nn.Linear(256, CHANNELS)), "attention",
@@ -474,7 +474,7 @@ def drop_in_training(block):
         ),
         (
             replaced("node_dst_mlp.mlp.2", lambda: nn.Linear(HIDDEN, 7)), "feed_forward",
-            "its node_dst_mlp.mlp has a weight (7, 40), and its layer_norm_mlp_dst need (24, 40)",
+            "its node_dst_mlp.mlp has a parameter (7, 40), and its layer_norm_mlp_dst needs (24, 40)",
         ),
         (
             replaced("node_dst_mlp.mlp.3", lambda: nn.GELU()), "feed_forward",
@@ -508,6 +508,29 @@ def test_a_norm_with_a_condition_and_parameters_of_its_own():
     block = make(norm="conditional")
     block.layer_norm_mlp_dst.norm = nn.LayerNorm(CHANNELS)
     reason = "its layer_norm_mlp_dst.norm has parameters next to those of the condition"
+    assert_one_reason(block, "feed_forward", reason)
+
+
+@pytest.mark.parametrize("name", ["scale", "bias"])
+def test_a_norm_with_a_condition_whose_map_has_no_bias(name):
+    block = make(norm="conditional")
+    setattr(block.layer_norm_mlp_dst, name, nn.Linear(CONDITION, CHANNELS, bias=False))
+    assert_one_reason(block, "feed_forward", "its layer_norm_mlp_dst has linear maps without a bias")
+
+
+@pytest.mark.parametrize("name", ["layer_norm_attention", "q_norm"])
+def test_a_norm_with_a_weight_of_another_shape(name):
+    block = make(qk_norm=True)
+    norm = block.get_submodule(name)
+    norm.weight = nn.Parameter(torch.ones(3))
+    reason = f"its {name} has a parameter (3,), and its normalized_shape needs {norm.normalized_shape}"
+    assert_one_reason(block, "attention", reason)
+
+
+def test_a_norm_with_two_conditions():
+    block = make(norm="conditional")
+    block.layer_norm_mlp_dst.bias = nn.Linear(CONDITION + 1, CHANNELS)
+    reason = "its layer_norm_mlp_dst.bias has a parameter (24, 5), and its layer_norm_mlp_dst.scale needs (24, 4)"
     assert_one_reason(block, "feed_forward", reason)
 
 
