@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
 from anemoi_gt.integrations.anemoi.attention import SETTINGS
-from anemoi_gt.integrations.anemoi.edge_cache import edge_structure, lookup
+from anemoi_gt.integrations.anemoi.edge_cache import lookup
 from anemoi_gt.integrations.anemoi.upstream import Upstream, replaces
 from anemoi_gt.nn.activation_checkpointing import copy_result
 
