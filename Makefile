@@ -56,7 +56,7 @@ $(INSTALLED)-%: pyproject.toml constraints.txt $(INSTALLED)-torch
 
 # Anemoi's packages ask for torch below 2.11, and the tests run on a newer one: what they import of Anemoi comes without
 # dependencies, which are in the extra `test`, and old versions and the newest one lie in folders of their own.
-VERSIONS := 0.9.3 0.11.2 0.16.0
+VERSIONS := 0.9.3 0.10.0 0.11.2 0.12.0 0.12.1 0.13.1 0.14.1 0.15.1 0.16.0 0.17.0 0.18.0 0.19.0
 $(INSTALLED)-test: pyproject.toml constraints.txt $(INSTALLED)-torch
 	$(PIP) --editable '.[test]'
 	$(PIP) --no-deps anemoi-models anemoi-graphs anemoi-utils

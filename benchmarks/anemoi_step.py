@@ -11,7 +11,7 @@ go on. Results are written after each part.
 
 Each variant is with or without `install`, of whole blocks or of their attention alone, eager, with processor and mapper
 blocks compiled one by one or processor and mappers compiled whole, the latter with Inductor's max-autotune too,
-with the activation checkpointing of the config, none or a selective one; launched, or replayed from a CUDA graph.
+with the activation checkpointing of the config or none; launched, or replayed from a CUDA graph.
 Compilation is part of the warm-up. `--ensemble` takes Anemoi's ensemble model with that number of members, whose
 processor's layer norms are conditioned on noise.
 """
@@ -40,16 +40,15 @@ WHOLE = ("GraphTransformerProcessor", "GraphTransformerForwardMapper", "GraphTra
 
 
 @contextmanager
-def variant(model, *, installed, blocks=None, compiled=(), mode="default", recompute=True, checkpointing=None):
+def variant(model, *, installed, blocks=None, compiled=(), mode="default", recompute=True):
     """Compute a step one way.
 
     `compiled` names the classes whose modules torch.compile compiles, one by one, in a `mode`; `recompute=False`
-    switches the model's activation checkpointing off, `blocks` and `checkpointing` are options of `install`.
+    switches the model's activation checkpointing off, `blocks` is an option of `install`.
     """
     modules = [module for module in model.modules() if type(module).__name__ in compiled]
     checkpointed = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
-    install = partial(integration.install, blocks=blocks, activation_checkpointing=checkpointing)
-    with install() if installed else nullcontext():
+    with integration.install(blocks=blocks) if installed else nullcontext():
         for module in modules:
             module.compile(dynamic=False, mode=mode)
         for module in checkpointed:
@@ -72,8 +71,6 @@ for _name, _form in list(VARIANTS.items()):
     VARIANTS[f"{_name}, max-autotune"] = partial(_form, compiled=WHOLE, mode="max-autotune-no-cudagraphs")
 for _name, _form in list(VARIANTS.items()):
     VARIANTS[f"{_name}, no recomputation"] = partial(_form, recompute=False)
-for _name in ("install", "install, compiled whole"):
-    VARIANTS[f"{_name}, selective"] = partial(VARIANTS[_name], checkpointing="selective")
 CAPTURED = ", captured"  # ends the names of variants whose forward and backward are replayed from a CUDA graph
 for _name in [name for name in VARIANTS if name.startswith("install")]:
     VARIANTS[_name + CAPTURED] = VARIANTS[_name]

@@ -9,7 +9,7 @@ from anemoi_gt.version import __version__
 APPLICATIONS = {  # also python -m anemoi_gt.NAME
     "train": "train a model, or continue a run",
     "evaluate": "score a trained model and its rollouts",
-    "rollout": "write one forecast of many steps to a NetCDF file",
+    "rollout": "write one forecast of many steps as NetCDF or zarr",
     "export": "export a trained model to a package that runs without this library",
 }
 

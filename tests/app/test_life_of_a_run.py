@@ -101,8 +101,8 @@ def test_evaluation_and_rollouts_from_another_folder(begun, start, tmp_path, mon
     assert json.loads(Path("scores/scores.json").read_text()) == json.loads((begun / "scores.json").read_text())
     start(rollout, "checkpoint=../runs/a/best.pt", "steps=3", "sample=0", "hydra.run.dir=forecast")
     with xarray.open_dataset("forecast/rollout.nc", engine="netcdf4") as forecast:
-        assert forecast.t2m.dims == ("lead_time", "node") and forecast.t2m.attrs["units"] == "K"
-        assert np.array_equal(forecast.lead_time, [6, 12, 18]) and forecast.title.endswith("+ 6 h, 3 steps")
+        assert forecast.t2m.dims == ("time", "latitude", "longitude") and forecast.t2m.attrs["units"] == "K"
+        assert forecast.sizes["time"] == 3 and forecast.title.endswith("+ 6 h, 3 steps")
         assert abs(forecast.t2m - 280).max() < 50 and np.isclose(forecast.latitude[0], 58)
 
 

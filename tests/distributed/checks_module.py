@@ -183,6 +183,7 @@ def an_optimizer_made_before_sharding_trains_the_rows_and_ties_stay_ties(group, 
     whole = copy.deepcopy(net)
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.5) for model in (net, whole)]
     before = dict(net.named_parameters())
+    alive = net.embedding.weight.sum()  # a result of the whole table
     shard = shard_module(net, {ALONG: net.edges}, mesh, tables={"embedding.weight": "mesh"})
     verdict.that(net.head.weight is net.embedding.weight, "the tie is cut")
     for name, parameter in net.named_parameters():
@@ -191,6 +192,7 @@ def an_optimizer_made_before_sharding_trains_the_rows_and_ties_stay_ties(group, 
         (model.embedding.weight.square().sum() + model.head.weight.square().sum()).backward()
         optimizer.step()
     rows = shard.tables["embedding.weight"].index
+    verdict.that(alive.requires_grad, "the result must be alive")
     verdict.close("trained rows", net.embedding.weight.detach(), whole.embedding.weight[rows].detach())
 
 

@@ -161,7 +161,7 @@ def test_another_version_of_a_method_is_left_alone(inputs, attentions, said, mon
     assert len(attentions[0]) == 5
     (message,) = said()
     assert message.endswith(
-        f"with other parameters, GraphTransformerBaseBlock.{name}: expect less speed, not other results"
+        f"with other parameters or another body, GraphTransformerBaseBlock.{name}: expect less speed, not other results"
     )
 
 

@@ -3,6 +3,7 @@
 They lie in folders beside the test environment (Makefile), and go first on the path.
 """
 
+import ast
 import json
 import os
 import subprocess
@@ -11,21 +12,35 @@ from pathlib import Path
 
 import pytest
 
+from anemoi_gt.integrations.anemoi.bodies import KNOWN, hash_of_definition
+
 SCRIPT = Path(__file__).parents[1] / "support" / "anemoi_versions.py"
 VERSIONS = ("0.9.3", "0.11.2", "0.16.0", "newest")
+OTHERS = ("0.10.0", "0.12.0", "0.12.1", "0.13.1", "0.14.1", "0.15.1", "0.17.0", "0.18.0", "0.19.0")
 MODELS = ("AIFS", "one chunk", "heads", "graph transformer")
 SINCE_0_16 = ("GraphPartition.materialise", "StaticGraphProvider._get_edges_impl")
+
+
+def folder_of(version):
+    """The folder with a version of anemoi-models."""
+    folder = Path(sys.prefix) / "anemoi-models" / version
+    assert folder.is_dir(), f"{folder} is missing: make test installs it"
+    return folder
+
+
+def run_script(*arguments, **environment):
+    """Return what a script writes."""
+    command, environment = [sys.executable, *map(str, arguments)], os.environ | environment
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    assert result.returncode == 0, result.stderr[-3000:]
+    return result.stdout
 
 
 @pytest.fixture(scope="module")
 def report(request, tmp_path_factory):
     """What the version of this test does without us and with us."""
-    folder = Path(sys.prefix) / "anemoi-models" / request.param
-    assert folder.is_dir(), f"{folder} is missing: make test installs it"
-    environment = os.environ | {"PYTHONPATH": str(folder), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path_factory.mktemp("c"))}
-    result = subprocess.run([sys.executable, SCRIPT], capture_output=True, text=True, timeout=300, env=environment)
-    assert result.returncode == 0, result.stderr[-3000:]
-    report = json.loads(result.stdout)
+    cache = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path_factory.mktemp("c"))}
+    report = json.loads(run_script(SCRIPT, PYTHONPATH=str(folder_of(request.param)), **cache))
     assert request.param in (report["version"], "newest")
     return report
 
@@ -39,6 +54,44 @@ def test_models_compute_the_same_with_us_and_keep_their_states_and_pickles(repor
     for name in MODELS:
         assert report[name]["raw"], f"{name}: we did not attend"
         assert report[name]["same"] and report[name]["error"] < 2e-6, name
+
+
+def test_models_of_every_minor_version_compute_the_same_with_us():
+    """The parameters of a method are those of another version in 0.12.0, where its body is not."""
+    folders = [folder_of(version) for version in OTHERS]
+    lines = run_script(SCRIPT.with_name("anemoi_minor_versions.py"), *folders, PYTHONPATH=str(SCRIPT.parents[1]))
+    reports = {report["version"]: report for report in map(json.loads, lines.splitlines())}
+    assert tuple(reports) == OTHERS
+    for version, report in reports.items():
+        assert report["raw"] and report["same"] and report["error"] < 2e-6, version
+
+
+def definitions(version):
+    """Methods and functions of a version of anemoi-models by name, those of its models and layers."""
+    found = {}
+    for file in (folder_of(version) / "anemoi" / "models").rglob("*.py"):
+        tree = ast.parse(file.read_text())
+        owners = [("", tree), *((f"{node.name}.", node) for node in tree.body if isinstance(node, ast.ClassDef))]
+        for prefix, owner in owners:
+            functions = [node for node in owner.body if isinstance(node, ast.FunctionDef)]
+            found |= {f"{prefix}{node.name}": node for node in functions}
+    return found
+
+
+def in_versions(listed, version):
+    """Tell whether a version is among those of a text such as "0.9.0 to 0.9.5, 0.12.0"."""
+    number = lambda text: tuple(map(int, text.split(".")))  # noqa: E731
+    ranges = [[number(each) for each in part.split(" to ")] for part in listed.split(", ")]
+    return any(each[0] <= number(version) <= each[-1] for each in ranges)
+
+
+@pytest.mark.parametrize("version", (*VERSIONS[:-1], *OTHERS))
+def test_the_bodies_that_we_stand_in_for_are_those_of_the_versions_named(version):
+    found = definitions(version)
+    for name, bodies in KNOWN.items():
+        expected = [digest for digest, listed in bodies.items() if in_versions(listed, version)]
+        actual = [hash_of_definition(found[name])] if name in found else []
+        assert expected == [digest for digest in actual if digest in bodies], name
 
 
 @every_old_version

@@ -1,7 +1,7 @@
 """Run one version of anemoi-models, whatever is first on the path, without us and with us, and print what differs.
 
 A model like AIFS: mappers are graph transformers in chunks, the processor is a transformer or a graph transformer. From
-0.17 on, whose configs differ, only blocks.
+0.19 on, whose configs differ, only blocks.
 """
 
 import json
@@ -33,6 +33,10 @@ SIZES = {"num_heads": 4, "mlp_hidden_ratio": 4, "num_channels": 32, "cpu_offload
 
 def build(kind="Transformer", chunks=4, **changes):
     """A model of 32 channels, 4 heads, D 11, as this version's configs describe it."""
+    if VERSION >= (0, 19):
+        from support import anemoi_model as small
+
+        return small.build(GRAPH.clone(), small.make_options())
     torch.manual_seed(0)
     sizes = SIZES | ({} if VERSION < (0, 11) else {"graph_attention_backend": "pyg"}) | changes
     layers = {"_target_": f"anemoi.models.layers.processor.{kind}Processor", "num_layers": 2, "num_chunks": 2}
@@ -54,12 +58,17 @@ def build(kind="Transformer", chunks=4, **changes):
     kinds = {"forcing": ["insolation"], "diagnostic": [], "target": []}
     statistics = {name: np.ones(4) for name in ("mean", "stdev", "minimum", "maximum")}
     rest = {"truncation_data": {}} if VERSION < (0, 11) else {}
+    graphs = GRAPH.clone()
     if VERSION < (0, 12):
         indices = IndexCollection(DictConfig({"data": kinds}), VARIABLES)
     else:
         indices, statistics = {"data": IndexCollection(DictConfig(kinds), VARIABLES)}, {"data": statistics}
-        rest = {"n_step_input": 2, "n_step_output": 1} if VERSION >= (0, 13) else {}
-    rest |= {"data_indices": indices, "statistics": statistics, "graph_data": GRAPH.clone()}
+        if VERSION >= (0, 14):
+            rest = {"n_step_input": 2, "n_step_output": 1}
+        elif VERSION < (0, 13):
+            graphs = {"data": graphs}
+        config["training"]["multistep_output"] = 1
+    rest |= {"data_indices": indices, "statistics": statistics, "graph_data": graphs}
     return encoder_processor_decoder.AnemoiModelEncProcDec(model_config=DotDict(config), **rest)
 
 
@@ -166,7 +175,7 @@ def main():
     with torch.no_grad():
         report = {"compiled": {kind: compiled(kind) for kind in ("Processor", "Mapper")}, "triton": triton()}
     report |= {"version": version("anemoi-models"), "said": list(dict.fromkeys(said))}
-    if VERSION < (0, 17):
+    if VERSION < (0, 19):
         report["AIFS"], report["one chunk"] = compare(build()), compare(build(chunks=1))
         report["heads"] = compare(build(shard_strategy="heads"))
         report["graph transformer"] = compare(build("GraphTransformer"))

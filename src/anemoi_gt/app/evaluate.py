@@ -30,6 +30,7 @@ def prepare(config: "hydra_app.DictConfig") -> Callable[[], None]:
     check_integer("rollout", config.rollout)
     hydra_app.check_explain(config.explain)
     run, step = hydra_app.build_trained(config)
+    run.splits.test.require_samples()
     if config.rollout > 1:
         run.splits.test.advance(0, [])  # raise before scoring if there are no rollouts
     log.info("%s, after step %s", config.checkpoint, step)

@@ -39,6 +39,7 @@ def prepare(config: "hydra_app.DictConfig") -> Callable[[], PackageReport]:
         raise ValueError(f"precision must be one of {', '.join(AUTOCAST)}, got {precision!r}")
     check_path(out)
     run, step = hydra_app.build_trained(config)
+    run.splits.test.require_samples()
     device = next(run.model.parameters()).device
     check_compiler()
     check_toolkit(device)

@@ -3,6 +3,7 @@
 The config groups are in `anemoi_gt.configs`.
 """
 
+import inspect
 import json
 import logging
 import os
@@ -23,6 +24,8 @@ from torch import nn
 
 from anemoi_gt.app.command_help import options_help
 from anemoi_gt.app.data.forecast_dataset import ForecastDataset, Splits, load
+from anemoi_gt.app.data.schema import DataSchema
+from anemoi_gt.app.trained import check_same_network, current_config, current_target, schema_of
 from anemoi_gt.app.training import TrainingConfig
 from anemoi_gt.app.training.config import choose_device, cpu_threads
 from anemoi_gt.app.training.memory_estimate import advice
@@ -60,21 +63,35 @@ class Run(NamedTuple):
     training: TrainingConfig
 
 
-def build(config: "DictConfig") -> Run:
+def build(config: "DictConfig", schema: DataSchema | None = None) -> Run:
     """Build the objects that a config describes, the model on the CPU with weights drawn from `training.seed`.
 
-    Raises ValueError, TypeError, ImportError or OSError of the constructor of the object that cannot be built.
+    The data set takes names, order and normalisation from the schema of a trained model, None for a new one. Raises
+    ValueError, TypeError, ImportError or OSError of the constructor of the object that cannot be built.
     """
-    splits, training = build_data(config)
+    splits, training = build_data(config, schema)
     return Run(splits, build_model(config, splits.train), training)
 
 
-def build_data(config: "DictConfig") -> tuple[Splits, TrainingConfig]:
+def build_data(config: "DictConfig", schema: DataSchema | None = None) -> tuple[Splits, TrainingConfig]:
     """Check a config and build its data set and training config, which every rank has. Raises as `build` does."""
     check_types(config, *GROUPS)
     training = instantiate(config.training)
     check_backend(instantiate(config.attention), choose_device(training.device))
-    return instantiate(config.data), training
+    splits = instantiate(config.data) if schema is None else build_same_data(config.data, schema)
+    return splits, training
+
+
+def build_same_data(config: "DictConfig", schema: DataSchema) -> Splits:
+    """Build a data set for a trained model; raise ValueError if it is another than that of its schema."""
+    from hydra.utils import get_object, instantiate
+
+    make = instantiate(config, _partial_=True)
+    if "schema" in inspect.signature(get_object(config["_target_"])).parameters:
+        return make(schema=schema)
+    splits = make()
+    schema.check_same(splits.train.schema())
+    return Splits(*(part.normalised_by(schema.normalisation) for part in splits))
 
 
 def build_model(config: "DictConfig", train: ForecastDataset) -> nn.Module:
@@ -95,8 +112,13 @@ def build_trained(config: "DictConfig") -> tuple[Run, int]:
 
     Returns it and the step of the checkpoint.
     """
-    state, run = load_checkpoint(Path(config.checkpoint)), build(config)
+    from omegaconf import OmegaConf
+
+    path = Path(config.checkpoint)
+    state = load_checkpoint(path)
+    run = build(config, schema_of(state.get("schema"), path))
     load_weights(run.model, state)
+    check_same_network(current_config(state["config"]), OmegaConf.to_container(config, resolve=True))
     run.model.to(choose_device(run.training.device)).eval()
     return run, state.get("step")
 
@@ -107,7 +129,7 @@ def store_config(config: Any, checkpoint: Path) -> None:
 
     if not isinstance(config, dict):
         raise ValueError(f"a checkpoint must contain the config of its run, {checkpoint} does not")
-    ConfigStore.instance().store("of_checkpoint", config, group="run", package="_global_")
+    ConfigStore.instance().store("of_checkpoint", current_config(config), group="run", package="_global_")
 
 
 def describe(config: "DictConfig") -> dict[str, Any]:
@@ -187,6 +209,7 @@ def check_types(config: "DictConfig", *groups: str) -> None:
     if missing := [group for group in groups if group not in config]:
         raise ValueError(f"the config must have the groups {', '.join(groups)}, got no {', '.join(missing)}")
     for group in groups:
+        config[group]["_target_"] = current_target(config[group]["_target_"])
         target = get_object(config[group]["_target_"])
         try:
             hints = get_type_hints(target.__init__ if isinstance(target, type) else target)

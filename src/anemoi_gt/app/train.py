@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from anemoi_gt.app import hydra_app
 from anemoi_gt.app.data.forecast_dataset import share_of_batch
 from anemoi_gt.app.evaluate import write_report
+from anemoi_gt.app.trained import current_config, flatten, schema_of
 from anemoi_gt.app.training import Trainer
 from anemoi_gt.app.training.config import choose_device, cpu_threads
 from anemoi_gt.app.training.memory_estimate import estimate_memory
@@ -40,6 +41,7 @@ from anemoi_gt.distributed.sharded_checkpoint import (
     checkpoint_to_continue,
     find_run,
     load_values,
+    sharded,
 )
 
 log = logging.getLogger(__name__)
@@ -71,14 +73,18 @@ def prepare(config: "hydra_app.DictConfig") -> Callable[[], float]:
         )
     folder, description = hydra_app.output_folder(), hydra_app.describe(config)
     hydra_app.check_device(config)
-    if (state := checkpoint_to_resume(folder, config.resume, description)) is not None:
+    state, schema = checkpoint_to_resume(folder, config.resume, description), None
+    if state is not None:
         config.init_from = None  # weights are those of the checkpoint
-    run = hydra_app.build(config)
+        schema = schema_of(state.get("schema"), folder / LAST)
+    run = hydra_app.build(config, schema)
+    for part in run.splits:
+        part.require_samples()
     if run.training.compile:
         torch.compiler.reset()  # what earlier runs of a sweep compiled counts against PyTorch's limit
     trainer = Trainer(run.model, run.splits, run.training, folder, description)
     if state is not None:
-        trainer.load_state_dict(state)
+        trainer.load_state_dict({"schema": trainer.schema.to_dict()} | state)
         log.info("continues after step %d", trainer.step.global_step)
     if config.explain is not None:
         with autocast(run.training.precision, trainer.device):
@@ -102,7 +108,7 @@ def checkpoint_to_resume(folder: Path, resume: bool, description: dict) -> dict 
 
 def check_same_config(path: Path, before: dict, now: dict) -> None:
     """Raise a ValueError unless a checkpoint's config is that of the run, but for `MAY_DIFFER` and more steps."""
-    before, now = dict(flatten(before)), dict(flatten(now))
+    before, now = dict(flatten(current_config(before))), dict(flatten(now))
     if before.get("training.steps", math.inf) < now.get("training.steps", 0):  # a run may grow
         now["training.steps"] = before["training.steps"]
     changed = (key for key in dict.fromkeys([*before, *now]) if before.get(key) != now.get(key))
@@ -148,9 +154,11 @@ def _train_on_ranks(config: "hydra_app.DictConfig", sharding: ShardingConfig, de
         share_of_batch(hydra_app.check_device(config).batch_size, mesh["data"].size())
         description, folder = hydra_app.describe(config), Path(broadcast_from_rank0(str(hydra_app.output_folder())))
         resume = run_on_rank0(partial(resumes_on_ranks, folder, config.resume, description))
+        schema = None
         if resume:
             config.init_from = None
-        splits, training = hydra_app.build_data(config)
+            schema = schema_of(run_on_rank0(partial(load_values, sharded(folder / LAST), "schema")), folder / LAST)
+        splits, training = hydra_app.build_data(config, schema)
         check_same_data(splits, folder)
         if mesh.get_rank() == 0:
             whole = hydra_app.build_model(config, splits.train)
@@ -195,16 +203,6 @@ def shared_config(config: "hydra_app.DictConfig", mesh: DeviceMesh) -> dict[str,
     shared = {key: value for key, value in values if key not in RANKS_MAY_DIFFER}
     backend = hydra_app.check_backend(hydra_app.instantiate(config.attention), local_device(mesh.device_type))
     return shared | {"the attention backend": backend, "the version of torch": torch.__version__}
-
-
-def flatten(values: dict, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the values of nested dicts by their path with dots; nothing for an empty one."""
-    for name, value in values.items():
-        path = f"{key}.{name}" if key else name
-        if isinstance(value, dict):
-            yield from flatten(value, path)
-        else:
-            yield path, value
 
 
 def primary_config(arguments: list[str]) -> str:

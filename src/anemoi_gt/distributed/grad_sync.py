@@ -99,6 +99,11 @@ def optimizer_step(
     -------
     Tensor
         The norm of the unscaled gradients before clipping, a scalar; NaN when it is not finite.
+
+    Raises
+    ------
+    ValueError
+        With a scaler, when no parameter to train is shared.
     """
     shared, own = list(shared), list(own)
     reduce_gradients(shared, own, mesh)

@@ -208,7 +208,7 @@ class OwnRows:
             if id(tensor) not in cut:
                 rows = tensor.detach()[index.to(tensor.device)]
                 if isinstance(tensor, nn.Parameter):
-                    getattr(part, attribute).data = rows
+                    _set_rows(getattr(part, attribute), rows)
                 cut[id(tensor)] = rows
             if not isinstance(tensor, nn.Parameter):
                 setattr(part, attribute, cut[id(tensor)])
@@ -290,6 +290,15 @@ def _with_tied_names(module: nn.Module, tables: Mapping[str, str | Kind]) -> dic
             if tied.setdefault(other, of) != of:
                 raise ValueError(f"tied tables must have the same rows, got {tied[other]!r} and {of!r} for {other}")
     return tied
+
+
+def _set_rows(parameter: nn.Parameter, rows: Tensor) -> None:
+    """Give a parameter other rows; it stays the same object."""
+    # While a result of the whole module is alive, the parameter has a node that expects gradients of its former shape.
+    # PyTorch (2.13, `VariableHooks::set_data`) forgets it when the dtype changes, but not when the shape does.
+    other = torch.float32 if rows.dtype != torch.float32 else torch.float64
+    parameter.data = rows.new_empty(0, dtype=other)
+    parameter.data = rows
 
 
 def _check_no_gradients(module: nn.Module) -> None:

@@ -312,12 +312,12 @@ def _read_attention(block: nn.Module) -> AttentionParts:
 
     width = query_weight.shape[0]
     features = norm.features
-    _check_shape(query_weight, (width, features), "lin_query", "norm")
-    _check_shape(self_weight, (width, features), "lin_self", "norm and lin_query")
-    _check_shape(key_weight, (width, features), "lin_key", "norm and lin_query")
-    _check_shape(value_weight, (width, features), "lin_value", "norm and lin_query")
+    _check_shape(query_weight, (width, features), "lin_query", "layer_norm_attention")
+    _check_shape(self_weight, (width, features), "lin_self", "lin_query")
+    _check_shape(key_weight, (width, features), "lin_key", "lin_query")
+    _check_shape(value_weight, (width, features), "lin_value", "lin_query")
     _check_shape(edge_weight, (width, edge_weight.shape[1]), "lin_edge", "lin_query")
-    _check_shape(projection_weight, (features, width), "projection", "norm and lin_query")
+    _check_shape(projection_weight, (features, width), "projection", "lin_query")
     if width > MOST_FEATURES:
         got = f"its queries have {width} features"
         raise CannotFuseError(f"{got}, and at most {MOST_FEATURES} are possible")
@@ -389,6 +389,8 @@ def _read_norm(norm: nn.Module | None, name: str) -> NormParts:
             raise CannotFuseError(f"its {name}.norm has parameters next to those of the condition")
         scale, scale_bias = _read_linear(children.get("scale"), f"{name}.scale")
         shift, shift_bias = _read_linear(children.get("bias"), f"{name}.bias")
+        if scale_bias is None or shift_bias is None:
+            raise CannotFuseError(f"its {name} has linear maps without a bias")
         has_condition = True
     else:
         plain = norm
@@ -400,6 +402,13 @@ def _read_norm(norm: nn.Module | None, name: str) -> NormParts:
     if len(shape) != 1:
         raise CannotFuseError(f"its {name} is over {len(shape)} dimensions, and one is needed")
     features = shape[0]
+    if has_condition:
+        _check_shape(scale, (features, scale.shape[1]), f"{name}.scale", f"{name}.norm")
+        _check_shape(shift, scale.shape, f"{name}.bias", f"{name}.scale")
+    else:
+        # Kernels read `features` elements of both.
+        _check_shape(scale, (features,), name, "normalized_shape")
+        _check_shape(shift, (features,), name, "normalized_shape")
     if features > MOST_FEATURES:
         got = f"its {name} has {features} features"
         raise CannotFuseError(f"{got}, and at most {MOST_FEATURES} are possible")
@@ -426,7 +435,9 @@ def _read_head_norm(
         raise CannotFuseError(f"its {name} is over {shape}, and its heads have {channels} channels")
     if norm.eps <= 0.0:
         raise CannotFuseError(f"its {name} has eps {norm.eps}, and a positive number is needed")
-    return _parameter(norm, "weight", name), norm.eps
+    scale = _parameter(norm, "weight", name)
+    _check_shape(scale, (channels,), name, "normalized_shape")
+    return scale, norm.eps
 
 
 def _read_linear(linear: nn.Module | None, name: str) -> tuple[Tensor, Tensor | None]:
@@ -502,10 +513,10 @@ def _check_dropout(block: nn.Module) -> None:
         raise CannotFuseError("its attention drops weights in training")
 
 
-def _check_shape(weight: Tensor, shape: tuple[int, int], name: str, others: str) -> None:
-    if weight.shape != shape:
-        got = f"its {name} has a weight {tuple(weight.shape)}"
-        raise CannotFuseError(f"{got}, and its {others} need {shape}")
+def _check_shape(parameter: Tensor | None, shape: tuple[int, ...], name: str, others: str) -> None:
+    if parameter is not None and parameter.shape != shape:
+        got = f"its {name} has a parameter {tuple(parameter.shape)}"
+        raise CannotFuseError(f"{got}, and its {others} needs {tuple(shape)}")
 
 
 def _path(kind: type) -> str:

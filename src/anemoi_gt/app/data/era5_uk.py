@@ -19,16 +19,18 @@ References
 Hersbach, H. et al. (2020), The ERA5 global reanalysis, Q. J. R. Meteorol. Soc. 146, 1999-2049.
 """
 
-from collections.abc import Callable, Sequence
+import copy
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from anemoi_gt.app.data.forecast_dataset import ForecastDataset, Splits, Step
+from anemoi_gt.app.data.forecast_dataset import ForecastDataset, Splits, Step, find_start
 from anemoi_gt.app.data.readers import import_cfgrib, read_dataset, read_xarray
 from anemoi_gt.data.nodes import Nodes
 from anemoi_gt.extras import import_extra
@@ -74,8 +76,11 @@ class Era5UkDataset(ForecastDataset):
     `field` has all hours; `starts` is the range of the samples' start hours, and `lead_time` 1 to 24 hours.
     """
 
-    variables = ("2 m temperature",)
+    variables = ("t2m",)
     units = ("K",)
+    attributes = MappingProxyType({"t2m": {"standard_name": "air_temperature", "long_name": "2 m temperature"}})
+    time_encoding = "two harmonics of the hour of the day, UTC"
+    reference_name = "the variables 24 hours before the truth"
 
     def __init__(self, field, starts, lead_time):
         self.field, self.starts, self.lead_time = field, starts, lead_time
@@ -96,6 +101,32 @@ class Era5UkDataset(ForecastDataset):
         self._lag_std = torch.stack([(seen[lag:] - seen[:-lag]).std() for lag in self.lags])
         position = torch.from_numpy(self.nodes.radians)
         self._position = ((position - position.mean(dim=0)) / position.std(dim=0)).float()
+
+    def normalisation(self) -> dict[str, Tensor]:
+        """Return the statistics of the change, the mean at each node, and the deviations of anomaly and lags."""
+        statistics = {"mean": self._mean, "anomaly_std": self._anomaly_std, "lag_std": self._lag_std}
+        return super().normalisation() | statistics
+
+    def normalised_by(self, normalisation: Mapping[str, Tensor]) -> "Era5UkDataset":
+        """Return the same samples, normalised by the statistics of `normalisation`."""
+        other = super().normalised_by(normalisation)
+        other._mean = normalisation["mean"].float()
+        other._anomaly_std = normalisation["anomaly_std"].float()
+        other._lag_std = normalisation["lag_std"].float()
+        return other
+
+    def start_time(self, i: int) -> np.datetime64:
+        """Return the time of the present of sample i."""
+        return self.field.times[self.starts[i]]
+
+    def starting_at(self, start: str) -> "Era5UkDataset":
+        """Return the one sample that starts at a date, or at the "latest" time; raise ValueError if it cannot."""
+        index = find_start(self.field.times, start)
+        if index < max(LAGS):
+            raise ValueError(f"start must have {max(LAGS)} hours before it in the data, got {start}")
+        other = copy.copy(self)
+        other.starts = range(index, index + 1)
+        return other
 
     def __len__(self):
         return len(self.starts)

@@ -6,15 +6,19 @@ the data set converts outputs to forecasts:
     forecast = reference + change_mean + output * change_std
 """
 
+import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, RandomSampler
 
+from anemoi_gt.app.data.schema import DataSchema
 from anemoi_gt.data.nodes import Nodes
 
 
@@ -44,7 +48,9 @@ class ForecastDataset(Dataset, ABC):
     """Forecast samples on one set of nodes.
 
     A subclass implements `__len__`, `inputs`, `present`, `truth` and `title`, all by sample index; `reference` if the
-    change is not relative to the present; and `advance` to support rollouts.
+    change is not relative to the present; `advance` to support rollouts; `start_time` if samples have dates; and, if it
+    normalises its inputs by statistics of its samples, `normalisation` and `normalised_by`, so that a checkpoint keeps
+    them.
 
     Attributes
     ----------
@@ -60,6 +66,14 @@ class ForecastDataset(Dataset, ABC):
         Names of the input channels.
     change_mean, change_std : Tensor
         [V] float32, normalisation of the change, from training samples only.
+    diagnostics, forcings, constants, input_steps, time_encoding, levels
+        As in `DataSchema`; by default none, and one input step.
+    forcing_units : dict of str to str
+        Units of the forcings.
+    reference_name : str
+        What `reference` returns, in words.
+    attributes : dict of str to dict
+        CF attributes of the variables, such as `standard_name`, for files of forecasts.
     """
 
     nodes: Nodes
@@ -70,6 +84,15 @@ class ForecastDataset(Dataset, ABC):
     input_names: tuple[str, ...]
     change_mean: Tensor
     change_std: Tensor
+    diagnostics: tuple[str, ...] = ()
+    forcings: tuple[str, ...] = ()
+    constants: tuple[str, ...] = ()
+    forcing_units: Mapping[str, str] = MappingProxyType({})
+    levels: Mapping[str, str] = MappingProxyType({})
+    attributes: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
+    input_steps: int = 1
+    time_encoding: str = "none"
+    reference_name: str = "the present"
 
     @abstractmethod
     def __len__(self) -> int:
@@ -94,6 +117,51 @@ class ForecastDataset(Dataset, ABC):
     @abstractmethod
     def title(self, i: int) -> str:
         """Return a title of sample i for plots and logs."""
+
+    def start_time(self, i: int) -> np.datetime64 | None:
+        """Return the time of the present of sample i, None if samples have no dates."""
+        return None
+
+    def starting_at(self, start: str) -> "ForecastDataset":
+        """Return the one sample, with or without a truth, that starts at a date or at the "latest" time.
+
+        Raises ValueError if the data set has no dates, or lacks the inputs of that time.
+        """
+        raise ValueError(f"start needs a data set with dates, {type(self).__name__} has none: choose a test sample")
+
+    def require_samples(self) -> None:
+        """Raise ValueError if there is no sample."""
+        if len(self) == 0:
+            raise ValueError("each split must have a sample, got none")
+
+    def normalisation(self) -> dict[str, Tensor]:
+        """Return the statistics that inputs and change are normalised by, by name."""
+        return {"change_mean": self.change_mean, "change_std": self.change_std}
+
+    def normalised_by(self, normalisation: Mapping[str, Tensor]) -> "ForecastDataset":
+        """Return the same samples, normalised by what `normalisation` returned when a model was trained."""
+        other = copy.copy(self)
+        other.change_mean = normalisation["change_mean"].float()
+        other.change_std = normalisation["change_std"].float()
+        return other
+
+    def schema(self) -> DataSchema:
+        """Return what the forecasts of a model trained on this data set depend on, for its checkpoints."""
+        return DataSchema(
+            variables=tuple(self.variables),
+            diagnostics=tuple(self.diagnostics),
+            forcings=tuple(self.forcings),
+            constants=tuple(self.constants),
+            units=dict(zip(self.variables, self.units, strict=True)) | dict(self.forcing_units),
+            levels=dict(self.levels),
+            input_names=tuple(self.input_names),
+            lead_time=float(self.lead_time),
+            input_steps=self.input_steps,
+            reference=self.reference_name,
+            time_encoding=self.time_encoding,
+            nodes=self.nodes,
+            normalisation=self.normalisation(),
+        )
 
     @property
     def in_channels(self) -> int:
@@ -154,6 +222,24 @@ class ForecastDataset(Dataset, ABC):
         At a step of a rollout, 1 the first, they are those that exist at any lead time.
         """
         return {"persistence": self.present}
+
+
+def find_start(times: np.ndarray, start: str) -> int:
+    """Return the index of a date in ascending times [T], of the last one for "latest".
+
+    Raises ValueError if it is no date, or not in the data.
+    """
+    if start == "latest":
+        return len(times) - 1
+    try:
+        wanted = np.datetime64(str(start).replace(" ", "T"))
+    except ValueError:
+        raise ValueError(f"start must be latest or a date, such as 2020-01-31T18, got {start}") from None
+    place = int(np.searchsorted(times, wanted))
+    if place == len(times) or times[place] != wanted:
+        first, last = (np.datetime_as_string(time, unit="m") for time in (times[0], times[-1]))
+        raise ValueError(f"start must be a time of the data, which are from {first} to {last}, got {start}")
+    return place
 
 
 class NodeSubset(Dataset):

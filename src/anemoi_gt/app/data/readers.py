@@ -3,16 +3,18 @@
 Files are opened once, and each field is read when it is needed.
 """
 
+import warnings
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from glob import glob
 from importlib import import_module
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -22,16 +24,29 @@ from anemoi_gt.extras import import_extra
 if TYPE_CHECKING:
     import xarray
 
+MEMBERS = ("number", "member", "ensemble_member", "realization")  # names of the dimension of an ensemble
+PASSED_ON = ("long_name", "standard_name", "GRIB_cfName")  # attributes of a variable that a forecast file gets
 UNITS = {"latitude": ("degrees_north", "degree_north"), "longitude": ("degrees_east", "degree_east")}
 
 
 @dataclass(frozen=True, eq=False)
 class Fields:
-    """Fields of several variables on one set of N nodes, by time.
+    """Fields of several variables on one set of N nodes, by time and ensemble member.
 
-    `times` [T] datetime64 are ascending, [0] if no variable depends on time. `units` and `readers` are by variable; a
-    reader takes the index of a time and returns values [N] float32. `static` are the variables without time, such as
-    orography, whose readers ignore the index.
+    Parameters
+    ----------
+    times : np.ndarray
+        [T] datetime64, ascending; [0] if no variable depends on time.
+    units, attributes, levels
+        By variable: its units, CF attributes such as `standard_name`, and its level, such as "500 hPa", if it has one.
+    readers : dict of str to callable
+        By variable. A reader takes the index of a state, `member * T + time`, and returns values [N] float32.
+    static : frozenset of str
+        The variables without time, such as orography, whose readers ignore the index.
+    members : int
+        Number of ensemble members; each has T states.
+    source : str
+        The files, for messages.
     """
 
     nodes: Nodes
@@ -39,6 +54,20 @@ class Fields:
     units: dict[str, str]
     readers: dict[str, Callable[[int], np.ndarray]]
     static: frozenset[str] = frozenset()
+    members: int = 1
+    attributes: dict[str, dict[str, str]] = field(default_factory=dict)
+    levels: dict[str, str] = field(default_factory=dict)
+    source: str = "the data"
+
+    def with_static(self, names: Iterable[str]) -> "Fields":
+        """Return the same fields with variables that do not change taken as those without time."""
+        first = {name: _always_first(self.readers[name]) for name in names}
+        return replace(self, readers=self.readers | first, static=self.static | frozenset(first))
+
+
+def _always_first(reader: Callable[[int], np.ndarray]) -> Callable[[int], np.ndarray]:
+    first = lru_cache(1)(partial(reader, 0))
+    return lambda _: first()
 
 
 def read_xarray(path: str | Path | Sequence[str]) -> Fields:
@@ -66,24 +95,62 @@ def read_xarray(path: str | Path | Sequence[str]) -> Fields:
 
 
 def read_dataset(source: "xarray.Dataset", name: str = "the data set") -> Fields:
-    """Return the fields of an xarray data set; raise a ValueError, with its `name`, if it lacks coordinates."""
+    """Return the fields of an xarray data set; raise a ValueError, with its `name`, if it lacks coordinates.
+
+    A dimension of ensemble members, such as `number`, makes states of its own. Every other dimension beside grid and
+    time makes variables, one per level.
+    """
     lat, lon = (_coordinate(source, axis, name) for axis in UNITS)
     lat, lon = import_extra("xarray", "xarray").broadcast(lat, lon)
     nodes = Nodes(lat.values.ravel(), lon.values.ravel())
-    axes = [c for c in source.coords.values() if c.ndim == 1 and c.dtype.kind == "M"]
-    time = next((c for c in axes if c.name == c.dims[0]), axes[0] if axes else None)
+    time = _time_axis(source, name)
     times = np.empty(0, "datetime64[ns]") if time is None else time.values
     order = np.argsort(times, kind="stable")
-    units, readers, static = {}, {}, set()
+    times = times[order]
+    if (np.diff(times) <= np.timedelta64(0)).any():
+        twice = np.datetime_as_string(times[1:][np.diff(times) <= np.timedelta64(0)][0], unit="m")
+        raise ValueError(f"{name} must hold each time once, got {twice} twice: keep one, as by drop_duplicates('time')")
+    member = next((dim for dim in source.dims if str(dim).lower() in MEMBERS), None)
+    units, attributes, levels, readers, static = {}, {}, {}, {}, set()
     for key, array in source.data_vars.items():
         if not set(lat.dims) <= set(array.dims) or array.dtype.kind not in "fiu":
             continue
         over_time = time is not None and time.dims[0] in array.dims
-        for variable, field in _levels(str(key), array, {*lat.dims, *(time.dims if over_time else ())}):
+        axes = _Axes(lat.dims, time.dims[0] if over_time else None, member if member in array.dims else None)
+        for variable, level, one in _levels(str(key), array, axes.names()):
             units[variable] = str(array.attrs.get("units", array.attrs.get("GRIB_units", "")))
-            readers[variable] = partial(_values, field, lat.dims, time.dims[0] if over_time else None, order)
-            static |= set() if over_time else {variable}
-    return Fields(nodes, times[order], units, readers, frozenset(static))
+            attributes[variable] = {k: str(array.attrs[k]) for k in PASSED_ON if k in array.attrs}
+            if level:
+                levels[variable] = level
+            readers[variable] = partial(_values, one, axes, order)
+            if not over_time:
+                static.add(variable)
+    members = 1 if member is None else source.sizes[member]
+    return Fields(nodes, times, units, readers, frozenset(static), members, attributes, levels, name)
+
+
+class _Axes(NamedTuple):
+    """The dimensions of a variable without levels: of the grid, of time and of ensemble members, None without."""
+
+    grid: tuple
+    time: str | None
+    member: str | None
+
+    def names(self) -> set:
+        return {*self.grid, self.time, self.member} - {None}
+
+
+def _time_axis(source: "xarray.Dataset", name: str) -> "xarray.DataArray | None":
+    """Return the coordinate of the times, None if there is none; raise a ValueError for another calendar."""
+    for array in source.coords.values():
+        calendar = getattr(array.values.flat[0], "calendar", None) if array.dtype.kind == "O" and array.size else None
+        if calendar is not None:
+            raise ValueError(
+                f"{name} must have dates in the standard calendar, got {calendar}: convert it in xarray by "
+                "convert_calendar('standard')"
+            )
+    axes = [c for c in source.coords.values() if c.ndim == 1 and c.dtype.kind == "M"]
+    return next((c for c in axes if c.name == c.dims[0]), axes[0] if axes else None)
 
 
 def read_anemoi(path: str | Path) -> Fields:
@@ -103,7 +170,7 @@ def read_anemoi(path: str | Path) -> Fields:
     there = np.flatnonzero(~np.isin(times, np.array(store.attrs.get("missing_dates", []), "datetime64[s]")))
     state = lru_cache(1)(lambda t: np.asarray(data[int(there[t])])[:, 0])  # all variables are one chunk
     readers = {variable: partial(lambda v, t: state(t)[v], v) for v, variable in enumerate(variables)}
-    return Fields(Nodes(lat, lon), times[there], dict.fromkeys(variables, ""), readers)
+    return Fields(Nodes(lat, lon), times[there], dict.fromkeys(variables, ""), readers, source=path)
 
 
 READERS: dict[str, Callable[[Any], Fields]] = {"xarray": read_xarray, "anemoi": read_anemoi}
@@ -122,7 +189,11 @@ def _open(file: str) -> list["xarray.Dataset"]:
     try:
         if "://" in file or Path(file).is_dir():
             import_extra("zarr", "xarray")
-            return [xarray.open_dataset(file, engine="zarr")]
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "Failed to open Zarr store with consolidated", RuntimeWarning)
+                opened = xarray.open_dataset(file, engine="zarr")
+            # Without consolidated metadata zarr 3 lists arrays in another order in every process.
+            return [opened[sorted(opened.data_vars, key=str)]]
         with open(file, "rb") as head:
             is_grib = head.read(4) == b"GRIB" or Path(file).suffix.startswith(".gr")
         if is_grib:  # no index file: the folder may be read-only
@@ -157,46 +228,84 @@ def _coordinate(source: "xarray.Dataset", axis: str, name: str) -> "xarray.DataA
     raise ValueError(f"{name} must have the coordinates latitude and longitude, got {found or 'no variables'}")
 
 
-def _levels(name: str, array: "xarray.DataArray", dims: set[str]):
-    """Yield the names and arrays of a variable's levels, the variable itself if it has none."""
-    if (other := next((dim for dim in array.dims if dim not in dims), None)) is None:
-        yield name, array
+def _levels(
+    name: str, array: "xarray.DataArray", dims: set, level: str = ""
+) -> Iterator[tuple[str, str, "xarray.DataArray"]]:
+    """Yield names, levels and arrays of a variable's levels, the variable itself if it has none."""
+    other = next((dim for dim in array.dims if dim not in dims), None)
+    if other is None:
+        yield name, level, array
         return
+    units = str(array[other].attrs.get("units", ""))
     for index, value in enumerate(array[other].values):
-        label = f"{value:g}" if np.issubdtype(array[other].dtype, np.number) else str(index)
-        yield from _levels(name if array.sizes[other] == 1 else f"{name}_{label}", array.isel({other: index}), dims)
+        label = _label(value, index)
+        one_level = f"{level} {other} {label} {units}".strip()
+        one_name = name if array.sizes[other] == 1 else f"{name}_{label}"
+        yield from _levels(one_name, array.isel({other: index}), dims, one_level)
 
 
-def _values(array, dims, time, order, t):
-    field = array if time is None else array.isel({time: int(order[t])})
-    return field.transpose(*dims).values.reshape(-1).astype(np.float32)
+def _label(value: Any, index: int) -> str:
+    """Return a coordinate as a part of a name: a number, a duration in hours, else its index."""
+    if isinstance(value, np.timedelta64):  # NumPy counts it among the integers
+        return f"{value / np.timedelta64(1, 'h'):g}h"
+    return f"{value:g}" if isinstance(value, np.number) else str(index)
+
+
+def _values(array: "xarray.DataArray", axes: _Axes, order: np.ndarray, index: int) -> np.ndarray:
+    """Return the values of a state, `member * T + time`, [N] float32."""
+    selected = {}
+    if axes.time is not None:
+        selected[axes.time] = int(order[index % len(order)])
+    if axes.member is not None:
+        selected[axes.member] = index // len(order)
+    return array.isel(selected).transpose(*axes.grid).values.reshape(-1).astype(np.float32)
 
 
 def _concatenate(parts: list[Fields]) -> Fields:
     """Join files of the same variables in time."""
-    first, *others = parts = sorted(parts, key=lambda part: part.times[:1].tolist())
+    parts = sorted(parts, key=lambda part: part.times[:1].tolist())
+    first, *others = parts
     if not others or not len(first.times):  # static fields are the same in every file
         return first
+    for one, next_one in pairwise(parts):
+        if one.times[-1] >= next_one.times[0]:
+            begin, end = np.datetime_as_string([next_one.times[0], one.times[-1]], unit="m")
+            raise ValueError(
+                f"files with the same variables must not overlap in time, {next_one.source} begins at {begin} and "
+                f"{one.source} ends at {end}"
+            )
+    if len({part.members for part in parts}) > 1:
+        counts = ", ".join(f"{part.members} in {part.source}" for part in parts)
+        raise ValueError(f"files with the same variables must have the same number of members, got {counts}")
     times = np.concatenate([part.times for part in parts])
-    if (np.diff(times) <= np.timedelta64(0)).any():
-        raise ValueError("files with the same variables must not overlap in time, got some times twice")
     begins = np.cumsum([0, *(len(part.times) for part in parts)]).tolist()
 
-    def read(variable: str, t: int) -> np.ndarray:
-        p = bisect_right(begins, t) - 1
-        return parts[p].readers[variable](t - begins[p])
+    def read(variable: str, index: int) -> np.ndarray:
+        member, time = divmod(index, len(times))
+        part = bisect_right(begins, time) - 1
+        return parts[part].readers[variable](member * len(parts[part].times) + time - begins[part])
 
     readers = {variable: partial(read, variable) for variable in first.readers if variable not in first.static}
-    return Fields(first.nodes, times, first.units, first.readers | readers, first.static)
+    source = f"{first.source} to {parts[-1].source}"
+    return replace(first, times=times, readers=first.readers | readers, source=source)
 
 
 def _join(parts: list[Fields]) -> Fields:
     """Join files of different variables at the same times."""
-    if (times := next((part.times for part in parts if len(part.times)), None)) is None:
+    dated = [part for part in parts if len(part.times)]
+    if not dated:
         raise ValueError("files must have a time coordinate of dates in the standard calendar, found none")
-    if not all(np.array_equal(part.times, times) for part in parts if len(part.times)):
-        counts = ", ".join(str(len(part.times)) for part in parts)
+    first = dated[0]
+    if not all(np.array_equal(part.times, first.times) for part in dated):
+        counts = ", ".join(str(len(part.times)) for part in dated)
         raise ValueError(f"files with different variables must have the same times, got {counts} times")
-    units = {name: unit for part in parts for name, unit in part.units.items()}
-    readers = {name: read for part in parts for name, read in part.readers.items()}
-    return Fields(parts[0].nodes, times, units, readers, frozenset().union(*(part.static for part in parts)))
+    if len({part.members for part in dated}) > 1:
+        counts = ", ".join(f"{part.members} in {part.source}" for part in dated)
+        raise ValueError(f"files with different variables must have the same number of members, got {counts}")
+    joined = {"units": {}, "readers": {}, "attributes": {}, "levels": {}}
+    for part in parts:
+        for name, values in joined.items():
+            values |= getattr(part, name)
+    static = frozenset().union(*(part.static for part in parts))
+    source = ", ".join(part.source for part in parts)
+    return replace(first, nodes=parts[0].nodes, static=static, source=source, **joined)

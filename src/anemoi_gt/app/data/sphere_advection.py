@@ -30,7 +30,7 @@ Model Dev. 5, 887-901, section 2: the same with dimensions, T = 12 days and k T 
 """
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -205,6 +205,17 @@ class SphereDataset(ForecastDataset):
         """Return other samples on the same nodes, with the normalisation of these."""
         other = copy.copy(self)
         other.size, other.key = size, key
+        return other
+
+    def normalisation(self) -> dict[str, Tensor]:
+        """Return the statistics of tracer, change and wind."""
+        return {name: torch.tensor(value, dtype=torch.float64) for name, value in self.statistics._asdict().items()}
+
+    def normalised_by(self, normalisation: Mapping[str, Tensor]) -> "SphereDataset":
+        """Return the same samples, normalised by the statistics of `normalisation`."""
+        other = copy.copy(self)
+        other.statistics = Statistics(**{name: normalisation[name].item() for name in Statistics._fields})
+        other.change_std = torch.tensor([other.statistics.change_std], dtype=torch.float32)
         return other
 
     def __len__(self):

@@ -71,6 +71,7 @@ def make_sharded_trainer(
         config,
         folder,
         description,
+        schema=splits.train.schema(),
         make_step=partial(ShardedTrainingStep, num_nodes=num_nodes, shard=shard, mesh=mesh, group=group),
         make_batches=partial(TrainingBatches, rank=mesh.get_local_rank("data"), ranks=mesh["data"].size()),
         save=lambda path, state: save_checkpoint(sharded(path), state, shard.tables, dist.group.WORLD),
@@ -88,9 +89,9 @@ def fit_sharded(trainer: Trainer, shard: ModuleShard, *, resume: bool) -> list[d
     """
     if resume:
         template = trainer.state_dict()
-        config = template.pop("config")  # the checkpoint's may have other keys
+        plain = {name: template.pop(name) for name in ("config", "schema")}  # the checkpoint's may have other keys
         state = load_checkpoint(sharded(trainer.folder / LAST), template, shard.tables, dist.group.WORLD)
-        trainer.load_state_dict(state | {"config": config})
+        trainer.load_state_dict(state | plain)
     is_first = dist.get_rank() == 0
     path = trainer.folder / "metrics.jsonl"
     with MetricsFile(path, until=trainer.step.global_step) if is_first else nullcontext() as metrics:

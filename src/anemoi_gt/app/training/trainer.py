@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from anemoi_gt.app.data.forecast_dataset import Splits, TrainingBatches, load
+from anemoi_gt.app.data.schema import DataSchema
 from anemoi_gt.app.training.config import TrainingConfig, choose_device, cpu_threads
 from anemoi_gt.app.training.progress import Meter, Stopped, StopRequest, progress_bar
 from anemoi_gt.app.training.run_files import MetricsFile, load_checkpoint, load_weights, save_checkpoint
@@ -37,6 +38,8 @@ class Trainer:
         For the checkpoints; it exists.
     description : dict
         Plain values kept in the checkpoints: the whole config of the run.
+    schema : DataSchema, optional
+        Kept in the checkpoints: what forecasts depend on beside the weights. None: that of `splits.train`.
     make_step, make_batches, save, stop_request : callable
         Called as `TrainingStep(model, weights, config, device)`, `TrainingBatches(dataset, batch_size, steps, seed,
         device)`, `save_checkpoint(path, state)` and `StopRequest()`, their defaults.
@@ -57,6 +60,7 @@ class Trainer:
         folder: Path | str,
         description: dict,
         *,
+        schema: DataSchema | None = None,
         make_step: Callable[..., TrainingStep] = TrainingStep,
         make_batches: Callable[..., TrainingBatches] = TrainingBatches,
         save: Callable[[Path, dict], None] = save_checkpoint,
@@ -65,6 +69,7 @@ class Trainer:
         if not isinstance(config, TrainingConfig):
             raise ValueError(f"config must be a TrainingConfig, got {config!r}")
         self.splits, self.config, self.folder, self.description = splits, config, Path(folder), description
+        self.schema = splits.train.schema() if schema is None else schema
         self.device = choose_device(config.device)
         self.step = make_step(model, splits.train.weights, config, self.device)
         self.batches = make_batches(splits.train, config.batch_size, config.steps, config.seed, self.device)
@@ -121,6 +126,7 @@ class Trainer:
             "pending": self._meter.state_dict(),
             "generators": generator_states(self.device),
             "config": self.description,
+            "schema": self.schema.to_dict(),
         }
 
     def load_state_dict(self, state: dict) -> None:

@@ -13,8 +13,9 @@ that follows from the graph alone is cached:
 
 The cache of a list is an attribute of the tensor, so torch.compile reads it, guards on it and takes the structure as
 an input of the compiled code. Lists belong to the edges of their provider, which are known weakly, or to the list that
-they were cut from: all are freed with these edges, as when a model is moved to another device. A list of unknown origin
-gets no attribute; its structure is kept as long as the tensor lives. No list is identified by its sizes.
+they were cut from: all are freed with these edges, as when a model is moved to another device. A list of unknown
+origin gets no attribute; its structure is kept as long as the tensor lives. All lists are such with anemoi-models 0.9.3
+and 0.11.2, which have no StaticGraphProvider. No list is identified by its sizes.
 
 Replacements call upstream for lists without cache.
 """

@@ -19,6 +19,7 @@ from anemoi_gt.attention_config import AttentionConfig
 from anemoi_gt.integrations.anemoi import assemble_output, attention, edge_cache, sharding, whole_blocks
 from anemoi_gt.integrations.anemoi.activation_checkpointing import Checkpointing, maybe_checkpoint
 from anemoi_gt.integrations.anemoi.attention import SETTINGS, Settings
+from anemoi_gt.integrations.anemoi.bodies import unknown_body
 from anemoi_gt.integrations.anemoi.upstream import Replacement, find, parameters_of, resolve_upstream
 
 log = logging.getLogger(__name__)
@@ -71,6 +72,15 @@ SHARDING = {  # replaced, above the replacements of `PATCHES`, all or none of th
 CALLED = ((MAPPER[:1], "build_graph_partition"), (PARTITION[:1], "shard_tensor"), (MAPPER[:1], "gather_tensor"))
 OLDER = {(BLOCK, "prepare_qkve_edge_sharding"): MAPPER_BLOCK}  # the class that had the method before 0.17
 _upstream: dict[tuple[type | ModuleType, str], object] = {}  # what was replaced
+
+
+class Match(NamedTuple):
+    """A method of anemoi-models and its replacement, or the reason why it is not replaced."""
+
+    owner: type | ModuleType | None
+    upstream: Callable | None
+    replacement: Callable | None
+    reason: str | None
 
 
 class Installation:
@@ -131,10 +141,10 @@ def install(
         Exchange halo rows only, if Anemoi shards a model over several ranks with strategy "edges", for graphs of any
         symmetry, batches and ensembles. False keeps Anemoi's own sharding, as does a version whose methods differ,
         which is logged.
-    activation_checkpointing : {None, "none", "selective", "full"} or mapping
-        Keep for the backward pass everything ("none"), results of the attention and of matrix products ("selective"),
-        or inputs of each chunk ("full"). One for all components, or one for some of "encoder", "processor" and
-        "decoder". None leaves it to the `gradient_checkpointing` of Anemoi's config.
+    activation_checkpointing : {None, "none", "full"} or mapping
+        Keep for the backward pass everything ("none") or inputs of each chunk ("full"). One for all components, or one
+        for some of "encoder", "processor" and "decoder". None leaves it to the `gradient_checkpointing` of Anemoi's
+        config.
 
     Returns
     -------
@@ -145,8 +155,7 @@ def install(
     Raises
     ------
     ValueError
-        For another backend, precision or activation checkpointing; at a forward pass with "selective", if blocks are
-        compiled one by one, which would make wrong gradients.
+        For another backend, precision or activation checkpointing.
     ImportError
         If anemoi-models is missing, or its blocks do not attend as those of 0.9.3 to 0.19.0 do.
 
@@ -180,7 +189,7 @@ def plan() -> dict[str, str | None]:
 
     Raise ImportError without anemoi-models. Nothing is replaced.
     """
-    reasons = {seam: _match(seam, PATCHES[seam]).reason for seam in _wanted()}
+    reasons = {seam: match.reason for seam, match in _matches().items()}
     shards = {seam: _match(seam, patch).reason for seam, patch in SHARDING.items()}
     if any(shards.values()) or any(reasons[seam] for seam in CALLED):
         shards = {seam: reason or "sharding is replaced as a whole, or not at all" for seam, reason in shards.items()}
@@ -271,19 +280,19 @@ def _switch_on(config: AttentionConfig, fuse_edges: bool, blocks: bool | None, s
 def _apply_patches() -> None:
     if _upstream:
         return
-    wanted = _wanted()
-    matches = {seam: _match(seam, PATCHES[seam]) for seam in wanted}
-    attends = next(seam for seam in wanted if seam[0] == BLOCK)
+    matches = _matches()
+    attends = next(seam for seam in matches if seam[0] == BLOCK)
     if matches[attends].reason is not None:
         raise ImportError(
             f"anemoi-models must have {BLOCK[1]}.{attends[1]} as one of 0.9.3 to 0.19.0 has it, "
             f"got {version('anemoi-models')}"
         )
     if others := [f"{place[-1]}.{name}" for (place, name), match in matches.items() if match.reason is not None]:
-        message = "this anemoi-models lacks, or has with other parameters, %s: expect less speed, not other results"
+        message = (
+            "this anemoi-models lacks, or has with other parameters or another body, %s: expect less speed, not other "
+            "results"
+        )
         log.warning(message, ", ".join(others))
-    if matches[PARTITION, "materialise"].reason is not None:  # before 0.16, what leaves a provider is sorted afterwards
-        del matches[PROVIDER, "_get_edges_impl"]
     found = {(match.owner, seam[1]): match for seam, match in matches.items() if match.reason is None}
     found = _with_sharding(found, [f"{place[0]}.{name}" for place, name in CALLED if matches[place, name].reason])
     resolve_upstream(tuple(match.replacement for match in found.values()))
@@ -293,21 +302,22 @@ def _apply_patches() -> None:
     _reset_compiled()
 
 
+def _matches() -> dict[tuple, Match]:
+    """Return what is replaced in this version, or why not, by seam."""
+    matches = {seam: _match(seam, PATCHES[seam]) for seam in _wanted()}
+    provider, partition = (PROVIDER, "_get_edges_impl"), (PARTITION, "materialise")
+    if matches[provider].reason is None and matches[partition].reason is not None:
+        reason = "its lists are sorted afterwards, where GraphPartition.materialise is not replaced"
+        matches[provider] = Match(None, None, None, reason)
+    return matches
+
+
 def _wanted() -> list[tuple]:
     """Return what is replaced in this version; the attention comes first, which is `attention_block` before 0.11."""
     block = find(*BLOCK)
     method = _upstream.get((block, "attention_block"), getattr(block, "attention_block", None))
     attends = not hasattr(block, "apply_gt") and method is not None and parameters_of(method)[-1] == "num_chunks"
     return [seam for seam in PATCHES if seam != (BLOCK, "apply_gt") or not attends]
-
-
-class Match(NamedTuple):
-    """A method of anemoi-models and its replacement, or the reason why it is not replaced."""
-
-    owner: type | ModuleType | None
-    upstream: Callable | None
-    replacement: Callable | None
-    reason: str | None
 
 
 def _match(seam: tuple, patch: Replacement) -> Match:
@@ -319,7 +329,7 @@ def _match(seam: tuple, patch: Replacement) -> Match:
         except ImportError:
             continue
         upstream = _upstream.get((owner, name), vars(owner).get(name))
-        reason = f"it has no {name}" if upstream is None else patch.misfit(upstream)
+        reason = f"it has no {name}" if upstream is None else patch.misfit(upstream) or unknown_body(upstream)
         if reason is None:
             return Match(owner, upstream, patch.of(upstream), None)
     return Match(None, None, None, reason)

@@ -1,0 +1,166 @@
+"""What the forecasts of a trained model depend on beside its weights: kept in checkpoints, compared with the data.
+
+Anything of this kind that was derived again from a file could differ without notice: the order of the variables, their
+units, the normalisation, the grid.
+"""
+
+import zlib
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from anemoi_gt.data.nodes import Nodes
+
+SAME_PLACE = 1e-3  # degrees, about 100 m: coordinates in float32 are off by a hundredth of that
+TEXT = ("variables", "diagnostics", "forcings", "constants", "input_names")
+
+
+@dataclass(frozen=True, eq=False)
+class DataSchema:
+    """The channels, grid, times and normalisation that a model was trained with.
+
+    Parameters
+    ----------
+    variables : tuple of str
+        What is forecast, in the order of the output channels.
+    diagnostics : tuple of str
+        Those of `variables` that are no inputs.
+    forcings : tuple of str
+        Inputs that are not forecast, in the order of the channels.
+    constants : tuple of str
+        Those of `forcings` that do not change with time.
+    units : dict of str to str
+        By variable and forcing; "" if the data do not say.
+    levels : dict of str to str
+        The level of variables that have one, with its units, such as "500 hPa".
+    input_names : tuple of str
+        Names of the input channels, in order.
+    lead_time : float
+        Hours from the present to the truth.
+    input_steps : int
+        Number of input times, the present included.
+    reference : str
+        The state that the predicted change is added to, in words.
+    time_encoding : str
+        The inputs that are made of the time of the forecast, in words.
+    nodes : Nodes
+        The grid, in the order of the data.
+    normalisation : dict of str to Tensor
+        Means and standard deviations by name, which `ForecastDataset.normalised_by` takes.
+    """
+
+    variables: tuple[str, ...]
+    diagnostics: tuple[str, ...]
+    forcings: tuple[str, ...]
+    constants: tuple[str, ...]
+    units: dict[str, str]
+    levels: dict[str, str]
+    input_names: tuple[str, ...]
+    lead_time: float
+    input_steps: int
+    reference: str
+    time_encoding: str
+    nodes: Nodes
+    normalisation: dict[str, Tensor]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as plain values, for a checkpoint; coordinates as compressed float32 degrees."""
+        names = [field.name for field in fields(self) if field.name not in ("nodes", "normalisation")]
+        values = {name: getattr(self, name) for name in names}
+        values |= {name: list(values[name]) for name in TEXT}
+        # Dicts as lists of pairs: an empty dict does not survive a checkpoint of several ranks.
+        values |= {name: list(map(list, values[name].items())) for name in ("units", "levels")}
+        values["latitudes"] = _pack(self.nodes.lat)
+        values["longitudes"] = _pack(self.nodes.lon)
+        values["normalisation"] = [[name, tensor.tolist()] for name, tensor in self.normalisation.items()]
+        return values
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "DataSchema":
+        """Return the schema that `to_dict` returned. Raises ValueError if an entry is missing."""
+        values = dict(values)
+        expected = {field.name for field in fields(cls)} - {"nodes"} | {"latitudes", "longitudes"}
+        if missing := sorted(expected - values.keys()):
+            raise ValueError(f"the schema of a checkpoint must hold {', '.join(sorted(expected))}, got no {missing}")
+        values = {name: value for name, value in values.items() if name in expected}
+        nodes = Nodes(_unpack(values.pop("latitudes")), _unpack(values.pop("longitudes")))
+        values |= {name: tuple(values[name]) for name in TEXT}
+        values |= {name: dict(values[name]) for name in ("units", "levels")}
+        statistics = values.pop("normalisation")
+        normalisation = {name: torch.tensor(numbers, dtype=torch.float64) for name, numbers in statistics}
+        return cls(nodes=nodes, normalisation=normalisation, **values)
+
+    def check_same(self, data: "DataSchema") -> None:
+        """Raise ValueError, with both values, if the schema of data is not this one, apart from the normalisation."""
+        self.check_names(data.variables, data.forcings)
+        self.check_units(data.units)
+        self.check_grid(data.nodes)
+        for name, meaning in (
+            ("lead_time", "the lead time, in hours,"),
+            ("input_steps", "the number of input steps"),
+            ("diagnostics", "the diagnostics"),
+            ("constants", "the forcings without time"),
+            ("levels", "the levels"),
+            ("reference", "the reference of the change"),
+            ("time_encoding", "the encoding of time"),
+            ("input_names", "the input channels"),
+        ):
+            expected, got = getattr(self, name), getattr(data, name)
+            if expected != got:
+                raise ValueError(f"{meaning} must be {_text(expected)}, as in the checkpoint, got {_text(got)}")
+
+    def check_names(self, variables: tuple[str, ...], forcings: tuple[str, ...]) -> None:
+        """Raise ValueError unless the names and their order are those of the checkpoint."""
+        for kind, expected, got in (
+            ("variables", self.variables, variables),
+            ("forcings", self.forcings, forcings),
+        ):
+            if tuple(got) != expected:
+                raise ValueError(
+                    f"the {kind} must be {_text(expected)} in this order, as in the checkpoint, got {_text(got)}"
+                )
+
+    def check_units(self, units: dict[str, str]) -> None:
+        """Raise ValueError if a variable has other units; units that one side does not know are not compared."""
+        for name, expected in self.units.items():
+            got = units.get(name, "")
+            if expected and got and expected != got:
+                raise ValueError(f"{name} must be in {expected}, as in the checkpoint, got {got}: convert the data")
+
+    def check_grid(self, nodes: Nodes) -> None:
+        """Raise ValueError unless the grid has the same nodes in the same order."""
+        if len(nodes) != len(self.nodes):
+            raise ValueError(
+                f"the grid must have the {len(self.nodes)} nodes of the checkpoint, got {len(nodes)} nodes"
+            )
+        apart_lon = np.abs((nodes.lon - self.nodes.lon + 180) % 360 - 180) * np.cos(np.deg2rad(nodes.lat))
+        apart = np.maximum(np.abs(nodes.lat - self.nodes.lat), apart_lon)
+        if (apart > SAME_PLACE).any():
+            first = int(np.argmax(apart > SAME_PLACE))
+            raise ValueError(
+                f"the grid must be that of the checkpoint, whose node {first} is at {_place(self.nodes, first)}, "
+                f"got {_place(nodes, first)}"
+            )
+
+
+def _pack(degrees: np.ndarray) -> bytes:
+    return zlib.compress(degrees.astype("<f4").tobytes())
+
+
+def _unpack(packed: bytes) -> np.ndarray:
+    return np.frombuffer(zlib.decompress(packed), "<f4").astype(np.float64)
+
+
+def _place(nodes: Nodes, i: int) -> str:
+    return f"{nodes.lat[i]:.2f} N {nodes.lon[i]:.2f} E"
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, dict):
+        value = [f"{name} {one}" for name, one in value.items()]
+    if isinstance(value, list | tuple):
+        return ", ".join(map(str, value)) or "none"
+    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,135 @@
+"""Files of forecasts with CF conventions, which xarray, CDO and ncview open: NetCDF, or zarr by the suffix of the path.
+
+    (number, time, latitude, longitude)    a regular grid, in the order of the data
+    (number, time, node)                   any other grid
+
+`number` is there for several ensemble members; data without dates have `lead_time` in place of `time`.
+"""
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from anemoi_gt.app.data.forecast_dataset import ForecastDataset
+from anemoi_gt.app.training.run_files import annotate_oserror
+from anemoi_gt.data.nodes import Nodes
+from anemoi_gt.extras import import_extra
+from anemoi_gt.version import __version__
+
+if TYPE_CHECKING:
+    import xarray
+
+SUFFIXES = (".nc", ".zarr")
+LATITUDE = {"standard_name": "latitude", "long_name": "latitude", "units": "degrees_north"}
+LONGITUDE = {"standard_name": "longitude", "long_name": "longitude", "units": "degrees_east"}
+LEAD_TIME = {"standard_name": "forecast_period", "long_name": "time since the start of the forecast", "units": "hours"}
+
+
+def check_forecast_path(path: Path) -> None:
+    """Raise ValueError unless the suffix of a path says in which format a forecast is written."""
+    if path.suffix not in SUFFIXES:
+        raise ValueError(f"out must end in {' or '.join(SUFFIXES)}, for NetCDF or zarr, got {path}")
+
+
+def write_forecast(path: Path, forecast: "xarray.Dataset") -> None:
+    """Write a forecast as NetCDF or zarr. Raises OSError, which names `path`, if it cannot be written."""
+    with annotate_oserror(path):
+        if path.suffix == ".zarr":
+            forecast.to_zarr(path, mode="w")
+        else:
+            forecast.to_netcdf(path, engine="netcdf4")
+
+
+def describe_forecast(dataset: ForecastDataset, sample: int, states: np.ndarray) -> "xarray.Dataset":
+    """Return a forecast with its coordinates and attributes.
+
+    Parameters
+    ----------
+    dataset : ForecastDataset
+        The samples that the forecast starts from.
+    sample : int
+        The sample of the first member; those of the others follow.
+    states : np.ndarray
+        [members, steps, N, V], physical.
+    """
+    members, steps, _, _ = states.shape
+    hours = np.arange(1, steps + 1) * float(dataset.lead_time)
+    start = dataset.start_time(sample)
+    if start is None:
+        when = "lead_time"
+        coordinates = {"lead_time": ("lead_time", hours, LEAD_TIME)}
+    else:
+        coordinates = {"lead_time": ("time", hours, LEAD_TIME)}
+        when = "time"
+        # As numbers: xarray writes its own form of the units, with a T that not every tool reads.
+        units = f"hours since {np.datetime_as_string(start, unit='s').replace('T', ' ')}"
+        names = {"standard_name": "time", "long_name": "valid time", "axis": "T"}
+        calendar = {"units": units, "calendar": "standard"}
+        coordinates["time"] = ("time", hours, names | calendar)
+        names = {"standard_name": "forecast_reference_time", "long_name": "start of the forecast"}
+        coordinates["forecast_reference_time"] = ((), 0.0, names | calendar)
+    horizontal, shape = ("node",), (len(dataset.nodes),)
+    axes = regular_axes(dataset.nodes)
+    if axes is None:
+        coordinates["latitude"] = ("node", dataset.nodes.lat, LATITUDE)
+        coordinates["longitude"] = ("node", dataset.nodes.lon, LONGITUDE)
+    else:
+        horizontal, shape = ("latitude", "longitude"), (len(axes[0]), len(axes[1]))
+        coordinates["latitude"] = ("latitude", axes[0], LATITUDE | {"axis": "Y"})
+        coordinates["longitude"] = ("longitude", axes[1], LONGITUDE | {"axis": "X"})
+    if members > 1:
+        numbers = {"standard_name": "realization", "long_name": "ensemble member"}
+        coordinates["number"] = ("number", np.arange(members), numbers)
+    variables = {}
+    for v, (name, units) in enumerate(zip(dataset.variables, dataset.units, strict=True)):
+        values = states[..., v].reshape(members, steps, *shape)
+        dims = ("number", when, *horizontal)
+        if members == 1:
+            values, dims = values[0], dims[1:]
+        attributes = variable_attributes(dict(dataset.attributes.get(name, {})), units)
+        if name in dataset.levels:
+            attributes["level"] = dataset.levels[name]
+        variables[re.sub(r"\W", "_", name)] = (dims, values, attributes)
+    title = f"{dataset.title(sample)}, {steps} steps"
+    about = {"Conventions": "CF-1.11", "title": title, "source": f"anemoi_gt {__version__}"}
+    forecast = import_extra("xarray", "xarray").Dataset(variables, coordinates, about)
+    for coordinate in forecast.coords.values():
+        coordinate.encoding["_FillValue"] = None  # CF allows none in coordinates
+    return forecast
+
+
+def variable_attributes(attributes: dict[str, Any], units: str) -> dict[str, str]:
+    """Return the CF attributes of a variable of a forecast from those of the data."""
+    standard_name = attributes.get("standard_name", attributes.get("GRIB_cfName", "unknown"))
+    described = {}
+    if standard_name != "unknown":  # what cfgrib writes for a name that it does not know
+        described["standard_name"] = standard_name
+    if "long_name" in attributes:
+        described["long_name"] = attributes["long_name"]
+    if units:
+        described["units"] = units
+    return described
+
+
+def regular_axes(nodes: Nodes) -> tuple[np.ndarray, np.ndarray] | None:
+    """Return latitudes and longitudes of a regular grid whose rows follow each other, None for another grid.
+
+    Examples
+    --------
+    >>> regular_axes(Nodes([50, 50, 49, 49], [0, 1, 0, 1]))
+    (array([50., 49.]), array([0., 1.]))
+    """
+    columns = int((nodes.lat == nodes.lat[0]).cumprod().sum())
+    if columns < 2 or len(nodes) % columns or len(nodes) == columns:
+        return None
+    lat, lon = nodes.lat.reshape(-1, columns), nodes.lon.reshape(-1, columns)
+    is_regular = (lat == lat[:, :1]).all() and (lon == lon[:1]).all()
+    has_axes = _is_monotonic(lat[:, 0]) and _is_monotonic(lon[0])
+    return (lat[:, 0], lon[0]) if is_regular and has_axes else None
+
+
+def _is_monotonic(axis: np.ndarray) -> bool:
+    steps = np.diff(axis)
+    return bool((steps > 0).all() or (steps < 0).all())

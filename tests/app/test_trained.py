@@ -1,0 +1,171 @@
+"""A run carries what its forecasts depend on: other files with the same data give the same forecasts, or are refused."""
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import xarray
+from support.own_data import TIMES, weather_file
+from support.weather import hourly_field
+
+from anemoi_gt.app import evaluate, rollout, train
+from anemoi_gt.app.data.era5_uk import split
+from anemoi_gt.app.data.field_dataset import field_data
+from anemoi_gt.app.data.schema import DataSchema
+from anemoi_gt.app.data.sphere_advection import sphere
+from anemoi_gt.app.training.run_files import load_checkpoint, save_checkpoint
+
+SMALL = [
+    *("data=xarray", "data.path=weather.nc", "model.channels=8", "model.num_layers=1", "training.steps=4"),
+    *("training.batch_size=2", "training.valid_every=2", "training.device=cpu", "hydra.run.dir=run"),
+]
+CHECKPOINT = "checkpoint=run/best.pt"
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch, without_pictures, start):
+    """A working directory with a file and the folder `run` of a model trained on it."""
+    monkeypatch.chdir(tmp_path)
+    weather_file().to_netcdf("weather.nc")
+    start(train, *SMALL)
+    return tmp_path
+
+
+def rmse(folder):
+    return [score["rmse"] for score in json.loads((Path(folder) / "scores.json").read_text())]
+
+
+def evaluated(start, path, folder):
+    start(evaluate, CHECKPOINT, f"data.path={path}", f"hydra.run.dir={folder}")
+    return rmse(folder)
+
+
+def test_a_file_with_its_variables_in_another_order_gives_the_same_scores(place, start):
+    weather = weather_file()
+    weather[["lsm", "tp", "z", "t2m"]].to_netcdf("other.nc")
+    assert evaluated(start, "other.nc", "netcdf") == rmse("run")
+    weather[["z", "t2m", "lsm", "tp"]].to_zarr("other.zarr", consolidated=False)
+    assert evaluated(start, "other.zarr", "zarr") == rmse("run")
+
+
+def test_a_zarr_lists_its_variables_in_one_order_in_every_process(tmp_path):
+    for n, names in enumerate((["tp", "t2m", "z", "lsm"], ["z", "lsm", "t2m", "tp"])):
+        weather_file()[names].to_zarr(tmp_path / f"{n}.zarr", consolidated=False)
+    first, second = (field_data(str(tmp_path / f"{n}.zarr")).train for n in range(2))
+    assert first.variables == second.variables == ("t2m", "tp", "z_500", "z_850")
+
+
+def test_a_forecast_from_a_part_of_the_file_is_that_of_the_whole_file(place, start):
+    weather_file().isel(time=slice(-9, None)).to_netcdf("tail.nc")
+    for path, folder in (("weather.nc", "whole"), ("tail.nc", "tail")):
+        dates = "start=2020-01-10T00"
+        start(rollout, CHECKPOINT, f"data.path={path}", "steps=3", dates, f"hydra.run.dir={folder}")
+    with xarray.open_dataset("whole/rollout.nc") as whole, xarray.open_dataset("tail/rollout.nc") as tail:
+        assert np.array_equal(whole.t2m, tail.t2m) and np.array_equal(whole.z_850, tail.z_850)
+
+
+def test_a_continued_run_has_the_normalisation_that_it_began_with(place, start):
+    before = load_checkpoint(Path("run/last.pt"))["schema"]
+    weather_file().isel(time=slice(8, None)).to_netcdf("moved.nc")
+    start(train, "resume=true", "hydra.run.dir=run", "training.steps=6", "data.path=moved.nc")
+    after = load_checkpoint(Path("run/last.pt"))
+    assert after["step"] == 6 and after["schema"] == before
+
+
+@pytest.mark.parametrize(
+    ("change", "arguments", "message"),
+    [
+        (lambda s: s.drop_vars("tp"), (), "the data must hold the variables of the checkpoint, t2m, .* lacks tp"),
+        (lambda s: s.drop_vars("lsm"), (), "weather.nc lacks lsm"),
+        (
+            lambda s: s.assign(t2m=(s.t2m - 273.15).assign_attrs(units="degC")),
+            (),
+            "t2m must be in K, as in the checkpoint, got degC: convert the data",
+        ),
+        (
+            lambda s: s.isel(latitude=slice(None, None, -1)),
+            (),
+            "whose node 0 is at 58.00 N -10.00 E, got 50.00 N -10.00 E",
+        ),
+        (lambda s: s.isel(latitude=slice(4)), (), "the grid must have the 117 nodes of the checkpoint, got 52 nodes"),
+        (
+            lambda s: s.isel(time=slice(None, None, 2)),
+            (),
+            "a truth 6 h apart, got none in the 20 times 12 h apart of .*weather.nc",
+        ),
+        (lambda s: s, ("data.lead_time=12",), "the lead time, in hours, must be 6, as in the checkpoint, got 12"),
+        (lambda s: s, ("data.input_steps=1",), "the number of input steps must be 2, as in the checkpoint, got 1"),
+        (
+            lambda s: s,
+            ("data.variables=[z_500,t2m,tp,z_850]",),
+            "variables must be t2m, z_500, z_850, tp in this order, as in the checkpoint, got z_500, t2m",
+        ),
+        (lambda s: s, ("model.heads=2",), "model.heads must be 4, as in the checkpoint, got 2"),
+    ],
+)
+def test_data_or_a_network_other_than_those_of_the_checkpoint_are_refused(
+    place, start, error_line, change, arguments, message
+):
+    changed = change(weather_file())
+    Path("weather.nc").unlink()
+    changed.to_netcdf("weather.nc")
+    sentence = error_line(start, evaluate, CHECKPOINT, *arguments)
+    assert sentence.startswith("anemoi_gt.evaluate: ")
+    assert re.search(message, sentence), sentence
+
+
+def as_by_0_2_0(path):
+    """Make a checkpoint what 0.2.0 wrote: no schema, and the names and options of then."""
+    state = load_checkpoint(path)
+    del state["schema"]
+    state["config"]["training"]["_target_"] = "anemoi_gt.training.TrainingConfig"
+    state["config"]["data"]["_target_"] = "anemoi_gt.data.field_dataset.field_data"
+    state["config"]["attention"] |= {"tile": None, "fixed_degree_kernels": True}
+    save_checkpoint(path, state)
+
+
+def test_a_checkpoint_of_0_2_0_is_evaluated_and_continued_with_a_sentence_on_what_it_lacks(place, start, capsys):
+    for name in ("best.pt", "last.pt"):
+        as_by_0_2_0(place / "run" / name)
+    start(evaluate, CHECKPOINT, "hydra.run.dir=scores")
+    said = "was written by 0.2.0, which did not keep the order of the variables, their units, means and deviations"
+    assert said in capsys.readouterr().out and rmse("scores") == rmse("run")
+    start(train, "resume=true", "hydra.run.dir=run", "training.steps=6")
+    assert said in capsys.readouterr().out
+    assert load_checkpoint(Path("run/last.pt"))["schema"]["variables"] == ["t2m", "z_500", "z_850", "tp"]
+
+
+@pytest.mark.parametrize("kind", ["fields", "sphere", "era5_uk"])
+def test_a_schema_survives_a_checkpoint_bit_by_bit(kind, tmp_path):
+    if kind == "fields":
+        weather_file().to_netcdf(tmp_path / "weather.nc")
+        data = field_data(str(tmp_path / "weather.nc"), diagnostics=["tp"]).train
+    else:
+        data = {"sphere": lambda: sphere("O4", train_size=4), "era5_uk": lambda: split(hourly_field(), 6)}[kind]().train
+    save_checkpoint(tmp_path / "a.pt", {"schema": data.schema().to_dict()})
+    schema = DataSchema.from_dict(load_checkpoint(tmp_path / "a.pt")["schema"])
+    schema.check_same(data.schema())
+    again = data.normalised_by(schema.normalisation)
+    assert torch.equal(again[0].inputs, data[0].inputs) and torch.equal(again[0].target, data[0].target)
+
+
+def test_statistics_of_generated_data_are_those_of_the_checkpoint():
+    few, many = sphere("O4", train_size=2).train, sphere("O4", train_size=32).train
+    assert not torch.equal(few[0].target, many[0].target)
+    assert torch.equal(few.normalised_by(many.schema().normalisation)[0].target, many[0].target)
+
+
+def test_a_date_that_is_not_in_the_data_is_refused(tmp_path):
+    weather_file().to_netcdf(tmp_path / "weather.nc")
+    test = field_data(str(tmp_path / "weather.nc")).test
+    latest = test.starting_at("latest")
+    assert len(latest) == 1 and latest.start_time(0) == TIMES[-1]
+    with pytest.raises(ValueError, match="start must be a time of the data, which are from 2020-01-01T00:00 to"):
+        test.starting_at("2021-01-01")
+    with pytest.raises(ValueError, match="start must be latest or a date, such as 2020-01-31T18, got soon"):
+        test.starting_at("soon")
+    with pytest.raises(ValueError, match="start must have 2 input times in the data, 6 h apart, 2020-01-01 does not"):
+        test.starting_at("2020-01-01")

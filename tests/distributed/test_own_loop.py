@@ -1,0 +1,52 @@
+"""The page on several GPUs under torchrun: its script has the same numbers on any number of ranks, its code runs on 2."""
+
+import re
+
+import pytest
+from support.forked import Program
+from support.pages import FILE, ROOT, blocks
+
+PAGE, RANKS = ROOT / "docs" / "distributed.md", (1, 2, 4)  # 4: two models of two ranks
+CODE = blocks(PAGE, "python")
+(SCRIPT,) = (code for code in CODE if FILE.match(code))
+PATIENCE = 120  # s, on a busy machine
+LINE = re.compile(r"^step (\d+): loss (\S+), forecast of city 7 \[(.*)\]$", re.MULTILINE)
+
+
+def run(code, folder, ranks):
+    """Run code under torchrun; return its output."""
+    (folder / "script.py").write_text(code)
+    options = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "script.py")
+    status, output, error = Program(*options, folder=folder).finish(PATIENCE)
+    assert status == 0, error
+    return output
+
+
+def numbers(code, folder, ranks):
+    """Return the last step of the script, its loss and a forecast."""
+    ((step, loss, forecast),) = LINE.findall(run(code, folder, ranks))
+    return int(step), [float(loss), *map(float, forecast.split(","))]
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory):
+    return numbers(SCRIPT, tmp_path_factory.mktemp("one"), 1)
+
+
+def test_the_script_has_at_most_60_lines_of_code():
+    assert len([line for line in SCRIPT.splitlines() if line]) <= 60
+
+
+@pytest.mark.parametrize("ranks", RANKS[1:])
+def test_the_script_has_the_numbers_of_one_rank_also_if_another_number_continues_it(ranks, expected, tmp_path):
+    half = SCRIPT.replace("NODES, STEPS, ROADS = 40, 8,", "NODES, STEPS, ROADS = 40, 4,")
+    assert numbers(half, tmp_path, ranks)[0] == 4
+    step, values = numbers(SCRIPT, tmp_path, 6 - ranks)
+    assert step == 8 and values == pytest.approx(expected[1], rel=1e-5)
+
+
+def test_the_other_code_of_the_page_holds_on_two_ranks(tmp_path):
+    code = "\n".join(code for code in CODE if code != SCRIPT)
+    alone = 'dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)'
+    assert alone in code
+    run(code.replace(alone, 'dist.init_process_group("gloo")'), tmp_path, 2)

@@ -1,0 +1,641 @@
+"""Parts of fused sub-layers: what is recognised in blocks of both libraries, and the reason for all else."""
+
+import copy
+import json
+import os
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from anemoi.models.layers import block as anemoi_block
+from anemoi.models.layers import mlp as anemoi_mlp
+from anemoi.models.layers import normalization
+from anemoi.models.layers.utils import load_layer_kernels
+from torch import nn
+from torch.nn import functional
+from torch.nn.utils import parametrize, prune
+
+from anemoi_gt import nn as anemoi_gt_nn
+from anemoi_gt.nn import AutocastLayerNorm, ConditionalLayerNorm, LayerKernels, sublayers
+from anemoi_gt.nn.sublayers import attention_parts, feed_forward_parts
+
+pytestmark = pytest.mark.filterwarnings("ignore:mlp_implementation=")  # a gate needs no activation
+
+CHANNELS, HEADS, HIDDEN, DIM, CONDITION = 24, 2, 40, 3, 4
+KINDS = {"processor": "GraphTransformerProcessorBlock", "mapper": "GraphTransformerMapperBlock"}
+LIBRARIES = ("anemoi_gt", "anemoi")
+IMPLEMENTATIONS = ("mlp", "glu", "swiglu", "geglu", "reglu")
+GATES = {"glu": "sigmoid", "swiglu": "silu", "geglu": "gelu", "reglu": "relu"}
+FUNCTIONS = {
+    "gelu": functional.gelu, "gelu_tanh": partial(functional.gelu, approximate="tanh"), "silu": functional.silu,
+    "relu": functional.relu, "sigmoid": torch.sigmoid,
+}  # fmt: skip
+NORMS = {
+    "plain": nn.LayerNorm,
+    "autocast": AutocastLayerNorm,
+    "no bias": partial(nn.LayerNorm, bias=False),
+    "no parameters": partial(nn.LayerNorm, elementwise_affine=False),
+    "conditional": partial(ConditionalLayerNorm, condition_shape=CONDITION),
+}
+THEIR_NORMS = {
+    "plain": {"_target_": "torch.nn.LayerNorm"},
+    "autocast": {"_target_": "anemoi.models.layers.normalization.AutocastLayerNorm"},
+    "no bias": {"_target_": "torch.nn.LayerNorm", "bias": False},
+    "no parameters": {"_target_": "torch.nn.LayerNorm", "elementwise_affine": False},
+    "conditional": {
+        "_target_": "anemoi.models.layers.normalization.ConditionalLayerNorm", "condition_shape": CONDITION,
+    },
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def anemoi_is_known(monkeypatch):
+    for name in ("layer_norm", "conditional_norm", "mlp", "gated_linear"):
+        monkeypatch.setattr(sublayers.KnownClasses, name, getattr(sublayers.KnownClasses, name))
+    sublayers.register(
+        layer_norm=normalization.AutocastLayerNorm, conditional_norm=normalization.ConditionalLayerNorm,
+        mlp=anemoi_mlp.MLP, gated_linear=anemoi_mlp.GatedMLPLayer,
+    )  # fmt: skip
+
+
+def make(kind="processor", library="anemoi_gt", norm="plain", **options):
+    """A block with parameters that are not zero."""
+    torch.manual_seed(0)
+    sizes = {"in_channels": CHANNELS, "hidden_dim": HIDDEN, "out_channels": CHANNELS}
+    options = sizes | {"num_heads": HEADS, "edge_dim": DIM} | options
+    if library == "anemoi":
+        kernels = load_layer_kernels({"LayerNorm": THEIR_NORMS[norm]})
+        made = getattr(anemoi_block, KINDS[kind])(**options, layer_kernels=kernels, graph_attention_backend="pyg")
+    else:
+        made = getattr(anemoi_gt_nn, KINDS[kind])(**options, layer_kernels=LayerKernels(LayerNorm=NORMS[norm]))
+    for parameter in made.parameters():
+        parameter.data += 0.2 * torch.randn_like(parameter)
+    return made
+
+
+def network_parts(block):
+    return feed_forward_parts(block.layer_norm_mlp_dst, block.node_dst_mlp)
+
+
+def normed(x, scale, shift, scale_bias, shift_bias, condition, eps):
+    """Return a norm as `anemoi_gt.ops.sublayer_tensors` describes it."""
+    n = functional.layer_norm(x, x.shape[-1:], eps=eps)
+    if condition is not None:
+        return (1 + functional.linear(condition, scale, scale_bias)) * n + functional.linear(
+            condition, shift, shift_bias
+        )
+    n = n if scale is None else n * scale
+    return n if shift is None else n + shift
+
+
+def feed_forward(t, options):
+    """Return what a fused sub-layer computes from its tensors."""
+    norm = (t.norm_scale, t.norm_shift, t.norm_scale_bias, t.norm_shift_bias, t.condition, options.eps)
+    n = normed(t.x, *norm)
+    hidden = functional.linear(n, t.weight_in, t.bias_in)
+    if t.weight_gate is None:
+        activated = FUNCTIONS[options.activation](hidden)
+    else:
+        activated = FUNCTIONS[options.activation](functional.linear(n, t.weight_gate, t.bias_gate)) * hidden
+    return t.x + functional.linear(activated, t.weight_out, t.bias_out)
+
+
+def assert_parts_compute(parts, norm, mlp):
+    """Assert that parts describe x + mlp(norm(x))."""
+    assert not isinstance(parts, str), parts
+    x = torch.randn(5, CHANNELS)
+    condition = torch.randn(5, CONDITION) if parts.has_condition else None
+    cond = {} if condition is None else {"cond": condition}
+    out = feed_forward(parts.tensors(x, condition), parts.options(torch.float32))
+    torch.testing.assert_close(out, x + mlp(norm(x, **cond)))
+
+
+# ---------------------------------------------------------------------------------------------- what is recognised
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_parts_of_a_network_compute_what_its_modules_compute(library, norm, implementation):
+    block = make("mapper", library, norm, mlp_implementation=implementation, update_src_nodes=True)
+    parts = network_parts(block)
+    assert_parts_compute(parts, block.layer_norm_mlp_dst, block.node_dst_mlp)
+    assert parts.has_condition == (norm == "conditional")
+    assert parts.activation == GATES.get(implementation, "gelu")
+    sources = feed_forward_parts(block.layer_norm_mlp_src, block.node_src_mlp)
+    assert_parts_compute(sources, block.layer_norm_mlp_src, block.node_src_mlp)
+
+
+@pytest.mark.parametrize(
+    ("activation", "name"),
+    [
+        (nn.GELU(), "gelu"), (nn.GELU(approximate="tanh"), "gelu_tanh"), (nn.SiLU(), "silu"), (nn.ReLU(), "relu"),
+        (nn.Sigmoid(), "sigmoid"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("bias", [True, False])
+def test_parts_of_a_sequential_as_old_versions_of_anemoi_have_it(activation, name, bias):
+    mlp = nn.Sequential(nn.Linear(CHANNELS, 7, bias=bias), activation, nn.Linear(7, CHANNELS, bias=bias))
+    norm = nn.LayerNorm(CHANNELS, eps=0.1)
+    parts = feed_forward_parts(norm, mlp)
+    assert_parts_compute(parts, norm, mlp)
+    assert parts.activation == name
+
+
+def test_parts_of_networks_of_anemoi_transformer_blocks():
+    options = {"num_channels": CHANNELS, "hidden_dim": HIDDEN, "num_heads": HEADS, "window_size": None}
+    options |= {"layer_kernels": load_layer_kernels({}), "attention_implementation": "scaled_dot_product_attention"}
+    processor = anemoi_block.TransformerProcessorBlock(**options)
+    mapper = anemoi_block.TransformerMapperBlock(**options, mlp_implementation="swiglu")
+    for norm, mlp in ((processor.layer_norm_mlp, processor.mlp), (mapper.layer_norm_mpl, mapper.mlp)):
+        assert_parts_compute(feed_forward_parts(norm, mlp), norm, mlp)
+
+
+def test_a_pointwise_block_of_anemoi_has_no_residual_network_to_fuse():
+    block = anemoi_block.PointWiseMLPProcessorBlock(
+        num_channels=CHANNELS, hidden_dim=HIDDEN, layer_kernels=load_layer_kernels({})
+    )
+    reason = feed_forward_parts(nn.LayerNorm(CHANNELS), block.mlp, mlp_name="mlp")
+    assert reason.startswith("its mlp has 4 layers, and a linear map, an activation and a linear map, or")
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_parts_of_the_attention_are_the_parameters_of_its_modules(library, kind, norm):
+    block = make(kind, library, norm)
+    block.layer_norm_attention.eps = 0.5
+    parts = attention_parts(block)
+    assert not isinstance(parts, str), parts
+    x_src, x_dst = (torch.empty(5, CHANNELS) for _ in range(2))
+    attr, halo, condition, condition_src = (torch.empty(0) for _ in range(4))
+    t = parts.tensors(x_src, halo, x_dst, attr, condition, condition_src)
+    given = (t.x_src, t.halo, t.x_dst, t.edge_attr, t.condition, t.condition_src)
+    assert all(a is b for a, b in zip(given, (x_src, halo, x_dst, attr, condition, condition_src), strict=True))
+    for name in ("query", "self", "key", "value", "edge"):
+        assert getattr(t, f"{name}_weight") is getattr(block, f"lin_{name}").weight
+        assert getattr(t, f"{name}_bias") is getattr(block, f"lin_{name}").bias
+    assert t.projection_weight is block.projection.weight and t.projection_bias is block.projection.bias
+
+    dst = block.layer_norm_attention
+    src = block.layer_norm_attention_src if kind == "mapper" else dst
+    for prefix, module in (("norm", dst), ("norm_src", src)):
+        scale, shift, scale_bias, shift_bias = (
+            getattr(t, f"{prefix}_{name}") for name in ("scale", "shift", "scale_bias", "shift_bias")
+        )
+        if norm == "conditional":
+            assert scale is module.scale.weight and shift is module.bias.weight
+            assert scale_bias is module.scale.bias and shift_bias is module.bias.bias
+        else:
+            assert scale is module.weight and shift is module.bias
+            assert scale_bias is None and shift_bias is None
+    assert parts.has_condition == (norm == "conditional")
+    assert (parts.norm_src is parts.norm) == (kind == "processor")
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_options_of_the_attention_are_those_of_its_modules(library):
+    block = make("mapper", library, qk_norm=True, bias=False)
+    block.layer_norm_attention.eps, block.layer_norm_attention_src.eps = 0.5, 0.25
+    block.q_norm.eps, block.k_norm.eps = 0.125, 0.0625
+    parts = attention_parts(block)
+    assert parts.options(3, torch.bfloat16) == (HEADS, 3, 0.5, 0.25, 0.125, 0.0625, torch.bfloat16)
+    assert parts.query_norm_scale is block.q_norm.weight and parts.key_norm_scale is block.k_norm.weight
+    assert parts.self_bias is None
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_without_norms_of_heads_their_eps_is_zero(library):
+    parts = attention_parts(make(library=library))
+    assert (parts.query_norm_scale, parts.query_norm_eps) == (parts.key_norm_scale, parts.key_norm_eps) == (None, 0.0)
+
+
+def test_one_set_of_nodes_has_no_source_norm_in_its_tensors():
+    parts = attention_parts(make())
+    x = torch.empty(5, CHANNELS)
+    t = parts.tensors(None, None, x, torch.empty(0), None, None)
+    assert all(value is None for name, value in t._asdict().items() if "src" in name)
+    assert t.norm_scale is not None
+
+
+@pytest.mark.parametrize("version", ["0.9.3", "0.11.2", "0.16.0", "newest"])
+def test_blocks_of_other_versions_of_anemoi(version):
+    folder = Path(sys.prefix) / "anemoi-models" / version
+    assert folder.is_dir(), f"{folder} is missing: make test installs it"
+    script = Path(__file__).parents[1] / "support" / "anemoi_sublayers.py"
+    environment = os.environ | {"PYTHONPATH": str(folder)}
+    result = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=300, env=environment)
+    assert result.returncode == 0, result.stderr[-3000:]
+    report = json.loads(result.stdout)
+    assert report.pop("version") == version or version == "newest"
+    has_gates = version not in ("0.9.3", "0.11.2")
+    for name, told in report.items():
+        kind, norm, implementation = name.split()
+        condition = " condition" if norm == "conditional" else ""
+        gated = " gated" if implementation == "swiglu" and has_gates else ""
+        expected = {"attention": f"parts{condition} qk-norm", "feed_forward": f"parts{condition}{gated}"}
+        if kind == "Mapper":
+            expected["sources"] = expected["feed_forward"]
+        assert told == expected, name
+
+
+# ---------------------------------------------------------------------------------------------- what is not
+
+ATTENTION_MODULES = ("lin_query", "lin_key", "lin_value", "lin_self", "lin_edge", "projection", "layer_norm_attention")
+ATTENTION_MODULES += ("layer_norm_attention_src", "q_norm", "k_norm")
+NETWORK_MODULES = ("layer_norm_mlp_dst", "node_dst_mlp", "node_dst_mlp.mlp", "node_dst_mlp.mlp.0", "node_dst_mlp.mlp.1")
+NETWORK_MODULES += ("node_dst_mlp.mlp.2",)
+GATE_MODULES = tuple(f"node_dst_mlp.mlp.0.{name}" for name in ("gating", "gate_proj", "value_proj"))
+CONDITION_MODULES = ("norm", "scale", "bias")
+HOOKS = (
+    "register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook",
+    "register_full_backward_pre_hook",
+)  # fmt: skip
+
+
+def assert_one_reason(block, which, reason):
+    """Assert that one sub-layer cannot be fused, and why, and that the other can."""
+    parts = {"attention": attention_parts(block), "feed_forward": network_parts(block)}
+    assert parts.pop(which) == reason
+    (other,) = parts.values()
+    assert not isinstance(other, str), other
+
+
+def assert_fused(block):
+    parts = (attention_parts(block), network_parts(block))
+    assert not any(isinstance(part, str) for part in parts), parts
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("register", HOOKS)
+@pytest.mark.parametrize("name", [*ATTENTION_MODULES, *NETWORK_MODULES])
+def test_a_hook_costs_its_own_sub_layer_while_it_is_there(library, register, name):
+    block = make("mapper", library, qk_norm=True)
+    which = "attention" if name in ATTENTION_MODULES else "feed_forward"
+    handle = getattr(block.get_submodule(name), register)(lambda *_: None)
+    assert_one_reason(block, which, f"its {name} has hooks, which a fused sub-layer skips")
+    handle.remove()
+    assert_fused(block)
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_hooks_within_gates_norms_with_a_condition_and_identities(library):
+    block = make("mapper", library, "conditional", mlp_implementation="swiglu")
+    names = [f"layer_norm_attention_src.{name}" for name in CONDITION_MODULES]
+    names += [f"layer_norm_attention.{name}" for name in CONDITION_MODULES]
+    names += [] if library == "anemoi" else ["q_norm", "k_norm"]
+    network = [*GATE_MODULES, *(f"layer_norm_mlp_dst.{name}" for name in CONDITION_MODULES)]
+    for name in [*names, *network]:
+        handle = block.get_submodule(name).register_forward_hook(lambda *_: None)
+        which = "feed_forward" if name in network else "attention"
+        assert_one_reason(block, which, f"its {name} has hooks, which a fused sub-layer skips")
+        handle.remove()
+    assert_fused(block)
+
+
+def test_a_hook_on_the_attention_module_of_anemoi():
+    block = make(library="anemoi")
+    block.conv.register_forward_hook(lambda *_: None)
+    assert_one_reason(block, "attention", "its conv has hooks, which a fused sub-layer skips")
+
+
+def test_hooks_of_all_modules_cost_both_sub_layers_while_they_are_there():
+    block = make()
+    handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
+    reason = "hooks are registered for all modules, which a fused sub-layer skips"
+    assert attention_parts(block) == network_parts(block) == reason
+    handle.remove()
+    assert_fused(block)
+
+
+@pytest.mark.parametrize("name", [*ATTENTION_MODULES, *NETWORK_MODULES])
+def test_a_forward_set_on_an_instance_costs_its_own_sub_layer(name):
+    block = make("mapper", qk_norm=True)
+    module = block.get_submodule(name)
+    module.forward = type(module).forward.__get__(module)
+    which = "attention" if name in ATTENTION_MODULES else "feed_forward"
+    assert_one_reason(block, which, f"its {name} has a forward set on it, which a fused sub-layer skips")
+    del module.forward
+    assert_fused(block)
+
+
+class Adapter(nn.Linear):
+    """A linear map with more than a weight and a bias, as of LoRA."""
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize(
+    ("name", "module", "needed"),
+    [
+        ("lin_query", Adapter(CHANNELS, CHANNELS), "a torch.nn.Linear"),
+        ("projection", nn.Sequential(nn.Linear(CHANNELS, CHANNELS)), "a torch.nn.Linear"),
+        ("layer_norm_attention_src", nn.RMSNorm(CHANNELS), "a LayerNorm or a ConditionalLayerNorm"),
+        ("q_norm", nn.RMSNorm(CHANNELS // HEADS), "a LayerNorm"),
+        ("layer_norm_mlp_dst", nn.BatchNorm1d(CHANNELS), "a LayerNorm or a ConditionalLayerNorm"),
+        ("node_dst_mlp", nn.Identity(), "an MLP or a torch.nn.Sequential"),
+        ("node_dst_mlp.mlp", nn.ModuleList(), "a torch.nn.Sequential"),
+        ("node_dst_mlp.mlp.0", Adapter(CHANNELS, HIDDEN), "a torch.nn.Linear"),
+        ("node_dst_mlp.mlp.1", nn.Tanh(), "a GELU, SiLU, ReLU or Sigmoid of torch.nn"),
+        ("node_dst_mlp.mlp.2", Adapter(HIDDEN, CHANNELS), "a torch.nn.Linear"),
+    ],
+)  # fmt: skip
+def test_a_module_of_another_class_costs_its_own_sub_layer(library, name, module, needed):
+    block = make("mapper", library, qk_norm=True)
+    parent, _, attribute = name.rpartition(".")
+    block.get_submodule(parent).add_module(attribute, module)
+    which = "feed_forward" if name in NETWORK_MODULES else "attention"
+    kind = type(module)
+    reason = f"its {name} is a {kind.__module__}.{kind.__qualname__}, and {needed} is needed"
+    assert_one_reason(block, which, reason)
+
+
+def test_a_gate_of_another_class():
+    block = make(mlp_implementation="swiglu")
+    block.node_dst_mlp.mlp[0] = nn.Linear(CHANNELS, HIDDEN)
+    reason = "its node_dst_mlp.mlp.0 is a torch.nn.modules.linear.Linear, and a gated linear map is needed"
+    assert_one_reason(block, "feed_forward", reason)
+
+
+def test_a_module_that_is_missing():
+    block = make()
+    block.lin_key = None
+    assert_one_reason(block, "attention", "it has no lin_key, and a torch.nn.Linear is needed")
+
+
+def test_a_parametrised_module():
+    block = make()
+    parametrize.register_parametrization(block.lin_value, "weight", nn.Identity())
+    assert "its lin_value is a torch.nn.utils.parametrize.ParametrizedLinear" in attention_parts(block)
+
+
+@pytest.mark.parametrize("wrap", [nn.utils.spectral_norm, partial(prune.l1_unstructured, name="weight", amount=1)])
+def test_hooks_of_pytorch_that_make_a_weight(wrap):
+    block = make()
+    wrap(block.lin_value)
+    assert_one_reason(block, "attention", "its lin_value has hooks, which a fused sub-layer skips")
+
+
+class Quantised(torch.Tensor):
+    """A tensor subclass with data of its own, as of torchao."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def __tensor_flatten__(self):
+        return ["inner"], None
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].inner)
+        raise NotImplementedError(func)
+
+
+@pytest.mark.parametrize(
+    ("name", "parameter"),
+    [
+        ("lin_query", "weight"),
+        ("lin_edge", "bias"),
+        ("layer_norm_attention", "weight"),
+        ("node_dst_mlp.mlp.2", "weight"),
+    ],
+)
+def test_weights_of_a_tensor_subclass(name, parameter):
+    block = make()
+    module = block.get_submodule(name)
+    wrapped = Quantised(getattr(module, parameter).detach())
+    setattr(module, parameter, nn.Parameter(wrapped, requires_grad=False))
+    which = "feed_forward" if name in NETWORK_MODULES else "attention"
+    reason = f"its {name} has a {parameter} of the tensor subclass {Quantised.__module__}.Quantised"
+    assert_one_reason(block, which, reason)
+
+
+def replaced(name, module):
+    def change(block):
+        parent, _, attribute = name.rpartition(".")
+        block.get_submodule(parent).add_module(attribute, module())
+
+    return change
+
+
+def drop_in_training(block):
+    block.dropout = 0.5
+
+
+@pytest.mark.parametrize(
+    ("change", "which", "reason"),
+    [
+        (drop_in_training, "attention", "its attention drops weights in training"),
+        (
+            replaced("layer_norm_attention_src", lambda: nn.LayerNorm((2, CHANNELS))), "attention",
+            "its layer_norm_attention_src is over 2 dimensions, and one is needed",
+        ),
+        (
+            replaced("layer_norm_mlp_dst", lambda: nn.LayerNorm((2, CHANNELS))), "feed_forward",
+            "its layer_norm_mlp_dst is over 2 dimensions, and one is needed",
+        ),
+        (
+            replaced("layer_norm_attention_dest", lambda: nn.LayerNorm(CHANNELS)), "attention",
+            "its layer_norm_attention_dest is not its layer_norm_attention",
+        ),
+        (
+            replaced("layer_norm_attention_src", lambda: nn.LayerNorm(CHANNELS + 1)), "attention",
+            "its norms of sources and destinations have different features",
+        ),
+        (
+            replaced("layer_norm_attention_src", lambda: ConditionalLayerNorm(CHANNELS)), "attention",
+            "one of its norms of sources and destinations takes a condition",
+        ),
+        (
+            replaced("q_norm", lambda: nn.LayerNorm(CHANNELS // HEADS)), "attention", "its q_norm has a bias",
+        ),
+        (
+            replaced("k_norm", lambda: nn.LayerNorm(CHANNELS, bias=False)), "attention",
+            "its k_norm is over (24,), and its heads have 12 channels",
+        ),
+        (
+            replaced("k_norm", lambda: nn.LayerNorm(CHANNELS // HEADS, bias=False, eps=0.0)), "attention",
+            "its k_norm has eps 0.0, and a positive number is needed",
+        ),
+        (
+            replaced("projection", lambda: nn.Linear(CHANNELS, 7)), "attention",
+            "its projection has a parameter (7, 24), and its lin_query needs (24, 24)",
+        ),
+        (
+            replaced("lin_edge", lambda: nn.Linear(256, CHANNELS)), "attention",
+            "its edges have 256 attributes, and at most 255 are possible",
+        ),
+        (
+            replaced("node_dst_mlp.mlp.2", lambda: nn.Linear(HIDDEN, 7)), "feed_forward",
+            "its node_dst_mlp.mlp has a parameter (7, 40), and its layer_norm_mlp_dst needs (24, 40)",
+        ),
+        (
+            replaced("node_dst_mlp.mlp.3", lambda: nn.GELU()), "feed_forward",
+            "its node_dst_mlp.mlp has 4 layers, and a linear map, an activation and a linear map, or a gated linear "
+            "map and a linear map are needed",
+        ),
+        (
+            replaced("node_dst_mlp.layer_norm", lambda: nn.LayerNorm(CHANNELS)), "feed_forward",
+            "its node_dst_mlp ends with a norm",
+        ),
+    ],
+)  # fmt: skip
+def test_other_reasons_cost_their_own_sub_layer(change, which, reason):
+    block = make("mapper", qk_norm=True)
+    assert_fused(block)
+    change(block)
+    assert_one_reason(block, which, reason)
+
+
+def test_dropout_costs_nothing_in_evaluation():
+    block = make(dropout=0.5)
+    assert attention_parts(block) == "its attention drops weights in training"
+    assert_fused(block.eval())
+    block = make(library="anemoi")
+    block.conv.dropout = 0.5
+    assert attention_parts(block) == "its attention drops weights in training"
+    assert_fused(block.eval())
+
+
+def test_a_norm_with_a_condition_and_parameters_of_its_own():
+    block = make(norm="conditional")
+    block.layer_norm_mlp_dst.norm = nn.LayerNorm(CHANNELS)
+    reason = "its layer_norm_mlp_dst.norm has parameters next to those of the condition"
+    assert_one_reason(block, "feed_forward", reason)
+
+
+@pytest.mark.parametrize("name", ["scale", "bias"])
+def test_a_norm_with_a_condition_whose_map_has_no_bias(name):
+    block = make(norm="conditional")
+    setattr(block.layer_norm_mlp_dst, name, nn.Linear(CONDITION, CHANNELS, bias=False))
+    assert_one_reason(block, "feed_forward", "its layer_norm_mlp_dst has linear maps without a bias")
+
+
+@pytest.mark.parametrize("name", ["layer_norm_attention", "q_norm"])
+def test_a_norm_with_a_weight_of_another_shape(name):
+    block = make(qk_norm=True)
+    norm = block.get_submodule(name)
+    norm.weight = nn.Parameter(torch.ones(3))
+    reason = f"its {name} has a parameter (3,), and its normalized_shape needs {norm.normalized_shape}"
+    assert_one_reason(block, "attention", reason)
+
+
+def test_a_norm_with_two_conditions():
+    block = make(norm="conditional")
+    block.layer_norm_mlp_dst.bias = nn.Linear(CONDITION + 1, CHANNELS)
+    reason = "its layer_norm_mlp_dst.bias has a parameter (24, 5), and its layer_norm_mlp_dst.scale needs (24, 4)"
+    assert_one_reason(block, "feed_forward", reason)
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_more_features_than_a_program_holds(library):
+    wide = {"in_channels": 1026, "out_channels": 1026}
+    block = make(library=library, **wide)
+    assert attention_parts(block) == "its layer_norm_attention has 1026 features, and at most 1024 are possible"
+    assert network_parts(block) == "its layer_norm_mlp_dst has 1026 features, and at most 1024 are possible"
+    block = make(library=library, attn_channels=1026)
+    assert_one_reason(block, "attention", "its queries have 1026 features, and at most 1024 are possible")
+
+
+def test_a_network_of_anemoi_with_more_layers_or_a_norm():
+    sizes = {"in_features": CHANNELS, "hidden_dim": HIDDEN, "out_features": CHANNELS}
+    sizes |= {"layer_kernels": load_layer_kernels({})}
+    norm = nn.LayerNorm(CHANNELS)
+    assert feed_forward_parts(norm, anemoi_mlp.MLP(**sizes)) == "its node_dst_mlp ends with a norm"
+    longer = anemoi_mlp.MLP(**sizes, layer_norm=False, n_extra_layers=1)
+    assert feed_forward_parts(norm, longer, mlp_name="mlp").startswith("its mlp.mlp has 5 layers, and")
+
+
+def test_an_unregistered_class_of_another_library_is_named(monkeypatch):
+    monkeypatch.setattr(sublayers.KnownClasses, "mlp", (anemoi_gt_nn.mlp.MLP,))
+    block = make(library="anemoi")
+    reason = "its node_dst_mlp is a anemoi.models.layers.mlp.MLP, and an MLP or a torch.nn.Sequential is needed"
+    assert_one_reason(block, "feed_forward", reason)
+
+
+def test_a_class_is_registered_once():
+    before = sublayers.KnownClasses.mlp
+    sublayers.register(mlp=anemoi_mlp.MLP)
+    assert sublayers.KnownClasses.mlp == before
+
+
+# ---------------------------------------------------------------------------------------------- asked again
+
+
+def test_a_parameter_that_was_replaced_is_that_of_the_next_answer():
+    block = make()
+    attention_parts(block)
+    block.lin_query.weight = nn.Parameter(torch.zeros(CHANNELS, CHANNELS))
+    assert attention_parts(block).query_weight is block.lin_query.weight
+    block.layer_norm_mlp_dst.eps = 0.5
+    assert network_parts(block).options(torch.float32).eps == 0.5
+
+
+def test_parameters_of_functional_call_are_those_of_the_answer():
+    block = make()
+    parameters = {name: torch.zeros_like(value) for name, value in block.named_parameters()}
+    answers = []
+    block.forward = lambda: answers.append(attention_parts(block))
+    torch.func.functional_call(block, parameters, ())
+    assert answers[0].query_weight is parameters["lin_query.weight"]
+
+
+def test_plain_tensors_in_place_of_parameters_as_replicas_of_data_parallel_have():
+    block = make()
+    weight = torch.zeros(CHANNELS, CHANNELS)
+    del block.lin_query.weight
+    block.lin_query.weight = weight
+    assert attention_parts(block).query_weight is weight
+
+
+def test_an_answer_leaves_nothing_on_the_block():
+    block = make(library="anemoi")
+    before = {name: set(module.__dict__) for name, module in block.named_modules()}
+    assert_fused(block)
+    assert {name: set(module.__dict__) for name, module in block.named_modules()} == before
+    assert_fused(copy.deepcopy(block))
+
+
+class Asked(nn.Module):
+    """Computes with parts, or returns what tells which sub-layer has none."""
+
+    def __init__(self, block):
+        super().__init__()
+        self.block = block
+
+    def forward(self, x):
+        attention, network = attention_parts(self.block), network_parts(self.block)
+        if isinstance(attention, str):
+            return x + len(attention)
+        if isinstance(network, str):
+            return x - len(network)
+        tensors, options = network.tensors(x, None), network.options(x.dtype)
+        heads = attention.options(1, x.dtype).heads
+        query = attention.tensors(None, None, x, x, None, None).query_weight
+        return functional.linear(x, query) * heads + functional.linear(tensors.x, tensors.weight_in).sum() * options.eps
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_answers_are_traced_without_graph_breaks(library, dynamic):
+    torch.compiler.reset()
+    asked, x = Asked(make("mapper", library, qk_norm=True)), torch.randn(5, CHANNELS)
+    compiled = torch.compile(asked, fullgraph=True, dynamic=dynamic, backend="eager")
+    torch.testing.assert_close(compiled(x), asked(x))
+    asked.block.node_dst_mlp.mlp[1] = nn.Tanh()
+    torch.testing.assert_close(compiled(x), x - len(network_parts(asked.block)))
+
+
+@pytest.mark.parametrize("name", ["lin_query", "node_dst_mlp.mlp.1"])
+def test_reasons_are_traced_without_graph_breaks(name):
+    torch.compiler.reset()
+    asked, x = Asked(make("mapper", qk_norm=True)), torch.randn(5, CHANNELS)
+    asked.block.get_submodule(name).register_forward_hook(lambda *_: None)
+    torch.testing.assert_close(torch.compile(asked, fullgraph=True, backend="eager")(x), asked(x))
