@@ -111,7 +111,7 @@ def attention(
     if batch == 1 and edge_attr.dim() == 3:
         edge_attr = edge_attr.squeeze(0)
     tensors = parts.tensors(
-        _rows(x_src), _rows(halo), _rows(x_dst), edge_attr, _row_conditions(cond[1], x_dst), _source_conditions(x, cond)
+        _rows(x_src), _rows(halo), _rows(x_dst), edge_attr, row_conditions(cond[1], x_dst), _source_conditions(x, cond)
     )
     z = attention_sublayer(tensors, graph, parts.options(batch, autocast_dtype(x_dst)))
     return z.view(x_dst.shape)
@@ -119,7 +119,7 @@ def attention(
 
 def feed_forward(parts: FeedForwardParts, x: Tensor, cond: Tensor | None) -> Tensor:
     """Return rows [.., N, F] after the feed-forward sub-layer."""
-    tensors = parts.tensors(_rows(x), _row_conditions(cond, x))
+    tensors = parts.tensors(_rows(x), row_conditions(cond, x))
     return feed_forward_sublayer(tensors, parts.options(autocast_dtype(x))).view(x.shape)
 
 
@@ -128,7 +128,7 @@ def _rows(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.reshape(-1, x.shape[-1])
 
 
-def _row_conditions(cond: Tensor | None, x: Tensor) -> Tensor | None:
+def row_conditions(cond: Tensor | None, x: Tensor) -> Tensor | None:
     """Return a condition [.., N or 1, K] as one row per node of x [.., N, F]: [B * N, K]."""
     if cond is None:
         return None
@@ -137,7 +137,7 @@ def _row_conditions(cond: Tensor | None, x: Tensor) -> Tensor | None:
 
 def _source_conditions(x: Pair, cond: Pair) -> Tensor | None:
     """Return the conditions of the sources; None where the destinations' serve."""
-    return None if x[0] is None else _row_conditions(cond[0], x[0])
+    return None if x[0] is None else row_conditions(cond[0], x[0])
 
 
 def _check(parts: AttentionParts, x: Pair, graph: GraphStructure, edge_attr: Tensor, halo: Tensor | None) -> None:

@@ -212,15 +212,23 @@ def _own_rows(rows: Tensor, sizes: list[int], copies: int, group) -> Tensor:
     return Upstream.partition.shard_tensor(rows, 1, sizes, group).flatten(0, 1)
 
 
-def start_halo(block, x: Tensor, local: Tensor, copies: int, sizes: list[int], group, norm: nn.Module | None = None):
+def start_halo(
+    block, x: Tensor, local: Tensor, copies: int, sizes: list[int], group, norm: nn.Module | None = None,
+    cond: Tensor | None = None,
+):  # fmt: skip
     """Send halo rows of a processor block, normed, in autocast's dtype; `local` is of `local_edges`.
 
-    `norm` is applied to the rows to be sent; None: x is normed. Both send the same, since ranks may differ.
+    `norm` is applied to the rows to be sent, with their conditions [rows or 1, K] if it takes any; None: x is normed.
+    Both send the same, since ranks may differ.
     """
     start, projections = lookup(local).exchange.start, (block.lin_query, block.lin_key, block.lin_value)
     if norm is None:
         return start(_by_copy(cast_for_projections(x, *projections), copies, sizes, group))
-    return start(_by_copy(x, copies, sizes, group), lambda rows: cast_for_projections(norm(rows), *projections))
+    rows = _by_copy(x, copies, sizes, group)
+    if cond is None:
+        return start(rows, lambda rows: cast_for_projections(norm(rows), *projections))
+    conditions = _by_copy(cond.expand(x.shape[0], -1), copies, sizes, group)
+    return start(rows, lambda rows, cond: cast_for_projections(norm(rows, cond=cond), *projections), conditions)
 
 
 def _project(block, pending, edge_attr: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -17,6 +17,8 @@ from inspect import signature
 from operator import attrgetter
 from types import ModuleType
 
+from anemoi_gt.nn import sublayers
+
 
 class Upstream:
     """Modules and classes of anemoi-models that replacements read, resolved once by `resolve_upstream`."""
@@ -26,7 +28,6 @@ class Upstream:
     partition: ModuleType | None = None  # distributed.khop_edges, since 0.16
     block: type | None = None  # GraphTransformerBaseBlock
     blocks: tuple[type, ...] = ()  # of processors and of mappers
-    parts: tuple[type, ...] = ()  # its layer norm, which keeps the dtype, and its feed-forward network
     conv: type | None = None  # the attention of graph_attention_backend: pyg
     triton_conv: object = None  # that of `triton`; before 0.18.0 the class whose `apply` it is; None before 0.11
     replaced: tuple = ()  # our replacements of methods, wherever they are
@@ -40,9 +41,14 @@ def resolve_upstream(replaced: tuple) -> None:
     Upstream.block = block.GraphTransformerBaseBlock
     Upstream.blocks = (block.GraphTransformerProcessorBlock, block.GraphTransformerMapperBlock)
     Upstream.conv = import_module("anemoi.models.layers.conv").GraphTransformerConv
-    with suppress(ImportError, AttributeError):  # an older version
-        names = {"normalization": "AutocastLayerNorm", "mlp": "MLP"}
-        Upstream.parts = tuple(getattr(import_module(f"anemoi.models.layers.{n}"), kind) for n, kind in names.items())
+    normalization, mlp = (import_module(f"anemoi.models.layers.{name}") for name in ("normalization", "mlp"))
+    sublayers.register(  # older versions lack some of them
+        layer_norm=getattr(normalization, "AutocastLayerNorm", None),
+        conditional_norm=getattr(normalization, "ConditionalLayerNorm", None),
+        mlp=getattr(mlp, "MLP", None),
+        gated_linear=getattr(mlp, "GatedMLPLayer", None),
+    )
+    with suppress(ImportError):  # an older version
         Upstream.partition = import_module("anemoi.models.distributed.khop_edges")
     with suppress(ImportError, ValueError):  # anemoi-models raises ValueError without Triton
         triton = import_module("anemoi.models.triton.gt")
