@@ -10,7 +10,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 
 # A run may continue with others: results are the same, or agree to rounding, but for compiled dropout.
 MAY_DIFFER = (
-    *("attention.", "data.path"),
+    *("attention.", "data.path", "sharding."),
     *("training.compile", "training.cuda_graph", "training.device", "training.threads"),
 )
 RANKS_MAY_DIFFER = ("data.path", "training.device", "training.threads", "attention.backend")
@@ -152,7 +152,8 @@ def _train_on_ranks(config: "hydra_app.DictConfig", sharding: ShardingConfig, de
         group = make_cpu_group(sharding)
         check_same(shared_config(config, mesh), group)
         share_of_batch(hydra_app.check_device(config).batch_size, mesh["data"].size())
-        description, folder = hydra_app.describe(config), Path(broadcast_from_rank0(str(hydra_app.output_folder())))
+        description = hydra_app.describe(config) | {"sharding": asdict(sharding)}
+        folder = Path(broadcast_from_rank0(str(hydra_app.output_folder())))
         resume = run_on_rank0(partial(resumes_on_ranks, folder, config.resume, description))
         schema = None
         if resume:
@@ -193,7 +194,11 @@ def resumes_on_ranks(folder: Path, resume: bool, description: dict) -> bool:
     """Return True if a run of torchrun continues what is in its folder; raise as `checkpoint_to_resume` does."""
     if (path := checkpoint_to_continue(folder / LAST, TORCHRUN, resume=resume)) is None:
         return False
-    check_same_config(path, load_values(path, "config"), description)
+    before = load_values(path, "config")
+    check_same_config(path, before, description)
+    former, current = before.get("sharding"), description.get("sharding")
+    if former != current:
+        log.info("sharding changes from %s to %s", _in_words(former), _in_words(current))
     return True
 
 
@@ -208,17 +213,37 @@ def shared_config(config: "hydra_app.DictConfig", mesh: DeviceMesh) -> dict[str,
 def primary_config(arguments: list[str]) -> str:
     """Return the name of the primary config: `resume`, with the config of its checkpoint, for a run that continues.
 
-    A command that chooses options of groups composes its config, `train`, and must arrive at the same.
+    A command that chooses options of groups composes its config, `train`, and must arrive at the same. Under torchrun
+    the command line gets the sharding of the run, as far as the arguments do not give it.
     """
     folder = hydra_app.argument_value(arguments, "hydra.run.dir")
-    chooses = any(argument.lstrip("+~").split("=")[0].split("@")[0] in hydra_app.GROUPS for argument in arguments)
-    if not folder or chooses or hydra_app.argument_value(arguments, "resume") is not True:
+    if not folder or hydra_app.argument_value(arguments, "resume") is not True:
         return "train"
     if (found := find_run(Path(folder) / LAST)) is None:
         return "train"
     config = load_checkpoint(found).get("config") if found.is_file() else load_values(found, "config")
+    if is_launched() and isinstance(config, dict):
+        sys.argv += former_sharding(config.get("sharding", {}), arguments)
+    if any(argument.lstrip("+~").split("=")[0].split("@")[0] in hydra_app.GROUPS for argument in arguments):
+        return "train"
     hydra_app.store_config(config, found)
     return "resume"
+
+
+def former_sharding(sharding: dict[str, Any], arguments: list[str]) -> list[str]:
+    """Return the arguments that choose the sharding of a checkpoint, but for the values that `arguments` give."""
+    given = {argument.lstrip("+").split("=")[0] for argument in arguments}
+    if not sharding or given & {"sharding", "sharding.strategy"}:
+        return []
+    values = [f"sharding.{name}={value}" for name, value in sharding.items() if name != "strategy"]
+    return [f"sharding={sharding['strategy']}", *(value for value in values if value.split("=")[0] not in given)]
+
+
+def _in_words(sharding: dict[str, Any] | None) -> str:
+    """Return a sharding as arguments."""
+    if sharding is None:
+        return "that of a checkpoint which does not tell"
+    return " ".join(former_sharding(sharding, []))
 
 
 def main() -> None:
