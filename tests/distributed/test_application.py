@@ -139,19 +139,22 @@ SEEDS = "training.seed='${oc.decode:${oc.env:RANK}}'"
 
 
 @pytest.mark.parametrize(
-    ("arguments", "sentence"),
+    ("arguments", "sentence", "speakers"),
     [
-        (SEEDS, "seed must be the same on all ranks, got 1 on rank 1 and 0 on rank 0"),
-        ("training.batch_size=3", "batch_size must be a multiple of the 2 ranks of the data axis, got 3"),
+        (SEEDS, "seed must be the same on all ranks, got 1 on rank 1 and 0 on rank 0", 1),
+        ("training.batch_size=3", "batch_size must be a multiple of the 2 ranks of the data axis, got 3", 2),
     ],
     ids=["seed", "batch"],
 )
-def test_a_config_that_ranks_cannot_share_is_refused_before_anything_is_built(place, arguments, sentence):
+def test_a_config_that_ranks_cannot_share_is_refused_before_anything_is_built(place, arguments, sentence, speakers):
     # The data set cannot be built either, which no rank reports.
     with torchrun(place, 2, *arguments.split(), "data.grid_name=nowhere", "hydra.run.dir=unshared") as process:
         status, output = finish(process)
-    said = set(re.findall(r"^\[rank\d\]: anemoi_gt.train: training\.(.*)$", output, re.MULTILINE))
-    assert status != 0 and said == {sentence}, output
+    said = re.findall(r"^\[rank\d\]: anemoi_gt.train: training\.(.*)$", output, re.MULTILINE)
+    assert status != 0 and said == [sentence] * speakers, output  # a consensus has one speaker
+    last = [line for line in output.splitlines() if line.strip(" =")][-1]
+    assert last == f"  ValueError: training.{sentence}", output
+    assert output.count("Traceback") == 1 + speakers, output  # torchrun's own, and two frames of a rank's
 
 
 def test_one_process_cannot_divide_a_model(monkeypatch):
@@ -195,8 +198,7 @@ def assert_checkpoint_is_whole(folder, step):
 @pytest.fixture(scope="module")
 def raised(place):
     """Folder and outcome of a job of which a rank raised."""
-    # Rank 0: of errors within one second torchrun names the lowest rank, and the others fail at once.
-    with failing(place, "raising", 0, rank=0) as (process, folder):
+    with failing(place, "raising", 0) as (process, folder):
         return folder, *outcome(process)
 
 
@@ -204,7 +206,7 @@ def test_a_rank_that_raises_ends_the_job_at_once_and_torchrun_reports_the_error(
     folder, status, output, seconds = raised
     assert status != 0 and seconds < BUSY, output
     report = output[output.index("Root Cause") :]
-    assert "rank      : 0 " in report and "RuntimeError: a bug on this rank alone" in report, output
+    assert "rank      : 1 " in report and "RuntimeError: a bug on this rank alone" in report, output
     assert_checkpoint_is_whole(folder, 8)
 
 

@@ -138,10 +138,18 @@ def train_on_ranks(config: "hydra_app.DictConfig") -> float | None:
     The config is the same on all ranks, but for `RANKS_MAY_DIFFER`. Returns the lowest validation loss on rank 0, None
     on the others. Raises Stopped on rank 0, when one rank received a signal; the others exit with its status.
     """
-    try:
+
+    @record  # for torchrun, which reports the first error last, with its traceback
+    def run() -> float | None:
         sharding, device_type = hydra_app.instantiate(config.sharding), choose_device(config.training.device).type
-        # torchrun reports the first error that `record` has written
-        return record(_train_on_ranks)(config, sharding, device_type)
+        try:
+            return _train_on_ranks(config, sharding, device_type)
+        except hydra_app.ERRORS_OF_PREPARATION as error:
+            log.debug("traceback", exc_info=error)
+            raise error.with_traceback(None) from None  # one sentence tells it all
+
+    try:
+        return run()
     except hydra_app.ERRORS_OF_PREPARATION as error:
         raise hydra_app.Refused(error) from error
 
