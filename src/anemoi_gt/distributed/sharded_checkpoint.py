@@ -322,14 +322,15 @@ def sharded(path: str | Path) -> Path:
     return Path(path).with_suffix("")
 
 
-def find_run(last: Path) -> Path | None:
+def find_run(last: str | Path) -> Path | None:
     """Return the last checkpoint of a run, of either form, or None. `last` is its name for one process."""
+    last = Path(last)
     return last if last.exists() else find_checkpoint(sharded(last))
 
 
-def require_file(path: Path) -> None:
+def require_file(path: str | Path) -> None:
     """Raise ValueError, with the command that converts it, when only a folder of several ranks exists for a file."""
-    found = None if path.is_file() else find_checkpoint(sharded(path))
+    found = None if Path(path).is_file() else find_checkpoint(sharded(path))
     if found is not None:
         raise ValueError(
             f"the checkpoint must be one file, got the folder {found} of several ranks "
@@ -338,7 +339,7 @@ def require_file(path: Path) -> None:
         )
 
 
-def checkpoint_to_continue(last: Path, writer: str, *, resume: bool) -> Path | None:
+def checkpoint_to_continue(last: str | Path, writer: str, *, resume: bool) -> Path | None:
     """Return the checkpoint that a run continues from, or None: it starts from scratch.
 
     `last` is its name for one process, such as folder / "last.pt"; `writer` the current launch, ONE_PROCESS or
@@ -347,6 +348,7 @@ def checkpoint_to_continue(last: Path, writer: str, *, resume: bool) -> Path | N
     """
     if not isinstance(resume, bool):
         raise ValueError(f"resume must be true or false, got {resume!r}")
+    last = Path(last)
     if (found := find_run(last)) is None:
         return None
     former_writer = ONE_PROCESS if found == last else TORCHRUN
