@@ -131,7 +131,10 @@ class Era5UkDataset(ForecastDataset):
         return self.field.times[self.starts[i]]
 
     def starting_at(self, start: str) -> "Era5UkDataset":
-        """Return the one sample that starts at a date, or at the "latest" time; raise ValueError if it cannot."""
+        """Return the one sample that starts at a date, or at the "latest" time.
+
+        Raises ValueError if it is no time of the data, or has too few hours before it.
+        """
         index = find_start(self.field.times, start)
         if index < max(LAGS):
             raise ValueError(f"start must have {max(LAGS)} hours before it in the data, got {start}")

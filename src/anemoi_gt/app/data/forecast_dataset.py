@@ -157,7 +157,10 @@ class ForecastDataset(Dataset, ABC):
         )
 
     def physical_sample(self, i: int) -> tuple[Tensor, ...]:
-        """Return what `physical_inputs` takes for sample i: fields [N, P], and the time if it needs one."""
+        """Return what `physical_inputs` takes for sample i: fields [N, P], and the time if it needs one.
+
+        Raises ValueError if the data set does not have it.
+        """
         raise ValueError(f"{type(self).__name__} does not implement physical_sample()")
 
     def schema(self) -> DataSchema:
