@@ -9,19 +9,21 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from anemoi_gt.app import hydra_app
-from anemoi_gt.app.data.forecast_dataset import share_of_batch
+from anemoi_gt.app.data.forecast_dataset import Splits, share_of_batch
 from anemoi_gt.app.evaluate import write_report
+from anemoi_gt.app.plots import chosen_variables
 from anemoi_gt.app.trained import current_config, flatten, schema_of
 from anemoi_gt.app.training import Trainer
 from anemoi_gt.app.training.config import choose_device, cpu_threads
@@ -82,6 +84,7 @@ def prepare(config: "hydra_app.DictConfig") -> Callable[[], float]:
         part.require_samples()
     if run.training.compile:
         torch.compiler.reset()  # what earlier runs of a sweep compiled counts against PyTorch's limit
+    chosen_variables(run.splits.test, config.plots.variables)  # raise before training if one is unknown
     trainer = Trainer(run.model, run.splits, run.training, folder, description)
     if state is not None:
         trainer.load_state_dict({"schema": trainer.schema.to_dict()} | state)
@@ -89,7 +92,7 @@ def prepare(config: "hydra_app.DictConfig") -> Callable[[], float]:
     if config.explain is not None:
         with autocast(run.training.precision, trainer.device):
             hydra_app.write_explanation(trainer.step.model.train(), run.splits.train, run.training, config.explain)
-    return partial(train, trainer)
+    return partial(train, trainer, config.plots.variables)
 
 
 def checkpoint_to_resume(folder: Path, resume: bool, description: dict) -> dict | None:
@@ -116,11 +119,14 @@ def check_same_config(path: Path, before: dict, now: dict) -> None:
         raise ValueError(f"a run is continued with its own config, {path} was written with {'; '.join(changes)}")
 
 
-def train(trainer: Trainer) -> float:
-    """Train, score and plot into the trainer's folder; return the lowest validation loss."""
+def train(trainer: Trainer, variables: Sequence[str] | None = None) -> float:
+    """Train, score and plot into the trainer's folder; return the lowest validation loss.
+
+    `variables` are plotted, None: the first three.
+    """
     splits, folder = trainer.splits, trainer.folder
     parameters = sum(parameter.numel() for parameter in trainer.step.model.parameters())
-    log.info("%d parameters, %d nodes, %d training samples", parameters, len(splits.train.nodes), len(splits.train))
+    log.info("%s\n%d parameters", describe_data(splits), parameters)
     if (memory := estimate_memory(trainer.step.model, trainer.config)) is not None:
         log.info("memory of a step: %s", memory)
     start = time.perf_counter()
@@ -128,8 +134,28 @@ def train(trainer: Trainer) -> float:
         trainer.fit(metrics)
     log.info("trained %.0f s on %s", time.perf_counter() - start, trainer.device)
     with cpu_threads(trainer.config.threads):
-        write_report(folder, trainer.best_model(), splits.test, metrics.records)
+        write_report(folder, trainer.best_model(), splits.test, metrics.records, variables)
     return trainer.best_loss
+
+
+def describe_data(splits: Splits) -> str:
+    """Return what is trained, for the log: variables and forcings, lead time, and the samples of each split."""
+    data = splits.train
+    variables = ", ".join(f"{name} [{units}]" for name, units in zip(data.variables, data.units, strict=True))
+    steps = f"{data.input_steps} input time{'s' if data.input_steps > 1 else ''}"
+    lines = [f"{data.lead_time:g} h forecasts of {variables}, from {steps}"]
+    if data.diagnostics:
+        lines.append(f"of these no inputs: {', '.join(data.diagnostics)}")
+    if data.forcings:
+        lines.append(f"forcings: {', '.join(data.forcings)}")
+    for name, part in (("training", splits.train), ("validation", splits.valid), ("test", splits.test)):
+        line = f"{len(part)} {name} samples"
+        first, last = part.start_time(0), part.start_time(len(part) - 1)
+        if first is not None:
+            dates = [np.datetime_as_string(time, unit="m").replace("T", " ") for time in (first, last)]
+            line += f", starting {dates[0]} to {dates[1]} UTC"
+        lines.append(line)
+    return "\n".join(lines)
 
 
 def train_on_ranks(config: "hydra_app.DictConfig") -> float | None:
@@ -173,8 +199,9 @@ def _train_on_ranks(config: "hydra_app.DictConfig", sharding: ShardingConfig, de
             whole = hydra_app.build_model(config, splits.train)
         model, shard = scatter_model(whole, mesh, group)
         trainer = make_sharded_trainer(model, shard, splits, training, folder, description, mesh=mesh, group=group)
-        nodes = len(splits.train.nodes)
-        log.info("%d ranks, %d of them for a model; %d nodes", mesh.size(), mesh["model"].size(), nodes)
+        chosen_variables(splits.test, config.plots.variables)
+        log.info("%s", describe_data(splits))
+        log.info("%d ranks, %d of them for a model", mesh.size(), mesh["model"].size())
         share = replace(training, batch_size=training.batch_size // mesh["data"].size())
         log.info("memory of a step on the first rank: %s", estimate_memory(model, share))
         test = splits.test if whole is not None else None
@@ -194,7 +221,7 @@ def _train_on_ranks(config: "hydra_app.DictConfig", sharding: ShardingConfig, de
     whole = whole.to(trainer.device)
     load_weights(whole, load_checkpoint(folder / BEST))
     with cpu_threads(training.threads):
-        write_report(folder, whole.eval(), test, records)
+        write_report(folder, whole.eval(), test, records, config.plots.variables)
     return trainer.best_loss
 
 
