@@ -43,7 +43,7 @@ def check_same(values: Mapping[str, Any], group: dist.ProcessGroup) -> None:
 
     `values` are plain values by name. The ValueError has the name of one and the ranks that differ from rank 0.
     """
-    of_ranks = [None] * dist.get_world_size(group)
+    of_ranks: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(of_ranks, dict(values), group=group)
     for name in dict.fromkeys(name for values in of_ranks for name in values):
         # Compared as text: 1 is not 1.0, and NaN is NaN.

@@ -230,8 +230,8 @@ def check_unprepared(is_prepared: bool) -> None:
 
 def _sent_position(rows: Tensor, counts: list[int], size: int) -> Tensor:
     """Return the positions of `size` local rows among the sent `rows`, for each rank that reads any; -1: not sent."""
-    counts = torch.tensor([count for count in counts if count], dtype=torch.int64, device=rows.device)
-    position = rows.new_full((len(counts), size), -1)
-    readers = torch.repeat_interleave(torch.arange(len(counts), device=rows.device), counts)
+    read = torch.tensor([count for count in counts if count], dtype=torch.int64, device=rows.device)
+    position = rows.new_full((len(read), size), -1)
+    readers = torch.repeat_interleave(torch.arange(len(read), device=rows.device), read)
     position[readers, rows] = torch.arange(len(rows), device=rows.device)
     return position

@@ -126,7 +126,7 @@ def init_distributed(config: ShardingConfig, device_type: str) -> Iterator[Devic
     else:
         dist.init_process_group("gloo", **options)
     with _recorded_error():
-        check_same({f"sharding.{name}": value for name, value in asdict(config).items()}, dist.group.WORLD)
+        check_same({f"sharding.{name}": value for name, value in asdict(config).items()}, world_group())
         yield make_mesh(device_type, config.model, timeout)
     dist.destroy_process_group()
     drain_threads()
@@ -152,6 +152,14 @@ def _wait_for_end() -> None:
     if threading.current_thread() is threading.main_thread():  # others may not set handlers
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
     time.sleep(CONSEQUENCE_SECONDS)
+
+
+def world_group() -> dist.ProcessGroup:
+    """Return the group of all ranks; raise RuntimeError before `torch.distributed` is initialised."""
+    group = dist.group.WORLD
+    if group is None:
+        raise RuntimeError("torch.distributed must be initialised, got no process group; see init_distributed")
+    return group
 
 
 def make_mesh(device_type: str, model: int, timeout: timedelta | None = None) -> DeviceMesh:
@@ -228,6 +236,6 @@ def _group_along(axis: str, ranks: list[list[int]], timeout: timedelta | None) -
     NCCL group before (github.com/pytorch/pytorch/pull/192109).
     """
     if len(ranks) == 1:
-        return dist.group.WORLD
+        return world_group()
     own, _ = dist.new_subgroups_by_enumeration(ranks, timeout, group_desc=f"ranks along {axis}")
     return own

@@ -65,8 +65,14 @@ class ShardedTable:
         rows = rows[self.order]
         chunk = self.exchange.scatter_add(self.exchange.send_reverse(rows), rows.new_zeros(own, *rows.shape[1:]))
         table = torch.empty((self.size, *rows.shape[1:]), device="meta")
-        layout = {"run_check": False, "shape": table.shape, "stride": table.stride()}
-        return DTensor.from_local(chunk, self.mesh, [Replicate(), Shard(0)], **layout)
+        return DTensor.from_local(
+            chunk,
+            self.mesh,
+            [Replicate(), Shard(0)],
+            run_check=False,
+            shape=table.shape,
+            stride=table.stride(),
+        )
 
     def from_dtensor(self, table: DTensor) -> Tensor:
         """Return this rank's rows [n, ..] of a table from `to_dtensor`. Collective."""
@@ -196,9 +202,10 @@ def _reading(found: Path, *errors: type[Exception]) -> Iterator[None]:
 
     On one rank pass Exception in `errors`: truncated files raise one of a dozen types.
     """
+    kinds: tuple[type[BaseException], ...] = (CheckpointException, *errors)
     try:
         yield
-    except (CheckpointException, *errors) as error:
+    except kinds as error:
         why = _reason(error)
         raise ValueError(f"a checkpoint must be complete and of this model, cannot read {found}: {why}") from error
 
@@ -267,7 +274,7 @@ def _from_dtensors(whole: dict[str, Any], state: dict[str, Any], tables: Mapping
     layouts = {key: tensor for key, _, tensor in _check_tables(state, tables)}
 
     def from_dtensor(key: str, name: str | None, tensor: Tensor) -> Tensor:
-        if name is None:
+        if name is None or not isinstance(tensor, DTensor):
             return tensor
         rows, layout = tables[name].from_dtensor(tensor), layouts[key]
         if isinstance(layout, DTensor):  # of fully_shard; all ranks have the rows: nothing is sent

@@ -34,7 +34,7 @@ def write_package(program: ExportedProgram, path: str | Path, metadata: Mapping[
     if not all(isinstance(text, str) for pair in metadata.items() for text in pair):
         raise ValueError(f"metadata must map str to str (use JSON for other values), got {dict(metadata)}")
     check_compiler()
-    options = {"aot_inductor.metadata": dict(metadata)}
+    options: dict[str, object] = {"aot_inductor.metadata": dict(metadata)}
     if hasattr(config, "_use_fp64_for_unbacked_floats"):  # float32 scalars, as in eager launches
         options["_use_fp64_for_unbacked_floats"] = False
     with torch.no_grad():
@@ -80,7 +80,7 @@ def _copies_standard_library(compiler: str) -> bool:
     """Return whether libraries by this compiler contain the C++ locale; a C driver links none, which is harmless."""
     with tempfile.TemporaryDirectory() as folder:
         library = Path(folder) / "probe.so"
-        command = [compiler, "-shared", "-fPIC", "-x", "c++", "-", "-o", library]
+        command = [compiler, "-shared", "-fPIC", "-x", "c++", "-", "-o", str(library)]
         result = subprocess.run(command, input=PROBE, capture_output=True, text=True, check=False)
         if result.returncode:
             raise ValueError(f"a package needs a C++ compiler, {compiler} fails: {result.stderr.strip()}")

@@ -130,7 +130,7 @@ def _shallow_copy(module: nn.Module, copies: dict[nn.Module, nn.Module]) -> nn.M
     copied = copies[module] = copy.copy(module)
     for kind in ("_parameters", "_buffers"):
         setattr(copied, kind, dict(getattr(copied, kind)))
-    if isinstance(module, StaticStructure):
+    if isinstance(copied, StaticStructure):
         copied.keep_for_inference()
     children = copied._modules.items()
     copied._modules = {name: None if child is None else _shallow_copy(child, copies) for name, child in children}

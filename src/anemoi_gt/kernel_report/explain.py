@@ -204,9 +204,9 @@ def _kernels_of(call: Call, needs: dict[str, bool]) -> tuple[list[str], list[str
     from anemoi_gt.ops.triton_backend.launched_kernels import kernel_names
     from anemoi_gt.ops.triton_backend.problem import IndexTensors, Options
 
-    operands, index, options = (
-        group(*(call.arguments[name] for name in group._fields)) for group in (AttentionOperands, IndexTensors, Options)
-    )
+    operands = AttentionOperands(*(call.arguments[name] for name in AttentionOperands._fields))
+    index = IndexTensors(*(call.arguments[name] for name in IndexTensors._fields))
+    options = Options(*(call.arguments[name] for name in Options._fields))
     return kernel_names(operands, index, options, Needs(**needs))
 
 

@@ -51,7 +51,7 @@ class Checkpointing:
 @replaces("func enabled args kwargs")
 def maybe_checkpoint(upstream, func, enabled, *args, **kwargs):
     """Checkpoint in the mode of the component whose chunk it is."""
-    component, name = func.__self__, func.__name__  # not getattr with a default, which Dynamo would return
+    component = func.__self__  # not getattr with a default, which Dynamo would return
     mode = _mode_of(component)
     if mode == "none" or not (enabled or mode):
         return func(*args, **kwargs)
