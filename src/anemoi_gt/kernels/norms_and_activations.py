@@ -45,11 +45,11 @@ def _kernel_name(base: str, tensor: str, *constants: str):
         words = [base, str(specialization.signature[tensor]).lstrip("*")]
         for constant in constants:
             value = specialization.constants[constant]
-            if isinstance(value, bool):
-                words += [constant.lower()] if value else []
+            if value is True:
+                words.append(constant.lower())
             elif isinstance(value, str):
                 words.append(value)
-            else:
+            elif value is not False:
                 words.append(f"{constant.lower()}{value}")
         return "_".join(words)
 

@@ -286,15 +286,15 @@ def _read_feed_forward(
     if weight_gate is not None:
         _check_shape(weight_gate, (hidden, norm_parts.features), layers_name, norm_name)
     return FeedForwardParts(
-        norm_parts,
-        weight_gate,
-        bias_gate,
-        weight_in,
-        bias_in,
-        weight_out,
-        bias_out,
-        activation,
-        norm_parts.has_condition,
+        norm=norm_parts,
+        weight_gate=weight_gate,
+        bias_gate=bias_gate,
+        weight_in=weight_in,
+        bias_in=bias_in,
+        weight_out=weight_out,
+        bias_out=bias_out,
+        activation=activation,
+        has_condition=norm_parts.has_condition,
     )
 
 
@@ -334,26 +334,26 @@ def _read_attention(block: nn.Module) -> AttentionParts:
         query_norm_scale, query_norm_eps = _read_head_norm(modules, "q_norm", channels)
         key_norm_scale, key_norm_eps = _read_head_norm(modules, "k_norm", channels)
     return AttentionParts(
-        norm,
-        norm_src,
-        query_weight,
-        query_bias,
-        self_weight,
-        self_bias,
-        key_weight,
-        key_bias,
-        value_weight,
-        value_bias,
-        edge_weight,
-        edge_bias,
-        projection_weight,
-        projection_bias,
-        query_norm_scale,
-        query_norm_eps,
-        key_norm_scale,
-        key_norm_eps,
-        heads,
-        norm.has_condition,
+        norm=norm,
+        norm_src=norm_src,
+        query_weight=query_weight,
+        query_bias=query_bias,
+        self_weight=self_weight,
+        self_bias=self_bias,
+        key_weight=key_weight,
+        key_bias=key_bias,
+        value_weight=value_weight,
+        value_bias=value_bias,
+        edge_weight=edge_weight,
+        edge_bias=edge_bias,
+        projection_weight=projection_weight,
+        projection_bias=projection_bias,
+        query_norm_scale=query_norm_scale,
+        query_norm_eps=query_norm_eps,
+        key_norm_scale=key_norm_scale,
+        key_norm_eps=key_norm_eps,
+        heads=heads,
+        has_condition=norm.has_condition,
     )
 
 
