@@ -33,6 +33,7 @@ bench: $(INSTALLED)-graphs
 lint: $(INSTALLED)-lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy
 
 format: $(INSTALLED)-lint
 	$(BIN)/ruff check --fix .

@@ -1,7 +1,10 @@
 """Commands of the README and the documentation: all exist and compose, and those that can run here run, in order."""
 
+import os
 import re
+import subprocess
 import sys
+import time
 import tomllib
 
 import pytest
@@ -95,6 +98,39 @@ def test_commands_run_in_the_order_of_the_page(page, place, monkeypatch, capsys)
         is_ours = words[0] in ("python", "torchrun", "anemoi-gt") and not words[1].startswith("benchmarks/")
         if is_ours and runs_here(words):
             start(words, place, monkeypatch)
+
+
+@pytest.fixture
+def slurm_job(tmp_path):
+    """Start the page's Slurm job with another `srun`; return its process and the file of a requeue."""
+    (job,) = (code for code in blocks(ROOT / "docs" / "training.md", "text") if code.startswith("#!/bin/bash"))
+    (tmp_path / "job.sh").write_text(job)
+    requeued = tmp_path / "requeued"
+
+    def start(srun):
+        for name, code in ("srun", srun), ("scontrol", f'echo "$@" > {requeued}'):
+            (tmp_path / name).write_text(f"#!/bin/bash\n{code}\n")
+            (tmp_path / name).chmod(0o755)
+        environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+        return subprocess.Popen(["bash", tmp_path / "job.sh"], env=environment, cwd=tmp_path), requeued
+
+    return start
+
+
+def test_the_slurm_job_is_requeued_after_the_signal_though_torchrun_exits_with_1(slurm_job, tmp_path):
+    process, requeued = slurm_job("trap 'kill $!; exit 1' TERM\nsleep 60 &\ntouch started\nwait $!")
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "started").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.terminate()
+    process.wait(60)
+    assert requeued.read_text() == "requeue 7\n"
+
+
+@pytest.mark.parametrize("status", [0, 1, 143])
+def test_the_slurm_job_that_ends_by_itself_has_the_exit_status_of_the_run(slurm_job, status):
+    process, requeued = slurm_job(f"exit {status}")
+    assert process.wait(60) == status and not requeued.exists()
 
 
 def refusals():

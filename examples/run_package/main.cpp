@@ -1,8 +1,9 @@
 // Run a package of a model with only LibTorch.
 //
-//     ./run_package model.pt2 x.pt change.pt
+//     ./run_package model.pt2 fields.pt time.pt forecast.pt
 //
-// x.pt is a float32 tensor [batch, nodes, channels] written by torch.save; change.pt can be read by torch.load.
+// The inputs are those that the metadata name, tensors written by torch.save: fields [batch, nodes, channels], float32,
+// in physical units, and for data with dates the time [batch], float64. forecast.pt can be read by torch.load.
 #include <torch/csrc/inductor/aoti_package/model_package_loader.h>
 #include <torch/csrc/jit/serialization/pickle.h>
 
@@ -32,7 +33,7 @@ void write_file(const std::string& name, const std::vector<char>& bytes) {
   }
 }
 
-void run(const std::string& package_name, const std::string& input_name, const std::string& output_name) {
+void run(const std::string& package_name, const std::vector<std::string>& input_names, const std::string& output_name) {
   c10::InferenceMode no_gradients;
   torch::inductor::AOTIModelPackageLoader package(package_name);
   auto metadata = package.get_metadata();
@@ -40,19 +41,22 @@ void run(const std::string& package_name, const std::string& input_name, const s
     std::cout << name << ": " << metadata[name] << "\n";
   }
   const bool on_gpu = metadata["AOTI_DEVICE_KEY"] == "cuda";
-  at::Tensor x = torch::jit::pickle_load(read_file(input_name)).toTensor();
-  std::vector<at::Tensor> inputs{x.to(on_gpu ? at::kCUDA : at::kCPU)};
-  at::Tensor change = package.run(inputs).at(0).to(at::kCPU);
-  write_file(output_name, torch::jit::pickle_save(change));
+  std::vector<at::Tensor> inputs;
+  for (const std::string& name : input_names) {
+    at::Tensor input = torch::jit::pickle_load(read_file(name)).toTensor();
+    inputs.push_back(input.to(on_gpu ? at::kCUDA : at::kCPU));
+  }
+  at::Tensor forecast = package.run(inputs).at(0).to(at::kCPU);
+  write_file(output_name, torch::jit::pickle_save(forecast));
 }
 
 int main(int argc, char** argv) {
-  if (argc != 4) {
-    std::cerr << "usage: run_package model.pt2 x.pt change.pt\n";
+  if (argc < 4) {
+    std::cerr << "usage: run_package model.pt2 fields.pt [time.pt] forecast.pt\n";
     return 2;
   }
   try {
-    run(argv[1], argv[2], argv[3]);
+    run(argv[1], std::vector<std::string>(argv + 2, argv + argc - 1), argv[argc - 1]);
   } catch (const std::exception& error) {
     std::cerr << "run_package: " << error.what() << "\n";
     return 1;

@@ -1,8 +1,9 @@
 """Run a package of a model with only PyTorch, without anemoi_gt.
 
-    python run_package.py model.pt2 x.pt change.pt
+    python run_package.py model.pt2 fields.pt time.pt forecast.pt
 
-x.pt is a float32 tensor [batch, nodes, channels] written by torch.save; change.pt can be read by torch.load.
+The inputs are those that the metadata name, tensors written by torch.save: fields [batch, nodes, channels], float32, in
+physical units, and for data with dates the time [batch], float64. forecast.pt can be read by torch.load.
 """
 
 import sys
@@ -10,16 +11,17 @@ import sys
 import torch
 
 
-def main(package_name: str, input_name: str, output_name: str) -> None:
+def main(package_name: str, *names: str) -> None:
     """Load the package, print its metadata, and run it."""
     package = torch._inductor.aoti_load_package(package_name)
     metadata = package.get_metadata()
     for name in ("inputs", "outputs", "forecast"):
         print(f"{name}: {metadata[name]}")
-    x = torch.load(input_name, weights_only=True)
+    *input_names, output_name = names
+    inputs = [torch.load(name, weights_only=True) for name in input_names]
     with torch.inference_mode():
-        change = package(x.to(metadata["AOTI_DEVICE_KEY"]))
-    torch.save(change.cpu(), output_name)
+        forecast = package(*(tensor.to(metadata["AOTI_DEVICE_KEY"]) for tensor in inputs))
+    torch.save(forecast.cpu(), output_name)
 
 
 if __name__ == "__main__":

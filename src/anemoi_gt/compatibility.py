@@ -49,7 +49,7 @@ def constant_when_traced(function: Callable) -> Callable:
 
     torch.compiler.assume_constant_result sets the same mark but imports the compiler, which doubles the import time.
     """
-    function._dynamo_marked_constant = True
+    vars(function)["_dynamo_marked_constant"] = True
     return function
 
 

@@ -2,9 +2,10 @@
 
 import math
 from numbers import Integral, Real
+from typing import TypeGuard
 
 
-def is_integer(value: object) -> bool:
+def is_integer(value: object) -> TypeGuard[int]:
     """Return whether it is an integer of Python or NumPy, and not a bool."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
@@ -20,21 +21,26 @@ def check_integer(name: str, value: object, least: int | None = 1, note: str = "
         raise ValueError(f"{name} must be at least {least}{note}, got {value}")
 
 
+def is_number(value: object) -> TypeGuard[float]:
+    """Return whether it is a real number of Python or NumPy, NaN and infinity included, and not a bool."""
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
 def check_number(name: str, value: object) -> None:
     """Raise ValueError unless `value` is a real number; NaN and infinity are."""
-    if isinstance(value, bool) or not isinstance(value, Real):
+    if not is_number(value):
         raise ValueError(f"{name} must be a number, got {value!r}")
 
 
 def check_positive(name: str, value: object, note: str = "") -> None:
     """Raise ValueError unless `value` is a positive, finite number; `note` extends the message, as ", in hours"."""
     check_number(name, value)
-    if not 0 < value < math.inf:
+    if is_number(value) and not 0 < value < math.inf:
         raise ValueError(f"{name} must be positive and finite{note}, got {value}")
 
 
 def check_probability(name: str, value: object) -> None:
     """Raise ValueError unless `value` is a number in 0 .. 1."""
     check_number(name, value)
-    if not 0.0 <= value <= 1.0:
+    if is_number(value) and not 0.0 <= value <= 1.0:
         raise ValueError(f"{name} must be a probability in 0 .. 1, got {value}")

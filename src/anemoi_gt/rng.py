@@ -16,9 +16,13 @@ def seed_generators(seed: int) -> None:
 
 def generator_states(device: torch.device) -> dict[str, Any]:
     """Return the states of all global generators, with the GPU's if `device` is one, for a checkpoint."""
-    name, keys, *numpy_rest = np.random.get_state()  # noqa: NPY002
-    states = {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": (name, keys.tolist(), *numpy_rest)}
-    return states | ({"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {})
+    numpy_state = np.random.get_state(legacy=False)  # noqa: NPY002  a dict
+    inner = numpy_state["state"]
+    legacy = ("MT19937", inner["key"].tolist(), inner["pos"], numpy_state["has_gauss"], numpy_state["gauss"])
+    states = {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": legacy}
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return states
 
 
 def set_generator_states(states: dict[str, Any], device: torch.device) -> None:

@@ -138,7 +138,7 @@ def test_a_folder_that_holds_a_run_is_not_overwritten(application, refusal, tmp_
 
 
 def test_an_interrupt_before_training_is_one_sentence(application, monkeypatch, capsys):
-    def interrupted(config):
+    def interrupted(*_):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("anemoi_gt.app.hydra_app.build", interrupted)
@@ -148,7 +148,7 @@ def test_an_interrupt_before_training_is_one_sentence(application, monkeypatch, 
 
 
 def test_a_bug_keeps_its_traceback(application, monkeypatch, capsys):
-    def broken(trainer):
+    def broken(*_):
         raise ValueError("broken")
 
     monkeypatch.setattr(train, "train", broken)
@@ -209,8 +209,10 @@ def test_help_explains_every_option_in_a_line(start, capsys):
     explained = dict(re.findall(r"^([\w.]+)=.*?  +(\S.*)$", text, re.MULTILINE))
     config = composed()
     options = {f"{group}.{name}" for group in (*GROUPS, "sharding") for name in config[group] if name[0] != "_"}
-    assert set(explained) == options | {"resume", "init_from", "explain"}
+    assert set(explained) == options | {"resume", "init_from", "explain", "plots.variables"}
     assert explained["training.steps"] == "int: Optimiser steps"
+    assert explained["model.dropout"] == "float: Probability of dropping an attention weight in training"
+    assert all(" as in anemoi_gt" not in meaning for meaning in explained.values()) and "${" not in text
 
 
 def fields_of(years: list[int], area: tuple[float, float] | None = None, files: str | list[str] = ""):

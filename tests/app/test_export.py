@@ -15,6 +15,9 @@ from support.applications import last_error, logging_as_before
 from anemoi_gt import __main__ as command_line
 from anemoi_gt.app import export as application
 from anemoi_gt.app import hydra_app
+from anemoi_gt.app.data.forecast_dataset import ForecastDataset
+from anemoi_gt.app.data.sphere_advection import SphereDataset
+from anemoi_gt.app.scores import model_forecast
 from anemoi_gt.app.training.run_files import save_checkpoint
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "run_package"
@@ -66,41 +69,43 @@ def package(checkpoint, started):
 
 @pytest.fixture
 def example(run, tmp_path):
-    """A file of inputs, the path of the output, and the expected output."""
+    """A file of physical fields, the path of the output, and the forecast of the application."""
     (splits, model, _), _ = run
-    x = torch.stack([splits.valid[i].inputs for i in (0, 1, 0)])
-    torch.save(x, tmp_path / "x.pt")
-    with torch.no_grad():
-        return tmp_path / "x.pt", tmp_path / "change.pt", model.eval()(x)
+    valid = splits.valid
+    fields = torch.stack([valid.physical_sample(i)[0] for i in (0, 1, 0)])
+    torch.save(fields, tmp_path / "fields.pt")
+    expected = torch.stack([model_forecast(model.eval(), valid)(i) for i in (0, 1, 0)])
+    return tmp_path / "fields.pt", tmp_path / "forecast.pt", expected
 
 
 def test_package_runs_in_python_without_this_library(package, example, run_without_library):
-    x, change, expected = example
-    output = run_without_library(EXAMPLES / "run_package.py", package, x, change)
+    fields, forecast, expected = example
+    output = run_without_library(EXAMPLES / "run_package.py", package, fields, forecast)
     assert '"channels": ["tracer", "wind x"' in output
-    torch.testing.assert_close(torch.load(change), expected)
+    torch.testing.assert_close(torch.load(forecast), expected)
 
 
 def test_package_runs_in_cpp(package, example, tmp_path):
-    x, change, expected = example
+    fields, forecast, expected = example
     torch_folder, program = Path(torch.__file__).parent, tmp_path / "run_package"
     libraries = torch_folder / "lib"
     compiler = ["g++", "-std=c++20", "-O0", f"-I{torch_folder / 'include'}", EXAMPLES / "main.cpp", "-o", program]
     linker = [f"-L{libraries}", f"-Wl,-rpath,{libraries}", "-ltorch", "-ltorch_cpu", "-lc10"]
     subprocess.run([*compiler, *linker], check=True, capture_output=True, timeout=300)
-    result = subprocess.run([program, package, x, change], capture_output=True, text=True, timeout=60)
+    result = subprocess.run([program, package, fields, forecast], capture_output=True, text=True, timeout=60)
     assert result.returncode == 0, result.stderr
-    assert "forecast: reference + mean + change * std" in result.stdout
-    torch.testing.assert_close(torch.load(change), expected)
+    assert "forecast: physical values in, physical values out" in result.stdout
+    torch.testing.assert_close(torch.load(forecast), expected)
 
 
 def test_metadata_describes_inputs_outputs_and_origin(package, run):
     (splits, *_), _ = run
     metadata = torch._inductor.aoti_load_package(str(package)).get_metadata()
     (inputs,), (outputs,) = (json.loads(metadata[name]) for name in ("inputs", "outputs"))
-    assert inputs["shape"] == ["1 to 4", 208, 9] and inputs["channels"] == list(splits.train.input_names)
+    assert inputs["shape"] == ["1 to 4", 208, 5] and inputs["channels"] == list(splits.train.input_names[:5])
+    assert inputs["units"] == ["kg/kg", "m/s", "m/s", "m/s", "m/s"]
     assert outputs["variables"] == ["tracer"] and outputs["units"] == ["kg/kg"]
-    assert outputs["std"] == splits.train.change_std.tolist()
+    assert json.loads(metadata["normalisation"])["change_std"] == splits.train.statistics.change_std
     expected = {"lead_time_hours": "12", "backend": "torch", "step": "12", "device": "cpu", "precision": "32-true"}
     assert expected.items() <= metadata.items()
     assert sorted(path.name for path in package.parent.iterdir()) == ["best.pt", "model.pt2"]  # and no other file
@@ -149,3 +154,9 @@ def test_package_that_disagrees_with_the_model_is_not_left_behind(run, monkeypat
     with pytest.raises(FloatingPointError, match="must agree with the model"):
         application.export(hydra_app.Run(splits, model, training), tmp_path / "model.pt2", 4, {"precision": "32-true"})
     assert not list(tmp_path.iterdir())
+
+
+def test_a_data_set_without_physical_inputs_is_refused(checkpoint, error_line, tmp_path, monkeypatch):
+    monkeypatch.setattr(SphereDataset, "physical_inputs", ForecastDataset.physical_inputs)
+    sentence = error_line(f"checkpoint={checkpoint}", f"out={tmp_path / 'm.pt2'}")
+    assert "a package needs a data set that implements physical_inputs()" in sentence

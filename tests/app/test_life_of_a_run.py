@@ -65,7 +65,7 @@ def test_a_continued_run_refuses_fewer_steps_and_another_model(begun, start, err
 
 @pytest.mark.parametrize("folder", ["runs/a", "runs (1)/it's a=b"])
 def test_the_command_printed_at_a_stop_can_be_pasted(place, start, monkeypatch, capsys, folder):
-    def stopped(trainer):
+    def stopped(trainer, _):
         trainer._save_checkpoint(trainer.folder / "last.pt", trainer.state_dict())
         raise Stopped(signal.SIGINT, 0)
 

@@ -5,12 +5,13 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from matplotlib.figure import Figure
 from support.picture import colours, fewest_colours
 
 from anemoi_gt.app.map_image import MapImage
-from anemoi_gt.app.plots import draw_training_plot
-from anemoi_gt.app.scores import measure
+from anemoi_gt.app.plots import _caption, _draw_loss, chosen_variables, draw_training_plot, lead_time_ticks
+from anemoi_gt.app.scores import Score, measure
 from anemoi_gt.data.grids import octahedral, regional
 
 RECORDS = [{"split": split, "step": step, "loss": 1 / step} for step in range(1, 20) for split in ("train", "valid")]
@@ -84,3 +85,59 @@ def test_maps_have_no_coastlines_without_cartopy_or_its_data(cartopy, monkeypatc
 def test_a_region_across_greenwich_is_drawn_without_the_rest_of_the_globe():
     image = MapImage(regional([50.0, 51, 52], [*range(350, 360), *range(0, 5)]))
     assert image._lon.min() == -10 and image._lon.max() == pytest.approx(4, abs=0.02)
+
+
+class TwoVariables:
+    """The data set `dataset` with its variable twice, the second in other units."""
+
+    def __init__(self, dataset):
+        self.dataset, self.nodes, self.weights, self.lead_time = dataset, dataset.nodes, dataset.weights, 12.0
+        self.variables, self.units, self.attributes = ("q", "w"), ("kg/kg", "g/kg"), {"w": {"long_name": "water"}}
+
+    def present(self, i):
+        return torch.cat([self.dataset.present(i), 1000 * self.dataset.present(i)], dim=1)
+
+    def truth(self, i):
+        return torch.cat([self.dataset.truth(i), 1000 * self.dataset.truth(i)], dim=1)
+
+    def title(self, i):
+        return "a title"
+
+
+def test_a_plot_has_a_panel_for_each_chosen_variable(splits, tmp_path):
+    data, sizes = TwoVariables(splits.test), {}
+    scores = [
+        Score("model", name, units, 12.0, 3, 0.1, 0.0) for name, units in zip(data.variables, data.units, strict=True)
+    ]
+    for names in (None, ["w"]):
+        draw_training_plot(tmp_path / "a.png", data, 0, data.truth(0), scores, RECORDS, names)
+        pixels = colours(tmp_path / "a.png")
+        assert fewest_colours(pixels, 2 * len(names or data.variables), 3, across=3) > 50
+        sizes[str(names)] = pixels.shape[0]
+    assert sizes["None"] == 2 * sizes["['w']"]
+    assert _caption(data, 1) == "w, water" and _caption(data, 0) == "q"
+
+
+def test_variables_that_are_plotted_are_the_first_three_unless_chosen():
+    data = SimpleNamespace(variables=("a", "b", "c", "d"))
+    assert chosen_variables(data, None) == [0, 1, 2] and chosen_variables(data, ["d", "a"]) == [3, 0]
+    with pytest.raises(ValueError, match="plots.variables must be among a, b, c, d, got e"):
+        chosen_variables(data, ["a", "e"])
+
+
+@pytest.mark.parametrize("losses", [(1.1, 1.19), (0.21, 0.28), (0.01, 3.0), (0.95, 1.05)])
+def test_the_axis_of_the_loss_has_labels_whatever_its_range(losses):
+    figure = Figure()
+    axes = figure.add_subplot()
+    records = [{"split": s, "step": n, "loss": loss} for n, loss in enumerate(losses) for s in ("train", "valid")]
+    _draw_loss(axes, records)
+    figure.draw_without_rendering()
+    low, high = axes.get_ylim()
+    ticks = zip(axes.get_yticks(), axes.get_yticklabels(), strict=True)
+    minor = zip(axes.get_yticks(minor=True), axes.get_yticklabels(minor=True), strict=True)
+    assert len([label for y, label in (*ticks, *minor) if low <= y <= high and label.get_text()]) >= 2
+
+
+def test_ticks_of_lead_time_are_multiples_of_it():
+    assert lead_time_ticks([6.0, 12.0, 18.0]) == [6, 12, 18]
+    assert lead_time_ticks([6.0 * n for n in range(1, 41)]) == [42, 84, 126, 168, 210]

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial, reduce
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -11,7 +12,7 @@ from anemoi_gt.distributed import HaloExchange, Partition, Ranges, shard_edges, 
 from anemoi_gt.distributed.consensus import check_finite, check_same, raise_on_all_ranks
 from anemoi_gt.graph.ordering import morton_order
 from distributed.problems import GRAPHS, structure
-from distributed.ranks import everywhere, mesh_of, on_all_ranks, on_ranks, seeded, without_default_device
+from distributed.ranks import device_type, everywhere, mesh_of, on_all_ranks, on_ranks, seeded, without_default_device
 
 NO_EDGES = torch.zeros(2, 0, dtype=torch.int64)
 
@@ -245,3 +246,27 @@ def one_bad_loss_stops_every_rank(group, verdict):
     verdict.raises(FloatingPointError, f"rank 2: the loss must stay finite, {said}", check)
     problem = f"trouble on {rank}" if rank in (1, 3) else None
     verdict.raises(OSError, "ranks 1, 3: trouble on 1", lambda: raise_on_all_ranks(problem, group, OSError))
+
+
+@on_ranks(2)
+def what_differs_in_the_first_exchange_of_a_shard_is_named_and_later_ones_cost_nothing(group, verdict):
+    graph, is_last = structure("symmetric"), dist.get_rank(group) == 1
+    shard = shard_graph(graph, group)
+    number, device = shard.sources.ranges.counts[shard.rank], device_type()
+    x = torch.randn(2, number, 4)
+    others = {
+        "batch size of the rows that ranks exchange must be the same on all ranks, got (3,) on rank 1": x.new_zeros(3, number, 4),
+        "features of the rows that ranks exchange": x.new_zeros(2, number, 5),
+        "dtype (of the input, or by autocast) of the rows that ranks exchange": x.double(),
+        "requires_grad of the rows that ranks exchange": x.clone().requires_grad_(),
+    }  # fmt: skip
+    for said, other in others.items():
+        verdict.raises(ValueError, said, partial(shard.start_exchange, other if is_last else x))
+        verdict.raises(ValueError, said, partial(shard.split(3).exchange, other if is_last else x))
+    with torch.autocast(device, torch.bfloat16, enabled=is_last):
+        verdict.raises(ValueError, "by autocast", partial(shard.start_exchange, x))
+    shard.start_exchange(x).wait()
+    with mock.patch.object(dist, "all_gather_object") as gathered:
+        shard.start_exchange(x).wait()
+        shard.split(3).exchange(x.double())
+    verdict.same("collectives after the first", gathered.call_count, 0)

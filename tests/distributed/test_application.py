@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import time
 from contextlib import ExitStack, contextmanager
@@ -18,6 +19,7 @@ from anemoi_gt.app import train
 from anemoi_gt.app.training.run_files import load_checkpoint
 from anemoi_gt.app.training.sharded import write_as_file
 from anemoi_gt.distributed.process_group import VARIABLES
+from anemoi_gt.distributed.sharded_checkpoint import load_values
 from distributed.ranks import HERE, free_port
 
 DEVICE = "cuda" if torch.cuda.device_count() >= 4 else "cpu"  # NCCL if all ranks have a GPU
@@ -137,19 +139,22 @@ SEEDS = "training.seed='${oc.decode:${oc.env:RANK}}'"
 
 
 @pytest.mark.parametrize(
-    ("arguments", "sentence"),
+    ("arguments", "sentence", "speakers"),
     [
-        (SEEDS, "seed must be the same on all ranks, got 1 on rank 1 and 0 on rank 0"),
-        ("training.batch_size=3", "batch_size must be a multiple of the 2 ranks of the data axis, got 3"),
+        (SEEDS, "seed must be the same on all ranks, got 1 on rank 1 and 0 on rank 0", 1),
+        ("training.batch_size=3", "batch_size must be a multiple of the 2 ranks of the data axis, got 3", 2),
     ],
     ids=["seed", "batch"],
 )
-def test_a_config_that_ranks_cannot_share_is_refused_before_anything_is_built(place, arguments, sentence):
+def test_a_config_that_ranks_cannot_share_is_refused_before_anything_is_built(place, arguments, sentence, speakers):
     # The data set cannot be built either, which no rank reports.
     with torchrun(place, 2, *arguments.split(), "data.grid_name=nowhere", "hydra.run.dir=unshared") as process:
         status, output = finish(process)
-    said = set(re.findall(r"^\[rank\d\]: anemoi_gt.train: training\.(.*)$", output, re.MULTILINE))
-    assert status != 0 and said == {sentence}, output
+    said = re.findall(r"^\[rank\d\]: anemoi_gt.train: training\.(.*)$", output, re.MULTILINE)
+    assert status != 0 and said == [sentence] * speakers, output  # a consensus has one speaker
+    last = [line for line in output.splitlines() if line.strip(" =")][-1]
+    assert last == f"  ValueError: training.{sentence}", output
+    assert output.count("Traceback") == 1 + speakers, output  # torchrun's own, and two frames of a rank's
 
 
 def test_one_process_cannot_divide_a_model(monkeypatch):
@@ -190,14 +195,50 @@ def assert_checkpoint_is_whole(folder, step):
     assert load_checkpoint(folder / "last.pt")["step"] == step
 
 
-def test_a_rank_that_raises_ends_the_job_at_once_and_torchrun_reports_the_error(place):
-    # Rank 0: of errors within one second torchrun names the lowest rank, and the others fail at once.
-    with failing(place, "raising", 0, rank=0) as (process, folder):
-        status, output, seconds = outcome(process)
+@pytest.fixture(scope="module")
+def raised(place):
+    """Folder and outcome of a job of which a rank raised."""
+    with failing(place, "raising", 0) as (process, folder):
+        return folder, *outcome(process)
+
+
+def test_a_rank_that_raises_ends_the_job_at_once_and_torchrun_reports_the_error(raised):
+    folder, status, output, seconds = raised
     assert status != 0 and seconds < BUSY, output
     report = output[output.index("Root Cause") :]
-    assert "rank      : 0 " in report and "RuntimeError: a bug on this rank alone" in report, output
+    assert "rank      : 1 " in report and "RuntimeError: a bug on this rank alone" in report, output
     assert_checkpoint_is_whole(folder, 8)
+
+
+def test_a_run_that_is_resumed_without_sharding_keeps_its_own(place, raised):
+    folder = place / "without sharding"
+    shutil.copytree(raised[0] / "last", folder / "last")
+    with torchrun(place, 2, *OF_TWO_RANKS, f"hydra.run.dir='{folder}'", "resume=true") as process:
+        status, output = finish(process)
+    assert status == 0 and "2 ranks, 2 of them for a model" in output, output
+    assert "sharding changes" not in output, output
+    assert load_values(folder / "last", "config")["sharding"] == {"strategy": "edges", "model": 2, "timeout": 300.0}
+
+
+def test_the_log_says_that_the_sharding_changes(continued):
+    before = "sharding=edges sharding.model=4 sharding.timeout=300.0"
+    after = "sharding=edges sharding.model=2 sharding.timeout=300.0"
+    assert f"sharding changes from {before} to {after}" in continued[1][0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kept"),
+    [
+        ([], ["sharding=edges", "sharding.model=2", "sharding.timeout=9.0"]),
+        (["sharding.timeout=60"], ["sharding=edges", "sharding.model=2"]),
+        (["+sharding.model=4"], ["sharding=edges", "sharding.timeout=9.0"]),
+        (["sharding=none"], []),
+        (["sharding.strategy=none"], []),
+    ],
+)
+def test_the_sharding_of_a_run_is_kept_as_far_as_the_command_does_not_give_it(arguments, kept):
+    assert train.former_sharding({"strategy": "edges", "model": 2, "timeout": 9.0}, arguments) == kept
+    assert train.former_sharding({}, arguments) == []  # a checkpoint that does not tell
 
 
 def test_a_killed_rank_ends_all_at_once_and_a_restart_continues_from_the_checkpoint(place):

@@ -14,7 +14,7 @@ from support.refusals import raises
 from anemoi_gt.app import train
 from anemoi_gt.app.training.run_files import load_checkpoint as load_file
 from anemoi_gt.app.training.sharded import write_as_file
-from anemoi_gt.distributed import load_checkpoint, save_checkpoint, sharded_checkpoint
+from anemoi_gt.distributed import find_checkpoint, load_checkpoint, save_checkpoint, sharded_checkpoint
 from anemoi_gt.distributed.sharded_checkpoint import (
     ONE_PROCESS,
     TORCHRUN,
@@ -98,6 +98,20 @@ def test_values_are_read_by_their_key_and_an_empty_config_group_is_no_change_tho
     assert config == {"seed": 1, "model": {"heads": 4}} and not recwarn.list
     train.check_same_config(written, config, config | {"none": {}})
     raises(lambda: train.check_same_config(written, config, config | {"none": 0}), "written with none=None, not 0$")
+
+
+def test_paths_may_be_strings(alone, tmp_path):
+    folder = str(tmp_path / "last")
+    assert find_checkpoint(folder) is None
+    state = {"weight": torch.arange(5.0), "config": {"seed": 1}}
+    save_checkpoint(folder, state, {}, alone)
+    assert find_checkpoint(folder) == find_run(f"{folder}.pt") == tmp_path / "last"
+    assert checkpoint_to_continue(f"{folder}.pt", TORCHRUN, resume=True) == tmp_path / "last"
+    assert load_values(folder, "config") == {"seed": 1}
+    assert torch.equal(load_checkpoint(folder, state, {}, alone)["weight"], torch.arange(5.0))
+    write_as_file(f"{folder}.pt")
+    assert torch.equal(load_file(f"{folder}.pt")["weight"], torch.arange(5.0))
+    sharded_checkpoint.require_file(f"{folder}.pt")
 
 
 @pytest.mark.parametrize("file", [".metadata", "__0_0.distcp"])

@@ -35,10 +35,10 @@ def commands(page):
     """Return the commands of a page as lists of words.
 
     They are all lines of `shell` blocks, and the lines of `text` blocks that begin with a program, with or without
-    srun, up to a remark after two spaces.
+    srun, up to a remark after two spaces or an `&`.
     """
     lines = "".join(blocks(page, "shell")).splitlines()
     for line in "".join(blocks(page, "text")).splitlines():
-        words = re.split(r"\s{2,}", line.removeprefix("srun "))[0]
+        words = re.split(r"\s{2,}| &$", line.removeprefix("srun "))[0]
         lines += [words] if words.startswith(tuple(f"{program} " for program in PROGRAMS)) else []
     return [shlex.split(line, comments=True) for line in lines]

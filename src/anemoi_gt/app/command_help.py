@@ -37,8 +37,13 @@ def options_help(*, _root_: "DictConfig") -> str:
     text = files("anemoi_gt.configs").joinpath(f"{_root_.hydra.job.name}.yaml").read_text()
     rows = re.findall(r"^(\w+: \S+)  # (.*)$", text, re.MULTILINE)
     rows = [(option.replace(": ", "=", 1), meaning) for option, meaning in rows]
-    for group, values in OmegaConf.to_container(_root_, resolve=False).items():
-        if group == "hydra" or not isinstance(values, dict) or "_target_" not in values:
+    for group, option, meaning in re.findall(r"^(plots):\n  (\w+: \S+)  # (.*)$", text, re.MULTILINE):
+        rows.append((f"{group}.{option.replace(': ', '=', 1)}", meaning))
+    for group in _root_:
+        if group == "hydra" or OmegaConf.is_missing(_root_, group) or not OmegaConf.is_dict(_root_[group]):
+            continue
+        values = OmegaConf.to_container(_root_[group], resolve=True)
+        if "_target_" not in values:
             continue
         described = meanings(values["_target_"])
         for option, value in values.items():

@@ -16,6 +16,7 @@ import torch
 
 from anemoi_gt.app import hydra_app
 from anemoi_gt.app.data.forecast_dataset import ForecastDataset
+from anemoi_gt.app.data.physical import PhysicalModel
 from anemoi_gt.app.training.config import cpu_threads
 from anemoi_gt.app.training.step import AUTOCAST
 from anemoi_gt.export import Autocast, PackageReport, export_model, verify_package, write_package
@@ -40,6 +41,7 @@ def prepare(config: "hydra_app.DictConfig") -> Callable[[], PackageReport]:
     check_path(out)
     run, step = hydra_app.build_trained(config)
     run.splits.test.require_samples()
+    run.splits.test.physical_inputs()  # raise before compiling if there is none
     device = next(run.model.parameters()).device
     check_compiler()
     check_toolkit(device)
@@ -57,39 +59,56 @@ def export(run: hydra_app.Run, out: Path, max_batch: int, origin: dict[str, str]
     FloatingPointError if the package does not agree with the model, OSError if it cannot be written; no file is left.
     """
     device, dtype, data = next(run.model.parameters()).device, AUTOCAST[origin["precision"]], run.splits.test
-    model = run.model if dtype is None else Autocast(run.model, device.type, dtype).eval()
+    network = run.model if dtype is None else Autocast(run.model, device.type, dtype)
+    model = PhysicalModel(data.physical_inputs(), network, data.change_mean, data.change_std).to(device).eval()
     with cpu_threads(run.training.threads), TemporaryDirectory(dir=out.parent, prefix=f".{out.stem}-") as folder:
         temporary = Path(folder) / out.name
         batch_size = min(len(data), max_batch, VERIFIED_BATCH)
-        batch = torch.stack([data[i].inputs for i in range(batch_size)]).to(device)
+        samples = [data.physical_sample(i) for i in range(batch_size)]
+        batch = tuple(torch.stack(parts).to(device) for parts in zip(*samples, strict=True))
+        first = tuple(part[:1] for part in batch)
         log.info("exporting a model of %d parameters", sum(parameter.numel() for parameter in model.parameters()))
-        program = export_model(model, batch[:1], max_batch)
-        write_package(program, temporary, origin | describe(data, max_batch, device))
-        batches = [batch[:1]] if batch_size == 1 else [batch[:1], batch]
-        report = verify_package(temporary, model, batches, dtype or torch.float32)
+        program = export_model(model, first, max_batch)
+        write_package(program, temporary, origin | describe(data, model, max_batch, device))
+        batches = [first] if batch_size == 1 else [first, batch]
+        with torch.no_grad():
+            rounding = model.rounding(model(*batch))
+        compared = {"compared": model.normalised_change, "rounding": rounding}
+        report = verify_package(temporary, model, batches, dtype or torch.float32, **compared)
         os.replace(temporary, out)
-    sizes = " and ".join(str(len(batch)) for batch in batches)
+    sizes = " and ".join(str(len(inputs[0])) for inputs in batches)
     log.info("verified: relative error %.1e from the model, for batch sizes %s", report.error, sizes)
     log.info("batch size 1: package %.2f ms, eager PyTorch %.2f ms", report.package_ms, report.model_ms)
     log.info("written: %s, %.1f MB", out, report.size / 1e6)
     return report
 
 
-def describe(data: ForecastDataset, max_batch: int, device: torch.device) -> dict[str, str]:
+def describe(data: ForecastDataset, model: PhysicalModel, max_batch: int, device: torch.device) -> dict[str, str]:
     """Return the metadata on inputs, outputs and versions; structured values are JSON."""
     batch = 1 if max_batch == 1 else f"1 to {max_batch}"
-    inputs = {"name": "x", "shape": [batch, len(data.nodes), data.in_channels], "dtype": "float32"}
-    inputs |= {"channels": data.input_names, "normalised": "by the data set of the run"}
-    output = {"name": "change", "shape": [batch, len(data.nodes), data.out_channels], "dtype": "float32"}
+    nodes, physical = len(data.nodes), model.inputs
+    fields = {"name": "fields", "shape": [batch, nodes, len(physical.names)], "dtype": "float32"}
+    fields |= {"channels": physical.names, "units": physical.units}
+    inputs = [fields]
+    if physical.needs_time:
+        time = {"name": "time", "shape": [batch], "dtype": "float64", "meaning": "start of the forecast, UTC"}
+        inputs.append(time | {"units": "seconds since 1970-01-01 00:00:00"})
+    output = {"name": "forecast", "shape": [batch, nodes, data.out_channels], "dtype": "float32"}
     output |= {"variables": data.variables, "units": data.units}
-    output |= {"mean": data.change_mean.tolist(), "std": data.change_std.tolist()}
+    normalisation = {name: tensor.tolist() for name, tensor in data.normalisation().items() if tensor.numel() < nodes}
+
+    def place(i: int) -> str:
+        return f"{data.nodes.lat[i]:g} N {data.nodes.lon[i]:g} E"
+
     return {
         "anemoi_gt": __version__,
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-        "inputs": json.dumps([inputs]),
+        "inputs": json.dumps(inputs),
         "outputs": json.dumps([output]),
-        "forecast": "reference + mean + change * std, in units; reference is the data set's reference state",
+        "forecast": "physical values in, physical values out; the normalisation is inside",
+        "normalisation": json.dumps(normalisation),
+        "grid": f"{nodes} nodes in the order of the data, from {place(0)} to {place(-1)}",
         "lead_time_hours": f"{data.lead_time:g}",
     }
 

@@ -55,39 +55,19 @@ def describe_forecast(dataset: ForecastDataset, sample: int, states: np.ndarray)
         [members, steps, N, V], physical.
     """
     members, steps, _, _ = states.shape
-    hours = np.arange(1, steps + 1) * float(dataset.lead_time)
-    start = dataset.start_time(sample)
-    if start is None:
-        when = "lead_time"
-        coordinates = {"lead_time": ("lead_time", hours, LEAD_TIME)}
-    else:
-        coordinates = {"lead_time": ("time", hours, LEAD_TIME)}
-        when = "time"
-        # As numbers: xarray writes its own form of the units, with a T that not every tool reads.
-        units = f"hours since {np.datetime_as_string(start, unit='s').replace('T', ' ')}"
-        names = {"standard_name": "time", "long_name": "valid time", "axis": "T"}
-        calendar = {"units": units, "calendar": "standard"}
-        coordinates["time"] = ("time", hours, names | calendar)
-        names = {"standard_name": "forecast_reference_time", "long_name": "start of the forecast"}
-        coordinates["forecast_reference_time"] = ((), 0.0, names | calendar)
-    horizontal, shape = ("node",), (len(dataset.nodes),)
-    axes = regular_axes(dataset.nodes)
-    if axes is None:
-        coordinates["latitude"] = ("node", dataset.nodes.lat, LATITUDE)
-        coordinates["longitude"] = ("node", dataset.nodes.lon, LONGITUDE)
-    else:
-        horizontal, shape = ("latitude", "longitude"), (len(axes[0]), len(axes[1]))
-        coordinates["latitude"] = ("latitude", axes[0], LATITUDE | {"axis": "Y"})
-        coordinates["longitude"] = ("longitude", axes[1], LONGITUDE | {"axis": "X"})
+    when, coordinates = _time_coordinates(dataset, sample, steps)
+    horizontal, shape, positions = _grid_coordinates(dataset.nodes)
+    coordinates |= positions
+    dims = (when, *horizontal)
     if members > 1:
-        numbers = {"standard_name": "realization", "long_name": "ensemble member"}
-        coordinates["number"] = ("number", np.arange(members), numbers)
+        dims = ("number", *dims)
+        names = {"standard_name": "realization", "long_name": "ensemble member"}
+        coordinates["number"] = ("number", np.arange(members), names)
     variables = {}
     for v, (name, units) in enumerate(zip(dataset.variables, dataset.units, strict=True)):
         values = states[..., v].reshape(members, steps, *shape)
-        dims = ("number", when, *horizontal)
         if members == 1:
-            values, dims = values[0], dims[1:]
+            values = values[0]
         attributes = variable_attributes(dict(dataset.attributes.get(name, {})), units)
         if name in dataset.levels:
             attributes["level"] = dataset.levels[name]
@@ -98,6 +78,38 @@ def describe_forecast(dataset: ForecastDataset, sample: int, states: np.ndarray)
     for coordinate in forecast.coords.values():
         coordinate.encoding["_FillValue"] = None  # CF allows none in coordinates
     return forecast
+
+
+def _time_coordinates(dataset: ForecastDataset, sample: int, steps: int) -> tuple[str, dict[str, tuple]]:
+    """Return the dimension of the steps, and the coordinates that say when they are valid."""
+    hours = np.arange(1, steps + 1) * float(dataset.lead_time)
+    start = dataset.start_time(sample)
+    if start is None:
+        return "lead_time", {"lead_time": ("lead_time", hours, LEAD_TIME)}
+    # As numbers: xarray writes its own form of the units, with a T that not every tool reads.
+    units = f"hours since {np.datetime_as_string(start, unit='s').replace('T', ' ')}"
+    calendar = {"units": units, "calendar": "standard"}
+    time = {"standard_name": "time", "long_name": "valid time", "axis": "T"} | calendar
+    reference = {"standard_name": "forecast_reference_time", "long_name": "start of the forecast"} | calendar
+    return "time", {
+        "time": ("time", hours, time),
+        "lead_time": ("time", hours, LEAD_TIME),
+        "forecast_reference_time": ((), 0.0, reference),
+    }
+
+
+def _grid_coordinates(nodes: Nodes) -> tuple[tuple[str, ...], tuple[int, ...], dict[str, tuple]]:
+    """Return the dimensions of a grid, their sizes, and its coordinates."""
+    axes = regular_axes(nodes)
+    if axes is None:
+        positions = {"latitude": ("node", nodes.lat, LATITUDE), "longitude": ("node", nodes.lon, LONGITUDE)}
+        return ("node",), (len(nodes),), positions
+    lat, lon = axes
+    positions = {
+        "latitude": ("latitude", lat, LATITUDE | {"axis": "Y"}),
+        "longitude": ("longitude", lon, LONGITUDE | {"axis": "X"}),
+    }
+    return ("latitude", "longitude"), (len(lat), len(lon)), positions
 
 
 def variable_attributes(attributes: dict[str, Any], units: str) -> dict[str, str]:

@@ -42,6 +42,7 @@ from anemoi_gt.ops.backends import BACKENDS, choose_backend
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
+    from torch_geometric.data import HeteroData
 
 log = logging.getLogger(__name__)
 
@@ -98,6 +99,7 @@ def build_model(config: "DictConfig", train: ForecastDataset) -> nn.Module:
     """Build the graph and the model for a data set, on the CPU. Raises as `build` does."""
     graph = instantiate(config.graph)(train.nodes)
     check_fit(graph)
+    log.info("graph: %s", describe_graph(graph))
     torch.manual_seed(config.training.seed)
     make_model = instantiate(config.model)
     model = make_model(graph, train.in_channels, train.out_channels, config=instantiate(config.attention))
@@ -105,6 +107,13 @@ def build_model(config: "DictConfig", train: ForecastDataset) -> nn.Module:
         unfit = load_fitting_weights(model, load_checkpoint(Path(path)))
         log.info("weights loaded from %s; initialised, as they do not fit: %s", path, "; ".join(unfit) or "none")
     return model
+
+
+def describe_graph(graph: "HeteroData") -> str:
+    """Return the numbers of nodes and edges, for the log."""
+    nodes = ", ".join(f"{graph[name].num_nodes} {name} nodes" for name in graph.node_types)
+    edges = ", ".join(f"{graph[kind].num_edges} edges {kind[0]} to {kind[2]}" for kind in graph.edge_types)
+    return f"{nodes}; {edges}"
 
 
 def build_trained(config: "DictConfig") -> tuple[Run, int]:

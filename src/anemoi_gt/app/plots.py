@@ -1,6 +1,6 @@
 """Plots as PNG files: of a training run, and of a rollout."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import cycle
 from pathlib import Path
@@ -19,62 +19,126 @@ LINES = ("-", "--", ":", "-.")
 FIGURE_SIZE = {"mollweide": (14, 7.2), "rectilinear": (13, 8.4)}  # inches, of the plot of a run
 MAP_SIZE = {"mollweide": (3.5, 2.1), "rectilinear": (3.4, 3.3)}  # inches, in the plot of a rollout
 COLUMNS = 4  # lead times with maps
+MOST_VARIABLES = 3  # that are plotted unless some are chosen
+MOST_TICKS = 6
+
+
+def chosen_variables(dataset: ForecastDataset, names: Sequence[str] | None) -> list[int]:
+    """Return the indices of the variables to plot, the first three for None.
+
+    Raises ValueError if a name is not that of a variable, or there is none.
+    """
+    if names is None:
+        return list(range(min(MOST_VARIABLES, len(dataset.variables))))
+    names = [names] if isinstance(names, str) else list(names)
+    unknown = [str(name) for name in names if name not in dataset.variables]
+    if unknown or not names:
+        raise ValueError(
+            f"plots.variables must be among {', '.join(dataset.variables)}, got {', '.join(unknown) or 'none'}"
+        )
+    return [dataset.variables.index(name) for name in names]
 
 
 def draw_training_plot(
-    path: Path, dataset: ForecastDataset, sample: int, forecast: Tensor, scores: list[Score], records: list[dict]
+    path: Path,
+    dataset: ForecastDataset,
+    sample: int,
+    forecast: Tensor,
+    scores: list[Score],
+    records: list[dict],
+    variables: Sequence[str] | None = None,
 ) -> None:
-    """Plot the first variable of a test sample, its forecast, the errors of both, scores and losses as a PNG file.
+    """Plot a test sample, its forecast, the errors of both, scores and losses as a PNG file, a panel per variable.
 
     `forecast` is the model's for the sample, that of median error; `scores` are of the model and the baselines, the
-    model's first; `records` are the run's metrics. Raises ImportError if matplotlib or scipy is missing.
+    model's first; `records` are the run's metrics; `variables` are as for `chosen_variables`. Raises ImportError if
+    matplotlib or scipy is missing, ValueError if a variable is unknown.
     """
-    image, hours = MapImage(dataset.nodes), f"{dataset.lead_time:g} h"
-    with _png(path, FIGURE_SIZE[image.projection]) as figure:
-        grid = figure.add_gridspec(2, 3)
-        places = ((0, 0), (0, 1), (0, 2), (1, 1), (1, 2))
-        axes = [figure.add_subplot(grid[place], projection=image.projection) for place in places]
-        start, truth, forecast = map(_first_variable, (dataset.present(sample), dataset.truth(sample), forecast))
-        fields = {"start": start, f"truth, {hours} later": truth, f"forecast, {hours}": forecast}
-        _draw_maps(axes[:3], image, dataset, fields, **_field_style(start, truth))
-        errors = {}
-        for name, error in (("persistence", start - truth), ("the forecast", forecast - truth)):
-            rmse = np.sqrt((dataset.weights.numpy() * error**2).mean())
-            errors[f"error of {name}\nRMSE {rmse:.3g} {dataset.units[0]}"] = error
-        _draw_maps(axes[3:], image, dataset, errors, **_error_style(*errors.values()))
-        corner = grid[1, 0].subgridspec(2, 1, height_ratios=(3, 2))
-        _draw_loss(figure.add_subplot(corner[0]), records)
-        variable = dataset.variables[0]
-        _draw_scores(figure.add_subplot(corner[1]), [score for score in scores if score.variable == variable])
-        title = f"{variable[0].upper()}{variable[1:]}, {dataset.title(sample)} (test sample of median error)"
-        figure.suptitle(title, fontsize=13)
+    image, chosen = MapImage(dataset.nodes), chosen_variables(dataset, variables)
+    width, height = FIGURE_SIZE[image.projection]
+    with _png(path, (width, height * len(chosen))) as figure:
+        panels = np.atleast_1d(figure.subfigures(len(chosen), 1))
+        for panel, v in zip(panels, chosen, strict=True):
+            _draw_forecast_panel(panel, image, dataset, sample, forecast, scores, records, v)
+
+
+def _draw_forecast_panel(figure, image, dataset, sample, forecast, scores, records, v):
+    """Draw one variable: start, truth, forecast, and below them loss, scores and the errors."""
+    hours, units = f"{dataset.lead_time:g} h", dataset.units[v]
+    grid = figure.add_gridspec(2, 3)
+    places = ((0, 0), (0, 1), (0, 2), (1, 1), (1, 2))
+    axes = [figure.add_subplot(grid[place], projection=image.projection) for place in places]
+    start = dataset.present(sample)[:, v].numpy()
+    truth = dataset.truth(sample)[:, v].numpy()
+    forecast = forecast[:, v].numpy()
+    label = f"{dataset.variables[v]} [{units}]"
+    fields = {"start": start, f"truth, {hours} later": truth, f"forecast, {hours}": forecast}
+    _draw_maps(axes[:3], image, label, fields, **_field_style(start, truth))
+    errors = {}
+    for name, error in (("persistence", start - truth), ("the forecast", forecast - truth)):
+        rmse = np.sqrt((dataset.weights.numpy() * error**2).mean())
+        errors[f"error of {name}\nRMSE {rmse:.3g} {units}"] = error
+    _draw_maps(axes[3:], image, label, errors, **_error_style(*errors.values()))
+    corner = grid[1, 0].subgridspec(2, 1, height_ratios=(3, 2))
+    _draw_loss(figure.add_subplot(corner[0]), records)
+    _draw_scores(figure.add_subplot(corner[1]), [s for s in scores if s.variable == dataset.variables[v]])
+    title = f"{_caption(dataset, v)}, {dataset.title(sample)} (test sample of median error)"
+    figure.suptitle(title, fontsize=13)
 
 
 def draw_rollout_plot(
-    path: Path, dataset: ForecastDataset, sample: int, outcomes: list[Outcome], scores: list[Score]
+    path: Path,
+    dataset: ForecastDataset,
+    sample: int,
+    outcomes: list[Outcome],
+    scores: list[Score],
+    variables: Sequence[str] | None = None,
 ) -> None:
-    """Plot the first variable of a rollout from a test sample, and the scores of all rollouts, as a PNG file.
+    """Plot a rollout from a test sample, and the scores of all rollouts, as a PNG file, a panel per variable.
 
-    Truth, forecast and error are at several lead times; `outcomes` are the steps of the rollout, all with a truth.
-    Raises ImportError if matplotlib or scipy is missing.
+    Truth, forecast and error are at several lead times; `outcomes` are the steps of the rollout, all with a truth;
+    `variables` are as for `chosen_variables`. Raises ImportError if matplotlib or scipy is missing, ValueError if a
+    variable is unknown.
     """
-    image, steps = MapImage(dataset.nodes), drawn_steps(len(outcomes))
+    image, chosen = MapImage(dataset.nodes), chosen_variables(dataset, variables)
     width, height = MAP_SIZE[image.projection]
-    with _png(path, (width * (len(steps) + 1.4), 3 * height + 0.4)) as figure:
-        grid = figure.add_gridspec(3, len(steps) + 1, width_ratios=[*([1] * len(steps)), 1.2])
-        axes = [figure.add_subplot(grid[p], projection=image.projection) for p in np.ndindex(3, len(steps))]
-        shown = {f"{n * dataset.lead_time:g} h": outcomes[n - 1] for n in steps}
-        fields = {f"truth, {hours}": _first_variable(outcome.truth) for hours, outcome in shown.items()}
-        fields |= {f"forecast, {hours}": _first_variable(outcome.forecast) for hours, outcome in shown.items()}
-        errors = {f"error, {hours}": _first_variable(o.forecast - o.truth) for hours, o in shown.items()}
-        _draw_maps(axes[: len(fields)], image, dataset, fields, **_field_style(*fields.values()))
-        _draw_maps(axes[len(fields) :], image, dataset, errors, **_error_style(*errors.values()))
-        for ax in axes:
-            ax.label_outer()
-        _draw_growth(figure.add_subplot(grid[:, -1]), dataset, scores)
-        start = f"{dataset.variables[0]}, {dataset.title(sample)}"
-        title = f"Rollout: {start}, continued (test sample of median error at the last lead time)"
-        figure.suptitle(title, fontsize=13)
+    columns = len(drawn_steps(len(outcomes))) + 1.4
+    with _png(path, (width * columns, (3 * height + 0.4) * len(chosen))) as figure:
+        panels = np.atleast_1d(figure.subfigures(len(chosen), 1))
+        for panel, v in zip(panels, chosen, strict=True):
+            _draw_rollout_panel(panel, image, dataset, sample, outcomes, scores, v)
+
+
+def _draw_rollout_panel(figure, image, dataset, sample, outcomes, scores, v):
+    """Draw one variable: rows of truth, forecast and error by lead time, and the growth of the error."""
+    steps = drawn_steps(len(outcomes))
+    grid = figure.add_gridspec(3, len(steps) + 1, width_ratios=[*([1] * len(steps)), 1.2])
+    axes = [figure.add_subplot(grid[p], projection=image.projection) for p in np.ndindex(3, len(steps))]
+    fields, errors = {}, {}
+    for n in steps:
+        fields[f"truth, {n * dataset.lead_time:g} h"] = outcomes[n - 1].truth[:, v].numpy()
+    for n in steps:
+        forecast = outcomes[n - 1].forecast[:, v].numpy()
+        fields[f"forecast, {n * dataset.lead_time:g} h"] = forecast
+        errors[f"error, {n * dataset.lead_time:g} h"] = forecast - outcomes[n - 1].truth[:, v].numpy()
+    label = f"{dataset.variables[v]} [{dataset.units[v]}]"
+    _draw_maps(axes[: len(fields)], image, label, fields, **_field_style(*fields.values()))
+    _draw_maps(axes[len(fields) :], image, label, errors, **_error_style(*errors.values()))
+    for ax in axes:
+        ax.label_outer()
+    _draw_growth(figure.add_subplot(grid[:, -1]), dataset, scores, v)
+    start = f"{_caption(dataset, v)}, {dataset.title(sample)}"
+    title = f"Rollout: {start}, continued (test sample of median error at the last lead time)"
+    figure.suptitle(title, fontsize=13)
+
+
+def _caption(dataset: ForecastDataset, v: int) -> str:
+    """Return the name of a variable as its file has it, with its long name if there is one."""
+    name = dataset.variables[v]
+    long_name = dataset.attributes.get(name, {}).get("long_name")
+    if long_name is None or long_name == name:
+        return name
+    return f"{name}, {long_name}"
 
 
 def drawn_steps(steps: int) -> list[int]:
@@ -91,10 +155,6 @@ def _png(path: Path, size: tuple[float, float]) -> Iterator:
         figure.savefig(file, format="png")
 
 
-def _first_variable(field: Tensor) -> np.ndarray:
-    return field[:, 0].numpy()
-
-
 def _field_style(*fields):
     return {"cmap": "viridis", "vmin": np.min(fields), "vmax": np.max(fields)}
 
@@ -104,21 +164,31 @@ def _error_style(*errors):
     return {"cmap": "RdBu_r", "vmin": -limit, "vmax": limit}
 
 
-def _draw_maps(axes, image, dataset, fields, **style):
+def _draw_maps(axes, image, label, fields, **style):
     """Draw fields [N] by title, with one colour bar."""
     for ax, (title, field) in zip(axes, fields.items(), strict=True):
         mesh = image.draw(ax, field, **style)
         ax.set_title(title)
-    axes[0].figure.colorbar(mesh, ax=axes, label=f"{dataset.variables[0]} [{dataset.units[0]}]", aspect=15, pad=0.02)
+    axes[0].figure.colorbar(mesh, ax=axes, label=label, aspect=15, pad=0.02)
 
 
 def _draw_loss(axes, records):
     axes.plot(*curve(records, "train"), color=COLOURS["training"], alpha=0.6, linewidth=0.8, label="training")
     axes.plot(*curve(records, "valid"), color=COLOURS["model"], marker="o", markersize=3, label="validation")
     axes.set(yscale="log", xlabel="step", ylabel="normalised", title="loss: mean squared error")
+    _label_log_axis(axes)
+    axes.legend(frameon=False)
+
+
+def _label_log_axis(axes):
+    """Label a logarithmic axis y whatever its range: powers of ten with 2 and 5, or round numbers within a decade."""
+    ticker = import_extra("matplotlib.ticker", "train")
+    low, high = axes.get_ylim()
+    if high / low < 10:
+        axes.yaxis.set_major_locator(ticker.MaxNLocator(4))
+        axes.yaxis.set_minor_locator(ticker.NullLocator())
     axes.yaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_minor_formatter(lambda loss, _: f"{loss:g}" if f"{loss:e}"[0] in "25" else "")
-    axes.legend(frameon=False)
 
 
 def _draw_scores(axes, scores):
@@ -130,13 +200,27 @@ def _draw_scores(axes, scores):
     axes.set_title(f"RMSE of all test samples [{scores[0].units}]")
 
 
-def _draw_growth(axes, dataset, scores):
+def _draw_growth(axes, dataset, scores, v):
     names = dict.fromkeys(score.forecast for score in scores)
     for name, line in zip(names, cycle(LINES)):
-        selected = [score for score in scores if (score.forecast, score.variable) == (name, dataset.variables[0])]
+        selected = [score for score in scores if (score.forecast, score.variable) == (name, dataset.variables[v])]
         lead_times, errors = [score.lead_time for score in selected], [score.rmse for score in selected]
         color = COLOURS["model" if name == "model" else "persistence"]
         axes.plot(lead_times, errors, color=color, linestyle=line, marker="o", markersize=4, label=name)
     axes.set_ylim(bottom=0)
-    axes.set(xlabel="lead time [h]", ylabel=f"RMSE [{dataset.units[0]}]", title="all test samples")
+    axes.set_xticks(lead_time_ticks([score.lead_time for score in scores]))
+    axes.set(xlabel="lead time [h]", ylabel=f"RMSE [{dataset.units[v]}]", title="all test samples")
     axes.legend(frameon=False)
+
+
+def lead_time_ticks(lead_times: list[float]) -> list[float]:
+    """Return at most six of the lead times, every one, every second, ...
+
+    Examples
+    --------
+    >>> lead_time_ticks([6.0 * n for n in range(1, 11)])
+    [12.0, 24.0, 36.0, 48.0, 60.0]
+    """
+    ascending = sorted(set(lead_times))
+    every = -(-len(ascending) // MOST_TICKS)
+    return ascending[every - 1 :: every]

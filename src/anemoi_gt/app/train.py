@@ -9,19 +9,21 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from anemoi_gt.app import hydra_app
-from anemoi_gt.app.data.forecast_dataset import share_of_batch
+from anemoi_gt.app.data.forecast_dataset import Splits, share_of_batch
 from anemoi_gt.app.evaluate import write_report
+from anemoi_gt.app.plots import chosen_variables
 from anemoi_gt.app.trained import current_config, flatten, schema_of
 from anemoi_gt.app.training import Trainer
 from anemoi_gt.app.training.config import choose_device, cpu_threads
@@ -48,7 +50,7 @@ log = logging.getLogger(__name__)
 
 # A run may continue with others: results are the same, or agree to rounding, but for compiled dropout.
 MAY_DIFFER = (
-    *("attention.", "data.path"),
+    *("attention.", "data.path", "sharding."),
     *("training.compile", "training.cuda_graph", "training.device", "training.threads"),
 )
 RANKS_MAY_DIFFER = ("data.path", "training.device", "training.threads", "attention.backend")
@@ -82,6 +84,7 @@ def prepare(config: "hydra_app.DictConfig") -> Callable[[], float]:
         part.require_samples()
     if run.training.compile:
         torch.compiler.reset()  # what earlier runs of a sweep compiled counts against PyTorch's limit
+    chosen_variables(run.splits.test, config.plots.variables)  # raise before training if one is unknown
     trainer = Trainer(run.model, run.splits, run.training, folder, description)
     if state is not None:
         trainer.load_state_dict({"schema": trainer.schema.to_dict()} | state)
@@ -89,7 +92,7 @@ def prepare(config: "hydra_app.DictConfig") -> Callable[[], float]:
     if config.explain is not None:
         with autocast(run.training.precision, trainer.device):
             hydra_app.write_explanation(trainer.step.model.train(), run.splits.train, run.training, config.explain)
-    return partial(train, trainer)
+    return partial(train, trainer, config.plots.variables)
 
 
 def checkpoint_to_resume(folder: Path, resume: bool, description: dict) -> dict | None:
@@ -116,11 +119,14 @@ def check_same_config(path: Path, before: dict, now: dict) -> None:
         raise ValueError(f"a run is continued with its own config, {path} was written with {'; '.join(changes)}")
 
 
-def train(trainer: Trainer) -> float:
-    """Train, score and plot into the trainer's folder; return the lowest validation loss."""
+def train(trainer: Trainer, variables: Sequence[str] | None = None) -> float:
+    """Train, score and plot into the trainer's folder; return the lowest validation loss.
+
+    `variables` are plotted, None: the first three.
+    """
     splits, folder = trainer.splits, trainer.folder
     parameters = sum(parameter.numel() for parameter in trainer.step.model.parameters())
-    log.info("%d parameters, %d nodes, %d training samples", parameters, len(splits.train.nodes), len(splits.train))
+    log.info("%s\n%d parameters", describe_data(splits), parameters)
     if (memory := estimate_memory(trainer.step.model, trainer.config)) is not None:
         log.info("memory of a step: %s", memory)
     start = time.perf_counter()
@@ -128,8 +134,28 @@ def train(trainer: Trainer) -> float:
         trainer.fit(metrics)
     log.info("trained %.0f s on %s", time.perf_counter() - start, trainer.device)
     with cpu_threads(trainer.config.threads):
-        write_report(folder, trainer.best_model(), splits.test, metrics.records)
+        write_report(folder, trainer.best_model(), splits.test, metrics.records, variables)
     return trainer.best_loss
+
+
+def describe_data(splits: Splits) -> str:
+    """Return what is trained, for the log: variables and forcings, lead time, and the samples of each split."""
+    data = splits.train
+    variables = ", ".join(f"{name} [{units}]" for name, units in zip(data.variables, data.units, strict=True))
+    steps = f"{data.input_steps} input time{'s' if data.input_steps > 1 else ''}"
+    lines = [f"{data.lead_time:g} h forecasts of {variables}, from {steps}"]
+    if data.diagnostics:
+        lines.append(f"of these no inputs: {', '.join(data.diagnostics)}")
+    if data.forcings:
+        lines.append(f"forcings: {', '.join(data.forcings)}")
+    for name, part in (("training", splits.train), ("validation", splits.valid), ("test", splits.test)):
+        line = f"{len(part)} {name} samples"
+        first, last = part.start_time(0), part.start_time(len(part) - 1)
+        if first is not None:
+            dates = [np.datetime_as_string(time, unit="m").replace("T", " ") for time in (first, last)]
+            line += f", starting {dates[0]} to {dates[1]} UTC"
+        lines.append(line)
+    return "\n".join(lines)
 
 
 def train_on_ranks(config: "hydra_app.DictConfig") -> float | None:
@@ -138,10 +164,18 @@ def train_on_ranks(config: "hydra_app.DictConfig") -> float | None:
     The config is the same on all ranks, but for `RANKS_MAY_DIFFER`. Returns the lowest validation loss on rank 0, None
     on the others. Raises Stopped on rank 0, when one rank received a signal; the others exit with its status.
     """
-    try:
+
+    @record  # for torchrun, which reports the first error last, with its traceback
+    def run() -> float | None:
         sharding, device_type = hydra_app.instantiate(config.sharding), choose_device(config.training.device).type
-        # torchrun reports the first error that `record` has written
-        return record(_train_on_ranks)(config, sharding, device_type)
+        try:
+            return _train_on_ranks(config, sharding, device_type)
+        except hydra_app.ERRORS_OF_PREPARATION as error:
+            log.debug("traceback", exc_info=error)
+            raise error.with_traceback(None) from None  # one sentence tells it all
+
+    try:
+        return run()
     except hydra_app.ERRORS_OF_PREPARATION as error:
         raise hydra_app.Refused(error) from error
 
@@ -152,7 +186,8 @@ def _train_on_ranks(config: "hydra_app.DictConfig", sharding: ShardingConfig, de
         group = make_cpu_group(sharding)
         check_same(shared_config(config, mesh), group)
         share_of_batch(hydra_app.check_device(config).batch_size, mesh["data"].size())
-        description, folder = hydra_app.describe(config), Path(broadcast_from_rank0(str(hydra_app.output_folder())))
+        description = hydra_app.describe(config) | {"sharding": asdict(sharding)}
+        folder = Path(broadcast_from_rank0(str(hydra_app.output_folder())))
         resume = run_on_rank0(partial(resumes_on_ranks, folder, config.resume, description))
         schema = None
         if resume:
@@ -164,8 +199,9 @@ def _train_on_ranks(config: "hydra_app.DictConfig", sharding: ShardingConfig, de
             whole = hydra_app.build_model(config, splits.train)
         model, shard = scatter_model(whole, mesh, group)
         trainer = make_sharded_trainer(model, shard, splits, training, folder, description, mesh=mesh, group=group)
-        nodes = len(splits.train.nodes)
-        log.info("%d ranks, %d of them for a model; %d nodes", mesh.size(), mesh["model"].size(), nodes)
+        chosen_variables(splits.test, config.plots.variables)
+        log.info("%s", describe_data(splits))
+        log.info("%d ranks, %d of them for a model", mesh.size(), mesh["model"].size())
         share = replace(training, batch_size=training.batch_size // mesh["data"].size())
         log.info("memory of a step on the first rank: %s", estimate_memory(model, share))
         test = splits.test if whole is not None else None
@@ -185,7 +221,7 @@ def _train_on_ranks(config: "hydra_app.DictConfig", sharding: ShardingConfig, de
     whole = whole.to(trainer.device)
     load_weights(whole, load_checkpoint(folder / BEST))
     with cpu_threads(training.threads):
-        write_report(folder, whole.eval(), test, records)
+        write_report(folder, whole.eval(), test, records, config.plots.variables)
     return trainer.best_loss
 
 
@@ -193,7 +229,11 @@ def resumes_on_ranks(folder: Path, resume: bool, description: dict) -> bool:
     """Return True if a run of torchrun continues what is in its folder; raise as `checkpoint_to_resume` does."""
     if (path := checkpoint_to_continue(folder / LAST, TORCHRUN, resume=resume)) is None:
         return False
-    check_same_config(path, load_values(path, "config"), description)
+    before = load_values(path, "config")
+    check_same_config(path, before, description)
+    former, current = before.get("sharding"), description.get("sharding")
+    if former != current:
+        log.info("sharding changes from %s to %s", _in_words(former), _in_words(current))
     return True
 
 
@@ -208,17 +248,37 @@ def shared_config(config: "hydra_app.DictConfig", mesh: DeviceMesh) -> dict[str,
 def primary_config(arguments: list[str]) -> str:
     """Return the name of the primary config: `resume`, with the config of its checkpoint, for a run that continues.
 
-    A command that chooses options of groups composes its config, `train`, and must arrive at the same.
+    A command that chooses options of groups composes its config, `train`, and must arrive at the same. Under torchrun
+    the command line gets the sharding of the run, as far as the arguments do not give it.
     """
     folder = hydra_app.argument_value(arguments, "hydra.run.dir")
-    chooses = any(argument.lstrip("+~").split("=")[0].split("@")[0] in hydra_app.GROUPS for argument in arguments)
-    if not folder or chooses or hydra_app.argument_value(arguments, "resume") is not True:
+    if not folder or hydra_app.argument_value(arguments, "resume") is not True:
         return "train"
     if (found := find_run(Path(folder) / LAST)) is None:
         return "train"
     config = load_checkpoint(found).get("config") if found.is_file() else load_values(found, "config")
+    if is_launched() and isinstance(config, dict):
+        sys.argv += former_sharding(config.get("sharding", {}), arguments)
+    if any(argument.lstrip("+~").split("=")[0].split("@")[0] in hydra_app.GROUPS for argument in arguments):
+        return "train"
     hydra_app.store_config(config, found)
     return "resume"
+
+
+def former_sharding(sharding: dict[str, Any], arguments: list[str]) -> list[str]:
+    """Return the arguments that choose the sharding of a checkpoint, but for the values that `arguments` give."""
+    given = {argument.lstrip("+").split("=")[0] for argument in arguments}
+    if not sharding or given & {"sharding", "sharding.strategy"}:
+        return []
+    values = [f"sharding.{name}={value}" for name, value in sharding.items() if name != "strategy"]
+    return [f"sharding={sharding['strategy']}", *(value for value in values if value.split("=")[0] not in given)]
+
+
+def _in_words(sharding: dict[str, Any] | None) -> str:
+    """Return a sharding as arguments."""
+    if sharding is None:
+        return "that of a checkpoint which does not tell"
+    return " ".join(former_sharding(sharding, []))
 
 
 def main() -> None:

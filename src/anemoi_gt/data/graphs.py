@@ -76,11 +76,16 @@ def check_fit(graph: HeteroData) -> None:
     """Raise ValueError unless most hidden nodes have a data node within 0.6 of the distance to their neighbour."""
     data, hidden = (unit_vectors(graph[name].x.double().numpy()) for name in (DATA, HIDDEN))
     empty = edges.nearest_distance(hidden, data) > 0.6 * edges.nearest_distance(hidden)
-    if empty.mean() > 0.5:
-        raise ValueError(
-            f"the graph must fit the data, {empty.sum()} of its {len(hidden)} hidden nodes have no data near them: "
-            "take graph=default, graph=limited_area for a region, or a lower graph.refinement"
-        )
+    if empty.mean() <= 0.5:
+        return
+    # Nodes all over the globe have their mean near its centre, those of a region near its surface.
+    if np.linalg.norm(data.mean(axis=0)) > 0.1:
+        remedy = "the data cover a region, take graph=default, or graph=limited_area with a graph.refinement for it"
+    else:
+        remedy = "the mesh is finer than the data, take graph=default, or a lower graph.refinement"
+    raise ValueError(
+        f"the graph must fit the data, {empty.sum()} of its {len(hidden)} hidden nodes have no data near them: {remedy}"
+    )
 
 
 def limited_area_graph(

@@ -10,6 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+LOST_PEER = (  # in messages of gloo and NCCL (torch 2.13)
+    *("Connection closed by peer", "Connection reset by peer", "Broken pipe"),
+    *("remote process exit", "ncclRemoteError"),
+)
+
 
 def raise_on_all_ranks(problem: str | None, group: dist.ProcessGroup, error: type[Exception] = ValueError) -> None:
     """Raise the same `error` on all ranks, with the ranks that have a problem and the first problem. Collective.
@@ -19,7 +24,7 @@ def raise_on_all_ranks(problem: str | None, group: dist.ProcessGroup, error: typ
     problems = [None] * dist.get_world_size(group)
     dist.all_gather_object(problems, problem, group=group)
     if wrong := [rank for rank, said in enumerate(problems) if said is not None]:
-        raise error(f"{_ranks(wrong)}: {problems[wrong[0]]}")
+        raise _of_all_ranks(error(f"{_ranks(wrong)}: {problems[wrong[0]]}"), group)
 
 
 @contextmanager
@@ -38,14 +43,14 @@ def check_same(values: Mapping[str, Any], group: dist.ProcessGroup) -> None:
 
     `values` are plain values by name. The ValueError has the name of one and the ranks that differ from rank 0.
     """
-    of_ranks = [None] * dist.get_world_size(group)
+    of_ranks: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(of_ranks, dict(values), group=group)
     for name in dict.fromkeys(name for values in of_ranks for name in values):
         # Compared as text: 1 is not 1.0, and NaN is NaN.
         first, *others = (repr(values[name]) if name in values else "no such value" for values in of_ranks)
         if wrong := [rank for rank, other in enumerate(others, 1) if other != first]:
             got = f"{others[wrong[0] - 1]} on {_ranks(wrong)} and {first} on rank 0"
-            raise ValueError(f"{name} must be the same on all ranks, got {got}")
+            raise _of_all_ranks(ValueError(f"{name} must be the same on all ranks, got {got}"), group)
 
 
 def check_finite(loss: Tensor, step: int, group: dist.ProcessGroup) -> None:
@@ -79,8 +84,15 @@ def run_on_rank0(function: Callable[[], Any]) -> Any:
             error = raised
     value, error = broadcast_from_rank0((value, error))
     if error is not None:
-        raise error
+        raise _of_all_ranks(error, dist.group.WORLD)
     return value
+
+
+def is_consequence(error: BaseException) -> bool:
+    """Return True if an error follows from another rank's: that rank is gone, or raises the same error."""
+    if isinstance(error, dist.DistNetworkError) or any(text in str(error) for text in LOST_PEER):
+        return True
+    return getattr(error, "is_repeated", False)
 
 
 def fingerprint(*tensors: Tensor) -> str:
@@ -92,6 +104,12 @@ def fingerprint(*tensors: Tensor) -> str:
         flat = flat.as_strided(flat.shape, (1,))  # to be viewed as bytes: a single element may have any stride
         digest.update(flat.view(torch.uint8).numpy().data)
     return digest.hexdigest()[:16]
+
+
+def _of_all_ranks(error: Exception, group: dist.ProcessGroup) -> Exception:
+    """Return an error that all ranks of a group raise, of which the first rank's is enough to report."""
+    error.is_repeated = dist.get_rank(group) > 0
+    return error
 
 
 def _ranks(ranks: list[int]) -> str:

@@ -26,7 +26,7 @@ from torch.nn import Parameter
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
-from anemoi_gt.distributed.process_group import AXES, check_mesh
+from anemoi_gt.distributed.process_group import AXES, check_mesh, world_group
 
 BUCKET_BYTES = 64 * 2**20
 
@@ -136,7 +136,7 @@ def _groups_of_all_ranks(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
     One group where it can be: all ranks then get the same bits. Two rows of a mesh could add in another order.
     """
     if mesh.size() == dist.get_world_size():
-        return [dist.group.WORLD]
+        return [world_group()]
     return [mesh.get_group(axis) for axis in AXES]
 
 
@@ -146,10 +146,12 @@ def _reduce(parameters: list[Parameter], groups: list[dist.ProcessGroup], factor
     if not groups:
         return
     for bucket in _buckets(parameters):
+        parts = []
         for parameter in bucket:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        parts = [_local(parameter.grad) for parameter in bucket]
+            gradient = parameter.grad
+            if gradient is None:
+                gradient = parameter.grad = torch.zeros_like(parameter)
+            parts.append(_local(gradient))
         flat = torch.cat([part.flatten() for part in parts])
         for group in groups:
             dist.all_reduce(flat, group=group)
@@ -184,7 +186,8 @@ def _local(tensor: Tensor) -> Tensor:
 
 def _buckets(parameters: list[Parameter]) -> Iterable[list[Parameter]]:
     """Yield consecutive parameters of one dtype, `BUCKET_BYTES` at a time."""
-    bucket, size = [], 0
+    bucket: list[Parameter] = []
+    size = 0
     for parameter in parameters:
         if bucket and (size >= BUCKET_BYTES or parameter.dtype != bucket[0].dtype):
             yield bucket

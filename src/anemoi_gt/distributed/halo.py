@@ -20,9 +20,34 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from anemoi_gt.distributed.consensus import check_same
 from anemoi_gt.distributed.partition import Ranges
 
 functional = torch.ops._c10d_functional  # what torch.compile traces
+
+
+class MessageConsensus:
+    """Consensus of the ranks of a group on the shape of their messages, reached at the first one.
+
+    Messages of other sizes would end the process inside gloo, or wait forever. Later ones are not compared: that would
+    cost a collective each.
+    """
+
+    def __init__(self, group: dist.ProcessGroup):
+        self.group, self.is_reached = group, False
+
+    def reach(self, sent: Tensor) -> None:
+        """Raise ValueError on all ranks unless rows [S, .., F] have the same form. Collective the first time."""
+        if self.is_reached or (sent.is_cuda and torch.cuda.is_current_stream_capturing()):
+            return
+        message = {
+            "batch size": tuple(sent.shape[1:-1]),
+            "features": sent.shape[-1],
+            "dtype (of the input, or by autocast)": sent.dtype,
+            "requires_grad": sent.requires_grad,  # else the backward of one rank waits for that of another
+        }
+        check_same({f"{name} of the rows that ranks exchange": value for name, value in message.items()}, self.group)
+        self.is_reached = True
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,6 +65,8 @@ class HaloExchange:
     sent_position : Tensor [P, N], int64, optional
         For each of the P ranks that read from here, the position of each of the N local rows among the S sent ones;
         -1: not sent. With it a compiler fuses the sum of gradients into one kernel; None leaves one addition per rank.
+    consensus : MessageConsensus, optional
+        Reached at the first exchange that is neither compiled nor captured. None: ranks know that they agree.
     """
 
     group_name: str
@@ -47,6 +74,7 @@ class HaloExchange:
     send_counts: tuple[int, ...]
     recv_counts: tuple[int, ...]
     sent_position: Tensor | None = None
+    consensus: MessageConsensus | None = None
 
     @classmethod
     def of_requests(cls, wanted: Tensor, ranges: Ranges, group: dist.ProcessGroup) -> "HaloExchange":
@@ -64,7 +92,7 @@ class HaloExchange:
         own = ranges.of(dist.get_rank(group))
         rows = requested - own.start
         positions = _sent_position(rows, sends, own.stop - own.start)
-        return cls(group.group_name, rows, tuple(sends), tuple(recvs), positions)
+        return cls(group.group_name, rows, tuple(sends), tuple(recvs), positions, MessageConsensus(group))
 
     @classmethod
     def of_all_requests(cls, wanted: Sequence[Tensor], ranges: Ranges, rank: int, group_name: str) -> "HaloExchange":
@@ -98,7 +126,8 @@ class HaloExchange:
         """Send local rows x [N, F] or [B, N, F] and return immediately. Collective, and so is its backward.
 
         `prepare` maps the rows to be sent [S, .., F], and with `cond` [.., N, K] the conditions of these rows
-        [S, .., K], to what is sent; the local rows stay as they are.
+        [S, .., K], to what is sent; the local rows stay as they are. The first time, raise ValueError on all ranks
+        unless batch size, features, dtype and requires_grad are the same.
         """
         own, sent = _SendRows.apply(x, self)
         if prepare is not None:
@@ -107,6 +136,8 @@ class HaloExchange:
                 _, sent_cond = _SendRows.apply(cond, self)
                 conditions = (sent_cond,)
             sent = prepare(sent, *conditions)
+        if not torch.compiler.is_compiling() and self.consensus is not None:
+            self.consensus.reach(sent)
         return PendingExchange(own, sent, self.send(sent.detach()), self, is_prepared=prepare is not None)
 
     def send(self, sent: Tensor) -> Tensor:
@@ -207,8 +238,8 @@ def check_unprepared(is_prepared: bool) -> None:
 
 def _sent_position(rows: Tensor, counts: list[int], size: int) -> Tensor:
     """Return the positions of `size` local rows among the sent `rows`, for each rank that reads any; -1: not sent."""
-    counts = torch.tensor([count for count in counts if count], dtype=torch.int64, device=rows.device)
-    position = rows.new_full((len(counts), size), -1)
-    readers = torch.repeat_interleave(torch.arange(len(counts), device=rows.device), counts)
+    read = torch.tensor([count for count in counts if count], dtype=torch.int64, device=rows.device)
+    position = rows.new_full((len(read), size), -1)
+    readers = torch.repeat_interleave(torch.arange(len(read), device=rows.device), read)
     position[readers, rows] = torch.arange(len(rows), device=rows.device)
     return position

@@ -6,6 +6,7 @@ attributes of its edges. Every set of nodes is ordered by a Morton curve through
 
 import copy
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -75,13 +76,17 @@ def scatter_model(
         On all ranks, when the model cannot be sharded, or is not on the first rank only.
     """
     check_mesh(mesh)
-    ranks, (data, column) = mesh.mesh.tolist(), mesh.get_coordinate()
+    ranks = mesh.mesh.tolist()
+    data, column = mesh.get_local_rank("data"), mesh.get_local_rank("model")
     is_first = (data, column) == (0, 0)
+    plan = None
     with consensus(group):
         if (model is not None) != is_first:
             raise ValueError("model must be on the first rank of the mesh, and None on the others")
-        plan = plan_of(model, mesh["model"].size()) if is_first else None
-    if is_first:
+        if model is not None:
+            plan = plan_of(model, mesh["model"].size())
+    received: list[Any] = [None]
+    if model is not None and plan is not None:
         bare = strip_sharded_rows(model)
         for other, rank in reversed([*enumerate(ranks[0])]):  # the first rank holds one shard beside the whole
             nodes = {name: partition.nodes(other) for name, partition in plan.partitions.items()}
@@ -92,7 +97,6 @@ def scatter_model(
             if other:
                 dist.send_object_list(received, dst=rank, group=group)
     else:
-        received = [None]
         dist.recv_object_list(received, src=ranks[0][column] if data else ranks[0][0], group=group)
     if data == 0:
         for row in ranks[1:]:
@@ -109,17 +113,20 @@ def scatter_model(
 
 def plan_of(model: EncoderProcessorDecoder, num_ranks: int) -> ShardPlan:
     """Return the shard plan of a whole model."""
-    rows = (*model.nodes.named_buffers(), *model.nodes.named_parameters())
+    named_nodes: Any = model.nodes  # a ModuleDict of StaticNodes
+    rows = (*named_nodes.named_buffers(), *named_nodes.named_parameters())
     tables = {f"nodes.{path}": path.partition(".")[0] for path, _ in rows}  # names of sets have no dot
-    positions = {name: _unit_vectors(nodes.sin_cos_lat_lon.cpu()) for name, nodes in model.nodes.items()}
+    positions = {name: _unit_vectors(nodes.sin_cos_lat_lon.cpu()) for name, nodes in named_nodes.items()}
     num_layers = {(HIDDEN, HIDDEN): len(model.processor.proc)}
     return ShardPlan(model, edges_of_model(model), num_ranks, tables, positions, num_layers)
 
 
 def edges_of_model(model: EncoderProcessorDecoder) -> dict[Kind, StaticEdges]:
     """Return the edges of a model by the names of the sets of sources and destinations."""
-    encoders = {(name, HIDDEN): edges for name, edges in model.encoder_edges.items()}
-    decoders = {(HIDDEN, name): edges for name, edges in model.decoder_edges.items()}
+    into: Any = model.encoder_edges  # ModuleDicts of StaticEdges
+    out_of: Any = model.decoder_edges
+    encoders = {(name, HIDDEN): edges for name, edges in into.items()}
+    decoders = {(HIDDEN, name): edges for name, edges in out_of.items()}
     return encoders | {(HIDDEN, HIDDEN): model.processor_edges} | decoders
 
 

@@ -57,7 +57,8 @@ class ModuleShard:
 
     def parameters(self, module: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
         """Return the parameters that the ranks of a module share, and those of which each rank owns some rows."""
-        shared, own = [], []
+        shared: list[nn.Parameter] = []
+        own: list[nn.Parameter] = []
         for name, parameter in module.named_parameters():  # a tied one once, by its first name
             (own if name in self.tables else shared).append(parameter)
         return shared, own
@@ -148,7 +149,9 @@ class ShardPlan:
         sizes = _sizes(self.structures)
         _check_no_gradients(module)
         tables = _with_tied_names(module, {**tables, **_rows_of_static_edges(module, graphs)})
-        rows = {**sizes, **{kind: structure.num_edges for kind, structure in self.structures.items()}}
+        rows: dict[Any, int] = dict(sizes)
+        for kind, structure in self.structures.items():
+            rows[kind] = structure.num_edges
         self.tables = {name: (of, _table_size(module, name, of, rows)) for name, of in tables.items()}
         costs = {name: torch.ones(size, dtype=torch.int64, device="cpu") for name, size in sizes.items()}
         for kind, structure in self.structures.items():
@@ -182,7 +185,8 @@ class ShardPlan:
     def rows(self, rank: int, edges: Mapping[Kind, Tensor]) -> "OwnRows":
         """Return the rows that a rank keeps, from the edges [E_own] of each graph that it reads, in its order."""
         nodes = {name: partition.nodes(rank).clone() for name, partition in self.partitions.items()}
-        own = {**nodes, **edges}  # clones, because a view is sent with its whole storage
+        own: dict[Any, Tensor] = dict(nodes)  # clones: a view is sent with its whole storage
+        own.update(edges)
         return OwnRows(rank, self.partitions, {name: (own[of], size) for name, (of, size) in self.tables.items()})
 
 
@@ -254,7 +258,7 @@ def _sizes(structures: Mapping[Kind, GraphStructure]) -> dict[str, int]:
     """Return the number of nodes of each set."""
     if not structures:
         raise ValueError("graphs must have at least one graph, got none")
-    sizes = {}
+    sizes: dict[str, int] = {}
     for kind, structure in structures.items():
         for name, size in zip(kind, (structure.num_src, structure.num_dst), strict=True):
             if sizes.setdefault(name, size) != size:
@@ -267,7 +271,7 @@ def _sizes(structures: Mapping[Kind, GraphStructure]) -> dict[str, int]:
 def _rows_of_static_edges(module: nn.Module, graphs: Graphs) -> dict[str, Kind]:
     """Return the tensors of the `StaticEdges` of a module, by name, with their graph."""
     paths = {id(part): path for path, part in module.named_modules()}
-    found = {}
+    found: dict[str, Kind] = {}
     for kind, edges in graphs.items():
         if isinstance(edges, StaticEdges):
             if id(edges) not in paths:
@@ -280,11 +284,11 @@ def _rows_of_static_edges(module: nn.Module, graphs: Graphs) -> dict[str, Kind]:
 def _with_tied_names(module: nn.Module, tables: Mapping[str, str | Kind]) -> dict[str, str | Kind]:
     """Return tables under every name that a module has for the same parameter or buffer."""
     names: dict[int, list[str]] = {}
-    tensors = dict(module.named_parameters(remove_duplicate=False))
+    tensors: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
     tensors |= dict(module.named_buffers(remove_duplicate=False))
     for name, tensor in tensors.items():
         names.setdefault(id(tensor), []).append(name)
-    tied = {}
+    tied: dict[str, str | Kind] = {}
     for name, of in tables.items():
         for other in names[id(tensors[name])] if name in tensors else [name]:
             if tied.setdefault(other, of) != of:
@@ -327,7 +331,7 @@ def _options(module: nn.Module) -> dict[str, Any]:
 
 def _table_size(module: nn.Module, name: str, of: str | Kind, rows: Mapping[str | Kind, int]) -> int:
     """Return the number of rows of a table, that of its set of nodes or graph, checked."""
-    tensors = dict(module.named_parameters(remove_duplicate=False))
+    tensors: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
     tensors |= dict(module.named_buffers(remove_duplicate=False))
     if name not in tensors:
         raise ValueError(f"tables must name parameters or buffers of the module, got {name!r}")

@@ -2,13 +2,14 @@
 
 - Launch: torchrun sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT.
 - Set-up: one device per rank; process group by env:// (NCCL between GPUs, gloo between CPUs); mesh (data, model).
-- Failing rank: torchrun ends the others; `torch.distributed.elastic.multiprocessing.errors.record` reports the first
-  error.
+- Failing rank: torchrun ends the others, and reports the first error that a rank has recorded.
 - Frozen rank: collectives of the others fail after `ShardingConfig.timeout`; torchrun kills it 30 s later.
 """
 
 import os
+import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,8 +20,9 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from anemoi_gt.distributed.consensus import check_same
+from anemoi_gt.distributed.consensus import check_same, is_consequence
 from anemoi_gt.option_checks import check_integer, check_positive
 
 AXES = ("data", "model")
@@ -28,6 +30,7 @@ DEVICE_TYPES = ("cuda", "cpu")
 STRATEGIES = ("none", "edges")
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 DRAIN_SECONDS = 0.2
+CONSEQUENCE_SECONDS = 5.0  # torchrun compares errors by whole seconds, and needs some to notice that a rank has ended
 
 
 @dataclass(frozen=True)
@@ -87,8 +90,9 @@ def local_device(device_type: str) -> torch.device:
 def init_distributed(config: ShardingConfig, device_type: str) -> Iterator[DeviceMesh]:
     """Initialise the process group and the mesh of a job, and destroy the group at the end. Collective.
 
-    After an error in the block the group is left as it is, because the other ranks may not take part any more: end the
-    process, best by `exit_without_finalization`.
+    An error in the block is recorded for torchrun's report. One that follows from another rank's waits for torchrun to
+    end this process, so that the report names the rank that failed first. The group is left as it is, because the
+    other ranks may not take part any more: end the process, best by `exit_without_finalization`.
 
     Parameters
     ----------
@@ -121,10 +125,41 @@ def init_distributed(config: ShardingConfig, device_type: str) -> Iterator[Devic
         dist.init_process_group("nccl", **options, device_id=device)
     else:
         dist.init_process_group("gloo", **options)
-    check_same({f"sharding.{name}": value for name, value in asdict(config).items()}, dist.group.WORLD)
-    yield make_mesh(device_type, config.model, timeout)
+    with _recorded_error():
+        check_same({f"sharding.{name}": value for name, value in asdict(config).items()}, world_group())
+        yield make_mesh(device_type, config.model, timeout)
     dist.destroy_process_group()
     drain_threads()
+
+
+@contextmanager
+def _recorded_error() -> Iterator[None]:
+    """Record an error of the block, in the file that torchrun reads, after those of which it is a consequence."""
+    handler = get_error_handler()
+    handler.initialize()
+    try:
+        yield
+    except Exception as error:
+        if is_consequence(error):
+            error.add_note("This error follows from that of another rank, which ended or raised it first.")
+            _wait_for_end()
+        handler.record_exception(error)
+        raise
+
+
+def _wait_for_end() -> None:
+    """Wait for torchrun to end this process, without a message of a handler of its signal."""
+    if threading.current_thread() is threading.main_thread():  # others may not set handlers
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    time.sleep(CONSEQUENCE_SECONDS)
+
+
+def world_group() -> dist.ProcessGroup:
+    """Return the group of all ranks; raise RuntimeError before `torch.distributed` is initialised."""
+    group = dist.group.WORLD
+    if group is None:
+        raise RuntimeError("torch.distributed must be initialised, got no process group; see init_distributed")
+    return group
 
 
 def make_mesh(device_type: str, model: int, timeout: timedelta | None = None) -> DeviceMesh:
@@ -201,6 +236,6 @@ def _group_along(axis: str, ranks: list[list[int]], timeout: timedelta | None) -
     NCCL group before (github.com/pytorch/pytorch/pull/192109).
     """
     if len(ranks) == 1:
-        return dist.group.WORLD
+        return world_group()
     own, _ = dist.new_subgroups_by_enumeration(ranks, timeout, group_desc=f"ranks along {axis}")
     return own

@@ -65,8 +65,14 @@ class ShardedTable:
         rows = rows[self.order]
         chunk = self.exchange.scatter_add(self.exchange.send_reverse(rows), rows.new_zeros(own, *rows.shape[1:]))
         table = torch.empty((self.size, *rows.shape[1:]), device="meta")
-        layout = {"run_check": False, "shape": table.shape, "stride": table.stride()}
-        return DTensor.from_local(chunk, self.mesh, [Replicate(), Shard(0)], **layout)
+        return DTensor.from_local(
+            chunk,
+            self.mesh,
+            [Replicate(), Shard(0)],
+            run_check=False,
+            shape=table.shape,
+            stride=table.stride(),
+        )
 
     def from_dtensor(self, table: DTensor) -> Tensor:
         """Return this rank's rows [n, ..] of a table from `to_dtensor`. Collective."""
@@ -196,9 +202,10 @@ def _reading(found: Path, *errors: type[Exception]) -> Iterator[None]:
 
     On one rank pass Exception in `errors`: truncated files raise one of a dozen types.
     """
+    kinds: tuple[type[BaseException], ...] = (CheckpointException, *errors)
     try:
         yield
-    except (CheckpointException, *errors) as error:
+    except kinds as error:
         why = _reason(error)
         raise ValueError(f"a checkpoint must be complete and of this model, cannot read {found}: {why}") from error
 
@@ -267,7 +274,7 @@ def _from_dtensors(whole: dict[str, Any], state: dict[str, Any], tables: Mapping
     layouts = {key: tensor for key, _, tensor in _check_tables(state, tables)}
 
     def from_dtensor(key: str, name: str | None, tensor: Tensor) -> Tensor:
-        if name is None:
+        if name is None or not isinstance(tensor, DTensor):
             return tensor
         rows, layout = tables[name].from_dtensor(tensor), layouts[key]
         if isinstance(layout, DTensor):  # of fully_shard; all ranks have the rows: nothing is sent
@@ -322,14 +329,15 @@ def sharded(path: str | Path) -> Path:
     return Path(path).with_suffix("")
 
 
-def find_run(last: Path) -> Path | None:
+def find_run(last: str | Path) -> Path | None:
     """Return the last checkpoint of a run, of either form, or None. `last` is its name for one process."""
+    last = Path(last)
     return last if last.exists() else find_checkpoint(sharded(last))
 
 
-def require_file(path: Path) -> None:
+def require_file(path: str | Path) -> None:
     """Raise ValueError, with the command that converts it, when only a folder of several ranks exists for a file."""
-    found = None if path.is_file() else find_checkpoint(sharded(path))
+    found = None if Path(path).is_file() else find_checkpoint(sharded(path))
     if found is not None:
         raise ValueError(
             f"the checkpoint must be one file, got the folder {found} of several ranks "
@@ -338,7 +346,7 @@ def require_file(path: Path) -> None:
         )
 
 
-def checkpoint_to_continue(last: Path, writer: str, *, resume: bool) -> Path | None:
+def checkpoint_to_continue(last: str | Path, writer: str, *, resume: bool) -> Path | None:
     """Return the checkpoint that a run continues from, or None: it starts from scratch.
 
     `last` is its name for one process, such as folder / "last.pt"; `writer` the current launch, ONE_PROCESS or
@@ -347,6 +355,7 @@ def checkpoint_to_continue(last: Path, writer: str, *, resume: bool) -> Path | N
     """
     if not isinstance(resume, bool):
         raise ValueError(f"resume must be true or false, got {resume!r}")
+    last = Path(last)
     if (found := find_run(last)) is None:
         return None
     former_writer = ONE_PROCESS if found == last else TORCHRUN

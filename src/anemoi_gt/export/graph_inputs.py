@@ -48,9 +48,11 @@ class GraphInputModel(nn.Module):
     def __init__(self, model: EncoderProcessorDecoder):
         super().__init__()
         model = _checked(for_inference(model))
-        mappers = [*model.encoder_edges.values(), *model.decoder_edges.values()]
-        if any(edges.chunks for edges in mappers):
-            chunks = max(len(edges.chunks) for edges in mappers)
+        chunks = 0
+        for edges in (*model.encoder_edges.values(), *model.decoder_edges.values()):
+            if isinstance(edges, StaticEdges):
+                chunks = max(chunks, len(edges.chunks))
+        if chunks > 0:
             raise ValueError(f"a model with its graph as input must have mapper_chunks=1, got {chunks}")
         self.model = model
         tensors = graph_tensors(model)

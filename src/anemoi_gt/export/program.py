@@ -35,7 +35,9 @@ class Autocast(nn.Module):
             return self.model(x)
 
 
-def export_model(model: nn.Module, x: Tensor | dict[str, Tensor], max_batch: int) -> ExportedProgram:
+def export_model(
+    model: nn.Module, x: Tensor | dict[str, Tensor] | tuple[Tensor, ...], max_batch: int
+) -> ExportedProgram:
     """Export a model on its own graph for inference, with a dynamic batch size.
 
     Raises ValueError if max_batch is not a positive integer, or x is not an example.
@@ -44,8 +46,8 @@ def export_model(model: nn.Module, x: Tensor | dict[str, Tensor], max_batch: int
     ----------
     model : EncoderProcessorDecoder, or a module with the same arguments
         Left unchanged. A model compiled by `torch.compile` is exported uncompiled.
-    x : Tensor [B, N, in_channels], or dict of data set to that
-        An example on the device of the model; its values do not matter.
+    x : Tensor [B, N, in_channels], or dict of data set to that, or tuple of Tensor [B, ...]
+        An example on the device of the model; its values do not matter. A tuple holds several arguments.
     max_batch : int
         Maximum batch size; 1 fixes it. On the backend `triton`, kernels use 32-bit offsets if that suffices for this
         size.
@@ -53,10 +55,15 @@ def export_model(model: nn.Module, x: Tensor | dict[str, Tensor], max_batch: int
     check_integer("max_batch", max_batch)
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    tree_map(_check_example, x)
+    arguments = x if isinstance(x, tuple) else (x,)
+    if not isinstance(x, tuple):
+        tree_map(_check_example, x)
     batch = Dim("batch", min=1, max=max_batch) if max_batch > 1 else None
-    example = tree_map(lambda field: field.narrow(0, 0, 1).repeat(2 if batch else 1, 1, 1), x)  # 1 would specialise
-    return export_program(model, (example,), (tree_map(lambda _: {0: batch} if batch else None, x),))
+    size = 1 if batch is None else 2  # a dynamic size of 1 would specialise
+    example = tree_map(lambda field: field.narrow(0, 0, 1).repeat(size, *[1] * (field.dim() - 1)), arguments)
+    # A module with *args takes its arguments under one name.
+    shapes = tree_map(lambda _: None if batch is None else {0: batch}, arguments)
+    return export_program(model, example, (shapes,) if isinstance(x, tuple) else shapes)
 
 
 def _check_example(field: Tensor) -> None:
@@ -123,7 +130,7 @@ def _shallow_copy(module: nn.Module, copies: dict[nn.Module, nn.Module]) -> nn.M
     copied = copies[module] = copy.copy(module)
     for kind in ("_parameters", "_buffers"):
         setattr(copied, kind, dict(getattr(copied, kind)))
-    if isinstance(module, StaticStructure):
+    if isinstance(copied, StaticStructure):
         copied.keep_for_inference()
     children = copied._modules.items()
     copied._modules = {name: None if child is None else _shallow_copy(child, copies) for name, child in children}

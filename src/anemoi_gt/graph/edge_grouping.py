@@ -17,7 +17,7 @@ class GroupedEdges(NamedTuple):
     """The edges of a graph by destination (CSC) and optionally by source (CSR), in the fields of GraphStructure."""
 
     colptr: Tensor  # [N_dst + 1]
-    perm: Tensor  # [E]
+    perm: Tensor | None  # [E], None where the caller's order is the CSC order
     row: Tensor  # [E]
     rowptr: Tensor | None = None  # [N_src + 1]
     csr_to_csc: Tensor | None = None  # [E]
@@ -104,13 +104,13 @@ def group_both_ends_unordered(
         number = edge_index.new_zeros(1 + num_dst + num_src, dtype=counting)
         count(edge_index=edge_index, number=number, **ranks)
         begin = number.cumsum(0, dtype=counting)
-        place(edge_index=edge_index, begin=begin, **ranks, **grouped._asdict())
-    return tuple(grouped)
+        place(edge_index=edge_index, begin=begin, **ranks, **dict(zip(GroupedEdges._fields, grouped, strict=True)))
+    return grouped
 
 
 @torch.library.register_fake("anemoi_gt::group_both_ends_unordered")
 def _(edge_index, num_src, num_dst, dtype):
-    return tuple(_empty_groups(edge_index, num_src, num_dst, dtype))
+    return _empty_groups(edge_index, num_src, num_dst, dtype)
 
 
 @lru_cache(CACHED_LAUNCHES)
@@ -131,7 +131,14 @@ def _counting_dtype(num_edges: int) -> torch.dtype:
     return torch.int32 if 2 * num_edges < 2**31 else torch.int64
 
 
-def _empty_groups(edge_index: Tensor, num_src: int, num_dst: int, dtype: torch.dtype) -> GroupedEdges:
+def _empty_groups(
+    edge_index: Tensor, num_src: int, num_dst: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return memory for the fields of `GroupedEdges`."""
     num_edges = edge_index.shape[1]
-    lengths = (num_dst + 1, num_edges, num_edges, num_src + 1, num_edges, num_edges)
-    return GroupedEdges(*(edge_index.new_empty(length, dtype=dtype) for length in lengths))
+
+    def empty(length: int) -> Tensor:
+        return edge_index.new_empty(length, dtype=dtype)
+
+    by_dst = empty(num_dst + 1), empty(num_edges), empty(num_edges)
+    return *by_dst, empty(num_src + 1), empty(num_edges), empty(num_edges)

@@ -22,15 +22,16 @@ leaves are its tensors.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import guard_or_false, statically_known_true
-from torch.utils._pytree import MappingKey, register_pytree_node, tree_map
+from torch.utils._pytree import KeyEntry, MappingKey, register_pytree_node, tree_map
 
 from anemoi_gt.compatibility import is_exporting
 from anemoi_gt.custom_ops import assert_async
-from anemoi_gt.graph.edge_grouping import group_coo, group_edges, pointers
+from anemoi_gt.graph.edge_grouping import GroupedEdges, group_coo, group_edges, pointers
 from anemoi_gt.graph.ordering import morton_order
 from anemoi_gt.graph.validation import (
     HUB_DEGREE,
@@ -50,6 +51,14 @@ from anemoi_gt.graph.validation import (
     is_size,
     max_degree,
 )
+
+
+class ReverseIndex(NamedTuple):
+    """The edges of a graph by source (CSR), as `GraphStructure` documents them."""
+
+    rowptr: Tensor  # [N_src + 1]
+    col: Tensor  # [E]
+    csr_to_csc: Tensor  # [E]
 
 
 @dataclass(frozen=True, eq=False)
@@ -170,6 +179,12 @@ class GraphStructure:
         """True if the reverse (CSR) structure `rowptr`, `col`, `csr_to_csc` is present."""
         return self.rowptr is not None
 
+    def reverse_index(self) -> "ReverseIndex | None":
+        """Return the reverse (CSR) structure, or None without one."""
+        if self.rowptr is None or self.col is None or self.csr_to_csc is None:
+            return None
+        return ReverseIndex(self.rowptr, self.col, self.csr_to_csc)
+
     @classmethod
     def from_edge_index(
         cls,
@@ -227,13 +242,22 @@ class GraphStructure:
         is_read = validate and not torch.compiler.is_compiling()
         if is_read and bool((edge_index[1, 1:] >= edge_index[1, :-1]).all()):
             colptr = pointers(edge_index[1].to(dtype), num_dst)
-            groups = {"colptr": colptr, "row": _copy(edge_index[0], dtype), "perm": None}
+            groups = GroupedEdges(colptr, None, _copy(edge_index[0], dtype))
         else:
-            groups = group_coo(edge_index, num_src, num_dst, dtype, stable=stable, reverse=reverse)._asdict()
+            groups = group_coo(edge_index, num_src, num_dst, dtype, stable=stable, reverse=reverse)
         if global_edge_id is not None:
             check_edge_ids(global_edge_id, edge_index)
-            global_edge_id = global_edge_id.clone() if groups["perm"] is None else global_edge_id[groups["perm"]]
-        graph = cls(**groups, sources=torch.empty(num_src, 0, device=edge_index.device), global_edge_id=global_edge_id)
+            global_edge_id = global_edge_id.clone() if groups.perm is None else global_edge_id[groups.perm]
+        graph = cls(
+            groups.colptr,
+            groups.row,
+            torch.empty(num_src, 0, device=edge_index.device),
+            groups.perm,
+            global_edge_id,
+            groups.rowptr,
+            groups.col,
+            groups.csr_to_csc,
+        )
         return (graph.with_reverse(stable=stable) if reverse else graph)._with_degrees(is_known=validate)
 
     @classmethod
@@ -323,8 +347,8 @@ class GraphStructure:
         else:
             layout = adj_t.layout
             raise ValueError(f"adj_t must have a sparse COO, CSR or CSC layout, got {layout}; use from_edge_index")
-        options = {"stable": stable, "validate": validate, "reverse": reverse}
-        return cls.from_edge_index(torch.stack([src, dst.to(src.dtype)]), (num_src, num_dst), **options)
+        edge_index = torch.stack([src, dst.to(src.dtype)])
+        return cls.from_edge_index(edge_index, (num_src, num_dst), stable=stable, validate=validate, reverse=reverse)
 
     @classmethod
     def disjoint(cls, graphs: Sequence["GraphStructure"]) -> "GraphStructure":
@@ -370,7 +394,9 @@ class GraphStructure:
             kept["col"] = [graph.col for graph in graphs], dst_begin
             kept["csr_to_csc"] = [graph.csr_to_csc for graph in graphs], edge_begin
             pointers.append("rowptr")
-        joined = {name: _concatenate(indices, offsets, dtype) for name, (indices, offsets) in kept.items()}
+        joined: dict[str, Any] = {
+            name: _concatenate(indices, offsets, dtype) for name, (indices, offsets) in kept.items()
+        }
         for name in pointers:  # which number the edges of all graphs
             begins = _concatenate([getattr(graph, name)[:-1] for graph in graphs], edge_begin, dtype)
             joined[name] = torch.cat([begins, begins.new_full((1,), edge_begin[-1])])
@@ -438,13 +464,15 @@ class GraphStructure:
         for name, length in (("perm", self.num_edges), ("dst_schedule", self.num_dst)):
             if getattr(self, name) is not None:
                 check_permutation(name, getattr(self, name), length)
-        if self.has_reverse:
-            check_pointers("rowptr", self.rowptr, self.num_edges)
-            check_range("col", self.col, self.num_dst)
-            check_permutation("csr_to_csc", self.csr_to_csc, self.num_edges)
-            src = self._numbers(self.num_src).repeat_interleave(self.rowptr.diff(), output_size=self.num_edges)
-            position = self.csr_to_csc.long()
-            same = (self.row[position] == src).all() & (self.dst[position] == self.col).all()
+        reverse = self.reverse_index()
+        if reverse is not None:
+            check_pointers("rowptr", reverse.rowptr, self.num_edges)
+            check_range("col", reverse.col, self.num_dst)
+            check_permutation("csr_to_csc", reverse.csr_to_csc, self.num_edges)
+            degrees = reverse.rowptr.diff()
+            src = self._numbers(self.num_src).repeat_interleave(degrees, output_size=self.num_edges)
+            position = reverse.csr_to_csc.long()
+            same = self.row[position].eq(src).all() & self.dst[position].eq(reverse.col).all()
             claim = "rowptr, col must hold the edges of colptr, row: leave them out and call with_reverse()"
             if not is_readable:
                 assert_async(same, claim)
@@ -482,7 +510,7 @@ class GraphStructure:
         fixed = self.colptr.new_empty(most, 0) if self._has_fixed_in_degree(most) else None
         if self.num_edges <= HUB_DEGREE:
             return replace(self, fixed_in_degree=fixed, dst_hubs=None, src_hubs=None)
-        rowptr = self.rowptr if self.has_reverse else pointers(self.row, self.num_src)
+        rowptr = pointers(self.row, self.num_src) if self.rowptr is None else self.rowptr
         dst_hubs, src_hubs = (self._hubs() if degree > HUB_DEGREE else None for degree in (most, max_degree(rowptr)))
         return replace(self, fixed_in_degree=fixed, dst_hubs=dst_hubs, src_hubs=src_hubs)
 
@@ -504,20 +532,25 @@ FIELDS = tuple(field.name for field in fields(GraphStructure))
 
 def _sizes(edge_index: Tensor, num_nodes: tuple[int, int] | int | None) -> tuple[int, int]:
     """Return (num_src, num_dst) from the caller or an EdgeIndex that knows them; never guess from the indices."""
-    known = tuple(edge_index.sparse_size()) if hasattr(edge_index, "sparse_size") else (None, None)
+    known_src, known_dst = None, None
+    if hasattr(edge_index, "sparse_size"):
+        known_src, known_dst = edge_index.sparse_size()
     if num_nodes is None:
-        if None in known:
+        if known_src is None or known_dst is None:
             raise ValueError("num_nodes must be (num_src, num_dst), got None and an edge_index without sizes")
-        num_nodes = known
-    is_pair = isinstance(num_nodes, Iterable) and not isinstance(num_nodes, Tensor)
-    sizes = tuple(num_nodes) if is_pair else (num_nodes, num_nodes)
-    if len(sizes) != 2:
-        raise ValueError(f"num_nodes must be (num_src, num_dst) or one number for both, got {num_nodes!r}")
-    sizes = tuple(map(as_size, ("num_src", "num_dst"), sizes))
-    for name, size, expected in zip(("num_src", "num_dst"), sizes, known, strict=True):
-        if expected is not None and expected != size:
-            raise ValueError(f"{name} must be {expected}, the size of the EdgeIndex, got {size}")
-    return sizes
+        num_src, num_dst = known_src, known_dst
+    elif isinstance(num_nodes, Iterable) and not isinstance(num_nodes, Tensor):
+        pair = tuple(num_nodes)
+        if len(pair) != 2:
+            raise ValueError(f"num_nodes must be (num_src, num_dst) or one number for both, got {num_nodes!r}")
+        num_src, num_dst = pair
+    else:
+        num_src = num_dst = num_nodes
+    num_src, num_dst = as_size("num_src", num_src), as_size("num_dst", num_dst)
+    for name, size, known in (("num_src", num_src, known_src), ("num_dst", num_dst, known_dst)):
+        if known is not None and known != size:
+            raise ValueError(f"{name} must be {known}, the size of the EdgeIndex, got {size}")
+    return num_src, num_dst
 
 
 def _index_dtype(*sizes: int) -> torch.dtype:
@@ -544,7 +577,7 @@ def _flatten(graph: GraphStructure) -> tuple[list[Tensor], tuple[str, ...]]:
     return list(state.values()), tuple(state)
 
 
-def _flatten_with_keys(graph: GraphStructure) -> tuple[list[tuple[MappingKey, Tensor]], tuple[str, ...]]:
+def _flatten_with_keys(graph: GraphStructure) -> tuple[list[tuple[KeyEntry, Any]], Any]:
     leaves, names = _flatten(graph)
     return list(zip(map(MappingKey, names), leaves, strict=True)), names
 
@@ -557,7 +590,13 @@ def _unflatten(leaves: Iterable, names: tuple[str, ...]) -> GraphStructure:
     return graph
 
 
-_CONTEXT = {"to_dumpable_context": list, "from_dumpable_context": tuple, "flatten_with_keys_fn": _flatten_with_keys}
-_NAME = "anemoi_gt.graph.GraphStructure"
-register_pytree_node(GraphStructure, _flatten, _unflatten, serialized_type_name=_NAME, **_CONTEXT)
+register_pytree_node(
+    GraphStructure,
+    _flatten,
+    _unflatten,
+    serialized_type_name="anemoi_gt.graph.GraphStructure",
+    to_dumpable_context=list,
+    from_dumpable_context=tuple,
+    flatten_with_keys_fn=_flatten_with_keys,
+)
 torch.serialization.add_safe_globals([GraphStructure])

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -126,8 +127,8 @@ class _GraphStorage(GlobalStorage):
 
 def _checked_subclasses(subclasses: Sequence[type[TransformerConv]]) -> tuple[type[TransformerConv], ...]:
     """Return the subclasses as a tuple; raise ValueError unless all are, and compute as TransformerConv does."""
-    subclasses = tuple(subclasses) if isinstance(subclasses, (tuple, list)) else (subclasses,)
-    for kind in subclasses:
+    kinds = tuple(subclasses) if isinstance(subclasses, (tuple, list)) else (subclasses,)
+    for kind in kinds:
         if not isinstance(kind, type) or not issubclass(kind, TransformerConv):
             raise ValueError(f"subclasses must be classes that inherit from TransformerConv, got {kind!r}")
         between = kind.__mro__[: kind.__mro__.index(TransformerConv)]
@@ -136,7 +137,7 @@ def _checked_subclasses(subclasses: Sequence[type[TransformerConv]]) -> tuple[ty
                 f"subclasses must compute what TransformerConv does, got {kind.__qualname__} with {own[0]} of its own; "
                 "leave it out, or put what it adds into a module around the layer"
             )
-    return subclasses
+    return kinds
 
 
 def _defines(kind: type, name: str) -> bool:
@@ -220,7 +221,7 @@ def _with_parameters_of(upstream: TransformerConv, config: AttentionConfig) -> G
     return ours
 
 
-def _restored(ours: GraphTransformerConv) -> TransformerConv:
+def _restored(ours: Any) -> TransformerConv:
     """Return the layer that `ours` stands for, with what `ours` holds now."""
     upstream, added = ours._upstream
     _move(ours, upstream, [name for name in added if name in vars(ours)])
@@ -238,8 +239,8 @@ def _move(source: nn.Module, target: nn.Module, attributes: Sequence[str]) -> No
     for name, state in (target._modules | target._parameters | target._buffers).items():
         if state is not None and name not in held:
             delattr(target, name)
-    for name, held in (source._modules | source._parameters).items():  # what else somebody has put there, too
-        setattr(target, name, held)
+    for name, part in (source._modules | source._parameters).items():  # what else somebody has put there, too
+        setattr(target, name, part)
     for name, buffer in source._buffers.items():
         target.register_buffer(name, buffer, persistent=name not in source._non_persistent_buffers_set)
     target.training, target.explain = source.training, source.explain

@@ -71,7 +71,7 @@ class Explanation:
         return asdict(self)
 
     def __str__(self) -> str:
-        lines = []
+        lines: list[str] = []
         for _, alike in groupby(self.layers, lambda layer: replace(layer, name="")):
             lines.extend(_layer_lines(list(alike)))
         return "\n".join(lines)

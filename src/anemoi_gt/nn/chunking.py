@@ -15,6 +15,7 @@ A shard of a graph in chunks gets its halo before the first chunk, and returns t
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any, Protocol, TypeGuard
 
 import torch
 from torch import Tensor
@@ -23,9 +24,6 @@ from anemoi_gt.graph import GraphStructure
 from anemoi_gt.nn.input_validation import check_rows, check_structure
 from anemoi_gt.option_checks import check_integer
 
-Rows = Tensor | tuple[Tensor, ...] | None  # several tensors are columns of one, concatenated in each chunk
-Pair = tuple[Rows, Rows]  # of sources, of destinations
-
 
 @dataclass(frozen=True, eq=False)
 class RowsWithHalo:
@@ -33,6 +31,12 @@ class RowsWithHalo:
 
     own: Tensor
     halo: Tensor
+
+
+Rows = Tensor | tuple[Tensor, ...] | None  # several tensors are columns of one, concatenated in each chunk
+Pair = tuple[Rows, Rows]  # of sources, of destinations
+SourceRows = Rows | RowsWithHalo | tuple[RowsWithHalo, ...]
+Conditions = tuple[Tensor | None, Tensor | None]  # of sources, of destinations
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,9 +69,12 @@ class Chunk:
 
     def sources(self, rows: Tensor | RowsWithHalo) -> Tensor:
         """Return the rows of the chunk's sources from those of all sources [..., N_src, F]."""
-        if isinstance(rows, RowsWithHalo):
-            return torch.cat([rows.own.index_select(-2, self.src), rows.halo.index_select(-2, self.halo)], dim=-2)
-        return rows if self.src is None else rows.index_select(-2, self.src)
+        local = rows.own if isinstance(rows, RowsWithHalo) else rows
+        if self.src is not None:
+            local = local.index_select(-2, self.src)
+        if not isinstance(rows, RowsWithHalo) or self.halo is None:
+            return local
+        return torch.cat([local, rows.halo.index_select(-2, self.halo)], dim=-2)
 
     def destinations(self, rows: Tensor) -> Tensor:
         """Return the rows of the chunk's destinations from those of all destinations [..., N_dst, F]."""
@@ -77,11 +84,26 @@ class Chunk:
         """Return the attributes of the chunk's edges from those of all edges [..., E, D]."""
         return edge_attr if self.sizes is None or edge_attr is None else edge_attr[..., self.edges, :]
 
-    def apply(self, layer: Callable[..., Tensor], x: Pair, edge_attr: Tensor | None, cond: Pair) -> Tensor:
+    def apply(
+        self,
+        layer: Callable[..., Tensor],
+        x: tuple[SourceRows, Rows],
+        edge_attr: Tensor | None,
+        cond: tuple[Tensor | RowsWithHalo | None, Tensor | None],
+    ) -> Tensor:
         """Return `layer(x, graph, edge_attr, cond)` on the chunk, from what belongs to the whole graph."""
-        x = _select(x[0], self.sources), _select(x[1], self.destinations)
-        cond = _select_cond(cond[0], self.sources), _select_cond(cond[1], self.destinations)
-        return layer(x, self.graph, self.attributes(edge_attr), cond)
+        rows = _select(x[0], self.sources), _select(x[1], self.destinations)
+        conditions = _select_cond(cond[0], self.sources), _select_cond(cond[1], self.destinations)
+        return layer(rows, self.graph, self.attributes(edge_attr), conditions)
+
+
+class ShardInChunks(Protocol):
+    """A shard of a graph in chunks: the halo is exchanged before the first."""
+
+    chunks: Sequence[Chunk]
+
+    def exchange(self, rows: Tensor) -> RowsWithHalo:
+        """Return the rows of local sources, and of the halo; collective."""
 
 
 def split_destinations(graph: GraphStructure, num_chunks: int) -> tuple[Chunk, ...]:
@@ -129,10 +151,10 @@ def make_chunks(graph: GraphStructure, num_chunks: int, num_local: int) -> tuple
 
 def map_chunks(
     layer: Callable[..., Tensor],
-    graph: GraphStructure | Sequence[Chunk],
+    graph: object,
     x: Pair,
     edge_attr: Tensor | None,
-    cond: Pair = (None, None),
+    cond: Conditions = (None, None),
     *,
     call: Callable[..., Tensor] | None = None,
 ) -> Tensor:
@@ -147,22 +169,31 @@ def map_chunks(
     call = call or (lambda function, *inputs: function(*inputs))
     if not is_chunked(graph):
         return call(layer, x, graph, edge_attr, cond)
-    chunks = getattr(graph, "chunks", graph)
+    chunks = graph if isinstance(graph, (tuple, list)) else graph.chunks
     _check_chunks(chunks)
-    if chunks[0].sizes is not None:
-        rows = {"x_src": x[0], "x_dst": x[1], "edge_attr": edge_attr, "cond_src": cond[0], "cond_dst": cond[1]}
-        check_rows(chunks[0].sizes, **rows)
-    if chunks is not graph:
-        x = _select(x[0], graph.exchange), x[1]
-        if cond[0] is not None:  # a row for all becomes one for each: a rank with one source could not tell them apart
-            each = cond[0].expand(*cond[0].shape[:-2], chunks[0].sizes[0], cond[0].shape[-1])
-            cond = graph.exchange(each), cond[1]
-    results = [call(chunk.apply, layer, x, edge_attr, cond) for chunk in chunks]
+    sizes = chunks[0].sizes
+    x_src, x_dst = x
+    cond_src, cond_dst = cond
+    if sizes is not None:
+        rows = {"x_src": x_src, "x_dst": x_dst, "edge_attr": edge_attr}
+        check_rows(sizes, **rows, cond_src=cond_src, cond_dst=cond_dst)
+    sources: SourceRows = x_src
+    conditions: Tensor | RowsWithHalo | None = cond_src
+    if not isinstance(graph, (tuple, list)):
+        sources = _select(x_src, graph.exchange)
+        # A row for all becomes one for each: a rank with one source could not tell them apart.
+        if cond_src is not None and sizes is not None:
+            each = cond_src.expand(*cond_src.shape[:-2], sizes[0], cond_src.shape[-1])
+            conditions = graph.exchange(each)
+    results = []
+    for chunk in chunks:
+        sides = (sources, x_dst), edge_attr, (conditions, cond_dst)
+        results.append(call(chunk.apply, layer, *sides))
     return torch.cat(results, dim=-2) if len(results) > 1 else results[0]
 
 
-def is_chunked(graph: object) -> bool:
-    """Tell whether chunks, or a shard in chunks, were passed in place of a graph."""
+def is_chunked(graph: object) -> TypeGuard[tuple[Chunk, ...] | list[Chunk] | ShardInChunks]:
+    """Return whether chunks, or a shard in chunks, were passed in place of a graph."""
     return isinstance(graph, (tuple, list)) or bool(getattr(graph, "chunks", ()))
 
 
@@ -172,12 +203,16 @@ def _make_chunk(graph: GraphStructure, dst: slice, num_local: int) -> Chunk:
     src, row = graph.row[edges].unique(return_inverse=True)
     if (schedule := graph.dst_schedule) is not None:
         schedule = schedule[(schedule >= dst.start) & (schedule < dst.stop)] - dst.start
-    kept = {name: getattr(graph, name) for name in ("fixed_in_degree", "dst_hubs", "src_hubs")}
-    kept["dst_schedule"] = schedule
-    if graph.global_edge_id is not None:
-        kept["global_edge_id"] = graph.global_edge_id[edges]
-    sources = torch.empty(src.shape[0], 0, device=graph.device)
-    structure = GraphStructure(colptr - colptr[0], row.to(graph.row.dtype), sources, **kept)
+    structure = GraphStructure(
+        colptr - colptr[0],
+        row.to(graph.row.dtype),
+        torch.empty(src.shape[0], 0, device=graph.device),
+        global_edge_id=None if graph.global_edge_id is None else graph.global_edge_id[edges],
+        dst_schedule=schedule,
+        fixed_in_degree=graph.fixed_in_degree,
+        dst_hubs=graph.dst_hubs,
+        src_hubs=graph.src_hubs,
+    )
     sizes, local = (num_local, graph.num_dst, graph.num_edges), int((src < num_local).sum())
     halo = src[local:].long() - num_local
     return Chunk(structure.with_reverse(), src[:local].long(), dst, edges, sizes, halo)
@@ -204,12 +239,13 @@ def _check_chunks(chunks: Sequence[Chunk]) -> None:
         )
 
 
-def _select(rows: Rows, select: Callable) -> Rows:
+def _select(rows: SourceRows, select: Callable) -> Any:
     """Return a chunk's rows of a tensor, or of each of a tuple of tensors."""
     return tuple(map(select, rows)) if isinstance(rows, tuple) else select(rows)
 
 
-def _select_cond(cond: Tensor | RowsWithHalo | None, select: Callable) -> Tensor | None:
+def _select_cond(cond: Tensor | RowsWithHalo | None, select: Callable[[Any], Tensor]) -> Tensor | None:
     """Return the rows of a condition that has one per node; one row is that of every node."""
-    is_one = isinstance(cond, Tensor) and cond.shape[-2] == 1
-    return cond if cond is None or is_one else select(cond)
+    if cond is None or (isinstance(cond, Tensor) and cond.shape[-2] == 1):
+        return cond
+    return select(cond)

@@ -104,7 +104,9 @@ class GraphTransformerConv(MessagePassing):
         self.in_channels, self.out_channels, self.heads, self.edge_dim = in_channels, out_channels, heads, edge_dim
         self.concat, self.beta, self.root_weight = concat, beta and root_weight, root_weight
         self.dropout, self.config = dropout, config
-        self._alpha = None  # where PyG's AttentionExplainer reads the weights, while messages are computed
+        self._alpha: Tensor | None = (
+            None  # where PyG's AttentionExplainer reads the weights, while messages are computed
+        )
         self._check_options()
         src_channels, dst_channels = _both_sides(in_channels)
         inner = heads * out_channels
@@ -140,8 +142,8 @@ class GraphTransformerConv(MessagePassing):
         edge_index : GraphStructure, ShardedGraph, chunks, Tensor [2, E], EdgeIndex, or adjacency adj_t
             Of a ShardedGraph, x_src holds the local sources. Chunks are those of `split_destinations`. adj_t is a
             `torch.sparse` tensor or `SparseTensor` [N_dst, N_src], whose values [E, D] replace a missing `edge_attr`.
-            Tensors and adjacencies are sorted in every call (see `AttentionConfig.stable_sort`), except a few edges on
-            a CPU, and their indices are checked on the host on a CPU only.
+            Tensors and adjacencies are sorted in every call (see `AttentionConfig.stable_sort`), and their indices are
+            checked on the host on a CPU only.
         edge_attr : Tensor [E, D] or [B, E, D], optional
             Raw attributes in the caller's edge order.
         return_attention_weights : bool, optional
@@ -183,9 +185,11 @@ class GraphTransformerConv(MessagePassing):
         if self._needs_messages():
             out = self._attend_by_messages(query, key, value, graph, edge_attr)
         else:
-            edges = (graph, *self._edge_operands(edge_attr))
+            attr, weight, bias = self._edge_operands(edge_attr)
             dropout_p = self.dropout if self.training else 0.0
-            out, _ = edge_attention(query, key, value, *edges, dropout_p=dropout_p, config=self.config)
+            out, _ = edge_attention(
+                query, key, value, graph, attr, weight, bias, dropout_p=dropout_p, config=self.config
+            )
         out = self._add_skip(out.flatten(-2) if self.concat else out.mean(dim=-2), x_dst)
 
         if return_attention_weights is None:
@@ -210,8 +214,8 @@ class GraphTransformerConv(MessagePassing):
             embedded = self._split_heads(self.lin_edge(edge_attr))
             key_j, value_j = key_j + embedded, value_j + embedded
         score = (query_i * key_j).sum(-1) * self.out_channels**-0.5
-        self._alpha = softmax(score, index, ptr, size_i)
-        return value_j * dropout(self._alpha, self.dropout, self.training).unsqueeze(-1)
+        alpha = self._alpha = softmax(score, index, ptr, size_i)
+        return value_j * dropout(alpha, self.dropout, self.training).unsqueeze(-1)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.in_channels}, {self.out_channels}, heads={self.heads})"
@@ -293,9 +297,14 @@ class GraphTransformerConv(MessagePassing):
 
     def _needs_messages(self) -> bool:
         """Tell whether a PyG explainer or message hook is active."""
-        hooks = (self._propagate_forward_pre_hooks, self._propagate_forward_hooks)
-        hooks += (self._message_forward_pre_hooks, self._message_forward_hooks)
-        hooks += (self._aggregate_forward_pre_hooks, self._aggregate_forward_hooks)
+        hooks = (
+            self._propagate_forward_pre_hooks,
+            self._propagate_forward_hooks,
+            self._message_forward_pre_hooks,
+            self._message_forward_hooks,
+            self._aggregate_forward_pre_hooks,
+            self._aggregate_forward_hooks,
+        )
         return self.explain is True or any(hooks)
 
     def _attend_by_messages(

@@ -66,11 +66,15 @@ def check_batch(x_src: Tensor, x_dst: Tensor) -> None:
         )
 
 
-def check_conditions(cond: object) -> tuple[Tensor | None, Tensor | None]:
+def check_conditions(
+    cond: tuple[Tensor | None, Tensor | None] | None,
+) -> tuple[Tensor | None, Tensor | None]:
     """Return (cond_src, cond_dst), a pair of None without a condition; raise unless `cond` is a pair or None."""
-    if cond is not None:
-        _check_pair("cond must be a pair (cond_src, cond_dst), of sources and of destinations", cond)
-    return (None, None) if cond is None else tuple(cond)
+    if cond is None:
+        return None, None
+    _check_pair("cond must be a pair (cond_src, cond_dst), of sources and of destinations", cond)
+    cond_src, cond_dst = cond
+    return cond_src, cond_dst
 
 
 def _check_pair(message: str, pair: object) -> None:

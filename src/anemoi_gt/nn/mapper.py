@@ -7,6 +7,7 @@ y              = node_data_extractor(proc((x_src', x_dst'), edges))    backward:
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +43,8 @@ class GraphTransformerBaseMapper(nn.Module):
     ValueError
         With `update_src_nodes`, or for options that the block refuses.
     """
+
+    emb_nodes_src: nn.Module  # of the subclasses
 
     def __init__(
         self,
@@ -104,7 +107,8 @@ class GraphTransformerBaseMapper(nn.Module):
         ValueError
             When rows do not fit the graph, or chunks are not those of one graph.
         """
-        x = check_sides(x, (self.in_channels_src, self.in_channels_dst), like=self.emb_nodes_dst.weight)
+        weight: Any = self.emb_nodes_dst.weight  # of a linear map of any class
+        x = check_sides(x, (self.in_channels_src, self.in_channels_dst), like=weight)
         call = None
         if self.gradient_checkpointing:
             draws = self.training and self.proc.dropout > 0
@@ -181,4 +185,5 @@ class GraphTransformerBackwardMapper(GraphTransformerBaseMapper):
 
 def _concatenate(rows: Rows) -> Tensor:
     """Return features [..., N, F] from their columns."""
+    assert rows is not None  # check_sides has refused it
     return torch.cat(rows, dim=-1) if isinstance(rows, tuple) else rows

@@ -46,8 +46,18 @@ class EncoderProcessorDecoder(nn.Module):
         Number of trainable attributes of each edge.
     mlp_ratio : float
         Width of the hidden layers of the feed-forward networks over `channels`.
-    attn_channels, qk_norm, mlp_implementation, edge_pre_mlp, dropout, config
-        Of all blocks, as in `anemoi_gt.nn.GraphTransformerBaseBlock`.
+    attn_channels : int, optional
+        Features of query, key and value, all heads together. None is `channels`.
+    qk_norm : bool
+        Normalise query and key per head.
+    mlp_implementation : {"mlp", "glu", "swiglu", "geglu", "reglu"}
+        Plain or gated feed-forward networks.
+    edge_pre_mlp : bool
+        Mix the attributes of an edge by a linear map and an activation before they are embedded.
+    dropout : float
+        Probability of dropping an attention weight in training.
+    config : AttentionConfig
+        Backend and precision of the attention.
     residual : mapping, optional
         Output channel to the input channel that is added to it, for prognostic variables: {0: 2}. For several data sets
         a mapping of data set to such a mapping. None adds nothing, as for a network that predicts tendencies.

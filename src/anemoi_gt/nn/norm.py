@@ -6,6 +6,7 @@ AutocastLayerNorm       weight * normal(x) + bias
 ConditionalLayerNorm    (1 + scale(c)) * normal(x) + bias(c)          c is the condition; scale and bias are linear
 """
 
+from collections.abc import Sequence
 from inspect import signature
 
 import torch
@@ -113,8 +114,9 @@ def norm_in_chunks(norm: nn.Module, x: Tensor, cond: Tensor | None, max_numel: i
     dim = x.dim() - 2 if cond is not None else max(range(x.dim() - 1), key=x.shape.__getitem__)
     rows = max(1, max_numel * x.shape[dim] // x.numel())
     chunks = x.split(rows, dim)
-    shared = cond is None or cond.shape[-2] == 1
-    conditions = [cond] * len(chunks) if shared else cond.split(rows, -2)
+    conditions: Sequence[Tensor | None] = [cond] * len(chunks)
+    if cond is not None and cond.shape[-2] != 1:
+        conditions = cond.split(rows, -2)
     return torch.cat([_norm(norm, *pair) for pair in zip(chunks, conditions, strict=True)], dim)
 
 

@@ -4,6 +4,7 @@ x = proc[l](x, graph, edge_attr)          for each layer l
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -66,9 +67,15 @@ class GraphTransformerProcessor(nn.Module):
                 allowed = f"1 .. {num_layers}, the number of layers, or None"
                 raise ValueError(f"checkpoint_groups must be in {allowed}, got {checkpoint_groups}")
         self.checkpoint_groups = checkpoint_groups
-        sizes = {"in_channels": num_channels, "out_channels": num_channels}
-        sizes["hidden_dim"] = hidden_width(num_channels, mlp_hidden_ratio)
-        self.proc = nn.ModuleList(GraphTransformerProcessorBlock(**sizes, **block_options) for _ in range(num_layers))
+        self.proc = nn.ModuleList()
+        for _ in range(num_layers):
+            block = GraphTransformerProcessorBlock(
+                in_channels=num_channels,
+                out_channels=num_channels,
+                hidden_dim=hidden_width(num_channels, mlp_hidden_ratio),
+                **block_options,
+            )
+            self.proc.append(block)
 
     def forward(
         self, x: Tensor, graph: GraphStructure | Sequence[Chunk], edge_attr: Tensor, *, cond: Tensor | None = None
@@ -84,13 +91,13 @@ class GraphTransformerProcessor(nn.Module):
         cond : Tensor [N or 1, K] or [B, N or 1, K], optional
             Condition of conditional norms.
         """
-        first = self.proc[0]
+        first: Any = self.proc[0]  # a block; torch.compile may have wrapped it
         check_features("x", x, first.channels, like=first.lin_query.weight)  # its device is needed below
         if self.checkpoint_groups is None:
             return _run(self.proc, x, graph, edge_attr, cond)
         layers, groups = len(self.proc), self.checkpoint_groups
         for i in range(groups):
-            group = self.proc[layers * i // groups : layers * (i + 1) // groups]
+            group: Any = self.proc[layers * i // groups : layers * (i + 1) // groups]
             draws = self.training and any(block.dropout > 0 for block in group)
             x = checkpoint_activations(_run_group, group, x, graph, edge_attr, cond, device=x.device, draws=draws)
         return x

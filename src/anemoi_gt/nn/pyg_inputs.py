@@ -1,5 +1,7 @@
 """Edges in all forms that PyG has, as the attention reads them."""
 
+from typing import Any, TypeGuard
+
 import torch
 from torch import Tensor
 from torch_geometric.utils import is_torch_sparse_tensor
@@ -21,18 +23,22 @@ def read_edges(
     if isinstance(edges, GraphStructure):
         return edges, edge_attr
     stable = config.stable_sort
-    options = {"stable": stable, "reverse": not stable and torch.is_grad_enabled()}
+    reverse = not stable and torch.is_grad_enabled()
     if is_adjacency(edges):
         values = _values(edges)
         if edge_attr is None and values is not None and values.dim() > 1:
             edge_attr = values
-        return GraphStructure.from_adj_t(edges, validate=False, **options), edge_attr
+        graph = GraphStructure.from_adj_t(edges, stable=stable, validate=False, reverse=reverse)
+        return graph, edge_attr
     if not isinstance(edges, Tensor):
         raise ValueError(
             "edge_index must be a GraphStructure, a tensor [2, E], an EdgeIndex or a sparse adj_t [N_dst, N_src], "
             f"got {type(edges).__name__}"
         )
-    return GraphStructure.from_edge_index(edges, num_nodes, validate=_is_readable(edges), **options), edge_attr
+    graph = GraphStructure.from_edge_index(
+        edges, num_nodes, stable=stable, validate=_is_readable(edges), reverse=reverse
+    )
+    return graph, edge_attr
 
 
 def _is_readable(edges) -> bool:
@@ -45,7 +51,7 @@ def is_adjacency(edges) -> bool:
     return is_sparse_tensor(edges) or is_torch_sparse_tensor(edges)
 
 
-def is_sparse_tensor(edges) -> bool:
+def is_sparse_tensor(edges) -> TypeGuard[Any]:
     """Tell whether `edges` is a torch_sparse.SparseTensor, by its methods, without importing its package."""
     return hasattr(edges, "sparse_sizes") and hasattr(edges, "csr")
 

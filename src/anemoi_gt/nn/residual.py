@@ -23,18 +23,22 @@ class Residual(nn.Module):
     tensor([[0., 5.]])
     """
 
+    outputs: Tensor  # buffers
+    inputs: Tensor
+
     def __init__(self, channels: Mapping[int, int], in_channels: int, out_channels: int):
         super().__init__()
         if not isinstance(channels, Mapping) or not all(map(is_integer, [*channels.keys(), *channels.values()])):
             raise ValueError(
                 f"residual must map output channels to input channels, both integers, as in {{0: 2}}, got {channels!r}"
             )
-        sides = {"output": (channels.keys(), out_channels), "input": (channels.values(), in_channels)}
+        outputs, inputs = list(channels.keys()), list(channels.values())
+        sides = {"output": (outputs, out_channels), "input": (inputs, in_channels)}
         for side, (numbers, size) in sides.items():
             if wrong := [number for number in numbers if not 0 <= number < size]:
                 raise ValueError(f"residual must name {side} channels in 0 .. {size - 1}, got {wrong}")
-        self.register_buffer("outputs", torch.tensor(list(channels.keys()), dtype=torch.int64), persistent=False)
-        self.register_buffer("inputs", torch.tensor(list(channels.values()), dtype=torch.int64), persistent=False)
+        self.register_buffer("outputs", torch.tensor(outputs, dtype=torch.int64), persistent=False)
+        self.register_buffer("inputs", torch.tensor(inputs, dtype=torch.int64), persistent=False)
 
     def forward(self, y: Tensor, x: Tensor) -> Tensor:
         """Return `y` [..., out_channels] with the channels of `x` [..., in_channels] added."""

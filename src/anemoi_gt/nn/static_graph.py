@@ -45,6 +45,8 @@ class StaticNodes(nn.Module):
     torch.Size([5, 12])
     """
 
+    sin_cos_lat_lon: Tensor  # a buffer
+
     def __init__(self, positions: Tensor, trainable: int = 0):
         super().__init__()
         wanted = "[N, 2], latitude and longitude in radians"
@@ -136,6 +138,9 @@ class StaticEdges(nn.Module):
     (3, 2, torch.Size([2, 11]))
     """
 
+    structure: nn.Module  # returns the structure; in a sharded model, this rank's shard of it
+    edge_attr: Tensor  # a buffer
+
     def __init__(
         self,
         edge_index: Tensor,
@@ -178,6 +183,8 @@ class StaticEdges(nn.Module):
 
 class _StaticChunk(nn.Module):
     """Chunk in buffers, which move with the module but are not part of the state dict."""
+
+    src: Tensor | None  # a buffer
 
     def __init__(self, chunk: Chunk):
         super().__init__()

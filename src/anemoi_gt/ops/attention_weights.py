@@ -50,7 +50,7 @@ def attention_weights(
     check_operands(operands, graph)
     operands, _ = cast_operands(config.precision, operands)
     dtype = accumulator_dtype(operands.query.dtype)
-    q, k, _, attr, weight, _ = (None if operand is None else operand.to(dtype) for operand in operands)
+    q, k, _, attr, weight, _ = operands.map(lambda operand: operand.to(dtype))
     src, dst = graph.edge_index()
     heads, channels = query.shape[-2:]
     score = (q[..., dst, :, :] * k[..., src, :, :]).sum(-1)  # [.., E, H]

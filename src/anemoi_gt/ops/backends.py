@@ -49,7 +49,7 @@ def choose_backend(name: str, query: Tensor) -> Backend:
         if (reason := unsupported_reason(name, query)) is not None:
             raise ValueError(f"attention backend {name!r} cannot run here: {reason}")
         return BACKENDS[name]
-    reasons = {}
+    reasons: dict[str, str] = {}
     for candidate, backend in BACKENDS.items():
         if (reason := backend.auto_unsupported_reason(query)) is None:
             if not torch.compiler.is_compiling():

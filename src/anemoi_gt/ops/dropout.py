@@ -23,14 +23,14 @@ def draw_seed(device: torch.device) -> Tensor:
     return torch.randint(2**62, (1,), device=device)
 
 
-def keep_factor(
-    seed: Tensor, batch: int | Tensor, global_edge_id: Tensor, head: int | Tensor, rate: float, dtype: torch.dtype
-) -> Tensor:
+def keep_factor(seed: Tensor, batch: int, global_edge_id: Tensor, head: int, rate: float, dtype: torch.dtype) -> Tensor:
     """Return dropout factors, 0 if dropped, else 1 / (1 - rate), rate in 0 .. 1.
 
-    `seed` [1] and `global_edge_id` are int64; batch indices, ids and heads are broadcast. The result is `dtype`.
+    `seed` [1] and `global_edge_id` [E] are int64. The result [E] is `dtype`.
     """
-    bits = philox((global_edge_id & _LOW, global_edge_id >> 32, batch, head), seed)[0]
+    low, high = global_edge_id & _LOW, global_edge_id >> 32
+    counter = low, high, global_edge_id.new_full((), batch), global_edge_id.new_full((), head)
+    bits = philox(counter, seed)[0]
     survivor = 1.0 / (1.0 - rate) if rate < 1.0 else 0.0
     return (bits >= drop_threshold(rate)).to(dtype) * survivor
 

@@ -20,7 +20,7 @@ def cast_operands(precision: str | None, operands: AttentionOperands) -> tuple[A
     out_dtype = dtype if precision is None else query.dtype
     if all(operand is None or operand.dtype == dtype for operand in operands):
         return operands, out_dtype
-    return AttentionOperands(*(None if operand is None else operand.to(dtype) for operand in operands)), out_dtype
+    return operands.map(lambda operand: operand.to(dtype)), out_dtype
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype:

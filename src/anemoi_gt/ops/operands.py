@@ -1,6 +1,7 @@
 """The operands of edge attention and their checks: metadata only, no device synchronisation."""
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -20,6 +21,16 @@ class AttentionOperands(NamedTuple):
     edge_attr: Tensor | None = None  # raw [.., E, D] with edge_weight, else embedded [.., E, H, C]
     edge_weight: Tensor | None = None  # [H * C, D]
     edge_bias: Tensor | None = None  # [H * C]
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> "AttentionOperands":
+        """Return `function` of each operand; one that is None stays None."""
+
+        def apply(operand: Tensor | None) -> Tensor | None:
+            return None if operand is None else function(operand)
+
+        rows = function(self.query), function(self.key), function(self.value)
+        edges = apply(self.edge_attr), apply(self.edge_weight), apply(self.edge_bias)
+        return AttentionOperands(*rows, *edges)
 
 
 class Needs(NamedTuple):
@@ -101,7 +112,8 @@ def _check_edges(
         if edge_weight is not None:
             raise ValueError("edge_weight must come with edge_attr [E, D], got edge_attr None")
         return
-    feature, expected = (heads, channels), "[E, H, C] or [B, E, H, C]"
+    feature: tuple[int, ...] = (heads, channels)
+    expected = "[E, H, C] or [B, E, H, C]"
     remedy = "raw attributes [E, D] need edge_weight"
     if edge_weight is not None:
         if edge_weight.dim() != 2 or edge_weight.shape[0] != heads * channels or edge_weight.shape[1] == 0:
@@ -109,7 +121,9 @@ def _check_edges(
                 f"edge_weight must have shape [heads * channels, D] = [{heads * channels}, D >= 1], "
                 f"got {tuple(edge_weight.shape)}"
             )
-        feature, expected, remedy = (edge_weight.shape[1],), "[E, D] or [B, E, D]", "D is edge_weight.shape[1]"
+        feature = (edge_weight.shape[1],)
+        expected = "[E, D] or [B, E, D]"
+        remedy = "D is edge_weight.shape[1]"
     shared = (graph.num_edges, *feature)
     if not (_has_shape(edge_attr, shared) or _has_shape(edge_attr, (*batch, *shared))):
         raise ValueError(f"edge_attr must have shape {expected} = {shared}, got {tuple(edge_attr.shape)}; {remedy}")

@@ -228,9 +228,89 @@ def test_a_damaged_grib_file_is_refused_without_a_traceback(tmp_path, capfd, con
     assert "Traceback" not in capfd.readouterr().err
 
 
+def ensemble(weather):
+    return xarray.concat([weather, weather + 1], "number").assign_coords(number=[0, 1])
+
+
+def test_every_member_of_an_ensemble_has_samples_of_its_own_and_no_variables(tmp_path):
+    ensemble(weather_file()[["t2m", "z"]]).to_netcdf(tmp_path / "weather.nc")
+    train = field_data(str(tmp_path / "weather.nc"), input_steps=1).train
+    assert train.variables == ("t2m", "z_500", "z_850")
+    count = len(train) // 2
+    assert train.title(0) == "2020-01-01 00:00 UTC + 6 h, member 0"
+    assert train.title(count) == "2020-01-01 00:00 UTC + 6 h, member 1"
+    torch.testing.assert_close(train.present(count), train.present(0) + 1)
+    torch.testing.assert_close(train.truth(count), train.truth(0) + 1)
+
+
+def test_members_in_several_files_are_joined_in_time(tmp_path):
+    weather = ensemble(weather_file()[["t2m"]])
+    weather.to_netcdf(tmp_path / "all.nc")
+    for n in range(2):
+        weather.isel(time=slice(20 * n, 20 * n + 20)).to_netcdf(tmp_path / f"part_{n}.nc")
+    whole, parts = read_xarray(str(tmp_path / "all.nc")), read_xarray(str(tmp_path / "part_*.nc"))
+    assert parts.members == whole.members == 2
+    assert all(np.array_equal(parts.readers["t2m"](i), whole.readers["t2m"](i)) for i in range(80))
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_a_constant_with_a_time_dimension_is_a_forcing_without_time(tmp_path, named):
+    weather = weather_file()
+    weather["lsm"] = weather.lsm.expand_dims(time=TIMES)
+    weather.to_netcdf(tmp_path / "cds.nc")
+    train = field_data(str(tmp_path / "cds.nc"), forcings=["lsm"] if named else None).train
+    assert train.forcings == train.constants == ("lsm",)
+    assert [name for name in train.input_names if "lsm" in name] == ["lsm"]
+    last = len(train) - 1
+    assert train.advance(last, [train.truth(last)] * 90).truth is None  # beyond the end of the file
+
+
+def test_a_constant_that_is_to_be_forecast_is_refused_with_the_remedy(tmp_path):
+    weather = weather_file()
+    weather["lsm"] = weather.lsm.expand_dims(time=TIMES)
+    weather.to_netcdf(tmp_path / "cds.nc")
+    with pytest.raises(ValueError, match=r"lsm does not: leave it out of .*data.forcings=\[lsm\]"):
+        field_data(str(tmp_path / "cds.nc"), variables=["t2m", "lsm"])
+
+
+def test_a_dimension_of_steps_is_named_in_hours(tmp_path):
+    source = weather_file()[["t2m"]].expand_dims(step=np.array([0, 6], "timedelta64[h]").astype("timedelta64[ns]"))
+    assert list(read_dataset(source).readers) == ["t2m_0h", "t2m_6h"]
+
+
+def test_a_level_has_its_units(tmp_path):
+    weather = weather_file()
+    weather.level.attrs["units"] = "hPa"
+    assert read_dataset(weather).levels == {"z_500": "level 500 hPa", "z_850": "level 850 hPa"}
+
+
+def test_a_time_that_comes_twice_is_refused(tmp_path):
+    twice = xarray.concat([weather_file()[["t2m"]].isel(time=slice(0, 3)), weather_file()[["t2m"]]], "time")
+    with pytest.raises(ValueError, match="a.nc must hold each time once, got 2020-01-01T00:00 twice: keep one"):
+        read_dataset(twice, "a.nc")
+
+
+def test_another_calendar_is_refused_with_the_remedy(tmp_path):
+    weather_file().convert_calendar("noleap").to_netcdf(tmp_path / "model.nc")
+    message = (
+        r"model.nc must have dates in the standard calendar, got noleap: convert it .*convert_calendar\('standard'\)"
+    )
+    with pytest.raises(ValueError, match=message):
+        read_xarray(str(tmp_path / "model.nc"))
+
+
+def test_packed_integers_on_descending_latitudes_are_read_as_their_values(tmp_path):
+    packed = {"dtype": "int16", "scale_factor": 0.001, "add_offset": 280.0, "_FillValue": -32767}
+    weather_file().to_netcdf(tmp_path / "packed.nc", encoding={"t2m": packed})
+    read = read_xarray(str(tmp_path / "packed.nc")).readers["t2m"](3)
+    np.testing.assert_allclose(read, weather_file().t2m.values[3].ravel(), atol=1e-3)
+
+
 def test_files_that_do_not_fit_each_other_are_refused(file, tmp_path):
     shutil.copy(file, tmp_path / "same.nc")
-    with pytest.raises(ValueError, match="must not overlap in time"):
+    with pytest.raises(
+        ValueError, match=r"must not overlap in time, .*weather.nc begins at 2020-01-01T00:00 and .*same.nc"
+    ):
         read_xarray(str(tmp_path / "*.nc"))
     weather_file(lat=np.linspace(50, 40, 9)).drop_vars("tp").to_netcdf(tmp_path / "same.nc")
     with pytest.raises(ValueError, match="files must be on one grid"):

@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from anemoi_gt.app.data.forecast_dataset import ForecastDataset, Splits, Step, find_start
+from anemoi_gt.app.data.physical import PhysicalInputs, day_angle
 from anemoi_gt.app.data.readers import import_cfgrib, read_dataset, read_xarray
 from anemoi_gt.data.nodes import Nodes
 from anemoi_gt.extras import import_extra
@@ -115,12 +116,25 @@ class Era5UkDataset(ForecastDataset):
         other._lag_std = normalisation["lag_std"].float()
         return other
 
+    def physical_inputs(self) -> "Era5UkInputs":
+        """Return the module that makes input channels of the temperatures of the last hours."""
+        return Era5UkInputs(self)
+
+    def physical_sample(self, i: int) -> tuple[Tensor, Tensor]:
+        """Return the temperatures at the start of sample i and at the lags before it, [N, P], and the time."""
+        hours = [self.starts[i] - lag for lag in (0, *self.lags)]
+        seconds = self.start_time(i).astype("datetime64[s]").astype("int64")
+        return self.field.values[hours].T, torch.tensor(float(seconds), dtype=torch.float64)
+
     def start_time(self, i: int) -> np.datetime64:
         """Return the time of the present of sample i."""
         return self.field.times[self.starts[i]]
 
     def starting_at(self, start: str) -> "Era5UkDataset":
-        """Return the one sample that starts at a date, or at the "latest" time; raise ValueError if it cannot."""
+        """Return the one sample that starts at a date, or at the "latest" time.
+
+        Raises ValueError if it is no time of the data, or has too few hours before it.
+        """
         index = find_start(self.field.times, start)
         if index < max(LAGS):
             raise ValueError(f"start must have {max(LAGS)} hours before it in the data, got {start}")
@@ -199,6 +213,34 @@ class Era5UkDataset(ForecastDataset):
 
     def _at(self, hour):
         return self.field.values[hour][:, None]
+
+
+class Era5UkInputs(PhysicalInputs):
+    """The input channels of `Era5UkDataset`: anomaly, changes, harmonics of the hour of the day, and the position."""
+
+    def __init__(self, dataset: Era5UkDataset):
+        super().__init__()
+        self.names = ("t2m", *(f"t2m -{lag} h" for lag in dataset.lags))
+        self.units = ("K",) * len(self.names)
+        self.reference = (0, *dataset.lags).index(HOURS_PER_DAY - dataset.lead_time)
+        for name, tensor in {
+            "mean": dataset._mean,
+            "anomaly_std": dataset._anomaly_std,
+            "lag_std": dataset._lag_std,
+            "position": dataset._position,
+        }.items():
+            self.register_buffer(name, tensor)
+
+    def forward(self, fields: Tensor, time: Tensor) -> tuple[Tensor, Tensor]:
+        """Return normalised channels [B, N, in_channels] and the temperature a day before the truth, [B, N, 1]."""
+        anomaly = (fields[..., :1] - self.mean[:, None]) / self.anomaly_std
+        changes = (fields[..., :1] - fields[..., 1:]) / self.lag_std
+        angle = day_angle(time)
+        harmonics = torch.stack([angle.sin(), angle.cos(), (2 * angle).sin(), (2 * angle).cos()], dim=1).float()
+        harmonics = harmonics[:, None].expand(-1, fields.shape[1], -1)
+        position = self.position.expand(fields.shape[0], -1, -1)
+        channels = torch.cat([anomaly, changes, harmonics, position], dim=2)
+        return channels, fields[..., self.reference : self.reference + 1]
 
 
 def fit_ridge(predictors: Tensor, target: Tensor, penalty: float = 1.0) -> Callable[[Tensor], Tensor]:

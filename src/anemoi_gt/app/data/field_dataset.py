@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from anemoi_gt.app.data.forecast_dataset import ForecastDataset, Splits, Step, find_start
+from anemoi_gt.app.data.physical import PhysicalInputs, day_angle, year_angle
 from anemoi_gt.app.data.readers import READERS, Fields
 from anemoi_gt.app.data.schema import DataSchema
 from anemoi_gt.data.nodes import Nodes, area_weights, row_weights
@@ -311,6 +312,29 @@ class FieldDataset(ForecastDataset):
         other._mean, other._std = normalisation["mean"].float(), normalisation["std"].float()
         return other
 
+    def physical_inputs(self) -> "FieldInputs":
+        """Return the module that makes input channels of physical values."""
+        columns = [column for step in self._inputs for column in step]
+        first_of_now = len(columns) - len(self._inputs[-1])
+        units = {**dict(zip(self.variables, self.units, strict=True)), **self.forcing_units}
+        return FieldInputs(
+            names=self.input_names[: len(columns)],
+            units=tuple(units[self._names[column]] for column in columns),
+            mean=self._mean[columns],
+            std=self._std[columns],
+            position=self._position,
+            longitudes=torch.from_numpy(self.nodes.radians[:, 1].copy()),
+            present=slice(first_of_now, first_of_now + self._prognostic),
+            diagnostics=len(self.diagnostics),
+        )
+
+    def physical_sample(self, i: int) -> tuple[Tensor, Tensor]:
+        """Return the physical values of the input channels of sample i, [N, P], and the time of its start."""
+        steps = enumerate(self._inputs, start=1 - self.input_steps)
+        fields = torch.cat([self._at(i, step)[:, columns] for step, columns in steps], dim=1)
+        seconds = self.start_time(i).astype("datetime64[ms]").astype("int64") / 1000
+        return fields, torch.tensor(seconds, dtype=torch.float64)
+
     def start_time(self, i: int) -> np.datetime64:
         """Return the time of the present of sample i."""
         return self.fields.times[self.starts[i] % len(self.fields.times)]
@@ -430,6 +454,31 @@ class FieldDataset(ForecastDataset):
 
     def _without_diagnostics(self, state):
         return torch.cat([state[:, : self._prognostic], torch.zeros_like(state[:, self._prognostic :])], dim=1)
+
+
+class FieldInputs(PhysicalInputs):
+    """The input channels of `FieldDataset`: normalised fields, position, local solar time and day of the year.
+
+    `present` are the channels of the variables at the present, followed by `diagnostics` whose reference is 0.
+    """
+
+    def __init__(self, names, units, mean, std, position, longitudes, present, diagnostics):
+        super().__init__()
+        self.names, self.units = tuple(names), tuple(units)
+        self.present, self.diagnostics = present, diagnostics
+        for name, tensor in {"mean": mean, "std": std, "position": position, "longitudes": longitudes}.items():
+            self.register_buffer(name, tensor)
+
+    def forward(self, fields: Tensor, time: Tensor) -> tuple[Tensor, Tensor]:
+        """Return normalised channels [B, N, in_channels] and the reference [B, N, V]."""
+        local = day_angle(time)[:, None] + self.longitudes  # [B, N]
+        year = year_angle(time)[:, None].expand_as(local)
+        clock = torch.stack([local.sin(), local.cos(), year.sin(), year.cos()], dim=2).float()
+        position = self.position.expand(fields.shape[0], -1, -1)
+        channels = torch.cat([(fields - self.mean) / self.std, position, clock], dim=2)
+        present = fields[..., self.present]
+        zeros = fields.new_zeros(*fields.shape[:2], self.diagnostics)
+        return channels, torch.cat([present, zeros], dim=2)
 
 
 def _moments(states: Iterable[Tensor], weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:

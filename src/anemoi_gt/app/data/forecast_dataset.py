@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, RandomSampler
 
+from anemoi_gt.app.data.physical import PhysicalInputs
 from anemoi_gt.app.data.schema import DataSchema
 from anemoi_gt.data.nodes import Nodes
 
@@ -144,6 +145,23 @@ class ForecastDataset(Dataset, ABC):
         other.change_mean = normalisation["change_mean"].float()
         other.change_std = normalisation["change_std"].float()
         return other
+
+    def physical_inputs(self) -> PhysicalInputs:
+        """Return the module that makes input channels of physical values, for packages.
+
+        Raises ValueError if the data set does not have one.
+        """
+        raise ValueError(
+            f"a package needs a data set that implements physical_inputs() and physical_sample(), "
+            f"{type(self).__name__} does not: export the model itself by anemoi_gt.export.export_model"
+        )
+
+    def physical_sample(self, i: int) -> tuple[Tensor, ...]:
+        """Return what `physical_inputs` takes for sample i: fields [N, P], and the time if it needs one.
+
+        Raises ValueError if the data set does not have it.
+        """
+        raise ValueError(f"{type(self).__name__} does not implement physical_sample()")
 
     def schema(self) -> DataSchema:
         """Return what the forecasts of a model trained on this data set depend on, for its checkpoints."""

@@ -95,10 +95,11 @@ def read_xarray(path: str | Path | Sequence[str]) -> Fields:
 
 
 def read_dataset(source: "xarray.Dataset", name: str = "the data set") -> Fields:
-    """Return the fields of an xarray data set; raise a ValueError, with its `name`, if it lacks coordinates.
+    """Return the fields of an xarray data set.
 
     A dimension of ensemble members, such as `number`, makes states of its own. Every other dimension beside grid and
-    time makes variables, one per level.
+    time makes variables, one per level. Raises ValueError, with its `name`, if it lacks coordinates, holds a time
+    twice, or has another calendar.
     """
     lat, lon = (_coordinate(source, axis, name) for axis in UNITS)
     lat, lon = import_extra("xarray", "xarray").broadcast(lat, lon)

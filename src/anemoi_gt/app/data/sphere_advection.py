@@ -40,6 +40,7 @@ import torch
 from torch import Tensor
 
 from anemoi_gt.app.data.forecast_dataset import ForecastDataset, Splits, Step
+from anemoi_gt.app.data.physical import PhysicalInputs
 from anemoi_gt.data.grids import grid
 from anemoi_gt.data.nodes import EARTH_RADIUS, area_weights
 from anemoi_gt.option_checks import check_integer, check_positive
@@ -255,6 +256,17 @@ class SphereDataset(ForecastDataset):
         inputs = self._channels(self.case(i), forecasts[-1][:, 0].numpy(), hours)
         return Step(inputs, forecasts[-1], self._tracer(i, hours + self.lead_time))
 
+    def physical_inputs(self) -> "SphereInputs":
+        """Return the module that makes input channels of tracer and winds."""
+        return SphereInputs(self.statistics, self._position.float())
+
+    def physical_sample(self, i: int) -> tuple[Tensor]:
+        """Return tracer and winds of sample i, [N, 5]."""
+        fields = self.inputs(i)[:, :5].double()
+        mean = torch.tensor([self.statistics.tracer_mean, 0, 0, 0, 0])
+        std = torch.tensor([self.statistics.tracer_std, *[self.statistics.wind_std] * 4])
+        return ((fields * std + mean).float(),)
+
     def select_nodes(self, index: Tensor) -> "SphereDataset":
         """Return the same samples, computed only at the nodes `index` [n] int64."""
         subset, rows = copy.copy(self), index.numpy()
@@ -282,6 +294,25 @@ class SphereDataset(ForecastDataset):
     def _tracer(self, i, hours):
         case = self.case(i)
         return torch.from_numpy(in_blocks(lambda xyz: case.tracer(xyz, hours), self._xyz)).float()[:, None]
+
+
+class SphereInputs(PhysicalInputs):
+    """The input channels of `SphereDataset`: normalised tracer and winds, and the position."""
+
+    names = SphereDataset.input_names[:5]
+    units = ("kg/kg", "m/s", "m/s", "m/s", "m/s")
+    needs_time = False
+
+    def __init__(self, statistics: Statistics, position: Tensor):
+        super().__init__()
+        self.register_buffer("mean", torch.tensor([statistics.tracer_mean, 0, 0, 0, 0], dtype=torch.float32))
+        self.register_buffer("std", torch.tensor([statistics.tracer_std, *[statistics.wind_std] * 4]).float())
+        self.register_buffer("position", position)
+
+    def forward(self, fields: Tensor) -> tuple[Tensor, Tensor]:
+        """Return normalised channels [B, N, 9] and the tracer [B, N, 1]."""
+        position = self.position.expand(fields.shape[0], -1, -1)
+        return torch.cat([(fields - self.mean) / self.std, position], dim=2), fields[..., :1]
 
 
 def sphere(

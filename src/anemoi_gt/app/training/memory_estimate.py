@@ -41,8 +41,8 @@ class MemoryEstimate(NamedTuple):
         return sum(self)
 
     def __str__(self) -> str:
-        parts = (f"{name.replace('_', ' ')} {size / 1e9:.2g}" for name, size in self._asdict().items())
-        return f"about {self.total / 1e9:.3g} GB: {', '.join(parts)}"
+        parts = (f"{name.replace('_', ' ')} {size / 1e9:.2f}" for name, size in self._asdict().items())
+        return f"about {self.total / 1e9:.2f} GB: {', '.join(parts)}"
 
 
 def estimate_memory(model: nn.Module, config: TrainingConfig) -> MemoryEstimate | None:

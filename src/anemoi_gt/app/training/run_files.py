@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 
-def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
+def save_checkpoint(path: str | Path, state: dict[str, Any]) -> None:
     """Write a checkpoint atomically: `path` holds either the former one or this one, never a part.
 
     The folder exists. `state` holds tensors, numbers, strings, and dicts, lists and tuples of them. Raises OSError if
@@ -27,12 +27,13 @@ def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
         torch.save(state, file)
 
 
-def load_checkpoint(path: Path) -> dict[str, Any]:
+def load_checkpoint(path: str | Path) -> dict[str, Any]:
     """Return the state in a file of `save_checkpoint`, with tensors on the CPU, read without executing code.
 
     Raises FileNotFoundError if there is no such file; OSError if the system cannot read it; ValueError if the file is
     not a checkpoint, or damaged.
     """
+    path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"no checkpoint {path}: give the last.pt or best.pt that a run left in its folder")
     content = path.read_bytes()
@@ -87,8 +88,8 @@ class MetricsFile:
     An existing file is truncated after step `until`, that of the checkpoint that the run resumes from.
     """
 
-    def __init__(self, path: Path, until: int = 0):
-        self.path = path
+    def __init__(self, path: str | Path, until: int = 0):
+        self.path = path = Path(path)
         self.records: list[dict] = [record for record in read_metrics(path) if record["step"] <= until]
         with atomic_write(path) as file:
             file.writelines(_line(record).encode() for record in self.records)
@@ -114,11 +115,12 @@ class MetricsFile:
             os.fsync(self._file.fileno())
 
 
-def read_metrics(path: Path) -> list[dict]:
+def read_metrics(path: str | Path) -> list[dict]:
     """Return the records of a file, none if it does not exist; an incomplete last line is ignored.
 
     Raises ValueError if a line is not a record, with its number.
     """
+    path = Path(path)
     if not path.exists():
         return []
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
@@ -140,12 +142,13 @@ def _line(record: dict) -> str:
 
 
 @contextmanager
-def atomic_write(path: Path) -> Iterator[BinaryIO]:
+def atomic_write(path: str | Path) -> Iterator[BinaryIO]:
     """Open a file that replaces `path` when the block ends without error, and is removed otherwise.
 
     The folder exists; the former file stays until all of the new one is on disk. Raises OSError, which names `path` and
     the reason, if it cannot be written, a full disk among the reasons.
     """
+    path = Path(path)
     partial = path.with_name(path.name + ".partial")
     try:
         with annotate_oserror(path), partial.open("wb") as file:

@@ -102,13 +102,13 @@ def fit_sharded(trainer: Trainer, shard: ModuleShard, *, resume: bool) -> list[d
     return metrics.records
 
 
-def check_same_data(splits: Splits, folder: Path) -> None:
+def check_same_data(splits: Splits, folder: str | Path) -> None:
     """Raise on all ranks a ValueError that names what differs, unless they have the same data and see the same folder.
 
     Compares the nodes, the number of samples, and the normalisation, which depends on the training samples. Collective.
     """
     train, group = splits.train, dist.group.WORLD
-    unseen = None if folder.is_dir() else f"{folder} must be on a file system that all ranks see"
+    unseen = None if Path(folder).is_dir() else f"{folder} must be on a file system that all ranks see"
     raise_on_all_ranks(unseen, group)
     check_same(
         {
@@ -120,7 +120,7 @@ def check_same_data(splits: Splits, folder: Path) -> None:
     )
 
 
-def write_as_file(path: Path) -> None:
+def write_as_file(path: str | Path) -> None:
     """Write a checkpoint of several ranks, such as `best.pt`, as one file with whole tables, as one device reads it.
 
     On one rank; the former file stays until the new one is whole. Raises FileNotFoundError when the ranks left no such

@@ -21,8 +21,9 @@ def decompose(*arguments) -> tuple[Tensor, Tensor, Tensor]:
     """Compute `edge_attention_torch`, with its arguments and results, in an exported program; raise with dropout."""
     flat = FlatArguments(*arguments)
     if flat.seed is not None:
-        p = flat.dropout_p
-        raise ValueError(f"a program is exported for inference, got dropout_p={p}; call model.eval() first")
+        raise ValueError(
+            f"a program is exported for inference, got dropout_p={flat.dropout_p}; call model.eval() first"
+        )
     query, flat = flat.query, flat.in_accumulator_dtype()
     edges = _FoldedEdges((flat.query.shape[0], flat.query.shape[2]), flat.colptr, flat.row, flat.perm)
     q, k, v = (rows.transpose(1, 2) for rows in flat[:3])  # [B, H, N, C]

@@ -54,13 +54,24 @@ class FlatArguments(NamedTuple):
 
     def in_accumulator_dtype(self) -> "FlatArguments":
         """Return contiguous operands with B in the dtype of the sums, with weight [H, C, D] and bias [H, C]."""
-        dtype, heads = accumulator_dtype(self.query.dtype), self.query.shape[-2:]
-        operands = [None if each is None else each.to(dtype).contiguous() for each in self[:6]]
-        *rest, weight, bias = operands
-        if self.query.dim() == 3:
-            rest = [None if each is None else each.unsqueeze(0) for each in rest]
-        weight = None if weight is None else weight.reshape(*heads, -1)
-        return FlatArguments(*rest, weight, None if bias is None else bias.reshape(heads), *self[6:])
+        dtype = accumulator_dtype(self.query.dtype)
+        heads = self.query.shape[-2:]
+
+        def cast(operand: Tensor) -> Tensor:
+            return operand.to(dtype).contiguous()
+
+        def with_batch(operand: Tensor) -> Tensor:
+            return cast(operand).unsqueeze(0) if self.query.dim() == 3 else cast(operand)
+
+        attr, weight, bias = self.edge_attr, self.edge_weight, self.edge_bias
+        if attr is not None:
+            attr = with_batch(attr)
+        if weight is not None:
+            weight = cast(weight).reshape(*heads, -1)
+        if bias is not None:
+            bias = cast(bias).reshape(heads)
+        query, key, value = with_batch(self.query), with_batch(self.key), with_batch(self.value)
+        return self._replace(query=query, key=key, value=value, edge_attr=attr, edge_weight=weight, edge_bias=bias)
 
     def head_groups(self, edges: Edges) -> Iterator[tuple[int, slice, HeadGroup]]:
         """Yield (batch index, heads, their operands), `edges.heads` at a time."""
@@ -89,6 +100,27 @@ class FlatArguments(NamedTuple):
         sources = Segments.of_heads(heads, self.row, self.colptr)
         attributes = Segments.of_heads(heads, order, self.colptr, is_shared=raw)
         return Edges(heads, self.colptr, self.row, graph.dst, order, graph.global_edge_ids(), sources, attributes)
+
+
+class OutEdges(NamedTuple):
+    """The out-edges of sources, over which gradients of key and value are summed."""
+
+    segments: Segments
+    csr_to_csc: Tensor  # [E]
+
+    @classmethod
+    def of(cls, flat: FlatArguments, heads: int) -> "OutEdges":
+        """Return those of `heads` heads at a time; raise ValueError without a reverse structure."""
+        if flat.rowptr is None or flat.col is None or flat.csr_to_csc is None:
+            raise ValueError(
+                "gradients of key and value need rowptr, col and csr_to_csc, got a graph without them; "
+                "pass graph.with_reverse()"
+            )
+        return cls(Segments.of_heads(heads, flat.col, flat.rowptr), flat.csr_to_csc)
+
+    def sum(self, weight: Tensor, rows: Tensor) -> Tensor:
+        """Return sum_e weight_e rows_e of each source, of weight [E, G] in CSC order and rows [N_dst, G, C]."""
+        return weighted_sum(by_head(weight.index_select(0, self.csr_to_csc)), rows, self.segments)
 
 
 def head_group_size(heads: int, rows: int) -> int:
@@ -157,26 +189,24 @@ def edge_attention_torch_backward(
 
     Not a list: PyTorch's fallback for batched gradients takes operators that return single tensors.
     """
-    needs = Needs(*needs)
+    wanted = Needs(*needs)
     operands, dtype, flat = flat[:6], flat.query.dtype, flat.in_accumulator_dtype()
     do = torch.zeros_like(flat.query) if grad_out is None else grad_out.to(flat.query.dtype).view_as(flat.query)
     if grad_lse is not None:
         grad_lse = torch.where(lse.isneginf(), 0.0, grad_lse).view(do.shape[:3])  # even NaN that arrives is ignored
     with without_autocast(do.device.type):
-        edges, pairs = flat.edges(), zip(flat[:6], needs, strict=True)
-        gradients = Gradients(*(torch.zeros_like(operand) if need else None for operand, need in pairs))
-        out_edges = None if flat.rowptr is None else Segments.of_heads(edges.heads, flat.col, flat.rowptr)
+        edges = flat.edges()
+        gradients = Gradients.zeros(flat, wanted)
+        out_edges = OutEdges.of(flat, edges.heads) if wanted.key or wanted.value else None
         dlse = do.new_zeros(do.shape[:3]) if grad_lse is None else grad_lse
         for b, group, heads in flat.head_groups(edges):
             do_heads = do[b, :, group].contiguous()
-            gradient = differentiate_heads(heads, do_heads, dlse[b, :, group], p[b, :, group], edges, needs)
+            gradient = differentiate_heads(heads, do_heads, dlse[b, :, group], p[b, :, group], edges, wanted)
             gradients.add(b, group, gradient)
-            if gradients.key is not None:
-                ds = by_head(gradient.ds.index_select(0, flat.csr_to_csc))
-                gradients.key[b, :, group] = weighted_sum(ds, heads.q, out_edges)
-            if gradients.value is not None:
-                w = by_head(gradient.w.index_select(0, flat.csr_to_csc))
-                gradients.value[b, :, group] = weighted_sum(w, do_heads, out_edges)
+            if out_edges is not None and gradients.key is not None:
+                gradients.key[b, :, group] = out_edges.sum(gradient.ds, heads.q)
+            if out_edges is not None and gradients.value is not None:
+                gradients.value[b, :, group] = out_edges.sum(gradient.w, do_heads)
         attr = gradients.edge_attr
         if attr is not None and flat.perm is not None:  # from CSC order to the caller's
             gradients = gradients._replace(edge_attr=torch.empty_like(attr).index_copy_(1, flat.perm.long(), attr))
@@ -226,14 +256,30 @@ class Gradients(NamedTuple):
     edge_weight: Tensor | None  # [H, C, D]
     edge_bias: Tensor | None  # [H, C]
 
+    @classmethod
+    def zeros(cls, flat: FlatArguments, needs: Needs) -> "Gradients":
+        """Return zeros for the operands that need a gradient."""
+
+        def zeros(operand: Tensor | None, need: bool) -> Tensor | None:
+            return torch.zeros_like(operand) if need and operand is not None else None
+
+        return cls(
+            zeros(flat.query, needs.query),
+            zeros(flat.key, needs.key),
+            zeros(flat.value, needs.value),
+            zeros(flat.edge_attr, needs.edge_attr),
+            zeros(flat.edge_weight, needs.edge_weight),
+            zeros(flat.edge_bias, needs.edge_bias),
+        )
+
     def add(self, b: int, group: slice, gradient: HeadGradients) -> None:
         """Add the gradients of a group of heads at batch index `b`."""
         if self.query is not None:
             self.query[b, :, group] = gradient.dq
-        if self.edge_attr is not None:
+        if self.edge_attr is not None and gradient.da is not None:
             attr = self.edge_attr[b if self.edge_attr.shape[0] > 1 else 0]
             (attr if attr.dim() == 2 else attr[:, group]).add_(gradient.da)
-        if self.edge_weight is not None:
+        if self.edge_weight is not None and gradient.dweight is not None:
             self.edge_weight[group] += gradient.dweight
-        if self.edge_bias is not None:
+        if self.edge_bias is not None and gradient.dbias is not None:
             self.edge_bias[group] += gradient.dbias

@@ -91,6 +91,8 @@ class HeadGroup:
 
     def project(self, rows: Tensor) -> Tensor:
         """Return W^T of rows [N, G, C]: [N, G, D]."""
+        if self.weight is None:
+            return rows
         weight = self.weight.transpose(1, 2).contiguous()  # D last is 4x slower
         chunks = [torch.bmm(weight, chunk.permute(1, 2, 0)).permute(2, 0, 1) for chunk in rows.split(NODE_CHUNK)]
         return torch.cat(chunks).contiguous()
@@ -123,10 +125,10 @@ def _dots(heads: HeadGroup, edges: Edges, left: Tensor, right: Tensor, projected
     for to, origin, at in zip(*(index.split(step) for index in (edges.dst, edges.row, edges.attr)), strict=True):
         a = None if heads.a is None else heads.a.index_select(0, at)
         rows = right.index_select(0, origin)
-        if a is not None and not heads.projects:
+        if a is not None and projected is None:
             rows.add_(heads.embed_shared(a))
         dot = rows.mul_(left.index_select(0, to)).sum(-1)
-        if heads.projects:
+        if a is not None and projected is not None:
             dot += torch.bmm(projected.index_select(0, to), a.unsqueeze(2)).squeeze(2)
         dots.append(dot)
     return torch.cat(dots)
@@ -139,8 +141,14 @@ def by_head(weight: Tensor) -> Tensor:
 
 def weighted_sum(weight: Tensor, rows: Tensor, segments: Segments) -> Tensor:
     """Return sum_e weight_e rows_e of each node, [N, G, C], of weight [G, E] and rows [M, G, C] or [M, C]."""
-    options = {"mode": "sum", "per_sample_weights": weight.flatten(), "include_last_offset": True}
-    sums = embedding_bag(segments.index, rows.flatten(0, -2), segments.pointers, **options)
+    sums = embedding_bag(
+        segments.index,
+        rows.flatten(0, -2),
+        segments.pointers,
+        mode="sum",
+        per_sample_weights=weight.flatten(),
+        include_last_offset=True,
+    )
     return sums.unflatten(0, (weight.shape[0], -1)).transpose(0, 1)
 
 
@@ -209,8 +217,10 @@ def differentiate_heads(
         if heads.weight is not None and needs.edge_weight:
             dweight = _outer(do, weighted_sum(by_head(w), heads.a, edges.attributes)) + _outer(heads.q, attr_sum)
         if needs.edge_attr:
-            sides = ((w, g), (ds, heads.project(heads.q))) if heads.projects else ((w, do), (ds, heads.q))
-            da = _attribute_gradient(heads, edges, *sides)
+            if g is None:
+                da = _attribute_gradient(heads, edges, heads.a, (w, do), (ds, heads.q))
+            else:
+                da = _attribute_gradient(heads, edges, heads.a, (w, g), (ds, heads.project(heads.q)))
     if heads.bias is not None:
         dlse = heads.scale * dlse
         dq.addcmul_(dlse[..., None], heads.bias)
@@ -220,13 +230,13 @@ def differentiate_heads(
     return HeadGradients(dq, da, dweight, dbias, w, ds)
 
 
-def _attribute_gradient(heads: HeadGroup, edges: Edges, *sides: tuple[Tensor, Tensor]) -> Tensor:
+def _attribute_gradient(heads: HeadGroup, edges: Edges, a: Tensor, *sides: tuple[Tensor, Tensor]) -> Tensor:
     """Return w_e g_i + ds_e u_i: [E, G, C] for embedded attributes, summed over heads [E, D] for raw ones.
 
     Each of the two sides is a weight [E, G] and rows [N_dst, G, D], or rows [N_dst, G, C] before W^T is applied.
     """
     (w, g), (ds, u) = sides
-    da, step = torch.empty_like(heads.a), max(1, CHUNK // max(g[0:1].numel(), 1))
+    da, step = torch.empty_like(a), max(1, CHUNK // max(g[0:1].numel(), 1))
     weight = None if heads.weight is None else heads.weight.flatten(0, 1).t().contiguous()
     for out, to, wp, dsp in zip(*(tensor.split(step) for tensor in (da, edges.dst, w, ds)), strict=True):
         g_rows, u_rows = g.index_select(0, to), u.index_select(0, to)
@@ -234,7 +244,7 @@ def _attribute_gradient(heads: HeadGroup, edges: Edges, *sides: tuple[Tensor, Te
             out.copy_((torch.bmm(wp.unsqueeze(1), g_rows) + torch.bmm(dsp.unsqueeze(1), u_rows)).squeeze(1))
             continue
         dx = g_rows.mul_(wp.unsqueeze(2)).addcmul_(dsp.unsqueeze(2), u_rows)
-        out.copy_(dx if heads.weight is None else (weight @ dx.flatten(1).t()).t())
+        out.copy_(dx if weight is None else (weight @ dx.flatten(1).t()).t())
     return da
 
 

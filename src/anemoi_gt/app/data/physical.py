@@ -1,0 +1,95 @@
+"""Forecasts in physical units as one module, for packages: normalisation, position and time encoding inside.
+
+    channels, reference = inputs(fields, time)
+    forecast            = reference + change_mean + model(channels) * change_std
+
+`fields` are physical values, `time` is the start of each forecast, in seconds since 1970-01-01 00:00 UTC.
+"""
+
+import math
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor, nn
+
+SECONDS_PER_DAY = 86_400
+SECONDS_PER_YEAR = 31_556_952  # mean Gregorian year
+
+
+class PhysicalInputs(nn.Module, ABC):
+    """The input channels of a model, and the state that its change is relative to, from physical values.
+
+    Attributes
+    ----------
+    names, units : tuple of str
+        Of the channels of `fields`.
+    needs_time : bool
+        Whether `forward` takes `time`.
+    """
+
+    names: tuple[str, ...]
+    units: tuple[str, ...]
+    needs_time: bool = True
+
+    @abstractmethod
+    def forward(self, fields: Tensor, time: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return normalised channels [B, N, in_channels] and the reference [B, N, V] in physical units.
+
+        `fields` is [B, N, P] float32; `time` [B] float64, seconds since 1970-01-01 00:00 UTC.
+        """
+
+
+class PhysicalModel(nn.Module):
+    """A model that takes and returns physical values, [B, N, P] to [B, N, V].
+
+    Parameters
+    ----------
+    inputs : PhysicalInputs
+    model : nn.Module
+        Maps normalised channels to the normalised change.
+    change_mean, change_std : Tensor [V]
+    """
+
+    def __init__(self, inputs: PhysicalInputs, model: nn.Module, change_mean: Tensor, change_std: Tensor):
+        super().__init__()
+        self.inputs, self.model = inputs, model
+        self.register_buffer("change_mean", change_mean)
+        self.register_buffer("change_std", change_std)
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        """Return the forecast of one lead time."""
+        channels, reference = self.inputs(*inputs)
+        return reference + self.change_mean + self.model(channels).float() * self.change_std
+
+    def normalised_change(self, forecast: Tensor, *inputs: Tensor) -> Tensor:
+        """Return what the model made of the inputs of a forecast, in float64."""
+        _, reference = self.inputs(*inputs)
+        return (forecast.double() - reference - self.change_mean) / self.change_std
+
+    def rounding(self, forecast: Tensor) -> float:
+        """Return the relative error that rounding a forecast to float32 causes in the normalised change."""
+        largest = (forecast.abs().amax(dim=(0, 1)) / self.change_std).max().item()
+        return torch.finfo(torch.float32).eps * largest
+
+
+def day_angle(time: Tensor) -> Tensor:
+    """Return the time of the day, UTC, as an angle from midnight, [B] float64."""
+    return 2 * math.pi * torch.remainder(time, SECONDS_PER_DAY) / SECONDS_PER_DAY
+
+
+def year_angle(time: Tensor) -> Tensor:
+    """Return the time since 1 January as an angle, a mean Gregorian year being the circle, [B] float64.
+
+    The year of a day count is found in integers by eras of 400 years that begin on 1 March.
+    """
+    days = torch.floor(time / SECONDS_PER_DAY).long() + 719_468  # since 1 March of year 0
+    era = torch.div(days, 146_097, rounding_mode="floor")
+    day = days - era * 146_097
+    year = (day - day // 1_460 + day // 36_524 - day // 146_096) // 365
+    day_of_year = day - (365 * year + year // 4 - year // 100)  # from 1 March
+    year = year + era * 400 + (day_of_year >= 306).long()  # January and February are of the next year
+    before = year - 1  # whose March begins the era year in which 1 January lies
+    era = torch.div(before, 400, rounding_mode="floor")
+    rest = before - era * 400
+    new_year = era * 146_097 + rest * 365 + rest // 4 - rest // 100 + 306 - 719_468
+    return 2 * math.pi * (time - new_year.double() * SECONDS_PER_DAY) / SECONDS_PER_YEAR
