@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from anemoi_gt.ops.triton_backend.problem import IndexTensors, Options, Problem
 
 from anemoi_gt.ops.operands import AttentionOperands
+from anemoi_gt.ops.triton_backend.sizes import IndexTensors, sizes_of
 
 
 def is_wide(samples, num_src, num_dst, num_edges, heads, channels, form="none", edge_dim=1):
@@ -19,7 +19,7 @@ def is_wide(samples, num_src, num_dst, num_edges, heads, channels, form="none", 
     query, key = empty(samples, num_dst, heads, channels), empty(samples, num_src, heads, channels)
     colptr, row = (torch.empty(n, dtype=torch.int32, device="meta") for n in (num_dst + 1, num_edges))
     operands = AttentionOperands(query, key, key, attr, weight)
-    return Problem(operands, IndexTensors(colptr, row), Options()).needs_int64()
+    return sizes_of(operands, IndexTensors(colptr, row)).needs_int64
 
 
 SIZES = {"num_dst": 1, "num_src": 1, "num_edges": 1, "heads": 16, "channels": 64}

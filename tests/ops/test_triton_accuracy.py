@@ -11,11 +11,10 @@ from support.accuracy import Corpus, assert_accurate
 from support.cases import COLUMNS, Case, full_cases, judge, pairwise_cases, run
 from support.graphs import GRAPHS, HUBS
 from support.oracle import make_problem, plain
+from support.plans import new_plans
 from support.poison import poisoned_memory
 from support.run import attend, structure, with_hubs
 from support.same_numbers import assert_same
-
-from anemoi_gt.ops.triton_backend import launch
 
 SUMMED = [  # gradients of features that samples share are float32, though rows are read as pairs of bfloat16
     Case(shape, 1, torch.bfloat16, "embedded", "batch_shares_attributes", "shuffled") for shape in ((4, 16), (6, 10))
@@ -74,16 +73,17 @@ def test_shapes_beyond_one_tile_are_as_accurate(name, dtype, shape, kernel_devic
 
 @pytest.mark.parametrize(("name", "segment"), [("isolated", None), ("both", 4)])
 @pytest.mark.parametrize("form", ["raw", "embedded"])
-def test_another_run_and_64_bit_offsets_and_indices_give_the_same_bits(name, segment, form, kernel_device, monkeypatch):
+def test_another_run_and_64_bit_offsets_and_indices_give_the_same_bits(name, segment, form, kernel_device):
     edges = (GRAPHS | HUBS)[name]
     problem, graph = make_problem(edges, 3, 5, 4, form), structure(edges, kernel_device).with_reverse()
     graph = with_hubs(graph, segment)
     expected = attend(problem, graph, "triton")
     assert_same(attend(problem, graph, "triton"), expected, 0)
     long = replace(graph, **{name: index.long() for name, index in graph.state_dict().items() if name != "sources"})
-    monkeypatch.setattr(launch.Problem, "needs_int64", lambda _: True)
-    for structured in (graph, long):
-        assert_same(attend(problem, structured, "triton"), expected, 0)
+    assert_same(attend(problem, long, "triton"), expected, 0)
+    with new_plans(needs_int64=True):
+        for structured in (graph, long):
+            assert_same(attend(problem, structured, "triton"), expected, 0)
 
 
 @pytest.mark.parametrize("form", ["raw", "none"])

@@ -9,14 +9,15 @@ from support.accuracy import assert_accurate
 from support.cases import BATCHES, GRADIENTS, Case, judge, run
 from support.compiled import assert_compiled_attention_is_eager
 from support.graphs import GRAPHS, HUBS, crowd
+from support.launches import noted_launches
 from support.oracle import make_problem
 from support.pairwise import pairwise
+from support.plans import new_plans
 from support.poison import poisoned_memory
 from support.run import attend, leaves_of, structure, with_hubs
 
 from anemoi_gt import AttentionConfig, GraphStructure, edge_attention
 from anemoi_gt.graph.validation import HUB_DEGREE
-from anemoi_gt.kernels.jit_launch import Launch
 from anemoi_gt.ops.triton_backend import tiles
 
 SEGMENT, SMALL = HUB_DEGREE // 2, 4  # edges of a segment, and of the small ones here
@@ -69,17 +70,17 @@ def test_large_and_infinite_logits_of_a_segment_reach_the_whole_hub_and_no_other
 
 
 def launches_of(graph):
-    """Kernels of a forward and a backward pass, with grid and segment; nothing is launched."""
-    seen = []
-
-    def note(launch, **tensors):
-        name = launch.name(dict.fromkeys(tensors, "fp32"))
-        seen.append((name.removeprefix("edge_attention_").split("_fp32")[0], launch.grid, launch.constants))
-
+    """Grid and segment of each kernel of a forward and a backward pass, by name; nothing is launched."""
     problem = make_problem((graph.edge_index(), (graph.num_src, graph.num_dst)), 2, 4, 3)
-    with mock.patch.object(Launch, "__call__", note):
+    with noted_launches() as launches:
         edge_attention(**leaves_of(problem, graph), graph=graph, config=TRITON)[0].sum().backward()
-    return {name: (grid[0], constants.get("SEGMENT", 0)) for name, grid, constants in seen}
+    return {
+        launch.name.removeprefix("edge_attention_").split("_fp32")[0]: (
+            launch.grid[0],
+            launch.constants.get("SEGMENT", 0),
+        )
+        for launch in launches
+    }
 
 
 TODAY = {"project", "fwd", "embed", "bwd_dst", "bwd_attributes", "bwd_weight", "sum_weight", "bwd_src"}
@@ -110,7 +111,7 @@ def test_more_segments_than_are_read_together_are_joined(segment, num_edges, ker
     problem, graph = make_problem(edges, 2, 4, 2), structure(edges, kernel_device)
     assert graph.dst_hubs is not None and graph.src_hubs is not None
     graph = with_hubs(graph, segment)
-    with mock.patch.multiple(tiles, JOINED=16, STATISTICS=2):  # of sizes that no other test has: launches are kept
+    with new_plans(), mock.patch.multiple(tiles, JOINED=16, STATISTICS=2):
         assert_accurate(attend(problem, graph, TRITON), problem, torch.float32)
 
 

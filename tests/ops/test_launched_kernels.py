@@ -1,27 +1,23 @@
-"""The kernels that explain lists for a call are those that the call launches."""
+"""The kernels that explain lists for a call are those that the call launches, and which they are."""
 
 import re
 from dataclasses import replace
-from unittest import mock
 
 import pytest
 import torch
-from anemoi_gt.ops.triton_backend.problem import Sizes
+from support.launches import noted_launches
 from support.run import with_hubs
 
 from anemoi_gt import AttentionConfig, GraphStructure, edge_attention, explain_attention
-from anemoi_gt.kernels.jit_launch import Launch
-from anemoi_gt.ops.triton_backend import launch
-from anemoi_gt.ops.triton_backend.tiles import RowTile
 
 CONFIG = AttentionConfig(backend="triton")
 
 
-def operands_of(form, dtype, batch_size):
+def operands_of(form, batch_size=1):
     """Leaves by name: 5 sources, 4 destinations, 12 edges, 2 heads of 8."""
 
     def draw(*shape):
-        return torch.randn(*shape, dtype=dtype, requires_grad=True)
+        return torch.randn(*shape, dtype=torch.bfloat16, requires_grad=True)
 
     batch = () if batch_size == 1 else (batch_size,)
     operands = {"query": draw(*batch, 4, 2, 8), "key": draw(*batch, 5, 2, 8), "value": draw(*batch, 5, 2, 8)}
@@ -35,17 +31,8 @@ def operands_of(form, dtype, batch_size):
 
 @pytest.fixture
 def launched():
-    """Launch nothing; list the name and the constants of each launch."""
-    seen = []
-
-    def record(launch, **tensors):
-        names = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-        there = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-        name = launch.name({name: names.get(tensor.dtype) for name, tensor in there.items()})
-        seen.append((name, launch.constants))
-
-    with mock.patch.object(Launch, "__call__", record):
-        yield seen
+    with noted_launches() as launches:
+        yield launches
 
 
 def compare(launched, operands, graph):
@@ -56,7 +43,7 @@ def compare(launched, operands, graph):
     out, _ = edge_attention(query, key, value, graph, *edges, config=CONFIG)
     out.sum().backward()
     listed = [kernel for pass_ in layer.passes for kernel in pass_.kernels]
-    assert listed == [name for name, _ in launched]
+    assert listed == [launch.name for launch in launched]
     return listed
 
 
@@ -67,28 +54,44 @@ def graph(request):
     return GraphStructure.from_edge_index(torch.stack([numbers % 5, dst]), (5, 4))
 
 
-@pytest.mark.parametrize("batch_size", [1, 3])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("form", ["raw", "raw_without_bias", "embedded", "none"])
-def test_the_listed_kernels_are_those_of_a_forward_and_a_backward(launched, graph, form, dtype, batch_size):
-    names = compare(launched, operands_of(form, dtype, batch_size), graph)
+@pytest.mark.parametrize(("form", "batch_size"), [("raw", 1), ("raw_without_bias", 3), ("embedded", 3), ("none", 1)])
+def test_the_listed_kernels_are_those_of_a_forward_and_a_backward(launched, graph, form, batch_size):
+    names = compare(launched, operands_of(form, batch_size), graph)
     fixed_degree = sum("_fixed_degree_" in name for name in names)
     assert fixed_degree == (2 if graph.fixed_in_degree is not None and form != "embedded" else 0)
 
 
-@pytest.mark.parametrize("wanted", [("query",), ("key",), ("edge_attr",), ("edge_weight",), ("key", "edge_bias")])
-def test_the_listed_kernels_depend_on_the_gradients_that_are_needed(launched, graph, wanted):
-    operands = operands_of("raw", torch.float32, 1)
+@pytest.mark.parametrize(
+    ("wanted", "expected"),
+    [
+        ({"query"}, {"project", "bwd_dst", "bwd_attributes", "embed"}), ({"key"}, {"project", "bwd_dst", "bwd_src"}),
+        ({"edge_attr"}, {"project", "bwd_dst", "bwd_attributes"}),
+        ({"edge_bias"}, {"project", "bwd_dst", "bwd_attributes", "bwd_weight", "sum_weight"}),
+        ({"key", "edge_weight"}, {"project", "bwd_dst", "bwd_attributes", "bwd_weight", "sum_weight", "bwd_src"}),
+    ],
+    ids=lambda names: "+".join(sorted(names)),
+)  # fmt: skip
+def test_kernels_run_only_for_gradients_that_are_needed(launched, graph, wanted, expected):
+    graph = replace(graph, fixed_in_degree=None)
+    operands = operands_of("raw")
     for name, operand in operands.items():
         operand.requires_grad_(name in wanted)
-    compare(launched, operands, graph)
+    names = compare(launched, operands, graph)
+    backward = names[names.index("edge_attention_embed_bf16_h2_c8_d3") + 1 :]
+    assert {re.sub(r"edge_attention_|_(bf16|fp32).*", "", name) for name in backward} == expected
 
 
-@pytest.mark.parametrize("batch_size", [1, 3])
+def test_a_gradient_that_does_not_arrive_is_not_made_up(launched, graph):
+    query, key, value, *edges = operands_of("raw").values()
+    edge_attention(query, key, value, graph, *edges, config=CONFIG)[0].sum().backward()
+    (rows,) = [launch for launch in launched if "bwd_dst" in launch.name]
+    assert "grad_out" in rows.tensors and "grad_lse" not in rows.tensors
+
+
 @pytest.mark.parametrize("form", ["raw", "embedded", "none"])
 @pytest.mark.parametrize("wanted", ["all", "query", "value"])
-def test_the_listed_kernels_are_those_of_a_call_with_hubs(launched, graph, form, wanted, batch_size):
-    operands = operands_of(form, torch.bfloat16, batch_size)
+def test_the_listed_kernels_are_those_of_a_call_with_hubs(launched, graph, form, wanted):
+    operands = operands_of(form, 3)
     for name, operand in operands.items():
         if operand is not None:
             operand.requires_grad_(wanted in ("all", name))
@@ -121,32 +124,14 @@ def packed_in(launched, graph, query, key):
     """Return whether each kernel over destinations reads packed pairs, by its name without dtype and sizes."""
     query, key = query.requires_grad_(), key.requires_grad_()
     edge_attention(query, key, key, graph.with_reverse(), config=CONFIG)[0].sum().backward()
-    packed = {name: constants["PACKED"] is not None for name, constants in launched if "PACKED" in constants}
-    return {re.search(r"edge_attention_(\w+?)_(bf16|fp16|fp32)", name)[1]: pairs for name, pairs in packed.items()}
+    packed = {}
+    for launch in launched:
+        if "PACKED" in launch.constants:
+            name = re.search(r"edge_attention_(\w+?)_(bf16|fp16|fp32)", launch.name)[1]
+            packed[name] = launch.constants["PACKED"] is not None
+    return packed
 
 
-def sizes(heads=2, channels=8, dtype=torch.bfloat16, **more):
-    return Sizes(
-        batch=1, num_dst=4, num_src=5, num_edges=12, heads=heads, channels=channels, edge_dim=3, bias=1, embedded=False,
-        attr_stride=0, dtype=dtype, needs_int64=False, scale=0.5, dropout_p=0.0, **more,
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize("is_known", [True, False])
-def test_the_fixed_degree_kernels_serve_a_structure_that_has_the_degree(launched, graph, is_known):
-    query, key, value, *edges = operands_of("raw", torch.bfloat16, 1).values()
-    structure = graph if is_known else replace(graph, fixed_in_degree=None)
-    edge_attention(query, key, value, structure, *edges, config=CONFIG)[0].sum().backward()
-    uses_fixed_degree = any("_fixed_degree_" in name for name, _ in launched)
-    assert uses_fixed_degree == (structure.fixed_in_degree is not None)
-
-
-def test_a_launch_takes_another_tile_than_the_chosen_one():
-    tile = RowTile(heads=1, channels=8, unroll=2, num_warps=8, nodes=4)
-    for launch_of, names in (
-        (launch.forward_launch, {"HEADS": 1, "UNROLL": 2, "num_warps": 8, "PACKED": None}),
-        (launch.destination_launch, {"HEADS": 1, "UNROLL": 2, "num_warps": 8, "PACKED": None}),
-        (launch.source_launch, {"HEADS": 1, "UNROLL": 2, "num_warps": 8, "NODES": 4}),
-    ):
-        constants = launch_of(sizes(), tile).constants
-        assert {name: constants[name] for name in names} == names
+def test_the_fixed_degree_kernels_serve_only_a_structure_that_knows_its_degree(launched, graph):
+    names = compare(launched, operands_of("raw"), replace(graph, fixed_in_degree=None))
+    assert not any("_fixed_degree_" in name for name in names)

@@ -1,0 +1,26 @@
+"""Plans made anew, where a test changes what they are made from: plans are kept by the sizes of a call."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import lru_cache
+from unittest import mock
+
+from anemoi_gt.ops.triton_backend import attention_sublayer, feed_forward_sublayer, op
+from anemoi_gt.ops.triton_backend.sizes import sizes_of
+
+
+@contextmanager
+def new_plans(**sizes) -> Iterator[None]:
+    """Keep no plan from before, nor from inside for later; some sizes are others than those of the call."""
+
+    def changed(*arguments, **options):
+        return sizes_of(*arguments, **options)._replace(**sizes)
+
+    with ExitStack() as patches:
+        for module in (op, attention_sublayer, feed_forward_sublayer):
+            for name in ("forward_plan", "backward_plan"):
+                make = lru_cache(getattr(module, name).__wrapped__)
+                patches.enter_context(mock.patch.object(module, name, make))
+        for module in (op, attention_sublayer):
+            patches.enter_context(mock.patch.object(module, "sizes_of", changed))
+        yield
