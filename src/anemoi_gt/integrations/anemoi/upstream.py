@@ -17,6 +17,8 @@ from inspect import signature
 from operator import attrgetter
 from types import ModuleType
 
+from anemoi_gt.integrations.anemoi.bodies import unknown_body
+
 
 class Upstream:
     """Modules and classes of anemoi-models that replacements read, resolved once by `resolve_upstream`."""
@@ -29,20 +31,24 @@ class Upstream:
     parts: tuple[type, ...] = ()  # its layer norm, which keeps the dtype, and its feed-forward network
     conv: type | None = None  # the attention of graph_attention_backend: pyg
     triton_conv: object = None  # that of `triton`; before 0.18.0 the class whose `apply` it is; None before 0.11
-    replaced: tuple = ()  # our replacements of methods, wherever they are
+    block_module: ModuleType | None = None  # layers.block
+    shapes: ModuleType | None = None  # distributed.shapes
 
 
-def resolve_upstream(replaced: tuple) -> None:
-    """Import what replacements read."""
-    Upstream.replaced = replaced
+def resolve_upstream() -> None:
+    """Import what replacements read; classes whose bodies we do not know are left out."""
     Upstream.mapper, Upstream.processor = (import_module(f"anemoi.models.layers.{n}") for n in ("mapper", "processor"))
     block = import_module("anemoi.models.layers.block")
+    Upstream.block_module, Upstream.shapes = block, import_module("anemoi.models.distributed.shapes")
     Upstream.block = block.GraphTransformerBaseBlock
     Upstream.blocks = (block.GraphTransformerProcessorBlock, block.GraphTransformerMapperBlock)
-    Upstream.conv = import_module("anemoi.models.layers.conv").GraphTransformerConv
+    conv = import_module("anemoi.models.layers.conv").GraphTransformerConv
+    is_known = unknown_body(conv.forward) is None and unknown_body(conv.message) is None
+    Upstream.conv = conv if is_known else None
     with suppress(ImportError, AttributeError):  # an older version
         names = {"normalization": "AutocastLayerNorm", "mlp": "MLP"}
-        Upstream.parts = tuple(getattr(import_module(f"anemoi.models.layers.{n}"), kind) for n, kind in names.items())
+        parts = [getattr(import_module(f"anemoi.models.layers.{n}"), kind) for n, kind in names.items()]
+        Upstream.parts = tuple(part for part in parts if unknown_body(part.forward) is None)
         Upstream.partition = import_module("anemoi.models.distributed.khop_edges")
     with suppress(ImportError, ValueError):  # anemoi-models raises ValueError without Triton
         triton = import_module("anemoi.models.triton.gt")
@@ -66,6 +72,7 @@ class Replacement:
 
     function: Callable  # takes the upstream method, and what that takes
     known: tuple[str, ...]  # parameters of the upstream method by name, in each version that we know
+    stands_in: bool = True  # False: it calls upstream whatever its body is
 
     def of(self, upstream: Callable) -> Callable:
         """Return what is to be set in place of `upstream`."""
@@ -79,10 +86,10 @@ class Replacement:
         return wraps(upstream)(method)
 
     def misfit(self, upstream: Callable) -> str | None:
-        """Return why `upstream` cannot be replaced, or None if it has known parameters."""
+        """Return why `upstream` cannot be replaced, or None if it has known parameters and a known body."""
         given = parameters_of(upstream)
-        if given in map(str.split, self.known):
-            return None
+        if not self.known or given in map(str.split, self.known):
+            return unknown_body(upstream) if self.stands_in else None
         expected = " or ".join(f"({', '.join(each.split())})" for each in self.known)
         return f"it takes ({', '.join(given)}), not {expected}"
 
@@ -90,6 +97,11 @@ class Replacement:
 def replaces(*known: str) -> Callable[[Callable], Replacement]:
     """Make a function the replacement of a method with these parameters; see `Replacement`."""
     return lambda function: Replacement(function, known)
+
+
+def wraps_any(function: Callable) -> Replacement:
+    """Make a function the replacement of a method that it calls with all arguments, whatever its parameters."""
+    return Replacement(function, (), stands_in=False)
 
 
 def parameters_of(function: Callable) -> list[str]:
