@@ -30,12 +30,15 @@ def main(arguments: list[str] | None = None) -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     info = {"info": "list versions, devices, available attention backends, and what Anemoi's install replaces"}
     for name, summary in (info | APPLICATIONS).items():
-        commands.add_parser(name, help=summary)
-    parser.parse_args(arguments)
+        command = commands.add_parser(name, help=summary)
+        if name == "info":
+            meaning = "tell how Anemoi's install would compute the blocks of a whole model, such as inference-last.ckpt"
+            command.add_argument("--checkpoint", metavar="FILE", help=meaning)
+    options = parser.parse_args(arguments)
 
     from anemoi_gt.app.info import describe
 
-    print(describe())
+    print(describe(options.checkpoint))
 
 
 if __name__ == "__main__":

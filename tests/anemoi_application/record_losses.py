@@ -16,7 +16,7 @@ class RecordLosses(pl.Callback):
         self.path, self.report = Path(path), {"losses": [], "seconds": [], "attentions": 0, "exchanges": 0}
 
     def on_train_start(self, trainer, module):
-        ours = sys.modules.get("anemoi_gt.integrations.anemoi.attention")
+        ours = sys.modules.get("anemoi_gt.integrations.anemoi.blocks")
         if ours is None:  # as untouched trainings have it
             return
         ours.edge_attention = self.count("attentions", ours.edge_attention)

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from anemoi.models.layers.block import GraphTransformerBaseBlock
+from anemoi.models.layers.block import GraphTransformerMapperBlock, GraphTransformerProcessorBlock
 from anemoi.models.layers.graph_provider import StaticGraphProvider
+from support.anemoi_model import OwnConv, build, make_options
+from support.weather import weather_graph
 from test_house import OPTIONAL, run_without
 
 import anemoi_gt
@@ -81,18 +83,39 @@ def test_every_device_is_listed_with_every_backend():
 def test_what_install_would_replace_is_listed_with_the_reason_where_it_would_not(monkeypatch, anemoi_as_it_is):
     listed = rows("anemoi-models")
     assert listed.pop("version") == importlib.metadata.version("anemoi-models")
-    assert len(listed) == len(patch.PATCHES | patch.SHARDING) and set(listed.values()) == {"replaced by install"}
+    assert {"GraphTransformerProcessorBlock.forward", "NoiseConditioning.forward"} <= set(listed)
+    assert set(listed.values()) == {"replaced by install"}
     with patch.install():
         assert rows("anemoi-models").items() >= listed.items()
-    monkeypatch.setattr(GraphTransformerBaseBlock, "get_qkve", lambda self, x: None)
-    monkeypatch.setattr(GraphTransformerBaseBlock, "apply_gt", lambda self: None)
+    monkeypatch.setattr(GraphTransformerProcessorBlock, "forward", lambda self, x: None)
+    monkeypatch.setattr(GraphTransformerMapperBlock, "run_node_src_mlp", lambda self: None)
     monkeypatch.delattr(StaticGraphProvider, "_get_edges_impl")
     listed = rows("anemoi-models")
-    name = "GraphTransformerBaseBlock.{}".format
-    assert listed[name("get_qkve")] == "stays upstream's: it takes (self, x), not (self, x, edge_attr)"
-    assert listed[name("apply_gt")].startswith("install refuses this version: it takes (self), not (self, query, ")
+    processor, mapper = (listed[f"GraphTransformer{kind}Block.forward"] for kind in ("Processor", "Mapper"))
+    assert processor.startswith("stays upstream's: it takes (self, x), not (self, x, edge_attr, ")
+    assert mapper.startswith("stays upstream's: of its run_node_src_mlp, its source cannot be read")
     assert listed["StaticGraphProvider._get_edges_impl"] == "stays upstream's: it has no _get_edges_impl"
     assert listed["NoiseConditioning.forward"] == "stays upstream's: sharding is replaced as a whole, or not at all"
+
+
+def test_a_checkpoint_is_told_of_block_by_block(tmp_path, capsys, anemoi_as_it_is):
+    model = build(weather_graph(), make_options(channels=16, heads=2))
+    model.processor.proc[1].conv = OwnConv(model.processor.proc[1].conv)
+    torch.save(model, tmp_path / "inference-last.ckpt")
+    command_line.main(["info", "--checkpoint", str(tmp_path / "inference-last.ckpt")])
+    section = capsys.readouterr().out.split("\n\n")[-1]
+    listed = dict(re.fullmatch(r"  (.+?)  +(.+)", line).groups() for line in section.splitlines()[1:])
+    reason = "its conv is support.anemoi_model.OwnConv, which is not Anemoi's attention"
+    assert listed["processor.proc.1"] == f"upstream: {reason}"
+    fused = "attention only: whole blocks are computed under 16-bit autocast where backend triton attends"
+    assert listed["processor.proc.0"] == listed["encoder.encoder.proc"] == fused
+    assert f"1 upstream (processor.proc.1: {reason})" in listed["blocks"]
+
+
+def test_a_checkpoint_without_a_model_is_refused(tmp_path):
+    torch.save({"state_dict": {}}, tmp_path / "last.ckpt")
+    with pytest.raises(ValueError, match="checkpoint must hold a whole model, .* got dict"):
+        info.describe(str(tmp_path / "last.ckpt"))
 
 
 @pytest.mark.parametrize(("arguments", "status"), [([], 0), (["--help"], 0), (["inform"], 2)])

@@ -7,7 +7,7 @@ import torch
 from support.anemoi_model import graph_of
 
 from anemoi_gt import GraphStructure
-from anemoi_gt.integrations.anemoi import attention
+from anemoi_gt.integrations.anemoi import blocks, report
 
 
 @pytest.fixture(autouse=True)
@@ -24,20 +24,20 @@ def graph():
 @pytest.fixture
 def attentions(monkeypatch):
     """Operands of every call of our attention: query, key, value, graph, edges, and weight and bias of raw edges."""
-    calls, attend = [], attention.edge_attention
+    calls, attend = [], blocks.edge_attention
 
     def record(*operands, **options):
         calls.append(operands)
         return attend(*operands, **options)
 
-    monkeypatch.setattr(attention, "edge_attention", record)
+    monkeypatch.setattr(blocks, "edge_attention", record)
     return calls
 
 
 @pytest.fixture
 def said(caplog):
     """Return what we logged in this test, Anemoi's own messages apart; nothing counts as said before."""
-    attention._log_once.cache_clear()
+    report._log_once.cache_clear()
     caplog.set_level(logging.WARNING, logger="anemoi_gt")
     return lambda: [record.message for record in caplog.records if record.name.startswith("anemoi_gt")]
 

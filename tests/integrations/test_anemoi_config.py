@@ -13,7 +13,7 @@ from hydra.errors import InstantiationException
 from support.anemoi_model import CONFIG, build, draw, make_options, options_of
 from support.same_numbers import assert_same_numbers
 
-from anemoi_gt.integrations.anemoi.attention import SETTINGS
+from anemoi_gt.integrations.anemoi.settings import SETTINGS
 
 with warnings.catch_warnings(action="ignore"):  # of pydantic, at every field of the schema
     from anemoi.models.schemas.models import BaseModelSchema

@@ -120,5 +120,5 @@ def test_install_names_the_methods_that_are_not_as_in_the_versions_we_know(repor
         assert message.endswith("expect less speed, not other results")
     else:
         assert not methods, f"anemoi-models {report['version']}: {methods}"
-    named = "_forward_edges_shard_strategy" in sharding and sharding.endswith("its own sharding is kept")
+    named = "target_features.shard_tensor" in sharding and sharding.endswith("its own sharding is kept")
     assert named is (report["version"] in VERSIONS[:-1]), f"anemoi-models {report['version']}: {sharding}"

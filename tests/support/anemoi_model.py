@@ -99,7 +99,7 @@ def make_block(kind=GraphTransformerProcessorBlock, **options):
     torch.manual_seed(0)
     sizes = {"in_channels": 16, "hidden_dim": 32, "out_channels": 16, "num_heads": 2, "edge_dim": 5}
     options = {"layer_kernels": load_layer_kernels(), "graph_attention_backend": "pyg"} | options
-    return kind(**sizes, **options)
+    return kind(**(sizes | options))
 
 
 def for_gpu(block):

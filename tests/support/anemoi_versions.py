@@ -22,7 +22,7 @@ from omegaconf import DictConfig
 from anemoi_gt.data.graphs import icosphere_graph
 from anemoi_gt.data.grids import grid
 from anemoi_gt.integrations import anemoi as integration
-from anemoi_gt.integrations.anemoi import attention
+from anemoi_gt.integrations.anemoi import blocks as attending
 
 VERSION = tuple(int(part) for part in version("anemoi-models").split(".")[:2])
 GRAPH = icosphere_graph(grid("O4"), refinement=1)
@@ -95,18 +95,18 @@ def errors(ours, theirs):
 
 def compare(model):
     """Return the error of a model with us, whether edges that we attended to were raw, and whether it pickles as before."""
-    theirs, raw, attend = differentiate(model), [], attention.edge_attention
+    theirs, raw, attend = differentiate(model), [], attending.edge_attention
     pickled, keys = pickle.dumps(model), list(model.state_dict())
 
     def record(query, key, value, graph, edges, *rest, **options):
         raw.append(bool(rest))  # with the weight of lin_edge
         return attend(query, key, value, graph, edges, *rest, **options)
 
-    attention.edge_attention = record
+    attending.edge_attention = record
     with integration.install():
         ours = differentiate(model)
         same = pickle.dumps(model) == pickled and list(model.state_dict()) == keys
-    attention.edge_attention = attend
+    attending.edge_attention = attend
     again = differentiate(model)
     assert all(torch.equal(again[name], theirs[name]) for name in theirs), "uninstalled, it computes something else"
     return {"error": errors(ours, theirs), "raw": raw, "same": same}

@@ -30,10 +30,16 @@ PACKAGES = {  # module: its package, and the extra that installs it (None: a dep
 }
 
 
-def describe() -> str:
-    """Return versions, packages, devices, where each attention backend runs or why not, and what `install` replaces."""
+def describe(checkpoint: str | None = None) -> str:
+    """Return versions, packages, devices, where each attention backend runs or why not, and what `install` replaces.
+
+    With a checkpoint of a whole Anemoi model, such as Anemoi's for inference: how `install` would compute its blocks.
+    It is unpickled, which runs what is in it.
+    """
     sections = {"versions": versions(), "packages": packages(), "devices": devices(), "attention backends": backends()}
     sections["anemoi-models"] = anemoi_models()
+    if checkpoint is not None:
+        sections["checkpoint"] = blocks_of_checkpoint(checkpoint)
     return "\n\n".join("\n".join([name, *_aligned(rows)]) for name, rows in sections.items())
 
 
@@ -86,8 +92,24 @@ def anemoi_models() -> Iterator[tuple[str, str]]:
         return
     yield "version", _version_of("anemoi-models")
     for name, reason in replaced.items():
-        without = "install refuses this version" if name.endswith(".apply_gt") else "stays upstream's"
-        yield name, "replaced by install" if reason is None else f"{without}: {reason}"
+        yield name, "replaced by install" if reason is None else f"stays upstream's: {reason}"
+
+
+def blocks_of_checkpoint(path: str) -> Iterator[tuple[str, str]]:
+    """Yield how `install` would compute each graph-transformer block of a checkpoint, and in one line all of them."""
+    from anemoi_gt.integrations.anemoi import report
+    from anemoi_gt.integrations.anemoi.patch import examine
+
+    model = torch.load(path, map_location="cpu", weights_only=False)
+    if not isinstance(model, torch.nn.Module):
+        raise ValueError(
+            "checkpoint must hold a whole model, as Anemoi's inference-*.ckpt does, "
+            f"got {type(model).__name__} in {path}"
+        )
+    computed = examine(model)
+    yield "blocks", report.summary(computed) if computed else "none: the model has no graph-transformer block"
+    for block in computed:
+        yield block.path, block.outcome if block.reason is None else f"{block.outcome}: {block.reason}"
 
 
 def _gpus() -> list[torch.device]:

@@ -65,7 +65,7 @@ class BlockPath(NamedTuple):
 
 
 def attention_path(
-    parts: AttentionParts | str, x: Tensor, cond: Tensor | None, config: AttentionConfig
+    parts: AttentionParts | str, x: Tensor, cond: Tensor | tuple | None, config: AttentionConfig
 ) -> AttentionParts | str:
     """Return the parts, or why a call on destinations like x with this condition cannot use them."""
     if isinstance(parts, str):
@@ -77,7 +77,7 @@ def attention_path(
     return _dtype_mismatch(x, parts.query_weight) or parts
 
 
-def feed_forward_path(parts: FeedForwardParts | str, x: Tensor, cond: Tensor | None) -> FeedForwardParts | str:
+def feed_forward_path(parts: FeedForwardParts | str, x: Tensor, cond: Tensor | tuple | None) -> FeedForwardParts | str:
     """Return the parts, or why a call on rows like x with this condition cannot use them."""
     if isinstance(parts, str):
         return parts

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
-from anemoi_gt.integrations.anemoi.attention import SETTINGS
+from anemoi_gt.integrations.anemoi.decision import keeping_decisions
 from anemoi_gt.integrations.anemoi.edge_cache import lookup
-from anemoi_gt.integrations.anemoi.upstream import Upstream, replaces
+from anemoi_gt.integrations.anemoi.settings import SETTINGS
+from anemoi_gt.integrations.anemoi.upstream import Upstream, replaces, wraps_any
 from anemoi_gt.nn.activation_checkpointing import copy_result
 
 MODES = "none", "full"
@@ -55,7 +56,7 @@ def maybe_checkpoint(upstream, func, enabled, *args, **kwargs):
     mode = _mode_of(component)
     if mode == "none" or not (enabled or mode):
         return func(*args, **kwargs)
-    func, args = _with_bound_lists(func, args)
+    func, args = _as_in_forward(func, args)
     is_in_turn = isinstance(component, Upstream.processor.GraphTransformerProcessor)  # chunks of mappers are not
     run = _with_copied_results(func) if is_in_turn and torch.compiler.is_compiling() else func
     if mode is None:
@@ -74,6 +75,20 @@ def _mode_of(component: nn.Module | None) -> str | None:
     return modes.decoder if isinstance(component, Upstream.mapper.GraphTransformerBackwardMapper) else None
 
 
+@wraps_any
+def torchs_checkpoint(upstream, func, *args, **kwargs):
+    """Checkpoint as anemoi-models before 0.12.1 does; the recomputation takes the path of the forward pass."""
+    func, args = _as_in_forward(func, args)
+    return upstream(func, *args, **kwargs)
+
+
+def _as_in_forward(func: Callable, args: tuple) -> tuple[Callable, tuple]:
+    """Return a function and arguments to checkpoint whose recomputation decides and looks up nothing again."""
+    if torch.compiler.is_compiling():
+        return func, args
+    return _with_bound_lists(keeping_decisions(func), args)
+
+
 def _with_bound_lists(func: Callable, args: tuple) -> tuple[Callable, tuple]:
     """Return a function that holds the cached edge lists among its arguments, and the arguments without them.
 
@@ -81,7 +96,7 @@ def _with_bound_lists(func: Callable, args: tuple) -> tuple[Callable, tuple]:
     them. A copy of a list has no cache, so the recomputation would find another structure than the forward pass.
     """
     is_bound = [isinstance(arg, Tensor) and lookup(arg) is not None for arg in args]
-    if torch.compiler.is_compiling() or not any(is_bound):
+    if not any(is_bound):
         return func, args
 
     def with_lists(*others, **kwargs):

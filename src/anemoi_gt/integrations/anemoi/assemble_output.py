@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from anemoi_gt.integrations.anemoi.report import after_step
 from anemoi_gt.integrations.anemoi.upstream import replaces
 
 _ON_DEVICE = WeakTensorKeyDictionary()  # {index of a model: {(device, version): the same on the device}}
@@ -34,6 +35,8 @@ def assemble_output(_, self, x_out, x_skip, batch_size, ensemble_size, dtype, da
         x_out = x_out.index_add(-1, _on_device(self._internal_output_idx[dataset_name], x_out.device), skip.to(dtype))
     for bounding in self.boundings[dataset_name]:
         x_out = bounding(x_out)
+    if not torch.compiler.is_compiling():
+        after_step(self)
     return x_out
 
 

@@ -16,10 +16,16 @@ from pathlib import Path
 
 KNOWN = {  # name of a method or function of anemoi-models: hashes of its bodies that we stand in for, their versions
     "GraphTransformerProcessorBlock.forward": {
+        "8810ad76f2be": "0.9.2 to 0.10.0",
+        "c6899e101f50": "0.11.0 to 0.14.1",
+        "235b62477ad0": "0.15.0 to 0.15.1",
         "1402274f5596": "0.16.0",
         "dd8936ad2720": "0.17.0 to 0.19.0",
     },
     "GraphTransformerMapperBlock.forward": {
+        "05102bf261b0": "0.9.2 to 0.13.1",
+        "a683a185c29a": "0.14.0 to 0.14.1",
+        "cdbf461630da": "0.15.0 to 0.15.1",
         "b3cb110f0b5b": "0.16.0",
         "60b8e7bbb22e": "0.17.0 to 0.19.0",
     },
@@ -39,7 +45,27 @@ KNOWN = {  # name of a method or function of anemoi-models: hashes of its bodies
     },
     "GraphTransformerBaseBlock.prepare_qkve_edge_sharding": {"b6c831026842": "0.17.0 to 0.19.0"},
     "GraphTransformerMapperBlock.prepare_qkve_edge_sharding": {"97770d974bf5": "0.9.0 to 0.16.0"},
+    "GraphTransformerBaseBlock._apply_qk_norm": {"956b90f62bf2": "0.17.0 to 0.19.0"},
+    "GraphTransformerBaseBlock._forward_edges_sharded_attention": {"5ddffb2d1871": "0.17.0 to 0.19.0"},
+    "GraphTransformerBaseBlock._forward_heads_sharded_attention": {"837a5d16509d": "0.17.0 to 0.19.0"},
     "GraphTransformerProcessorBlock._forward_edges_shard_strategy": {"a5117e85cf1d": "0.17.0 to 0.19.0"},
+    "GraphTransformerProcessorBlock._forward_heads_shard_strategy": {"e71a3d184c2b": "0.17.0 to 0.19.0"},
+    "GraphTransformerProcessorBlock._get_or_build_cached_halo_info": {"d87a58fe7e70": "0.17.0 to 0.19.0"},
+    "GraphTransformerBaseBlock.run_node_dst_mlp": {"d149c36471d0": "0.9.0 to 0.19.0"},
+    "GraphTransformerMapperBlock.run_node_src_mlp": {"c3507dfca1bd": "0.9.0 to 0.19.0"},
+    "GraphTransformerBaseBlock.shard_qkve_heads": {
+        "f35826eb706e": "0.9.0 to 0.14.1",
+        "b08dd3766498": "0.15.0 to 0.19.0",
+    },
+    "GraphTransformerBaseBlock.shard_output_seq": {
+        "3bf11187f487": "0.9.0 to 0.11.2",
+        "a26fb2ce399c": "0.11.3 to 0.14.1",
+        "33cd3f8387e5": "0.15.0 to 0.19.0",
+    },
+    "GraphTransformerConv.forward": {"8cd77816c7f3": "0.9.0 to 0.19.0"},
+    "GraphTransformerConv.message": {"bf31becf5946": "0.9.0 to 0.19.0"},
+    "MLP.forward": {"e8a2b63923e4": "0.9.0 to 0.19.0"},
+    "AutocastLayerNorm.forward": {"445eb0e7afd6": "0.9.0 to 0.19.0"},
     "StaticGraphProvider._get_edges_impl": {
         "41772ef72c51": "0.11.3 to 0.15.1",
         "7da7746903c4": "0.16.0 to 0.19.0",
@@ -66,6 +92,21 @@ KNOWN = {  # name of a method or function of anemoi-models: hashes of its bodies
     "AnemoiModelEncProcDec._assert_valid_sharding": {"6a4999d2f176": "0.9.0 to 0.9.5, 0.12.0 to 0.19.0"},
 }
 _IGNORED = {"annotation", "returns", "type_comment", "type_params", "kind", "ctx"}
+
+
+IN_BLOCKS = tuple(  # methods of blocks that the forward of a block calls
+    name.rpartition(".")[2] for name in KNOWN if "Block." in name and not name.endswith(".forward")
+)
+
+
+def unknown_body_in_block(kind: type) -> str | None:
+    """Return which method that the forward of a class of blocks calls is none that we stand in for, None if all are."""
+    for name in IN_BLOCKS:
+        method = getattr(kind, name, None)
+        reason = None if method is None else unknown_body(method)
+        if reason is not None:
+            return f"of its {name}, {reason}"
+    return None
 
 
 def unknown_body(function: Callable) -> str | None:

@@ -135,7 +135,7 @@ def version_of(tensor: Tensor) -> int:
 @replaces("self batch_size shard_edges model_comm_group")
 def get_edges(upstream, self, batch_size, shard_edges, model_comm_group):
     """Hand out cached lists of a `StaticGraphProvider` without synchronising the device."""
-    if is_exporting():
+    if is_exporting() or torch.jit.is_tracing():
         return upstream(self, batch_size, shard_edges, model_comm_group)
     edge_index, num_nodes = _expanded_list(self, batch_size)
     edge_attr = self.trainable(self.edge_attr, batch_size)

@@ -7,7 +7,7 @@ import logging
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from types import ModuleType
 from typing import NamedTuple
@@ -16,11 +16,11 @@ import torch
 from torch import nn
 
 from anemoi_gt.attention_config import AttentionConfig
-from anemoi_gt.integrations.anemoi import assemble_output, attention, edge_cache, sharding, whole_blocks
-from anemoi_gt.integrations.anemoi.activation_checkpointing import Checkpointing, maybe_checkpoint
-from anemoi_gt.integrations.anemoi.attention import SETTINGS, Settings
-from anemoi_gt.integrations.anemoi.bodies import unknown_body
-from anemoi_gt.integrations.anemoi.upstream import Replacement, find, parameters_of, resolve_upstream
+from anemoi_gt.integrations.anemoi import assemble_output, blocks, decision, edge_cache, models, report, sharding
+from anemoi_gt.integrations.anemoi.activation_checkpointing import Checkpointing, maybe_checkpoint, torchs_checkpoint
+from anemoi_gt.integrations.anemoi.bodies import unknown_body_in_block
+from anemoi_gt.integrations.anemoi.settings import SETTINGS, Settings
+from anemoi_gt.integrations.anemoi.upstream import Replacement, find, resolve_upstream
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +29,8 @@ PROVIDER = ("anemoi.models.layers.graph_provider", "StaticGraphProvider")
 MAPPER = ("anemoi.models.layers.mapper", "GraphTransformerBaseMapper")
 PROCESSOR = ("anemoi.models.layers.processor", "GraphTransformerProcessor")
 PARTITION = ("anemoi.models.distributed.khop_edges", "GraphPartition")
+INTERFACE = ("anemoi.models.interface", "AnemoiModelInterface")
+BASE = ("anemoi.models.models.base", "BaseGraphModel")
 MODEL = ("anemoi.models.models.encoder_processor_decoder", "AnemoiModelEncProcDec")
 ENSEMBLE = ("anemoi.models.models.ens_encoder_processor_decoder", "AnemoiEnsModelEncProcDec")
 TARGETS = ("anemoi.models.layers.target_features",)
@@ -37,12 +39,8 @@ NOISE = ("anemoi.models.layers.ensemble", "NoiseConditioning")
 PROCESSOR_BLOCK = (BLOCK[0], "GraphTransformerProcessorBlock")
 MAPPER_BLOCK = (BLOCK[0], "GraphTransformerMapperBlock")
 PATCHES = {  # (class, or module that holds a function, name of the method or function): its replacement
-    (BLOCK, "apply_gt"): attention.apply_gt,
-    (BLOCK, "attention_block"): attention.attention_block,
-    (BLOCK, "get_qkve"): attention.get_qkve,
-    (BLOCK, "prepare_qkve_edge_sharding"): attention.prepare_qkve_edge_sharding,
-    (PROCESSOR_BLOCK, "forward"): whole_blocks.processor_block,
-    (MAPPER_BLOCK, "forward"): whole_blocks.mapper_block,
+    (PROCESSOR_BLOCK, "forward"): blocks.processor_block,
+    (MAPPER_BLOCK, "forward"): blocks.mapper_block,
     (PROVIDER, "_get_edges_impl"): edge_cache.get_edges,
     (MAPPER, "prepare_edge_sharding_wrapper"): edge_cache.prepare_edge_sharding,
     (PROCESSOR, "forward"): edge_cache.processor_forward,
@@ -54,12 +52,16 @@ PATCHES = {  # (class, or module that holds a function, name of the method or fu
     (PROCESSOR[:1], "gather_tensor"): edge_cache.gather_tensor,
     (MAPPER[:1], "maybe_checkpoint"): maybe_checkpoint,
     (PROCESSOR[:1], "maybe_checkpoint"): maybe_checkpoint,
+    (MAPPER[:1], "checkpoint"): torchs_checkpoint,
+    (PROCESSOR[:1], "checkpoint"): torchs_checkpoint,
+    (INTERFACE, "_build_model"): models.build_model,
+    (INTERFACE, "_update_metadata"): models.update_metadata,
+    (MODEL, "_assert_valid_sharding"): models.assert_valid_sharding,
     (MODEL, "_assemble_output"): assemble_output.assemble_output,
     (ENSEMBLE, "_assemble_output"): assemble_output.assemble_ensemble_output,
 }
 SHARDING = {  # replaced, above the replacements of `PATCHES`, all or none of them
     (PROVIDER, "_get_edges_impl"): sharding.get_edges,
-    (PROCESSOR_BLOCK, "_forward_edges_shard_strategy"): sharding.forward_edges_strategy,
     (MAPPER, "prepare_edge_sharding_wrapper"): sharding.prepare_edge_sharding,
     (MAPPER, "mapper_forward_with_edge_sharding"): sharding.mapper_forward,
     (MODEL, "_assert_valid_sharding"): sharding.assert_valid_sharding,
@@ -70,7 +72,7 @@ SHARDING = {  # replaced, above the replacements of `PATCHES`, all or none of th
 }
 # Functions that sharding calls, which must be as in the versions we know.
 CALLED = ((MAPPER[:1], "build_graph_partition"), (PARTITION[:1], "shard_tensor"), (MAPPER[:1], "gather_tensor"))
-OLDER = {(BLOCK, "prepare_qkve_edge_sharding"): MAPPER_BLOCK}  # the class that had the method before 0.17
+OLDER = {(MODEL, "_assert_valid_sharding"): BASE}  # the class that had the method in 0.9.6 to 0.11
 _upstream: dict[tuple[type | ModuleType, str], object] = {}  # what was replaced
 
 
@@ -109,7 +111,7 @@ class Installation:
 
     def __repr__(self) -> str:
         state = "in force" if SETTINGS.everywhere is self._settings else "ended"
-        return f"Installation({_describe(self._settings)}; {state})"
+        return f"Installation({self._settings}; {state})"
 
 
 def install(
@@ -168,20 +170,40 @@ def install(
     if activation_checkpointing is not None:
         settings = replace(settings, checkpointing=Checkpointing.of(activation_checkpointing))
     installation = Installation(settings, before=SETTINGS.everywhere)
+    if SETTINGS.everywhere != settings:  # Anemoi's configs install once for each component
+        log.info(
+            "anemoi_gt computes graph-transformer blocks of anemoi-models %s, where a model has them: %s",
+            version("anemoi-models"), settings,
+        )  # fmt: skip
     SETTINGS.everywhere = settings
-    log.info(
-        "graph-transformer blocks of anemoi-models %s compute with anemoi_gt: %s; replaced %d of %d methods",
-        version("anemoi-models"), _describe(settings), len(_upstream), len(plan()),
-    )  # fmt: skip
     return installation
 
 
-def installed() -> Settings | None:
-    """Return the settings of `install` that are in force, such as `config` and `fuse_edges`, or None without any.
+@dataclass(frozen=True)
+class Installed(Settings):
+    """The settings in force, and how blocks were computed since.
 
-    Models of `swap_layers` have settings of their own, which are not among them.
+    Attributes
+    ----------
+    computed : tuple of Computed
+        Of each graph-transformer block of a model that has computed: path, class, "fused", "attention only", "upstream"
+        or "not yet", and the reason where it was not fused.
     """
-    return SETTINGS.everywhere
+
+    computed: tuple[report.Computed, ...] = ()
+
+    def __repr__(self) -> str:
+        return f"Installed({self}; {report.summary(self.computed)})"
+
+
+def installed() -> Installed | None:
+    """Return the settings of `install` that are in force, and what was computed how, or None without `install`.
+
+    Models of `swap_layers` have settings of their own; how their blocks were computed is told too.
+    """
+    if SETTINGS.everywhere is None:
+        return None
+    return Installed(**vars(SETTINGS.everywhere), computed=report.computed())
 
 
 def plan() -> dict[str, str | None]:
@@ -194,6 +216,20 @@ def plan() -> dict[str, str | None]:
     if any(shards.values()) or any(reasons[seam] for seam in CALLED):
         shards = {seam: reason or "sharding is replaced as a whole, or not at all" for seam, reason in shards.items()}
     return {f"{place[-1]}.{name}": reason for (place, name), reason in (shards | reasons).items()}
+
+
+def examine(model: nn.Module) -> tuple[report.Computed, ...]:
+    """Return how `install()` would compute the graph-transformer blocks of a model on this machine.
+
+    On the first GPU if there is one, under autocast to bfloat16. A condition of norms shows in the classes of norms.
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    with install(), torch.autocast(device.type, torch.bfloat16):
+        decisions = [(path, block, decision.examine(block, device)) for path, block in report.blocks_of(model)]
+    return tuple(
+        report.Computed(path, type(block).__name__, report.WORDS[made.path], made.reason)
+        for path, block, made in decisions
+    )
 
 
 def uninstall() -> None:
@@ -263,7 +299,7 @@ def graph_transformer_backward_mapper(
 
 
 def _switch_on(config: AttentionConfig, fuse_edges: bool, blocks: bool | None, sharding: bool) -> Settings:
-    """Apply the patches; edges can be fused where all methods of the block were replaced, and shards if all were."""
+    """Apply the patches and return the settings; halos are exchanged if all methods for that were replaced."""
     if blocks is not None and not isinstance(blocks, bool):
         raise ValueError(f"blocks must be True, False or None, got {blocks!r}")
     for name, value in {"fuse_edges": fuse_edges, "sharding": sharding}.items():
@@ -271,9 +307,6 @@ def _switch_on(config: AttentionConfig, fuse_edges: bool, blocks: bool | None, s
             raise ValueError(f"{name} must be True or False, got {value!r}")
     _apply_patches()
     replaced = {name for _, name in _upstream}
-    fuse_edges = fuse_edges and replaced.issuperset(name for place, name in _wanted() if place == BLOCK)
-    if not {(find(*place), "forward") for place in (PROCESSOR_BLOCK, MAPPER_BLOCK)} <= set(_upstream):
-        blocks = False  # of another version, which was logged
     return Settings(config, fuse_edges, blocks, sharding and replaced.issuperset(name for _, name in SHARDING))
 
 
@@ -281,13 +314,15 @@ def _apply_patches() -> None:
     if _upstream:
         return
     matches = _matches()
-    attends = next(seam for seam in matches if seam[0] == BLOCK)
-    if matches[attends].reason is not None:
+    reasons = [matches[place, "forward"].reason for place in (PROCESSOR_BLOCK, MAPPER_BLOCK)]
+    if None not in reasons:
         raise ImportError(
-            f"anemoi-models must have {BLOCK[1]}.{attends[1]} as one of 0.9.3 to 0.19.0 has it, "
-            f"got {version('anemoi-models')}"
+            f"anemoi-models must have {PROCESSOR_BLOCK[1]}.forward as one of 0.9.2 to 0.19.0 has it, got "
+            f"{version('anemoi-models')}: {reasons[0]}"
         )
-    if others := [f"{place[-1]}.{name}" for (place, name), match in matches.items() if match.reason is not None]:
+    missing = [seam for seam, match in matches.items() if match.reason is not None and PATCHES[seam].stands_in]
+    others = [f"{place[-1]}.{name}" for place, name in missing]
+    if others:
         message = (
             "this anemoi-models lacks, or has with other parameters or another body, %s: expect less speed, not other "
             "results"
@@ -295,7 +330,7 @@ def _apply_patches() -> None:
         log.warning(message, ", ".join(others))
     found = {(match.owner, seam[1]): match for seam, match in matches.items() if match.reason is None}
     found = _with_sharding(found, [f"{place[0]}.{name}" for place, name in CALLED if matches[place, name].reason])
-    resolve_upstream(tuple(match.replacement for match in found.values()))
+    resolve_upstream()
     for (owner, name), match in found.items():
         _upstream[owner, name] = match.upstream
         setattr(owner, name, match.replacement)
@@ -313,11 +348,10 @@ def _matches() -> dict[tuple, Match]:
 
 
 def _wanted() -> list[tuple]:
-    """Return what is replaced in this version; the attention comes first, which is `attention_block` before 0.11."""
-    block = find(*BLOCK)
-    method = _upstream.get((block, "attention_block"), getattr(block, "attention_block", None))
-    attends = not hasattr(block, "apply_gt") and method is not None and parameters_of(method)[-1] == "num_chunks"
-    return [seam for seam in PATCHES if seam != (BLOCK, "apply_gt") or not attends]
+    """Return what is replaced in this version; before 0.12.1 PyTorch's `checkpoint` is called where it is imported."""
+    old = not hasattr(find(*MAPPER[:1]), "maybe_checkpoint")
+    absent = "maybe_checkpoint" if old else "checkpoint"
+    return [seam for seam in PATCHES if seam[1] != absent]
 
 
 def _match(seam: tuple, patch: Replacement) -> Match:
@@ -329,7 +363,9 @@ def _match(seam: tuple, patch: Replacement) -> Match:
         except ImportError:
             continue
         upstream = _upstream.get((owner, name), vars(owner).get(name))
-        reason = f"it has no {name}" if upstream is None else patch.misfit(upstream) or unknown_body(upstream)
+        reason = f"it has no {name}" if upstream is None else patch.misfit(upstream)
+        if reason is None and place in (PROCESSOR_BLOCK, MAPPER_BLOCK):
+            reason = unknown_body_in_block(owner)
         if reason is None:
             return Match(owner, upstream, patch.of(upstream), None)
     return Match(None, None, None, reason)
@@ -355,18 +391,13 @@ def _with_sharding(found: dict[tuple, Match], differing: list[str]) -> dict[tupl
     return above
 
 
-def _describe(settings: Settings) -> str:
-    config = {"backend": settings.config.backend, "precision": settings.config.precision}
-    others = {name: value for name, value in vars(settings).items() if name != "config" and value is not None}
-    return ", ".join(f"{name}={value!r}" for name, value in (config | others).items())
-
-
 def _remove_patches_unless_used() -> None:
     if SETTINGS.is_empty and _upstream:
         for (owner, name), method in _upstream.items():
             setattr(owner, name, method)
         _upstream.clear()
         edge_cache.clear_cache()
+        report.clear()
         _reset_compiled()
 
 

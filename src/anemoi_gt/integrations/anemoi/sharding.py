@@ -21,8 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from anemoi_gt.distributed import HaloExchange, Ranges
-from anemoi_gt.integrations.anemoi.attention import SETTINGS, reads_raw_edges, warn_once
 from anemoi_gt.integrations.anemoi.edge_cache import Derived, cached_list, derived_list, lookup
+from anemoi_gt.integrations.anemoi.report import warn_once
+from anemoi_gt.integrations.anemoi.settings import SETTINGS
 from anemoi_gt.integrations.anemoi.upstream import Upstream, replaces
 from anemoi_gt.nn.layer_kernels import cast_for_projections
 
@@ -37,22 +38,6 @@ def get_edges(upstream, self, batch_size, shard_edges, model_comm_group):
         return upstream(self, batch_size, shard_edges, model_comm_group)
     edge_attr, edge_index, sizes = upstream(self, 1, shard_edges, model_comm_group)
     return edge_attr.repeat(batch_size, 1), edge_index, sizes
-
-
-@replaces("self x edge_attr edge_index shard_info batch_size model_comm_group num_chunks edges_are_dst_sorted")
-def forward_edges_strategy(
-    upstream, self, x, edge_attr, edge_index, shard_info, batch_size, model_comm_group, num_chunks, edges_are_dst_sorted
-):
-    """Exchange halo rows of a processor block in one all-to-all."""
-    sizes = shard_info.nodes, shard_info.nodes
-    local = local_edges(self, edge_index, sizes, batch_size, model_comm_group)
-    if local is None:
-        given = (x, edge_attr, edge_index, shard_info, batch_size, model_comm_group, num_chunks)
-        return upstream(self, *given, edges_are_dst_sorted)
-    pending = start_halo(self, x, local, batch_size, shard_info.nodes, model_comm_group)
-    query, key, value, edges = _project(self, pending, edge_attr)
-    given = (query, key, value, edges, local, (key.shape[0], query.shape[0]), num_chunks)
-    return self._forward_edges_sharded_attention(*given, edges_are_dst_sorted)
 
 
 @replaces("self x shard_info batch_size edge_attr edge_index model_comm_group cond edges_are_dst_sorted")
@@ -158,7 +143,7 @@ def is_distributed(group) -> bool:
     return group is not None and group.size() > 1
 
 
-def _shards(block: nn.Module) -> bool:
+def shards_edges(block: nn.Module) -> bool:
     """Return whether a block exchanges its halo with us."""
     settings = SETTINGS.of(block)
     return settings is not None and settings.sharding and getattr(block, "shard_strategy", None) == "edges"
@@ -179,7 +164,7 @@ def _splits_copies(model: nn.Module) -> bool:
         all(isinstance(module, mapper.GraphTransformerBaseMapper) for module in mappers)
         and (has_edges or isinstance(model.processor, layers.NoOpProcessor))
         and all(isinstance(provider, providers.StaticGraphProvider) for provider in static)
-        and all(_shards(block) for block in blocks)
+        and all(shards_edges(block) for block in blocks)
     )
 
 
@@ -231,21 +216,9 @@ def start_halo(
     return start(rows, lambda rows, cond: cast_for_projections(norm(rows, cond=cond), *projections), conditions)
 
 
-def _project(block, pending, edge_attr: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return query, key, value and edges; the query is computed while the exchange is pending."""
-    own = pending.own.flatten(0, 1)
-    if type(block).get_qkve is not Upstream.block.get_qkve:
-        return block.get_qkve((pending.wait().flatten(0, 1), own), edge_attr)
-    query = block.lin_query(own)
-    rows = pending.wait().flatten(0, 1)
-    edges = block.edge_pre_mlp(edge_attr)
-    edges = edges if reads_raw_edges(block) else block.lin_edge(edges)
-    return query, block.lin_key(rows), block.lin_value(rows), edges
-
-
 def local_edges(block, edge_index, sizes, copies: int, group) -> Tensor | None:
     """Return this rank's edges, numbered by its nodes and its halo, with their exchange; None where upstream serves."""
-    if not is_distributed(group) or not _shards(block) or sizes[0] is None or sizes[1] is None:
+    if not is_distributed(group) or not shards_edges(block) or sizes[0] is None or sizes[1] is None:
         return None
     src, dst, rank = tuple(sizes[0]), tuple(sizes[1]), group.rank()
     name = Derived.name("halo", group.group_name, rank, copies, *src, "to", *dst)

@@ -17,6 +17,7 @@ from inspect import signature
 from operator import attrgetter
 from types import ModuleType
 
+from anemoi_gt.integrations.anemoi.bodies import body_hash, unknown_body
 from anemoi_gt.nn import sublayers
 
 
@@ -30,30 +31,46 @@ class Upstream:
     blocks: tuple[type, ...] = ()  # of processors and of mappers
     conv: type | None = None  # the attention of graph_attention_backend: pyg
     triton_conv: object = None  # that of `triton`; before 0.18.0 the class whose `apply` it is; None before 0.11
-    replaced: tuple = ()  # our replacements of methods, wherever they are
+    block_module: ModuleType | None = None  # layers.block
+    shapes: ModuleType | None = None  # distributed.shapes
+    sources_take_destination_condition: bool = False  # where a mapper updates its sources
 
 
-def resolve_upstream(replaced: tuple) -> None:
-    """Import what replacements read."""
-    Upstream.replaced = replaced
+def resolve_upstream() -> None:
+    """Import what replacements read; classes whose bodies we do not know are left out."""
     Upstream.mapper, Upstream.processor = (import_module(f"anemoi.models.layers.{n}") for n in ("mapper", "processor"))
     block = import_module("anemoi.models.layers.block")
+    Upstream.block_module, Upstream.shapes = block, import_module("anemoi.models.distributed.shapes")
     Upstream.block = block.GraphTransformerBaseBlock
     Upstream.blocks = (block.GraphTransformerProcessorBlock, block.GraphTransformerMapperBlock)
-    Upstream.conv = import_module("anemoi.models.layers.conv").GraphTransformerConv
-    normalization, mlp = (import_module(f"anemoi.models.layers.{name}") for name in ("normalization", "mlp"))
-    sublayers.register(  # older versions lack some of them
-        layer_norm=getattr(normalization, "AutocastLayerNorm", None),
-        conditional_norm=getattr(normalization, "ConditionalLayerNorm", None),
-        mlp=getattr(mlp, "MLP", None),
-        gated_linear=getattr(mlp, "GatedMLPLayer", None),
-    )
+    conv = import_module("anemoi.models.layers.conv").GraphTransformerConv
+    is_known = unknown_body(conv.forward) is None and unknown_body(conv.message) is None
+    Upstream.conv = conv if is_known else None
+    mapper_forward = body_hash(block.GraphTransformerMapperBlock.forward)
+    Upstream.sources_take_destination_condition = mapper_forward == "05102bf261b0"  # 0.9.2 to 0.13.1
+    _register_sublayers()
     with suppress(ImportError):  # an older version
         Upstream.partition = import_module("anemoi.models.distributed.khop_edges")
     with suppress(ImportError, ValueError):  # anemoi-models raises ValueError without Triton
         triton = import_module("anemoi.models.triton.gt")
         names = ("graph_transformer_attention_conv", "GraphTransformerFunction")
         Upstream.triton_conv = next((getattr(triton, name) for name in names if hasattr(triton, name)), None)
+
+
+def _register_sublayers() -> None:
+    """Let fused sub-layers stand for Anemoi's norms and networks whose bodies we know."""
+    kinds = {
+        "layer_norm": ("normalization", "AutocastLayerNorm"),
+        "conditional_norm": ("normalization", "ConditionalLayerNorm"),
+        "mlp": ("mlp", "MLP"),
+        "gated_linear": ("mlp", "GatedMLPLayer"),
+    }
+    known = {}
+    for role, (module, name) in kinds.items():
+        kind = getattr(import_module(f"anemoi.models.layers.{module}"), name, None)  # older versions lack some
+        if kind is not None and unknown_body(kind.forward) is None:
+            known[role] = kind
+    sublayers.register(**known)
 
 
 def find(module: str, *name: str) -> type | ModuleType:
@@ -72,6 +89,7 @@ class Replacement:
 
     function: Callable  # takes the upstream method, and what that takes
     known: tuple[str, ...]  # parameters of the upstream method by name, in each version that we know
+    stands_in: bool = True  # False: it calls upstream whatever its body is
 
     def of(self, upstream: Callable) -> Callable:
         """Return what is to be set in place of `upstream`."""
@@ -85,10 +103,10 @@ class Replacement:
         return wraps(upstream)(method)
 
     def misfit(self, upstream: Callable) -> str | None:
-        """Return why `upstream` cannot be replaced, or None if it has known parameters."""
+        """Return why `upstream` cannot be replaced, or None if it has known parameters and a known body."""
         given = parameters_of(upstream)
-        if given in map(str.split, self.known):
-            return None
+        if not self.known or given in map(str.split, self.known):
+            return unknown_body(upstream) if self.stands_in else None
         expected = " or ".join(f"({', '.join(each.split())})" for each in self.known)
         return f"it takes ({', '.join(given)}), not {expected}"
 
@@ -96,6 +114,11 @@ class Replacement:
 def replaces(*known: str) -> Callable[[Callable], Replacement]:
     """Make a function the replacement of a method with these parameters; see `Replacement`."""
     return lambda function: Replacement(function, known)
+
+
+def wraps_any(function: Callable) -> Replacement:
+    """Make a function the replacement of a method that it calls with all arguments, whatever its parameters."""
+    return Replacement(function, (), stands_in=False)
 
 
 def parameters_of(function: Callable) -> list[str]:

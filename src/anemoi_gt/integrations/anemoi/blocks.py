@@ -1,0 +1,205 @@
+"""Replacements for `forward` of Anemoi's graph-transformer blocks, one for processors and one for mappers.
+
+Each decides once what computes the block (`decision`): one operator, the block's own modules around our attention, or
+upstream's forward. Sources that another rank owns come by our halo exchange, by Anemoi's, or by its strategy "heads".
+"""
+
+import torch
+from torch import Tensor, nn
+
+from anemoi_gt.integrations.anemoi.decision import FUSED, UPSTREAM, Call, Decision, decide, dropout_of
+from anemoi_gt.integrations.anemoi.edge_cache import structure_of
+from anemoi_gt.integrations.anemoi.sharding import is_distributed, local_edges, shards_edges, start_halo
+from anemoi_gt.integrations.anemoi.upstream import Upstream, replaces
+from anemoi_gt.nn import fused_block
+from anemoi_gt.nn.layer_kernels import cast_for_projections
+from anemoi_gt.nn.sublayers import AttentionParts, FeedForwardParts
+from anemoi_gt.ops import edge_attention
+from anemoi_gt.ops.dtypes import autocast_dtype
+from anemoi_gt.ops.triton_backend.attention_sublayer import attention_sublayer
+
+PARAMETERS = "self x edge_attr edge_index shard_info batch_size size model_comm_group cond"
+OLDER = PARAMETERS.replace("shard_info", "shapes")  # before 0.15
+
+
+@replaces(OLDER, PARAMETERS, f"{PARAMETERS} edges_are_dst_sorted kwargs")
+def processor_block(upstream, self, *args, **kwargs):
+    """Compute a block whose sources are its destinations."""
+    call = Call.of(*args, **kwargs)
+    local = None
+    if is_distributed(call.group) and shards_edges(self):
+        local = local_edges(self, call.edge_index, 2 * (call.shards.nodes,), call.batch_size, call.group)
+    decision = decide(self, call.x, call, gathers=is_distributed(call.group) and local is None)
+    if decision.path == UPSTREAM and (local is None or decision.is_overridden):
+        return upstream(self, *args, **kwargs)
+    if decision.path == FUSED:
+        x, halo, edge_index = call.x, None, call.edge_index
+        if local is not None:
+            norm, sizes = self.layer_norm_attention, call.shards.nodes
+            pending = start_halo(self, x, local, call.batch_size, sizes, call.group, norm, call.cond)
+            x, halo, edge_index = pending.own.flatten(0, 1), pending.wait_halo().flatten(0, 1), local
+        conditions = (call.cond, call.cond)
+        out = _fused_attention(
+            self, decision.sublayers.attention, None, x, call.edge_attr, edge_index, conditions, halo
+        )
+        return _feed_forward(decision.sublayers.feed_forward, self.run_node_dst_mlp, out, call.cond), call.edge_attr
+
+    cond = {} if call.cond is None else {"cond": call.cond}
+    x = self.layer_norm_attention(call.x, **cond)
+    self_term = self.lin_self(x)
+    if local is not None:
+        out = _attend_with_halo(self, decision, x, call, local)
+    elif not is_distributed(call.group):
+        out = _attend_here(self, decision, x, x, call)
+    elif getattr(self, "shard_strategy", "heads") == "edges":
+        out = _attend_with_halo_of_anemoi(self, decision, x, call)
+    else:
+        out = _attend_by_heads(self, decision, x, x, call)
+    out = _project(self, out + self_term) + call.x
+    return _feed_forward(decision.sublayers.feed_forward, self.run_node_dst_mlp, out, call.cond), call.edge_attr
+
+
+@replaces(f"{OLDER} layer_kwargs", f"{PARAMETERS} layer_kwargs", f"{PARAMETERS} edges_are_dst_sorted layer_kwargs")
+def mapper_block(upstream, self, *args, **kwargs):
+    """Compute a block whose sources and destinations differ; with strategy "edges", the mapper exchanges rows."""
+    call = Call.of(*args, **kwargs)
+    x_src, x_dst = call.x
+    gathers = is_distributed(call.group) and self.shard_strategy != "edges"
+    decision = decide(self, x_dst, call, gathers)
+    if decision.path == UPSTREAM:
+        return upstream(self, *args, **kwargs)
+    cond_src, cond_dst = (None, None) if call.cond is None else call.cond
+    if decision.path == FUSED:
+        conditions = (cond_src, cond_dst)
+        parts = decision.sublayers.attention
+        out = _fused_attention(self, parts, x_src, x_dst, call.edge_attr, call.edge_index, conditions, None)
+    else:
+        src = self.layer_norm_attention_src(x_src, **_named_condition(cond_src))
+        dst = self.layer_norm_attention_dest(x_dst, **_named_condition(cond_dst))
+        self_term = self.lin_self(dst)
+        attend = _attend_by_heads if gathers else _attend_here
+        out = self.projection(attend(self, decision, src, dst, call) + self_term) + x_dst
+    out = _feed_forward(decision.sublayers.feed_forward, self.run_node_dst_mlp, out, cond_dst)
+    if self.update_src_nodes:
+        x_src = _feed_forward(decision.sublayers.source_feed_forward, self.run_node_src_mlp, x_src, cond_src)
+    return (x_src, out), call.edge_attr
+
+
+def _named_condition(cond: Tensor | None) -> dict[str, Tensor]:
+    """Return a condition as a keyword argument of a norm that takes one."""
+    return {} if cond is None else {"cond": cond}
+
+
+def _feed_forward(parts: FeedForwardParts | str, run_network, x: Tensor, cond: Tensor | None) -> Tensor:
+    """Return rows [N, F] after a feed-forward sub-layer, fused or by the block's `run_network`."""
+    if isinstance(parts, str):
+        return run_network(x, **_named_condition(cond)) + x
+    return fused_block.feed_forward(parts, x, cond)
+
+
+def _attend_here(block, decision: Decision, src: Tensor, dst: Tensor, call: Call) -> Tensor:
+    """Return the attention [N_dst, H * C] of a block on one rank, or of a mapper that has its sources."""
+    is_shared = src is dst
+    src = cast_for_projections(src, block.lin_query, block.lin_key, block.lin_value)
+    query = _split_heads(block, block.lin_query(src if is_shared else dst))
+    key, value = _split_heads(block, block.lin_key(src)), _split_heads(block, block.lin_value(src))
+    edges = _edge_operand(block, decision, call.edge_attr)
+    return _attend(block, decision, query, key, value, edges, call.edge_index)
+
+
+def _attend_with_halo(block, decision: Decision, x: Tensor, call: Call, local: Tensor) -> Tensor:
+    """Return the attention of a rank's destinations; the query is computed while rows are exchanged."""
+    pending = start_halo(block, x, local, call.batch_size, call.shards.nodes, call.group)
+    own = pending.own.flatten(0, 1)
+    if decision.path == UPSTREAM:  # ranks may decide differently, and must exchange the same rows
+        rows = pending.wait().flatten(0, 1)
+        operands = block.get_qkve((rows, own), call.edge_attr)
+        size = (rows.shape[0], own.shape[0])
+        return block._forward_edges_sharded_attention(*operands, local, size, _num_chunks(block), True)
+    query = _split_heads(block, block.lin_query(own))
+    rows = pending.wait().flatten(0, 1)
+    key, value = _split_heads(block, block.lin_key(rows)), _split_heads(block, block.lin_value(rows))
+    edges = _edge_operand(block, decision, call.edge_attr)
+    return _attend(block, decision, query, key, value, edges, local)
+
+
+def _attend_with_halo_of_anemoi(block, decision: Decision, x: Tensor, call: Call) -> Tensor:
+    """Return the attention of a rank's destinations, sources exchanged as Anemoi does."""
+    info = block._get_or_build_cached_halo_info(x, call.edge_index, call.shards, call.batch_size, call.group)
+    rows = Upstream.block_module.halo_exchange(x, info, call.group)
+    query = _split_heads(block, block.lin_query(x))
+    key, value = _split_heads(block, block.lin_key(rows)), _split_heads(block, block.lin_value(rows))
+    edges = _edge_operand(block, decision, call.edge_attr)
+    return _attend(block, decision, query, key, value, edges, info.edge_index_local)
+
+
+def _attend_by_heads(block, decision: Decision, src: Tensor, dst: Tensor, call: Call) -> Tensor:
+    """Return the attention of a rank's destinations, each rank attending for some heads of all of them."""
+    shards = call.shards
+    if isinstance(shards, getattr(Upstream.shapes, "GraphShardInfo", ())):
+        shards = Upstream.shapes.BipartiteGraphShardInfo(shards.nodes, shards.nodes, shards.edges)
+    edge_attr = block.edge_pre_mlp(call.edge_attr) if hasattr(block, "edge_pre_mlp") else call.edge_attr
+    rows = (block.lin_query(dst), block.lin_key(src), block.lin_value(src), block.lin_edge(edge_attr))
+    query, key, value, edges, *sizes = block.shard_qkve_heads(*rows, shards, call.batch_size, call.group)
+    out = _attend(block, decision, query, key, value, edges, call.edge_index, flat=False)
+    return block.shard_output_seq(out, shards, *sizes, call.batch_size, call.group)
+
+
+def _attend(
+    block, decision: Decision, query: Tensor, key: Tensor, value: Tensor, edges: Tensor, edge_index: Tensor,
+    flat: bool = True,
+) -> Tensor:  # fmt: skip
+    """Return the attention [N_dst, H * C], or [N_dst, H, C]; edges are raw [E, D] or embedded [E, H, C]."""
+    if block.qk_norm:
+        query, key = block.q_norm(query), block.k_norm(key)
+    reverse = torch.is_grad_enabled() and (key.requires_grad or value.requires_grad)
+    graph, batch = structure_of(edge_index, (key.shape[0], query.shape[0]), reverse=reverse)
+    embedding = (block.lin_edge.weight, block.lin_edge.bias) if edges.dim() == 2 else ()
+    if batch > 1:
+        query, key, value, edges = (rows.unflatten(0, (batch, -1)) for rows in (query, key, value, edges))
+    options = {"dropout_p": dropout_of(block.conv), "config": decision.settings.config}
+    out, _ = edge_attention(query, key, value, graph, edges, *embedding, **options)
+    out = out if batch == 1 else out.flatten(0, 1)
+    return out.flatten(1) if flat else out
+
+
+def _edge_operand(block, decision: Decision, edge_attr: Tensor) -> Tensor:
+    """Return raw edges [E, D], or embedded ones [E, H, C]."""
+    if hasattr(block, "edge_pre_mlp"):  # not before 0.11.1
+        edge_attr = block.edge_pre_mlp(edge_attr)
+    return edge_attr if decision.has_raw_edges else _split_heads(block, block.lin_edge(edge_attr))
+
+
+def _split_heads(block, rows: Tensor) -> Tensor:
+    return rows.unflatten(-1, (block.num_heads, block.out_channels_conv))
+
+
+def _num_chunks(block) -> int:
+    """Return in how many chunks a processor block projects its nodes: Anemoi's, to bound memory in inference."""
+    return 1 if block.training else Upstream.block_module.NUM_CHUNKS_INFERENCE_PROCESSOR
+
+
+def _project(block, rows: Tensor) -> Tensor:
+    num_chunks = _num_chunks(block)
+    if num_chunks == 1:
+        return block.projection(rows)
+    return torch.cat([block.projection(chunk) for chunk in rows.tensor_split(num_chunks)])
+
+
+def _fused_attention(
+    block: nn.Module, parts: AttentionParts, x_src: Tensor | None, x_dst: Tensor, edge_attr: Tensor, edge_index: Tensor,
+    cond: tuple[Tensor | None, Tensor | None], halo: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """Return destinations [B * N_dst, F] after the attention sub-layer; x_src None stands for one set of nodes."""
+    num_src = (x_dst if x_src is None else x_src).shape[0]
+    if halo is not None:
+        num_src += halo.shape[0]
+    graph, batch = structure_of(edge_index, (num_src, x_dst.shape[0]), reverse=torch.is_grad_enabled())
+    if hasattr(block, "edge_pre_mlp"):  # not before 0.11.1
+        edge_attr = block.edge_pre_mlp(edge_attr)
+    if batch > 1:
+        edge_attr = edge_attr.unflatten(0, (batch, -1))
+    cond_dst = fused_block.row_conditions(cond[1], x_dst)
+    cond_src = None if x_src is None else fused_block.row_conditions(cond[0], x_src)
+    tensors = parts.tensors(x_src, halo, x_dst, edge_attr, cond_dst, cond_src)
+    return attention_sublayer(tensors, graph, parts.options(batch, autocast_dtype(x_dst)))

@@ -1,0 +1,278 @@
+"""What computes a block, decided once in each of its forward passes.
+
+    fused       its attention sub-layer by one operator, and its feed-forward sub-layer by another where it can be
+    attention   the block's own modules, around our attention; its feed-forward sub-layer fused where it can be
+    upstream    Anemoi's own forward
+
+The answer depends on what may change at any time, such as hooks; so nobody asks twice. A chunk that is checkpointed
+keeps the decisions of its forward pass for the recomputation, which would else save other tensors.
+"""
+
+from collections.abc import Callable
+from contextvars import ContextVar
+from functools import wraps
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from anemoi_gt.compatibility import is_exporting
+from anemoi_gt.integrations.anemoi import report
+from anemoi_gt.integrations.anemoi.settings import SETTINGS, Settings
+from anemoi_gt.integrations.anemoi.upstream import Upstream
+from anemoi_gt.nn import fused_block
+from anemoi_gt.nn.fused_block import BlockPath
+from anemoi_gt.nn.layer_kernels import class_path, has_global_hooks, has_wrapped_weights, hooks_of
+from anemoi_gt.nn.sublayers import FeedForwardParts, attention_parts, feed_forward_parts
+
+FUSED, ATTENTION, UPSTREAM = "fused", "attention", "upstream"
+BYPASSED = (  # methods of Anemoi's blocks that our forward does not call, or only for blocks that Anemoi serves
+    *("get_qkve", "prepare_qkve_edge_sharding", "attention_block", "apply_gt", "_apply_qk_norm"),
+    *("_forward_edges_sharded_attention", "_forward_heads_sharded_attention"),
+    *("_forward_edges_shard_strategy", "_forward_heads_shard_strategy"),
+)
+GLOBAL_HOOKS = "hooks watch all modules, and those of its parts would not be called"
+
+
+NOT_FUSED = BlockPath.by_modules("its sub-layers are not fused")
+NO_SOURCES = "its sources are not updated"
+
+
+class Decision(NamedTuple):
+    """What computes a block in one forward pass."""
+
+    settings: Settings | None  # None: nobody asked for us
+    path: str  # FUSED, ATTENTION or UPSTREAM
+    has_raw_edges: bool = False  # the attention applies `lin_edge` itself
+    reason: str | None = None  # why no better path; None where nobody asked for one
+    sublayers: BlockPath = NOT_FUSED  # parts of each fused sub-layer
+    is_overridden: bool = False  # by a class of blocks with methods of its own, on which all ranks agree
+
+
+class Call(NamedTuple):
+    """The arguments of a block's forward, of any version."""
+
+    x: Tensor | tuple[Tensor, Tensor]
+    edge_attr: Tensor
+    edge_index: Tensor
+    shards: object  # shard_info, or shapes before 0.15
+    batch_size: int
+    size: int | tuple[int, int]
+    group: object  # of the ranks that share a model, or None
+    cond: Tensor | tuple[Tensor, Tensor] | None
+
+    @classmethod
+    def of(
+        cls, x, edge_attr, edge_index, shard_info=None, batch_size=1, size=None, model_comm_group=None, cond=None,
+        edges_are_dst_sorted=True, shapes=None, **others,
+    ) -> "Call":  # fmt: skip
+        """Read arguments as upstream passes them; it ignores the others too."""
+        shards = shapes if shard_info is None else shard_info
+        return cls(x, edge_attr, edge_index, shards, batch_size, size, model_comm_group, cond)
+
+
+class ChunkDecisions:
+    """The decisions in one checkpointed chunk, in the order of its blocks."""
+
+    def __init__(self):
+        self.made: list[Decision] = []
+        self.position: int | None = None  # in a recomputation: of the next block
+
+    def take(self) -> Decision | None:
+        """Return the decision of the forward pass for the next block, None in the forward pass itself."""
+        if self.position is None or self.position >= len(self.made):
+            return None
+        self.position += 1
+        return self.made[self.position - 1]
+
+
+_CHUNK: ContextVar[ChunkDecisions | None] = ContextVar("chunk", default=None)
+
+
+def keeping_decisions(function: Callable) -> Callable:
+    """Return a function to checkpoint: its first call is the forward pass, whose decisions all later calls take."""
+    decisions, has_run = ChunkDecisions(), False
+
+    @wraps(function)
+    def run(*args, **kwargs):
+        nonlocal has_run
+        if has_run:
+            decisions.position = 0
+        has_run = True
+        token = _CHUNK.set(decisions)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            _CHUNK.reset(token)
+
+    return run
+
+
+def decide(block: nn.Module, x_dst: Tensor, call: Call, gathers: bool) -> Decision:
+    """Return what computes a block with destinations `x_dst`; say so where it is less than was asked for.
+
+    `gathers`: Anemoi exchanges rows between ranks. Raise ValueError if a backend was named that cannot serve.
+    """
+    if torch.compiler.is_compiling():
+        decision = _decide(block, x_dst, call, gathers)
+        report.record_traced(type(block), decision.path, decision.reason)
+        return decision
+    chunk = _CHUNK.get()
+    decision = None if chunk is None else chunk.take()
+    if decision is not None:
+        return decision
+    decision = _decide(block, x_dst, call, gathers)
+    if chunk is not None and chunk.position is None:
+        chunk.made.append(decision)
+    report.record(block, decision.path, decision.reason)
+    return decision
+
+
+def examine(block: nn.Module, device: torch.device) -> Decision:
+    """Return what would compute a block on one rank and a device, as far as the block tells; nothing is logged."""
+    x = torch.empty(0, block.lin_query.in_features, device=device)
+    edge_index = torch.empty(2, 0, dtype=torch.int64, device=device)
+    call = Call.of(x, x, edge_index)
+    return _decide(block, x, call, gathers=False, tell=lambda message: None)
+
+
+def _decide(
+    block: nn.Module, x_dst: Tensor, call: Call, gathers: bool, tell: Callable[[str], None] = report.warn_once
+) -> Decision:
+    settings = SETTINGS.of(block)
+    if settings is None:
+        return Decision(None, UPSTREAM)
+    own_method = own_method_of(type(block))
+    reason = own_method or _reason_against_attention(block, call)
+    if reason is not None:
+        if settings.config.backend != "auto" and not _is_passing(reason):
+            raise ValueError(
+                f"attention backend {settings.config.backend!r} cannot serve this Anemoi block: {reason}; "
+                "backend 'auto' runs Anemoi's own code there"
+            )
+        tell(f"an Anemoi block runs Anemoi's own attention: {reason}")
+        return Decision(settings, UPSTREAM, reason=reason, is_overridden=own_method is not None)
+
+    reason_to_embed = _reason_to_embed(block, settings, gathers)
+    if reason_to_embed is not None:
+        tell(f"an Anemoi block embeds its edges before the attention: {reason_to_embed}")
+    has_raw_edges = reason_to_embed is None and settings.fuse_edges and not gathers
+    if settings.blocks is False or is_exporting():
+        return Decision(settings, ATTENTION, has_raw_edges)
+    if settings.blocks is None and not fused_block.pays(x_dst, settings.config):
+        reason = "sub-layers are fused under 16-bit autocast where backend triton attends"
+        return Decision(settings, ATTENTION, has_raw_edges, reason)
+    path = _sublayers_of(block, x_dst, call, settings, gathers)
+    reasons = dict.fromkeys(parts for parts in path if isinstance(parts, str) and parts != NO_SOURCES)
+    for reason in reasons:
+        if settings.blocks and settings.config.backend != "auto" and not _is_passing(reason):
+            raise ValueError(
+                f"blocks=True with backend {settings.config.backend!r} cannot compute this Anemoi block: {reason}; "
+                "blocks=None computes it by its modules there, and so does backend 'auto'"
+            )
+        tell(f"a sub-layer of an Anemoi block is not fused: {reason}")
+    reason = "; ".join(reasons) or None
+    if isinstance(path.attention, str):
+        return Decision(settings, ATTENTION, has_raw_edges, reason, path)
+    return Decision(settings, FUSED, has_raw_edges=True, reason=reason, sublayers=path)
+
+
+def _is_passing(reason: str) -> bool:
+    """Return whether a reason is a tool that watches for a while, which must not end a run."""
+    return "hooks" in reason or reason.startswith("torch.jit")
+
+
+def _reason_against_attention(block: nn.Module, call: Call) -> str | None:
+    """Return why our attention cannot take the place of a block's, None if it can."""
+    if torch.jit.is_tracing():
+        return "torch.jit.trace records it, which would make constants of sizes"
+    if not isinstance(call.edge_index, Tensor) or call.edge_index.layout != torch.strided:
+        return "its edges came as a sparse adjacency, and an edge_index [2, E] is needed"
+    replaced = [name for name in BYPASSED if name in block.__dict__]
+    if replaced:
+        return f"its {replaced[0]} was replaced on the instance"
+    if has_global_hooks():
+        return GLOBAL_HOOKS
+    is_updated = call.cond is not None and getattr(block, "update_src_nodes", False)
+    if is_updated and Upstream.sources_take_destination_condition:
+        return "it updates its sources under the condition of its destinations, as anemoi-models 0.9 to 0.13 do"
+    conv = block.conv
+    if Upstream.triton_conv is not None and Upstream.triton_conv in (conv, getattr(conv, "__self__", None)):
+        return None
+    if type(conv) is not Upstream.conv:
+        return f"its conv is {class_path(type(conv))}, which is not Anemoi's attention"
+    if "forward" in conv.__dict__:
+        return "its conv has a forward of its own"
+    return "hooks watch its conv, which would not be called" if hooks_of(conv) else None
+
+
+def _reason_to_embed(block: nn.Module, settings: Settings, gathers: bool) -> str | None:
+    """Return why edges are embedded before the attention; None where they need not be, or must be anyway."""
+    if not settings.fuse_edges or gathers:
+        return None
+    if type(block.lin_edge) is not nn.Linear:
+        return f"its lin_edge is {class_path(type(block.lin_edge))}, and torch.nn.Linear is needed"
+    if hooks_of(block.lin_edge):
+        return "hooks watch its lin_edge, which would not be called"
+    if has_wrapped_weights(block.lin_edge):
+        return "its lin_edge has weights that are a tensor subclass"
+    return None
+
+
+def _sublayers_of(block: nn.Module, x_dst: Tensor, call: Call, settings: Settings, gathers: bool) -> BlockPath:
+    """Return the parts of each sub-layer of a block, or the reason why its modules compute it."""
+    if not fused_block.runs_on_triton(x_dst, settings.config):
+        return BlockPath.by_modules("another backend than triton computes its attention")
+    if gathers:
+        attention = "its nodes are sharded by Anemoi"
+    elif not settings.fuse_edges:
+        attention = "its edges are embedded before the attention"
+    else:
+        attention = fused_block.attention_path(attention_parts(block), x_dst, call.cond, settings.config)
+    destinations = _own_network(block, "run_node_dst_mlp")
+    if destinations is None:
+        destinations = feed_forward_parts(block.layer_norm_mlp_dst, block.node_dst_mlp)
+    sources: FeedForwardParts | str | None = NO_SOURCES
+    if getattr(block, "update_src_nodes", False) and hasattr(block, "run_node_src_mlp"):
+        sources = _own_network(block, "run_node_src_mlp")
+        if sources is None:
+            names = {"norm_name": "layer_norm_mlp_src", "mlp_name": "node_src_mlp"}
+            sources = feed_forward_parts(block.layer_norm_mlp_src, block.node_src_mlp, **names)
+    return BlockPath(
+        attention,
+        fused_block.feed_forward_path(destinations, x_dst, call.cond),
+        fused_block.feed_forward_path(sources, x_dst, call.cond),
+    )
+
+
+def _own_network(block: nn.Module, name: str) -> str | None:
+    """Return that the method which runs a feed-forward network is not Anemoi's, None if it is."""
+    if name in block.__dict__:
+        return f"its {name} was replaced on the instance"
+    return own_network_of(type(block), name)
+
+
+@torch.compiler.assume_constant_result
+def own_method_of(kind: type) -> str | None:
+    """Return which method that our forward does not call a class of blocks overrides, None if none."""
+    upstream = _upstream_class(kind)
+    if upstream is None:
+        return f"{kind.__qualname__} is not a block of Anemoi's processor or mapper"
+    own = [name for name in BYPASSED if getattr(kind, name, None) is not getattr(upstream, name, None)]
+    return f"{kind.__qualname__} has a {own[0]} of its own" if own else None
+
+
+@torch.compiler.assume_constant_result
+def own_network_of(kind: type, name: str) -> str | None:
+    """Return that a class of blocks overrides what runs a feed-forward network, None if it does not."""
+    is_own = getattr(kind, name) is not getattr(_upstream_class(kind), name)
+    return f"{kind.__qualname__} has a {name} of its own" if is_own else None
+
+
+def _upstream_class(kind: type) -> type | None:
+    return next((upstream for upstream in Upstream.blocks if issubclass(kind, upstream)), None)
+
+
+def dropout_of(conv: object) -> float:
+    """Return the probability with which the attention drops weights now."""
+    return conv.dropout if isinstance(conv, nn.Module) and conv.training else 0.0

@@ -1,0 +1,42 @@
+"""Anemoi's models when they are built and rebuilt: what is said of them, and what swapped blocks keep."""
+
+import torch
+
+from anemoi_gt.integrations.anemoi import report
+from anemoi_gt.integrations.anemoi.settings import SETTINGS
+from anemoi_gt.integrations.anemoi.upstream import wraps_any
+
+
+@wraps_any
+def build_model(upstream, self, *args, **kwargs):
+    """Keep the settings of swapped blocks where a model is built again, as after a change of its graph."""
+    before = _settings_by_path(self)
+    result = upstream(self, *args, **kwargs)
+    if before:
+        of_others = next(iter(before.values()))
+        for path, block in report.blocks_of(self):
+            SETTINGS.choose(block, before.get(path, of_others))
+    return result
+
+
+def _settings_by_path(interface) -> dict:
+    if "_modules" not in vars(interface):  # the constructor has not got there
+        return {}
+    chosen = {path: SETTINGS.chosen(block) for path, block in report.blocks_of(interface)}
+    return {path: settings for path, settings in chosen.items() if settings is not None}
+
+
+@wraps_any
+def update_metadata(upstream, self, *args, **kwargs):
+    """Say so where a model that has just been built has nothing to compute for us."""
+    result = upstream(self, *args, **kwargs)
+    report.after_build(self)
+    return result
+
+
+@wraps_any
+def assert_valid_sharding(upstream, self, *args, **kwargs):
+    """Know a model by its forward pass, which begins so."""
+    if not torch.compiler.is_compiling():
+        report.add_model(self)
+    return upstream(self, *args, **kwargs)

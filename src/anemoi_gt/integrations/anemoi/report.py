@@ -1,0 +1,137 @@
+"""What was computed how: kept for each block, told by `installed()`, by `anemoi-gt info` and in one line of the log.
+
+A block of compiled code is not seen one by one: blocks of its class are counted by what was traced.
+"""
+
+import logging
+from collections import Counter
+from functools import cache
+from typing import NamedTuple
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+from torch import nn
+
+from anemoi_gt.integrations.anemoi.upstream import Upstream
+
+log = logging.getLogger(__name__)
+_log_once = cache(log.warning)
+WORDS = {"fused": "fused", "attention": "attention only", "upstream": "upstream"}
+Outcome = tuple[str, str | None]  # path of a decision, and its reason
+
+_BLOCKS: WeakKeyDictionary[nn.Module, Outcome] = WeakKeyDictionary()  # those that have computed, in eager code
+_TRACED: dict[type, Outcome] = {}
+_MODELS: WeakSet[nn.Module] = WeakSet()  # of Anemoi, that have computed
+_TOLD: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()  # the line of a model
+
+
+class Computed(NamedTuple):
+    """How a block was computed."""
+
+    path: str  # of the module in its model, empty for a block outside of a known model
+    kind: str  # name of its class
+    outcome: str  # "fused", "attention only", "upstream" or "not yet"
+    reason: str | None
+
+
+@torch.compiler.assume_constant_result
+def warn_once(message: str) -> None:
+    """Log a warning at the first call with this message; in compiled code, when it is traced."""
+    _log_once(message)
+
+
+def record(block: nn.Module, path: str, reason: str | None) -> None:
+    """Keep how a block is computed."""
+    _BLOCKS[block] = (path, reason)
+
+
+@torch.compiler.assume_constant_result
+def record_traced(kind: type, path: str, reason: str | None) -> None:
+    """Keep how a block of this class is computed in compiled code."""
+    _TRACED[kind] = (path, reason)
+
+
+def clear() -> None:
+    """Forget what was computed; models are told of anew."""
+    _BLOCKS.clear()
+    _TRACED.clear()
+    _MODELS.clear()
+    _TOLD.clear()
+
+
+def add_model(model: nn.Module) -> None:
+    """Know a model, so that its blocks have paths."""
+    _MODELS.add(model)
+
+
+def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return the graph-transformer blocks of a model and their paths."""
+    return [(path, module) for path, module in model.named_modules() if isinstance(module, Upstream.block)]
+
+
+def computed() -> tuple[Computed, ...]:
+    """Return how the blocks of all known models, and other blocks that have computed, were computed."""
+    found, seen = [], set()
+    for model in _MODELS:
+        for path, block in blocks_of(model):
+            if id(block) not in seen:
+                seen.add(id(block))
+                found.append(_of_block(path, block))
+    for block in list(_BLOCKS):
+        if id(block) not in seen:
+            found.append(_of_block("", block))
+    return tuple(found)
+
+
+def _of_block(path: str, block: nn.Module) -> Computed:
+    path_and_reason = _BLOCKS.get(block) or _TRACED.get(type(block))
+    name, reason = path_and_reason or (None, None)
+    return Computed(path, type(block).__name__, WORDS.get(name, "not yet"), reason)
+
+
+def summary(blocks: tuple[Computed, ...]) -> str:
+    """Return in one line how many blocks of each class were computed how, and why not fused, with their paths."""
+    parts = []
+    for kind in dict.fromkeys(block.kind for block in blocks):
+        counts = Counter((block.outcome, block.reason) for block in blocks if block.kind == kind)
+        texts = []
+        for (outcome, reason), count in counts.items():
+            text = f"{count} {outcome}"
+            if reason is not None:
+                same = [block for block in blocks if block[1:] == (kind, outcome, reason)]
+                paths = ", ".join(_shortened([block.path for block in same if block.path]))
+                text += f" ({paths}: {reason})" if paths else f" ({reason})"
+            texts.append(text)
+        parts.append(f"{kind}: {', '.join(texts)}")
+    return "; ".join(parts) or "no block has computed yet"
+
+
+def _shortened(paths: list[str]) -> list[str]:
+    """Return the paths of layers in a row as one: processor.proc.0 to processor.proc.15."""
+    if len(paths) <= 3:
+        return paths
+    stems = dict.fromkeys(path.rpartition(".")[0] for path in paths)
+    groups = [[path for path in paths if path.rpartition(".")[0] == stem] for stem in stems]
+    return [group[0] if len(group) == 1 else f"{group[0]} to {group[-1]}" for group in groups]
+
+
+def after_step(model: nn.Module) -> None:
+    """Log one line about a model whose forward pass has ended, once, and again when something has changed."""
+    add_model(model)
+    blocks = blocks_of(model)
+    if not any(block in _BLOCKS or type(block) in _TRACED for _, block in blocks):
+        return
+    line = summary(tuple(_of_block(path, block) for path, block in blocks))
+    if _TOLD.get(model) != line:
+        _TOLD[model] = line
+        log.info("anemoi_gt computes blocks of %s: %s", type(model).__name__, line)
+
+
+def after_build(model: nn.Module) -> None:
+    """Say that nothing of a model is computed by us, if it has no graph-transformer block."""
+    add_model(model)
+    if not blocks_of(model):
+        log.warning(
+            "%s has no graph-transformer block: anemoi_gt computes nothing of it",
+            type(getattr(model, "model", model)).__name__,
+        )

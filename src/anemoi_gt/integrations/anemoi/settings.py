@@ -1,0 +1,76 @@
+"""The settings of blocks, as `install` and `swap_layers` choose them."""
+
+import weakref
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from anemoi_gt.attention_config import AttentionConfig
+
+if TYPE_CHECKING:
+    from anemoi_gt.integrations.anemoi.activation_checkpointing import Checkpointing
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings of a block, as `install` describes them."""
+
+    config: AttentionConfig
+    fuse_edges: bool
+    blocks: bool | None = None
+    sharding: bool = False
+    checkpointing: "Checkpointing | None" = None  # of `install` alone
+
+    def __str__(self) -> str:
+        values = {"backend": self.config.backend, "precision": self.config.precision}
+        names = ("fuse_edges", "blocks", "sharding", "checkpointing")
+        values |= {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        return ", ".join(f"{name}={value!r}" for name, value in values.items())
+
+
+class SettingsRegistry:
+    """The settings of all blocks, and of single blocks, which take precedence.
+
+    Blocks are identified by `id` and dropped when they die: nothing is written on them, so they pickle, copy and
+    compare as before. torch.compile can read a dictionary of integers, and guards on it. A `WeakKeyDictionary` it reads
+    without a guard (tried with 2.13): a block that was not swapped then ran the code compiled for one that was.
+    """
+
+    def __init__(self):
+        self.everywhere: Settings | None = None
+        self._single: dict[int, Settings] = {}
+
+    def of(self, block: nn.Module) -> Settings | None:
+        """Return the settings of a block, None if it computes with upstream code."""
+        if not self._single:  # reading an id would make torch.compile compile every block separately
+            return self.everywhere
+        return self._single.get(id(block), self.everywhere)
+
+    def chosen(self, block: nn.Module) -> Settings | None:
+        """Return the settings that were chosen for this block alone."""
+        return self._single.get(id(block))
+
+    def choose(self, block: nn.Module, settings: Settings) -> None:
+        """Set the settings of one block for as long as it lives."""
+        if id(block) not in self._single:
+            weakref.finalize(block, self._single.pop, id(block), None).atexit = False
+        self._single[id(block)] = settings
+
+    @property
+    def any_sharding(self) -> bool:
+        """True if some block exchanges its halo with us."""
+        return any(settings is not None and settings.sharding for settings in (self.everywhere, *self._single.values()))
+
+    @property
+    def is_empty(self) -> bool:
+        """True if every block computes with upstream code."""
+        return self.everywhere is None and not self._single
+
+    def clear(self) -> None:
+        """Drop all settings."""
+        self.everywhere = None
+        self._single.clear()
+
+
+SETTINGS = SettingsRegistry()
