@@ -675,16 +675,18 @@ def _(
     t = tensors
     needs = SublayerNeeds(*needs)
     width, features = t.query_weight.shape
-    absent = grad.new_empty(0)
+
+    def absent():  # a new one each time: results are no aliases of each other
+        return grad.new_empty(0)
 
     def like(tensor, dtype=None):
-        return absent if tensor is None else tensor.new_empty(tensor.shape, dtype=dtype)
+        return absent() if tensor is None else tensor.new_empty(tensor.shape, dtype=dtype)
 
     def sums(*shape):
         return grad.new_empty(shape, dtype=torch.float32)
 
     def map_like(condition):
-        return absent if condition is None else sums(2 * features, condition.shape[1])
+        return absent() if condition is None else sums(2 * features, condition.shape[1])
 
     has_edge_bias = t.edge_bias is not None or t.value_bias is not None
     has_key_bias = t.key_bias is not None and options.key_norm_eps
@@ -696,18 +698,18 @@ def _(
             x_src=like(t.x_src),
             halo=like(t.halo),
             x_dst=like(t.x_dst),
-            edge_attr=grad.new_empty(attr_shape, dtype=options.dtype) if needs.edge_attr else absent,
-            condition=like(t.condition, options.dtype) if needs.condition else absent,
-            condition_src=like(t.condition_src, options.dtype) if needs.condition_src else absent,
+            edge_attr=grad.new_empty(attr_shape, dtype=options.dtype) if needs.edge_attr else absent(),
+            condition=like(t.condition, options.dtype) if needs.condition else absent(),
+            condition_src=like(t.condition_src, options.dtype) if needs.condition_src else absent(),
             nodes_weight=sums(4 * width, features),
             projection_weight=sums(*t.projection_weight.shape),
             edge_weight=sums(*t.edge_weight.shape),
-            edge_bias=sums(width) if has_edge_bias else absent,
+            edge_bias=sums(width) if has_edge_bias else absent(),
             norm_map=map_like(t.condition),
             norm_src_map=map_like(t.condition_src),
-            query_bias=absent if t.query_bias is None else sums(width),
-            key_bias=sums(width) if has_key_bias else absent,
-            self_bias=absent if t.self_bias is None else sums(width),
+            query_bias=absent() if t.query_bias is None else sums(width),
+            key_bias=sums(width) if has_key_bias else absent(),
+            self_bias=absent() if t.self_bias is None else sums(width),
             sums=sums(sum(_sum_widths(t).values())),
         )
     )

@@ -305,7 +305,7 @@ def _(tensors: FeedForwardTensors, options: FeedForwardOptions, hidden, packed, 
     features = t.x.shape[1]
     layout = PackedWeights.of(_weight_groups(t))
     widths = _sum_widths(features, layout.groups["in"][1][0])
-    condition = grad_map = grad.new_empty(0)
+    condition, grad_map = grad.new_empty(0), grad.new_empty(0)  # results are no aliases of each other
     if t.condition is not None:
         grad_map = grad.new_empty(layout.groups["norm_weight"][1], dtype=torch.float32)
         if need_condition:

@@ -1,0 +1,131 @@
+"""The feed-forward sub-layer: against float64, as PyTorch sees it, and what it keeps."""
+
+from functools import partial
+
+import pytest
+import torch
+from support import sublayers
+from support.accuracy import Corpus
+from support.pairwise import pairwise
+from support.plans import new_plans
+
+from anemoi_gt.ops.sublayer_tensors import FeedForwardOptions, FeedForwardTensors
+from anemoi_gt.ops.triton_backend import sublayer_steps
+from anemoi_gt.ops.triton_backend.feed_forward_sublayer import (
+    feed_forward_sublayer,
+    feed_forward_triton,
+    feed_forward_triton_backward,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # numpy's, of the interpreter
+ROWS, FEATURES, HIDDEN = 13, 24, 40
+EPS = 1e-5
+CASES = pairwise(
+    norm=sublayers.NORMS,
+    activation=tuple(sublayers.ACTIVATIONS),
+    gated=(False, True),
+    bias=(True, False),
+)
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(few_programs, monkeypatch):
+    """Several chunks of rows, the last of another size."""
+    monkeypatch.setattr(sublayer_steps, "CHUNK", 5)
+    with new_plans():
+        yield
+
+
+def draw(device, norm="both", gated=False, bias=True, rows=ROWS, seed=0, **_):
+    """Tensors by name, and a gradient of the output."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {"x": (rows, FEATURES), "weight_in": (HIDDEN, FEATURES), "weight_out": (FEATURES, HIDDEN)}
+    if bias:
+        shapes |= {"bias_in": (HIDDEN,), "bias_out": (FEATURES,)}
+    if gated:
+        shapes["weight_gate"] = (HIDDEN, FEATURES)
+    if gated and bias:
+        shapes["bias_gate"] = (HIDDEN,)
+    named = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    named |= sublayers.draw_norm("norm", norm, FEATURES, rows, generator)
+    grad = torch.randn(rows, FEATURES, generator=generator)
+    return {name: tensor.to(device) for name, tensor in named.items()}, grad.to(device)
+
+
+def by_operator(named, activation="gelu", dtype=torch.float32):
+    return feed_forward_sublayer(sublayers.fill(FeedForwardTensors, named), FeedForwardOptions(EPS, activation, dtype))
+
+
+@pytest.mark.parametrize("dtype", sublayers.DTYPES, ids=str)
+def test_over_the_corpus_errors_are_at_most_twice_and_thrice_those_of_plain_pytorch(dtype, kernel_device):
+    corpus = Corpus()
+    for seed, case in enumerate(CASES):
+        named, grad = draw(kernel_device, seed=seed, **case)
+        plainly = partial(sublayers.feed_forward, eps=EPS, activation=case["activation"])
+        exact = sublayers.results_of(plainly, named, grad, torch.float64)
+        with torch.autocast(kernel_device.type, dtype, enabled=dtype != torch.float32):
+            plain = sublayers.results_of(plainly, named, grad, torch.float32)
+        ours = partial(by_operator, activation=case["activation"], dtype=dtype)
+        corpus.add_errors(sublayers.results_of(ours, named, grad, torch.float32), exact, plain)
+    assert len(corpus.ours) == 1 + len(FeedForwardTensors._fields)
+    corpus.assert_accurate()
+
+
+@pytest.mark.parametrize("norm", ["both", 4])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_compiled_call_gives_the_bits_of_an_eager_one_and_so_does_another(norm, dynamic, kernel_device):
+    torch.compiler.reset()
+    compiled = torch.compile(by_operator, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    for rows in (ROWS, 9):
+        named, grad = draw(kernel_device, norm, gated=True, rows=rows)
+        eager, again, traced = (
+            sublayers.results_of(call, named, grad, torch.float32) for call in (by_operator, by_operator, compiled)
+        )
+        for name, expected in eager.items():
+            assert torch.equal(again[name], expected) and torch.equal(traced[name], expected), name
+
+
+def test_chunks_change_rounding_alone(kernel_device, monkeypatch):
+    named, grad = draw(kernel_device, 4)
+    exact = sublayers.results_of(by_operator, named, grad, torch.float32)
+    monkeypatch.setattr(sublayer_steps, "CHUNK", 100)
+    with new_plans():
+        whole = sublayers.results_of(by_operator, named, grad, torch.float32)
+    for name, expected in exact.items():
+        torch.testing.assert_close(whole[name], expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("norm", "gated"), [("both", False), ("bare", True), (4, False)])
+def test_forward_and_backward_operators_pass_opcheck(norm, gated, kernel_device):
+    named, grad = draw(kernel_device, norm, gated)
+    options = FeedForwardOptions(EPS, "silu", torch.float32)
+    detached = sublayers.fill(FeedForwardTensors, named)
+    leaves = FeedForwardTensors(*(None if x is None else x.clone().requires_grad_() for x in detached))
+    torch.library.opcheck(feed_forward_triton, (*leaves, *options, True))
+    _, hidden, packed = feed_forward_triton(*detached, *options, True)
+    torch.library.opcheck(feed_forward_triton_backward, (*detached, *options, hidden, packed, grad, norm == 4))
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_x_hidden_features_and_cast_weights_are_kept_and_nothing_else(gated, kernel_device):
+    named, _ = draw(kernel_device, 4, gated)
+    leaves = {name: tensor.requires_grad_() for name, tensor in named.items()}
+    out = by_operator(leaves, dtype=torch.bfloat16)
+    inputs = {tensor.data_ptr() for tensor in leaves.values()}
+    kept = [x for x in out.grad_fn.saved_tensors if x is not None and x.data_ptr() not in inputs]
+    width = (1 + gated) * HIDDEN
+    weights = width * FEATURES + width + HIDDEN * FEATURES + FEATURES + 2 * FEATURES * 4 + 2 * FEATURES
+    assert [(tuple(x.shape), x.dtype) for x in kept] == [
+        ((ROWS, width), torch.bfloat16),
+        ((weights,), torch.bfloat16),
+    ]
+
+
+def test_only_gradients_that_are_needed_are_returned_and_a_second_derivative_is_refused(kernel_device):
+    named, _ = draw(kernel_device)
+    x = named["x"].requires_grad_()
+    out = by_operator(named)
+    (gradient,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+    assert named["weight_in"].grad is None
+    with pytest.raises(RuntimeError, match="double backward is not supported"):
+        gradient.sum().backward()
