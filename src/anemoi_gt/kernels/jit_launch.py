@@ -13,7 +13,9 @@ from types import SimpleNamespace
 from weakref import WeakKeyDictionary
 
 ALIGNMENT = 16  # bytes; Triton compiles pointers that are multiples of it apart from others
-_COMPILED = WeakKeyDictionary()  # kernel: {widths, constants: {device, dtypes: repeat_launch of it}}; no tensors
+_COMPILED: WeakKeyDictionary = (
+    WeakKeyDictionary()
+)  # kernel: {widths, constants: {device, dtypes: repeat_launch of it}}; no tensors
 
 
 def row_kernel_name(base: str, tensor: str) -> Callable[..., str]:
