@@ -5,6 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 from support.graphs import GRAPHS
+from support.operators import Operators
 from support.oracle import make_problem
 from support.run import attend, structure
 from support.same_numbers import assert_same
@@ -35,8 +36,8 @@ def shuffled(kernel_device):
     return edge_index.to(kernel_device), sizes
 
 
-def refuse(*_):
-    raise AssertionError("edges must not be grouped this way")
+def groupings(operators):
+    return [name.split(".")[1] for name in operators.names if ".sort" in name or "group_" in name]
 
 
 def group_both_ends(edge_index, sizes, dtype=torch.int32):
@@ -123,27 +124,30 @@ def test_global_edge_ids_follow_their_edges_without_order(shuffled, unordered):
     assert torch.equal(graph.global_edge_ids(), ids[graph.perm.long()])
 
 
-def test_both_structures_are_built_in_one_sweep_unless_the_reverse_is_left_out(shuffled, unordered, monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr(edge_grouping, "group_edges_unordered", refuse)
+def test_both_structures_are_built_in_one_sweep_unless_the_reverse_is_left_out(shuffled, unordered):
+    with Operators() as both:
         assert GraphStructure.from_edge_index(*shuffled, stable=False).has_reverse
-    monkeypatch.setattr(edge_grouping, "group_both_ends_unordered", refuse)
-    graph = GraphStructure.from_edge_index(*shuffled, stable=False, reverse=False)
-    assert not graph.has_reverse
-    assert graph.with_reverse(stable=False).validate().has_reverse
+    with Operators() as one_side:
+        graph = GraphStructure.from_edge_index(*shuffled, stable=False, reverse=False)
+        assert not graph.has_reverse
+    with Operators() as other_side:
+        graph = graph.with_reverse(stable=False)
+    assert graph.validate().has_reverse
+    assert groupings(both) == ["group_both_ends_unordered"]
+    assert groupings(one_side) == groupings(other_side) == ["group_edges_unordered"]
 
 
 @pytest.mark.parametrize("reverse", [True, False])
-def test_deterministic_algorithms_use_the_stable_sort(shuffled, monkeypatch, reverse):
-    monkeypatch.setattr(edge_grouping, "group_edges_unordered", refuse)
-    monkeypatch.setattr(edge_grouping, "group_both_ends_unordered", refuse)
+def test_deterministic_algorithms_use_the_stable_sort(shuffled, reverse):
     edge_index, (num_src, num_dst) = shuffled
     torch.use_deterministic_algorithms(True)
     try:
-        groups = group_coo(edge_index, num_src, num_dst, torch.int64, stable=False, reverse=reverse)
-        group_edges(edge_index[1], edge_index[0], num_dst, stable=False)
+        with Operators() as operators:
+            groups = group_coo(edge_index, num_src, num_dst, torch.int64, stable=False, reverse=reverse)
+            group_edges(edge_index[1], edge_index[0], num_dst, stable=False)
     finally:
         torch.use_deterministic_algorithms(False)
+    assert set(groupings(operators)) == {"sort"}
     assert torch.equal(groups.perm, edge_index[1].sort(stable=True).indices)
 
 

@@ -73,8 +73,14 @@ def export(run: hydra_app.Run, out: Path, max_batch: int, origin: dict[str, str]
         batches = [first] if batch_size == 1 else [first, batch]
         with torch.no_grad():
             rounding = model.rounding(model(*batch))
-        compared = {"compared": model.normalised_change, "rounding": rounding}
-        report = verify_package(temporary, model, batches, dtype or torch.float32, **compared)
+        report = verify_package(
+            temporary,
+            model,
+            batches,
+            dtype or torch.float32,
+            compared=model.normalised_change,
+            rounding=rounding,
+        )
         os.replace(temporary, out)
     sizes = " and ".join(str(len(inputs[0])) for inputs in batches)
     log.info("verified: relative error %.1e from the model, for batch sizes %s", report.error, sizes)

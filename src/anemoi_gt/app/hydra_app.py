@@ -116,10 +116,10 @@ def describe_graph(graph: "HeteroData") -> str:
     return f"{nodes}; {edges}"
 
 
-def build_trained(config: "DictConfig") -> tuple[Run, int]:
+def build_trained(config: "DictConfig") -> tuple[Run, int | None]:
     """Build what the config of a checkpoint describes, with its weights, to be evaluated on the device of the config.
 
-    Returns it and the step of the checkpoint.
+    Returns it and the step of the checkpoint, None if it does not say.
     """
     from omegaconf import OmegaConf
 
@@ -221,7 +221,9 @@ def check_types(config: "DictConfig", *groups: str) -> None:
         config[group]["_target_"] = current_target(config[group]["_target_"])
         target = get_object(config[group]["_target_"])
         try:
-            hints = get_type_hints(target.__init__ if isinstance(target, type) else target)
+            # The ignored complaint is that a subclass could have another __init__; this is the class itself.
+            function = target.__init__ if isinstance(target, type) else target  # type: ignore[misc]
+            hints = get_type_hints(function)
         except NameError:  # annotations for type checkers only
             continue
         for name, value in config[group].items():
@@ -310,6 +312,7 @@ def launch(name: str, prepare: Callable[["DictConfig"], Callable[[], Any]], choo
     composed = []
 
     def run(config: "DictConfig"):
+        error: BaseException | str
         composed.append(config)
         try:
             return prepare_job(prepare, config)()

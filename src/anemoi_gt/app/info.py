@@ -124,6 +124,6 @@ def _version_of(package: str, otherwise: str = "version unknown") -> str:
 
 
 def _aligned(rows: Iterator[tuple[str, str]]) -> list[str]:
-    rows = list(rows)
-    width = max(len(name) for name, _ in rows)
-    return [f"  {name:{width}}  {text}" for name, text in rows]
+    pairs = list(rows)
+    width = max(len(name) for name, _ in pairs)
+    return [f"  {name:{width}}  {text}" for name, text in pairs]

@@ -80,4 +80,8 @@ def _pixels(nodes: Nodes, is_global: bool) -> tuple[np.ndarray, np.ndarray]:
     lon = np.unique(nodes.lon % 360)
     west = lon[np.argmax(np.diff(lon, prepend=lon[-1] - 360))]  # east of the widest gap
     lon = (nodes.lon - west) % 360 + (west if west <= 180 else west - 360)
-    return tuple(np.arange(axis.min(), axis.max() + step / 2, step) for axis in (nodes.lat, lon))
+
+    def centres(axis: np.ndarray) -> np.ndarray:
+        return np.arange(axis.min(), axis.max() + step / 2, step)
+
+    return centres(nodes.lat), centres(lon)

@@ -146,7 +146,7 @@ def roll_out(model: nn.Module, dataset: ForecastDataset, i: int, steps: int) -> 
 
 
 def _outcomes(model: nn.Module, dataset: ForecastDataset, i: int, steps: int) -> Iterator[Outcome]:
-    forecasts = []
+    forecasts: list[Tensor] = []
     for _ in range(steps):
         step = dataset.advance(i, forecasts)
         forecasts.append(dataset.add_change(step.reference, predict(model, step.inputs)))

@@ -56,7 +56,7 @@ MAY_DIFFER = (
 RANKS_MAY_DIFFER = ("data.path", "training.device", "training.threads", "attention.backend")
 
 
-def prepare(config: "hydra_app.DictConfig") -> Callable[[], float]:
+def prepare(config: "hydra_app.DictConfig") -> Callable[[], float | None]:
     """Build what Hydra composed; return a function that trains it."""
     hydra_app.check_types(config, "sharding")
     hydra_app.check_explain(config.explain)
@@ -151,7 +151,7 @@ def describe_data(splits: Splits) -> str:
     for name, part in (("training", splits.train), ("validation", splits.valid), ("test", splits.test)):
         line = f"{len(part)} {name} samples"
         first, last = part.start_time(0), part.start_time(len(part) - 1)
-        if first is not None:
+        if first is not None and last is not None:
             dates = [np.datetime_as_string(time, unit="m").replace("T", " ") for time in (first, last)]
             line += f", starting {dates[0]} to {dates[1]} UTC"
         lines.append(line)
@@ -181,7 +181,7 @@ def train_on_ranks(config: "hydra_app.DictConfig") -> float | None:
 
 
 def _train_on_ranks(config: "hydra_app.DictConfig", sharding: ShardingConfig, device_type: str) -> float | None:
-    whole = None
+    whole: Any = None  # the model of all nodes, on the first rank
     with init_distributed(sharding, device_type) as mesh:
         group = make_cpu_group(sharding)
         check_same(shared_config(config, mesh), group)
@@ -216,7 +216,7 @@ def _train_on_ranks(config: "hydra_app.DictConfig", sharding: ShardingConfig, de
         if whole is not None:
             raise stopped
         sys.exit(stopped.exit_status)
-    if whole is None:
+    if whole is None or test is None or records is None:  # not on the first rank
         return None
     whole = whole.to(trainer.device)
     load_weights(whole, load_checkpoint(folder / BEST))
@@ -292,5 +292,6 @@ def main() -> None:
     try:
         hydra_app.launch("train", prepare, choose_config)
     except SystemExit as end:
-        status = end.code or 0
+        if end.code:
+            status = end.code if isinstance(end.code, int) else 1
     exit_without_finalization(status)

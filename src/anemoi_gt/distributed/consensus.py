@@ -106,9 +106,9 @@ def fingerprint(*tensors: Tensor) -> str:
     return digest.hexdigest()[:16]
 
 
-def _of_all_ranks(error: Exception, group: dist.ProcessGroup) -> Exception:
+def _of_all_ranks(error: Exception, group: dist.ProcessGroup | None) -> Exception:
     """Return an error that all ranks of a group raise, of which the first rank's is enough to report."""
-    error.is_repeated = dist.get_rank(group) > 0
+    vars(error)["is_repeated"] = dist.get_rank(group) > 0
     return error
 
 

@@ -113,20 +113,17 @@ def scatter_model(
 
 def plan_of(model: EncoderProcessorDecoder, num_ranks: int) -> ShardPlan:
     """Return the shard plan of a whole model."""
-    named_nodes: Any = model.nodes  # a ModuleDict of StaticNodes
-    rows = (*named_nodes.named_buffers(), *named_nodes.named_parameters())
+    rows = (*model.nodes.named_buffers(), *model.nodes.named_parameters())
     tables = {f"nodes.{path}": path.partition(".")[0] for path, _ in rows}  # names of sets have no dot
-    positions = {name: _unit_vectors(nodes.sin_cos_lat_lon.cpu()) for name, nodes in named_nodes.items()}
+    positions = {name: _unit_vectors(nodes.sin_cos_lat_lon.cpu()) for name, nodes in model.nodes.items()}
     num_layers = {(HIDDEN, HIDDEN): len(model.processor.proc)}
     return ShardPlan(model, edges_of_model(model), num_ranks, tables, positions, num_layers)
 
 
 def edges_of_model(model: EncoderProcessorDecoder) -> dict[Kind, StaticEdges]:
     """Return the edges of a model by the names of the sets of sources and destinations."""
-    into: Any = model.encoder_edges  # ModuleDicts of StaticEdges
-    out_of: Any = model.decoder_edges
-    encoders = {(name, HIDDEN): edges for name, edges in into.items()}
-    decoders = {(HIDDEN, name): edges for name, edges in out_of.items()}
+    encoders = {(name, HIDDEN): edges for name, edges in model.encoder_edges.items()}
+    decoders = {(HIDDEN, name): edges for name, edges in model.decoder_edges.items()}
     return encoders | {(HIDDEN, HIDDEN): model.processor_edges} | decoders
 
 

@@ -50,8 +50,7 @@ class GraphInputModel(nn.Module):
         model = _checked(for_inference(model))
         chunks = 0
         for edges in (*model.encoder_edges.values(), *model.decoder_edges.values()):
-            if isinstance(edges, StaticEdges):
-                chunks = max(chunks, len(edges.chunks))
+            chunks = max(chunks, len(edges.chunks))
         if chunks > 0:
             raise ValueError(f"a model with its graph as input must have mapper_chunks=1, got {chunks}")
         self.model = model

@@ -136,10 +136,10 @@ def verify_package(
     batches = [batch if isinstance(batch, tuple) else (batch,) for batch in batches]
     with torch.no_grad():
         for batch in batches:
-            outputs = package(*batch), model(*batch)
+            output, expected = package(*batch), model(*batch)
             if compared is not None:
-                outputs = tuple(compared(output, *batch) for output in outputs)
-            batch_error = relative_error(*outputs)
+                output, expected = compared(output, *batch), compared(expected, *batch)
+            batch_error = relative_error(output, expected)
             if not batch_error <= allowed:
                 raise FloatingPointError(
                     f"the package must agree with the model within {allowed:.2g}, its relative error is "

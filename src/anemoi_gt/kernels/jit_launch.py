@@ -14,7 +14,8 @@ from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 ALIGNMENT = 16  # bytes; Triton compiles pointers that are multiples of it apart from others
-_COMPILED = WeakKeyDictionary()  # kernel: {widths, constants, dtypes: {device: Repeat}}; no tensors
+# kernel: {widths, constants, dtypes: {device: Repeat}}; no tensors
+_COMPILED: WeakKeyDictionary = WeakKeyDictionary()
 
 
 def row_kernel_name(base: str, tensor: str) -> Callable[..., str]:

@@ -1,8 +1,9 @@
 """EncoderProcessorDecoder: the weather model, which maps fields on data grids to fields on data grids."""
 
 from collections.abc import Mapping
-from functools import reduce
+from functools import partial, reduce
 from operator import add
+from typing import Any
 
 from torch import Tensor, nn
 from torch_geometric.data import HeteroData
@@ -90,6 +91,10 @@ class EncoderProcessorDecoder(nn.Module):
     torch.Size([3, 6, 1])
     """
 
+    nodes: Any  # ModuleDict of StaticNodes by set of nodes
+    encoder_edges: Any  # ModuleDict of StaticEdges by data set
+    decoder_edges: Any
+
     def __init__(
         self,
         graph: HeteroData,
@@ -122,10 +127,10 @@ class EncoderProcessorDecoder(nn.Module):
         self.processor_edges = edges_of(graph, HIDDEN, HIDDEN, trainable_edges)
         self.decoder_edges = nn.ModuleDict({d: edges_of(graph, HIDDEN, d, *sizes) for d in self.out_channels})
 
-        options = {"num_channels": channels, "num_heads": heads, "mlp_hidden_ratio": mlp_ratio}
+        options: dict[str, Any] = {"num_channels": channels, "num_heads": heads, "mlp_hidden_ratio": mlp_ratio}
         options |= {"attn_channels": attn_channels, "qk_norm": qk_norm, "mlp_implementation": mlp_implementation}
         options |= {"edge_pre_mlp": edge_pre_mlp, "dropout": dropout, "config": config}
-        layers = {"num_layers": num_layers, "checkpoint_groups": checkpoint_groups}
+        layers: dict[str, Any] = {"num_layers": num_layers, "checkpoint_groups": checkpoint_groups}
         self.processor = GraphTransformerProcessor(edge_dim=self.processor_edges.edge_dim, **layers, **options)
         options["gradient_checkpointing"] = checkpoint_groups is not None
         self.encoder = nn.ModuleDict({name: self._make_encoder(name, options) for name in self.in_channels})
@@ -150,7 +155,7 @@ class EncoderProcessorDecoder(nn.Module):
         ValueError
             For a wrong shape, wrong data sets, or batch sizes that differ.
         """
-        fields = {DATA: x} if self.has_one_data_set else x
+        fields: Any = {DATA: x} if self.has_one_data_set else x
         self._check_input(fields)
         batch = next(iter(fields.values())).shape[0]
         columns = {name: [part.expand(batch, -1, -1) for part in nodes.columns()] for name, nodes in self.nodes.items()}
@@ -174,10 +179,9 @@ class EncoderProcessorDecoder(nn.Module):
             raise ValueError(f"x must map each of the data sets {list(self.in_channels)} to its fields, got {got}")
         batch = None
         for name, x in fields.items():
-            expected = (self.nodes[name].num_nodes, self.in_channels[name])
+            shape = (self.nodes[name].num_nodes, self.in_channels[name])
             label = "x" if self.has_one_data_set else f"x[{name!r}]"
-            wanted = f"[B, {expected[0]}, {expected[1]}]"
-            check_shape(label, x, wanted, lambda x, rest=expected: x.dim() == 3 and tuple(x.shape[1:]) == rest)
+            check_shape(label, x, f"[B, {shape[0]}, {shape[1]}]", partial(_is_batch_of, shape))
             check_dtype(label, x, like=self.nodes[name].sin_cos_lat_lon)
             if batch not in (None, x.shape[0]):
                 raise ValueError(f"{label} must have the batch size {batch} of the other data sets, got {x.shape[0]}")
@@ -215,6 +219,10 @@ class EncoderProcessorDecoder(nn.Module):
         return {d: Residual(pairs, self.in_channels[d], self.out_channels[d]) for d, pairs in residual.items()}
 
 
+def _is_batch_of(shape: tuple[int, int], x: Tensor) -> bool:
+    return x.dim() == 3 and tuple(x.shape[1:]) == shape
+
+
 def _by_data_set(
     in_channels: int | Mapping[str, int], out_channels: int | Mapping[str, int]
 ) -> tuple[dict[str, int], dict[str, int]]:
@@ -222,8 +230,10 @@ def _by_data_set(
     sides = {"in_channels": in_channels, "out_channels": out_channels}
     if len({isinstance(side, Mapping) for side in sides.values()}) > 1:
         raise ValueError(f"in_channels and out_channels must both be integers or both be mappings, got {sides}")
-    sides = {name: dict(side) if isinstance(side, Mapping) else {DATA: side} for name, side in sides.items()}
+    named: dict[str, dict[str, int]] = {}
     for name, side in sides.items():
+        named[name] = dict(side) if isinstance(side, Mapping) else {DATA: side}
+    for name, side in named.items():
         for data_set, size in side.items():
             check_integer(f"{name}[{data_set!r}]" if isinstance(in_channels, Mapping) else name, size)
         if not side or HIDDEN in side:
@@ -234,4 +244,4 @@ def _by_data_set(
                 f"{name} must have names that torch.nn.ModuleDict accepts, not empty, without a dot, and not an "
                 f"attribute such as 'train', got {refused}; rename these nodes of the graph"
             )
-    return sides["in_channels"], sides["out_channels"]
+    return named["in_channels"], named["out_channels"]

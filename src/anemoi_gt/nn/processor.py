@@ -50,6 +50,8 @@ class GraphTransformerProcessor(nn.Module):
     torch.Size([5, 16])
     """
 
+    proc: Any  # ModuleList of GraphTransformerProcessorBlock
+
     def __init__(
         self,
         *,
@@ -91,13 +93,13 @@ class GraphTransformerProcessor(nn.Module):
         cond : Tensor [N or 1, K] or [B, N or 1, K], optional
             Condition of conditional norms.
         """
-        first: Any = self.proc[0]  # a block; torch.compile may have wrapped it
+        first = self.proc[0]
         check_features("x", x, first.channels, like=first.lin_query.weight)  # its device is needed below
         if self.checkpoint_groups is None:
             return _run(self.proc, x, graph, edge_attr, cond)
         layers, groups = len(self.proc), self.checkpoint_groups
         for i in range(groups):
-            group: Any = self.proc[layers * i // groups : layers * (i + 1) // groups]
+            group = self.proc[layers * i // groups : layers * (i + 1) // groups]
             draws = self.training and any(block.dropout > 0 for block in group)
             x = checkpoint_activations(_run_group, group, x, graph, edge_attr, cond, device=x.device, draws=draws)
         return x

@@ -8,6 +8,7 @@
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -139,6 +140,7 @@ class StaticEdges(nn.Module):
     """
 
     structure: nn.Module  # returns the structure; in a sharded model, this rank's shard of it
+    chunks: Any  # ModuleList of _StaticChunk, empty for the whole graph
     edge_attr: Tensor  # a buffer
 
     def __init__(

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
+from typing import Self
 
 import numpy as np
 import torch
@@ -108,7 +109,7 @@ class Era5UkDataset(ForecastDataset):
         statistics = {"mean": self._mean, "anomaly_std": self._anomaly_std, "lag_std": self._lag_std}
         return super().normalisation() | statistics
 
-    def normalised_by(self, normalisation: Mapping[str, Tensor]) -> "Era5UkDataset":
+    def normalised_by(self, normalisation: Mapping[str, Tensor]) -> Self:
         """Return the same samples, normalised by the statistics of `normalisation`."""
         other = super().normalised_by(normalisation)
         other._mean = normalisation["mean"].float()
@@ -218,6 +219,11 @@ class Era5UkDataset(ForecastDataset):
 class Era5UkInputs(PhysicalInputs):
     """The input channels of `Era5UkDataset`: anomaly, changes, harmonics of the hour of the day, and the position."""
 
+    mean: Tensor  # buffers
+    anomaly_std: Tensor
+    lag_std: Tensor
+    position: Tensor
+
     def __init__(self, dataset: Era5UkDataset):
         super().__init__()
         self.names = ("t2m", *(f"t2m -{lag} h" for lag in dataset.lags))
@@ -231,7 +237,8 @@ class Era5UkInputs(PhysicalInputs):
         }.items():
             self.register_buffer(name, tensor)
 
-    def forward(self, fields: Tensor, time: Tensor) -> tuple[Tensor, Tensor]:
+    # needs_time is True, so there always is a time.
+    def forward(self, fields: Tensor, time: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         """Return normalised channels [B, N, in_channels] and the temperature a day before the truth, [B, N, 1]."""
         anomaly = (fields[..., :1] - self.mean[:, None]) / self.anomaly_std
         changes = (fields[..., :1] - fields[..., 1:]) / self.lag_std

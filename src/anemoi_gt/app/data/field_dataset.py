@@ -16,7 +16,7 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import combinations, pairwise
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 import torch
@@ -84,7 +84,7 @@ def field_data(
     check_positive("lead_time", lead_time, ", in hours")
     fields = READERS[format](path)
     periods = split_times(fields.times, train, valid, test)
-    chosen = Roles(variables, diagnostics, forcings)
+    chosen = ChosenRoles(variables, diagnostics, forcings)
     if schema is not None:
         fields, roles = roles_of_schema(fields, chosen, schema)
         data = FieldDataset(fields, roles, lead_time, input_steps)
@@ -101,18 +101,26 @@ def field_data(
     return splits
 
 
-class Roles(NamedTuple):
-    """Names of what is forecast from itself, what is forecast and no input, and what is input alone; None: not chosen.
-
-    The channels have their order.
-    """
+class ChosenRoles(NamedTuple):
+    """The roles that a user has chosen, as `Roles`; None: not chosen."""
 
     variables: Sequence[str] | None
     diagnostics: Sequence[str] | None
     forcings: Sequence[str] | None
 
 
-def choose_roles(fields: Fields, chosen: Roles, period: np.ndarray) -> tuple[Fields, Roles]:
+class Roles(NamedTuple):
+    """Names of what is forecast from itself, what is forecast and no input, and what is input alone.
+
+    The channels have their order.
+    """
+
+    variables: tuple[str, ...]
+    diagnostics: tuple[str, ...]
+    forcings: tuple[str, ...]
+
+
+def choose_roles(fields: Fields, chosen: ChosenRoles, period: np.ndarray) -> tuple[Fields, Roles]:
     """Return the roles of the variables of files, and the fields with constants as static.
 
     A variable with a time dimension may never change in a period [T] bool, as `lsm` and `z` in files of the Climate
@@ -138,7 +146,7 @@ def choose_roles(fields: Fields, chosen: Roles, period: np.ndarray) -> tuple[Fie
     return fields, Roles(tuple(variables), tuple(diagnostics), tuple(forcings))
 
 
-def roles_of_schema(fields: Fields, chosen: Roles, schema: DataSchema) -> tuple[Fields, Roles]:
+def roles_of_schema(fields: Fields, chosen: ChosenRoles, schema: DataSchema) -> tuple[Fields, Roles]:
     """Return the roles in a trained model, where none are chosen, and the fields with its constants as static.
 
     Raises ValueError if the data lack a variable.
@@ -199,7 +207,7 @@ def split_times(times: np.ndarray, *periods: Sequence[str] | None) -> list[np.nd
     masks = []
     for name, period in zip(names, periods, strict=True):
         try:
-            first, last = (np.datetime64(str(date)) for date in period)
+            first, last = (np.datetime64(str(date)) for date in period or ())
         except (TypeError, ValueError):
             must = "must be a first and a last date, such as [2019-03-01, 2019-03-24], in all splits or in none"
             raise ValueError(f"{name} {must}, got {period}") from None
@@ -218,6 +226,8 @@ class FieldDataset(ForecastDataset):
 
     time_encoding = "sine and cosine of local solar time and of the day of the year"
     reference_name = "the present, 0 for diagnostics"
+    _training: "FieldDataset | None"
+    _mean_state: Tensor | None
 
     def __init__(self, fields: Fields, roles: Roles, lead_time: float, input_steps: int):
         self.fields, self.lead_time, self.input_steps = fields, lead_time, input_steps
@@ -306,7 +316,7 @@ class FieldDataset(ForecastDataset):
         """Return means and deviations of variables and forcings, in this order, and of the change."""
         return super().normalisation() | {"mean": self._mean, "std": self._std}
 
-    def normalised_by(self, normalisation: Mapping[str, Tensor]) -> "FieldDataset":
+    def normalised_by(self, normalisation: Mapping[str, Tensor]) -> Self:
         """Return the same samples, normalised by the statistics of `normalisation`."""
         other = super().normalised_by(normalisation)
         other._mean, other._std = normalisation["mean"].float(), normalisation["std"].float()
@@ -372,15 +382,18 @@ class FieldDataset(ForecastDataset):
 
     def baselines(self, step: int | None = None):
         """Return persistence, and the mean of the training samples at each node."""
-        if self._training is None or len(self._training) == 0:  # a trained model on data without training samples
+        training = self._training
+        if training is None or len(training) == 0:  # a trained model on data without training samples
             return super().baselines(step)
-        return super().baselines(step) | {"training mean": lambda i: self._training.mean_state()}
+        return super().baselines(step) | {"training mean": lambda i: training.mean_state()}
 
     def mean_state(self) -> Tensor:
         """Return the mean of up to 256 samples at each node, [N, V]."""
-        if self._mean_state is None:
-            self._mean_state, _, _ = _moments((self.present(i) for i in self._chosen()), self.weights)
-        return self._mean_state
+        mean = self._mean_state
+        if mean is None:
+            mean, _, _ = _moments((self.present(i) for i in self._chosen()), self.weights)
+            self._mean_state = mean
+        return mean
 
     def _starting(self, times: np.ndarray) -> "FieldDataset":
         """Return the samples of all members that start at times given by index."""
@@ -462,6 +475,11 @@ class FieldInputs(PhysicalInputs):
     `present` are the channels of the variables at the present, followed by `diagnostics` whose reference is 0.
     """
 
+    mean: Tensor  # buffers
+    std: Tensor
+    position: Tensor
+    longitudes: Tensor
+
     def __init__(self, names, units, mean, std, position, longitudes, present, diagnostics):
         super().__init__()
         self.names, self.units = tuple(names), tuple(units)
@@ -469,7 +487,8 @@ class FieldInputs(PhysicalInputs):
         for name, tensor in {"mean": mean, "std": std, "position": position, "longitudes": longitudes}.items():
             self.register_buffer(name, tensor)
 
-    def forward(self, fields: Tensor, time: Tensor) -> tuple[Tensor, Tensor]:
+    # needs_time is True, so there always is a time.
+    def forward(self, fields: Tensor, time: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         """Return normalised channels [B, N, in_channels] and the reference [B, N, V]."""
         local = day_angle(time)[:, None] + self.longitudes  # [B, N]
         year = year_angle(time)[:, None].expand_as(local)
@@ -483,9 +502,13 @@ class FieldInputs(PhysicalInputs):
 
 def _moments(states: Iterable[Tensor], weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the mean of states [N, V] at each node, and weighted mean and deviation [V]; rounding is no deviation."""
-    count, total, squares, weights = 0, 0.0, 0.0, weights[:, None].double()
+    weights = weights[:, None].double()
+    count = 0
+    total = squares = torch.zeros((), dtype=torch.float64)
     for state in states:
-        count, total, squares = count + 1, total + state.double(), squares + (state.double().square() * weights).mean(0)
+        count += 1
+        total = total + state.double()
+        squares = squares + (state.double().square() * weights).mean(0)
     mean, square = total / count, squares / count
     overall = (mean * weights).mean(dim=0)
     variance = square - overall.square()

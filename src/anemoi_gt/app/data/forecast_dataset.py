@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -139,7 +139,7 @@ class ForecastDataset(Dataset, ABC):
         """Return the statistics that inputs and change are normalised by, by name."""
         return {"change_mean": self.change_mean, "change_std": self.change_std}
 
-    def normalised_by(self, normalisation: Mapping[str, Tensor]) -> "ForecastDataset":
+    def normalised_by(self, normalisation: Mapping[str, Tensor]) -> Self:
         """Return the same samples, normalised by what `normalisation` returned when a model was trained."""
         other = copy.copy(self)
         other.change_mean = normalisation["change_mean"].float()

@@ -50,6 +50,9 @@ class PhysicalModel(nn.Module):
     change_mean, change_std : Tensor [V]
     """
 
+    change_mean: Tensor  # buffers
+    change_std: Tensor
+
     def __init__(self, inputs: PhysicalInputs, model: nn.Module, change_mean: Tensor, change_std: Tensor):
         super().__init__()
         self.inputs, self.model = inputs, model

@@ -112,19 +112,23 @@ def read_dataset(source: "xarray.Dataset", name: str = "the data set") -> Fields
         twice = np.datetime_as_string(times[1:][np.diff(times) <= np.timedelta64(0)][0], unit="m")
         raise ValueError(f"{name} must hold each time once, got {twice} twice: keep one, as by drop_duplicates('time')")
     member = next((dim for dim in source.dims if str(dim).lower() in MEMBERS), None)
-    units, attributes, levels, readers, static = {}, {}, {}, {}, set()
+    units: dict[str, str] = {}
+    attributes: dict[str, dict[str, str]] = {}
+    levels: dict[str, str] = {}
+    readers: dict[str, Callable[[int], np.ndarray]] = {}
+    static: set[str] = set()
     for key, array in source.data_vars.items():
         if not set(lat.dims) <= set(array.dims) or array.dtype.kind not in "fiu":
             continue
-        over_time = time is not None and time.dims[0] in array.dims
-        axes = _Axes(lat.dims, time.dims[0] if over_time else None, member if member in array.dims else None)
+        over = time.dims[0] if time is not None and time.dims[0] in array.dims else None
+        axes = _Axes(lat.dims, over, member if member in array.dims else None)
         for variable, level, one in _levels(str(key), array, axes.names()):
             units[variable] = str(array.attrs.get("units", array.attrs.get("GRIB_units", "")))
             attributes[variable] = {k: str(array.attrs[k]) for k in PASSED_ON if k in array.attrs}
             if level:
                 levels[variable] = level
             readers[variable] = partial(_values, one, axes, order)
-            if not over_time:
+            if over is None:
                 static.add(variable)
     members = 1 if member is None else source.sizes[member]
     return Fields(nodes, times, units, readers, frozenset(static), members, attributes, levels, name)
@@ -170,7 +174,9 @@ def read_anemoi(path: str | Path) -> Fields:
     times = times.astype("datetime64[s]")
     there = np.flatnonzero(~np.isin(times, np.array(store.attrs.get("missing_dates", []), "datetime64[s]")))
     state = lru_cache(1)(lambda t: np.asarray(data[int(there[t])])[:, 0])  # all variables are one chunk
-    readers = {variable: partial(lambda v, t: state(t)[v], v) for v, variable in enumerate(variables)}
+    readers: dict[str, Callable[[int], np.ndarray]] = {}
+    for v, variable in enumerate(variables):
+        readers[variable] = partial(lambda v, t: state(t)[v], v)
     return Fields(Nodes(lat, lon), times[there], dict.fromkeys(variables, ""), readers, source=path)
 
 
@@ -303,7 +309,7 @@ def _join(parts: list[Fields]) -> Fields:
     if len({part.members for part in dated}) > 1:
         counts = ", ".join(f"{part.members} in {part.source}" for part in dated)
         raise ValueError(f"files with different variables must have the same number of members, got {counts}")
-    joined = {"units": {}, "readers": {}, "attributes": {}, "levels": {}}
+    joined: dict[str, Any] = {"units": {}, "readers": {}, "attributes": {}, "levels": {}}
     for part in parts:
         for name, values in joined.items():
             values |= getattr(part, name)

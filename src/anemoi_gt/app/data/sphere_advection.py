@@ -303,13 +303,18 @@ class SphereInputs(PhysicalInputs):
     units = ("kg/kg", "m/s", "m/s", "m/s", "m/s")
     needs_time = False
 
+    mean: Tensor  # buffers
+    std: Tensor
+    position: Tensor
+
     def __init__(self, statistics: Statistics, position: Tensor):
         super().__init__()
         self.register_buffer("mean", torch.tensor([statistics.tracer_mean, 0, 0, 0, 0], dtype=torch.float32))
         self.register_buffer("std", torch.tensor([statistics.tracer_std, *[statistics.wind_std] * 4]).float())
         self.register_buffer("position", position)
 
-    def forward(self, fields: Tensor) -> tuple[Tensor, Tensor]:
+    # needs_time is False, so there is no time.
+    def forward(self, fields: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         """Return normalised channels [B, N, 9] and the tracer [B, N, 1]."""
         position = self.position.expand(fields.shape[0], -1, -1)
         return torch.cat([(fields - self.mean) / self.std, position], dim=2), fields[..., :1]

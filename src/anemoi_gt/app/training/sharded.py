@@ -11,9 +11,10 @@ loss            = mean over data of sum over model of loss here
 
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,6 +32,7 @@ from anemoi_gt.app.training.trainer import BEST, LAST, Trainer
 from anemoi_gt.distributed.consensus import check_same, fingerprint, raise_on_all_ranks
 from anemoi_gt.distributed.grad_sync import clip_gradients, reduce_gradients, sum_loss
 from anemoi_gt.distributed.module_shard import ModuleShard
+from anemoi_gt.distributed.process_group import world_group
 from anemoi_gt.distributed.sharded_checkpoint import load_checkpoint, require_checkpoint, save_checkpoint, sharded
 
 
@@ -65,16 +67,17 @@ def make_sharded_trainer(
 
     rows = shard.partitions["data"].nodes(shard.rank, "cpu")
     num_nodes = len(splits.train.weights)
+    parts: list[Any] = [split.select_nodes(rows) for split in splits]  # samples at nodes, all that training reads
     return Trainer(
         model,
-        Splits(*(split.select_nodes(rows) for split in splits)),
+        Splits(*parts),
         config,
         folder,
         description,
         schema=splits.train.schema(),
         make_step=partial(ShardedTrainingStep, num_nodes=num_nodes, shard=shard, mesh=mesh, group=group),
         make_batches=partial(TrainingBatches, rank=mesh.get_local_rank("data"), ranks=mesh["data"].size()),
-        save=lambda path, state: save_checkpoint(sharded(path), state, shard.tables, dist.group.WORLD),
+        save=lambda path, state: save_checkpoint(sharded(path), state, shard.tables, world_group()),
         stop_request=partial(SharedStopRequest, group),
     )
 
@@ -90,14 +93,14 @@ def fit_sharded(trainer: Trainer, shard: ModuleShard, *, resume: bool) -> list[d
     if resume:
         template = trainer.state_dict()
         plain = {name: template.pop(name) for name in ("config", "schema")}  # the checkpoint's may have other keys
-        state = load_checkpoint(sharded(trainer.folder / LAST), template, shard.tables, dist.group.WORLD)
+        state = load_checkpoint(sharded(trainer.folder / LAST), template, shard.tables, world_group())
         trainer.load_state_dict(state | plain)
-    is_first = dist.get_rank() == 0
-    path = trainer.folder / "metrics.jsonl"
-    with MetricsFile(path, until=trainer.step.global_step) if is_first else nullcontext() as metrics:
-        trainer.fit(metrics)
-    if not is_first:
+    if dist.get_rank() != 0:
+        trainer.fit(None)
         return None
+    path = trainer.folder / "metrics.jsonl"
+    with MetricsFile(path, until=trainer.step.global_step) as metrics:
+        trainer.fit(metrics)
     write_as_file(trainer.folder / BEST)
     return metrics.records
 
@@ -107,7 +110,7 @@ def check_same_data(splits: Splits, folder: str | Path) -> None:
 
     Compares the nodes, the number of samples, and the normalisation, which depends on the training samples. Collective.
     """
-    train, group = splits.train, dist.group.WORLD
+    train, group = splits.train, world_group()
     unseen = None if Path(folder).is_dir() else f"{folder} must be on a file system that all ranks see"
     raise_on_all_ranks(unseen, group)
     check_same(
@@ -127,8 +130,9 @@ def write_as_file(path: str | Path) -> None:
     checkpoint; OSError, which names `path` and the reason, if it cannot be written.
     """
     source = require_checkpoint(sharded(path))
-    with atomic_write(path) as file:  # torch.save takes an open file in place of a path
-        dcp_to_torch_save(source, file)
+    with atomic_write(path) as file:
+        target: Any = file  # torch.save takes an open file in place of a path
+        dcp_to_torch_save(source, target)
 
 
 class ShardedTrainingStep(TrainingStep):

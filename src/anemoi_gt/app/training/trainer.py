@@ -87,7 +87,8 @@ class Trainer:
         gradients or weights are not finite (in 16-mixed single steps are skipped for their gradients); OSError if a
         file cannot be written. After an error the checkpoints stay those before it.
         """
-        self._metrics, shown = metrics, {}
+        self._metrics = metrics
+        shown: dict[str, float] = {}
         if self._generators is None:
             seed_generators(self.config.seed)
         else:

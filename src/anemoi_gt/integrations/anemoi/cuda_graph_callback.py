@@ -111,15 +111,17 @@ class CUDAGraphCallback(Callback):
         self, trainer: Trainer, module: LightningModule, loss: Tensor, *arguments: Any, **options: Any
     ) -> None:
         """Add the gradients of the replay to those of the parameters, or compute those of a launched step."""
-        if self._gradients is None:
+        gradients = self._gradients
+        if gradients is None:
             self._differentiate(loss, *arguments, **options)
         else:
-            self._add_gradients(module, keeps=trainer.accumulate_grad_batches > 1)  # beyond the next replay
+            keeps = trainer.accumulate_grad_batches > 1  # beyond the next replay
+            self._add_gradients(module, gradients, keeps)
         if trainer.world_size > 1 and trainer.strategy.model.require_backward_grad_sync:  # not in DDP's no_sync
             average_gradients(module.parameters(), trainer.strategy.model.process_group)
 
-    def _add_gradients(self, module: LightningModule, keeps: bool) -> None:
-        for parameter, gradient in zip(module.parameters(), self._gradients, strict=True):
+    def _add_gradients(self, module: LightningModule, gradients: list[Tensor | None], keeps: bool) -> None:
+        for parameter, gradient in zip(module.parameters(), gradients, strict=True):
             if gradient is not None and parameter.requires_grad:
                 if parameter.grad is not None:
                     parameter.grad.add_(gradient)

@@ -88,7 +88,7 @@ def structure_of(edge_index: Tensor, num_nodes: tuple[int, int], *, reverse: boo
     code; that of any other list is looked up by an operator in the compiled code.
     """
     cache = lookup(edge_index)
-    if cache is not None and _make_structure(edge_index, reverse):
+    if cache is not None and _make_structure(edge_index, reverse) and cache.graph is not None:
         graph = cache.graph
         if graph.num_src * cache.batch == num_nodes[0] and graph.num_dst * cache.batch == num_nodes[1]:
             return graph, cache.batch
@@ -110,7 +110,10 @@ def edge_structure(edge_index: Tensor, num_src: int, num_dst: int, reverse: bool
     """Return copies of colptr, row, perm and, with `reverse`, rowptr, col, csr_to_csc; they may be overwritten."""
     graph = _structure_by_tensor(edge_index, (num_src, num_dst), reverse)
     tensors = [graph.colptr.clone(), graph.row.clone(), graph.edge_order().clone()]
-    return tensors + [tensor.clone() for tensor in (graph.rowptr, graph.col, graph.csr_to_csc)] if reverse else tensors
+    source_side = graph.reverse_index()
+    if reverse and source_side is not None:
+        tensors += [tensor.clone() for tensor in source_side]
+    return tensors
 
 
 @torch.library.register_fake("anemoi_gt::edge_structure")
@@ -156,12 +159,15 @@ def _expanded_list(provider, batch_size: int) -> tuple[Tensor, tuple[int, int]]:
     expanded, versions = _BY_BASE.setdefault(base, {}), (version_of(base), version_of(inc))
     made_from, edge_index = expanded.get(batch_size, (None, None))
     is_fresh = made_from is not None and made_from[0] is inc and made_from[1] == versions
-    if not is_fresh or lookup(edge_index) is None:
-        with torch.inference_mode(False):
-            edge_index = provider._expand_edges(base, inc, batch_size)
-        num_nodes = tuple(nodes * batch_size for nodes in inc[:, 0].tolist())
-        expanded[batch_size] = ((inc, versions), cached_list(edge_index, num_nodes, batch_size))
-    return edge_index, lookup(edge_index).num_nodes
+    cache = lookup(edge_index) if is_fresh else None
+    if cache is not None:
+        return edge_index, cache.num_nodes
+    with torch.inference_mode(False):
+        edge_index = provider._expand_edges(base, inc, batch_size)
+    num_src, num_dst = inc[:, 0].tolist()
+    num_nodes = num_src * batch_size, num_dst * batch_size
+    expanded[batch_size] = ((inc, versions), cached_list(edge_index, num_nodes, batch_size))
+    return edge_index, num_nodes
 
 
 @replaces("input_ dim sizes mgroup gather_in_backward")

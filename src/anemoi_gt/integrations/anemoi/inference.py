@@ -8,6 +8,7 @@ It is found by the entry-point group `anemoi.inference.runners`, and is the runn
 """
 
 import logging
+from typing import Any
 
 from anemoi.inference.checkpoint import Checkpoint
 from anemoi.inference.runner import Runner
@@ -53,7 +54,7 @@ class AnemoiGTRunner(Runner):
         fuse_edges: bool = True,
         **options,
     ):
-        settings = {"backend": backend, "precision": precision, "fuse_edges": fuse_edges}
+        settings: dict[str, Any] = {"backend": backend, "precision": precision, "fuse_edges": fuse_edges}
         if runner == "parallel":  # ranks that it starts read nothing but `parallel` in the config
             base = options.pop("base_runner", "auto")
             parallel = {"base_runner": NAME, "runner": base, **settings, **options}
@@ -82,7 +83,8 @@ def _runner_class(name: str, config) -> type[Runner]:
 
 def _check_model(model) -> None:
     """Log how many blocks compute with us; raise ValueError if there is none."""
-    blocks = sum(isinstance(module, find(*BLOCK)) for module in model.modules())
+    kind: Any = find(*BLOCK)
+    blocks = sum(isinstance(module, kind) for module in model.modules())
     if not blocks:
         raise ValueError(
             f"the model of runner {NAME!r} must have a graph-transformer block, got "
