@@ -59,11 +59,11 @@ def test_a_zarr_lists_its_variables_in_one_order_in_every_process(tmp_path):
 
 
 def test_a_forecast_from_a_part_of_the_file_is_that_of_the_whole_file(place, start):
-    weather_file().isel(time=slice(-9, None)).to_netcdf("tail.nc")
+    weather_file().isel(time=slice(10, None)).to_netcdf("tail.nc")  # the last test sample is the same
     for path, folder in (("weather.nc", "whole"), ("tail.nc", "tail")):
-        dates = "start=2020-01-10T00"
-        start(rollout, CHECKPOINT, f"data.path={path}", "steps=3", dates, f"hydra.run.dir={folder}")
+        start(rollout, CHECKPOINT, f"data.path={path}", "steps=3", f"hydra.run.dir={folder}")
     with xarray.open_dataset("whole/rollout.nc") as whole, xarray.open_dataset("tail/rollout.nc") as tail:
+        assert whole.attrs["title"] == tail.attrs["title"]
         assert np.array_equal(whole.t2m, tail.t2m) and np.array_equal(whole.z_850, tail.z_850)
 
 
