@@ -1,5 +1,6 @@
 """Checks on ranks: ownership of edges, contents of the halo, and errors raised before anything could hang."""
 
+import pickle
 from dataclasses import replace
 from functools import partial, reduce
 from unittest import mock
@@ -270,3 +271,11 @@ def what_differs_in_the_first_exchange_of_a_shard_is_named_and_later_ones_cost_n
         shard.start_exchange(x).wait()
         shard.split(3).exchange(x.double())
     verdict.same("collectives after the first", gathered.call_count, 0)
+
+
+@on_ranks(2)
+def a_pickled_shard_exchanges_the_same_rows(group, verdict):
+    shard = shard_graph(structure("symmetric"), group)
+    x = torch.randn(shard.sources.ranges.counts[shard.rank], 4)
+    copied = pickle.loads(pickle.dumps(shard))
+    verdict.same("rows", copied.start_exchange(x).wait(), shard.start_exchange(x).wait())

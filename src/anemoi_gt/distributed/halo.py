@@ -36,6 +36,9 @@ class MessageConsensus:
     def __init__(self, group: dist.ProcessGroup):
         self.group, self.is_reached = group, False
 
+    def __getstate__(self) -> dict:
+        return {"group": None, "is_reached": True}  # process groups are not pickled; copies do not ask again
+
     def reach(self, sent: Tensor) -> None:
         """Raise ValueError on all ranks unless rows [S, .., F] have the same form. Collective the first time."""
         if self.is_reached or (sent.is_cuda and torch.cuda.is_current_stream_capturing()):
