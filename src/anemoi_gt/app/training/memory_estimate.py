@@ -9,7 +9,7 @@
 A destination keeps two inputs of norms, two normed copies, query, result of the attention and input of its projection,
 and both sides of the activation in the feed-forward network. A source keeps its input, a normed copy, key and value.
 Norms keep float32. A fused attention sub-layer keeps its inputs, query, key, value and the result of the attention, a
-fused feed-forward sub-layer its input and the input of the activation; both keep their weights in the dtype of products.
+fused feed-forward sub-layer its input and that of the activation; both keep their weights in the dtype of products.
 Edges, and rows that other ranks read, keep little beside that. Compiled blocks need less.
 """
 
