@@ -16,6 +16,7 @@ from importlib import import_module
 from inspect import signature
 from operator import attrgetter
 from types import ModuleType
+from typing import ClassVar
 
 from anemoi_gt.integrations.anemoi.bodies import unknown_body
 
@@ -33,12 +34,14 @@ class Upstream:
     triton_conv: object = None  # that of `triton`; before 0.18.0 the class whose `apply` it is; None before 0.11
     block_module: ModuleType | None = None  # layers.block
     shapes: ModuleType | None = None  # distributed.shapes
+    own_methods: ClassVar[dict[type, str | None]] = {}  # what `decision.own_method_of` has found, by class of blocks
 
 
 def resolve_upstream() -> None:
     """Import what replacements read; classes whose bodies we do not know are left out."""
     Upstream.mapper, Upstream.processor = (import_module(f"anemoi.models.layers.{n}") for n in ("mapper", "processor"))
     block = import_module("anemoi.models.layers.block")
+    Upstream.own_methods.clear()
     Upstream.block_module, Upstream.shapes = block, import_module("anemoi.models.distributed.shapes")
     Upstream.block = block.GraphTransformerBaseBlock
     Upstream.blocks = (block.GraphTransformerProcessorBlock, block.GraphTransformerMapperBlock)
