@@ -21,7 +21,7 @@ Outcome = tuple[str, str | None]  # path of a decision, and its reason
 
 _BLOCKS: WeakKeyDictionary[nn.Module, Outcome] = WeakKeyDictionary()  # those that have computed, in eager code
 _TRACED: dict[type, Outcome] = {}
-_MODELS: WeakSet[nn.Module] = WeakSet()  # of Anemoi, that have computed
+_MODELS: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()  # of Anemoi, in the order in which they were met
 _TOLD: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()  # the lines about a model
 _UP_TO_DATE: WeakSet[nn.Module] = WeakSet()  # models of which nothing has changed since
 
@@ -66,7 +66,7 @@ def clear() -> None:
 
 def add_model(model: nn.Module) -> None:
     """Know a model, so that its blocks have paths."""
-    _MODELS.add(model)
+    _MODELS[model] = None
 
 
 def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -77,7 +77,7 @@ def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
 def computed() -> tuple[Computed, ...]:
     """Return how the blocks of all known models, and other blocks that have computed, were computed."""
     found, seen = [], set()
-    for model in _MODELS:
+    for model in list(_MODELS):
         for path, block in blocks_of(model):
             if id(block) not in seen:
                 seen.add(id(block))
@@ -140,7 +140,5 @@ def after_build(model: nn.Module) -> None:
     """Say that nothing of a model is computed by us, if it has no graph-transformer block."""
     add_model(model)
     if not blocks_of(model):
-        log.warning(
-            "%s has no graph-transformer block: anemoi_gt computes nothing of it",
-            type(getattr(model, "model", model)).__name__,
-        )
+        message = "%s has no graph-transformer block: anemoi_gt computes nothing of it"
+        log.warning(message, type(model).__name__)
