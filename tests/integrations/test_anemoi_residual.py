@@ -1,7 +1,5 @@
 """The residual of Anemoi's models by `index_add`: the same numbers, bit for bit, with gradients that are a gather."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from anemoi.models.models import AnemoiModelEncProcDec
@@ -19,12 +17,18 @@ def clamp(x):
     return x
 
 
-MODEL = SimpleNamespace(
-    n_step_output=TIME,
-    _internal_output_idx={name: torch.tensor(out, dtype=torch.int32) for name, (out, _) in INDICES.items()},
-    _internal_input_idx={name: torch.tensor(skip, dtype=torch.int32) for name, (_, skip) in INDICES.items()},
-    boundings={"global": [clamp, lambda x: x * 2], "regional": []},
-)
+class Model(torch.nn.Module):
+    """What Anemoi's models read of themselves when they assemble their output."""
+
+    def __init__(self):
+        super().__init__()
+        self.n_step_output = TIME
+        self._internal_output_idx = {name: torch.tensor(out, dtype=torch.int32) for name, (out, _) in INDICES.items()}
+        self._internal_input_idx = {name: torch.tensor(skip, dtype=torch.int32) for name, (_, skip) in INDICES.items()}
+        self.boundings = {"global": [clamp, lambda x: x * 2], "regional": []}
+
+
+MODEL = Model()
 
 
 def assemble(kind, dataset, dtype, with_skip):

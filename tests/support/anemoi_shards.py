@@ -46,6 +46,7 @@ class Case:
     compiled: bool = False
     counted: bool = False
     whole: bool = False  # blocks by fused sub-layers, in float32
+    watched: bool = False  # on the first rank, hooks watch what our attention does not call
 
 
 TOPOLOGIES = {"1": (1, 1), "2": (2, 1), "3": (3, 1), "4": (4, 1), "2x2": (2, 2)}
@@ -69,6 +70,7 @@ CASES = {
     "tiny-replicated": Case(4, graph="tiny", batch=2, keep_sharded=False),
     "all activations kept": Case(3, options={"checkpointing": False, "mapper_chunks": 1}, batch=2),
     "edges embedded": Case(3, options={"edge_pre_mlp": True}, install={"fuse_edges": False}, batch=2),
+    "hooks on one rank": Case(2, watched=True),
     "compiled": Case(2, graph="asymmetric", batch=2, options=ONE_LAYER, compiled=True),
     **{f"whole blocks-{name}-{ranks}": Case(ranks, graph=name, batch=batch, options={"qk_norm": False} | ONE_LAYER,
        whole=True, compiled=name == "small")
@@ -215,11 +217,16 @@ def run_case(case, group, index, everyone):
     model, counts = model_of(case), []
     blocks = {"backend": "triton", "blocks": True} if case.whole else {"backend": "torch"}
     attention_steps.PROGRAMS = sublayer_steps.PROGRAMS = 3  # of the interpreter
+    convs = [module.conv for module in model.modules() if hasattr(module, "conv")]
+    is_watched = case.watched and dist.get_rank() == 0
+    hooks = [conv.register_forward_hook(lambda *_: None) for conv in convs if is_watched]
     with integration.install(**blocks, **case.install):
         for _ in range(1 + case.counted):
             with counting() as counted:
                 loss = run(model, case, index, group)
             counts.append(counted)
+    for hook in hooks:
+        hook.remove()
     gradients = gradients_of_strategy(model, group, everyone)
     dist.all_reduce(loss, group=everyone)
     return loss / everyone.size(), gradients, counts

@@ -255,11 +255,11 @@ def _own_network(block: nn.Module, name: str) -> str | None:
 @torch.compiler.assume_constant_result
 def own_method_of(kind: type) -> str | None:
     """Return which method that our forward does not call a class of blocks overrides, None if none."""
-    upstream = _upstream_class(kind)
-    if upstream is None:
-        return f"{kind.__qualname__} is not a block of Anemoi's processor or mapper"
-    own = [name for name in BYPASSED if getattr(kind, name, None) is not getattr(upstream, name, None)]
-    return f"{kind.__qualname__} has a {own[0]} of its own" if own else None
+    if kind not in Upstream.own_methods:
+        upstream = _upstream_class(kind)
+        own = [name for name in BYPASSED if getattr(kind, name, None) is not getattr(upstream, name, None)]
+        Upstream.own_methods[kind] = f"{kind.__qualname__} has a {own[0]} of its own" if own else None
+    return Upstream.own_methods[kind]
 
 
 @torch.compiler.assume_constant_result
@@ -269,8 +269,8 @@ def own_network_of(kind: type, name: str) -> str | None:
     return f"{kind.__qualname__} has a {name} of its own" if is_own else None
 
 
-def _upstream_class(kind: type) -> type | None:
-    return next((upstream for upstream in Upstream.blocks if issubclass(kind, upstream)), None)
+def _upstream_class(kind: type) -> type:
+    return next(upstream for upstream in Upstream.blocks if issubclass(kind, upstream))
 
 
 def dropout_of(conv: object) -> float:

@@ -21,8 +21,9 @@ Outcome = tuple[str, str | None]  # path of a decision, and its reason
 
 _BLOCKS: WeakKeyDictionary[nn.Module, Outcome] = WeakKeyDictionary()  # those that have computed, in eager code
 _TRACED: dict[type, Outcome] = {}
-_MODELS: WeakSet[nn.Module] = WeakSet()  # of Anemoi, that have computed
-_TOLD: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()  # the line of a model
+_MODELS: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()  # of Anemoi, in the order in which they were met
+_TOLD: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()  # the lines about a model
+_UP_TO_DATE: WeakSet[nn.Module] = WeakSet()  # models of which nothing has changed since
 
 
 class Computed(NamedTuple):
@@ -42,13 +43,16 @@ def warn_once(message: str) -> None:
 
 def record(block: nn.Module, path: str, reason: str | None) -> None:
     """Keep how a block is computed."""
-    _BLOCKS[block] = (path, reason)
+    if _BLOCKS.get(block) != (path, reason):
+        _BLOCKS[block] = (path, reason)
+        _UP_TO_DATE.clear()
 
 
 @torch.compiler.assume_constant_result
 def record_traced(kind: type, path: str, reason: str | None) -> None:
     """Keep how a block of this class is computed in compiled code."""
     _TRACED[kind] = (path, reason)
+    _UP_TO_DATE.clear()
 
 
 def clear() -> None:
@@ -57,11 +61,12 @@ def clear() -> None:
     _TRACED.clear()
     _MODELS.clear()
     _TOLD.clear()
+    _UP_TO_DATE.clear()
 
 
 def add_model(model: nn.Module) -> None:
     """Know a model, so that its blocks have paths."""
-    _MODELS.add(model)
+    _MODELS[model] = None
 
 
 def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -72,7 +77,7 @@ def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
 def computed() -> tuple[Computed, ...]:
     """Return how the blocks of all known models, and other blocks that have computed, were computed."""
     found, seen = [], set()
-    for model in _MODELS:
+    for model in list(_MODELS):
         for path, block in blocks_of(model):
             if id(block) not in seen:
                 seen.add(id(block))
@@ -116,14 +121,18 @@ def _shortened(paths: list[str]) -> list[str]:
 
 
 def after_step(model: nn.Module) -> None:
-    """Log one line about a model whose forward pass has ended, once, and again when something has changed."""
+    """Log one line about a model whose forward pass has ended, once, and again when blocks are computed otherwise."""
+    if model in _UP_TO_DATE:
+        return
     add_model(model)
+    _UP_TO_DATE.add(model)
     blocks = blocks_of(model)
     if not any(block in _BLOCKS or type(block) in _TRACED for _, block in blocks):
         return
     line = summary(tuple(_of_block(path, block) for path, block in blocks))
-    if _TOLD.get(model) != line:
-        _TOLD[model] = line
+    told = _TOLD.setdefault(model, set())
+    if line not in told:
+        told.add(line)
         log.info("anemoi_gt computes blocks of %s: %s", type(model).__name__, line)
 
 
@@ -131,7 +140,5 @@ def after_build(model: nn.Module) -> None:
     """Say that nothing of a model is computed by us, if it has no graph-transformer block."""
     add_model(model)
     if not blocks_of(model):
-        log.warning(
-            "%s has no graph-transformer block: anemoi_gt computes nothing of it",
-            type(getattr(model, "model", model)).__name__,
-        )
+        message = "%s has no graph-transformer block: anemoi_gt computes nothing of it"
+        log.warning(message, type(model).__name__)

@@ -16,6 +16,7 @@ from importlib import import_module
 from inspect import signature
 from operator import attrgetter
 from types import ModuleType
+from typing import ClassVar
 
 from anemoi_gt.integrations.anemoi.bodies import body_hash, unknown_body
 from anemoi_gt.nn import sublayers
@@ -34,12 +35,14 @@ class Upstream:
     block_module: ModuleType | None = None  # layers.block
     shapes: ModuleType | None = None  # distributed.shapes
     sources_take_destination_condition: bool = False  # where a mapper updates its sources
+    own_methods: ClassVar[dict[type, str | None]] = {}  # what `decision.own_method_of` has found, by class of blocks
 
 
 def resolve_upstream() -> None:
     """Import what replacements read; classes whose bodies we do not know are left out."""
     Upstream.mapper, Upstream.processor = (import_module(f"anemoi.models.layers.{n}") for n in ("mapper", "processor"))
     block = import_module("anemoi.models.layers.block")
+    Upstream.own_methods.clear()
     Upstream.block_module, Upstream.shapes = block, import_module("anemoi.models.distributed.shapes")
     Upstream.block = block.GraphTransformerBaseBlock
     Upstream.blocks = (block.GraphTransformerProcessorBlock, block.GraphTransformerMapperBlock)
