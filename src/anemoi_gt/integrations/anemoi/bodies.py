@@ -66,6 +66,8 @@ KNOWN = {  # name of a method or function of anemoi-models: hashes of its bodies
     "GraphTransformerConv.message": {"bf31becf5946": "0.9.0 to 0.19.0"},
     "MLP.forward": {"e8a2b63923e4": "0.9.0 to 0.19.0"},
     "AutocastLayerNorm.forward": {"445eb0e7afd6": "0.9.0 to 0.19.0"},
+    "ConditionalLayerNorm.forward": {"bf3964141119": "0.9.0 to 0.19.0"},
+    "GatedMLPLayer.forward": {"68d0851fa931": "0.16.0 to 0.19.0"},
     "StaticGraphProvider._get_edges_impl": {
         "41772ef72c51": "0.11.3 to 0.15.1",
         "7da7746903c4": "0.16.0 to 0.19.0",
