@@ -20,12 +20,13 @@ import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
+from unittest import mock
 
 import torch
 from suite import correctness, environment, graphs, problems
@@ -38,10 +39,9 @@ from torch.profiler import ProfilerActivity, profile
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # to try the script; read by triton when it is imported
 
-from anemoi_gt.ops.triton_backend.problem import Sizes
-
 from anemoi_gt import AttentionConfig, GraphStructure, edge_attention
-from anemoi_gt.ops.triton_backend import launch, op
+from anemoi_gt.ops.triton_backend import attention_steps, op
+from anemoi_gt.ops.triton_backend.sizes import Sizes
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 MEAN, WORST = 1.10, 1.25  # chosen over fastest
@@ -79,9 +79,9 @@ class Case:
         with replaced(kernel) as seen:
             self.run()
         sizes = seen[0]
-        if kernel in CONTRACTIONS or kernel == "sources" or not launch.has_fixed_degree(sizes):
+        if kernel in CONTRACTIONS or kernel == "sources" or not attention_steps.has_fixed_degree(sizes):
             return candidates(kernel, sizes.over_sources if kernel == "sources" else sizes.over_destinations)
-        chosen = launch.forward_tile(sizes) if kernel == "forward" else launch.destination_tile(sizes)
+        chosen = attention_steps.forward_tile(sizes) if kernel == "forward" else attention_steps.destination_tile(sizes)
         held = chosen.heads * chosen.channels / 32
         others = product((1, 2, 4, 8), (False, True) if sizes.pairs_possible else (False,))
         tiles = [replace(chosen, num_warps=warps, pairs=paired) for warps, paired in others if 4 <= held / warps <= 32]
@@ -106,14 +106,18 @@ class Case:
 def replaced(kernel: str, tile: Tile | None = None) -> Iterator[list[Sizes]]:
     """Launch a kernel with `tile` inside, None being the chosen one; collect the sizes of its launches."""
     name, seen = KERNELS[kernel][0], []
-    original = getattr(launch, name)
-    setattr(launch, name, lambda sizes, _=None: seen.append(sizes) or original(sizes, tile))
-    op._pass.cache_clear()  # replayed passes would not see it
-    try:
+    original = getattr(attention_steps, name)
+
+    def launch_with_tile(sizes: Sizes, *stride: int):
+        seen.append(sizes)
+        return original(sizes, *stride, tile)
+
+    with ExitStack() as patches:
+        patches.enter_context(mock.patch.object(attention_steps, name, launch_with_tile))
+        for plan in ("forward_plan", "backward_plan"):  # kept ones would not see it
+            make = lru_cache(getattr(op, plan).__wrapped__)
+            patches.enter_context(mock.patch.object(op, plan, make))
         yield seen
-    finally:
-        setattr(launch, name, original)
-        op._pass.cache_clear()
 
 
 def make_case(problem: Problem, folder: Path) -> Case:

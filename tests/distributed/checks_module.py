@@ -19,10 +19,10 @@ from anemoi_gt.nn import (
     GraphTransformerMapperBlock,
     LayerKernels,
     StaticEdges,
-    whole_block,
+    fused_block,
 )
 from anemoi_gt.nn import GraphTransformerProcessorBlock as Processor
-from anemoi_gt.ops.triton_backend import launch, node_rows
+from anemoi_gt.ops.triton_backend import attention_steps, sublayer_steps
 from distributed.problems import CONFIG, data, nearest, structure
 from distributed.problems import mesh as points
 from distributed.ranks import everywhere, mesh_of, mesh_of_group, meshes_with_this_rank, on_all_ranks, on_ranks
@@ -140,10 +140,10 @@ def what_does_not_fit_the_module_is_named(group, verdict):
 
 
 @on_all_ranks
-def blocks_of_a_shard_by_one_operator_give_what_they_give_on_the_whole_graph(group, verdict):
+def blocks_of_a_shard_by_fused_sublayers_give_what_they_give_on_the_whole_graph(group, verdict):
     torch.manual_seed(0)
     sizes = {"in_channels": 8, "hidden_dim": 8, "out_channels": 8, "num_heads": 2, "edge_dim": 3}
-    launch.PROGRAMS = node_rows.PROGRAMS = 3  # of the interpreter
+    attention_steps.PROGRAMS = sublayer_steps.PROGRAMS = 3  # of the interpreter
     blocks = [kind(**sizes, config=AttentionConfig("triton")) for kind in (Processor, GraphTransformerMapperBlock)]
     watched = ("two_nodes", 1, True)  # a hook on one rank, whose other ranks use the operator
     ways = ("two_nodes", 1, False), ("two_nodes", 3, False), ("one_end", 1, False), ("no_edges", 1, False), watched
@@ -159,9 +159,9 @@ def blocks_of_a_shard_by_one_operator_give_what_they_give_on_the_whole_graph(gro
         is_watched &= shard.rank == 0
         hook = block.lin_query.register_forward_hook(lambda *_: None) if is_watched else None
         number = 0 if is_watched else 1 + chunks
-        with mock.patch.object(whole_block, "is_proven", lambda *_: True), Operators() as operators:
+        with mock.patch.object(fused_block, "pays", lambda *_: True), Operators() as operators:
             whole, part = (block(*side)[1] if is_mapper else block(side[0][1], *side[1:]) for side in given)
-        verdict.same(f"{name}: operators", operators.names.count("anemoi_gt.transformer_block.default"), number)
+        verdict.same(f"{name}: operators", operators.names.count("anemoi_gt.attention_sublayer_triton.default"), number)
         if hook is not None:
             hook.remove()
         verdict.close(f"{name}: output", part.detach(), whole[own[1]].detach())

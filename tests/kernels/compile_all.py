@@ -23,16 +23,16 @@ from unittest import mock
 
 import torch
 import triton
+from support.plans import new_plans
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime import JITFunction
 
 from anemoi_gt.graph import GraphStructure
 from anemoi_gt.graph.edge_grouping import group_both_ends_unordered, group_edges_unordered
-from anemoi_gt.nn import GraphTransformerMapperBlock, whole_block
+from anemoi_gt.nn import GraphTransformerMapperBlock, fused_block, sublayers
 from anemoi_gt.ops import triton_backend
 from anemoi_gt.ops.operands import AttentionOperands
-from anemoi_gt.ops.triton_backend import launch
 
 WARP = {"cuda": 32, "hip": 64}
 POINTERS = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16"}
@@ -95,12 +95,15 @@ def run(call):
 
 
 def run_block(dtype):
-    """Forward and backward of a whole block, from other sources."""
-    sizes = {"in_channels": 64, "hidden_dim": 80, "out_channels": 64, "num_heads": 4, "edge_dim": 3}
+    """Forward and backward of both fused sub-layers of a block with norms of queries and keys, from other sources."""
+    sizes = {"in_channels": 64, "hidden_dim": 80, "out_channels": 64, "num_heads": 4, "edge_dim": 3, "qk_norm": True}
     block, graph = GraphTransformerMapperBlock(**sizes), bare_graph()
-    nodes = (torch.zeros(number, 64, dtype=dtype, requires_grad=True) for number in (graph.num_src, graph.num_dst))
+    nodes = tuple(torch.zeros(number, 64, dtype=dtype, requires_grad=True) for number in (graph.num_src, graph.num_dst))
+    attention = sublayers.attention_parts(block)
+    feed_forward = sublayers.feed_forward_parts(block.layer_norm_mlp_dst, block.node_dst_mlp)
     with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
-        whole_block.run_block(block, *nodes, torch.zeros(graph.num_edges, 3), graph, 1).float().sum().backward()
+        z = fused_block.attention(attention, nodes, graph, torch.zeros(graph.num_edges, 3), (None, None))
+        fused_block.feed_forward(feed_forward, z, None).float().sum().backward()
 
 
 def record(work):
@@ -202,7 +205,7 @@ def offsets():
     for wide in (False, True):
         calls = [Call(16, 64, 11, form=form, graph=bare_graph()) for form in ("raw", "embedded")]
         calls += [Call(16, 64, 11, graph=graph) for graph in (bare_graph(90), hub_graph())]
-        with mock.patch.object(launch.Problem, "needs_int64", lambda _, wide=wide: wide):
+        with new_plans(needs_int64=wide):
             launches = recorded(*calls)
         for kernel, args in launches:
             yield kernel, args, ALIGNED, lambda compiled, wide=wide: {"wide": wide, "ir": compiled.asm["ttir"]}

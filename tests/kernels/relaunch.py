@@ -1,14 +1,14 @@
 """Launch the kernels of edge attention on a GPU that is not there, and print as JSON lines what reaches its driver.
 
-Triton binds, compiles for sm_90 and launches as ever; its driver is ours, and runs nothing. Each launch of a forward
-and a backward pass is made twice, so that the second takes what the first has compiled.
+Triton binds, compiles for sm_90 and launches as ever; its driver is ours, and runs nothing. The second run of a plan
+takes what the first has compiled.
 
-    python relaunch.py repeated      both launches of each kernel, arguments in order
+    python relaunch.py repeated      launches of two runs, arguments in order
     python relaunch.py public        the same where Triton does not have the private parts that a repeated launch uses
-    python relaunch.py replayed      what four passes over each of two graphs hand it, once each
+    python relaunch.py empty         launches of four runs over a graph without destinations
     python relaunch.py sizes         how often each kernel is compiled for graphs of several sizes
     python relaunch.py unaligned     launches with operands at odd addresses, when aligned ones were compiled before
-    python relaunch.py watched       what a hook of a profiler hears of the second launches
+    python relaunch.py watched       what a hook of a profiler hears of the second run
 """
 
 import json
@@ -25,7 +25,7 @@ from triton.runtime import JITFunction, driver
 
 from anemoi_gt.graph import GraphStructure
 from anemoi_gt.kernels import backward, edge_features, forward, jit_launch
-from anemoi_gt.kernels.jit_launch import Launch
+from anemoi_gt.ops.triton_backend import plan
 
 KERNELS = [kernel for module in (edge_features, forward, backward) for kernel in vars(module).values()]
 KERNELS = [kernel for kernel in KERNELS if isinstance(kernel, JITFunction) and "num_warps" not in kernel.arg_names]
@@ -56,12 +56,6 @@ class Driver:
         return launch
 
 
-def twice(launch, **tensors):
-    ONCE(launch, **tensors)
-    ONCE(launch, **tensors)
-
-
-ONCE = Launch.__call__
 DRIVER = Driver()
 
 
@@ -71,54 +65,57 @@ def plain(arguments):
 
 
 def repeated():
-    """Pairs of launches, and how many tensors each was handed; the last on a graph with hubs."""
-    run(SMALL)
-    run(HUBS)
-    for place in range(0, len(DRIVER.launches), 2):
-        pair = DRIVER.launches[place : place + 2]
-        tensors = [sum(map(torch.is_tensor, arguments)) for *_, arguments in pair]
-        first, second = ([name, launch, plain(arguments)] for name, launch, arguments in pair)
-        print(json.dumps({"first": first, "second": second, "tensors": tensors}))
+    """Launches of two runs over two graphs, addresses numbered as a run meets them, and the tensors that each took."""
+    kept = []
+
+    def noted(make):
+        def make_and_keep(*arguments, **options):
+            kept.append(make(*arguments, **options))  # so that no address comes twice
+            return kept[-1]
+
+        return make_and_keep
+
+    makers = [(torch.Tensor, name) for name in ("new_empty", "contiguous")]
+    makers += [(torch, name) for name in ("empty", "empty_like", "empty_strided", "zeros", "zeros_like", "ones_like")]
+    lines = []
+    with ExitStack() as stack:
+        for owner, name in makers:
+            stack.enter_context(mock.patch.object(owner, name, noted(getattr(owner, name))))
+        for _ in range(2):
+            run(SMALL)
+            run(HUBS)
+            numbers = {}
+            launches = []
+            tensors = []
+            for name, launch, arguments in DRIVER.launches:
+                numbered = []
+                for argument in plain(arguments):
+                    is_address = isinstance(argument, int) and argument > 2**32
+                    numbered.append(numbers.setdefault(argument, len(numbers)) if is_address else argument)
+                launches.append([name, launch, numbered])
+                tensors.append(sum(map(torch.is_tensor, arguments)))
+            kept += DRIVER.launches  # with their tensors
+            DRIVER.launches.clear()
+            lines.append({"launches": launches, "tensors": tensors})
+    for line in lines:
+        print(json.dumps(line))
 
 
 def public():
-    with mock.patch.object(jit_launch, "repeating_device", lambda: None):
+    with (
+        mock.patch.object(jit_launch, "repeating_device", lambda: None),
+        mock.patch.object(plan, "repeating_device", lambda: None),
+    ):
         repeated()
 
 
-def replayed():
-    """Launches of four passes, addresses numbered as a pass meets them, and the blocks of scratch memory of each."""
-    made, lines = [], []
-
-    def noted(make):
-        return lambda *args, **how: made.append(make(*args, **how)) or made[-1]  # kept, so that no address comes twice
-
-    makers = [(torch.Tensor, name) for name in ("new_empty", "contiguous")]
-    makers += [(torch, name) for name in ("empty_like", "empty_strided", "zeros", "zeros_like", "ones_like")]
-    with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(Launch, "__call__", ONCE))
-        for owner, name in makers:
-            stack.enter_context(mock.patch.object(owner, name, noted(getattr(owner, name))))
-        for _ in range(4):
-            made += DRIVER.launches  # with their tensors
-            DRIVER.launches.clear()
-            first, numbers, launches = len(made), {}, []
-            run(SMALL)
-            run(HUBS)
-            for name, launch, arguments in DRIVER.launches:
-                at = [isinstance(each, int) and each > 2**32 for each in plain(arguments)]
-                pairs = zip(plain(arguments), at, strict=True)
-                launches.append(
-                    [name, launch, [numbers.setdefault(n, len(numbers)) if is_at else n for n, is_at in pairs]]
-                )
-            lines.append(
-                {
-                    "launches": launches,
-                    "blocks": sum(getattr(each, "dtype", None) == torch.uint8 for each in made[first:]),
-                }
-            )
-    for line in lines:
-        print(json.dumps(line))
+def empty():
+    """Names of the launches of four runs over a graph without destinations and edges."""
+    graph = GraphStructure.from_edge_index(torch.zeros(2, 0, dtype=torch.int64), (5, 0))
+    for _ in range(4):
+        run(Call(2, 16, 3, graph=graph))
+    for name, *_ in DRIVER.launches:
+        print(json.dumps({"name": name}))
 
 
 def sizes():
@@ -160,5 +157,4 @@ def watched():
 
 if __name__ == "__main__":
     driver.set_active(DRIVER)
-    with mock.patch.object(Launch, "__call__", twice):
-        {f.__name__: f for f in (repeated, public, replayed, sizes, unaligned, watched)}[sys.argv[1]]()
+    {f.__name__: f for f in (repeated, public, empty, sizes, unaligned, watched)}[sys.argv[1]]()

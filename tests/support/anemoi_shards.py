@@ -22,7 +22,7 @@ from anemoi.models.distributed.shapes import BipartiteGraphShardInfo, get_shard_
 from anemoi_gt import GraphStructure
 from anemoi_gt.distributed import HaloExchange
 from anemoi_gt.integrations import anemoi as integration
-from anemoi_gt.ops.triton_backend import launch, node_rows
+from anemoi_gt.ops.triton_backend import attention_steps, sublayer_steps
 from support.anemoi_model import build, graph_of, make_ensemble_options, make_options
 from support.interpreter import speed_up_interpreter
 from support.weather import KINDS, weather_graph
@@ -45,7 +45,7 @@ class Case:
     install: dict = field(default_factory=dict, hash=False)
     compiled: bool = False
     counted: bool = False
-    whole: bool = False  # blocks by one operator, in float32
+    whole: bool = False  # blocks by fused sub-layers, in float32
 
 
 TOPOLOGIES = {"1": (1, 1), "2": (2, 1), "3": (3, 1), "4": (4, 1), "2x2": (2, 2)}
@@ -214,7 +214,7 @@ def run_case(case, group, index, everyone):
     """Loss, gradients, and what a rank counts in each step: two if `counted`, else one."""
     model, counts = model_of(case), []
     blocks = {"backend": "triton", "blocks": True} if case.whole else {"backend": "torch"}
-    launch.PROGRAMS = node_rows.PROGRAMS = 3  # of the interpreter
+    attention_steps.PROGRAMS = sublayer_steps.PROGRAMS = 3  # of the interpreter
     with integration.install(**blocks, **case.install):
         for _ in range(1 + case.counted):
             with counting() as counted:

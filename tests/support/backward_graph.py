@@ -7,8 +7,8 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 
 
-def whole_blocks_of_backward(call):
-    """Return the operators of whole blocks in the backward graph of `call(backend)`, in order; nothing is computed."""
+def sublayers_of_backward(call):
+    """Return the operators of fused sub-layers in the backward graph of `call(backend)`, in order; nothing is computed."""
     names = []
 
     def partition(joint, *arguments, **options):
@@ -19,4 +19,5 @@ def whole_blocks_of_backward(call):
 
     with pytest.raises(BackendCompilerFailed, match="all is known"):
         call(aot_autograd(fw_compiler=None, partition_fn=partition))
-    return [name for name in names if name.startswith("anemoi_gt.transformer_block")]
+    kinds = ("anemoi_gt.attention_sublayer_triton", "anemoi_gt.feed_forward_triton")
+    return [name.removeprefix("anemoi_gt.") for name in names if name.startswith(kinds)]

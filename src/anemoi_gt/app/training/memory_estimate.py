@@ -8,8 +8,9 @@
 
 A destination keeps two inputs of norms, two normed copies, query, result of the attention and input of its projection,
 and both sides of the activation in the feed-forward network. A source keeps its input, a normed copy, key and value.
-Norms keep float32. A block that is one operator keeps no copies and one side of the activation. Edges, and rows
-that other ranks read, keep little beside that. Compiled blocks need less.
+Norms keep float32. A fused attention sub-layer keeps its inputs, query, key, value and the result of the attention, a
+fused feed-forward sub-layer its input and that of the activation; both keep their weights in the dtype of products.
+Edges, and rows that other ranks read, keep little beside that. Compiled blocks need less.
 """
 
 from collections.abc import Mapping
@@ -60,9 +61,10 @@ def estimate_memory(model: nn.Module, config: TrainingConfig) -> MemoryEstimate 
 def _estimate(model: EncoderProcessorDecoder, batch: int, size: int) -> MemoryEstimate:
     layers, hidden, groups = model.processor.proc, model.nodes["hidden"].num_nodes, model.processor.checkpoint_groups
     layer, layers_in_group = layers[0], -(-len(layers) // (groups or 1))
-    whole = _is_one_operator(layer)
-    group = hidden * (layers_in_group * _destination(layer, size, whole) + _gradients(layer, size, whole))
-    group += _structures(model.processor_edges)[0].num_src * layers_in_group * _source(layer, size, whole)
+    fused = _Fused.of(layer)
+    group = hidden * (layers_in_group * _destination(layer, size, fused) + _gradients(layer, size, fused))
+    group += _structures(model.processor_edges)[0].num_src * layers_in_group * _source(layer, size, fused)
+    group += layers_in_group * _weights(layer, size, fused)
     mappers = [*_mappers(model.encoder, model.encoder_edges, size), *_mappers(model.decoder, model.decoder_edges, size)]
     if groups is None:
         kept, working = group + sum(everything for everything, _ in mappers), 0
@@ -115,39 +117,60 @@ def _mappers(mappers: nn.ModuleDict, edges: nn.ModuleDict, size: int) -> list[tu
     """Return the bytes that each mapper keeps in all, and those of its largest chunk with its gradients."""
     found = []
     for name, mapper in mappers.items():
-        graphs, whole = _structures(edges[name]), _is_one_operator(mapper.proc)
+        graphs, fused = _structures(edges[name]), _Fused.of(mapper.proc)
         end = (size + FLOAT32) * mapper.proc.channels * isinstance(mapper, GraphTransformerBackwardMapper)
         inputs = [(FLOAT32 + size) * channels for channels in (mapper.in_channels_src, mapper.in_channels_dst)]
-        source = _source(mapper.proc, size, whole) + inputs[0]
-        destination = _destination(mapper.proc, size, whole) + inputs[1] + end
+        source = _source(mapper.proc, size, fused) + inputs[0]
+        destination = _destination(mapper.proc, size, fused) + inputs[1] + end
         gradient = 3 * size * mapper.proc.channels
-        chunks = [graph.num_src * source + graph.num_dst * destination for graph in graphs]
-        at_dst = _gradients(mapper.proc, size, whole)
+        weights = _weights(mapper.proc, size, fused)
+        chunks = [graph.num_src * source + graph.num_dst * destination + weights for graph in graphs]
+        at_dst = _gradients(mapper.proc, size, fused)
         gradients = [max(graph.num_dst * at_dst, graph.num_src * gradient) for graph in graphs]
         found.append((sum(chunks), max(map(sum, zip(chunks, gradients, strict=True)))))
     return found
 
 
-def _is_one_operator(block: GraphTransformerBaseBlock) -> bool:
-    return block.is_one_operator(block.lin_query.weight.new_empty(0, block.channels))
+class _Fused(NamedTuple):
+    """Which sub-layers of a block are fused."""
+
+    attention: bool
+    feed_forward: bool
+
+    @classmethod
+    def of(cls, block: GraphTransformerBaseBlock) -> "_Fused":
+        path = block.path(block.lin_query.weight.new_empty(0, block.channels), None)
+        return cls(not isinstance(path.attention, str), not isinstance(path.feed_forward, str))
 
 
-def _destination(block: GraphTransformerBaseBlock, size: int, whole: bool) -> int:
+def _destination(block: GraphTransformerBaseBlock, size: int, fused: _Fused) -> int:
     """Return the bytes that a destination keeps for the backward pass."""
     width = block.lin_query.out_features
-    if whole:
-        return size * (3 * block.channels + 2 * width + block.hidden_dim)
-    hidden = (2 if block.mlp_implementation == "mlp" else 4) * block.hidden_dim
-    return 2 * FLOAT32 * block.channels + size * (2 * block.channels + 3 * width + hidden)
+    hidden = block.hidden_dim if block.mlp_implementation == "mlp" else 2 * block.hidden_dim
+    if fused.attention:
+        attention = size * (block.channels + 2 * width)
+    else:
+        attention = FLOAT32 * block.channels + size * (block.channels + 3 * width)
+    if fused.feed_forward:
+        return attention + size * (block.channels + hidden)
+    return attention + FLOAT32 * block.channels + size * (block.channels + 2 * hidden)
 
 
-def _source(block: GraphTransformerBaseBlock, size: int, whole: bool) -> int:
+def _source(block: GraphTransformerBaseBlock, size: int, fused: _Fused) -> int:
     """Return the bytes that a source keeps: its norm is not that of a destination in mappers."""
-    return size * 2 * block.lin_key.out_features + (size if whole else FLOAT32 + size) * block.channels
+    norm = size if fused.attention else FLOAT32 + size
+    return size * 2 * block.lin_key.out_features + norm * block.channels
 
 
-def _gradients(block: GraphTransformerBaseBlock, size: int, whole: bool) -> int:
+def _weights(block: GraphTransformerBaseBlock, size: int, fused: _Fused) -> int:
+    """Return the bytes of the cast weights that the fused sub-layers keep."""
+    feed_forward = sum(parameter.numel() for parameter in block.node_dst_mlp.parameters())
+    attention = sum(parameter.numel() for parameter in block.parameters()) - feed_forward
+    return size * (attention * fused.attention + feed_forward * fused.feed_forward)
+
+
+def _gradients(block: GraphTransformerBaseBlock, size: int, fused: _Fused) -> int:
     """Return the bytes of a destination's gradients where they are largest, at the activation or at the projections."""
-    if whole:
+    if fused.feed_forward:
         return size * (3 * block.lin_query.out_features + 2 * block.channels)
     return size * (2 * block.hidden_dim + block.channels)

@@ -1,17 +1,23 @@
-"""Blocks of this library by one operator: which are, with what numbers, in chunks and compiled."""
+"""Blocks of this library by fused sub-layers: which are, with what numbers, in chunks and compiled."""
 
 import copy
 from functools import partial
 
 import pytest
 import torch
-from support.backward_graph import whole_blocks_of_backward
+from support.backward_graph import sublayers_of_backward
 from support.operators import Operators
 from torch import nn
 from torch._dynamo.testing import EagerAndRecordGraphs
 
 from anemoi_gt import AttentionConfig, GraphStructure
-from anemoi_gt.nn import GraphTransformerMapperBlock, GraphTransformerProcessor, GraphTransformerProcessorBlock
+from anemoi_gt.nn import (
+    ConditionalLayerNorm,
+    GraphTransformerMapperBlock,
+    GraphTransformerProcessor,
+    GraphTransformerProcessorBlock,
+    LayerKernels,
+)
 from anemoi_gt.nn.chunking import split_destinations
 
 pytestmark = [
@@ -19,9 +25,16 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),  # numpy's, of the interpreter
 ]
 KINDS = {"processor": GraphTransformerProcessorBlock, "mapper": GraphTransformerMapperBlock}
-OPERATOR = "anemoi_gt.transformer_block.default"
+ATTENTION, FEED_FORWARD = "attention_sublayer_triton", "feed_forward_triton"
+ALONE = "edge_attention_triton"
 TRITON = AttentionConfig("triton")
 autocast = partial(torch.autocast, "cuda" if torch.cuda.is_available() else "cpu", torch.bfloat16)
+
+
+def operators_of_ours(names):
+    """Return the operators of this library among names, without their namespace."""
+    prefix = "anemoi_gt."
+    return [name.removeprefix(prefix).removesuffix(".default") for name in names if name.startswith(prefix)]
 
 
 @pytest.fixture
@@ -66,7 +79,9 @@ def test_errors_are_at_most_three_times_those_of_separate_operators(kind, batch,
         block.config = config
         with autocast(), Operators() as operators:
             results.append(differentiate(block, *given))
-        assert operators.names.count(OPERATOR) == calls
+        forward = [name for name in operators_of_ours(operators.names) if not name.endswith("_backward")]
+        fused = [name for name in forward if name in (ATTENTION, FEED_FORWARD)]
+        assert fused == calls * [ATTENTION, FEED_FORWARD]
     for name, expected in exact.items():
         plain, ours = ((found[name] - expected).square().mean().sqrt().item() for found in results)
         allowed = 3 * plain + 4 * torch.finfo(torch.bfloat16).eps * expected.square().mean().sqrt().item()
@@ -82,7 +97,8 @@ def test_a_compiled_block_gives_the_bits_of_the_eager_one(kind, dynamic):
     compiled = torch.compile(block, fullgraph=True, dynamic=dynamic, backend=recorder)
     with autocast():
         eager, again = (differentiate(block, *given, forward=forward) for forward in (block, compiled))
-    assert [str(node.target) for graph in recorder.graphs for node in graph.graph.nodes].count(OPERATOR) == 1
+    (traced,) = recorder.graphs
+    assert operators_of_ours(str(node.target) for node in traced.graph.nodes) == [ATTENTION, FEED_FORWARD]
     assert all(torch.equal(again[name], expected) for name, expected in eager.items())
 
 
@@ -107,33 +123,69 @@ def with_own_combine(block):
     block.combine = lambda out, skip: 2 * type(block).combine(block, out, skip)
 
 
-def with_hook(block):
-    block.lin_query.register_forward_hook(lambda module, given, out: 2 * out)
+def with_hook(name):
+    def hook(block):
+        block.get_submodule(name).register_forward_hook(lambda module, given, out: 2 * out)
+
+    return hook
+
+
+CONDITIONAL = {"layer_kernels": LayerKernels(LayerNorm=partial(ConditionalLayerNorm, condition_shape=4))}
+
+
+def operators_of(kind, options, change=None, cond=None):
+    """Operators of this library that a block calls in a forward pass."""
+    block, x, *given = make(kind, **options)
+    if change is not None:
+        change(block)
+    with autocast(), torch.no_grad(), Operators() as operators:
+        block(tuple(x) if len(x) > 1 else x[0], *given, cond=cond)
+    return operators_of_ours(operators.names)
+
+
+@pytest.mark.parametrize("options", ({"qk_norm": True}, {"mlp_implementation": "glu"}, {"edge_pre_mlp": True}), ids=str)
+def test_norms_of_queries_gated_networks_and_networks_of_edges_are_fused(options):
+    assert operators_of("processor", options) == [ATTENTION, FEED_FORWARD]
+
+
+@pytest.mark.parametrize("rows", (1, 9))
+def test_conditional_norms_are_fused_with_a_condition_of_each_node_or_of_all(rows):
+    assert operators_of("processor", CONDITIONAL, cond=torch.randn(rows, 4)) == [ATTENTION, FEED_FORWARD]
+
+
+def test_a_mapper_that_updates_its_sources_is_three_sublayers():
+    assert operators_of("mapper", {"update_src_nodes": True}) == [ATTENTION, FEED_FORWARD, FEED_FORWARD]
 
 
 @pytest.mark.parametrize(
-    ("options", "change"),
+    ("options", "change", "expected"),
     (
-        ({"dropout": 0.5}, None), ({"qk_norm": True}, None), ({"mlp_implementation": "glu"}, None),
-        ({"config": AttentionConfig("triton", precision="fp32")}, None), ({}, with_hook), ({}, with_own_combine),
-        ({}, lambda block: setattr(block, "projection", nn.Sequential(block.projection))),
-        ({"kind": "mapper"}, lambda block: setattr(block, "layer_norm_attention", nn.LayerNorm(24))),
-        ({}, lambda block: setattr(block, "__class__", OwnBlock)),
+        ({"dropout": 0.5}, None, [ALONE, FEED_FORWARD]),
+        ({"config": AttentionConfig("triton", precision="fp32")}, None, [ALONE, FEED_FORWARD]),
+        ({}, with_hook("lin_query"), [ALONE, FEED_FORWARD]), ({}, with_hook("node_dst_mlp"), [ATTENTION]),
+        ({}, with_hook("layer_norm_mlp_dst"), [ATTENTION]),
+        ({}, lambda block: setattr(block, "projection", nn.Sequential(block.projection)), [ALONE, FEED_FORWARD]),
+        ({}, with_own_combine, [ALONE]), ({}, lambda block: setattr(block, "__class__", OwnBlock), [ALONE]),
     ),
 )  # fmt: skip
-def test_a_block_with_other_parts_is_computed_by_them(options, change):
-    block, x, *given = make(**{"kind": "processor"} | options)
-    if change is not None:
-        change(block)
-    with autocast(), Operators() as operators:
-        block(x if len(x) > 1 else x[0], *given)
-    assert OPERATOR not in operators.names and "anemoi_gt.edge_attention_triton.default" in operators.names
+def test_what_cannot_be_fused_costs_its_own_sublayer_alone(options, change, expected):
+    assert operators_of("processor", options, change) == expected
+
+
+def test_a_mapper_whose_norm_has_two_modules_keeps_its_attention():
+    change = lambda block: setattr(block, "layer_norm_attention", nn.LayerNorm(24))  # noqa: E731
+    assert operators_of("mapper", {}, change) == [ALONE, FEED_FORWARD]
 
 
 def test_compiled_groups_of_layers_are_recomputed_one_at_a_time():
     _, (x,), *given = make("processor")
     sizes = {"num_layers": 4, "num_channels": 24, "num_heads": 2, "edge_dim": 3, "checkpoint_groups": 2}
-    processor, block = GraphTransformerProcessor(**sizes, config=TRITON), "anemoi_gt.transformer_block"
+    processor = GraphTransformerProcessor(**sizes, config=TRITON)
     with autocast():
-        found = whole_blocks_of_backward(lambda backend: torch.compile(processor, backend=backend)(x, *given))
-    assert found == 2 * (2 * [block] + 2 * [f"{block}_backward"])
+        names = sublayers_of_backward(lambda backend: torch.compile(processor, backend=backend)(x, *given))
+    layers = 2 * [f"{FEED_FORWARD}_backward", f"{ATTENTION}_backward"]
+    backward = [name for name in names if name.endswith("_backward")]
+    assert backward == 2 * layers
+    second_group = names.index(f"{ATTENTION}_backward", names.index(f"{ATTENTION}_backward") + 1) + 1
+    for recomputed in (names[: names.index(layers[0])], names[second_group : names.index(layers[0], second_group)]):
+        assert recomputed[:3] == [ATTENTION, FEED_FORWARD, ATTENTION]
