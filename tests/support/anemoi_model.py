@@ -145,11 +145,33 @@ def block_inputs(kind=GraphTransformerProcessorBlock):
     return (x, x + 1), edge_attr, edge_index, BipartiteGraphShardInfo(), 1, (NODES, NODES)
 
 
+def conditional_kernels(**options):
+    """Layer kernels whose norms take a condition of `NOISE` channels."""
+    norm = {"_target_": "anemoi.models.layers.normalization.ConditionalLayerNorm", "condition_shape": NOISE}
+    return load_layer_kernels({"LayerNorm": norm | {"zero_init": False} | options})
+
+
+def conditioned_inputs(kind=GraphTransformerProcessorBlock):
+    """Inputs of a block with a condition of each node, in a mapper of each source and each destination."""
+    generator = torch.Generator().manual_seed(7)
+    sources, destinations = (torch.randn(NODES, NOISE, generator=generator, requires_grad=True) for _ in range(2))
+    is_processor = kind is GraphTransformerProcessorBlock
+    return (*block_inputs(kind), None, destinations if is_processor else (sources, destinations))
+
+
 def differentiate_block(block, inputs, forward=None):
-    """Output and gradients of nodes, edge attributes and parameters by name; `forward` replaces the block."""
+    """Output and gradients of nodes, edge attributes, conditions and parameters by name; `forward` replaces the block.
+
+    The output of a mapper is that of its destinations, after that of its sources where it updates them.
+    """
     out = (block if forward is None else forward)(*inputs)[0]
-    out = out[1] if isinstance(out, tuple) else out
+    if isinstance(out, tuple):
+        out = torch.cat(out) if block.update_src_nodes else out[1]
     nodes = inputs[0][0] if isinstance(inputs[0], tuple) else inputs[0]
     wanted = {"x": nodes, "edge_attr": inputs[1], **dict(block.named_parameters())}
+    conditions = inputs[7] if len(inputs) > 7 else ()
+    if isinstance(conditions, torch.Tensor):
+        conditions = (conditions,)
+    wanted |= {f"condition {i}": condition for i, condition in enumerate(conditions)}
     gradients = torch.autograd.grad(out.sin().sum(), wanted.values(), allow_unused=True)
     return {"out": out.detach()} | dict(zip(wanted, gradients, strict=True))
