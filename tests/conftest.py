@@ -22,7 +22,7 @@ sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))  # which are not 
 LONG = (  # files with a test or a fixture of more than five seconds, longest first
     *("distributed/test_application", "distributed/test_on_ranks", "kernels/test_compile", "app/test_export"),
     *("integrations/test_anemoi_shards", "app/test_installed_configs", "integrations/test_anemoi_versions"),
-    *("export/test_package", "integrations/test_anemoi_checkpointing", "integrations/test_anemoi_whole_blocks"),
+    *("export/test_package", "integrations/test_anemoi_checkpointing", "integrations/test_anemoi_fused_blocks"),
     *("distributed/test_benchmark", "app/test_skill", "tests/test_commands", "compile/test_compiled_layers"),
     *("data/test_era5_uk", "tests/test_docs", "benchmarks/test_benchmarks", "export/test_program"),
     *("training/test_compiled", "ops/test_triton_hubs"),

@@ -8,7 +8,7 @@ import torch
 from functorch.compile import min_cut_rematerialization_partition
 from hydra.utils import instantiate
 from support.anemoi_model import build, differentiate, draw, for_gpu, make_options
-from support.backward_graph import whole_blocks_of_backward
+from support.backward_graph import sublayers_of_backward
 from support.operators import Operators
 from support.same_numbers import assert_same_numbers
 from support.weather import weather_graph
@@ -111,11 +111,14 @@ def test_compiled_whole_checkpoints_recompute_the_attention_and_keep_results_of_
     assert forward["anemoi_gt.chunk_result.default"] == 3  # nodes and edges between the processor's two, last nodes
 
 
-def test_compiled_whole_blocks_are_recomputed_one_chunk_at_a_time(graph):
-    model, block = make_model(graph, layers=4, layer_chunks=2), "anemoi_gt.transformer_block"
+def test_compiled_fused_sub_layers_are_recomputed_one_chunk_at_a_time(graph):
+    model = make_model(graph, layers=4, layer_chunks=2)
     with anemoi.install(backend="triton", blocks=True):
-        found = whole_blocks_of_backward(lambda backend: compiled(model, WHOLE[:1], backend=backend)(draw(graph)))
-    assert found == 2 * (2 * [block] + 2 * [f"{block}_backward"])
+        found = sublayers_of_backward(lambda backend: compiled(model, WHOLE[:1], backend=backend)(draw(graph)))
+    attention, feed_forward = "attention_sublayer_triton", "feed_forward_triton"
+    recomputed = 2 * [attention, feed_forward]
+    backward = 2 * [f"{feed_forward}_backward", f"{attention}_backward"]
+    assert found == 2 * (recomputed + backward)
 
 
 def test_a_config_chooses_modes(graph):

@@ -44,7 +44,7 @@ def one_rank(name):
 def test_loss_and_gradients_are_those_of_one_rank(folder, name):
     loss, gradients, _ = torch.load(folder / f"{name}.pt")
     expected, of_one = one_rank(name)
-    if name in CASES and CASES[name].whole:
+    if name in CASES and CASES[name].fused:
         assert_same_numbers({"loss": loss} | gradients, {"loss": expected} | of_one, torch.float32)
         return
     assert abs(loss - expected) <= 1e-10 * abs(expected)

@@ -15,6 +15,7 @@ import pytest
 from anemoi_gt.integrations.anemoi.bodies import KNOWN, hash_of_definition
 
 SCRIPT = Path(__file__).parents[1] / "support" / "anemoi_versions.py"
+TESTS = str(SCRIPT.parents[1])
 VERSIONS = ("0.9.3", "0.11.2", "0.16.0", "newest")
 OTHERS = ("0.10.0", "0.12.0", "0.12.1", "0.13.1", "0.14.1", "0.15.1", "0.17.0", "0.18.0", "0.19.0")
 MODELS = ("AIFS", "one chunk", "heads", "graph transformer")
@@ -40,7 +41,8 @@ def run_script(*arguments, **environment):
 def report(request, tmp_path_factory):
     """What the version of this test does without us and with us."""
     cache = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path_factory.mktemp("c"))}
-    report = json.loads(run_script(SCRIPT, PYTHONPATH=str(folder_of(request.param)), **cache))
+    path = os.pathsep.join([str(folder_of(request.param)), TESTS])
+    report = json.loads(run_script(SCRIPT, PYTHONPATH=path, **cache))
     assert request.param in (report["version"], "newest")
     return report
 
@@ -59,12 +61,27 @@ def test_models_compute_the_same_with_us_and_keep_their_states_and_pickles(repor
 def test_models_of_every_minor_version_compute_the_same_with_us():
     """The parameters of a method are those of another version in 0.12.0, where its body is not."""
     folders = [folder_of(version) for version in OTHERS]
-    lines = run_script(SCRIPT.with_name("anemoi_minor_versions.py"), *folders, PYTHONPATH=str(SCRIPT.parents[1]))
+    lines = run_script(SCRIPT.with_name("anemoi_minor_versions.py"), *folders, PYTHONPATH=TESTS)
     reports = {report["version"]: report for report in map(json.loads, lines.splitlines())}
     assert tuple(reports) == OTHERS
     for version, report in reports.items():
         assert report["raw"] and all(report["raw"]), f"{version}: edges were embedded"
         assert report["same"] and report["error"] < 2e-6, version
+        assert_updated_sources_are_as_anemois(report)
+
+
+def assert_updated_sources_are_as_anemois(report):
+    """Assert that a mapper that updates its sources under a condition is fused, or left to Anemoi.
+
+    Up to 0.13 Anemoi takes the condition of the destinations for them.
+    """
+    version = tuple(map(int, report["version"].split(".")[:2]))
+    found = report["updated sources"]
+    if version < (0, 14):
+        assert found["error"] == 0
+        assert "it updates its sources under the condition of its destinations" in found["outcome"]
+    else:
+        assert found["outcome"] == "fused" and found["error"] < 2e-6, report["version"]
 
 
 def definitions(version):
@@ -105,6 +122,11 @@ def test_compiled_blocks_have_our_operator(report):
     for kind in ("Processor", "Mapper"):
         assert report["compiled"][kind]["error"] < 1e-6
         assert "anemoi_gt.edge_attention_torch.default" in report["compiled"][kind]["operators"]
+
+
+@every_version
+def test_sources_that_are_updated_under_a_condition_are_fused_with_theirs_since_0_14(report):
+    assert_updated_sources_are_as_anemois(report)
 
 
 @every_version

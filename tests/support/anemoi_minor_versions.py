@@ -26,6 +26,7 @@ def run(folder):
     handler.emit = lambda record: said.append(record.getMessage())
     logging.getLogger("anemoi_gt").addHandler(handler)
     report = anemoi_versions.compare(anemoi_versions.build("GraphTransformer"))
+    report["updated sources"] = anemoi_versions.updated_sources()
     report |= {"version": anemoi_versions.version("anemoi-models"), "said": said}
     print(json.dumps(report), flush=True)
 

@@ -8,16 +8,16 @@ from anemoi.models.data_indices.collection import IndexCollection
 from anemoi.models.distributed.shapes import BipartiteGraphShardInfo, GraphShardInfo
 from anemoi.models.layers.block import GraphTransformerProcessorBlock
 from anemoi.models.layers.utils import load_layer_kernels
-from anemoi.models.models import AnemoiModelEncProcDec
-from anemoi.models.models.ens_encoder_processor_decoder import AnemoiEnsModelEncProcDec
 from anemoi.models.triton.gt import graph_transformer_attention_conv
 from anemoi.utils.config import DotDict
+from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf
 
 from anemoi_gt.data.graphs import icosphere_graph
 from anemoi_gt.data.grids import grid
 
 CONFIG = Path(__file__).parent / "anemoi_model.yaml"
+FAMILIES = CONFIG.with_name("anemoi_families.yaml")
 VARIABLES = ("temperature", "wind", "humidity", "insolation")  # the last is a forcing, which is not predicted
 NOISE = 4  # channels of the noise that conditions an ensemble
 
@@ -37,6 +37,12 @@ def make_options(**changes):
     return options_of(OmegaConf.merge(OmegaConf.load(CONFIG), changes))
 
 
+def make_family_options(family, **changes):
+    """The options of a small model of a family of the file: "ensemble" or "transport"."""
+    config = OmegaConf.merge(OmegaConf.load(CONFIG), OmegaConf.load(FAMILIES)[family], changes)
+    return options_of(config)
+
+
 def make_ensemble_options(**changes):
     """Options of an ensemble whose processor's layer norms are conditioned on noise."""
     options = make_options(**changes)
@@ -46,6 +52,7 @@ def make_ensemble_options(**changes):
     injector = {"_target_": "anemoi.models.layers.ensemble.NoiseConditioning", "noise_std": 1}
     injector |= {"layer_kernels": options["layer_kernels"], "noise_channels_dim": NOISE, "noise_mlp_hidden_dim": 8}
     options |= {"noise_injector": injector, "condition_on_residual": False}
+    options["model"]["_target_"] = "anemoi.models.models.AnemoiEnsModelEncProcDec"
     return options
 
 
@@ -55,7 +62,7 @@ def build(graph, options, variables=VARIABLES, seed=0, forcings=1):
     kinds = DictConfig({"forcing": list(variables[-forcings:]), "diagnostic": [], "target": []})
     indices = IndexCollection(kinds, {name: i for i, name in enumerate(variables)})
     ones = {name: np.ones(len(variables)) for name in ("mean", "stdev", "minimum", "maximum")}
-    model = AnemoiEnsModelEncProcDec if "noise_injector" in options else AnemoiModelEncProcDec
+    model = get_class(options["model"]["_target_"])
     data = {"data_indices": {"data": indices}, "statistics": {"data": ones}, "graph_data": graph}
     return model(model_config=DotDict({"model": options}), n_step_input=2, n_step_output=1, **data)
 
@@ -64,6 +71,24 @@ def draw(graph, batch=1, ensemble=1, seed=1, variables=VARIABLES):
     """Input of a model: {data: [batch, time, ensemble, grid, variables]}."""
     shape = (batch, 2, ensemble, graph["data"].x.shape[0], len(variables))
     return {"data": torch.randn(shape, generator=torch.Generator().manual_seed(seed))}
+
+
+def draw_conditions(model):
+    """Draw the parameters that Anemoi begins at zero, such as those of conditional norms, which would hide errors."""
+    generator = torch.Generator().manual_seed(5)
+    for parameter in model.parameters():
+        if parameter.requires_grad and not parameter.any():
+            torch.nn.init.normal_(parameter, std=0.1, generator=generator)
+    return model
+
+
+def transport_arguments(graph, batch=1, ensemble=1):
+    """What a transport model takes beside its input: a noised target, and a level of noise for each member."""
+    generator = torch.Generator().manual_seed(6)
+    nodes = graph["data"].x.shape[0]
+    target = torch.randn(batch, 1, ensemble, nodes, len(VARIABLES) - 1, generator=generator)
+    levels = torch.rand(batch, 1, ensemble, 1, 1, generator=generator) + 0.5
+    return {"conditioned_target": {"data": target}, "condition": {"data": levels}}
 
 
 def differentiate(model, x, **options):
@@ -120,11 +145,33 @@ def block_inputs(kind=GraphTransformerProcessorBlock):
     return (x, x + 1), edge_attr, edge_index, BipartiteGraphShardInfo(), 1, (NODES, NODES)
 
 
+def conditional_kernels(**options):
+    """Layer kernels whose norms take a condition of `NOISE` channels."""
+    norm = {"_target_": "anemoi.models.layers.normalization.ConditionalLayerNorm", "condition_shape": NOISE}
+    return load_layer_kernels({"LayerNorm": norm | {"zero_init": False} | options})
+
+
+def conditioned_inputs(kind=GraphTransformerProcessorBlock):
+    """Inputs of a block with a condition of each node, in a mapper of each source and each destination."""
+    generator = torch.Generator().manual_seed(7)
+    sources, destinations = (torch.randn(NODES, NOISE, generator=generator, requires_grad=True) for _ in range(2))
+    is_processor = kind is GraphTransformerProcessorBlock
+    return (*block_inputs(kind), None, destinations if is_processor else (sources, destinations))
+
+
 def differentiate_block(block, inputs, forward=None):
-    """Output and gradients of nodes, edge attributes and parameters by name; `forward` replaces the block."""
+    """Output and gradients of nodes, edge attributes, conditions and parameters by name; `forward` replaces the block.
+
+    The output of a mapper is that of its destinations, after that of its sources where it updates them.
+    """
     out = (block if forward is None else forward)(*inputs)[0]
-    out = out[1] if isinstance(out, tuple) else out
+    if isinstance(out, tuple):
+        out = torch.cat(out) if block.update_src_nodes else out[1]
     nodes = inputs[0][0] if isinstance(inputs[0], tuple) else inputs[0]
     wanted = {"x": nodes, "edge_attr": inputs[1], **dict(block.named_parameters())}
+    conditions = inputs[7] if len(inputs) > 7 else ()
+    if isinstance(conditions, torch.Tensor):
+        conditions = (conditions,)
+    wanted |= {f"condition {i}": condition for i, condition in enumerate(conditions)}
     gradients = torch.autograd.grad(out.sin().sum(), wanted.values(), allow_unused=True)
     return {"out": out.detach()} | dict(zip(wanted, gradients, strict=True))

@@ -10,7 +10,7 @@ import sys
 from collections import Counter
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from unittest.mock import patch
 
@@ -23,7 +23,15 @@ from anemoi_gt import GraphStructure
 from anemoi_gt.distributed import HaloExchange
 from anemoi_gt.integrations import anemoi as integration
 from anemoi_gt.ops.triton_backend import attention_steps, sublayer_steps
-from support.anemoi_model import build, graph_of, make_ensemble_options, make_options
+from support.anemoi_model import (
+    build,
+    draw_conditions,
+    graph_of,
+    make_ensemble_options,
+    make_family_options,
+    make_options,
+    transport_arguments,
+)
 from support.interpreter import speed_up_interpreter
 from support.weather import KINDS, weather_graph
 
@@ -45,13 +53,15 @@ class Case:
     install: dict = field(default_factory=dict, hash=False)
     compiled: bool = False
     counted: bool = False
-    whole: bool = False  # blocks by fused sub-layers, in float32
+    fused: bool = False  # blocks by fused sub-layers, in float32
+    family: str | None = None  # of `make_family_options`, fused, and on one rank in float32 too, with the same noise
     watched: bool = False  # on the first rank, hooks watch what our attention does not call
 
 
 TOPOLOGIES = {"1": (1, 1), "2": (2, 1), "3": (3, 1), "4": (4, 1), "2x2": (2, 2)}
 OPTIONS = {"channels": 16, "heads": 2, "layers": LAYERS, "qk_norm": True}  # with qk_norm no gradient is zero by nature
 ONE_LAYER = {"layers": 1, "layer_chunks": 1}  # of what takes seconds: interpreted kernels, compiled blocks
+FUSED = {"fused": True, "options": ONE_LAYER | {"mapper_chunks": 1}}
 WITHOUT_OURS = {"counted": True, "install": {"sharding": False}}  # by Anemoi, for which a rank must have two heads
 COUNTED = {("symmetric", "1", 1), ("symmetric", "3", 1), ("asymmetric", "4", 2)}
 CASES = {
@@ -72,9 +82,13 @@ CASES = {
     "edges embedded": Case(3, options={"edge_pre_mlp": True}, install={"fuse_edges": False}, batch=2),
     "hooks on one rank": Case(2, watched=True),
     "compiled": Case(2, graph="asymmetric", batch=2, options=ONE_LAYER, compiled=True),
-    **{f"whole blocks-{name}-{ranks}": Case(ranks, graph=name, batch=batch, options={"qk_norm": False} | ONE_LAYER,
-       whole=True, compiled=name == "small")
+    **{f"fused-{name}-{ranks}": Case(ranks, graph=name, batch=batch, options={"qk_norm": False} | ONE_LAYER,
+       fused=True, compiled=name == "small")
        for name, ranks, batch in (("small", 2, 2), ("tiny", 4, 2))},
+    **{f"fused ensemble-{ranks}": Case(ranks, graph="small", batch=batch, ensemble=2, family="ensemble", **FUSED)
+       for ranks, batch in ((1, 2), (2, 1), (3, 2))},
+    **{f"fused transport-{ranks}": Case(ranks, graph="small", batch=batch, family="transport", **FUSED)
+       for ranks, batch in ((1, 2), (2, 1), (3, 1))},  # Anemoi shards a batch of one
     **{f"Anemoi's {strategy}-{ranks}": Case(ranks, options={"heads": 8, "shard_strategy": strategy}, **WITHOUT_OURS)
        for strategy in ("edges", "heads") for ranks in (2, 3)},
 }  # fmt: skip
@@ -102,25 +116,30 @@ def graph(name):
 
 def model_of(case):
     """The model of a case; cases share it, and ranks inherit it from the process that starts them."""
-    dtype = torch.float32 if case.whole else torch.float64
-    return make_model(case.graph, case.ensemble > 1, tuple(sorted(case.options.items())), case.compiled, dtype)
+    dtype = torch.float32 if case.fused or case.family else torch.float64
+    options = tuple(sorted(case.options.items()))
+    return make_model(case.graph, case.family, case.ensemble > 1, options, case.compiled, dtype)
 
 
 @cache
-def make_model(name, is_ensemble, options, compiled, dtype):
+def make_model(name, family, is_ensemble, options, compiled, dtype):
     """A model, its trained node and edge attributes not zero, and its blocks compiled or not."""
     make = make_ensemble_options if is_ensemble else make_options
+    if family is not None:
+        make = partial(make_family_options, family)
     model = build(graph(name), make(**OPTIONS | dict(options))).double()
     for name, parameter in model.named_parameters():
         if "trainable" in name:
             torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(1))
+    if family is not None:
+        draw_conditions(model)
     model.to(dtype)
     if compiled:
         for mapper in (*model.encoder.values(), *model.decoder.values()):
             mapper.proc.compile(backend="aot_eager", dynamic=False)
         for block in model.processor.proc:
             block.compile(backend="aot_eager", dynamic=False)
-    if is_ensemble:  # Anemoi draws noise in float32
+    if is_ensemble and dtype == torch.float64:  # Anemoi draws noise in float32
         in_float64 = lambda module, args, kwargs: (args, kwargs | {"noise_dtype": torch.float64})  # noqa: E731
         model.noise_injector.register_forward_pre_hook(in_float64, with_kwargs=True)
     return model
@@ -144,6 +163,11 @@ def run(model, case, index, group):
     model.zero_grad(set_to_none=True)
     torch.manual_seed(index)  # of the noise
     options = {"fcstep": 1} if case.ensemble > 1 else {}
+    if case.family == "transport":
+        options = transport_arguments(graph(case.graph), case.batch)
+        if sizes is not None:
+            noised = options["conditioned_target"]["data"]
+            options["conditioned_target"]["data"] = noised.split(sizes, 3)[group.rank()]
     shards = None if sizes is None else {"data": sizes}
     out = model({"data": x}, model_comm_group=group, grid_shard_sizes=shards, **options)["data"]
     loss = (out - target).square().sum() / count
@@ -159,14 +183,15 @@ def gradients_of_strategy(model, group, everyone):
     gradients = {}
     for name, parameter in model.named_parameters():
         grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
-        dist.all_reduce(grad if "trainable" in name else grad.mul_(group.size()), group=everyone)
+        is_whole = "trainable" in name or "no_gradscaling" in name  # as Anemoi names what every rank sees whole
+        dist.all_reduce(grad if is_whole else grad.mul_(group.size()), group=everyone)
         gradients[name] = grad / everyone.size()
     return gradients
 
 
 def one_rank(case):
     """Mean loss and gradients of the models of a case, each on one rank, by Anemoi's own code."""
-    model, losses, total = model_of(replace(case, compiled=False, whole=False)), [], {}
+    model, losses, total = model_of(replace(case, compiled=False, fused=False)), [], {}
     for index in range(case.models):
         losses.append(run(model, case, index, None))
         for name, parameter in model.named_parameters():
@@ -215,7 +240,7 @@ def run_conditioned(group):
 def run_case(case, group, index, everyone):
     """Loss, gradients, and what a rank counts in each step: two if `counted`, else one."""
     model, counts = model_of(case), []
-    blocks = {"backend": "triton", "blocks": True} if case.whole else {"backend": "torch"}
+    blocks = {"backend": "triton", "blocks": True} if case.fused else {"backend": "torch"}
     attention_steps.PROGRAMS = sublayer_steps.PROGRAMS = 3  # of the interpreter
     convs = [module.conv for module in model.modules() if hasattr(module, "conv")]
     is_watched = case.watched and dist.get_rank() == 0

@@ -23,6 +23,7 @@ from anemoi_gt.data.graphs import icosphere_graph
 from anemoi_gt.data.grids import grid
 from anemoi_gt.integrations import anemoi as integration
 from anemoi_gt.integrations.anemoi import blocks as attending
+from support import anemoi_sublayers
 
 VERSION = tuple(int(part) for part in version("anemoi-models").split(".")[:2])
 GRAPH = icosphere_graph(grid("O4"), refinement=1)
@@ -132,6 +133,40 @@ def block(kind, triton=False):
     return made, (nodes, edge_attr, edge_index, shards, 1, size)
 
 
+def updated_sources():
+    """A mapper's block that updates its sources, sources and destinations each under a condition of their own.
+
+    Returns its error with us, and how it was computed where backend `triton` was asked for, or the refusal.
+    """
+    made = anemoi_sublayers.build("GraphTransformerMapperBlock", {"LayerNorm": anemoi_sublayers.CONDITIONAL})
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.normal_(std=0.3, generator=generator)
+    width, attributes = made.lin_query.in_features, made.lin_edge.in_features
+    rows = [torch.randn(30, columns, generator=generator) for columns in (width, width, 4, 4)]
+    _, (_, _, _, shards, *sizes) = block("Mapper")
+    edge_attr = torch.randn(90, attributes, generator=generator)
+    edge_index = torch.randint(30, (2, 90), generator=generator)
+
+    def call():
+        sources, destinations = made(tuple(rows[:2]), edge_attr, edge_index, shards, *sizes, cond=tuple(rows[2:]))[0]
+        return {"sources": sources, "destinations": destinations}
+
+    with torch.no_grad():
+        theirs = call()
+        with integration.install():
+            error = errors(call(), theirs)
+        with integration.install(backend="triton", blocks=True):
+            try:
+                error = max(error, errors(call(), theirs))
+                (computed,) = integration.installed().computed
+                outcome = computed.outcome
+            except ValueError as refusal:
+                outcome = str(refusal)
+    return {"error": error, "outcome": outcome}
+
+
 def compiled(kind):
     """The error of a compiled block with us and the names of our operators in its graph; None if upstream fails."""
     made, inputs = block(kind)
@@ -175,6 +210,7 @@ def main():
     with torch.no_grad():
         report = {"compiled": {kind: compiled(kind) for kind in ("Processor", "Mapper")}, "triton": triton()}
     report |= {"version": version("anemoi-models"), "said": list(dict.fromkeys(said))}
+    report["updated sources"] = updated_sources()
     if VERSION < (0, 19):
         report["AIFS"], report["one chunk"] = compare(build()), compare(build(chunks=1))
         report["heads"] = compare(build(shard_strategy="heads"))

@@ -1,0 +1,441 @@
+"""Blocks by fused sub-layers under `install`: numbers, compiled code, what is not fused and what is refused."""
+
+import re
+from collections import Counter
+from contextlib import nullcontext
+from functools import partial
+
+import pytest
+import torch
+from anemoi.models.layers.block import GraphTransformerMapperBlock, GraphTransformerProcessorBlock
+from anemoi.models.layers.mlp import MLP
+from support import anemoi_model as small
+from support.anemoi_model import (
+    OwnLinear,
+    block_inputs,
+    conditional_kernels,
+    conditioned_inputs,
+    differentiate_block,
+    for_gpu,
+    make_block,
+)
+from support.operators import Operators
+from support.same_numbers import assert_same_numbers
+from support.weather import KINDS as KINDS_OF_EDGES
+from support.weather import weather_graph
+from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils.checkpoint import checkpoint
+
+from anemoi_gt.integrations import anemoi as integration
+
+pytestmark = [
+    pytest.mark.usefixtures("few_programs"),
+    pytest.mark.filterwarnings("ignore::UserWarning:anemoi"),  # that a gated network has an activation of its own
+]
+KINDS = {"processor": GraphTransformerProcessorBlock, "mapper": GraphTransformerMapperBlock}
+SERVED = (
+    *({}, {"edge_pre_mlp": True}, {"attn_channels": 8}, {"shard_strategy": "heads"}, {"bias": False}),
+    *({"qk_norm": True}, *({"mlp_implementation": name} for name in ("glu", "swiglu", "geglu", "reglu"))),
+)
+ATTENTION, FEED_FORWARD = (f"anemoi_gt.{name}_triton.default" for name in ("attention_sublayer", "feed_forward"))
+BLOCKS = partial(integration.install, backend="triton", blocks=True)
+autocast = partial(torch.autocast, "cpu", torch.bfloat16)
+
+
+@pytest.fixture(scope="session")
+def graph():
+    """13 data points, 7 hidden nodes: the interpreter runs them one by one."""
+    return weather_graph({"data": 13, "hidden": 7}, dict.fromkeys(KINDS_OF_EDGES, 24))
+
+
+def block_of(kind, backend="pyg", **options):
+    """A block, as a GPU machine would have it with the backend `triton`."""
+    block = make_block(KINDS[kind], **options)
+    return for_gpu(block) if backend == "triton" else block
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("backend", "options"), (("pyg", {}), *(("triton", each) for each in SERVED)), ids=str)
+def test_a_compiled_block_is_two_operators_with_the_same_numbers(kind, backend, options, traced):
+    compiler, graphs = traced
+    inputs = block_inputs(KINDS[kind])
+    expected = differentiate_block(make_block(KINDS[kind], **options), inputs)
+    block = block_of(kind, backend, **options)
+    names = list(block.state_dict())
+    with BLOCKS():
+        assert_same_numbers(differentiate_block(block, inputs), expected)
+        compiled = torch.compile(block, fullgraph=True, backend=compiler)
+        assert_same_numbers(differentiate_block(block, inputs, compiled), expected)
+    (graph,) = graphs
+    assert len(graph[ATTENTION]) == len(graph[FEED_FORWARD]) == 1
+    of_modules = ("edge_attention", "function linear", "function layer_norm")
+    if "edge_pre_mlp" in options:  # whose network is no part of a fused sub-layer
+        of_modules = of_modules[:1]
+    assert not [name for name in graph if any(part in name for part in of_modules)]
+    assert list(block.state_dict()) == names
+
+
+CHANGES = {  # of parts of a block that stays fused
+    "tanh GELU": lambda block: block.node_dst_mlp.mlp.__setitem__(1, nn.GELU("tanh")),
+    "SiLU": lambda block: block.node_dst_mlp.mlp.__setitem__(1, nn.SiLU()),
+    "ReLU": lambda block: block.node_dst_mlp.mlp.__setitem__(1, nn.ReLU()),
+    "a norm without bias": lambda block: block.set_submodule("layer_norm_mlp_dst", nn.LayerNorm(16, bias=False)),
+    "norms without parameters": lambda block: [
+        block.set_submodule(name, nn.LayerNorm(16, elementwise_affine=False))
+        for name in ("layer_norm_attention", "layer_norm_mlp_dst")
+    ],
+    "linear maps without bias": lambda block: [
+        block.set_submodule(name, nn.Linear(16, 16, bias=False)) for name in ("lin_value", "projection", "lin_key")
+    ],
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_block_with_other_parts_that_kernels_serve_is_fused(change):
+    block, inputs = block_of("processor"), block_inputs()
+    CHANGES[change](block)
+    expected = differentiate_block(block, inputs)
+    with BLOCKS(), Operators() as operators:
+        assert_same_numbers(differentiate_block(block, inputs), expected)
+    assert counted(operators.names) == {ATTENTION: 1, FEED_FORWARD: 1}
+
+
+def counted(names):
+    """How often each fused sub-layer is among the names of operators."""
+    return {name: list(names).count(name) for name in (ATTENTION, FEED_FORWARD)}
+
+
+CONDITIONED = {
+    "processor": ("processor", {}), "mapper": ("mapper", {}),
+    "mapper that updates its sources": ("mapper", {"update_src_nodes": True}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CONDITIONED)
+@pytest.mark.parametrize("way", ("eager", "compiled", "checkpointed"))
+def test_conditional_norms_and_norms_of_queries_and_keys_are_fused_with_anemois_numbers(name, way, traced):
+    """The sources of a mapper are updated under their own condition, as in anemoi-models 0.14 and newer."""
+    kind, options = CONDITIONED[name]
+    compiler, graphs = traced
+    block = make_block(KINDS[kind], layer_kernels=conditional_kernels(), qk_norm=True, **options)
+    inputs = conditioned_inputs(KINDS[kind])
+    expected = differentiate_block(block, inputs)
+    forward = {
+        "eager": block,
+        "compiled": torch.compile(block, fullgraph=True, backend=compiler),
+        "checkpointed": partial(checkpoint, block, use_reentrant=False),
+    }[way]
+    with BLOCKS():
+        found = differentiate_block(block, inputs, forward)
+        report = [(block.outcome, block.reason) for block in integration.installed().computed]
+        if way != "compiled":
+            with Operators() as operators:
+                differentiate_block(block, inputs, forward)
+    assert_same_numbers(found, expected)
+    assert all(found[key] is not None for key in found if key.startswith("condition"))
+    if way == "compiled":
+        names = [name for graph in graphs for name, nodes in graph.items() for _ in nodes]
+    else:
+        names = operators.names
+        assert report == [("fused", None)]
+    times = 2 if way == "checkpointed" else 1
+    assert counted(names) == {ATTENTION: times, FEED_FORWARD: times * (2 if options else 1)}
+
+
+def widened(inputs, dtype):
+    """Inputs with floating-point tensors in another dtype, as leaves."""
+    if isinstance(inputs, tuple):
+        return tuple(widened(each, dtype) for each in inputs)
+    is_real = isinstance(inputs, torch.Tensor) and inputs.is_floating_point()
+    return inputs.detach().to(dtype).requires_grad_() if is_real else inputs
+
+
+def rms(tensor):
+    return tensor.double().square().mean().sqrt().item()
+
+
+def assert_as_accurate(ours, anemoi, exact, dtype):
+    """Assert that errors are at most three times those of Anemoi, and four eps of the dtype."""
+    for name, expected in exact.items():
+        if expected is None:
+            assert ours[name] is None, name
+            continue
+        error, theirs = (rms(found[name] - expected) for found in (ours, anemoi))
+        allowed = 3 * theirs + 4 * torch.finfo(dtype).eps * rms(expected)
+        assert error <= allowed, f"{name}: RMS error {error:.1e}, Anemoi's {theirs:.1e}"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("nodes", "compiler"), ((torch.bfloat16, None), (torch.float16, "aot_eager")), ids=str)
+def test_errors_are_at_most_three_times_those_of_anemois_block(kind, nodes, compiler):
+    """Against float64, for 16-bit nodes, as Anemoi's embeddings are under autocast."""
+    inputs = block_inputs(KINDS[kind])
+    exact = differentiate_block(block_of(kind).double(), widened(inputs, torch.float64))
+    block, (x, *rest) = block_of(kind), inputs
+    given = (widened(x, nodes), *rest)
+    results = []
+    for install in (nullcontext, BLOCKS):
+        with install(), torch.autocast("cpu", nodes):
+            forward = torch.compile(block, fullgraph=True, backend=compiler) if compiler else block
+            results.append(differentiate_block(block, given, forward))
+    anemoi, ours = results
+    assert_as_accurate(ours, anemoi, exact, nodes)
+
+
+def test_a_model_gives_what_anemoi_gives(graph):
+    """A batch of two, which chunks of mappers hold as one graph."""
+    model, x = small.build(graph, small.make_options(checkpointing=False, mapper_chunks=3)), small.draw(graph, batch=2)
+    expected = small.differentiate(model, x)
+    with BLOCKS():
+        assert_same_numbers(small.differentiate(model, x), expected)
+        computed = integration.installed().computed
+    assert len(computed) == 4 and {block.outcome for block in computed} == {"fused"}
+
+
+FAMILIES = {"ensemble": ({"ensemble": 2}, {"fcstep": 1}), "transport": ({"batch": 2}, None)}
+COMPILED = (GraphTransformerProcessorBlock, GraphTransformerMapperBlock)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("way", "checkpointing"), (("eager", False), ("eager", True), ("compiled", True)), ids=str)
+def test_ensemble_and_diffusion_models_are_fused_with_anemois_numbers(graph, family, way, checkpointing, traced):
+    """Small ones in the form of Anemoi's configs, with all parameters drawn that begin at zero."""
+    options = small.make_family_options(family, channels=16, heads=2, mapper_chunks=1, checkpointing=checkpointing)
+    model = small.draw_conditions(small.build(graph, options))
+    shape, arguments = FAMILIES[family]
+    arguments = small.transport_arguments(graph, **shape) if arguments is None else arguments
+    x = small.draw(graph, **shape)
+    expected = small.differentiate(model, x, **arguments)
+    assert all(gradient is not None and gradient.any() for name, gradient in expected[1].items() if ".scale." in name)
+    compiler, graphs = traced
+    if way == "compiled":
+        for module in model.modules():
+            if isinstance(module, COMPILED):
+                module.compile(fullgraph=True, backend=compiler)
+    with BLOCKS():
+        assert_same_numbers(small.differentiate(model, x, **arguments), expected)
+        computed = integration.installed().computed
+    assert len(computed) == 4 and {(block.outcome, block.reason) for block in computed} == {("fused", None)}
+    if way == "compiled":
+        assert graphs and all(len(graph[ATTENTION]) == len(graph[FEED_FORWARD]) == 1 for graph in graphs)
+
+
+@pytest.mark.parametrize(("kind", "options"), (("mapper", {"update_src_nodes": True}), ("processor", {})), ids=str)
+def test_sources_that_are_updated_and_a_block_without_gradients_have_anemois_numbers(kind, options):
+    block, inputs = block_of(kind, **options), block_inputs(KINDS[kind])
+    expected = block(*inputs)[0]
+    with BLOCKS(), Operators() as operators:
+        for grad in (True, False):
+            with torch.set_grad_enabled(grad):
+                assert_same_numbers(block(*inputs)[0], expected)
+    assert counted(operators.names) == {ATTENTION: 2, FEED_FORWARD: 2 * (2 if options else 1)}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_checkpoint_around_or_inside_compiled_code_gives_the_same_gradients(kind, traced):
+    compiler, graphs = traced
+    inputs, block = block_inputs(KINDS[kind]), block_of(kind)
+    expected = differentiate_block(block, inputs)
+    again = partial(checkpoint, block, use_reentrant=False)
+    with BLOCKS():
+        for forward in (again, torch.compile(again, fullgraph=True, backend=compiler)):
+            assert_same_numbers(differentiate_block(block, inputs, forward), expected)
+    for operator in (ATTENTION, FEED_FORWARD):
+        assert sum(len(graph.get(operator, ())) for graph in graphs) == 1
+
+
+def with_part(name, make):
+    """Return what replaces a part of a block by `make` of it."""
+    return lambda block: block.set_submodule(name, make(block.get_submodule(name)))
+
+
+class OwnMLP(MLP):
+    """A feed-forward network of somebody's own."""
+
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+class OwnUpdate(GraphTransformerProcessorBlock):
+    """A block that updates its nodes in a way of its own."""
+
+    def run_node_dst_mlp(self, *arguments):
+        return 2 * super().run_node_dst_mlp(*arguments)
+
+
+def double(owner, method):
+    """Replace a method of one instance by twice what it returns."""
+    upstream = getattr(owner, method)
+    setattr(owner, method, lambda *arguments: 2 * upstream(*arguments))
+
+
+def with_one_more_layer(network):
+    """Return a network with a second hidden layer."""
+    width = network[0].out_features
+    return nn.Sequential(network[0], nn.GELU(), nn.Linear(width, width), nn.GELU(), network[2])
+
+
+def of_tensor_subclass(block):
+    weight = block.lin_query.weight.detach()
+    block.lin_query.weight = nn.Parameter(TwoTensor(weight, weight))
+
+
+NO_ATTENTION = {  # reason: a change after which the feed-forward sub-layer alone is fused
+    "its lin_query is a support.anemoi_model.OwnLinear, and a torch.nn.Linear is needed": lambda block: setattr(
+        block.lin_query, "__class__", OwnLinear
+    ),
+    "its layer_norm_attention is a torch.nn.modules.normalization.RMSNorm, and a LayerNorm or": with_part(
+        "layer_norm_attention", lambda _: nn.RMSNorm(16)
+    ),
+    "its lin_value has hooks, which a fused sub-layer skips": lambda block: block.lin_value.register_forward_hook(
+        lambda *_: None
+    ),
+    "its lin_query has a forward set on it, which a fused sub-layer skips": lambda block: double(
+        block.lin_query, "forward"
+    ),
+    "its attention drops weights in training": lambda block: setattr(block.conv, "dropout", 1.0),
+    "its lin_query has a weight of the tensor subclass": of_tensor_subclass,
+}
+NO_FEED_FORWARD = {  # reason: a change after which the attention sub-layer alone is fused
+    "its node_dst_mlp.mlp.1 is a torch.nn.modules.activation.Tanh, and a GELU, SiLU, ReLU or Sigmoid": with_part(
+        "node_dst_mlp.mlp.1", lambda _: nn.Tanh()
+    ),
+    "its node_dst_mlp.mlp.1 has hooks, which": lambda block: block.node_dst_mlp.mlp[1].register_full_backward_hook(
+        lambda *_: None
+    ),
+    "its node_dst_mlp.mlp has 5 layers, and a linear map, an activation and a linear map": with_part(
+        "node_dst_mlp.mlp", with_one_more_layer
+    ),
+    "its layer_norm_mlp_dst is a torch.nn.modules.normalization.RMSNorm, and": with_part(
+        "layer_norm_mlp_dst", lambda _: nn.RMSNorm(16)
+    ),
+    "OwnUpdate has a run_node_dst_mlp of its own": lambda block: setattr(block, "__class__", OwnUpdate),
+    "its node_dst_mlp is a .*OwnMLP, and an MLP or a torch.nn.Sequential": lambda block: setattr(
+        block.node_dst_mlp, "__class__", OwnMLP
+    ),
+    "its run_node_dst_mlp was replaced on the instance": lambda block: double(block, "run_node_dst_mlp"),
+}
+UNSERVED = NO_ATTENTION | NO_FEED_FORWARD
+
+
+def remaining(reason):
+    """How often each fused sub-layer is still called."""
+    return {ATTENTION: int(reason in NO_FEED_FORWARD), FEED_FORWARD: int(reason in NO_ATTENTION)}
+
+
+@pytest.mark.parametrize("reason", UNSERVED)
+def test_what_a_sub_layer_cannot_serve_costs_that_sub_layer_alone_and_is_said_once(reason, said):
+    block, inputs = block_of("processor"), block_inputs()
+    UNSERVED[reason](block)
+    exact = differentiate_block(block, inputs)
+    with autocast():
+        anemoi = differentiate_block(block, inputs)
+    with integration.install(backend="triton"), autocast():
+        for _ in range(2):
+            with Operators() as operators:
+                ours = differentiate_block(block, inputs)
+            assert counted(operators.names) == remaining(reason)
+        (computed,) = integration.installed().computed
+    assert_as_accurate(ours, anemoi, exact, torch.bfloat16)
+    assert computed.outcome == ("fused" if reason in NO_FEED_FORWARD else "attention only")
+    assert re.match(reason, computed.reason)
+    (message,) = said()
+    assert re.match(f"a sub-layer of an Anemoi block is not fused: {reason}", message)
+
+
+@pytest.mark.parametrize("reason", UNSERVED)
+def test_a_sub_layer_that_was_asked_for_and_cannot_be_fused_is_refused_unless_a_tool_watches(reason):
+    block, inputs = block_of("processor"), block_inputs()
+    UNSERVED[reason](block)
+    if "hooks" in reason:  # which must not end a run
+        expected = differentiate_block(block, inputs)
+        with BLOCKS(), Operators() as operators:
+            assert_same_numbers(differentiate_block(block, inputs), expected)
+        assert counted(operators.names) == remaining(reason)
+        return
+    refused = f"blocks=True with backend 'triton' cannot compute this Anemoi block: {reason}"
+    with BLOCKS(), pytest.raises(ValueError, match=refused):
+        block(*inputs)
+
+
+@pytest.mark.parametrize("reason", [reason for reason in UNSERVED if "tensor subclass" not in reason])
+def test_compiled_code_has_the_sub_layer_that_can_be_fused(reason, traced):
+    compiler, graphs = traced
+    block, inputs = block_of("processor"), block_inputs()
+    UNSERVED[reason](block)
+    with integration.install(backend="triton"), autocast():
+        expected = differentiate_block(block, inputs)
+        found = differentiate_block(block, inputs, torch.compile(block, backend=compiler))
+    for name, value in expected.items():
+        assert (value is None) == (found[name] is None) and (value is None or torch.equal(found[name], value)), name
+    assert Counter({name: len(nodes) for graph in graphs for name, nodes in graph.items()}) >= Counter(
+        {name: count for name, count in remaining(reason).items() if count}
+    )
+    other = ATTENTION if reason in NO_ATTENTION else FEED_FORWARD
+    assert not [graph for graph in graphs if other in graph]
+
+
+@pytest.mark.parametrize("is_compiled", (False, True))
+def test_hooks_of_all_modules_see_the_parts_of_a_block(is_compiled, said, traced):
+    block, inputs = block_of("processor"), block_inputs()
+    forward = torch.compile(block, backend=traced[0]) if is_compiled else block
+    double_activations = lambda module, _, out: 2 * out if isinstance(module, nn.GELU) else out  # noqa: E731
+    hook = nn.modules.module.register_module_forward_hook(double_activations)
+    try:
+        expected = differentiate_block(block, inputs)
+        with integration.install(blocks=True):
+            assert_same_numbers(differentiate_block(block, inputs, forward), expected)
+        with BLOCKS():
+            assert_same_numbers(differentiate_block(block, inputs), expected)
+    finally:
+        hook.remove()
+    assert "hooks watch all modules, and those of its parts would not be called" in said()[0]
+
+
+@pytest.mark.parametrize("name", ("lin_edge", "projection"))
+def test_a_forward_set_on_a_linear_map_is_called(name):
+    block, inputs = block_of("processor"), block_inputs()
+    double(block.get_submodule(name), "forward")
+    expected = differentiate_block(block, inputs)
+    with integration.install(blocks=True):
+        assert_same_numbers(differentiate_block(block, inputs), expected)
+
+
+@pytest.mark.parametrize(("mode", "times"), (("full", 2), ("none", 1)))
+def test_only_a_full_checkpoint_computes_sub_layers_again(mode, times, graph):
+    model, x = small.build(graph, small.make_options(mapper_chunks=1)), small.draw(graph)
+    expected = small.differentiate(model, x)
+    with BLOCKS(activation_checkpointing=mode), Operators() as operators:
+        assert_same_numbers(small.differentiate(model, x), expected)
+    blocks = len([module for module in model.modules() if isinstance(module, tuple(KINDS.values()))])
+    assert counted(operators.names) == dict.fromkeys((ATTENTION, FEED_FORWARD), times * blocks)
+
+
+@pytest.mark.parametrize(
+    ("options", "dtype", "is_fused"),
+    (
+        ({}, torch.bfloat16, True), ({}, torch.float16, True), ({}, None, False),
+        ({"blocks": False}, torch.bfloat16, False),
+        ({"backend": "auto"}, torch.bfloat16, False),  # which computes with the reference on a CPU
+        ({"blocks": True}, None, True),
+    ),
+)  # fmt: skip
+def test_fused_sub_layers_are_the_default_under_16_bit_autocast_on_triton(options, dtype, is_fused, traced, said):
+    compiler, graphs = traced
+    with integration.install(**({"backend": "triton"} | options)), torch.autocast("cpu", dtype, enabled=bool(dtype)):
+        torch.compile(block_of("processor"), fullgraph=True, backend=compiler)(*block_inputs())
+    for operator in (ATTENTION, FEED_FORWARD):
+        assert sum(len(graph.get(operator, ())) for graph in graphs) == is_fused
+    assert not said()
+
+
+def test_blocks_that_backend_torch_computes_are_named_if_they_were_asked_for(said):
+    with integration.install(blocks=True):
+        block_of("processor")(*block_inputs())
+    assert "another backend than triton computes its attention" in said()[0]
+
+
+def test_blocks_must_be_a_switch():
+    with pytest.raises(ValueError, match="blocks must be True, False or None, got 'yes'"):
+        integration.install(blocks="yes")
