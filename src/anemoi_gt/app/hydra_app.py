@@ -425,7 +425,8 @@ def meanings(target: str) -> dict[str, str]:
 
     lines = (inspect.getdoc(get_object(target)) or "").splitlines()
     begin = lines.index("Parameters") + 2 if "Parameters" in lines else len(lines)
-    described, names = {}, []
+    described: dict[str, str] = {}
+    names: list[str] = []
     for line, below in pairwise([*lines[begin:], ""]):
         if below.startswith("---"):  # the heading of the next section
             break

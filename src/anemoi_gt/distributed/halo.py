@@ -133,12 +133,11 @@ class HaloExchange:
         unless batch size, features, dtype and requires_grad are the same.
         """
         own, sent = _SendRows.apply(x, self)
-        if prepare is not None:
-            conditions = ()
-            if cond is not None:
-                _, sent_cond = _SendRows.apply(cond, self)
-                conditions = (sent_cond,)
-            sent = prepare(sent, *conditions)
+        if prepare is not None and cond is not None:
+            _, sent_cond = _SendRows.apply(cond, self)
+            sent = prepare(sent, sent_cond)
+        elif prepare is not None:
+            sent = prepare(sent)
         if not torch.compiler.is_compiling() and self.consensus is not None:
             self.consensus.reach(sent)
         return PendingExchange(own, sent, self.send(sent.detach()), self, is_prepared=prepare is not None)

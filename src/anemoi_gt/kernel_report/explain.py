@@ -227,7 +227,7 @@ def _attention_in_sublayer(arguments: dict[str, Any]) -> dict[str, Any]:
     halo = arguments["halo"]
     num_src = x_src.shape[0] + (0 if halo is None else halo.shape[0])
     key = split_heads(x_src, num_src)
-    attention = {"query": split_heads(x_dst, x_dst.shape[0]), "key": key, "value": key}
+    attention: dict[str, Tensor | None] = {"query": split_heads(x_dst, x_dst.shape[0]), "key": key, "value": key}
     shape = attr.shape
     if batch > 1 and attr.dim() == 2:
         shape = (1, *shape)

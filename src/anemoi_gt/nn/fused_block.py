@@ -5,15 +5,14 @@ z = attention(path.attention, ...)          where they are parts
 y = feed_forward(path.feed_forward, ...)
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from anemoi_gt.attention_config import AttentionConfig
 from anemoi_gt.compatibility import is_exporting
 from anemoi_gt.graph import GraphStructure
-from anemoi_gt.nn.chunking import Pair
 from anemoi_gt.nn.sublayers import AttentionParts, FeedForwardParts, attention_parts, feed_forward_parts
 from anemoi_gt.ops.backends import BACKENDS, choose_backend
 from anemoi_gt.ops.dtypes import autocast_dtype, autocast_is_active
@@ -33,6 +32,10 @@ def runs_on_triton(x: Tensor, config: AttentionConfig) -> bool:
     return choose_backend(config.backend, x.new_empty(0, dtype=autocast_dtype(x))) is BACKENDS["triton"]
 
 
+Nodes = tuple[Tensor | None, Tensor]  # sources, None where they are the destinations, and destinations
+Conditions = tuple[Tensor | None, Tensor | None]  # of sources and of destinations
+
+
 class BlockPath(NamedTuple):
     """What computes each sub-layer in one call of a block: parts of the fused one, or the reason for its modules."""
 
@@ -46,7 +49,7 @@ class BlockPath(NamedTuple):
         return cls(reason, reason, reason)
 
     @classmethod
-    def of(cls, block: nn.Module, x: Tensor, cond: Tensor | None, config: AttentionConfig) -> "BlockPath":
+    def of(cls, block: Any, x: Tensor, cond: Tensor | None, config: AttentionConfig) -> "BlockPath":
         """Decide for a block of this library and destinations like x, with or without a condition."""
         if is_exporting():
             return cls.by_modules("an exported program has no operators of this library")
@@ -94,10 +97,10 @@ def _dtype_mismatch(x: Tensor, weight: Tensor) -> str | None:
 
 def attention(
     parts: AttentionParts,
-    x: Pair,
+    x: Nodes,
     graph: GraphStructure,
     edge_attr: Tensor,
-    cond: Pair,
+    cond: Conditions,
     halo: Tensor | None = None,
 ) -> Tensor:
     """Return destinations [.., N_dst, F] after the attention sub-layer.
@@ -111,7 +114,12 @@ def attention(
     if batch == 1 and edge_attr.dim() == 3:
         edge_attr = edge_attr.squeeze(0)
     tensors = parts.tensors(
-        _rows(x_src), _rows(halo), _rows(x_dst), edge_attr, row_conditions(cond[1], x_dst), _source_conditions(x, cond)
+        _optional_rows(x_src),
+        _optional_rows(halo),
+        _rows(x_dst),
+        edge_attr,
+        row_conditions(cond[1], x_dst),
+        _source_conditions(x, cond),
     )
     z = attention_sublayer(tensors, graph, parts.options(batch, autocast_dtype(x_dst)))
     return z.view(x_dst.shape)
@@ -123,9 +131,14 @@ def feed_forward(parts: FeedForwardParts, x: Tensor, cond: Tensor | None) -> Ten
     return feed_forward_sublayer(tensors, parts.options(autocast_dtype(x))).view(x.shape)
 
 
-def _rows(x: Tensor | None) -> Tensor | None:
+def _rows(x: Tensor) -> Tensor:
     """Return features [.., N, F] as rows [B * N, F]."""
-    return None if x is None else x.reshape(-1, x.shape[-1])
+    return x.reshape(-1, x.shape[-1])
+
+
+def _optional_rows(x: Tensor | None) -> Tensor | None:
+    """Return features as rows, None where there are none."""
+    return None if x is None else _rows(x)
 
 
 def row_conditions(cond: Tensor | None, x: Tensor) -> Tensor | None:
@@ -135,12 +148,12 @@ def row_conditions(cond: Tensor | None, x: Tensor) -> Tensor | None:
     return cond.expand(*x.shape[:-1], cond.shape[-1]).reshape(-1, cond.shape[-1])
 
 
-def _source_conditions(x: Pair, cond: Pair) -> Tensor | None:
+def _source_conditions(x: Nodes, cond: Conditions) -> Tensor | None:
     """Return the conditions of the sources; None where the destinations' serve."""
     return None if x[0] is None else row_conditions(cond[0], x[0])
 
 
-def _check(parts: AttentionParts, x: Pair, graph: GraphStructure, edge_attr: Tensor, halo: Tensor | None) -> None:
+def _check(parts: AttentionParts, x: Nodes, graph: GraphStructure, edge_attr: Tensor, halo: Tensor | None) -> None:
     """Raise ValueError as `edge_attention` would, for stand-ins of query and key without memory."""
     x_src, x_dst = x
     num_src = (x_dst if x_src is None else x_src).shape[-2]

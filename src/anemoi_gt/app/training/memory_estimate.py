@@ -14,14 +14,14 @@ Edges, and rows that other ranks read, keep little beside that. Compiled blocks 
 """
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 
 from anemoi_gt.app.training.config import TrainingConfig
 from anemoi_gt.app.training.step import autocast
 from anemoi_gt.graph import GraphStructure
-from anemoi_gt.nn import EncoderProcessorDecoder, GraphTransformerBackwardMapper, GraphTransformerBaseBlock, StaticEdges
+from anemoi_gt.nn import EncoderProcessorDecoder, GraphTransformerBackwardMapper, StaticEdges
 
 STATE = 20
 FLOAT32 = 4
@@ -60,11 +60,10 @@ def estimate_memory(model: nn.Module, config: TrainingConfig) -> MemoryEstimate 
 
 def _estimate(model: EncoderProcessorDecoder, batch: int, size: int) -> MemoryEstimate:
     layers, hidden, groups = model.processor.proc, model.nodes["hidden"].num_nodes, model.processor.checkpoint_groups
-    layer, layers_in_group = layers[0], -(-len(layers) // (groups or 1))
-    fused = _Fused.of(layer)
-    group = hidden * (layers_in_group * _destination(layer, size, fused) + _gradients(layer, size, fused))
-    group += _structures(model.processor_edges)[0].num_src * layers_in_group * _source(layer, size, fused)
-    group += layers_in_group * _weights(layer, size, fused)
+    layer, layers_in_group = BlockSizes.of(layers[0]), -(-len(layers) // (groups or 1))
+    group = hidden * (layers_in_group * _destination(layer, size) + _gradients(layer, size))
+    group += _structures(model.processor_edges)[0].num_src * layers_in_group * _source(layer, size)
+    group += layers_in_group * size * layer.cast_weights
     mappers = [*_mappers(model.encoder, model.encoder_edges, size), *_mappers(model.decoder, model.decoder_edges, size)]
     if groups is None:
         kept, working = group + sum(everything for everything, _ in mappers), 0
@@ -113,64 +112,73 @@ def _shard_bytes(model: EncoderProcessorDecoder) -> int:
     return sum(tensor.nbytes for graph in graphs for tensor in graph.state_dict().values())
 
 
-def _mappers(mappers: nn.ModuleDict, edges: nn.ModuleDict, size: int) -> list[tuple[int, int]]:
-    """Return the bytes that each mapper keeps in all, and those of its largest chunk with its gradients."""
-    found = []
+def _mappers(mappers: Any, edges: Any, size: int) -> list[tuple[int, int]]:
+    """Return the bytes that each mapper keeps in all, and those of its largest chunk with its gradients.
+
+    `mappers` and `edges` are ModuleDicts by data set, as those of a model.
+    """
+    sizes = []
     for name, mapper in mappers.items():
-        graphs, fused = _structures(edges[name]), _Fused.of(mapper.proc)
-        end = (size + FLOAT32) * mapper.proc.channels * isinstance(mapper, GraphTransformerBackwardMapper)
-        inputs = [(FLOAT32 + size) * channels for channels in (mapper.in_channels_src, mapper.in_channels_dst)]
-        source = _source(mapper.proc, size, fused) + inputs[0]
-        destination = _destination(mapper.proc, size, fused) + inputs[1] + end
-        gradient = 3 * size * mapper.proc.channels
-        weights = _weights(mapper.proc, size, fused)
+        graphs, block = _structures(edges[name]), BlockSizes.of(mapper.proc)
+        end = (size + FLOAT32) * block.channels * isinstance(mapper, GraphTransformerBackwardMapper)
+        source = _source(block, size) + (FLOAT32 + size) * mapper.in_channels_src
+        destination = _destination(block, size) + (FLOAT32 + size) * mapper.in_channels_dst + end
+        gradient = 3 * size * block.channels
+        weights = size * block.cast_weights
         chunks = [graph.num_src * source + graph.num_dst * destination + weights for graph in graphs]
-        at_dst = _gradients(mapper.proc, size, fused)
+        at_dst = _gradients(block, size)
         gradients = [max(graph.num_dst * at_dst, graph.num_src * gradient) for graph in graphs]
-        found.append((sum(chunks), max(map(sum, zip(chunks, gradients, strict=True)))))
-    return found
+        sizes.append((sum(chunks), max(map(sum, zip(chunks, gradients, strict=True)))))
+    return sizes
 
 
-class _Fused(NamedTuple):
-    """Which sub-layers of a block are fused."""
+class BlockSizes(NamedTuple):
+    """What decides how much a block keeps."""
 
-    attention: bool
-    feed_forward: bool
+    channels: int  # features of a node
+    width: int  # features of query, key or value, all heads together
+    hidden: int  # features that the hidden layer computes, gate and value of a gated network
+    fused_attention: bool
+    fused_feed_forward: bool
+    cast_weights: int  # parameters of the fused sub-layers, which keep them in 16 bits
 
     @classmethod
-    def of(cls, block: GraphTransformerBaseBlock) -> "_Fused":
+    def of(cls, block: Any) -> "BlockSizes":
+        """Read the sizes of a `GraphTransformerBaseBlock`."""
         path = block.path(block.lin_query.weight.new_empty(0, block.channels), None)
-        return cls(not isinstance(path.attention, str), not isinstance(path.feed_forward, str))
+        fused_attention = not isinstance(path.attention, str)
+        fused_feed_forward = not isinstance(path.feed_forward, str)
+        feed_forward = sum(parameter.numel() for parameter in block.node_dst_mlp.parameters())
+        attention = sum(parameter.numel() for parameter in block.parameters()) - feed_forward
+        return cls(
+            channels=block.channels,
+            width=block.lin_query.out_features,
+            hidden=block.hidden_dim * (1 if block.mlp_implementation == "mlp" else 2),
+            fused_attention=fused_attention,
+            fused_feed_forward=fused_feed_forward,
+            cast_weights=attention * fused_attention + feed_forward * fused_feed_forward,
+        )
 
 
-def _destination(block: GraphTransformerBaseBlock, size: int, fused: _Fused) -> int:
+def _destination(block: BlockSizes, size: int) -> int:
     """Return the bytes that a destination keeps for the backward pass."""
-    width = block.lin_query.out_features
-    hidden = block.hidden_dim if block.mlp_implementation == "mlp" else 2 * block.hidden_dim
-    if fused.attention:
-        attention = size * (block.channels + 2 * width)
+    if block.fused_attention:
+        attention = size * (block.channels + 2 * block.width)
     else:
-        attention = FLOAT32 * block.channels + size * (block.channels + 3 * width)
-    if fused.feed_forward:
-        return attention + size * (block.channels + hidden)
-    return attention + FLOAT32 * block.channels + size * (block.channels + 2 * hidden)
+        attention = FLOAT32 * block.channels + size * (block.channels + 3 * block.width)
+    if block.fused_feed_forward:
+        return attention + size * (block.channels + block.hidden)
+    return attention + FLOAT32 * block.channels + size * (block.channels + 2 * block.hidden)
 
 
-def _source(block: GraphTransformerBaseBlock, size: int, fused: _Fused) -> int:
+def _source(block: BlockSizes, size: int) -> int:
     """Return the bytes that a source keeps: its norm is not that of a destination in mappers."""
-    norm = size if fused.attention else FLOAT32 + size
-    return size * 2 * block.lin_key.out_features + norm * block.channels
+    norm = size if block.fused_attention else FLOAT32 + size
+    return size * 2 * block.width + norm * block.channels
 
 
-def _weights(block: GraphTransformerBaseBlock, size: int, fused: _Fused) -> int:
-    """Return the bytes of the cast weights that the fused sub-layers keep."""
-    feed_forward = sum(parameter.numel() for parameter in block.node_dst_mlp.parameters())
-    attention = sum(parameter.numel() for parameter in block.parameters()) - feed_forward
-    return size * (attention * fused.attention + feed_forward * fused.feed_forward)
-
-
-def _gradients(block: GraphTransformerBaseBlock, size: int, fused: _Fused) -> int:
+def _gradients(block: BlockSizes, size: int) -> int:
     """Return the bytes of a destination's gradients where they are largest, at the activation or at the projections."""
-    if fused.feed_forward:
-        return size * (3 * block.lin_query.out_features + 2 * block.channels)
-    return size * (2 * block.hidden_dim + block.channels)
+    if block.fused_feed_forward:
+        return size * (3 * block.width + 2 * block.channels)
+    return size * (2 * block.hidden + block.channels)

@@ -213,7 +213,10 @@ def edge_attention_torch_backward(
         return _like(operands, gradients, dtype)
 
 
-def _like(operands: tuple, gradients: Iterable[Tensor | None], dtype: torch.dtype) -> tuple[Tensor, ...]:
+SixTensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+def _like(operands: tuple, gradients: Iterable[Tensor | None], dtype: torch.dtype) -> SixTensors:
     """Return the gradients with the shapes of the operands, empty where none is needed."""
     shaped = []
     for operand, gradient in zip(operands, gradients, strict=True):
@@ -221,14 +224,20 @@ def _like(operands: tuple, gradients: Iterable[Tensor | None], dtype: torch.dtyp
             shaped.append(operands[0].new_empty(0))
         else:
             shaped.append(gradient.view(operand.shape).to(dtype))
-    return tuple(shaped)
+    query, key, value, edge_attr, edge_weight, edge_bias = shaped
+    return query, key, value, edge_attr, edge_weight, edge_bias
 
 
 @torch.library.register_fake("anemoi_gt::edge_attention_torch_backward")
 @flat_arguments
 def _(grad_out, grad_lse, flat: FlatArguments, lse, p, needs):
-    pairs = zip(flat[:6], needs, strict=True)
-    return tuple(operand.new_empty(operand.shape) if need else p.new_empty(0) for operand, need in pairs)
+    gradients = []
+    for operand, need in zip(flat[:6], needs, strict=True):
+        if need and operand is not None:
+            gradients.append(operand.new_empty(operand.shape))
+        else:
+            gradients.append(p.new_empty(0))
+    return tuple(gradients)
 
 
 def _backward(ctx, grad_out, grad_lse, _):
