@@ -118,11 +118,14 @@ def test_data_of_ones_own_alone_take_the_default_graph_model_and_training(tmp_pa
     assert config.data == {"_target_": "my.splits"}
     assert all(config[group] == default[group] for group in ("graph", "model", "training"))
     assert config.graph._target_.endswith("limited_area_graph") and config.graph.refinement is None
-    (text,) = [text for text in blocks(ROOT / "docs" / "own_data.md", "text") if text.startswith("defaults")]
-    (tmp_path / "data" / "mine.yaml").write_text(text)
+    (tmp_path / "graph").mkdir()
+    for text in blocks(ROOT / "docs" / "own_data.md", "text"):
+        if text.startswith("# conf/"):
+            (tmp_path / text.splitlines()[0].removeprefix("# conf/")).write_text(text)
     config = composed("data=mine", f"hydra.searchpath=[{tmp_path}]")
     assert config.data == {**composed("data=xarray", "data.path=a").data, "path": "weather.nc", "diagnostics": ["tp"]}
-    assert config.graph == composed("graph=icosphere").graph and config.model == default.model
+    expected = composed("graph=limited_area", "graph.refinement=5").graph
+    assert config.graph == expected and config.model == default.model
 
 
 def test_the_attention_config_reaches_every_layer():
