@@ -107,7 +107,7 @@ def test_a_checkpoint_is_told_of_block_by_block(tmp_path, capsys, anemoi_as_it_i
     listed = dict(re.fullmatch(r"  (.+?)  +(.+)", line).groups() for line in section.splitlines()[1:])
     reason = "its conv is support.anemoi_model.OwnConv, which is not Anemoi's attention"
     assert listed["processor.proc.1"] == f"upstream: {reason}"
-    fused = "attention only: whole blocks are computed under 16-bit autocast where backend triton attends"
+    fused = "attention only: sub-layers are fused under 16-bit autocast where backend triton attends"
     assert listed["processor.proc.0"] == listed["encoder.encoder.proc"] == fused
     assert f"1 upstream (processor.proc.1: {reason})" in listed["blocks"]
 

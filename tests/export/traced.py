@@ -43,6 +43,9 @@ class Driver:
     def get_current_device(self):
         return 0
 
+    def get_current_stream(self, device):
+        return 0
+
 
 class Gpu:
     """Fake tensors on a GPU."""

@@ -18,7 +18,7 @@ from anemoi_gt.data.graphs import icosphere_graph
 from anemoi_gt.data.grids import grid
 from anemoi_gt.integrations import anemoi
 from anemoi_gt.kernel_report import explain, explain_attention
-from anemoi_gt.kernel_report.explain import BLOCK
+from anemoi_gt.kernel_report.explain import SUBLAYER
 from anemoi_gt.ops import backends
 
 TRITON = AttentionConfig(backend="triton")
@@ -168,11 +168,11 @@ def test_everything_becomes_json(decoder):
     assert kernels[0] == "edge_attention_project_bf16_h16_c64_d11"
 
 
-def test_a_graph_without_destinations_is_explained():
+def test_a_graph_without_destinations_is_explained_by_the_kernels_that_have_programs():
     graph = GraphStructure.from_edge_index(torch.zeros(2, 0, dtype=torch.int64), (3, 0))
     conv = GraphTransformerConv((4, 4), 16, heads=2, edge_dim=3, config=TRITON)
     text = str(explain(conv, (torch.randn(3, 4), torch.randn(0, 4)), graph, torch.zeros(0, 3)))
-    assert "edge_attention_fwd_fp32_h2_c16_d3" in text
+    assert "edge_attention_bwd_src_fp32_h2_c16" in text and "edge_attention_fwd" not in text
 
 
 @pytest.mark.parametrize("fuse_edges", [True, False])
@@ -187,12 +187,12 @@ def test_swapped_blocks_of_anemoi_are_listed_and_keep_raw_edges(anemoi_as_it_is,
 
 
 @pytest.mark.parametrize("kind", [GraphTransformerProcessorBlock, GraphTransformerMapperBlock])
-def test_a_whole_block_of_anemoi_is_listed_with_the_kernels_of_its_attention(anemoi_as_it_is, kind):
+def test_a_fused_attention_of_anemoi_is_listed_with_the_kernels_of_its_attention(anemoi_as_it_is, kind):
     block, found = make_block(kind), []
     for blocks in (False, True):
         with anemoi.install(backend="triton", blocks=blocks):
             found += explain(block, *block_inputs(kind)).layers
     attention, whole = found
-    assert [pass_.operator for pass_ in whole.passes] == [BLOCK, f"{BLOCK}_backward"]
+    assert [pass_.operator for pass_ in whole.passes] == [SUBLAYER, f"{SUBLAYER}_backward"]
     passes = [replace(one, operator=own.operator) for one, own in zip(whole.passes, attention.passes, strict=True)]
     assert replace(whole, passes=tuple(passes)) == attention

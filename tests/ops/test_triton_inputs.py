@@ -112,7 +112,7 @@ CHOICE = {  # degree, heads, channels, edge_dim, bias: whether attributes are em
 
 @pytest.mark.parametrize("case", CHOICE)
 @pytest.mark.parametrize("training", [True, False])
-def test_explain_says_where_attributes_are_embedded_first(case, training, kernel_device):
+def test_attributes_reach_the_operator_embedded_where_that_moves_fewer_bytes(case, training, kernel_device):
     (degree, heads, channels, edge_dim, bias), expected = CHOICE[case]
     numbers = torch.arange(3 * degree)
     edges = (torch.stack([numbers % 3, numbers % 3]), (3, 3))
@@ -122,8 +122,8 @@ def test_explain_says_where_attributes_are_embedded_first(case, training, kernel
     operands = leaves_of(problem, graph) if training else operands
     query, key, value, *rest = operands.values()
     found = explain_attention(query, key, value, graph, *rest, config=TRITON)
-    assert found.layers[0].features == ("embedded first" if expected else "raw")
-    assert ("attributes embedded first" in str(found)) == expected
+    assert found.layers[0].features == ("embedded" if expected else "raw")
+    assert ("embedded edges" in str(found)) == expected
 
 
 @pytest.mark.parametrize("form", ["raw", "raw_without_bias"])

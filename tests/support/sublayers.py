@@ -92,9 +92,9 @@ def attention(named, edge_index, options):
     )
     query, key = head_norm(query, "query", options.query_norm_eps), head_norm(key, "key", options.key_norm_eps)
     edges = mapped(named["edge_attr"], "edge").unflatten(-1, (heads, -1))
-    source, destination = edge_index
+    source, destination = edge_index.to(query.device)
     scores = (query[:, destination] * (key[:, source] + edges)).sum(-1) / query.shape[-1] ** 0.5
-    belongs = (torch.arange(dst.shape[1])[:, None] == destination)[None, :, :, None]
+    belongs = (torch.arange(dst.shape[1], device=query.device)[:, None] == destination)[None, :, :, None]
     weights = torch.where(belongs, scores[:, None], -1e4).softmax(2) * belongs
     out = (weights[..., None] * (value[:, source] + edges)[:, None]).sum(2).flatten(-2)
     return named["x_dst"] + mapped(out + mapped(dst, "self"), "projection").flatten(0, 1)

@@ -14,8 +14,8 @@ class Pass:
     ----------
     name : {"forward", "backward"}
     operator : str
-        As a profiler shows it, in eager and in compiled runs. `anemoi_gt::transformer_block` computes a whole block;
-        its kernels here are those of the attention in it.
+        As a profiler shows it, in eager and in compiled runs. `anemoi_gt::attention_sublayer_triton` is a fused
+        sub-layer of a block; the kernels of its attention are listed.
     kernels : tuple of str
         Names of the kernels, as a profiler shows them, in the order of their launches; empty where PyTorch's own do
         the work.
@@ -36,9 +36,9 @@ class Layer:
         Of the module in the model that computed it, and of its class; "" without one.
     sizes : dict of str to int
         batch, sources, destinations, edges, heads, channels, attributes.
-    features : {"none", "raw", "embedded", "embedded first"}
-        Form of the edge features. Of raw attributes the weight is factored out of the sums over edges; those that are
-        "embedded first" would move more bytes so, or do not fit a program.
+    features : {"none", "raw", "embedded"}
+        Form of the edge features that the operator reads. The weight of raw attributes is factored out of the sums over
+        edges; attributes are embedded before the operator where that moves fewer bytes, or a program cannot hold them.
     dtype, device : str
         Of query.
     backend : str
@@ -81,7 +81,6 @@ def _layer_lines(layers: list[Layer]) -> Iterator[str]:
     """Yield the lines of layers that differ by name alone."""
     first, sizes = layers[0], layers[0].sizes
     edges = {"none": "no attributes", "raw": f"attributes {sizes['attributes']}", "embedded": "embedded edges"}
-    edges["embedded first"] = "attributes embedded first"
     yield _title(layers) or "attention"
     yield (
         f"  {sizes['edges']:,} edges, {sizes['sources']:,} to {sizes['destinations']:,} nodes, batch {sizes['batch']}, "

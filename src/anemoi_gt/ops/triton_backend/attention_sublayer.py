@@ -11,9 +11,9 @@ sources are followed by its halo, rows n_j that their owners normed.
 
 Adding one vector to all keys shifts all scores of a destination alike and changes no weight. So without k_norm b_key
 has no effect, its gradient is 0, and b_value may be added to key and value by the bias of the edges, whose gradient it
-shares. The gradient of b_self follows from the projection's: sum_i dy_i = W_projection^T sum_i dz_i. So rows are read
-for sums over nodes of dq alone (and of dk, with k_norm); all other gradients of biases and norms are made by the passes
-over rows that are needed anyway.
+shares: the sum of dy_i over destinations that have in-edges. The gradient of b_self follows from the projection's:
+sum_i dy_i = W_projection^T sum_i dz_i. So rows are read for sums over nodes of dq alone (and of dk, with k_norm); all
+other gradients of biases and norms are made by the passes over rows that are needed anyway.
 
 Kept for the backward pass: query and key before their norms, value, y, the edge attributes if they were cast, what
 edge attention saves, and the cast weights. Gradients of query, y, key and value are columns of one tensor, so that
@@ -343,6 +343,12 @@ def backward_plan(specs: tuple, options: AttentionOptions, needs: SublayerNeeds)
     )
     _head_norm_backward(sums, layout, "query_norm", saved.query, dquery, t.query_norm_scale, options.query_norm_eps)
     _head_norm_backward(sums, layout, "key_norm", saved.key, dkey, t.key_norm_scale, options.key_norm_eps)
+    edge_bias = gradients.edge_bias
+    if edge_bias is not None and options.dtype == torch.float32:
+        # The kernels' sum has terms of the keys, which cancel but for rounding. That is below the rounding of 16-bit
+        # operands, but several times the error of a float32 sum.
+        edge_bias = builder.empty((width,), torch.float32)
+        builder.compute(_sum_of_attending_rows, dy, index.colptr, edge_bias)
     query_bias = None if t.query_bias is None else _sum_of_rows(builder, dquery)
     key_bias = None
     if t.key_bias is not None and options.key_norm_eps:
@@ -392,7 +398,7 @@ def backward_plan(specs: tuple, options: AttentionOptions, needs: SublayerNeeds)
             nodes_weight=grad_nodes,
             projection_weight=grad_projection,
             edge_weight=gradients.edge_weight,
-            edge_bias=gradients.edge_bias,
+            edge_bias=edge_bias,
             norm_map=None if norm_map is None else norm_map.weight,
             norm_src_map=None if source_map is None else source_map.weight,
             query_bias=query_bias,
@@ -479,6 +485,13 @@ def _sum_of_rows(builder: PlanBuilder, rows: Buffer) -> Buffer:
 
 def _sum_rows(rows: Tensor, total: Tensor) -> None:
     torch.sum(rows, 0, dtype=torch.float32, out=total)  # a product with ones has nine times the error
+
+
+def _sum_of_attending_rows(rows: Tensor, colptr: Tensor, total: Tensor) -> None:
+    """Sum rows [B * N, width] over the destinations that have in-edges: their attention weights sum to 1."""
+    attends = (colptr.diff() > 0).to(rows.dtype)
+    num_entries = rows.shape[0] // max(1, attends.shape[0])
+    torch.sum(rows * attends.repeat(num_entries).unsqueeze(1), 0, out=total)
 
 
 def _map_by(weight: Tensor, x: Tensor, out: Tensor) -> None:

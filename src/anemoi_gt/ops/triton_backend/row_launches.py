@@ -10,7 +10,6 @@ that a launch adds to. `partial` must be zero at first, and launches may share c
 
 from typing import NamedTuple
 
-from anemoi_gt.kernels import norms_and_activations as kernels
 from anemoi_gt.kernels.jit_launch import Launch
 from anemoi_gt.ops.triton_backend.tiles import next_power_of_two
 
@@ -68,6 +67,8 @@ def norm_forward(
         Rows of `out` in each batch entry, of which the first num_rows / batch are written;
         None: num_rows / batch.
     """
+    from anemoi_gt.kernels import norms_and_activations as kernels
+
     rows, columns, num_warps = _norm_tile(NORM_FORWARD, features)
     stride = features if out_stride is None else out_stride
     entries = _entries(num_rows, batch, out_entry_rows)
@@ -122,6 +123,8 @@ def norm_backward(
     normed_stride, normed_entry_rows : int or None
         Layout of both `normed` and `grad_normed`, like `out` in `norm_forward`.
     """
+    from anemoi_gt.kernels import norms_and_activations as kernels
+
     rows, columns, num_warps = _norm_tile(NORM_BACKWARD, features)
     stride = features if normed_stride is None else normed_stride
     entries = _entries(num_rows, batch, normed_entry_rows)
@@ -150,6 +153,8 @@ def head_norm_forward(
     num_rows: int, heads: int, channels: int, eps: float, *, x_stride: int, out_stride: int
 ) -> Launch:
     """Return the launch of `head_norm_fwd`: x, scale -> out; strides are elements between nodes."""
+    from anemoi_gt.kernels import norms_and_activations as kernels
+
     pairs, columns, num_warps = _norm_tile(HEAD_NORM, channels)
     num_pairs = num_rows * heads
     scalars = {"num_pairs": num_pairs, "eps": float(eps)}
@@ -184,6 +189,8 @@ def head_norm_backward(
     Strides are elements between nodes. The columns of `partial` from `first_sum` on are `channels`
     sums of dscale.
     """
+    from anemoi_gt.kernels import norms_and_activations as kernels
+
     pairs, columns, num_warps = _norm_tile(HEAD_NORM, channels)
     num_pairs = num_rows * heads
     last_pair = num_pairs + 2 * programs * pairs
@@ -209,6 +216,8 @@ def activation_forward(num_rows: int, features: int, activation: str, *, gated: 
     `hidden` has the same shape; if `gated`, twice the columns: the gate, which `activation` is
     applied to, then the value.
     """
+    from anemoi_gt.kernels import norms_and_activations as kernels
+
     rows, columns = _activation_tile(ACTIVATION, features)
     width = 2 * features if gated else features
     constants = {
@@ -239,6 +248,8 @@ def activation_backward(
     Its tensors are hidden, grad_activated -> activated, grad_hidden, partial. The sums of the columns
     of grad_hidden are the columns of `partial` from `first_sum` on.
     """
+    from anemoi_gt.kernels import norms_and_activations as kernels
+
     tile = GATE_BACKWARD if gated else ACTIVATION
     rows, columns = _activation_tile(tile, features)
     width = 2 * features if gated else features
