@@ -131,31 +131,6 @@ def test_the_runner_computes_with_us_says_so_and_gives_the_same_forecast(folder,
     assert abs(ours - theirs).max() < 1e-3 and abs(ours[-1] - ours[0]).max() > 0.1  # kelvin, float32 at 280 K
 
 
-TWO_RANKS = {
-    "around ours": ("runner.parallel.base_runner=anemoi-gt", "runner.parallel.cluster.manual=2"),
-    "inside ours": ("runner.anemoi-gt.runner=parallel", "runner.anemoi-gt.cluster.manual=2"),
-    "torchrun": ("runner.anemoi-gt.runner=parallel",),
-}
-
-
-@pytest.mark.parametrize("spelling", TWO_RANKS)
-def test_every_rank_of_a_parallel_forecast_computes_with_us(folder, train, spelling):
-    checkpoint = folder / "out" / "checkpoint" / train("untouched")["id"] / "inference-last.ckpt"
-    launcher = ("torchrun", "--nproc-per-node=2", "--no-python") if spelling == "torchrun" else ()
-    expected, _ = forecast(folder, checkpoint, "one_rank.nc")
-    options = (*TWO_RANKS[spelling], "verbosity=1")  # else only the first rank logs
-    ours, log = forecast(folder, checkpoint, f"{spelling}.nc", *options, launcher=launcher)
-    assert log.count("anemoi_gt computes the attention of 4 graph-transformer blocks") == 2
-    assert abs(ours - expected).max() < 1e-3  # kelvin, float32 at 280 K
-
-
-def test_a_model_without_graph_transformers_is_refused_before_data_are_read(folder, train):
-    trained = train("untouched", "model=gnn", "config_validation=false")["id"]
-    checkpoint = folder / "out" / "checkpoint" / trained / "inference-last.ckpt"
-    with pytest.raises(AssertionError, match="must have a graph-transformer block, got .* without one"):
-        forecast(folder, checkpoint, "refused.nc", "runner=anemoi-gt", data="missing.zarr")
-
-
 def test_the_runner_refuses_a_wrong_option(folder, train):
     checkpoint = folder / "out" / "checkpoint" / train("untouched")["id"] / "inference-last.ckpt"
     with pytest.raises(AssertionError, match="backend must be one of auto, triton, torch, got 'cuda'"):
