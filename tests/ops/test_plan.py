@@ -131,7 +131,6 @@ def test_a_view_of_a_buffer_is_that_of_a_tensor(name, where):
     actual = builder.finish(results).run([x])[0]
     assert torch.equal(actual, expected)
     assert view.is_contiguous == expected.is_contiguous() or 0 in view.shape
-    assert view.row_stride == (expected.stride(0) if expected.dim() == 2 else expected.stride(-3))
 
 
 def test_writing_to_a_view_leaves_the_rest_of_its_buffer():

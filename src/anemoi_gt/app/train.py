@@ -139,7 +139,7 @@ def train(trainer: Trainer, variables: Sequence[str] | None = None) -> float:
 
 
 def describe_data(splits: Splits) -> str:
-    """Return what is trained, for the log: variables and forcings, lead time, and the samples of each split."""
+    """Describe the training for the log: variables and forcings, lead time, and the samples of each split."""
     data = splits.train
     variables = ", ".join(f"{name} [{units}]" for name, units in zip(data.variables, data.units, strict=True))
     steps = f"{data.input_steps} input time{'s' if data.input_steps > 1 else ''}"
@@ -238,7 +238,7 @@ def resumes_on_ranks(folder: Path, resume: bool, description: dict) -> bool:
 
 
 def shared_config(config: "hydra_app.DictConfig", mesh: DeviceMesh) -> dict[str, Any]:
-    """Return what must be the same on all ranks, by name: config values, attention backend and PyTorch's version."""
+    """Collect the values that all ranks must share, by name: config, attention backend and PyTorch's version."""
     values = flatten(hydra_app.describe(config) | {"resume": config.resume})
     shared = {key: value for key, value in values if key not in RANKS_MAY_DIFFER}
     backend = hydra_app.check_backend(hydra_app.instantiate(config.attention), local_device(mesh.device_type))

@@ -22,13 +22,12 @@ def checkpoint_activations(function: Callable[..., Tensor], *inputs, device: tor
 
 @define_operator
 def chunk_result(x: Tensor) -> Tensor:
-    """Return a copy of a result of a processor's checkpointed chunk, which compiled code keeps for the next chunk.
+    """Copy the result of a processor's checkpointed chunk, which compiled code then keeps for the next chunk.
 
-    It does not keep one of several results of an operator, as of a whole block: docs/upstream.md.
+    It does not keep one of several results of an operator, such as a fused sub-layer (torch 2.13, docs/upstream.md).
     """
     return x.clone()
 
 
 torch.library.register_fake("anemoi_gt::chunk_result", torch.empty_like)
 torch.library.register_autograd(chunk_result, lambda ctx, grad: grad)
-copy_result = chunk_result

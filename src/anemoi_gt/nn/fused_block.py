@@ -1,7 +1,7 @@
 """The sub-layers of a block of this library, fused where that is possible and pays; decided once per call.
 
-path = BlockPath.of(block, x_dst, cond)     parts of each fused sub-layer, or the reason why it is not fused
-z = attention(path.attention, ...)          where they are parts
+path = BlockPath.of(block, x_dst, cond, config)    parts of each fused sub-layer, or the reason why it is not
+z = attention(path.attention, ...)                 where they are parts
 y = feed_forward(path.feed_forward, ...)
 """
 

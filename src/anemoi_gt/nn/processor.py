@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from anemoi_gt.compatibility import is_exporting
 from anemoi_gt.graph import GraphStructure
-from anemoi_gt.nn.activation_checkpointing import checkpoint_activations, copy_result
+from anemoi_gt.nn.activation_checkpointing import checkpoint_activations, chunk_result
 from anemoi_gt.nn.block import GraphTransformerProcessorBlock
 from anemoi_gt.nn.chunking import Chunk
 from anemoi_gt.nn.input_validation import check_features
@@ -107,7 +107,7 @@ class GraphTransformerProcessor(nn.Module):
 
 def _run_group(*inputs) -> Tensor:
     x = _run(*inputs)
-    return copy_result(x) if torch.compiler.is_compiling() and not is_exporting() else x
+    return chunk_result(x) if torch.compiler.is_compiling() and not is_exporting() else x
 
 
 def _run(

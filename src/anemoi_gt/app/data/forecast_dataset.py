@@ -157,14 +157,14 @@ class ForecastDataset(Dataset, ABC):
         )
 
     def physical_sample(self, i: int) -> tuple[Tensor, ...]:
-        """Return what `physical_inputs` takes for sample i: fields [N, P], and the time if it needs one.
+        """Collect the arguments of `physical_inputs` for sample i: fields [N, P], and the time if it needs one.
 
         Raises ValueError if the data set does not have it.
         """
         raise ValueError(f"{type(self).__name__} does not implement physical_sample()")
 
     def schema(self) -> DataSchema:
-        """Return what the forecasts of a model trained on this data set depend on, for its checkpoints."""
+        """Return the schema of the data for the checkpoints of a model trained on them."""
         return DataSchema(
             variables=tuple(self.variables),
             diagnostics=tuple(self.diagnostics),

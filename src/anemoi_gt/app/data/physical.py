@@ -65,7 +65,7 @@ class PhysicalModel(nn.Module):
         return reference + self.change_mean + self.model(channels).float() * self.change_std
 
     def normalised_change(self, forecast: Tensor, *inputs: Tensor) -> Tensor:
-        """Return what the model made of the inputs of a forecast, in float64."""
+        """Return the model's prediction from the inputs of a forecast, in float64."""
         _, reference = self.inputs(*inputs)
         return (forecast.double() - reference - self.change_mean) / self.change_std
 

@@ -83,7 +83,7 @@ def _estimate(model: EncoderProcessorDecoder, batch: int, size: int) -> MemoryEs
 
 
 def advice(model: Mapping, training: Mapping) -> str:
-    """Return what to change in the configs `model` and `training` of a run that ran out of memory."""
+    """Suggest changes to the configs `model` and `training` for a run that ran out of memory."""
     layers, chunks = model.get("num_layers"), model.get("mapper_chunks", 1)
     if layers is not None and model.get("checkpoint_groups") is None:
         return f"set model.checkpoint_groups={layers} and model.mapper_chunks={2 * chunks}"

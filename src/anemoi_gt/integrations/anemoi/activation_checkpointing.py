@@ -18,7 +18,7 @@ from anemoi_gt.integrations.anemoi.decision import keeping_decisions
 from anemoi_gt.integrations.anemoi.edge_cache import lookup
 from anemoi_gt.integrations.anemoi.settings import SETTINGS
 from anemoi_gt.integrations.anemoi.upstream import Upstream, replaces, wraps_any
-from anemoi_gt.nn.activation_checkpointing import copy_result
+from anemoi_gt.nn.activation_checkpointing import chunk_result
 
 MODES = "none", "full"
 
@@ -113,6 +113,6 @@ def _with_copied_results(func: Callable) -> Callable:
     """Return a function whose floating-point results are copies, for `torch.compile`."""
 
     def copied(result):
-        return copy_result(result) if isinstance(result, Tensor) and result.is_floating_point() else result
+        return chunk_result(result) if isinstance(result, Tensor) and result.is_floating_point() else result
 
     return lambda *args, **kwargs: tree_map(copied, func(*args, **kwargs))

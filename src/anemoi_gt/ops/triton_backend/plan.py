@@ -40,11 +40,6 @@ class Buffer:
         """True if the elements lie one after another, in order."""
         return self.stride == contiguous_stride(self.shape)
 
-    @property
-    def row_stride(self) -> int:
-        """Elements between two rows of [.., N, H, C], or of [N, F]."""
-        return self.stride[0] if len(self.shape) == 2 else self.stride[-3]
-
     def slice(self, dim: int, start: int, stop: int) -> "Buffer":
         """Return the elements from `start` to `stop` along a dimension."""
         dim %= len(self.shape)
